@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.command import REPOSITORY, environment, fuligo
 from tests.e2e.processes import SHARED_MEMORY, alive, descendants, interrupt, nothing_left_in_shared_memory, wait_until
+from tests.e2e.warm_start import WarmStart
 
 
 def test_descendants_and_neighbours_may_have_names_of_any_bytes(tmp_path: Path) -> None:
@@ -50,6 +52,47 @@ def test_a_process_starts_with_or_without_sigint(ignored_here: bool, ignored: bo
         assert (signal.getsignal(signal.SIGINT) is signal.SIG_IGN) == (ignored_here or before is signal.SIG_IGN)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["train", "--num-rollout", "many"], ["serve", "--help"]], ids=" ".join)
+def test_a_forked_command_ends_as_a_fresh_one(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    forked, fresh = fuligo(*arguments), fuligo(*arguments, fresh=True)
+    assert (forked.returncode, forked.stdout, forked.stderr) == (fresh.returncode, fresh.stdout, fresh.stderr)
+
+
+PROBE = """
+import os, signal, sys
+print(sys.argv[1:], os.environ["PROBE"], os.getcwd())
+print("to stderr", file=sys.stderr, flush=True)
+sys.stdout.flush()
+sys.exit(7) if sys.argv[1] == "exit" else signal.raise_signal(signal.SIGTERM) if sys.argv[1] == "signal" else signal.pause()
+"""
+
+
+@pytest.fixture
+def forking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WarmStart:
+    """Return a warm start of another `fuligo`, which ends in the way that its first argument says."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "fuligo").mkdir()
+    (tmp_path / "fuligo" / "__init__.py").touch()
+    (tmp_path / "fuligo" / "__main__.py").write_text(PROBE)
+    path = f"{tmp_path}{os.pathsep}{REPOSITORY}"
+    return WarmStart({**environment(), "PYTHONPATH": path}, modules=())
+
+
+def test_a_forked_command_has_its_arguments_environment_and_directory(forking: WarmStart, tmp_path: Path) -> None:
+    for how, code in (("exit", 7), ("signal", -signal.SIGTERM)):
+        done = forking.run([how, "a b"], {"PROBE": how}, 240)
+        assert done.returncode == code
+        assert done.stdout == f"['{how}', 'a b'] {how} {tmp_path}\n"
+        assert done.stderr == "to stderr\n"
+
+
+def test_a_forked_command_that_takes_too_long_is_killed(forking: WarmStart) -> None:
+    with pytest.raises(subprocess.TimeoutExpired):
+        forking.run(["wait"], {"PROBE": "waits"}, 1)
+    assert forking.run(["exit"], {"PROBE": "next"}, 240).returncode == 7
 
 
 OTHER = """

@@ -1,0 +1,131 @@
+"""Warm start of `fuligo`: a process that has imported what most runs import, and that forks for every command.
+
+A small run spends half of its time on the import of torch and transformers. A forked command differs from a fresh one in two ways: its
+modules are imported before its environment is set, and all commands order sets alike (hash seed). The processes that it starts are fresh.
+"""
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+MODULES = (
+    "fuligo.cli.console",
+    "fuligo.cli.eval",
+    "fuligo.cli.preflight",
+    "fuligo.cli.train",
+    "fuligo.engines.embedded.backend",
+    "fuligo.engines.embedded.model",
+    "fuligo.job.run",
+    "fuligo.trainer.ranks.trainer",
+    "fuligo.trainer.torch_backend.worker",
+    "pandas",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.qwen3.modeling_qwen3",
+)
+"""Modules that most runs import, with all that they import."""
+READ_BY_IMPORTS = ("CUDA_", "GOMP_", "HF_", "LD_", "MKL_", "OMP_", "PYTHON", "RAY_", "TOKENIZERS_", "TORCH", "TRANSFORMERS_")
+"""Beginnings of the names of environment variables that packages read while they are imported."""
+
+
+class WarmStart:
+    """Process that forks for commands, one after the other. It ends with this process."""
+
+    def __init__(self, environment: dict[str, str], modules: Sequence[str] = MODULES) -> None:
+        self._read_by_imports = _read_by_imports(environment)
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", "tests.e2e.warm_start", str(theirs.fileno()), *modules]
+            self._process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+
+    def suits(self, environment: dict[str, str]) -> bool:
+        """Return whether what is already imported is what a command with this environment would import."""
+        return _read_by_imports(environment) == self._read_by_imports
+
+    def run(self, arguments: list[str], environment: dict[str, str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+        """Run `python -m fuligo` with these arguments to its end, as `subprocess.run` does.
+
+        Raises:
+            subprocess.TimeoutExpired: it ran for longer than `timeout_s` and was killed.
+        """
+        request = json.dumps([arguments, environment, str(Path.cwd())]).encode()
+        with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+            socket.send_fds(self._socket, [_number(len(request))], [output.fileno(), errors.fileno()])
+            self._socket.sendall(request)
+            pid = _receive_number(self._socket)
+            self._socket.settimeout(timeout_s)
+            try:
+                status = _receive_number(self._socket)
+            except TimeoutError:
+                os.kill(pid, signal.SIGKILL)
+                self._socket.settimeout(None)
+                _receive_number(self._socket)
+                raise subprocess.TimeoutExpired(arguments, timeout_s, _text(output), _text(errors)) from None
+            self._socket.settimeout(None)
+            return subprocess.CompletedProcess(arguments, os.waitstatus_to_exitcode(status), _text(output), _text(errors))
+
+
+def _read_by_imports(environment: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name.startswith(READ_BY_IMPORTS)}
+
+
+def _number(value: int) -> bytes:
+    return value.to_bytes(4, "little")
+
+
+def _receive_number(connection: socket.socket) -> int:
+    received = connection.recv(4, socket.MSG_WAITALL)
+    assert len(received) == 4, "the process that forks for commands has ended"
+    return int.from_bytes(received, "little")
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode()
+
+
+def next_command(connection: socket.socket) -> list[str]:
+    """Fork for every request, and return in the child only: the arguments, after its environment, directory and output are set."""
+    while True:
+        header, descriptors, _, _ = socket.recv_fds(connection, 4, 2)
+        if not header:
+            os._exit(0)  # the tests have ended
+        request = connection.recv(int.from_bytes(header, "little"), socket.MSG_WAITALL)
+        pid = os.fork()
+        if pid == 0:
+            break
+        for descriptor in descriptors:
+            os.close(descriptor)
+        connection.sendall(_number(pid))
+        connection.sendall(_number(os.waitpid(pid, 0)[1]))
+    connection.close()
+    for descriptor, standard in zip(descriptors, (1, 2), strict=True):
+        os.dup2(descriptor, standard)
+        os.close(descriptor)
+    arguments, environment, directory = json.loads(request)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(directory)
+    sys.path[0] = directory
+    return arguments
+
+
+if __name__ == "__main__":
+    _, descriptor, *modules = sys.argv
+    for module in modules:
+        importlib.import_module(module)
+    threads = sorted(task.joinpath("comm").read_text().strip() for task in Path("/proc/self/task").iterdir())
+    # The allocator of pyarrow has a thread, and handlers that stop and start it around a fork.
+    assert len(threads) == 1 or threads[:-1] == ["jemalloc_bg_thd"], f"cannot fork: imports have started threads: {threads}"
+    gc.freeze()  # collections in a child would copy the memory that it shares
+    sys.argv[1:] = next_command(socket.socket(fileno=int(descriptor)))
+    runpy.run_module("fuligo", run_name="__main__", alter_sys=True)

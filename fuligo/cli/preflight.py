@@ -1,42 +1,20 @@
-"""Checks of the files that a config names, before any model loads: checkpoints, data, hooks, output directories."""
+"""Checks of the files that a config names, before any model loads: weights, data, hooks, output directories."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
-from fuligo.checkpoint.location import (
-    Checkpoint,
-    WeightsOnly,
-    nothing_left,
-    resolve,
-    value_weights_directory,
-    weights_directory,
-    weights_of,
-)
 from fuligo.cli.data_problems import data_problems
 from fuligo.cli.destinations import destination_problems
+from fuligo.cli.weight_problems import evaluated_weight_problems, weight_problems
 from fuligo.config import Config
 from fuligo.config.args_view import custom_entries
 from fuligo.config.hooks import hook_problems
 from fuligo.config.launcher import chosen_launcher
-from fuligo.config.server_groups import TEACHER
 from fuligo.config.topology import engine_groups
-from fuligo.config.vocabulary import vocabulary_difference
 from fuligo.environments.load import environment_problems
-from fuligo.errors import CheckpointError, ConfigError
-from fuligo.formats.adapter_config import AdapterConfig, adapter_directory, is_adapter
-from fuligo.formats.checkpoint_files import VALUE_MODEL, is_distributed, model_directory, no_value_model
-from fuligo.formats.hugging_face import (
-    DamagedFileError,
-    architecture_difference,
-    brings_code,
-    checkpoint_problems,
-    is_quantised,
-    read_config_json,
-    read_model_config,
-)
-from fuligo.formats.quantisation import EngineQuantisation
+from fuligo.errors import ConfigError
+from fuligo.formats.hugging_face import DamagedFileError, read_config_json, read_model_config
 from fuligo.machine.packages import package_version, package_versions
-from fuligo.models.adapter_flags import adapter_of
 from fuligo.models.registry import names_of
 from fuligo.planner.rules.model import unknown_tokens
 from fuligo.rollout.rewards.settings import reward_settings
@@ -57,14 +35,9 @@ def preflight_problems(config: Config) -> list[str]:
     """Return the problems on disk, one text each."""
     checks = (
         _secrets,
-        _weights,
-        _remote_code,
-        _value_model,
-        _teacher,
+        weight_problems,
         _megatron,
         _engines,
-        _resume,
-        _adapter,
         data_problems,
         destination_problems,
         _hooks,
@@ -76,7 +49,7 @@ def preflight_problems(config: Config) -> list[str]:
 
 def evaluation_problems(config: Config) -> list[str]:
     """Return the problems on disk for `fuligo eval`, which trains nothing."""
-    checks = (_secrets, _served, _adapter, _remote_code, _engines, data_problems, destination_problems, _hooks, _rewards, _stop_tokens)
+    checks = (_secrets, evaluated_weight_problems, _engines, data_problems, destination_problems, _hooks, _rewards, _stop_tokens)
     return [problem for check in checks for problem in check(config)]
 
 
@@ -95,53 +68,6 @@ def _hooks(config: Config) -> Iterator[str]:
         custom_entries(config)
     except ConfigError as error:
         yield from error.problems
-
-
-def _remote_code(config: Config) -> Iterator[str]:
-    """Check that model and tokenizer load without code of the checkpoint, if it brings any."""
-    if config.model.hf_checkpoint is not None:
-        yield from _code_of("--hf-checkpoint", Path(config.model.hf_checkpoint), config)
-
-
-def _code_of(option: str, directory: Path, config: Config) -> Iterator[str]:
-    model_code, tokenizer_code = brings_code(directory / "config.json"), brings_code(directory / "tokenizer_config.json")
-    if not model_code and not tokenizer_code:
-        return
-    from transformers import CONFIG_MAPPING
-
-    from fuligo.models.transformers_types import LOADED_AS
-
-    model_type = read_config_json(directory).get("model_type")
-    if model_code and model_type not in CONFIG_MAPPING and model_type not in LOADED_AS:
-        yield (
-            f"{option} {directory}: transformers has no model type {model_type!r}, and fuligo runs no model code of a checkpoint "
-            "(auto_map in its config.json); choose another model"
-        )
-    elif tokenizer_code and not config.model.trust_remote_code:
-        from fuligo.models.directory import load_tokenizer
-
-        try:
-            load_tokenizer(directory, runs_its_code=False)
-        except ConfigError as error:
-            yield from (f"{option}: {text}" for text in error.problems)
-
-
-def _served(config: Config) -> Iterator[str]:
-    """Check the weights to evaluate."""
-    flags, model = config.checkpoint, config.model.hf_checkpoint
-    if model is not None:
-        yield from (f"--hf-checkpoint: {text}" for text in checkpoint_problems(Path(model)))
-    try:
-        found = resolve(Path(flags.load) if flags.load is not None else None, flags.ckpt_step)
-    except CheckpointError as error:
-        yield str(error)
-        return
-    if found is None and flags.load is not None:
-        yield f"--load {flags.load} holds no checkpoint to evaluate; remove it to evaluate --hf-checkpoint"
-    if found is not None:
-        weights = weights_of(found.directory) if isinstance(found, Checkpoint) else found.directory
-        if not is_distributed(weights) and not is_adapter(weights):
-            yield from _code_of("--load", weights, config)
 
 
 def _megatron(config: Config) -> Iterator[str]:
@@ -184,218 +110,6 @@ def _names_its_class(model: Path) -> bool:
         return bool(read_config_json(model).get("architectures"))
     except ConfigError:
         return True  # reported by the check of the file
-
-
-def _weights(config: Config) -> Iterator[str]:
-    given = {"--hf-checkpoint": config.model.hf_checkpoint, "--ref-load": config.checkpoint.ref_load}
-    sound: dict[str, Path] = {}
-    for option, path in given.items():
-        if path is None:
-            continue
-        problems = list(_first_weights(config, option, Path(path)))
-        yield from problems
-        if not problems:
-            sound[option] = model_directory(weights_directory(Path(path)))
-    if len(sound) == len(given):
-        difference = architecture_difference(*sound.values())
-        if difference is not None:
-            yield f"--ref-load: {difference}"
-    first = "--hf-checkpoint" if config.checkpoint.ref_load is None else "--ref-load"
-    if first in sound and is_quantised(sound[first]):
-        yield f"{first} {sound[first]} is quantised, training cannot start from it: use the unquantised weights with --ref-load"
-    if "--hf-checkpoint" in sound and _syncs_quantised(config):
-        try:
-            EngineQuantisation.read(sound["--hf-checkpoint"])
-        except ConfigError as error:
-            yield f"--hf-checkpoint: {error}"
-
-
-def _teacher(config: Config) -> Iterator[str]:
-    """Check the teacher (--use-opd), as far as it is on this disk."""
-    model, load = config.model.hf_checkpoint, config.algorithm.opd_teacher_load
-    student = Path(model) if model is not None and (Path(model) / "config.json").is_file() else None
-    if config.teacher_from == "trainer" and load is not None:
-        yield from _loaded_teacher(config, Path(load), student)
-    if config.teacher_from != "engine" or student is None:
-        return
-    served = next((group.model_path for group in engine_groups(config) if group.model == TEACHER), None)
-    if served is not None and (Path(served) / "config.json").is_file():
-        difference = vocabulary_difference(Path(served), student)
-        if difference is not None:
-            yield f"the model {TEACHER} of --sglang-config: {difference}"
-
-
-def _loaded_teacher(config: Config, path: Path, student: Path | None) -> Iterator[str]:
-    option = "--opd-teacher-load"
-    problems = list(_first_weights(config, option, path))
-    yield from problems
-    if problems or student is None:
-        return
-    directory = model_directory(weights_directory(path))
-    if is_quantised(directory):
-        yield f"{option} {directory} is quantised, which the trainer cannot load: use the unquantised weights"
-    swapped = config.resolved_train_backend == "megatron"
-    difference = architecture_difference(directory, student) if swapped else vocabulary_difference(directory, student)
-    if difference is not None:
-        instead = "; the Megatron trainer swaps it with the policy, let an engine serve another one (--opd-teacher-url)" if swapped else ""
-        yield f"{option}: {difference}{instead}"
-
-
-def _first_weights(config: Config, option: str, path: Path) -> Iterator[str]:
-    try:
-        directory = path if option == "--hf-checkpoint" else weights_directory(path)
-    except CheckpointError as error:
-        yield f"{option}: {error}"
-        return
-    if is_adapter(directory) and not (directory / "config.json").is_file():
-        yield (
-            f"{option} {directory} is a LoRA adapter without its model; start from it with --lora-adapter, or merge it into its model: "
-            f"fuligo convert merge-adapter {directory} --save DIR"
-        )
-    elif is_distributed(directory) and option != "--hf-checkpoint":
-        yield from _distributed(config, option, directory)
-    else:
-        yield from (f"{option}: {text}" for text in checkpoint_problems(directory))
-
-
-def _value_model(config: Config) -> Iterator[str]:
-    given, model = config.checkpoint.critic_load, config.model.hf_checkpoint
-    if given is None or not config.trains_values:
-        return
-    try:
-        directory = value_weights_directory(Path(given))
-    except CheckpointError as error:
-        yield f"--critic-load: {error}"
-        return
-    if is_distributed(directory):
-        problems = list(_distributed(config, "--critic-load", directory))
-    else:
-        problems = [f"--critic-load: {text}" for text in checkpoint_problems(directory, may_be_value_model=True)]
-    yield from problems
-    if problems or model is None:
-        return
-    try:
-        difference = architecture_difference(model_directory(directory), Path(model))
-    except DamagedFileError:
-        return  # --hf-checkpoint is damaged, and reported as that
-    if difference is not None:
-        yield f"--critic-load: {difference}"
-
-
-def _distributed(config: Config, option: str, directory: Path) -> Iterator[str]:
-    if config.resolved_train_backend != "megatron":
-        yield (
-            f"{option} {directory} is a distributed checkpoint, which the Megatron trainer reads and the torch trainer does not; "
-            f"make a Hugging Face directory of it: fuligo convert dist-to-hf {directory} --save DIR"
-        )
-    try:
-        read_model_config(model_directory(directory))
-    except DamagedFileError as error:
-        yield f"{option} {directory} is incomplete, or not a distributed checkpoint written by fuligo: {error}"
-
-
-def _syncs_quantised(config: Config) -> bool:
-    return config.needs_engine and config.engine_capabilities.serves_quantised and not config.debug.debug_rollout_only
-
-
-def _resume(config: Config) -> Iterator[str]:
-    load, policy = config.checkpoint.load, config.model.hf_checkpoint
-    try:
-        start = resolve(Path(load) if load is not None else None, config.checkpoint.ckpt_step)
-    except CheckpointError as error:
-        yield str(error)
-        return
-    match start:
-        case Checkpoint(directory=directory, iteration=iteration):
-            weights = weights_of(directory)
-            if is_adapter(weights) != config.uses_adapter:
-                yield _other_training(directory, holds_adapter=is_adapter(weights))
-                return
-            num_rollout = config.data.num_rollout
-            if num_rollout is not None and (problem := nothing_left(directory, iteration, num_rollout)):
-                yield problem
-            begins = config.checkpoint.critic_load is not None or not config.trains_values
-            if not begins and not (directory / VALUE_MODEL).is_dir():
-                yield no_value_model(directory)
-        case WeightsOnly(directory=directory):
-            weights = directory
-        case None:
-            return
-    if is_adapter(weights):
-        try:
-            AdapterConfig.read(weights)
-        except CheckpointError as error:
-            yield f"--load: {error}"
-        return
-    model = model_directory(weights)
-    if is_distributed(weights):
-        problems = list(_distributed(config, "--load", weights))
-    elif isinstance(start, Checkpoint) and config.resolved_train_backend == "megatron":
-        problems = [
-            f"--load {start.directory} was saved by the torch trainer; use --ref-load with its weights, {weights}, to start from them"
-        ]
-    else:
-        problems = [f"--load: {text}" for text in checkpoint_problems(model)]
-    if not problems and not is_distributed(weights) and is_quantised(model):
-        problems = [f"--load {model} is quantised, training cannot start from it: use the unquantised weights"]
-    yield from problems
-    if problems or policy is None:
-        return
-    try:
-        difference = architecture_difference(model, Path(policy))
-    except DamagedFileError:
-        return  # --hf-checkpoint is damaged, and reported as that
-    if difference is not None:
-        yield f"--load: {difference}"
-
-
-def _other_training(checkpoint: Path, *, holds_adapter: bool) -> str:
-    """Return the problem of a checkpoint with an adapter where weights are trained, or the other way round."""
-    if holds_adapter:
-        return f"--load {checkpoint} holds a LoRA adapter, and this run trains all weights; add the --lora-* flags that it was trained with"
-    weights = weights_of(checkpoint)
-    return f"--load {checkpoint} holds all weights, and this run trains a LoRA adapter; start from them with --ref-load {weights}"
-
-
-def _adapter(config: Config) -> Iterator[str]:
-    """Check the adapter to start from, the layers to adapt, and that PEFT is here."""
-    if not config.uses_adapter:
-        return
-    if package_version("peft") is None:
-        yield "--lora-rank, --lora-adapter: the package peft is not installed; pip install 'fuligo[lora]'"
-        return
-    try:
-        adapter = adapter_of(config)
-    except CheckpointError as error:
-        yield f"--lora-adapter: {error}"
-        return
-    directory = config.model.hf_checkpoint
-    if _syncs_quantised(config) and directory is not None and is_quantised(Path(directory)):
-        yield (
-            f"--hf-checkpoint {directory} is quantised: merged into FP8 weights, most of an adapter's update would be rounded away; "
-            "let the engines serve the unquantised weights"
-        )
-    if adapter is None or directory is None or not (Path(directory) / "config.json").is_file():
-        return
-    yield from _fit(adapter, config.lora.lora_adapter, Path(directory))
-
-
-def _fit(adapter: AdapterConfig, given: str | None, model: Path) -> Iterator[str]:
-    """Check that the model has the layers to adapt, and that the adapter to start from has their shapes."""
-    from fuligo.models.adapter import empty_adapted_model, read_adapter_weights, require_fits
-
-    try:
-        if given is None:
-            empty_adapted_model(adapter, model)
-        else:
-            directory = adapter_directory(Path(given))
-            require_fits(read_adapter_weights(directory), adapter, directory, model)
-    except CheckpointError as error:
-        yield f"--lora-adapter: {error}"
-    except ConfigError as error:
-        yield from error.problems
-    except (OSError, ValueError) as error:  # of transformers
-        yield f"--hf-checkpoint {model}: cannot read its model: {error}"
 
 
 def _rewards(config: Config) -> Iterator[str]:

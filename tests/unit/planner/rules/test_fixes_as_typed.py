@@ -18,8 +18,8 @@ from fuligo.config.flag import PREFIXES
 from fuligo.config.validate import findings
 from fuligo.planner.check import check, violations
 from fuligo.quantities import as_typed
-from tests.unit.config.test_rules import BROKEN as BROKEN_FLAGS
-from tests.unit.config.test_rules import config_of
+from tests.unit.config.broken import BROKEN as BROKEN_FLAGS
+from tests.unit.config.conftest import config_of
 from tests.unit.planner.rules.broken_runs import BROKEN, Run
 
 RUNS = [(rule, run) for rule, runs in BROKEN.items() for run in runs]

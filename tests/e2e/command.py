@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.e2e.warm_start import WarmStart
 
 REPOSITORY = Path(__file__).parents[2]
-DEADLINE_S = 240.0
+DEADLINE_S = 480.0
 
 
 def train_command(checkpoint: Path, prompts: Path, **changes: object) -> list[str]:

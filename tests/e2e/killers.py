@@ -22,9 +22,9 @@ def _kill() -> None:
 
 
 async def reward(args, sample: Sample) -> float:
-    """Return a function of the tokens as the reward; may kill the process while other samples are in flight."""
+    """Return a function of the tokens as the reward; may kill the process at the second sample of a group, while others are in flight."""
     await asyncio.sleep(0)
-    if _moment() == ("rollout", sample.metadata.get("start_rollout_id")) and random.Random(sample.index).random() < 0.3:
+    if _moment() == ("rollout", sample.metadata.get("start_rollout_id")) and sample.index % 4 == 1:
         _kill()
     return float(sum(sample.response_ids.tolist()) % 7)
 

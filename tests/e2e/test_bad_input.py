@@ -18,7 +18,7 @@ def refused(job: Job, tmp_path: Path):
 
     def run(*further: object, **changes: object) -> str:
         command = [sys.executable, "-X", "importtime", "-m", "fuligo", *job(run_dir=tmp_path / "run", **changes), *map(str, further)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment(), check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment(), check=False)
         imports = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
         said = " ".join(line for line in done.stderr.splitlines() if not line.startswith("import time:"))
         assert done.returncode == 2, said

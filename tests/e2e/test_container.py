@@ -74,7 +74,7 @@ def test_a_run_in_a_bare_container_reaps_orphans_and_saves_on_sigterm(job: Job, 
         family = descendants(process.pid)
         first = next(iter(family))
         ended = zombies(first)
-        wait_until(lambda: not ended & zombies(first), "orphans that have ended are reaped", timeout_s=30)
+        wait_until(lambda: not ended & zombies(first), "orphans that have ended are reaped", timeout_s=120)
 
         os.kill(first, signal.SIGTERM)
         said, _ = process.communicate(timeout=240)

@@ -99,18 +99,18 @@ def test_killed_while_it_saves_beside_training_it_goes_on_under_another_layout(j
         "before_train_step_path": "tests.e2e.killers.before_train_step",
         "async_save": True,
         "save_interval": 1,
-        "num_rollout": 3,
+        "num_rollout": 4,
         "run_dir": run_dir,
         "load": run_dir / "checkpoints",
         "save_hf": tmp_path / "export" / "{rollout_id}",
     }
     assert fuligo(*job(**common, **TP2), KILL_AT="save:2").returncode == -signal.SIGKILL
-    assert newest_iteration(run_dir / "checkpoints") in (1, 2)
+    assert newest_iteration(run_dir / "checkpoints") in (1, 2, 3)  # the kill may come after the save
     pp2 = {**TP2, "tensor_model_parallel_size": 1, "sequence_parallel": False, "pipeline_model_parallel_size": 2}
     succeed(*job(**common, **pp2))
-    assert [record["step"] for record in metrics(run_dir)] == [0, 1, 2]
+    assert [record["step"] for record in metrics(run_dir)] == [0, 1, 2, 3]
     assert not list((run_dir / "checkpoints").glob(".tmp_*"))
-    differing = [result.name for result in compare(checkpoint(run_dir, 3), tmp_path / "export" / "2") if result.difference]
+    differing = [result.name for result in compare(checkpoint(run_dir, 4), tmp_path / "export" / "3") if result.difference]
     assert not differing
 
 

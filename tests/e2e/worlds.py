@@ -9,7 +9,7 @@ from fuligo.environments import AssistantTurn, Environment, Start, Step
 
 
 class Resumable(Environment):
-    """Asks three more times; a turn is worth the number of its tokens modulo 3. Every fourth sample waits `WAIT_S` seconds in each step."""
+    """Asks three more times; a turn is worth the number of its tokens modulo 3. One sample of a group waits in each step."""
 
     resumable = True
 
@@ -19,7 +19,8 @@ class Resumable(Environment):
 
     async def step(self, turn: AssistantTurn) -> Step:
         if self.row.index % 4 == 1:
-            await asyncio.sleep(float(os.environ.get("WAIT_S", "0.3")))
+            # Those of every other group take far longer, so that a rollout with enough other groups interrupts them.
+            await asyncio.sleep(0.2 if self.row.index % 8 == 1 else 1.0)
         where, _, step = os.environ.get("KILL_AT", ":-1").partition(":")
         if where == "step" and self.row.metadata["start_rollout_id"] == int(step) and self.row.index % 4 == 1:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -23,11 +23,16 @@ PARAMS = SamplingParams(max_new_tokens=4, ignore_eos=True)
 
 ENGINE = """
 import asyncio, sys
+from pathlib import Path
 from aiohttp import web
+
+HOLD, ASKED = (Path(sys.argv[3]) / f"{name}-{sys.argv[2]}" for name in ("hold", "asked"))
 
 async def generate(request):
     body = await request.json()
-    await asyncio.sleep(2.0)
+    ASKED.touch()
+    while HOLD.exists():
+        await asyncio.sleep(0.05)
     num_tokens = body["sampling_params"]["max_new_tokens"]
     meta = {"finish_reason": {"type": "length"}, "prompt_tokens": len(body["input_ids"]), "completion_tokens": num_tokens,
             "cached_tokens": 0, "weight_version": f"0@{sys.argv[2]}", "output_token_logprobs": [[-1.0, 7, None]] * num_tokens}
@@ -48,17 +53,17 @@ class ScriptedServer(SGLangServer):
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
-        command = [sys.executable, "-c", ENGINE, str(settings.ports.http), str(settings.number)]
+        command = [sys.executable, "-c", ENGINE, str(settings.ports.http), str(settings.number), str(settings.log_file.parent)]
         self.process = ServerProcess(settings.name, command, log_file=settings.log_file, grace_s=1.0)
 
     async def wait_ready(self) -> None:
         """Wait without the check that it asks for a key: it has none."""
-        await self.process.wait_until(lambda: self.answers(5.0), 60.0)
+        await self.process.wait_until(lambda: self.answers(5.0), 240.0)
 
 
 @pytest_asyncio.fixture
 async def fleet(checkpoint: Path, claims: PortClaims, tmp_path: Path) -> AsyncIterator[Fleet]:
-    fleet = await Fleet.launch(fleet_settings(checkpoint, claims, tmp_path, health_timeout_s=2.0), ScriptedServer)
+    fleet = await Fleet.launch(fleet_settings(checkpoint, claims, tmp_path, health_timeout_s=10.0), ScriptedServer)
     yield fleet
     await fleet.stop()
 
@@ -74,11 +79,15 @@ async def test_its_requests_finish_elsewhere_and_it_comes_back(fleet: Fleet) -> 
     fleet.sync_restarted = renew
     watch = asyncio.create_task(fleet.watch())
     victim, other = fleet.servers
-    requests = [asyncio.create_task(fleet.group.generate([1, 2, 3], PARAMS, rid=f"{n}", timeout_s=60)) for n in range(8)]
-    await asyncio.sleep(0.5)  # so that each engine has half of them
     assert isinstance(victim, ScriptedServer)
+    hold, asked = (victim.settings.log_file.parent / f"{name}-{victim.settings.number}" for name in ("hold", "asked"))
+    hold.touch()  # the engine answers nothing before it is stopped
+    requests = [asyncio.create_task(fleet.group.generate([1, 2, 3], PARAMS, rid=f"{n}", timeout_s=240)) for n in range(8)]
+    while not asked.exists():  # noqa: ASYNC110  # another process writes it
+        await asyncio.sleep(0.05)
     for pid in descendants(victim.process.pid):
         os.kill(pid, signal.SIGSTOP)
+    hold.unlink()
     assert {generation.engine for generation in await asyncio.gather(*requests)} == {other.settings.number}
     await asyncio.wait_for(renewed.wait(), 120)
     assert set(fleet.group.urls) == {server.url for server in fleet.servers}

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from fuligo.formats.adapter_config import AdapterConfig
-from fuligo.models.architecture import Architecture, GroupedAttention, LatentAttention, Layer
+from fuligo.models.architecture import Architecture, GroupedAttention, LatentAttention, Layer, LinearAttention
 
 FUSED_GATE_UP = frozenset({"glm4"})
 """Model types whose dense MLP has one layer for gate and up projection, in transformers 5.12.1."""
@@ -40,14 +40,19 @@ class Matrix:
 def matrices(layer: Layer, architecture: Architecture) -> Iterator[Matrix]:
     """Yield the linear layers of `layer` that an adapter can have, as `models.adapter.linear_layers` finds them in the model itself."""
     hidden, heads = architecture.hidden_size, architecture.attention
-    if isinstance(heads, GroupedAttention):
+    if layer.is_linear:
+        assert architecture.linear_attention is not None
+        yield from _linear(architecture.linear_attention, hidden)
+    elif isinstance(heads, GroupedAttention):
         query, key_value = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
-        yield Matrix("q_proj", InputOf.ATTENTION, hidden, query)
+        yield Matrix("q_proj", InputOf.ATTENTION, hidden, 2 * query if heads.has_output_gate else query)
         yield Matrix("k_proj", InputOf.ATTENTION, hidden, key_value)
         yield Matrix("v_proj", InputOf.ATTENTION, hidden, key_value)
         yield Matrix("o_proj", InputOf.OUTPUT, query, hidden)
     else:
         yield from _latent(heads, hidden)
+    if layer.is_moe and architecture.experts is not None and architecture.experts.has_shared_gate:
+        yield Matrix("shared_expert_gate", InputOf.MLP, hidden, 1)
     if architecture.experts is not None:  # see `models.adapter`
         return
     width = architecture.intermediate_size
@@ -57,6 +62,18 @@ def matrices(layer: Layer, architecture: Architecture) -> Iterator[Matrix]:
         yield Matrix("gate_proj", InputOf.MLP, hidden, width)
         yield Matrix("up_proj", InputOf.MLP, hidden, width)
     yield Matrix("down_proj", InputOf.DOWN, width, hidden)
+
+
+def _linear(heads: LinearAttention, hidden: int) -> Iterator[Matrix]:
+    value = heads.num_value_heads * heads.value_dim
+    if heads.has_fused_inputs:
+        outputs = {"in_proj_qkvz": heads.num_channels + value, "in_proj_ba": 2 * heads.num_value_heads}
+    else:
+        steps = dict.fromkeys(("in_proj_b", "in_proj_a"), heads.num_value_heads)
+        outputs = {"in_proj_qkv": heads.num_channels, "in_proj_z": value, **steps}
+    for name, size in outputs.items():
+        yield Matrix(name, InputOf.ATTENTION, hidden, size)
+    yield Matrix("out_proj", InputOf.OUTPUT, value, hidden)
 
 
 def _latent(heads: LatentAttention, hidden: int) -> Iterator[Matrix]:
@@ -93,7 +110,8 @@ class AdapterShape:
 
     def _is_target(self, matrix: Matrix, layer: Layer) -> bool:
         """Return whether a target is the matrix's name, or a longer name that ends so, as PEFT matches them."""
-        block = "self_attn" if matrix.source in _OF_ATTENTION else "mlp"
+        attention = "linear_attn" if layer.is_linear else "self_attn"
+        block = attention if matrix.source in _OF_ATTENTION else "mlp"
         path = f"model.layers.{layer.number}.{block}.{matrix.name}"
         targets = self.config.target_modules
         return not targets or any(path == target or path.endswith(f".{target}") for target in targets)

@@ -45,10 +45,13 @@ def forward_flops(architecture: Architecture) -> ForwardFlops:
     else:
         per_layer = 2 * attention.num_heads * (attention.qk_nope_head_dim + attention.qk_rope_head_dim + attention.v_head_dim)
     num_indexers = sum(layer.computes_index for layer in architecture.layers)
+    # Each token of linear attention reads the state twice and changes it once.
+    linear = architecture.linear_attention
+    states = 6.0 * linear.state_elements * architecture.num_linear_layers if linear else 0.0
     return ForwardFlops(
-        per_token=2.0 * sum(architecture.active(part) for layer in architecture.layers for part in layer.parts if part.is_matmul),
+        per_token=2.0 * sum(architecture.active(part) for layer in architecture.layers for part in layer.parts if part.is_matmul) + states,
         per_logit=2.0 * architecture.vocab_size * architecture.hidden_size,
-        per_pair=float(per_layer * architecture.num_layers),
+        per_pair=float(per_layer * architecture.num_cached_layers),
         per_index_pair=2.0 * index.num_heads * index.head_dim * num_indexers if index else 0.0,
         top_k=index.top_k if index else None,
     )

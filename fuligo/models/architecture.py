@@ -25,6 +25,8 @@ class PartKind(StrEnum):
     HEAD = "head"
     NORM = "norm"
     ATTENTION = "attention"
+    LINEAR_ATTENTION = "linear_attention"
+    """Gated delta rule, in place of attention."""
     INDEXER = "indexer"
     """Chooses the tokens to attend to in sparse attention (DSA)."""
     DENSE_MLP = "dense_mlp"
@@ -55,6 +57,8 @@ class GroupedAttention:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    has_output_gate: bool = False
+    """The query projection also computes a gate of each head's output."""
 
     @property
     def kv_elements_per_token(self) -> int:
@@ -80,6 +84,34 @@ class LatentAttention:
 
 
 @dataclass(frozen=True, slots=True)
+class LinearAttention:
+    """Gated delta rule (arXiv 2412.06464) with a short convolution; a request keeps one state per layer, however long it is."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    has_fused_inputs: bool
+    """Two projections of the input, `in_proj_qkvz` and `in_proj_ba`, instead of four."""
+
+    @property
+    def num_channels(self) -> int:
+        """Queries, keys and values of one token, which are convolved."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+    @property
+    def state_elements(self) -> int:
+        """Elements of the state of one request and layer, a matrix for each value head."""
+        return self.num_value_heads * self.key_dim * self.value_dim
+
+    @property
+    def window_elements(self) -> int:
+        """Elements of the last inputs of the convolution, of one request and layer."""
+        return self.num_channels * (self.conv_width - 1)
+
+
+@dataclass(frozen=True, slots=True)
 class SparseIndex:
     """Indexer of DeepSeek sparse attention (DeepSeek-V3.2): top-k tokens per query, reused by the layers without one."""
 
@@ -99,6 +131,8 @@ class Experts:
     num_shared_experts: int
     intermediate_size: int
     """Width of one routed expert."""
+    has_shared_gate: bool = False
+    """The output of the shared expert is scaled by a gate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +152,11 @@ class Layer:
     @property
     def num_parameters(self) -> int:
         return sum(part.num_parameters for part in self.parts)
+
+    @property
+    def is_linear(self) -> bool:
+        """Has linear attention in place of attention."""
+        return any(part.kind is PartKind.LINEAR_ATTENTION for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +183,21 @@ class Architecture:
     final_norm: Part
     is_quantised: bool
     """The checkpoint stores FP8 (config.json has a quantization_config)."""
+    linear_attention: LinearAttention | None = None
+    """Sizes of the layers with linear attention; None: all have `attention`."""
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def num_linear_layers(self) -> int:
+        return sum(layer.is_linear for layer in self.layers)
+
+    @property
+    def num_cached_layers(self) -> int:
+        """Layers with a KV cache."""
+        return self.num_layers - self.num_linear_layers
 
     @property
     def num_parameters(self) -> int:

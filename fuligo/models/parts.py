@@ -6,7 +6,18 @@ Counts follow transformers 5.12.1 (`modeling_<family>.py`), splits follow Megatr
 from collections.abc import Iterable
 from dataclasses import replace
 
-from fuligo.models.architecture import Architecture, Experts, GroupedAttention, LatentAttention, Layer, Part, PartKind, SparseIndex, Split
+from fuligo.models.architecture import (
+    Architecture,
+    Experts,
+    GroupedAttention,
+    LatentAttention,
+    Layer,
+    LinearAttention,
+    Part,
+    PartKind,
+    SparseIndex,
+    Split,
+)
 from fuligo.models.config_json import ConfigJson
 
 Parts = tuple[Part, ...]
@@ -56,7 +67,8 @@ def grouped_attention_parts(
     """Return the query, key, value and output projections, and with `qk_norm` the norms of query and key heads."""
     q_size = attention.num_heads * attention.head_dim
     qkv_size = q_size + 2 * attention.num_kv_heads * attention.head_dim
-    parts = [matrix(PartKind.ATTENTION, hidden_size * (qkv_size + q_size), Split.TENSOR)]
+    gate_size = q_size if attention.has_output_gate else 0
+    parts = [matrix(PartKind.ATTENTION, hidden_size * (qkv_size + gate_size + q_size), Split.TENSOR)]
     if qkv_bias:
         parts.append(vector(PartKind.ATTENTION, qkv_size, Split.TENSOR))
     if output_bias:
@@ -105,6 +117,17 @@ def latent_attention_parts(attention: LatentAttention, hidden_size: int, *, bias
         norms(norm_size),
     )
     return (*parts, vector(PartKind.ATTENTION, down_size + hidden_size)) if bias else parts
+
+
+def linear_attention_parts(linear: LinearAttention, hidden_size: int) -> Parts:
+    """Return the projections (of queries, keys, values, gates, step sizes and outputs), the convolution, the decays, and the norm."""
+    value_size = linear.num_value_heads * linear.value_dim
+    projections = hidden_size * (linear.num_channels + 2 * value_size + 2 * linear.num_value_heads)
+    return (
+        matrix(PartKind.LINEAR_ATTENTION, projections, Split.TENSOR),
+        vector(PartKind.LINEAR_ATTENTION, linear.num_channels * linear.conv_width + 2 * linear.num_value_heads, Split.TENSOR),
+        norms(linear.value_dim),
+    )
 
 
 def dense_mlp_parts(hidden_size: int, intermediate_size: int, *, bias: bool = False) -> Parts:
@@ -176,26 +199,33 @@ def assemble(
     mtp_layers: Iterable[Layer] = (),
     experts: Experts | None = None,
     sparse_index: SparseIndex | None = None,
+    linear_attention: LinearAttention | None = None,
 ) -> Architecture:
-    """Return an architecture with the embedding, final norm and head that all families have."""
+    """Return an architecture with the embedding, final norm and head that all families have.
+
+    A family whose layers all have experts may omit `intermediate_size`.
+    """
+    layers = tuple(layers)
+    of_experts = experts.intermediate_size if experts is not None and all(layer.is_moe for layer in layers) else None
     hidden_size, vocab_size = config.count("hidden_size"), config.count("vocab_size")
     tied = config.switch("tie_word_embeddings", default=False)
     return Architecture(
         model_type=config.model_type,
         hidden_size=hidden_size,
         vocab_size=vocab_size,
-        intermediate_size=config.count("intermediate_size"),
+        intermediate_size=config.count("intermediate_size", default=of_experts),
         max_position_embeddings=config.count("max_position_embeddings"),
         tied_embeddings=tied,
         attention=attention,
         experts=experts,
         sparse_index=sparse_index,
-        layers=tuple(layers),
+        layers=layers,
         mtp_layers=tuple(mtp_layers),
         embedding=Part(PartKind.EMBEDDING, vocab_size * hidden_size, Split.TENSOR, quantisable=False, is_matmul=False),
         head=None if tied else matrix(PartKind.HEAD, vocab_size * hidden_size, Split.TENSOR, quantisable=False),
         final_norm=norms(hidden_size),
         is_quantised=config.is_quantised,
+        linear_attention=linear_attention,
     )
 
 

@@ -8,7 +8,22 @@ from fuligo.errors import ConfigError
 from fuligo.formats.hugging_face import read_config_json
 from fuligo.models.architecture import Architecture
 from fuligo.models.config_json import ConfigJson
-from fuligo.models.families import deepseek_v3, glm4, glm4_moe, glm4_moe_lite, glm_moe_dsa, kimi_k2, llama, mimo, qwen2, qwen3, qwen3_moe
+from fuligo.models.families import (
+    deepseek_v3,
+    glm4,
+    glm4_moe,
+    glm4_moe_lite,
+    glm_moe_dsa,
+    kimi_k2,
+    llama,
+    mimo,
+    qwen2,
+    qwen3,
+    qwen3_5,
+    qwen3_5_moe,
+    qwen3_moe,
+    qwen3_next,
+)
 from fuligo.models.names import ModelNames, NameTable
 
 
@@ -35,7 +50,10 @@ FAMILIES: Mapping[str, Family] = {
     "mimo": mimo,
     "qwen2": qwen2,
     "qwen3": qwen3,
+    "qwen3_5_moe_text": qwen3_5_moe,
+    "qwen3_5_text": qwen3_5,
     "qwen3_moe": qwen3_moe,
+    "qwen3_next": qwen3_next,
 }
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from fuligo.config.layer_pattern import layers_text
 from fuligo.models.architecture import Architecture, GroupedAttention, LatentAttention, SparseIndex
 from fuligo.models.config_json import ConfigJson
+from fuligo.models.families.qwen3_next import WHY_NOT_MEGATRON
 from fuligo.models.registry import architecture_of
 
 Flags = dict[str, Any]
@@ -35,6 +36,10 @@ def stated_flags(config_json: Mapping[str, Any], source: str = "config.json") ->
     """
     config, architecture = ConfigJson.of(config_json, source), architecture_of(config_json, source)
     attention = architecture.attention
+    if architecture.linear_attention is not None:
+        raise config.contradiction(
+            f"cannot state a {config.model_type} model as Megatron flags: {WHY_NOT_MEGATRON}; use --train-backend torch"
+        )
     return {
         "num_layers": architecture.num_layers,
         "hidden_size": architecture.hidden_size,

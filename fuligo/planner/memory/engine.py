@@ -124,6 +124,8 @@ class EngineMemory:
     cached_bytes_per_token: int
     """Allocated bytes; for an fp8 cache of sparse attention more than SGLang counts, since it omits the scales."""
     kv_tokens: int
+    states: int
+    """Pool of the states of linear attention, in the static share; 0 without."""
     record: RoutingRecord
     """Record of experts, outside of the static share."""
     scored: int
@@ -135,13 +137,14 @@ def engine_memory(spec: EngineGroupSpec, architecture: Architecture, gpu: Gpu, r
     settings = server_settings(spec, architecture, gpu)
     before = CUDA_CONTEXT_BYTES + _communication_bytes(spec) + resident
     static = round(settings.mem_fraction_static * (gpu.memory_bytes - before))
-    layers = math.ceil(architecture.num_layers / spec.pp_size)
+    layers = math.ceil(architecture.num_cached_layers / spec.pp_size)
     held = _holder(spec, architecture, settings)
     weights = held(part for layer in architecture.layers for part in layer.parts) // spec.pp_size + held(architecture.outer_parts)
     draft_layers = architecture.mtp_layers if settings.drafts_with_own_layers else ()
     draft = held(part for layer in draft_layers for part in layer.parts)
     counted, allocated = (round(size * (layers + len(draft_layers))) for size in _cache_bytes(spec, architecture))
-    tokens = max(0, static - weights - draft) // counted
+    states = _states_bytes(spec, architecture, max(0, static - weights - draft))
+    tokens = max(0, static - weights - draft - states) // counted
     limit = spec.arguments.get("max_total_tokens")
     tokens = min(tokens, limit) if limit else tokens
     experts = [part for layer in architecture.layers for part in layer.parts if part.kind is PartKind.ROUTED_EXPERTS]
@@ -156,6 +159,7 @@ def engine_memory(spec: EngineGroupSpec, architecture: Architecture, gpu: Gpu, r
         bytes_per_token=counted,
         cached_bytes_per_token=allocated,
         kv_tokens=tokens,
+        states=states,
         record=routing_record(spec, architecture, settings, tokens) if records_routing(spec, config) else RoutingRecord(),
         scored=scored_bytes(spec, config, settings.chunked_prefill_tokens, architecture.vocab_size),
     )
@@ -177,6 +181,10 @@ def engine_items(spec: EngineGroupSpec, memory: EngineMemory, trainer_bytes: int
             f"{settings.mem_fraction_static:g} ({amount(memory.static)}) leaves after the weights",
         )
     )
+    if memory.states:
+        per_request = _state_bytes_per_request(spec, architecture)
+        note = f"{memory.states // per_request} requests x {amount(per_request)} of linear attention (--sglang-mamba-full-memory-ratio)"
+        items.append(MemoryItem("states", memory.states, note))
     items.append(_activations(spec, memory))
     graphs = decode_graph_bytes(settings) + prefill_graph_bytes(settings, architecture)
     if graphs:
@@ -254,6 +262,23 @@ def _cache_bytes(spec: EngineGroupSpec, architecture: Architecture) -> tuple[flo
     return counted + keys, (scaled if size == 1 else counted) + keys
 
 
+def _states_bytes(spec: EngineGroupSpec, architecture: Architecture, rest: int) -> int:
+    """Return the share of the memory after weights that SGLang gives to states (`model_runner_kv_cache_mixin`)."""
+    if architecture.linear_attention is None:
+        return 0
+    ratio = spec.arguments.value("mamba_full_memory_ratio")
+    per_request = _state_bytes_per_request(spec, architecture)
+    return int(rest * ratio / (1 + ratio)) // per_request * per_request
+
+
+def _state_bytes_per_request(spec: EngineGroupSpec, architecture: Architecture) -> int:
+    """Return the bytes on one rank: states in float32, inputs of the convolution in bf16, split by heads."""
+    linear = architecture.linear_attention
+    assert linear is not None
+    layers = math.ceil(architecture.num_linear_layers / spec.pp_size)
+    return layers * (FP32 * linear.state_elements + BF16 * linear.window_elements) * spec.dp_size // spec.tp_size
+
+
 def _activations(spec: EngineGroupSpec, memory: EngineMemory) -> MemoryItem:
     """Return the largest of a prefill chunk, a batch's sampling and the scoring of a chunk, plus attention's workspace."""
     settings, architecture = memory.settings, memory.architecture
@@ -316,7 +341,7 @@ def cached_elements_per_token(architecture: Architecture) -> int:
     if isinstance(attention, LatentAttention):
         longest = max(attention.qk_nope_head_dim + attention.qk_rope_head_dim, attention.v_head_dim)
         return 2 * attention.num_heads * longest * architecture.num_layers
-    return attention.kv_elements_per_token * architecture.num_layers
+    return attention.kv_elements_per_token * architecture.num_cached_layers
 
 
 def embedded_kv_tokens(subject: Subject) -> int:

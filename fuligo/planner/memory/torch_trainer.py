@@ -112,7 +112,7 @@ def _gathered(subject: Subject) -> MemoryItem:
 def compiles_layers(subject: Subject) -> bool:
     """Return whether the trainer compiles the layers: those of dense models with grouped heads, in bf16."""
     architecture, flags = subject.architecture, subject.config.model
-    is_dense = architecture.experts is None and isinstance(architecture.attention, GroupedAttention)
+    is_dense = architecture.experts is None and isinstance(architecture.attention, GroupedAttention) and not architecture.num_linear_layers
     return flags.torch_compile and is_dense and compute_bytes(subject) == BF16
 
 
@@ -143,7 +143,11 @@ def layer_bytes(layer: Layer, architecture: Architecture, size: int) -> float:
     hidden, attention, experts = architecture.hidden_size, architecture.attention, architecture.experts
     rounded = size if size < FP32 else 0  # a norm's fp32 result in the compute type, before its weight
     norms = 2 * (FP32 + rounded + size) * hidden + num_output_norms(layer, hidden) * (FP32 + rounded) * hidden
-    if isinstance(attention, GroupedAttention):
+    linear = architecture.linear_attention if layer.is_linear else None
+    if linear is not None:
+        # Inputs and outputs of the convolution, gates and outputs of the rule, as flash-linear-attention's kernels keep them.
+        heads = size * (2 * linear.num_channels + 3 * linear.num_value_heads * linear.value_dim) + 2 * FP32 * linear.num_value_heads
+    elif isinstance(attention, GroupedAttention):
         query, key_value = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
         heads = size * (2 * query + 2 * key_value) + (FP32 + rounded) * normed_head_elements(layer, architecture)
     else:

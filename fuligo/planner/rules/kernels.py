@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from fuligo.config.findings import Severity
 from fuligo.config.topology import EngineGroupSpec
 from fuligo.models.architecture import LatentAttention
+from fuligo.models.families.qwen3_next import WHY_NOT_MEGATRON
 from fuligo.planner.rules.rule import Violation, rule
 from fuligo.planner.rules.servers import serving_policy, set_argument, shown, where
 from fuligo.planner.subject import Subject
@@ -48,6 +49,16 @@ def kernels_suit_the_attention(subject: Subject) -> Iterator[Violation]:
             else:
                 continue
             yield Violation(f"{shown(spec, name)}{where(spec)} is made for {reason}", ((set_argument(subject, spec, name, None),),))
+
+
+@rule("PLAN-LINEAR-MEGATRON", "--train-backend")
+def trainer_computes_linear_attention(subject: Subject) -> Iterator[Violation]:
+    """Layers of linear attention (gated delta rules) train on the torch trainer only."""
+    if subject.is_megatron and subject.architecture.linear_attention is not None:
+        yield Violation(
+            f"--train-backend megatron: the model ({subject.architecture.model_type}) has linear attention, and {WHY_NOT_MEGATRON}",
+            advice="use --train-backend torch, without flags of parallelism",
+        )
 
 
 @rule("PLAN-ATTENTION-GPU", *(f"--sglang-{name.replace('_', '-')}" for name in _BACKENDS), severity=Severity.WARNING)

@@ -16,9 +16,10 @@ _KINDS = {
     r"indexer\.": PartKind.INDEXER,
     r"norm": PartKind.NORM,
     r"self_attn\.": PartKind.ATTENTION,
+    r"linear_attn\.": PartKind.LINEAR_ATTENTION,
     r"mlp\.gate\.": PartKind.ROUTER,
     r"mlp\.experts\.": PartKind.ROUTED_EXPERTS,
-    r"mlp\.shared_experts\.": PartKind.SHARED_EXPERT,
+    r"mlp\.shared_expert": PartKind.SHARED_EXPERT,
     r"mlp\.": PartKind.DENSE_MLP,
 }
 """Name pattern -> kind of parameter; the first match counts."""

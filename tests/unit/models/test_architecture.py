@@ -34,8 +34,19 @@ DENSE = {
     "vocab_size": 96,
     "max_position_embeddings": 128,
 }
+HYBRID = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
+"""Families whose sizes `SMALL` has; they have no names in Megatron."""
 GLM4 = DENSE | {"pad_token_id": 0}
 LATENT = {"kv_lora_rank": 24, "q_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
+LINEAR = {
+    "head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 3,
+    "shared_expert_intermediate_size": 40,
+}
 SMALL: list[dict[str, Any]] = [
     DENSE | {"model_type": "llama"},
     DENSE | {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "head_dim": 24, "tie_word_embeddings": True},
@@ -54,6 +65,10 @@ SMALL: list[dict[str, Any]] = [
     MOE
     | LATENT
     | {"model_type": "deepseek_v3", "n_routed_experts": 8, "num_hidden_layers": 2, "first_k_dense_replace": 0, "attention_bias": True},
+    MOE | LINEAR | {"model_type": "qwen3_next", "num_experts": 6, "num_hidden_layers": 5},
+    MOE | LINEAR | {"model_type": "qwen3_next", "num_experts": 6, "num_hidden_layers": 5, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
+    MOE | LINEAR | {"model_type": "qwen3_5_moe_text", "num_experts": 6, "num_hidden_layers": 2, "full_attention_interval": 2},
+    DENSE | LINEAR | {"model_type": "qwen3_5_text", "layer_types": ["full_attention", "linear_attention", "linear_attention"]},
     MOE
     | LATENT
     | {
@@ -84,7 +99,7 @@ def multiple(of: int, low: int, high: int) -> st.SearchStrategy[int]:
 @st.composite
 def small_configs(draw: st.DrawFn) -> dict[str, Any]:
     """Draw shapes whose numbers are unlikely to coincide by accident."""
-    family = draw(st.sampled_from(sorted(set(FAMILIES) - {"mimo"})))
+    family = draw(st.sampled_from(sorted(set(FAMILIES) - {"mimo", *HYBRID})))
     num_kv_heads = draw(st.integers(1, 3))
     num_layers = draw(st.integers(1, 4))
     config: dict[str, Any] = {

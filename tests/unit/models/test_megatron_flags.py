@@ -14,7 +14,9 @@ from fuligo.errors import ConfigError
 from fuligo.formats.hugging_face import read_config_json
 from fuligo.models.from_flags import architecture_from_flags
 from fuligo.models.megatron_flags import disagreements, megatron_flags
-from fuligo.models.registry import architecture_of
+from fuligo.models.registry import architecture_of, names_of
+from fuligo.models.stated_flags import stated_flags
+from tests.unit.models.test_architecture import LINEAR, MOE
 
 ROOT = Path(__file__).parents[3]
 SCRIPTS = {
@@ -254,3 +256,13 @@ def test_flags_cannot_say_which_layers_compute_their_token_choice() -> None:
     text = shlex.join(words(megatron_flags(model("glm5.2-744b"))))
     with pytest.raises(ConfigError, match="--model-config-file"):
         architecture_from_flags(given(text))
+
+
+def test_linear_attention_has_no_flags_and_no_names() -> None:
+    """The reason is given before anything starts."""
+    config = LINEAR | MOE | {"model_type": "qwen3_next", "num_experts": 6, "num_hidden_layers": 4}
+    for read in (stated_flags, names_of):
+        with pytest.raises(
+            ConfigError, match=r"the gated delta net of Megatron-Core 0\.16\.1 refuses packed sequences; use --train-backend torch"
+        ):
+            read(config)

@@ -79,7 +79,7 @@ def test_computing_layers_follow_a_pattern_or_a_schedule() -> None:
 def test_an_unknown_family_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"model_type gpt2 is not supported; supported are deepseek_v3, glm4, .*qwen3_moe"):
         architecture_of({"model_type": "gpt2"})
-    assert len(FAMILIES) == 11
+    assert len(FAMILIES) == 14
 
 
 def test_the_language_model_of_a_multi_modal_one_is_read() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from fuligo.config.changes import apply_changes
 from fuligo.config.command_line import parse
 from fuligo.config.findings import Change
-from fuligo.models.architecture import Architecture
+from fuligo.models.architecture import Architecture, LinearAttention
 from fuligo.planner.subject import Subject, read_subject
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
@@ -255,6 +255,7 @@ BROKEN: dict[str, tuple[Run, ...]] = {
         Run(DENSE, "--sglang-decode-attention-backend aiter"),
         Run(SPARSE, "--sglang-attention-backend triton"),
     ),
+    "PLAN-LINEAR-MEGATRON": (Run(DENSE, trainer_model={"linear_attention": LinearAttention(2, 4, 128, 128, 4, has_fused_inputs=True)}),),
     "PLAN-ATTENTION-GPU": (
         Run(MIXTURE, "--sglang-attention-backend trtllm_mla"),
         Run(DENSE, "--sglang-attention-backend fa3", gpu="b200"),

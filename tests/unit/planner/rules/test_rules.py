@@ -12,7 +12,7 @@ from fuligo.planner.rules.rule import PlannerRule
 from tests.unit.planner.rules.broken_runs import BROKEN, DENSE, DRAFTS, EXAMPLES, FP8, LARGE, MIXTURE, REDUNDANT, SPARSE, Run
 
 _IDS = [rule.id for rule in RULES]
-_ADVICE_ONLY = {"PLAN-QUANTISED-WEIGHTS", "PLAN-CHECKPOINT-GPU"}
+_ADVICE_ONLY = {"PLAN-QUANTISED-WEIGHTS", "PLAN-CHECKPOINT-GPU", "PLAN-LINEAR-MEGATRON"}
 """Rules that no change of flags fixes."""
 
 

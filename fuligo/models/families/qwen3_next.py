@@ -1,0 +1,112 @@
+"""Qwen3-Next: three layers of gated delta rules (arXiv 2412.06464) to one of gated attention; routed experts and a gated shared one.
+
+The MTP layer of the published files is left out, as transformers 5.12.1 leaves it out.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import ceil
+
+from fuligo.errors import ConfigError
+from fuligo.models.architecture import Architecture, Experts, Layer, LinearAttention, PartKind, Split
+from fuligo.models.config_json import ConfigJson
+from fuligo.models.names import NameTable
+from fuligo.models.parts import (
+    Parts,
+    assemble,
+    dense_mlp_parts,
+    expert_mlp_parts,
+    grouped_attention_parts,
+    linear_attention_parts,
+    matrix,
+    norms,
+    read_experts,
+    read_grouped_attention,
+)
+
+FULL_ATTENTION_INTERVAL = 4
+WHY_NOT_MEGATRON = "the gated delta net of Megatron-Core 0.16.1 refuses packed sequences"
+
+
+def architecture(config: ConfigJson) -> Architecture:
+    """Return the shapes; every `decoder_sparse_step`-th layer has experts, except those in `mlp_only_layers`."""
+    step, dense_numbers = config.count("decoder_sparse_step", default=1), config.indices("mlp_only_layers")
+    experts = read_experts(config, num_experts_key="num_experts", shared=False)
+
+    def has_experts(number: int) -> bool:
+        return number not in dense_numbers and (number + 1) % step == 0
+
+    return hybrid_architecture(config, experts, has_experts, has_fused_inputs=True)
+
+
+def names(config: ConfigJson, architecture: Architecture) -> NameTable:
+    raise ConfigError(f"cannot name the weights of a {config.model_type} model in Megatron: {WHY_NOT_MEGATRON}; use --train-backend torch")
+
+
+def hybrid_architecture(
+    config: ConfigJson, experts: Experts | None, has_experts: Callable[[int], bool], *, has_fused_inputs: bool = False
+) -> Architecture:
+    """Return the architecture of a family with gated delta rules among full attention.
+
+    Args:
+        has_experts: whether the layer of a number has experts.
+        has_fused_inputs: as in `LinearAttention`.
+
+    Raises:
+        ConfigError: a key of config.json is missing, malformed, or contradicts another.
+    """
+    hidden_size, linear = config.count("hidden_size"), _read_linear(config, has_fused_inputs)
+    heads = replace(read_grouped_attention(config, default_head_dim=256), has_output_gate=True)
+    full = grouped_attention_parts(heads, hidden_size, qkv_bias=False, qk_norm=True)
+    if config.switch("attention_bias", default=False):
+        raise config.contradiction("attention_bias is true; only published models, which have no biases, are supported")
+    mixing = {"full_attention": full, "linear_attention": linear_attention_parts(linear, hidden_size)}
+
+    mixture: Parts = ()
+    if experts is not None:
+        shared_size = config.count("shared_expert_intermediate_size")
+        mixture = (*expert_mlp_parts(experts, hidden_size), *_shared_expert_parts(hidden_size, shared_size))
+        num_shared = ceil(shared_size / experts.intermediate_size)
+        experts = replace(experts, num_shared_experts=num_shared, has_shared_gate=True)
+
+    def layer(number: int, kind: str) -> Layer:
+        is_moe = experts is not None and has_experts(number)
+        mlp = mixture if is_moe else dense_mlp_parts(hidden_size, config.count("intermediate_size"))
+        return Layer(number, (*mixing[kind], *mlp, norms(2 * hidden_size)), is_moe=is_moe)
+
+    layers = [layer(number, kind) for number, kind in enumerate(_kinds(config))]
+    return assemble(config, heads, layers, experts=experts, linear_attention=linear)
+
+
+def _shared_expert_parts(hidden_size: int, size: int) -> Parts:
+    """Return the shared expert and the weights of its gate."""
+    return (
+        matrix(PartKind.SHARED_EXPERT, 3 * hidden_size * size, Split.TENSOR),
+        matrix(PartKind.SHARED_EXPERT, hidden_size, Split.REPLICATED, quantisable=False),
+    )
+
+
+def _read_linear(config: ConfigJson, has_fused_inputs: bool) -> LinearAttention:
+    linear = LinearAttention(
+        num_key_heads=config.count("linear_num_key_heads"),
+        num_value_heads=config.count("linear_num_value_heads"),
+        key_dim=config.count("linear_key_head_dim"),
+        value_dim=config.count("linear_value_head_dim"),
+        conv_width=config.count("linear_conv_kernel_dim", default=4),
+        has_fused_inputs=has_fused_inputs,
+    )
+    if linear.num_value_heads % linear.num_key_heads:
+        raise config.contradiction(
+            f"linear_num_key_heads {linear.num_key_heads} does not divide linear_num_value_heads {linear.num_value_heads}"
+        )
+    return linear
+
+
+def _kinds(config: ConfigJson) -> tuple[str, ...]:
+    """Return the kind of each layer: `layer_types`, else every `full_attention_interval`-th is full attention."""
+    given = config.per_layer("layer_types", ("linear_attention", "full_attention"))
+    if given is not None:
+        return given
+    interval = config.count("full_attention_interval", default=FULL_ATTENTION_INTERVAL)
+    numbers = range(1, config.count("num_hidden_layers") + 1)
+    return tuple("linear_attention" if number % interval else "full_attention" for number in numbers)

@@ -96,7 +96,7 @@ class WeightSync:
             EngineError: `engine` did not load them
         """
         async with self._sending:
-            while engine in self._engines.joining and self._trainer.num_updates == self._num_updates:
+            while engine in self._engines.joining and self._still_current():
                 waiting = list(self._engines.joining)
                 try:
                     await self._send(EngineGroup(waiting, split=self._engines.split), self.version)
@@ -106,9 +106,17 @@ class WeightSync:
                         raise
                 except TrainerError:
                     return False  # its supervision ends the run, or restarts the trainer
+                except WeightSyncError:
+                    if self._still_current():
+                        raise
                 else:
-                    await self._admit(waiting)
+                    if self._still_current():  # else newer weights may have been sent, under the version of the old ones
+                        await self._admit(waiting)
             return engine in self._engines.clients
+
+    def _still_current(self) -> bool:
+        """Return whether the trainer's weights are those of `version`: it may begin to train whenever this waits."""
+        return self._trainer.num_updates == self._num_updates
 
     async def _send_to_all(self, version: int) -> None:
         async with self._sending:

@@ -64,6 +64,20 @@ class Members:
         self.admitted += clients
 
 
+class Proof:
+    """Check that fails if the trainer's weights have changed since they were sent, as log-probabilities then do."""
+
+    def __init__(self, trainer: OneTrainer) -> None:
+        self.trainer = trainer
+        self.trains_meanwhile = False
+        self.fails = False
+
+    async def check(self, engines: EngineGroup, manifest: WeightManifest) -> None:
+        self.trainer.num_updates += self.trains_meanwhile
+        if self.trains_meanwhile or self.fails:
+            raise WeightSyncError("log-probabilities differ")
+
+
 class World:
     def __init__(self) -> None:
         self.told: list[str] = []
@@ -72,8 +86,9 @@ class World:
         self.members = Members()
         self.group = EngineGroup([self.a, self.b], membership=self.members)
         self.trainer = OneTrainer(self.engines, self.told)
+        self.proof = Proof(self.trainer)
         settings = WeightSyncSettings("tensor", 1024, False, Path(), Path())
-        self.weight_sync = WeightSync(self.trainer, self.group, settings)  # pyright: ignore[reportArgumentType]
+        self.weight_sync = WeightSync(self.trainer, self.group, settings, proof=self.proof)  # pyright: ignore[reportArgumentType]
 
     def restart(self) -> None:
         self.group.joining.append(self.restarted)
@@ -131,3 +146,28 @@ async def test_weights_that_were_trained_since_are_not_sent_as_the_version_befor
     assert (world.restarted.version, world.members.admitted) == (0, [])
     assert await world.weight_sync.sync() == 2, "the next sync includes it"
     assert (world.restarted.version, world.members.admitted) == (2, [world.restarted])
+
+
+@pytest.mark.parametrize("trains", ["while weights are sent", "while they are checked"])
+async def test_a_trainer_that_begins_to_train_leaves_a_restarted_engine_to_the_next_sync(trains: str) -> None:
+    """The engine may hold newer weights under the old version, and log-probabilities differ for a good reason."""
+    world = World()
+    await world.weight_sync.sync()
+    world.restart()
+    world.trainer.trains_meanwhile = trains == "while weights are sent"
+    world.proof.trains_meanwhile = trains == "while they are checked"
+    assert not await world.weight_sync.sync_restarted(world.restarted)
+    assert (world.members.admitted, world.group.joining) == ([], [world.restarted])
+    world.trainer.trains_meanwhile = world.proof.trains_meanwhile = False
+    assert await world.weight_sync.sync() == 2
+    assert (world.restarted.version, world.members.admitted) == (2, [world.restarted])
+
+
+async def test_a_restarted_engine_that_differs_from_the_trainer_ends_the_run() -> None:
+    world = World()
+    await world.weight_sync.sync()
+    world.restart()
+    world.proof.fails = True
+    with pytest.raises(WeightSyncError, match="differ"):
+        await world.weight_sync.sync_restarted(world.restarted)
+    assert world.members.admitted == []

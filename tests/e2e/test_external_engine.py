@@ -8,14 +8,16 @@ import pytest
 
 from fuligo.engines.client import EngineClient
 from fuligo.engines.embedded.launch import EmbeddedEngineProcess, EmbeddedEngineSettings, launch_embedded
+from tests.e2e.command import fail
 from tests.e2e.conftest import Job, Start
 from tests.e2e.processes import alive, descendants, wait_until
 from tests.e2e.records import metrics
 
 
-@pytest.fixture
-def engine(checkpoint: Path, tmp_path: Path) -> Iterator[EmbeddedEngineProcess]:
-    settings = EmbeddedEngineSettings(str(checkpoint), tmp_path / "engine.txt", device="cpu", num_threads=1)
+@pytest.fixture(scope="module")
+def engine(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedEngineProcess]:
+    log_file = tmp_path_factory.mktemp("engine") / "engine.txt"
+    settings = EmbeddedEngineSettings(str(checkpoint), log_file, device="cpu", num_threads=1)
     with asyncio.Runner() as runner:
         engine = runner.run(launch_embedded(settings))
         yield engine
@@ -49,14 +51,10 @@ def test_nothing_stays_but_the_engine(
     assert weight_version(engine) == 10
 
 
-def test_without_the_engines_key_the_run_ends_and_says_how_to_give_it(
-    engine: EmbeddedEngineProcess, job: Job, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FULIGO_ENGINE_KEY", "another key")
+def test_without_the_engines_key_the_run_ends_and_says_how_to_give_it(engine: EmbeddedEngineProcess, job: Job, tmp_path: Path) -> None:
+    before = weight_version(engine)
     changes = {"embedded_num_threads": None, "rollout_external_engine_addrs": [engine.url.removeprefix("http://")]}
-    process = start(*job(**changes, num_rollout=1, run_dir=tmp_path / "run"))
-    said, _ = process.communicate(timeout=240)
-    assert process.returncode != 0
-    assert "it asks for another key" in said
-    assert "FULIGO_ENGINE_KEY" in said
-    assert weight_version(engine) == 0
+    error = fail(1, *job(**changes, num_rollout=1, run_dir=tmp_path / "run"), FULIGO_ENGINE_KEY="another key")
+    assert "it asks for another key" in error
+    assert "FULIGO_ENGINE_KEY" in error
+    assert weight_version(engine) == before

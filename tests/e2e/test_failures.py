@@ -90,7 +90,8 @@ def test_an_engine_that_dies_or_stops_answering_is_named(number: str, timeout_s:
     assert {row["step"] for row in sample_rows(run_dir, "index")} == {0}
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+# tests/unit/data/test_open_file.py truncates both kinds of file
+@pytest.mark.parametrize("suffix", ["jsonl", pytest.param("parquet", marks=pytest.mark.slow)])
 def test_a_prompt_file_truncated_under_a_run_ends_it_with_one_sentence(suffix: str, job: Job, prompts: Path, tmp_path: Path) -> None:
     """Not by SIGBUS; restored, the run resumes, and with other content of as many rows it is refused."""
     run_dir, data = tmp_path / "run", tmp_path / f"prompts.{suffix}"

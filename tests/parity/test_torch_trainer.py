@@ -19,8 +19,8 @@ from tests import shares, tiny, train_batches
 LENGTHS = [(4, 9), (1, 3), (6, 9), (2, 1), (5, 14), (3, 9), (7, 6), (8, 2)]
 
 
-OVERRIDES = {"glm4_moe_lite": {"rms_norm_eps": 1e-6}}
-"""Epsilon that transformers uses for latent norms, whatever config.json states."""
+OVERRIDES = {"glm4_moe_lite": {"rms_norm_eps": 1e-6}, "gemma3_text": {"head_dim": 16, "sliding_window": 8}}
+"""The epsilon that transformers uses for latent norms, whatever config.json states; a window that is shorter than samples."""
 
 
 @pytest.fixture(
@@ -38,6 +38,7 @@ OVERRIDES = {"glm4_moe_lite": {"rms_norm_eps": 1e-6}}
         "qwen3_next",
         "qwen3_5_text",
         "qwen3_5_moe_text",
+        "gemma3_text",
     ],
 )
 def checkpoint(request, tmp_path_factory) -> Path:

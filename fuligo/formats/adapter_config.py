@@ -59,6 +59,11 @@ def stored_name(name: str) -> str:
     return name.replace(".base_layer.", ".")
 
 
+def peft_name(layer: str, factor: str) -> str:
+    """Return the name in PEFT's files of the factor `A` or `B` of a layer."""
+    return f"{_PREFIX}{layer}.lora_{factor}.weight"
+
+
 def is_adapter_name(name: str) -> bool:
     """Return whether a tensor of this name in a file or a weight sync belongs to an adapter."""
     return name.startswith(_PREFIX)

@@ -22,6 +22,7 @@ from fuligo.formats.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, NAME,
 from fuligo.models.transformers_types import read_config
 
 if TYPE_CHECKING:
+    from peft import LoraConfig
     from peft.tuners.lora import LoraLayer
 
 
@@ -92,7 +93,7 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, *, seed: int) -> 
     Raises:
         ConfigError: the model lacks a layer that is to be adapted, or the rank is higher than any of its matrices can have.
     """
-    from peft import LoraConfig, inject_adapter_in_model
+    from peft import inject_adapter_in_model
 
     require_layers(config.target_modules, model)
     widest = max(max(layer.in_features, layer.out_features) for layer in model.modules() if isinstance(layer, nn.Linear))
@@ -102,15 +103,7 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, *, seed: int) -> 
             "higher rank exists; choose a rank such as 16"
         )
     every = {name.rpartition(".")[2] for name in linear_layers(model)}
-    peft_config = LoraConfig(
-        r=config.rank,
-        lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType]  # PEFT divides it, a fraction works
-        lora_dropout=config.dropout,
-        target_modules=list(config.target_modules) or sorted(every),
-        use_rslora=config.rank_stabilised,
-        base_model_name_or_path=config.base or None,
-        task_type="CAUSAL_LM",
-    )
+    peft_config = _peft_config(config, list(config.target_modules) or sorted(every))
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about tied embeddings, which are not adapted
         torch.manual_seed(seed)
@@ -189,6 +182,26 @@ def write_adapter_config(model: PreTrainedModel, directory: Path) -> None:
     config[NAME].save_pretrained(str(directory))
 
 
+def write_config_of(config: AdapterConfig, layers: list[str], directory: Path) -> None:
+    """Write `adapter_config.json` by PEFT for an adapter without PEFT's layers; `layers` are the names of the adapted ones."""
+    directory.mkdir(parents=True, exist_ok=True)
+    _peft_config(config, layers).save_pretrained(str(directory))
+
+
+def _peft_config(config: AdapterConfig, layers: list[str]) -> "LoraConfig":
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType]  # PEFT divides it, a fraction works
+        lora_dropout=config.dropout,
+        target_modules=layers,
+        use_rslora=config.rank_stabilised,
+        base_model_name_or_path=config.base or None,
+        task_type="CAUSAL_LM",
+    )
+
+
 def write_adapter_weights(tensors: Mapping[str, Tensor], directory: Path) -> None:
     """Write `adapter_model.safetensors`, float32 as trained.
 
@@ -262,7 +275,15 @@ def require_same_shapes(tensors: Mapping[str, Tensor], model: nn.Module, directo
     Raises:
         CheckpointError: they are not those of the model's adapter.
     """
-    wanted = {name: list(parameter.shape) for name, parameter in adapter_tensors(model).items()}
+    require_shapes(tensors, {name: list(parameter.shape) for name, parameter in adapter_tensors(model).items()}, directory)
+
+
+def require_shapes(tensors: Mapping[str, Tensor], wanted: Mapping[str, list[int]], directory: Path) -> None:
+    """Check names and shapes of an adapter's tensors.
+
+    Raises:
+        CheckpointError: they are not as wanted.
+    """
     held = {name: list(tensor.shape) for name, tensor in tensors.items()}
     for name in sorted(wanted.keys() | held.keys()):
         if wanted.get(name) != held.get(name):

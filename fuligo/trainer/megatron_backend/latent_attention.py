@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_data_parallel_rng_tracker_name
 from megatron.core.transformer.enums import AttnMaskType
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 def latent_attention(modules: BackendSpecProvider, *, norms_apart: bool = False) -> ModuleSpec:
     """Return the spec. Norms follow the down projections; TransformerEngine fuses them into the up projections unless `norms_apart`."""
-    is_local = modules.column_parallel_layer_norm_linear() is None
+    is_local = isinstance(modules, LocalSpecProvider)
     fused = None if norms_apart else modules.column_parallel_layer_norm_linear()
     up = fused or modules.column_parallel_linear()
     norm = IdentityOp if fused else modules.layer_norm(rms_norm=True, for_qk=True)

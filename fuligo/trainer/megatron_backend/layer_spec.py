@@ -49,17 +49,26 @@ class LocalModules(LocalSpecProvider):
 def modules_for(settings: MegatronTrainerSettings) -> BackendSpecProvider:
     """Return the modules of layers: TransformerEngine's on CUDA.
 
-    Packed attention replaces its attention on request, and in float32, which its kernels for packed sequences do not support.
+    Packed attention replaces its attention on request, and in float32, which its kernels for packed sequences do not support. Under an
+    adapter norms are layers of their own.
     """
     if settings.device == "cpu":
         return LocalModules()
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
-    class WithPackedAttention(TESpecProvider):
-        def core_attention(self) -> type:
-            return PackedCoreAttention
+    packed = settings.attention_backend == "local" or settings.precision == "fp32"
 
-    return WithPackedAttention() if settings.attention_backend == "local" or settings.precision == "fp32" else TESpecProvider()
+    class Modules(TESpecProvider):
+        def core_attention(self) -> type:
+            return PackedCoreAttention if packed else super().core_attention()
+
+        def fuse_layernorm_and_linear(self) -> bool:
+            return settings.lora is None  # an adapter needs the norm's output
+
+        def column_parallel_layer_norm_linear(self) -> type | None:
+            return super().column_parallel_layer_norm_linear() if settings.lora is None else None
+
+    return Modules()
 
 
 def block_spec(

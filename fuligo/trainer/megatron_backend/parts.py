@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fuligo.errors import CheckpointError
 from fuligo.formats.shards import Shard
 from fuligo.models.names import EMBEDDING, Form, ModelNames, Weight
-from fuligo.trainer.megatron_backend.weights.local import local_weights
+from fuligo.trainer.megatron_backend.weights.local import tensors_of
 
 STATES = ("param", "exp_avg", "exp_avg_sq")
 """Stored for every trained weight, in float32; `param` is the weight itself."""
@@ -35,7 +35,7 @@ class LocalWeight:
     """This rank's tensor of a weight."""
 
     name: str
-    """Name in `local_weights`; differs from the weight's if the embedding is the output layer."""
+    """Name in `tensors_of`; differs from the weight's if the embedding is the output layer."""
     weight: Weight
     tensor: Tensor
     parts: tuple[LocalPart, ...]
@@ -72,13 +72,13 @@ def local_parts(weight: Weight, tensor: Tensor, index: int, count: int) -> tuple
 
 
 def held_weights(chunks: Sequence[nn.Module], names: ModelNames) -> list[LocalWeight]:
-    """Return all weights of this rank, in the same order on ranks that hold the same.
+    """Return all weights of this rank, or all tensors of its adapter, in the same order on ranks that hold the same.
 
     Raises:
         CheckpointError: the model has a weight that is not in the table of names.
     """
     found: list[LocalWeight] = []
-    for name, tensor in local_weights(chunks).items():
+    for name, tensor in tensors_of(chunks, names).items():
         weight = names.by_megatron_name.get(name)
         if weight is None:
             raise CheckpointError(f"the model has a weight {name}, which is not in the table of {names.architecture.model_type}")

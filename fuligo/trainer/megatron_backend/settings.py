@@ -106,7 +106,7 @@ class MegatronTrainerSettings(TrainerSettings):
     @property
     def fuses_gradient_sums(self) -> bool:
         """True if TransformerEngine's products add a weight's gradient to that of earlier micro-batches."""
-        return self.device == "cuda" and not self.model_flags.get("no_gradient_accumulation_fusion")
+        return self.device == "cuda" and self.lora is None and not self.model_flags.get("no_gradient_accumulation_fusion")
 
     @property
     def needs_process_group(self) -> bool:

@@ -7,8 +7,9 @@ model/                    config.json and tokenizer of the model, and the list o
 rng/                      state of every rank's random numbers
 trainer.json              counters, and the layout
 critic/                   the same of a value model, if there is one
+adapter/                  of a LoRA run: the adapter in float32 as a PEFT directory; *.distcp then hold the adapter and its optimizer's state alone
 
-Nothing is gathered. One of the ranks that hold the same part of a weight writes it; a data-parallel rank's share of the optimizer's state,
+Nothing but an adapter is gathered. One of the ranks that hold the same part of a weight writes it; a data-parallel rank's share of the optimizer's state,
 a range of each flattened weight, is written as the few rectangles that it consists of.
 """
 
@@ -17,6 +18,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -28,12 +30,17 @@ from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from torch import Tensor, nn
 
 from fuligo.errors import CheckpointError
+from fuligo.formats.adapter_config import ADAPTER
 from fuligo.formats.checkpoint_files import COUNTERS, MODEL_FILES, copy_model_files
 from fuligo.formats.dist_tensors import DistributedTensors
 from fuligo.formats.shards import Shard, write_format, write_shards
 from fuligo.layout.megatron import Layout
+from fuligo.models.adapter import write_adapter_weights, write_config_of
+from fuligo.models.adapter_names import AdapterNames
 from fuligo.models.names import HEAD, ModelNames
+from fuligo.trainer.adapter_sender import other_base
 from fuligo.trainer.megatron_backend.parts import STATES, LocalWeight, ParameterState, held_weights, parameter_states, set_step
+from fuligo.trainer.megatron_backend.weights.export import named_weights
 from fuligo.trainer.parameters import require_finite_weights
 from fuligo.trainer.random_state import read_random_state, set_random_state, write_random_state
 from fuligo.trainer.ranks.compute_thread import ComputeThread
@@ -48,6 +55,15 @@ _TRACKER = "tracker."
 T = TypeVar("T")
 
 
+@dataclass(slots=True, frozen=True)
+class SavedAdapter:
+    """Adapter, which a checkpoint holds instead of the weights below it."""
+
+    names: AdapterNames
+    base_digest: str
+    """Digest of the weights below it."""
+
+
 @dataclass(slots=True)
 class MegatronState:
     """Live objects that a checkpoint is written from and read into."""
@@ -60,6 +76,17 @@ class MegatronState:
     progress: Progress
     reference: Mapping[str, Tensor] | None = None
     """This rank's weights of the reference model by the names of `local_weights`; None if training does not change it."""
+    adapter: SavedAdapter | None = None
+    """None: the weights themselves are trained."""
+
+    @property
+    def saved_names(self) -> ModelNames:
+        """Return the names of what is saved: the model's weights, or those of its adapter."""
+        return self.names if self.adapter is None else self.adapter.names
+
+    @property
+    def base_digest(self) -> str | None:
+        return None if self.adapter is None else self.adapter.base_digest
 
 
 class CheckpointWriter:
@@ -78,7 +105,9 @@ class CheckpointWriter:
         """
         self._write_small_files(states, model_files)
         for directory, state in states.items():
+            adapter = _gathered_adapter(state, self._world)
             write_shards(directory, list(_shards(state)), self._world.objects)
+            _agreed(self._world, partial(_write_adapter, directory, state, adapter))
 
     def begin(self, states: Mapping[Path, MegatronState], *, model_files: Path) -> Future[None]:
         """Copy the state to the host's memory, and write it in the background.
@@ -91,10 +120,12 @@ class CheckpointWriter:
             self._group = dist.new_group(backend="gloo") if self._world.size > 1 else None  # pyright: ignore[reportAttributeAccessIssue]
         self._write_small_files(states, model_files)
         copies = {directory: [shard.on_cpu() for shard in _shards(state)] for directory, state in states.items()}
+        adapters = {directory: _gathered_adapter(state, self._world) for directory, state in states.items()}
 
         def write() -> None:
             for directory, shards in copies.items():
                 write_shards(directory, shards, self._group)
+                _write_adapter(directory, states[directory], adapters[directory])
 
         return self._thread.submit(write)
 
@@ -163,9 +194,13 @@ class _Counters:
 
     progress: Progress
     layout: Layout
+    base_digest: str | None
+    """Digest of the weights below the adapter; None if the weights themselves were trained."""
 
     def write(self, file: Path) -> None:
         content = {"format": FORMAT, "backend": "megatron", **asdict(self.progress), "layout": asdict(self.layout)}
+        if self.base_digest is not None:
+            content["base_digest"] = self.base_digest
         file.write_text(json.dumps(content, indent=2))
 
     @classmethod
@@ -174,7 +209,8 @@ class _Counters:
             content = json.loads(file.read_text())
             if content["format"] != FORMAT or content.get("backend") != "megatron":
                 raise CheckpointError(f"{file}: not a checkpoint of this fuligo version's Megatron trainer")
-            return cls(Progress(content["num_optimizer_steps"], content["num_rollouts"]), Layout(**content["layout"]))
+            progress = Progress(content["num_optimizer_steps"], content["num_rollouts"])
+            return cls(progress, Layout(**content["layout"]), content.get("base_digest"))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"cannot read {file}: {error}") from error
 
@@ -191,8 +227,10 @@ class _Opened:
     @classmethod
     def of(cls, directory: Path, state: MegatronState, world: World) -> Self:
         saved = _Counters.read(directory / COUNTERS)
-        tensors, weights = DistributedTensors(directory), held_weights(state.chunks, state.names)
-        _check_weights(tensors, weights, state.names)
+        if saved.base_digest != state.base_digest:
+            raise CheckpointError(other_base(directory, saved.base_digest, state.base_digest, weights=directory))
+        tensors, weights = DistributedTensors(directory), held_weights(state.chunks, state.saved_names)
+        _check_weights(tensors, weights, state.saved_names)
         if state.reference is not None:
             _check_shapes(tensors, {_REFERENCE + held.weight.megatron: held.weight.shape for held in weights})
         if saved.progress.num_optimizer_steps:
@@ -201,7 +239,7 @@ class _Opened:
 
 
 def _shards(state: MegatronState) -> Iterator[Shard]:
-    weights = held_weights(state.chunks, state.names)
+    weights = held_weights(state.chunks, state.saved_names)
     yield from (part.shard for number, held in enumerate(weights) if _is_written_here(held, number) for part in held.parts)
     if state.reference is not None:
         own = [held for number, held in enumerate(weights) if _is_written_here(held, number)]
@@ -287,7 +325,22 @@ def _write_small_files(directory: Path, state: MegatronState, world: World, mode
     if world.rank == 0:
         write_format(directory)
         copy_model_files(model_files, directory / MODEL_FILES)
-        _Counters(state.progress, state.layout).write(directory / COUNTERS)
+        _Counters(state.progress, state.layout, state.base_digest).write(directory / COUNTERS)
+
+
+def _gathered_adapter(state: MegatronState, world: World) -> dict[str, Tensor]:
+    """Return the whole adapter on the host of rank 0; nothing on others, or without one. A collective."""
+    if state.adapter is None:
+        return {}
+    tensors = named_weights(state.chunks, state.adapter.names, dtype=torch.float32)
+    return {name: tensor.to("cpu", copy=True) for name, tensor in tensors if world.rank == 0}
+
+
+def _write_adapter(directory: Path, state: MegatronState, tensors: Mapping[str, Tensor]) -> None:
+    """Write the PEFT directory."""
+    if tensors and state.adapter is not None:
+        write_config_of(state.adapter.names.adapter, state.adapter.names.kinds, directory / ADAPTER)
+        write_adapter_weights(tensors, directory / ADAPTER)
 
 
 def _tracker() -> CudaRNGStatesTracker:

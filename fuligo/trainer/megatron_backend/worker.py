@@ -15,23 +15,28 @@ from fuligo.formats.hugging_face import read_config_json
 from fuligo.formats.weight_manifest import Undelivered, WeightManifest, WeightTarget
 from fuligo.layout.flops import forward_flops
 from fuligo.limits import num_cores
+from fuligo.models.adapter_names import AdapterNames
 from fuligo.models.registry import architecture_of, names_of
+from fuligo.trainer.adapter_sender import AdapterSender, base_digest
 from fuligo.trainer.host_memory import HostMemory
+from fuligo.trainer.megatron_backend.adapted_weights import AdaptedStages, load_adapter
 from fuligo.trainer.megatron_backend.critic import Critic
 from fuligo.trainer.megatron_backend.gradients import Routing, Scores, compute_gradients, compute_scores
 from fuligo.trainer.megatron_backend.host_memory import HostWeights, gradient_tensors, state_tensors
 from fuligo.trainer.megatron_backend.learner import Learner, gather_parameters, zero_gradients
+from fuligo.trainer.megatron_backend.lora import adapter_off, add_adapters, dropout_on
 from fuligo.trainer.megatron_backend.model import PolicyModel, build_chunks
 from fuligo.trainer.megatron_backend.optimizer import freeze_parameters
 from fuligo.trainer.megatron_backend.routing_replay import RecordedPart, assemble
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
-from fuligo.trainer.megatron_backend.state import CheckpointWriter, MegatronState, load_weights, restore_state
+from fuligo.trainer.megatron_backend.state import CheckpointWriter, MegatronState, SavedAdapter, load_weights, restore_state
 from fuligo.trainer.megatron_backend.weights.export import named_weights
 from fuligo.trainer.megatron_backend.weights.load import load_hugging_face
 from fuligo.trainer.megatron_backend.world import join_megatron, leave_megatron
 from fuligo.trainer.metric_sums import MetricSums, mean_of_steps
-from fuligo.trainer.parameters import sync_dtype
+from fuligo.trainer.parameters import DTYPES, sync_dtype
 from fuligo.trainer.profiling import profiled
+from fuligo.trainer.ranks.settings import LoraSettings
 from fuligo.trainer.ranks.world import World
 from fuligo.trainer.shares import SampleScores, ScoreShare, StepShare, join_by_position
 from fuligo.trainer.step import StepGradients, total
@@ -58,10 +63,14 @@ class MegatronRankWorker:
         config_json = read_config_json(settings.hf_checkpoint)
         self.names = names_of(config_json, str(settings.hf_checkpoint / "config.json"))
         chunks = build_chunks(settings, trained=True)
-        self.reference = self._load_to_host(chunks, settings.reference_weights)
+        self.reference = self._load_to_host(chunks, settings.reference_weights if settings.lora is None else None)
         self.teacher = self._load_to_host(chunks, settings.teacher_weights)
         self._load(chunks, settings.initial_weights)
-        freeze_parameters(chunks, list(self.names.weights()), settings.trained)
+        self._saved_adapter = None
+        if settings.lora is None:
+            freeze_parameters(chunks, list(self.names.weights()), settings.trained)
+        else:
+            self._saved_adapter = self._add_adapter(chunks, settings.lora)
         if settings.optimizer_place.on_cpu and world.device.type == "cuda":
             torch.set_num_threads(max(1, num_cores() // torch.cuda.device_count()))  # all ranks of a node step at once
         self._learner = Learner(chunks, settings, world)
@@ -73,6 +82,10 @@ class MegatronRankWorker:
         self._host_memory = HostMemory(world.device)
         self._writer = CheckpointWriter(world)
         self._sender = WeightSender(settings.engine_format, TrainerRanks(world.rank, world.objects))
+        self._adapted, self._adapter_sender = None, None
+        if settings.lora is not None and self._saved_adapter is not None:
+            self._adapted = AdaptedStages(self.chunks, self.names, self._saved_adapter.names, self.export_dtype, world)
+            self._adapter_sender = AdapterSender(self._adapted, self._sender, world, merges=settings.lora.is_merged)
         self._timeline = Timeline(world.device)
 
     def score(self, share: ScoreShare) -> list[SampleScores] | None:
@@ -80,7 +93,7 @@ class MegatronRankWorker:
         with self._timeline.span("score"):
             routing: Routing = "recorded" if self.settings.records_routing else "replayed"
             old = self._scores(share, routing=routing) if self.settings.needs_old_logprobs else Scores()
-            olds, refs, teachers = _logprobs(old), self._logprobs_of(self.reference, share), self._logprobs_of(self.teacher, share)
+            olds, refs, teachers = _logprobs(old), self._reference_logprobs(share), self._logprobs_of(self.teacher, share)
             values = self.critic.values(share) if self.critic is not None else {}
         scored = olds.keys() | refs.keys() | teachers.keys() | values.keys()
         own = {i: SampleScores(olds.get(i), refs.get(i), teachers.get(i), values.get(i)) for i in scored}
@@ -132,15 +145,23 @@ class MegatronRankWorker:
     def gradients(self, step: StepShare) -> StepGradients | None:
         """Compute the gradient of the step's loss into the stages' buffers; return this replica's results, on the rank that reports."""
         zero_gradients(self.chunks)
-        return compute_gradients(self.chunks, step, self.settings, self.world.device)
+        with dropout_on(self.chunks):
+            return compute_gradients(self.chunks, step, self.settings, self.world.device)
 
     def send_weights(self, target: WeightTarget) -> WeightManifest | Undelivered | None:
         """Gather on all ranks; rank 0 sends, and any rank with an engine on its GPU."""
         with self._timeline.span("send"):
+            if self._adapter_sender is not None:
+                return self._adapter_sender.send(target)
             return self._sender.send(self.named_weights(), target)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield Hugging Face names and full tensors in the data type of `hf_checkpoint`. A collective: every rank iterates to the end."""
+        """Yield Hugging Face names and full tensors in the data type of `hf_checkpoint`, an adapter merged into them.
+
+        A collective: every rank iterates to the end.
+        """
+        if self._adapted is not None:
+            return self._adapted.merged().named()
         return named_weights(self.chunks, self.names, dtype=self.export_dtype)
 
     def save(self, directory: Path) -> None:
@@ -180,6 +201,20 @@ class MegatronRankWorker:
         else:
             load_hugging_face(chunks, directory)
 
+    def _add_adapter(self, chunks: list[PolicyModel], lora: LoraSettings) -> SavedAdapter:
+        """Adapt the layers of the policy, which freezes its weights.
+
+        Raises:
+            ConfigError: the model cannot be adapted so.
+            CheckpointError: the adapter to start from is damaged, or is another model's.
+        """
+        names = AdapterNames.of(self.names, lora.adapter, num_tensor_ranks=self.settings.layout.tp)
+        digest = base_digest(named_weights(chunks, self.names, dtype=DTYPES[self.settings.precision]))
+        add_adapters(chunks, names, seed=self.settings.seed)
+        if lora.initial_adapter is not None:
+            load_adapter(chunks, names, lora.initial_adapter)
+        return SavedAdapter(names, digest)
+
     def _load_to_host(self, chunks: list[PolicyModel], directory: Path | None) -> HostWeights | None:
         """Load the weights of another model, which is never trained, through the stages, into host memory."""
         if directory is None:
@@ -199,13 +234,21 @@ class MegatronRankWorker:
         parts_of = [[parts[i] for parts in parts_of_ranks if i in parts] for i in range(len(scores))]
         return [replace(of_sample, routed_experts=assemble(parts, shape)) for of_sample, parts in zip(scores, parts_of, strict=True)]
 
+    def _reference_logprobs(self, share: ScoreShare) -> dict[int, FloatArray]:
+        """Return the reference's log-probabilities; with LoRA it is the policy without its adapter."""
+        if self.settings.lora is None or self.settings.reference_weights is None:
+            return self._logprobs_of(self.reference, share)
+        with adapter_off(self.chunks):
+            return _logprobs(self._scores(share, routing="own"))
+
     def _logprobs_of(self, other: HostWeights | None, share: ScoreShare) -> dict[int, FloatArray]:
         """Return log-probabilities of the reference or teacher, which route their tokens themselves."""
         if other is None:
             return {}
         other.exchange(self.chunks)
         try:
-            return _logprobs(self._scores(share, routing="own"))
+            with adapter_off(self.chunks):
+                return _logprobs(self._scores(share, routing="own"))
         finally:
             other.exchange(self.chunks)
 
@@ -238,7 +281,9 @@ class MegatronRankWorker:
         reference = self.reference.tensors if self.reference is not None and changes else None
         learner = self._learner
         states = {
-            directory: MegatronState(learner.chunks, self.names, learner.optimizer, self.settings.layout, learner.progress, reference)
+            directory: MegatronState(
+                learner.chunks, self.names, learner.optimizer, self.settings.layout, learner.progress, reference, self._saved_adapter
+            )
         }
         return states if self.critic is None else states | {directory / VALUE_MODEL: self.critic.state()}
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fuligo.models.names import ModelNames, Weight, with_expert
 from fuligo.trainer.megatron_backend.weights.forms import join_shards
-from fuligo.trainer.megatron_backend.weights.local import RankGroups, local_weights, misfits, rank_groups
+from fuligo.trainer.megatron_backend.weights.local import RankGroups, misfits, rank_groups, tensors_of, unwrapped
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -24,7 +24,12 @@ _ALIGNMENT_BYTES = 16
 
 @torch.no_grad()
 def named_weights(
-    chunks: Sequence[nn.Module], names: ModelNames, *, dtype: torch.dtype, gather_bytes: int = GATHER_BYTES
+    chunks: Sequence[nn.Module],
+    names: ModelNames,
+    *,
+    dtype: torch.dtype,
+    local: Mapping[str, Tensor] | None = None,
+    gather_bytes: int = GATHER_BYTES,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield names and full tensors as in the checkpoint, on every rank; each once, in the same order everywhere.
 
@@ -32,13 +37,16 @@ def named_weights(
     Beside what the caller keeps, at most two batches of `gather_bytes` exist (or one larger tensor, twice).
 
     Args:
+        names: of the model, or of its adapter.
         dtype: of the tensors, except those that are always float32 (the bias of a router's scores).
+        local: this rank's parts by canonical name, each read once; None: those of the stages.
     """
-    groups, local = rank_groups(), local_weights(chunks)
+    groups, local = rank_groups(), tensors_of(chunks, names) if local is None else local
     assert not (different := misfits(local, names)), f"the model and the names of its checkpoint differ in {different[0]}"
     stages: list[Shapes] = [{} for _ in range(groups.pipeline.size())]
-    dist.all_gather_object(stages, {name: tuple(tensor.shape) for name, tensor in local.items()}, group=groups.pipeline)
-    exchange = _Exchange({name: tensor.detach() for name, tensor in local.items()}, groups)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors_of(chunks, names).items()}
+    dist.all_gather_object(stages, shapes, group=groups.pipeline)
+    exchange = _Exchange(local, groups, next(unwrapped(chunks[0]).parameters()).device)
     for batch in _batches(_items(stages, names, groups, dtype), gather_bytes):
         for item, shards in zip(batch, exchange.gather(batch), strict=True):
             yield from join_shards(item.weight, shards, names.architecture)
@@ -106,10 +114,10 @@ def _batches(items: Iterator[_Item], gather_bytes: int) -> Iterator[list[_Item]]
 class _Exchange:
     """Collectives over this rank's parts of the weights."""
 
-    def __init__(self, local: Mapping[str, Tensor], groups: RankGroups) -> None:
+    def __init__(self, local: Mapping[str, Tensor], groups: RankGroups, device: torch.device) -> None:
         self._local = local
         self._groups = groups
-        self._device = next(iter(local.values())).device
+        self._device = device
 
     def gather(self, batch: Sequence[_Item]) -> list[list[Tensor]]:
         """Gather the parts of each item from its owners, on all ranks."""
@@ -118,7 +126,7 @@ class _Exchange:
             items = [item for item in batch if item.num_shards == num_shards]
             is_alone = self._groups.pipeline.size() == 1 and (items[0].owners.expert_rank is None or self._groups.expert.size() == 1)
             if num_shards == 1 and is_alone:  # no other rank needs this rank's part
-                parts |= {item.weight.megatron: [self._local[item.weight.megatron].to(item.dtype)] for item in items}
+                parts |= {item.weight.megatron: [self._local[item.weight.megatron].detach().to(item.dtype)] for item in items}
                 continue
             buffer = _Buffer(items)
             shards = torch.empty(num_shards, buffer.num_bytes, dtype=torch.uint8, device=self._device)

@@ -1,14 +1,16 @@
 """This rank's weights, under names that do not depend on the layout or on the layers' implementation."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from megatron.core import parallel_state
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from fuligo.models.adapter_names import ADAPTER_MODULE, AdapterNames
 from fuligo.models.names import ModelNames
 
 
@@ -49,6 +51,7 @@ _FUSED_NORMS = {
 }
 """TransformerEngine's linear layer that contains a norm's weight -> the norm in a model of local layers."""
 
+_ADAPTER = f".{ADAPTER_MODULE}."
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _FUSED_NORM = re.compile(rf"\.({'|'.join(re.escape(name) for name in _FUSED_NORMS)})\.layer_norm_weight$")
 _GROUPED_EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
@@ -72,17 +75,44 @@ def canonical_name(name: str, *, first_layer: int = 0, first_expert: int = 0) ->
 def local_weights(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
     """Return this rank's parts of the weights by canonical name: parameters, and the expert bias of routers, which is a buffer.
 
-    Stages may be bare or wrapped (for example in DistributedDataParallel).
+    Stages may be bare or wrapped (for example in DistributedDataParallel). An adapter's tensors are left out.
     """
-    found: dict[str, Tensor] = {}
-    expert_ranks = rank_groups().expert
+    return {name: tensor for name, tensor in _local_tensors(chunks) if _ADAPTER not in name}
+
+
+def local_adapter(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """Return this rank's parts of the adapter by canonical name; empty if the model has none."""
+    return {name: tensor for name, tensor in _local_tensors(chunks) if _ADAPTER in name}
+
+
+def tensors_of(chunks: Sequence[nn.Module], names: ModelNames) -> dict[str, Tensor]:
+    """Return this rank's parts of what `names` lists: the weights of the model, or its adapter."""
+    return local_adapter(chunks) if isinstance(names, AdapterNames) else local_weights(chunks)
+
+
+def linear_layers(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield this rank's modules that have a matrix, each with the canonical name of the matrix."""
     for chunk in map(unwrapped, chunks):
-        first_layer = chunk.decoder.layers[0].layer_number - 1 if len(chunk.decoder.layers) else 0
-        first_expert = (chunk.config.num_moe_experts or 0) // expert_ranks.size() * expert_ranks.rank()
+        canonical = _canonical(chunk)
+        for name, module in chunk.named_modules():
+            if isinstance(getattr(module, "weight", None), nn.Parameter):
+                yield canonical(f"{name}.weight"), module
+
+
+def _local_tensors(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    for chunk in map(unwrapped, chunks):
+        canonical = _canonical(chunk)
         biases = ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".router.expert_bias"))
         for name, tensor in (*chunk.named_parameters(), *biases):
-            found[canonical_name(name, first_layer=first_layer, first_expert=first_expert)] = tensor
-    return found
+            yield canonical(name), tensor
+
+
+def _canonical(chunk: Any) -> Callable[[str], str]:
+    """Return the function that gives names in a stage their canonical form."""
+    expert_ranks = rank_groups().expert
+    first_layer = chunk.decoder.layers[0].layer_number - 1 if len(chunk.decoder.layers) else 0
+    first_expert = (chunk.config.num_moe_experts or 0) // expert_ranks.size() * expert_ranks.rank()
+    return partial(canonical_name, first_layer=first_layer, first_expert=first_expert)
 
 
 def misfits(local: Mapping[str, Tensor], names: ModelNames) -> list[str]:

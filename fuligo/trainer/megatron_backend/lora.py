@@ -1,0 +1,230 @@
+"""LoRA on Megatron's parallel linear layers: every matrix of the Hugging Face checkpoint has its own A and B, as with PEFT.
+
+A layer that splits its outputs over the TP ranks has A whole on every rank and B split, one that splits its inputs has A split and B whole.
+What the ranks exchange between A and B has `rank` numbers per token.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, Self, cast
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from torch import Tensor, nn
+
+from fuligo.models.adapter_names import ADAPTER_MODULE, AdaptedMatrix, AdapterNames
+from fuligo.models.architecture import GroupedAttention
+from fuligo.models.names import Form, Weight
+from fuligo.trainer.megatron_backend.parts import held_weights
+from fuligo.trainer.megatron_backend.weights.local import linear_layers, rank_groups, unwrapped
+
+
+class Split(Enum):
+    """What the TP ranks share of a linear layer."""
+
+    NOTHING = auto()
+    OUTPUTS = auto()
+    INPUTS = auto()
+
+
+class LinearAdapter(nn.Module):
+    """Low-rank updates of the matrices that one of Megatron's linear layers joins.
+
+    Args:
+        linear: the adapted layer; its weight is this rank's part.
+        matrices: the adapted ones, in the order of the layer's outputs.
+    """
+
+    def __init__(self, linear: nn.Module, matrices: Sequence[AdaptedMatrix], names: AdapterNames, *, sequence_parallel: bool) -> None:
+        super().__init__()
+        config, weight = names.adapter, cast(Tensor, linear.weight)
+        whole = matrices[0].weight
+        self._group = rank_groups().tensor
+        self._split = _split(whole, weight)
+        self._sequence_parallel = sequence_parallel
+        self._kinds = [matrix.kind for matrix in matrices]
+        self._rank, self._scaling, self._dropout = config.rank, config.scaling, config.dropout
+        self._outputs = _Outputs.of(whole, len(weight), names)
+        self.is_on, self.drops = True, False
+        num_ranks = 1 if self._split is Split.NOTHING else self._group.size()
+        for matrix in matrices:
+            for factor, tensor in (("A", matrix.a(config.rank)), ("B", matrix.b(config.rank))):
+                axis = {Split.OUTPUTS: {"B": 0}, Split.INPUTS: {"A": 1}}.get(self._split, {}).get(factor)
+                shape = [size // num_ranks if dim == axis else size for dim, size in enumerate(tensor.shape)]
+                parameter = nn.Parameter(torch.zeros(shape, device=weight.device))  # float32, as PEFT has it
+                tensor_parallel.set_tensor_model_parallel_attributes(parameter, axis is not None, axis or 0, 1)
+                # A whole tensor then sees this rank's part of the tokens only: Megatron sums such gradients over the TP ranks.
+                parameter.sequence_parallel = sequence_parallel and axis is None  # pyright: ignore[reportAttributeAccessIssue]
+                self.register_parameter(f"{matrix.kind}_{factor}", parameter)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return what is added to the layer's product: [tokens, ..., this rank's outputs] from the layer's input."""
+        a = torch.cat([self._factor(kind, "A") for kind in self._kinds]).to(inputs.dtype)
+        hidden = self._exchange(F.linear(self._dropped(inputs), a)) * self._scaling
+        parts = zip(self._kinds, hidden.split(self._rank, dim=-1), strict=True)
+        return self._outputs.join({kind: F.linear(part, self._factor(kind, "B").to(inputs.dtype)) for kind, part in parts})
+
+    @torch.no_grad()
+    def update(self) -> Tensor:
+        """Return scaling B A [this rank's outputs, this rank's inputs] in float32."""
+        updates = {kind: (self._factor(kind, "B") @ self._factor(kind, "A")).T for kind in self._kinds}
+        return self._outputs.join(updates).T * self._scaling
+
+    @property
+    def is_first_copy(self) -> bool:
+        """True on one of the ranks that hold the same part of the layer."""
+        is_first_replica = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+        return is_first_replica and (self._split is not Split.NOTHING or self._group.rank() == 0)
+
+    @property
+    def is_zero(self) -> bool:
+        """True if this rank's update is zero, as before the first step."""
+        return not any(bool(self._factor(kind, "B").any()) for kind in self._kinds)
+
+    def _factor(self, kind: str, factor: str) -> Tensor:
+        return self.get_parameter(f"{kind}_{factor}")
+
+    def _exchange(self, hidden: Tensor) -> Tensor:
+        """Complete A x [tokens, ..., R] for the ranks' parts of B, and its gradient for their parts of A."""
+        group = self._group
+        if self._split is Split.NOTHING or group.size() == 1:
+            return hidden
+        if self._split is Split.OUTPUTS:
+            if self._sequence_parallel:
+                return tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
+            return tensor_parallel.copy_to_tensor_model_parallel_region(hidden, group=group)
+        if self._sequence_parallel:
+            return tensor_parallel.reduce_scatter_to_sequence_parallel_region(hidden, group=group)
+        return tensor_parallel.reduce_from_tensor_model_parallel_region(hidden, group=group)
+
+    def _dropped(self, inputs: Tensor) -> Tensor:
+        if not (self.drops and self._dropout):
+            return inputs
+        if self._split is not Split.INPUTS and not self._sequence_parallel:  # all ranks have these inputs, and draw the same numbers
+            return F.dropout(inputs, self._dropout)
+        with cast(Any, get_cuda_rng_tracker()).fork():
+            return F.dropout(inputs, self._dropout)
+
+
+def add_adapters(chunks: Sequence[nn.Module], names: AdapterNames, *, seed: int) -> None:
+    """Adapt this rank's linear layers, in place; all other parameters are frozen. Before the stages are wrapped.
+
+    B begins as zeros, so the outputs do not change. A begins the same under any layout.
+    """
+    for chunk in chunks:
+        chunk.requires_grad_(False)
+    for name, linear in list(linear_layers(chunks)):
+        if matrices := names.by_matrix.get(name):
+            adapter = LinearAdapter(linear, matrices, names, sequence_parallel=unwrapped(chunks[0]).config.sequence_parallel)
+            linear.add_module(ADAPTER_MODULE, adapter)
+            # First: other hooks change the gradient of the layer's whole output.
+            linear.register_forward_hook(_add_update, prepend=True)
+    for chunk in map(unwrapped, chunks):
+        if chunk.pre_process and chunk.config.recompute_granularity is not None:
+            chunk.embedding.register_forward_hook(_with_gradient)
+    set_adapter(chunks, names, lambda weight: _first_values(weight, seed))
+
+
+@torch.no_grad()
+def set_adapter(chunks: Sequence[nn.Module], names: AdapterNames, whole: Callable[[Weight], Tensor]) -> None:
+    """Overwrite this rank's parts of the adapter with those of whole tensors."""
+    for held in held_weights(chunks, names):
+        values = whole(held.weight)
+        for part in held.parts:
+            shard = part.shard
+            shard.data.copy_(values[tuple(slice(start, start + size) for start, size in zip(shard.offset, shard.data.shape))])
+
+
+def adapters(chunks: Sequence[nn.Module]) -> Iterator[LinearAdapter]:
+    return (module for chunk in chunks for module in chunk.modules() if isinstance(module, LinearAdapter))
+
+
+@contextmanager
+def adapter_off(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """Compute with the base model alone during the block."""
+    for adapter in adapters(chunks):
+        adapter.is_on = False
+    try:
+        yield
+    finally:
+        for adapter in adapters(chunks):
+            adapter.is_on = True
+
+
+@contextmanager
+def dropout_on(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """Drop inputs of A at random during the block."""
+    for adapter in adapters(chunks):
+        adapter.drops = True
+    try:
+        yield
+    finally:
+        for adapter in adapters(chunks):
+            adapter.drops = False
+
+
+def _add_update(linear: nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+    adapter = linear.get_submodule(ADAPTER_MODULE)
+    product, bias = output
+    assert isinstance(adapter, LinearAdapter)
+    return (product + adapter(inputs[0]), bias) if adapter.is_on else output
+
+
+def _with_gradient(embedding: nn.Module, inputs: object, output: Tensor) -> Tensor:
+    """Ask for a gradient of the embedded tokens: Megatron's recomputation gives parameters none if no input has one."""
+    return output.requires_grad_() if torch.is_grad_enabled() else output
+
+
+def _first_values(weight: Weight, seed: int) -> Tensor:
+    """Return zeros for B, and for A what PEFT draws (`kaiming_uniform_` with a = sqrt 5), by the seed and its name alone."""
+    (name,) = weight.checkpoint
+    if name.endswith(".lora_B.weight"):
+        return torch.zeros(weight.shape)
+    number = int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest(), "big")
+    bound = weight.shape[1] ** -0.5
+    return torch.empty(weight.shape).uniform_(-bound, bound, generator=torch.Generator().manual_seed(number))
+
+
+def _split(whole: Weight, local: Tensor) -> Split:
+    if tuple(local.shape) == whole.shape:
+        return Split.NOTHING
+    return Split.INPUTS if whole.axis == 1 else Split.OUTPUTS
+
+
+@dataclass(slots=True, frozen=True)
+class _Outputs:
+    """Order of a linear layer's outputs on this rank: groups, in each of which every matrix has as many as in all others."""
+
+    kinds: tuple[str, ...]
+    """All matrices that the layer joins, also those that are not adapted."""
+    sizes: tuple[int, ...]
+    """Outputs of each in a group."""
+    num_groups: int
+
+    @classmethod
+    def of(cls, whole: Weight, num_outputs: int, names: AdapterNames) -> Self:
+        kinds = tuple(name.removesuffix(".weight").rpartition(".")[2] for name in whole.checkpoint)
+        sizes = (num_outputs // len(kinds),) * len(kinds)
+        if whole.form is Form.QKV:
+            heads = names.architecture.attention
+            assert isinstance(heads, GroupedAttention)
+            sizes = (heads.num_heads // heads.num_kv_heads * heads.head_dim, heads.head_dim, heads.head_dim)
+        return cls(kinds, sizes, num_outputs // sum(sizes))
+
+    def join(self, updates: Mapping[str, Tensor]) -> Tensor:
+        """Join [..., outputs of a matrix] of the adapted matrices, with zeros for others, as [..., outputs]."""
+        if len(self.kinds) == 1:
+            return updates[self.kinds[0]]
+        like = next(iter(updates.values()))
+        blocks = [
+            updates[kind].unflatten(-1, (self.num_groups, size))
+            if kind in updates
+            else like.new_zeros((*like.shape[:-1], self.num_groups, size))
+            for kind, size in zip(self.kinds, self.sizes, strict=True)
+        ]
+        return torch.cat(blocks, dim=-1).flatten(-2)

@@ -119,11 +119,11 @@ def saved_value_model(checkpoint: Path | None) -> Path | None:
 def weights_of(checkpoint: Path) -> Path:
     """Return a checkpoint's weights: the Megatron trainer's is a distributed checkpoint, the torch trainer's has a directory `hf`.
 
-    A checkpoint of a LoRA run has the directory `adapter` instead, which is not a whole model.
+    A checkpoint of a LoRA run of either has the directory `adapter` instead, which is not a whole model.
     """
-    if is_distributed(checkpoint):
-        return checkpoint
-    return adapter_directory(checkpoint) if is_adapter(checkpoint / ADAPTER) else checkpoint / "hf"
+    if is_adapter(checkpoint / ADAPTER):
+        return adapter_directory(checkpoint)
+    return checkpoint if is_distributed(checkpoint) else checkpoint / "hf"
 
 
 def newest_iteration(directory: Path) -> int | None:

@@ -159,9 +159,12 @@ def dist_to_hf(arguments: Sequence[str]) -> int:
 
     from fuligo.checkpoint.location import weights_directory
     from fuligo.convert.dist_to_hf import dist_to_hf
+    from fuligo.formats.adapter_config import adapter_directory, is_adapter
     from fuligo.formats.checkpoint_files import is_distributed
 
     source = weights_directory(options.checkpoint)
+    if is_adapter(adapter := adapter_directory(source)):
+        raise ConfigError(f"{source} holds a LoRA adapter and no model; merge them: fuligo convert merge-adapter {adapter} --save DIR")
     if not is_distributed(source):
         raise ConfigError(
             f"{options.checkpoint} is not a distributed checkpoint: use a directory with .metadata, or a directory of checkpoints"

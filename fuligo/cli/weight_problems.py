@@ -75,10 +75,11 @@ def _first_weights(config: Config, option: str, path: Path) -> Iterator[str]:
     except CheckpointError as error:
         yield f"{option}: {error}"
         return
-    if is_adapter(directory) and not (directory / "config.json").is_file():
+    adapter = adapter_directory(directory)
+    if is_adapter(adapter) and not (directory / "config.json").is_file():
         yield (
-            f"{option} {directory} is a LoRA adapter without its model; start from it with --lora-adapter, or merge it into its model: "
-            f"fuligo convert merge-adapter {directory} --save DIR"
+            f"{option} {directory} is a LoRA adapter without its model; start from it with --lora-adapter {adapter}, or merge it into its "
+            f"model: fuligo convert merge-adapter {adapter} --save DIR"
         )
     elif is_distributed(directory) and option != "--hf-checkpoint":
         yield from _distributed(config, option, directory)
@@ -206,6 +207,10 @@ def _resume(config: Config) -> Iterator[str]:
         case None:
             return
     if is_adapter(weights):
+        saved_by = "megatron" if is_distributed(directory) else "torch"
+        if saved_by != config.resolved_train_backend:
+            yield f"--load {directory} was saved by the {saved_by} trainer; start from its adapter with --lora-adapter {weights}"
+            return
         try:
             AdapterConfig.read(weights)
         except CheckpointError as error:

@@ -12,8 +12,9 @@ from fuligo.formats.hugging_face import read_config_json
 from fuligo.formats.weight_manifest import EngineFormat
 from fuligo.layout.megatron import layout_of
 from fuligo.models.adapter_flags import adapter_of
+from fuligo.models.adapter_names import AdapterNames
 from fuligo.models.device import Device, resolve_precision
-from fuligo.models.registry import architecture_of
+from fuligo.models.registry import architecture_of, names_of
 from fuligo.models.routing import RoutingShape
 from fuligo.models.stated_flags import stated_flags
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, MTPSettings, OptimizerPlace, Recomputation, SparseLayers
@@ -169,11 +170,13 @@ def megatron_settings(config: Config, common: TrainerSettings) -> MegatronTraine
         common: settings of any trainer
 
     Raises:
-        ConfigError: config.json cannot be read, or the layout does not divide the ranks
+        ConfigError: config.json cannot be read, the layout does not divide the ranks, or the model cannot have the adapter
     """
     sizes, optimizer, train = config.parallel, config.optimizer, config.train
     config_json, source = read_config_json(common.hf_checkpoint), str(common.hf_checkpoint / "config.json")
     architecture = architecture_of(config_json, source)
+    if common.lora is not None:
+        AdapterNames.of(names_of(config_json, source), common.lora.adapter, num_tensor_ranks=sizes.tensor_model_parallel_size)
     return MegatronTrainerSettings(
         **{each.name: getattr(common, each.name) for each in fields(TrainerSettings)},
         layout=layout_of(config),

@@ -10,8 +10,15 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from fuligo.formats.adapter_config import AdapterConfig
+from fuligo.checkpoint.location import weights_of
+from fuligo.errors import CheckpointError, ConfigError
+from fuligo.formats.adapter_config import ADAPTER, AdapterConfig
+from fuligo.formats.dist_tensors import DistributedTensors
+from fuligo.formats.hugging_face import read_config_json
+from fuligo.formats.weight_manifest import MergeRounding
 from fuligo.layout.megatron import Layout
+from fuligo.models.adapter_names import AdapterNames
+from fuligo.models.registry import names_of
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, OptimizerPlace, Recomputation
 from fuligo.trainer.objective import LossSettings
 from fuligo.trainer.packing import Capacity
@@ -154,3 +161,130 @@ def test_gradients_and_log_probabilities_are_those_of_peft(
 ) -> None:
     got, *_ = pool.run(LAYOUTS[layout].num_ranks, by_megatron, dense.settings(layout, **overrides), samples)
     assert_as_peft(got, of_dense)
+
+
+ADAM = OptimizerSettings(LearningRateSchedule(peak=3e-3, warmup_steps=2), eps=1e-3, weight_decay=0.1, clip_grad=0.5)
+"""Optimizer with a large epsilon, so that steps are smooth in the gradients."""
+
+
+@dataclass(slots=True)
+class Trained:
+    """What a course leaves on rank 0."""
+
+    metrics: dict[str, float]
+    merged: dict[str, Tensor]
+    rounding: MergeRounding
+
+
+def course(
+    world: World,
+    settings: MegatronTrainerSettings,
+    samples: list[TrainSample],
+    *,
+    load: Path | None = None,
+    save: Path | None = None,
+    beside: bool = False,
+    num_rollouts: int = 1,
+) -> Trained | None:
+    """Train rollouts of two optimizer steps from the beginning or a checkpoint; save."""
+    from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
+
+    worker = MegatronRankWorker(settings, world)
+    if load is not None:
+        worker.restore(load)
+    metrics: dict[str, float] = {}
+    for _ in range(num_rollouts):
+        metrics = worker.train(shares.to_train(worker, train_batches.batch(samples, num_steps=2))).metrics
+    if save is not None and beside:
+        saving = worker.begin_save(save)
+        worker.train(shares.to_train(worker, train_batches.batch(samples)))
+        saving.result(timeout=120)
+    elif save is not None:
+        worker.save(save)
+    merged = worker._adapted.merged()
+    weights = {name: tensor.clone() for name, tensor in merged.named()}
+    metrics.pop("train/tokens_per_s", None)
+    return Trained(metrics, weights, merged.rounding) if world.rank == 0 else None
+
+
+def run_course(pool: RankPool, settings: MegatronTrainerSettings, samples: list[TrainSample], **options: object) -> Trained:
+    trained = pool.run(settings.num_ranks, course, settings, samples, **options)[0]
+    assert trained is not None
+    return trained
+
+
+RANDOM = LoraSettings(AdapterConfig(4, 8.0, ("down_proj", "q_proj", "up_proj", "v_proj"), rank_stabilised=True))
+DISTRIBUTED = {"lora": RANDOM, "optimizer": ADAM, "optimizer_place": OptimizerPlace()}
+
+
+@pytest.mark.parametrize(("saved", "loaded", "beside"), [("tp2 sp", "pp2", True), ("pp2 vpp2", "dp2", False), ("dp2", "tp2", False)])
+def test_the_next_steps_are_the_same_under_another_layout(
+    pool: RankPool, dense: Start, samples: list[TrainSample], tmp_path: Path, saved: str, loaded: str, beside: bool
+) -> None:
+    """A begins the same in every layout; the checkpoint holds the adapter and its optimizer state alone."""
+    run_course(pool, dense.settings(saved, **DISTRIBUTED), samples, save=tmp_path, beside=beside)
+    resumed = run_course(pool, dense.settings(loaded, **DISTRIBUTED), samples, load=tmp_path)
+    straight = run_course(pool, dense.settings("one", **DISTRIBUTED), samples, num_rollouts=2)
+    for name, weight in straight.merged.items():
+        torch.testing.assert_close(resumed.merged[name], weight, atol=2e-6, rtol=0, msg=name)
+    names = DistributedTensors(tmp_path).shapes
+    assert names and all(".adapter." in name for name in names)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_resume_under_the_same_layout_is_exact(
+    pool: RankPool, dense: Start, samples: list[TrainSample], tmp_path: Path, precision: str
+) -> None:
+    settings = dense.settings("tp2 sp", **DISTRIBUTED, precision=precision)
+    run_course(pool, settings, samples, save=tmp_path)
+    resumed = run_course(pool, settings, samples, load=tmp_path)
+    uninterrupted = run_course(pool, settings, samples, num_rollouts=2)
+    assert resumed.metrics == uninterrupted.metrics
+    assert all(torch.equal(weight, resumed.merged[name]) for name, weight in uninterrupted.merged.items())
+
+
+def test_peft_reads_what_is_saved_and_merges_it_likewise(pool: RankPool, dense: Start, samples: list[TrainSample], tmp_path: Path) -> None:
+    trained = run_course(pool, dense.settings("tp2 sp pp2", **DISTRIBUTED), samples, save=tmp_path)
+    assert weights_of(tmp_path) == tmp_path / ADAPTER
+    assert AdapterConfig.read(tmp_path / ADAPTER) == RANDOM.adapter
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(dense.checkpoint), tmp_path / ADAPTER).merge_and_unload()
+    state = theirs.state_dict()
+    for name, tensor in trained.merged.items():
+        torch.testing.assert_close(tensor, state[name], rtol=1e-6, atol=1e-7, msg=name)
+    unchanged = AutoModelForCausalLM.from_pretrained(dense.checkpoint).state_dict()
+    changed = {name.split(".")[-2] for name, tensor in trained.merged.items() if not torch.equal(tensor, unchanged[name])}
+    assert changed == set(RANDOM.adapter.target_modules)
+
+
+def test_what_rounding_leaves_of_a_merge_is_counted_once_in_every_layout(pool: RankPool, dense: Start, samples: list[TrainSample]) -> None:
+    in_bf16 = {"sync_dtype": "bf16"}
+    one, two = (run_course(pool, dense.settings(layout, **in_bf16), samples) for layout in ("one", "tp2 sp"))
+    every = AdapterConfig.read(dense.adapter)
+    config = read_config_json(dense.checkpoint)
+    whole = sum(matrix.rows * matrix.weight.shape[1] for matrix in AdapterNames.of(names_of(config), every).matrices)
+    assert one.rounding.num_elements == two.rounding.num_elements == whole
+    assert one.rounding.num_changed == pytest.approx(two.rounding.num_changed, rel=1e-3)
+
+
+def refusal(world: World, settings: MegatronTrainerSettings, load: Path) -> str:
+    from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
+
+    with pytest.raises((CheckpointError, ConfigError)) as failure:
+        MegatronRankWorker(settings, world).restore(load)
+    return str(failure.value)
+
+
+def test_what_does_not_fit_is_refused(pool: RankPool, dense: Start, samples: list[TrainSample], tmp_path: Path) -> None:
+    settings = dense.settings("one", **DISTRIBUTED)
+    run_course(pool, settings, samples, save=tmp_path / "saved")
+    other = tiny.save_checkpoint(tmp_path / "other", "qwen3", layers=4, seed=7)
+    wider = LoraSettings(AdapterConfig(5, 8.0, RANDOM.adapter.target_modules))
+    for changed, message in (
+        (replace(settings, initial_weights=other), "trained on other weights"),
+        (replace(settings, lora=None), "it holds an adapter"),
+        (replace(settings, lora=wider), "and [5, "),
+        (replace(settings, lora=LoraSettings(AdapterConfig(4, 8.0, ("q_prj",)))), "did you mean q_proj?"),
+        (replace(settings, lora=replace(RANDOM, initial_adapter=dense.adapter)), "use the model that the adapter was trained on"),
+    ):
+        (text,) = pool.run(1, refusal, changed, tmp_path / "saved")
+        assert message in text

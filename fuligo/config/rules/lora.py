@@ -9,16 +9,41 @@ _SHAPE = ("lora_rank", "lora_alpha", "lora_target_modules", "lora_use_rslora")
 _RL_LR, _SFT_LR = 1e-5, 1e-4
 
 
-@rule("CFG-LORA-TRAINER", "--lora-rank", "--lora-adapter", "--train-backend")
-def torch_trainer_has_adapters(config: Config) -> Violation | None:
-    """Require the torch trainer for LoRA: the Megatron trainer's parallel layers have no adapters."""
-    if not (config.uses_adapter and config.trains) or config.resolved_train_backend == "torch":
+@rule("CFG-LORA-MTP", "--lora-rank", "--lora-adapter", "--enable-mtp-training")
+def mtp_layers_have_no_adapter(config: Config) -> Violation | None:
+    """Reject the training of MTP layers with LoRA: Hugging Face's models lack these layers, so PEFT has no adapter for them."""
+    if not (config.uses_adapter and config.train.enable_mtp_training):
         return None
-    option = "--lora-rank" if config.lora.lora_adapter is None else "--lora-adapter"
-    return Violation(
-        f"{option} needs the torch trainer; the Megatron trainer trains whole weights",
-        advice="use --train-backend torch without Megatron's flags, or leave the --lora flags out",
-    )
+    return Violation("--enable-mtp-training: a LoRA adapter has no part for MTP layers", (unset_flag("enable_mtp_training"),))
+
+
+@rule("CFG-LORA-BIAS-RATE", "--lora-rank", "--lora-adapter", "--moe-router-bias-update-rate")
+def router_correction_stays(config: Config) -> Violation | None:
+    """Reject a moving score correction with LoRA: it is a weight below the adapter, which no checkpoint of the adapter holds."""
+    rate = config.megatron.get("moe_router_bias_update_rate")
+    if not (config.uses_adapter and config.trains and rate):
+        return None
+    text = f"--moe-router-bias-update-rate {rate} changes a weight of the model, and LoRA trains the adapter alone"
+    return Violation(text, (unset_flag("moe_router_bias_update_rate"),))
+
+
+@rule("CFG-LORA-OFFLOAD", "--lora-rank", "--lora-adapter", "--optimizer-cpu-offload", "--use-precision-aware-optimizer")
+def optimizer_state_is_small(config: Config) -> Violation | None:
+    """Reject an offloaded or reduced optimizer state with LoRA: the adapter's is small, and float32 like the adapter itself."""
+    names = [name for name in ("optimizer_cpu_offload", "use_precision_aware_optimizer") if config.value_of(name)]
+    if not (config.uses_adapter and config.trains and names):
+        return None
+    text = f"{flags()[names[0]].option} is for the optimizer state of whole models; an adapter's is small, and stays on the GPU in float32"
+    return Violation(text, tuple(unset_flag(name) for name in names))
+
+
+@rule("CFG-LORA-PROVIDER", "--lora-rank", "--lora-adapter", "--custom-model-provider-path")
+def layers_are_those_of_fuligo(config: Config) -> Violation | None:
+    """Reject custom stages with LoRA: an adapter needs the inputs and outputs of fuligo's own linear layers."""
+    if not (config.uses_adapter and config.trains and config.model.custom_model_provider_path):
+        return None
+    text = f"--custom-model-provider-path {config.model.custom_model_provider_path}: a LoRA adapter fits fuligo's own layers only"
+    return Violation(text, (unset_flag("custom_model_provider_path"),))
 
 
 @rule("CFG-LORA-SHAPE", "--lora-adapter", "--lora-rank", "--lora-alpha", "--lora-target-modules", "--lora-use-rslora")

@@ -90,6 +90,9 @@ class _MergedParts(Mapping[str, Tensor]):
             self.rounding += MergeRounding(int((merged != weight.to(self._dtype)).sum()), merged.numel())
         return merged
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._weights  # without merging it
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)
 

@@ -7,10 +7,11 @@ model/                    config.json and tokenizer of the model, and the list o
 rng/                      state of every rank's random numbers
 trainer.json              counters, and the layout
 critic/                   the same of a value model, if there is one
-adapter/                  of a LoRA run: the adapter in float32 as a PEFT directory; *.distcp then hold the adapter and its optimizer's state alone
+adapter/                  of a LoRA run: the adapter in float32 as a PEFT directory; *.distcp then hold the adapter and its optimizer's
+                          state alone, and none of the weights below it
 
-Nothing but an adapter is gathered. One of the ranks that hold the same part of a weight writes it; a data-parallel rank's share of the optimizer's state,
-a range of each flattened weight, is written as the few rectangles that it consists of.
+Only an adapter is gathered. Of other weights, one of the ranks that hold the same part writes it; a data-parallel rank's share of the
+optimizer's state, a range of each flattened weight, is written as the few rectangles that it consists of.
 """
 
 import json

@@ -4,6 +4,7 @@ from fuligo.config.hook_specs import NONZERO_STD_FILTER
 from tests.unit.config.conftest import PPO, SERVED_TEACHER, SGLANG, SHARED, WITH_TEACHER, Values
 
 LORA: Values = {"lora_rank": 8, "lr": 1e-5}
+MEGATRON: Values = {**SGLANG, "train_backend": "megatron"}
 
 BROKEN: dict[str, list[tuple[Values, str]]] = {
     "CFG-MODEL-MISSING": [({"hf_checkpoint": None}, "--hf-checkpoint is missing")],
@@ -16,7 +17,12 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
             "--num-epoch 1 counts passes over --prompt-data",
         ),
     ],
-    "CFG-LORA-TRAINER": [({**LORA, **SGLANG, "train_backend": "megatron"}, "--lora-rank needs the torch trainer")],
+    "CFG-LORA-MTP": [({**LORA, **MEGATRON, "mtp_num_layers": 1, "enable_mtp_training": True}, "--enable-mtp-training: a LoRA adapter")],
+    "CFG-LORA-BIAS-RATE": [
+        ({**LORA, **MEGATRON, "megatron_moe_router_bias_update_rate": 0.01}, "--moe-router-bias-update-rate 0.01 changes")
+    ],
+    "CFG-LORA-OFFLOAD": [({**LORA, **MEGATRON, "use_precision_aware_optimizer": True}, "--use-precision-aware-optimizer is for the")],
+    "CFG-LORA-PROVIDER": [({**LORA, **MEGATRON, "custom_model_provider_path": "my.model"}, "a LoRA adapter fits fuligo's own layers")],
     "CFG-LORA-SHAPE": [({"lora_adapter": "a", "lora_rank": 8, "lr": 1e-5}, "--lora-rank with --lora-adapter a")],
     "CFG-LORA-PARAMS": [({**LORA, "freeze_params_name_list": ["mlp"]}, "--freeze-params-name-list chooses among")],
     "CFG-LORA-DROPOUT": [({**LORA, "lora_dropout": 0.1}, "--lora-dropout 0.1: log-probabilities would not repeat")],

@@ -19,15 +19,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from fuligo.config.flag import did_you_mean, nearest
 from fuligo.errors import CheckpointError, ConfigError
 from fuligo.formats.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, NAME, AdapterConfig, is_adapter_name, stored_name
+from fuligo.models.adapter_names import EXPERT_MATRICES
 from fuligo.models.transformers_types import read_config
 
 if TYPE_CHECKING:
     from peft import LoraConfig
     from peft.tuners.lora import LoraLayer
-
-
-EXPERT_MATRICES = frozenset({"gate_proj", "up_proj", "down_proj"})
-"""Names of the matrices of experts, as the files of published models have them."""
 
 
 def empty_model(directory: Path) -> PreTrainedModel:

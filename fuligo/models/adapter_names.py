@@ -10,6 +10,8 @@ from fuligo.formats.adapter_config import AdapterConfig, peft_name
 from fuligo.models.architecture import GroupedAttention
 from fuligo.models.names import Form, ModelNames, Weight
 
+EXPERT_MATRICES = frozenset({"gate_proj", "up_proj", "down_proj"})
+"""Names of the matrices of experts, as the files of published models have them."""
 ADAPTER_MODULE = "adapter"
 """Name of the module with the adapter in Megatron's linear layer that it adapts."""
 
@@ -66,6 +68,11 @@ class AdapterNames(ModelNames):
         every = list(_linear_layers(model))
         kinds = sorted({matrix.kind for matrix in every})
         for target in adapter.target_modules:
+            if model.architecture.experts is not None and target.rpartition(".")[2] in EXPERT_MATRICES:
+                raise ConfigError(
+                    f"--lora-target-modules {target}: in a model with experts PEFT takes this name for the experts' matrices, which fuligo "
+                    f"does not adapt; choose among {', '.join(kinds)}"
+                )
             if not any(_is_target(matrix.layer, (target,)) for matrix in every):
                 raise ConfigError(
                     f"--lora-target-modules {target}: {model.architecture.model_type} has no linear layer of this name below its output "
@@ -112,15 +119,17 @@ class AdapterNames(ModelNames):
 
 
 def _linear_layers(model: ModelNames) -> Iterator[AdaptedMatrix]:
-    """Yield the matrices that are linear layers of the Hugging Face model below its output layer.
+    """Yield the matrices that an adapter can have, as `models.adapter.linear_layers` finds them in the Hugging Face model.
 
-    Routers and routed experts are not: transformers 5 keeps them as parameters of other modules.
+    Routers and routed experts are parameters of other modules there; in a model with experts PEFT takes the names of dense layers and
+    shared experts for those of the experts' matrices.
     """
+    left_out = frozenset[str]() if model.architecture.experts is None else EXPERT_MATRICES
     for weight in model.weights(0):
         is_matrix = len(weight.shape) == 2 and not weight.is_vocabulary and weight.all_experts is None
         if is_matrix and not weight.megatron.endswith(".router.weight"):
-            for part, (rows, _) in enumerate(model.checkpoint_shapes(weight)):
-                yield AdaptedMatrix(weight, part, rows)
+            matrices = (AdaptedMatrix(weight, part, rows) for part, (rows, _) in enumerate(model.checkpoint_shapes(weight)))
+            yield from (matrix for matrix in matrices if matrix.kind not in left_out)
 
 
 def _is_target(layer: str, targets: tuple[str, ...]) -> bool:
@@ -136,8 +145,8 @@ def _require_plain_attention(model: ModelNames, num_tensor_ranks: int) -> None:
     heads = model.architecture.attention
     if model.architecture.sparse_index is not None:
         raise ConfigError(
-            f"cannot train an adapter of {model.architecture.model_type} in the Megatron trainer: PEFT would adapt its indexers too, and "
-            "the trainer gives those no gradient; leave the --lora flags out"
+            f"cannot train an adapter of {model.architecture.model_type} in the Megatron trainer: its sparse attention multiplies by the "
+            "projections of latents without calling their layers; use --train-backend torch, or leave the --lora flags out"
         )
     if isinstance(heads, GroupedAttention) and num_tensor_ranks > heads.num_kv_heads:
         raise ConfigError(

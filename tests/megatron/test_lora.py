@@ -47,6 +47,11 @@ LAYOUTS = {
 }
 
 
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+MLP = ["gate_proj", "up_proj", "down_proj"]
+LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+
+
 @dataclass(slots=True, frozen=True)
 class Start:
     """Model with an adapter that PEFT saved, both random."""
@@ -61,9 +66,9 @@ class Start:
         return settings_of(self.checkpoint, LAYOUTS[layout], **{**common, "lora": lora, "optimizer_place": place, **overrides})
 
 
-def start(directory: Path, family: str, *, layers: int = 4, **lora: object) -> Start:
-    checkpoint = tiny.save_checkpoint(directory / "model", family, layers=layers)
-    config = LoraConfig(**{"r": 3, "lora_alpha": 7, "target_modules": "all-linear", **lora})
+def start(directory: Path, family: str, targets: list[str], **shape: object) -> Start:
+    checkpoint = tiny.save_checkpoint(directory / "model", family, **shape)
+    config = LoraConfig(r=3, lora_alpha=7, target_modules=targets)
     theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(checkpoint), config)
     torch.manual_seed(1)
     for parameter in theirs.parameters():
@@ -75,7 +80,7 @@ def start(directory: Path, family: str, *, layers: int = 4, **lora: object) -> S
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Start:
-    return start(tmp_path_factory.mktemp("dense"), "qwen3")
+    return start(tmp_path_factory.mktemp("dense"), "qwen3", ATTENTION + MLP, layers=4)
 
 
 @dataclass(slots=True)
@@ -95,7 +100,9 @@ def logprobs_of(model: torch.nn.Module, sample: TrainSample) -> Tensor:
 
 
 def by_peft(given: Start, samples: list[TrainSample]) -> Found:
-    base = AutoModelForCausalLM.from_pretrained(given.checkpoint, dtype=torch.float64, attn_implementation="eager")
+    base = AutoModelForCausalLM.from_pretrained(
+        given.checkpoint, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+    )
     reference = [logprobs_of(base, sample).detach().numpy() for sample in samples]
     theirs = PeftModel.from_pretrained(base, given.adapter, is_trainable=True, autocast_adapter_dtype=False).double()
     logprobs = [logprobs_of(theirs, sample) for sample in samples]
@@ -161,6 +168,29 @@ def test_gradients_and_log_probabilities_are_those_of_peft(
 ) -> None:
     got, *_ = pool.run(LAYOUTS[layout].num_ranks, by_megatron, dense.settings(layout, **overrides), samples)
     assert_as_peft(got, of_dense)
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "shape", "layout", "overrides"),
+    [
+        ("qwen2", ["k_proj", "o_proj"], {}, "tp2", {}),  # biases; a part of a fused matrix; tied embeddings below
+        (
+            "glm4",
+            ["gate_up_proj", "down_proj", "q_proj"],
+            {"tie_word_embeddings": True},
+            "pp2",
+            {},
+        ),  # gate and up are one matrix in PEFT, too
+        ("qwen3_moe", ATTENTION, {}, "tp2 sp ep2", {"dispatcher": "alltoall"}),
+        ("deepseek_v3", LATENT, {}, "tp2 sp ep2", {"recomputation": FULL}),
+    ],
+)
+def test_families_are_adapted_as_by_peft(
+    pool: RankPool, tmp_path: Path, family: str, targets: list[str], shape: dict, layout: str, overrides: dict
+) -> None:
+    given, samples = start(tmp_path, family, targets, **shape), train_batches.samples(LENGTHS)
+    got, *_ = pool.run(LAYOUTS[layout].num_ranks, by_megatron, given.settings(layout, **overrides), samples)
+    assert_as_peft(got, by_peft(given, samples))
 
 
 ADAM = OptimizerSettings(LearningRateSchedule(peak=3e-3, warmup_steps=2), eps=1e-3, weight_decay=0.1, clip_grad=0.5)

@@ -1,7 +1,7 @@
 """Rules on LoRA: what an adapter can be trained with, and where its flags contradict each other."""
 
 from fuligo.config import Config
-from fuligo.config.findings import Severity
+from fuligo.config.findings import Change, Severity
 from fuligo.config.flags import flags
 from fuligo.config.rules.rule import Violation, rule, set_flag, unset_flag
 
@@ -24,7 +24,7 @@ def router_correction_stays(config: Config) -> Violation | None:
     if not (config.uses_adapter and config.trains and rate):
         return None
     text = f"--moe-router-bias-update-rate {rate} changes a weight of the model, and LoRA trains the adapter alone"
-    return Violation(text, (unset_flag("moe_router_bias_update_rate"),))
+    return Violation(text, (Change(("megatron", "moe_router_bias_update_rate"), None),))
 
 
 @rule("CFG-LORA-OFFLOAD", "--lora-rank", "--lora-adapter", "--optimizer-cpu-offload", "--use-precision-aware-optimizer")

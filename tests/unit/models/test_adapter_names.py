@@ -11,7 +11,7 @@ from tests import tiny
 
 
 @pytest.mark.parametrize("targets", [(), ("q_proj", "o_proj", "q_b_proj"), ("layers.1.self_attn.o_proj",)], ids=str)
-@pytest.mark.parametrize("family", sorted(tiny.FAMILIES.keys() - {"glm_moe_dsa"}))
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "glm4", "qwen3_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v3"])
 def test_names_and_shapes_are_those_of_peft(family: str, targets: tuple[str, ...]) -> None:
     model = tiny.model(family)
     present = {name.rpartition(".")[2] for name in linear_layers(model)}

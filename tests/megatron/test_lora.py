@@ -199,7 +199,7 @@ ADAM = OptimizerSettings(LearningRateSchedule(peak=3e-3, warmup_steps=2), eps=1e
 
 @dataclass(slots=True)
 class Trained:
-    """What a course leaves on rank 0."""
+    """Results of a course."""
 
     metrics: dict[str, float]
     merged: dict[str, Tensor]

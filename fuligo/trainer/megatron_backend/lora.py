@@ -25,7 +25,7 @@ from fuligo.trainer.megatron_backend.weights.local import linear_layers, rank_gr
 
 
 class Split(Enum):
-    """What the TP ranks share of a linear layer."""
+    """Part of a linear layer that the TP ranks share."""
 
     NOTHING = auto()
     OUTPUTS = auto()

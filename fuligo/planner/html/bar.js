@@ -24,6 +24,7 @@ const ITEM_COLOURS = {
   communication: [230, 0.045],
   deepep: [250, 0.045],
   workspace: [300, 0.035],
+  standbys: [170, 0.04],
   runtime: [280, 0.035],
   fragmentation: [80, 0.03],
   engine: [160, 0.025],

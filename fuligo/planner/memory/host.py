@@ -25,6 +25,8 @@ SCORE_BYTES = 4
 """One log-probability of trainer, reference or teacher, one value, or one return (fp32)."""
 NEW_TOKEN_BYTES = 4 + 4
 """Part of `TRAIN_TOKEN_BYTES` that does not share the sample's arrays: id and advantage."""
+STANDBY_BYTES = 400_000_000
+"""A process that has imported torch and the trainer (`trainer/ranks/standby.py`), measured without TransformerEngine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +146,7 @@ def host_items(subject: Subject, layout: ClusterLayout, engines: Mapping[int, En
         if value_states:
             items += _value_items(subject, [value_states[rank.pp] for rank in ranks])
         items += _sample_items(subject, ranks, layout.dp, has_driver=node == DRIVER_NODE)
+        items += _standby_items(subject.config, len(ranks))
         items += _engine_items([engines[gpu.engine.group] for gpu in gpus if gpu.engine is not None and gpu.engine.group in engines])
         found.append(items)
     return tuple(item for item in max(found, key=lambda items: sum(item.num_bytes for item in items)) if item.num_bytes)
@@ -195,6 +198,12 @@ def _sample_items(subject: Subject, ranks: Sequence[TrainerRank], num_replicas: 
         note = f"{held} over {count(num_replicas, 'replica')}: {count(here.num_packed, 'share')} packed{unpacked}{made}"
         num_bytes = samples.shares(here.num_packed + here.num_unpacked, num_replicas) + (samples.new if has_driver else 0)
         yield MemoryItem("batches", num_bytes, note)
+
+
+def _standby_items(config: Config, num_ranks: int) -> Iterator[MemoryItem]:
+    """Yield the processes that wait for a rank to be lost; ranks on Ray have none."""
+    if config.checkpoint.max_restarts > 0 and chosen_launcher(config, {}) != "ray":
+        yield MemoryItem("standbys", num_ranks * STANDBY_BYTES, f"{count(num_ranks, 'rank')} in reserve (--max-restarts)")
 
 
 def _engine_items(engines: Sequence[EngineOnHost]) -> Iterator[MemoryItem]:

@@ -8,7 +8,7 @@ import pytest
 from fuligo.models.routing import RoutingShape
 from fuligo.planner.layout import make_layout
 from fuligo.planner.memory.bars import memory_bars, planned_engines
-from fuligo.planner.memory.host import routing_bytes, sample_bytes, shares_here
+from fuligo.planner.memory.host import STANDBY_BYTES, routing_bytes, sample_bytes, shares_here
 from fuligo.planner.plan import MemoryBar, MemoryItem
 from fuligo.planner.subject import Subject
 from fuligo.types import Sample, TrainBatch, TrainSample
@@ -190,3 +190,9 @@ def test_engines_of_their_own_nodes_have_the_record_there() -> None:
     assert item(host(subject), "batches") and not item(host(subject), "routing_record")
     engines_only = subject_of(f"{SEPARATE} {REPLAY} --debug-rollout-only", "glm4.7-flash")
     assert item(host(engines_only), "routing_record") and not item(host(engines_only), "batches")
+
+
+@pytest.mark.parametrize(("flags", "num_standbys"), [("--max-restarts 3", 8), ("--max-restarts 3 --launcher ray", 0), ("", 0)])
+def test_a_rank_that_can_be_replaced_has_a_process_in_reserve(flags: str, num_standbys: int) -> None:
+    subject = subject_of(f"--actor-num-gpus-per-node 8 --colocate {flags}", "qwen3-4b")
+    assert num_bytes(host(subject), "standbys") == num_standbys * STANDBY_BYTES

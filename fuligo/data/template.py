@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -80,6 +81,16 @@ class ChatTemplate:
 def rendered_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Tokenize text from a chat template, which contains its special tokens already."""
     return tokenizer(text, add_special_tokens=False)["input_ids"]  # pyright: ignore[reportReturnType]
+
+
+def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
+    """Return a function from ids to their text, special tokens included."""
+    from transformers import PreTrainedTokenizerFast
+
+    if isinstance(tokenizer, PreTrainedTokenizerFast) and type(tokenizer)._decode is PreTrainedTokenizerFast._decode:
+        backend = tokenizer.backend_tokenizer  # its method alone: transformers looks at the type of every id
+        return lambda ids: backend.decode(ids, skip_special_tokens=False)
+    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from fuligo.data.template import ChatTemplate, rendered_ids
+from fuligo.data.template import ChatTemplate, decoder, rendered_ids
 from fuligo.environments.environment import AssistantTurn, Tool, ToolCall, json_copy
+from fuligo.environments.rendered_texts import RenderedTexts
 from fuligo.environments.response_format import HERMES, REST, THINKING, response_format
 from fuligo.errors import ConfigError, DataError
 from fuligo.types import Messages
@@ -66,6 +67,8 @@ class Renderer:
         self._tokenizer = tokenizer
         self._template = template
         self._end_ids = end_ids
+        self._texts = RenderedTexts()
+        self._decode = decoder(tokenizer)
         source = template.source
         self._call_form = self._find_call_form()
         self.format = HERMES if self._call_form.in_content else response_format(source)
@@ -95,7 +98,9 @@ class Renderer:
                 f"cannot offer the tools {', '.join(tool.name for tool in tools)}: the chat template does not show tools to the model; use "
                 "a template that does, or describe them in the system message and start without tools"
             )
-        return rendered_ids(self._tokenizer, self._text(messages, tools))
+        text = self._text(messages, tools)
+        self._texts.add(messages, tools, text)
+        return rendered_ids(self._tokenizer, text)
 
     def extension(self, messages: Messages, tools: Sequence[Tool], sampled: Sequence[int], new: Messages) -> list[int] | None:
         """Return the ids to append to a sampled turn so that the model may answer new messages.
@@ -112,7 +117,11 @@ class Renderer:
         Raises:
             DataError: the template rejects the messages
         """
-        before, whole = self._text(messages[:-1], tools), self._text([*messages, *new], tools)
+        before = self._texts.take(messages[:-1], tools)
+        if before is None:
+            before = self._text(messages[:-1], tools)
+        whole = self._text([*messages, *new], tools)
+        self._texts.add([*messages, *new], tools, whole)
         if not whole.startswith(before):
             return None
         rest = whole[len(before) :]
@@ -140,7 +149,7 @@ class Renderer:
             recorded: a call that a record cannot hold is a problem
         """
         body, end = self._split_end(sampled)
-        opened = self._opens_thinking if prompt is None else _opens_thinking(self._decode(prompt[-_PROMPT_END_TOKENS:]))
+        opened = self._opens_thinking if prompt is None else _opens_thinking(self._decode(list(prompt[-_PROMPT_END_TOKENS:])))
         reasoning, content, calls, problems = self._read(self._decode(body), opened, tools, recorded=recorded)
         return AssistantTurn(content, reasoning, calls, problems, num_tokens=len(sampled), truncated=end is None)
 
@@ -231,9 +240,6 @@ class Renderer:
             shown["content"] = f"<think>\n{reasoning}\n</think>\n\n{shown.get('content') or ''}"
         calls = message.get("tool_calls")
         return shown | self._call_form.fields({**shown, "tool_calls": calls}) if calls else shown
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def _opens_thinking(prompt: str) -> bool:

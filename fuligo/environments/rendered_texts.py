@@ -1,0 +1,63 @@
+"""Memory of rendered conversations, so that a turn renders its conversation once: what one turn ends with is where the next one begins."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import orjson
+
+from fuligo.environments.environment import Tool
+from fuligo.types import Messages
+
+MAX_CHARS = 32 * 2**20
+"""Texts of conversations that ended stay until newer ones need their room."""
+
+
+class RenderedTexts:
+    """Texts by the conversation that they render. Methods may be called from several threads.
+
+    Args:
+        max_chars: limit of all texts together; the oldest ones give way
+    """
+
+    def __init__(self, max_chars: int = MAX_CHARS) -> None:
+        self._max_chars = max_chars
+        self._num_chars = 0
+        self._texts: OrderedDict[bytes, tuple[str, int]] = OrderedDict()
+        """Text, and the number of conversations that it is the end of: samples of one prompt begin alike."""
+        self._lock = threading.Lock()
+
+    def add(self, messages: Messages, tools: Sequence[Tool], text: str) -> None:
+        """Remember the text of a conversation, unless its messages are more than JSON holds."""
+        key = _key(messages, tools)
+        if key is None or len(text) > self._max_chars:
+            return
+        with self._lock:
+            old, num = self._texts.pop(key, ("", 0))
+            self._num_chars += len(text) - len(old)
+            self._texts[key] = text, num + 1
+            while self._num_chars > self._max_chars:
+                self._num_chars -= len(self._texts.popitem(last=False)[1][0])
+
+    def take(self, messages: Messages, tools: Sequence[Tool]) -> str | None:
+        """Return the text of a conversation, which goes on and needs it no more; None if it is not known."""
+        key = _key(messages, tools)
+        with self._lock:
+            known = None if key is None else self._texts.pop(key, None)
+            if known is None:
+                return None
+            text, num = known
+            if num > 1 and key is not None:
+                self._texts[key] = text, num - 1
+            else:
+                self._num_chars -= len(text)
+            return text
+
+
+def _key(messages: Messages, tools: Sequence[Tool]) -> bytes | None:
+    """Return a digest of everything that a template may show, the order of keys included."""
+    try:
+        return blake2b(orjson.dumps([messages, [tool.to_json() for tool in tools]]), digest_size=16).digest()
+    except (orjson.JSONEncodeError, RecursionError):
+        return None

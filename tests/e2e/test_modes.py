@@ -177,7 +177,7 @@ def test_one_step_ahead(job: Job, tmp_path: Path) -> None:
 def test_sampling_that_never_stops_learns_and_stays_within_its_bound(tmp_path: Path) -> None:
     """The quickstart's task with evaluations."""
     assets = REPOSITORY / "fuligo" / "quickstart" / "assets"
-    run_dir, max_staleness, num_rollout = tmp_path / "run", 2, 14
+    run_dir, max_staleness, num_rollout = tmp_path / "run", 2, 9
     succeed(
         *("train", "--config", assets / "config.yaml", "--hf-checkpoint", assets / "model", "--prompt-data", assets / "train.jsonl"),
         *("--async-mode", "full", "--max-staleness", max_staleness, "--use-tis", "--num-rollout", num_rollout, "--run-dir", run_dir),

@@ -187,13 +187,38 @@ class Config(TypedFlags):
         """True if engines receive the adapter by itself; otherwise weights that it is merged into."""
         if not (self.uses_adapter and self.needs_engine) or self.lora.lora_sync == "merged":
             return False
-        return self.lora.lora_sync == "adapter" or self.engines_can_take_adapter
+        return self.lora.lora_sync == "adapter" or (self.engines_can_take_adapter and not self.engine_capabilities.names_adapters)
 
     @property
     def engines_can_take_adapter(self) -> bool:
-        """The run's own engines apply adapters, and no file transport is asked for: external engines began without an adapter."""
-        own = not self.engine.rollout_external_engine_addrs
-        return self.engine_capabilities.applies_adapters and own and self.weight_sync.update_weight_transport in ("auto", "tensor")
+        """The run's own engines apply adapters, and `no_adapter_because` is empty."""
+        return not self.no_adapter_because
+
+    @property
+    def no_adapter_because(self) -> str:
+        """Reason why engines cannot take an adapter by itself; empty if they can."""
+        facts, transport = self.engine_capabilities, self.weight_sync.update_weight_transport
+        if self.engine.rollout_external_engine_addrs:
+            return "external engines began without it"
+        if not facts.applies_adapters:
+            return f"the run's {self.resolved_rollout_backend} engines take whole weights only"
+        if transport not in ("auto", "tensor"):
+            return f"--update-weight-transport {transport} writes whole models"
+        if not facts.names_adapters:
+            return ""
+        if not self.trains:
+            return "without training, no adapter is sent to the engines"
+        if self.takes_turns:
+            return "engines that release their weights with --colocate get all of them back with each sync"
+        if self.model.hf_checkpoint is not None and self.initial_weights_path not in (None, self.model.hf_checkpoint):
+            return f"the engines load --hf-checkpoint, and the adapter is trained on {self.initial_weights_path}"
+        if self.resolved_train_backend != "torch":
+            return "the Megatron trainer merges it into the weights for SGLang"
+        if self.sglang.value("dp_size") != 1 or self.sglang.value("pp_size") != 1:
+            return "SGLang loads adapters with --sglang-dp-size 1 and --sglang-pp-size 1 alone"
+        if self.engine.sglang_config is not None:
+            return "the servers of --sglang-config have arguments of their own"
+        return ""
 
     @property
     def replays_engine_routing(self) -> bool:

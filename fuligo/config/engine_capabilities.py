@@ -24,6 +24,8 @@ class EngineCapabilities:
     """Engines have a profiler of their own (--profile)."""
     applies_adapters: bool
     """Engines take a LoRA adapter by itself and apply it to each token; otherwise they take weights that it is merged into."""
+    names_adapters: bool
+    """Engines know adapters by name: each request names its own, and they load the weights below it from --hf-checkpoint alone."""
     weight_transports: tuple[str, ...]
     """Values of --update-weight-transport that engines accept, besides auto."""
     memory_flags: tuple[str, ...]
@@ -40,6 +42,7 @@ ENGINE_CAPABILITIES: Mapping[str, EngineCapabilities] = {
         is_reproducible=True,
         writes_profiles=False,
         applies_adapters=True,
+        names_adapters=False,
         weight_transports=("tensor", "disk"),
         memory_flags=("--embedded-max-total-tokens",),
     ),
@@ -51,7 +54,8 @@ ENGINE_CAPABILITIES: Mapping[str, EngineCapabilities] = {
         records_routing=True,
         is_reproducible=False,
         writes_profiles=True,
-        applies_adapters=False,
+        applies_adapters=True,
+        names_adapters=True,
         weight_transports=("tensor", "nccl", "gloo", "disk"),
         memory_flags=("--sglang-mem-fraction-static", "--rollout-num-gpus-per-engine"),
     ),

@@ -21,16 +21,19 @@ class Retryable(Exception):
 
 @dataclass(slots=True, frozen=True)
 class WeightLabel:
-    """Text that engines behind a router report as `weight_version`: `40@2` is version 40 on engine 2.
+    """Text that engines behind a router report as `weight_version`: `40@2` is version 40 on engine 2, `40@2#DIGEST` with an adapter.
 
     SGLang returns any text with every answer, and the router does not tell which engine answered.
     """
 
     version: int
     engine: int | None = None
+    adapter: str | None = None
+    """Digest of the LoRA adapter that the engine loaded as this version; None if it received whole weights."""
 
     def __str__(self) -> str:
-        return str(self.version) if self.engine is None else f"{self.version}@{self.engine}"
+        engine = "" if self.engine is None else f"@{self.engine}"
+        return f"{self.version}{engine}" + ("" if self.adapter is None else f"#{self.adapter}")
 
     @classmethod
     def parse(cls, value: Any) -> WeightLabel:
@@ -41,9 +44,10 @@ class WeightLabel:
         """
         if value == "default":  # SGLang's label before the first update
             return cls(0)
-        version, _, engine = str(value).partition("@")
+        label, _, adapter = str(value).partition("#")
+        version, _, engine = label.partition("@")
         try:
-            return cls(int(version), int(engine) if engine else None)
+            return cls(int(version), int(engine) if engine else None, adapter or None)
         except ValueError as error:
             raise Retryable(f"weight_version is {value!r}, which is not a number") from error
 

@@ -14,10 +14,13 @@ from fuligo.engines.engine import MemoryTag, PauseMode
 from fuligo.engines.generation import EngineLoad, Generation, ModelInfo, RoutingQuery, SamplingParams
 from fuligo.errors import EngineError
 from fuligo.formats.engine_keys import NO_KEYS, EngineKeys
+from fuligo.formats.payload import AdapterPayload
 from fuligo.formats.weight_manifest import WeightsDigest
 from fuligo.types import FloatArray, IntArray, RoutedExperts
 
 T = TypeVar("T")
+POLICY_ADAPTER = "policy"
+"""Name of the adapter that a trainer sends to engines that know adapters by name."""
 
 
 class EngineClient:
@@ -29,6 +32,7 @@ class EngineClient:
         timeout_s: deadline of a generate or score request, over all attempts
         deadlines: deadlines of the other calls
         num_ranks, start, number: see `InferenceEngine`
+        adapter: name of the LoRA adapter that requests use; None: the engine applies what it holds
     """
 
     def __init__(
@@ -42,6 +46,7 @@ class EngineClient:
         num_ranks: int = 1,
         start: int = 0,
         number: int | None = None,
+        adapter: str | None = None,
     ) -> None:
         self.url = url.rstrip("/")
         self.keys = keys
@@ -52,6 +57,7 @@ class EngineClient:
         self.timeout_s = timeout_s
         self.deadlines = deadlines
         self.is_overdue = False
+        self._adapter = adapter
         self._connection = Connection(self.url, keys)
 
     async def generate(
@@ -73,6 +79,8 @@ class EngineClient:
             "logprob_start_len": -1,
             "priority": priority,
         }
+        if self._adapter is not None:
+            body["lora_path"] = self._adapter
         if routing is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": routing.num_known}
 
@@ -127,8 +135,9 @@ class EngineClient:
     async def model_info(self) -> ModelInfo:
         answer = await self._call("GET", "/model_info")
         try:
-            version = WeightLabel.parse(answer["weight_version"]).version
-            return ModelInfo(str(answer["model_path"]), version, answer.get("num_weight_loads"), answer.get("adapter_digest"))
+            label = WeightLabel.parse(answer["weight_version"])
+            adapter = answer.get("adapter_digest", label.adapter)
+            return ModelInfo(str(answer["model_path"]), label.version, answer.get("num_weight_loads"), adapter)
         except (KeyError, TypeError, Retryable) as error:
             raise self._malformed("/model_info", answer) from error
 
@@ -188,6 +197,20 @@ class EngineClient:
 
     async def destroy_weights_update_group(self, group_name: str) -> None:
         await self._call("POST", "/destroy_weights_update_group", {"group_name": group_name}, retries=0)
+
+    async def load_adapter(self, adapter: AdapterPayload, version: int) -> None:
+        loaded = await self._call("GET", "/v1/models")
+        try:
+            is_loaded = any(model["id"] == POLICY_ADAPTER for model in loaded["data"])
+        except (KeyError, TypeError) as error:
+            raise self._malformed("/v1/models", loaded) from error
+        if is_loaded:  # SGLang replaces none; the engine is paused, so no request uses it
+            await self._call("POST", "/unload_lora_adapter", {"lora_name": POLICY_ADAPTER}, within=self.deadlines.bucket, retries=0)
+        body = {"lora_name": POLICY_ADAPTER, "config_dict": adapter.config, "serialized_tensors": adapter.tensors}
+        await self._call("POST", "/load_lora_adapter_from_tensors", body, within=self.deadlines.bucket, retries=0)
+        await self.flush_cache()
+        label = WeightLabel(version, self.number, adapter.digest)
+        await self._call("POST", "/update_weight_version", {"new_version": str(label), "abort_all_requests": False}, retries=0)
 
     async def weights_checksum(self) -> WeightsDigest:
         answer = await self._call("POST", "/weights_checker", {"action": "checksum"}, within=self.deadlines.weights)
@@ -255,7 +278,8 @@ class EngineClient:
             self.is_overdue = True
             raise
         if isinstance(answer, dict) and answer.get("success") is False:
-            raise EngineError(f"engine {self.url} refused {path}: {answer.get('message', 'no reason given')}")
+            reason = answer.get("message") or answer.get("error_message") or "no reason given"
+            raise EngineError(f"engine {self.url} refused {path}: {reason}")
         return answer
 
     def _malformed(self, path: str, answer: Any) -> EngineError:

@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 
 from fuligo.engines.generation import EngineLoad, Generation, ModelInfo, RoutingQuery, SamplingParams
 from fuligo.formats.engine_keys import EngineKeys
+from fuligo.formats.payload import AdapterPayload
 from fuligo.formats.weight_manifest import WeightsDigest
 from fuligo.types import FloatArray, IntArray
 
@@ -134,6 +135,13 @@ class InferenceEngine(Protocol):
 
     async def destroy_weights_update_group(self, group_name: str) -> None:
         """Leave a process group."""
+        ...
+
+    async def load_adapter(self, adapter: AdapterPayload, version: int) -> None:
+        """Replace the adapter that requests use, drop the KV cache of the old one, and take the version; the engine is paused.
+
+        Only with the capability `applies_adapters`, of engines that know adapters by name.
+        """
         ...
 
     async def weights_checksum(self) -> WeightsDigest:

@@ -57,6 +57,36 @@ def shared_payload(named_tensors: NamedTensors) -> Iterator[str]:
         yield base64.b64encode(buffer.getvalue()).decode()
 
 
+@dataclass(slots=True, frozen=True)
+class AdapterPayload:
+    """LoRA adapter for engines that know adapters by name."""
+
+    config: dict[str, Any]
+    """Fields of PEFT's adapter_config.json that the engine reads."""
+    tensors: str
+    """`named_payload` of the tensors by their names in PEFT's files."""
+    digest: str
+
+
+@contextmanager
+def named_payload(named_tensors: NamedTensors) -> Iterator[str]:
+    """Yield a payload of CPU tensors as a mapping from names, as SGLang takes an adapter; see `shared_payload`.
+
+    Raises:
+        WeightSyncError: shared memory is full
+    """
+    with ExitStack() as stack:
+        try:
+            buffer = io.BytesIO()
+            _TensorPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(dict(_handles(named_tensors, stack)))
+        except OSError as error:
+            raise WeightSyncError(
+                f"cannot copy an adapter to shared memory: {error} ({free_space(SHARED_MEMORY)}); enlarge it (--shm-size for a container), "
+                "then resume from the last checkpoint"
+            ) from error
+        yield base64.b64encode(buffer.getvalue()).decode()
+
+
 def decode_named_tensors(payload: str) -> list[tuple[str, torch.Tensor]]:
     """Return the tensors of a payload; they share the sender's memory, so copy what must be kept.
 

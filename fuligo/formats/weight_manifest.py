@@ -142,6 +142,8 @@ class WeightManifest:
     """Measure of what rounding left of an adapter that was merged into the weights."""
     adapter: str | None = None
     """Digest of the adapter, if it was sent itself, as an engine computes it from what it holds."""
+    trained: WeightsDigest | None = None
+    """Digest of the adapter that was sent or merged, in the data type of the sync; None without one."""
 
 
 @dataclass(slots=True, frozen=True)

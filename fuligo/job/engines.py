@@ -33,6 +33,7 @@ from fuligo.models.routing import RoutingShape
 from fuligo.observability.run_directory import RunDirectory
 from fuligo.rollout.teacher import ServedTeacher
 from fuligo.trainer.protocol import Trainer
+from fuligo.weights.adapter_record import AdapterRecord
 from fuligo.weights.proof import ChecksumProof, EqualityProof, LogprobProof
 from fuligo.weights.sync import WeightSync, WeightSyncSettings
 
@@ -154,7 +155,14 @@ async def _require_routing(config: Config, engines: EngineGroup) -> None:
 
 
 def build_weight_sync(
-    config: Config, trainer: Trainer, engines: EngineGroup, *, version: int, cluster: RayCluster | None, devices: ColocatedDevices | None
+    config: Config,
+    trainer: Trainer,
+    engines: EngineGroup,
+    *,
+    version: int,
+    cluster: RayCluster | None,
+    devices: ColocatedDevices | None,
+    run_directory: Path,
 ) -> WeightSync | ColocatedWeightSync:
     """Return the weight sync of a run.
 
@@ -175,7 +183,8 @@ def build_weight_sync(
         trainer_ranks=ranks_beside_engines(config),
     )
     proof = _proof(config, trainer) if flags.check_weight_update_equal else None
-    weights = WeightSync(trainer, engines, settings, version=version, proof=proof, devices=devices)
+    adapters = AdapterRecord(run_directory / "adapters.jsonl") if config.uses_adapter else None
+    weights = WeightSync(trainer, engines, settings, version=version, proof=proof, devices=devices, adapters=adapters)
     return weights if devices is None else ColocatedWeightSync(weights, engines, devices)
 
 

@@ -101,7 +101,8 @@ def _served(config: Config, weights: Path, target: Path, stack: AsyncExitStack) 
         assert base is not None, "validated"
         lora = config.lora.model_copy(update={"lora_rank": None, "lora_adapter": str(adapter)})
         model = base
-        if not config.engine_capabilities.applies_adapters:
+        facts = config.engine_capabilities
+        if facts.names_adapters or not facts.applies_adapters:
             from fuligo.convert.merge_adapter import merge_adapter
 
             stack.callback(shutil.rmtree, target, ignore_errors=True)

@@ -285,7 +285,16 @@ def _weight_sync(started: Started, trainer: Trainer | None) -> WeightSync | Colo
     begun, engines, version = started.begun, started.engines, started.begun.origin.policy_version
     if trainer is None or engines is None:
         return VersionCounter(version)
-    return build_weight_sync(begun.config, trainer, engines.group, version=version, cluster=begun.opened.cluster, devices=engines.devices)
+    opened = begun.opened
+    return build_weight_sync(
+        begun.config,
+        trainer,
+        engines.group,
+        version=version,
+        cluster=opened.cluster,
+        devices=engines.devices,
+        run_directory=opened.directory.path,
+    )
 
 
 def _open_recorder(config: Config, directory: RunDirectory, origin: Origin, num_rollout: int, stack: AsyncExitStack) -> RunRecorder:

@@ -150,7 +150,9 @@ def _lora(config: Config, initial_weights: Path) -> LoraSettings | None:
         )
     given = config.lora.lora_adapter
     start = None if given is None else adapter_directory(Path(given))
-    return LoraSettings(replace(adapter, base=str(initial_weights.absolute())), start, is_merged=not config.syncs_adapter)
+    named = config.syncs_adapter and config.engine_capabilities.names_adapters
+    own = replace(adapter, base=str(initial_weights.absolute()))
+    return LoraSettings(own, start, is_merged=not config.syncs_adapter, is_named=named)
 
 
 def _capacity(config: Config, max_tokens: int | None) -> Capacity:

@@ -41,6 +41,11 @@ def _reaching(config: Config, cluster: RayCluster | None) -> Transport:
         return _to_engines_elsewhere("disk" if asked == "auto" else asked, cluster)
     beside = config.engine_capabilities.beside_trainer
     one_machine = cluster is None or (cluster.sender_is_here if beside else cluster.sender_shares_machine_with(_served_by_rank_0(config)))
+    if config.syncs_adapter and config.engine_capabilities.names_adapters and not one_machine:
+        raise ConfigError(
+            "--lora-sync adapter goes through the memory of one machine, but trainer rank 0 and the engines are on several: use "
+            "--lora-sync merged"
+        )
     if asked != "auto":
         here = cluster is None or (one_machine and (asked != "disk" or cluster.sender_is_here))
         if asked in ("tensor", "disk") and not here:
@@ -51,7 +56,7 @@ def _reaching(config: Config, cluster: RayCluster | None) -> Transport:
         return asked
     if beside and not one_machine:
         raise ConfigError("the embedded engine runs beside the driver, but trainer rank 0 is on another node: use --rollout-backend sglang")
-    if not beside and resolve_device(config) == "cuda" and not config.cluster.colocate:
+    if not beside and resolve_device(config) == "cuda" and not config.cluster.colocate and not config.syncs_adapter:
         return "nccl"
     return "tensor" if one_machine else "gloo"
 

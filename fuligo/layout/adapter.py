@@ -100,6 +100,11 @@ class AdapterShape:
         """Return the adapted matrices of one layer."""
         return tuple(matrix for matrix in matrices(layer, self.architecture) if self._is_target(matrix, layer))
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Last parts of the names of all adapted matrices."""
+        return tuple(sorted({matrix.name for layer in self.architecture.layers for matrix in self.adapted(layer)}))
+
     def layer_parameters(self, layer: Layer) -> int:
         """Return the parameters of A [rank, inputs] and B [outputs, rank] of all adapted matrices of one layer."""
         return sum(self.config.rank * (matrix.inputs + matrix.outputs) for matrix in self.adapted(layer))

@@ -10,8 +10,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fuligo.formats.weight_manifest import EngineAddress, MergeRounding, Undelivered, WeightManifest, WeightsChecksum, WeightTarget
+from fuligo.formats.adapter_config import AdapterConfig
+from fuligo.formats.weight_manifest import (
+    EngineAddress,
+    MergeRounding,
+    Undelivered,
+    WeightManifest,
+    WeightsChecksum,
+    WeightTarget,
+    weights_checksum,
+)
 from fuligo.trainer.ranks.world import World
+from fuligo.weights.adapter import send_adapter
 from fuligo.weights.senders import WeightSender
 
 NUM_DIGESTED = 4096
@@ -50,10 +60,13 @@ class AdapterSender:
 
     Args:
         merges: send weights with the adapter merged into them; otherwise the weights once to each engine, and then the adapter alone.
+        named: shape of the adapter for engines that know adapters by name, and have the weights below it; None for others.
     """
 
-    def __init__(self, policy: AdaptedPolicy, sender: WeightSender, world: World, *, merges: bool) -> None:
-        self._policy, self._sender, self._world, self._merges = policy, sender, world, merges
+    def __init__(
+        self, policy: AdaptedPolicy, sender: WeightSender, world: World, *, merges: bool, named: AdapterConfig | None = None
+    ) -> None:
+        self._policy, self._sender, self._world, self._merges, self._named = policy, sender, world, merges, named
         self._with_base: tuple[EngineAddress, ...] = ()
         """Engines that have the weights below the adapter; known to rank 0."""
 
@@ -62,14 +75,19 @@ class AdapterSender:
         if self._merges:
             weights = self._policy.merged()
             sent = self._sender.send(weights.named(), target)
-            return replace(sent, merged=weights.rounding) if isinstance(sent, WeightManifest) else sent
+            trained = weights_checksum(self._policy.adapter())
+            return replace(sent, merged=weights.rounding, trained=trained) if isinstance(sent, WeightManifest) else sent
+        if self._named is not None:
+            tensors = [(name, tensor.cpu()) for name, tensor in self._policy.adapter()]
+            return send_adapter(tensors, self._named, target) if self._world.rank == 0 else None
         lacks_base = self._with_base != target.engines or target.with_checksum  # the checksum is one of all weights
         needs_base = self._world.sum(torch.tensor([float(self._world.rank == 0 and lacks_base)])).item() > 0
         base = self._policy.base() if needs_base else iter(())
         digest = WeightsChecksum()
         sent = self._sender.send(chain(base, _digested(self._policy.adapter(), digest)), target)
         self._with_base = target.engines if isinstance(sent, WeightManifest) else ()
-        return replace(sent, adapter=digest.result().checksum) if isinstance(sent, WeightManifest) else sent
+        trained = digest.result()
+        return replace(sent, adapter=trained.checksum, trained=trained) if isinstance(sent, WeightManifest) else sent
 
 
 def base_digest(weights: Iterable[tuple[str, Tensor]]) -> str:

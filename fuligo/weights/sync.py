@@ -13,6 +13,7 @@ from fuligo.engines.group import WAIT_S, EngineGroup
 from fuligo.errors import EngineError, TrainerError, WeightSyncError
 from fuligo.formats.scratch import filling, scratch_directory
 from fuligo.formats.weight_manifest import EngineAddress, Transport, WeightManifest, WeightTarget
+from fuligo.weights.adapter_record import AdapterRecord
 from fuligo.weights.proof import ChecksumProof, EqualityProof
 from fuligo.weights.source import WeightSource
 
@@ -43,6 +44,7 @@ class WeightSync:
     Args:
         proof: checks after each weight sync that the engines hold what was sent
         devices: None if trainer and engines have their own
+        adapters: record of each version's adapter; None without one
     """
 
     def __init__(
@@ -54,12 +56,14 @@ class WeightSync:
         version: int = 0,
         proof: EqualityProof | None = None,
         devices: SharedDevices | None = None,
+        adapters: AdapterRecord | None = None,
     ) -> None:
         self._trainer = trainer
         self._engines = engines
         self._settings = settings
         self._proof = proof
         self._devices = devices
+        self._adapters = adapters
         self._sending = asyncio.Lock()
         self._num_loads: dict[str, int] = {}
         """Weight updates that each engine counted when the last sync to it was complete, by URL."""
@@ -161,6 +165,15 @@ class WeightSync:
         if self._proof is not None:
             await self._proof.check(engines, manifest)
         self._report(manifest)
+        self._record(manifest)
+
+    def _record(self, manifest: WeightManifest) -> None:
+        if self._adapters is None or manifest.trained is None:
+            return
+        if manifest.version > self.version:
+            self._adapters.add(manifest.version, manifest.trained)
+        else:
+            self._adapters.check(manifest.version, manifest.trained)
 
     def _report(self, manifest: WeightManifest) -> None:
         """Log what was sent; warn once if rounding undoes most of a merged adapter."""

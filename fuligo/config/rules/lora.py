@@ -105,17 +105,10 @@ def layers_are_not_compiled(config: Config) -> Violation | None:
 
 @rule("CFG-LORA-SYNC", "--lora-sync")
 def adapter_reaches_the_engine(config: Config) -> Violation | None:
-    """Reject --lora-sync adapter where engines cannot take one: SGLang's, external ones, and transports other than tensor."""
+    """Reject --lora-sync adapter where engines cannot take one, such as external ones, or with transports other than tensor."""
     if config.lora.lora_sync != "adapter" or not config.needs_engine or config.engines_can_take_adapter:
         return None
-    transport = config.weight_sync.update_weight_transport
-    if config.engine.rollout_external_engine_addrs:
-        why = "external engines began without it"
-    elif not config.engine_capabilities.applies_adapters:
-        why = f"the run's {config.resolved_rollout_backend} engines take whole weights only"
-    else:
-        why = f"--update-weight-transport {transport} writes whole models"
-    return Violation(f"--lora-sync adapter: {why}", (set_flag("lora_sync", "merged"),))
+    return Violation(f"--lora-sync adapter: {config.no_adapter_because}", (set_flag("lora_sync", "merged"),))
 
 
 @rule("CFG-LORA-LR", "--lr", "--lora-rank", "--lora-adapter", severity=Severity.WARNING)

@@ -12,17 +12,22 @@ from fuligo.config.config import ServedModel
 from fuligo.config.secret import reveal
 from fuligo.config.topology import EngineGroupSpec, engine_groups, policy_model
 from fuligo.engines.backend import EngineHosts, LaunchedEngines, stopped_at_exit
+from fuligo.engines.client import POLICY_ADAPTER
 from fuligo.engines.connection import ControlDeadlines
 from fuligo.engines.ports import PortClaims
 from fuligo.engines.sglang.fleet import Fleet, FleetSettings
 from fuligo.engines.sglang.router import RouterSettings
 from fuligo.engines.sglang.server import CPU_ARGUMENTS, EnginePlace, ServerPorts, ServerSettings, SGLangServer
 from fuligo.errors import ConfigError
+from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.formats.engine_keys import EngineKeys
 from fuligo.formats.quantisation import EngineQuantisation
 from fuligo.formats.weight_manifest import EngineFormat
+from fuligo.layout.adapter import AdapterShape
 from fuligo.layout.slots import engine_gpus, engine_slots, trainer_slots
+from fuligo.models.adapter_flags import adapter_of
 from fuligo.models.device import Device, Precision, resolve_device
+from fuligo.models.registry import read_architecture
 
 LOOPBACK = "127.0.0.1"
 _DTYPES: Mapping[str, Precision] = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16"}
@@ -107,6 +112,7 @@ def _fleet_of(config: Config, directory: Path, model: str, servers: Sequence[Ser
         health_timeout_s=config.engine.rollout_health_check_timeout,
         request_retries=config.rollout.rollout_retries,
         request_timeout_s=config.rollout.rollout_timeout_s,
+        adapter=POLICY_ADAPTER if config.syncs_adapter and model == policy_model(config) else None,
         deadlines=ControlDeadlines.of_watched(
             health_timeout_s=config.engine.rollout_health_check_timeout, start_timeout_s=config.engine.engine_start_timeout_s
         ),
@@ -166,18 +172,35 @@ def _taken_keys(arguments: dict[str, Any]) -> EngineKeys:
     return EngineKeys(reveal(arguments.pop("api_key", new.requests)), reveal(arguments.pop("admin_api_key", new.control)))
 
 
-def _own_arguments(config: Config, group: EngineGroupSpec) -> dict[str, bool]:
+def _own_arguments(config: Config, group: EngineGroupSpec) -> dict[str, Any]:
     """Return the arguments that the run itself needs; flags of the user override them.
 
     With --colocate, SGLang releases memory only with its memory saver, and weights that are never synced need a copy in host memory.
     """
     is_policy = group.model == policy_model(config)
-    arguments = {"enable_return_routed_experts": True} if config.replays_engine_routing and is_policy else {}
+    arguments: dict[str, Any] = {"enable_return_routed_experts": True} if config.replays_engine_routing and is_policy else {}
+    if config.syncs_adapter and is_policy:
+        adapter = adapter_of(config)
+        assert adapter is not None and config.model.hf_checkpoint is not None, "validated"
+        arguments |= adapter_arguments(adapter, Path(config.model.hf_checkpoint), device=resolve_device(config))
     if config.model.trust_remote_code:
         arguments |= {"trust_remote_code": True}
     if config.shares_gpus and resolve_device(config) == "cuda":
         arguments |= {"enable_memory_saver": True, "enable_weights_cpu_backup": not is_policy}
     return arguments
+
+
+def adapter_arguments(adapter: AdapterConfig, model: Path, *, device: Device) -> dict[str, Any]:
+    """Return the arguments of a server that takes one adapter of this shape for the model of a directory.
+
+    A batch holds requests of two adapters: the run's own, and none.
+
+    Raises:
+        ConfigError: the family of the model is unknown, so that its layers are, too
+    """
+    names = AdapterShape(adapter, read_architecture(model)).names
+    arguments = {"enable_lora": True, "max_lora_rank": adapter.rank, "lora_target_modules": list(names), "max_loras_per_batch": 2}
+    return {**arguments, "lora_strict_loading": True, **({"lora_backend": "torch_native"} if device == "cpu" else {})}
 
 
 def _check_gpus(config: Config) -> None:

@@ -41,6 +41,8 @@ class FleetSettings:
     request_timeout_s: float
     deadlines: ControlDeadlines = DEFAULT
     """Deadlines of control calls."""
+    adapter: str | None = None
+    """Name of the LoRA adapter that requests use; None without one."""
 
 
 class Fleet:
@@ -55,7 +57,8 @@ class Fleet:
         self._router_is_stuck = False
         """The router waits for answers from a lost machine, which never come."""
         # The router restarts in seconds; requests to it are retried for a minute.
-        patient = EngineClient(router.url, router.keys, retries=max(settings.request_retries, 40), timeout_s=settings.request_timeout_s)
+        retries = max(settings.request_retries, 40)
+        patient = EngineClient(router.url, router.keys, retries=retries, timeout_s=settings.request_timeout_s, adapter=settings.adapter)
         split = settings.router.prefill_decode
         self.group = EngineGroup([engine.client for engine in self._engines], patient, membership=self, split=split)
         self.sync_restarted: SyncRestarted = _with_next_sync
@@ -336,6 +339,7 @@ def _client(settings: FleetSettings, server: ServerSettings, *, start: int) -> I
         num_ranks=server.tp_size,
         start=start,
         number=server.number,
+        adapter=settings.adapter,
     )
 
 

@@ -29,12 +29,18 @@ import os, runpy
 from sglang.srt.utils import auth
 keys = dict(api_key=os.environ.pop("{REQUESTS_VARIABLE}"), admin_api_key=os.environ.pop("{CONTROL_VARIABLE}"))
 add_api_key_middleware = auth.add_api_key_middleware
-auth.add_api_key_middleware = lambda app, **_: add_api_key_middleware(app, **keys)
+def protect(app, **_):
+    for route in app.routes:
+        if getattr(route, "path", "") == "/load_lora_adapter_from_tensors":
+            auth.auth_level(auth.AuthLevel.ADMIN_OPTIONAL)(route.endpoint)
+    add_api_key_middleware(app, **keys)
+auth.add_api_key_middleware = protect
 auth.app_has_admin_force_endpoints = lambda app: True
 runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 """
 """Starts `sglang.launch_server` with keys from the environment. As arguments (`--api-key`) other users could read them, SGLang 0.5.15 would
-write them to its log, and `/server_info` would tell the control key to everybody who has the other."""
+write them to its log, and `/server_info` would tell the control key to everybody who has the other. It would also let the key for requests
+load adapters."""
 OWN_ENVIRONMENT = {
     # With SGLang's 5 s, requests after 5 s of training would meet connections that are just closing, which the router counts as failures.
     "SGLANG_TIMEOUT_KEEP_ALIVE": "600",

@@ -65,6 +65,8 @@ class LoraSettings:
     """PEFT directory that the adapter begins with; None: B begins as zeros."""
     is_merged: bool = False
     """Engines receive the weights with the adapter merged into them; otherwise the adapter, which they apply."""
+    is_named: bool = False
+    """Engines know adapters by name and have the weights below it."""
 
 
 @dataclass(slots=True, frozen=True)

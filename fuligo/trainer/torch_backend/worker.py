@@ -80,7 +80,8 @@ class TorchRankWorker:
         self._adapter_sender = None
         if settings.lora is not None:
             adapted = AdaptedModel(self.policy.model, self.export_dtype)
-            self._adapter_sender = AdapterSender(adapted, self._sender, world, merges=settings.lora.is_merged)
+            named = settings.lora.adapter if settings.lora.is_named else None
+            self._adapter_sender = AdapterSender(adapted, self._sender, world, merges=settings.lora.is_merged, named=named)
         self._timeline = Timeline(world.device)
         self._host_memory = HostMemory(world.device)
 

@@ -31,8 +31,8 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
     "CFG-LORA-COMPILE": [({**LORA, "torch_compile": True}, "--torch-compile cannot compile")],
     "CFG-LORA-SYNC": [
         (
-            {**LORA, "lora_sync": "adapter", **SGLANG},
-            "--lora-sync adapter: the run's sglang engines take whole weights only",
+            {**LORA, "lora_sync": "adapter", **SGLANG, "ref_load": "/other"},
+            "--lora-sync adapter: the engines load --hf-checkpoint, and the adapter is trained on /other",
         ),
         (
             {**LORA, "lora_sync": "adapter", "update_weight_transport": "disk"},

@@ -83,7 +83,7 @@ def test_an_answer_may_name_its_engine_beside_the_version(reported: Any, version
     assert (generation.weight_version, generation.engine) == (version, engine)
 
 
-@given(st.builds(WeightLabel, st.integers(0, 10**9), st.none() | st.integers(0, 1000)))
+@given(st.builds(WeightLabel, st.integers(0, 10**9), st.none() | st.integers(0, 1000), st.none() | st.just("0f" * 16)))
 def test_a_label_survives_the_wire(label: WeightLabel) -> None:
     assert WeightLabel.parse(str(label)) == label
 

@@ -1,0 +1,34 @@
+"""Digests of adapters by policy version, over a resume."""
+
+from pathlib import Path
+
+import pytest
+
+from fuligo.errors import WeightSyncError
+from fuligo.formats.weight_manifest import WeightsDigest
+from fuligo.observability.jsonl import read_json_lines
+from fuligo.weights.adapter_record import AdapterRecord
+
+FIRST, SECOND, THIRD = (WeightsDigest(2, 64, letter * 32) for letter in "abc")
+
+
+def test_versions_after_the_checkpoint_are_replaced(tmp_path: Path) -> None:
+    file = tmp_path / "adapters.jsonl"
+    record = AdapterRecord(file)
+    record.check(0, FIRST)
+    record.add(1, SECOND)
+    record.add(2, THIRD)
+
+    resumed = AdapterRecord(file)
+    resumed.check(1, SECOND)
+    resumed.add(2, FIRST)
+    found = [(line["version"], line["adapter"]["checksum"]) for line in read_json_lines(file)]
+    assert found == [(0, FIRST.checksum), (1, SECOND.checksum), (2, FIRST.checksum)]
+
+
+def test_a_resume_with_another_adapter_is_refused(tmp_path: Path) -> None:
+    AdapterRecord(tmp_path / "adapters.jsonl").add(3, FIRST)
+    resumed = AdapterRecord(tmp_path / "adapters.jsonl")
+    with pytest.raises(WeightSyncError, match=r"cannot resume: .* has adapter aaaa\w+ as policy version 3, and the checkpoint has bbbb"):
+        resumed.check(3, SECOND)
+    resumed.check(3, SECOND._replace(num_bytes=32))  # another data type

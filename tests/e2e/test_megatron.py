@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from fuligo.checkpoint.location import newest_iteration
 from fuligo.convert.compare import compare
@@ -112,6 +113,32 @@ def test_killed_while_it_saves_beside_training_it_goes_on_under_another_layout(j
     assert not list((run_dir / "checkpoints").glob(".tmp_*"))
     differing = [result.name for result in compare(checkpoint(run_dir, 4), tmp_path / "export" / "3") if result.difference]
     assert not differing
+
+
+def test_an_adapter_goes_on_under_another_layout_and_another_sync(job: Job, tmp_path: Path) -> None:
+    """Killed while it saves; then the engine gets merged weights instead of the adapter. Every sync compares all weights."""
+    run_dir = tmp_path / "run"
+    common = {
+        "lora_rank": 4,
+        "lr": 1e-3,
+        "check_weight_update_equal": True,
+        "custom_rm_path": "tests.e2e.killers.reward",
+        "rm_type": None,
+        "before_train_step_path": "tests.e2e.killers.before_train_step",
+        "save_interval": 1,
+        "num_rollout": 3,
+        "run_dir": run_dir,
+        "load": run_dir / "checkpoints",
+        "save_hf": tmp_path / "export" / "{rollout_id}",
+    }
+    assert fuligo(*job(**common, **TP2), KILL_AT="save:2").returncode == -signal.SIGKILL
+    pp2 = {**TP2, "tensor_model_parallel_size": 1, "sequence_parallel": False, "pipeline_model_parallel_size": 2}
+    succeed(*job(**common, **pp2, lora_sync="merged"))
+    records = metrics(run_dir)
+    assert [record["step"] for record in records] == [0, 1, 2]
+    assert max(record.get("train/logprob_abs_diff", 0.0) for record in records) < 1e-4
+    exported = load_file(tmp_path / "export" / "2" / "adapter_model.safetensors")
+    assert any(tensor.any() for name, tensor in exported.items() if "lora_B" in name)
 
 
 def test_what_the_trainer_would_ignore_is_refused_before_anything_starts(job: Job, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fuligo.formats.weight_manifest import MergeRounding
 from fuligo.models.adapter import read_adapter_weights, require_shapes
-from fuligo.models.adapter_names import AdapterNames
+from fuligo.models.adapter_names import ADAPTER_MODULE, AdapterNames
 from fuligo.models.names import ModelNames
 from fuligo.trainer.megatron_backend.lora import LinearAdapter, set_adapter
 from fuligo.trainer.megatron_backend.weights.export import named_weights
@@ -76,7 +76,7 @@ class _MergedParts(Mapping[str, Tensor]):
         self._weights, self._dtype = local_weights(chunks), dtype
         self._adapters: dict[str, LinearAdapter] = {}
         for name, linear in linear_layers(chunks):
-            if isinstance(adapter := getattr(linear, "adapter", None), LinearAdapter):
+            if isinstance(adapter := getattr(linear, ADAPTER_MODULE, None), LinearAdapter):
                 self._adapters[name] = adapter
         self.rounding = MergeRounding()
         """Counts of the weights that no other rank counts."""

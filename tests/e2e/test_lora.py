@@ -1,0 +1,66 @@
+"""LoRA runs by their commands: killed and resumed, evaluated, merged."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.command import fuligo, succeed
+from tests.e2e.conftest import Job
+from tests.e2e.records import TOKENS, evaluations, metrics, sample_rows
+
+pytestmark = pytest.mark.timeout(1200)
+NUM_ROLLOUTS = 3
+LORA = {"lora_rank": 4, "lr": 1e-2, "use_kl_loss": True, "num_rollout": NUM_ROLLOUTS, "save_interval": 1, "num_steps_per_rollout": 2}
+
+
+@pytest.fixture(scope="module")
+def command(job: Job) -> list[str]:
+    killers = {"custom_rm_path": "tests.e2e.killers.reward", "before_train_step_path": "tests.e2e.killers.before_train_step"}
+    return job(**LORA, rm_type=None, **killers)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(command: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("uninterrupted") / "run"
+    succeed(*command, "--run-dir", run_dir)
+    return run_dir
+
+
+def adapter(run_dir: Path) -> Path:
+    return run_dir / "checkpoints" / f"iter_{NUM_ROLLOUTS:07d}" / "adapter"
+
+
+def test_killed_and_resumed_run_equals_an_uninterrupted_one(command: list[str], uninterrupted: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    flags = [*command, "--run-dir", run_dir, "--load", run_dir / "checkpoints"]
+    assert fuligo(*flags, KILL_AT="train:2").returncode == -signal.SIGKILL
+    succeed(*flags)
+    assert metrics(run_dir) == metrics(uninterrupted)
+    assert sample_rows(run_dir, *TOKENS) == sample_rows(uninterrupted, *TOKENS)
+    weights = "adapter_model.safetensors"
+    assert (adapter(run_dir) / weights).read_bytes() == (adapter(uninterrupted) / weights).read_bytes()
+    recorded = (run_dir / "adapters.jsonl").read_text()
+    assert recorded == (uninterrupted / "adapters.jsonl").read_text()
+    lines = [json.loads(line) for line in recorded.splitlines()]
+    assert [line["version"] for line in lines] == list(range(NUM_ROLLOUTS + 1))
+    assert len({line["adapter"]["checksum"] for line in lines}) == NUM_ROLLOUTS + 1
+
+
+def test_a_checkpoint_is_evaluated_and_merged(uninterrupted: Path, prompts: Path, tmp_path: Path) -> None:
+    data = ["--eval-prompt-data", "held_out", f"{prompts}@[0:4]", "--n-samples-per-eval-prompt", 2]
+    checkpoints = uninterrupted / "checkpoints"
+    succeed("eval", "--config", uninterrupted / "config.yaml", *data, "--load", checkpoints, "--run-dir", tmp_path / "eval")
+    assert len(evaluations(tmp_path / "eval")) == 1
+    succeed("convert", "merge-adapter", checkpoints, "--save", tmp_path / "merged")
+    assert (tmp_path / "merged" / "config.json").is_file()
+    assert list((tmp_path / "merged").glob("*.safetensors"))
+
+
+def test_a_merged_sync_measures_its_rounding(job: Job, tmp_path: Path) -> None:
+    """Engines that compute in bf16 lose part of an update; those in float32 report no share."""
+    flags = {**LORA, "num_rollout": 1, "lora_sync": "merged", "embedded_dtype": "bf16"}
+    succeed(*job(**flags), "--run-dir", tmp_path / "run")
+    (record,) = metrics(tmp_path / "run")
+    assert 0 < record["train/lora_merged_share"] <= 1

@@ -158,6 +158,7 @@ class Scheduler:
         ended, self._ended = self._ended, []
         return ended
 
+    @torch.inference_mode()  # the pools, whose rows move, are made in steps
     def abort(self, which: Callable[[Request], bool], message: str) -> list[Request]:
         """End the requests that `which` selects, running and waiting; they keep their tokens so far."""
         running = [request for request in self.running if which(request)]
@@ -169,6 +170,7 @@ class Scheduler:
             request.finish_reason = {"type": "abort", "message": message}
         return running + waiting
 
+    @torch.inference_mode()
     def retract(self) -> None:
         """Move all running requests back to the queue; their keys and values are recomputed when they resume."""
         running = self.running

@@ -3,6 +3,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from fuligo.engines.embedded.kv_cache import KVCache
 from fuligo.engines.embedded.model import EngineModel
 from fuligo.engines.embedded.request import Request
 from fuligo.engines.embedded.scheduler import Scheduler, packs
@@ -159,6 +160,34 @@ def test_an_abort_keeps_tokens_and_a_continuation_stays_on_the_stream(
     rest = make_request(cut.input_ids + cut.output_ids, 40 - len(cut.output_ids), seed=8, ignore_eos=True)
     run_all(scheduler, [rest])
     assert cut.output_ids + rest.output_ids == whole.output_ids
+
+
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_next"])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> EngineModel:
+    directory = tiny.save_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
+    return EngineModel(str(directory), torch.device("cpu"), torch.float32)
+
+
+def test_an_abort_of_some_moves_the_rows_of_the_others(served: EngineModel, make_request: MakeRequest, run_all: RunAll) -> None:
+    def scheduler() -> Scheduler:
+        return Scheduler(served, KVCache(served.cache_shape, 100_000, torch.float32, torch.device("cpu")), 5)
+
+    def requests() -> list[Request]:
+        return [make_request([5, 6, number], 40, seed=number, ignore_eos=True) for number in range(3, 9)]
+
+    undisturbed, disturbed = requests(), requests()
+    run_all(scheduler(), undisturbed)
+    interrupted = scheduler()
+    for request in disturbed:
+        interrupted.enqueue(request)
+    for _ in range(5):
+        interrupted.step()
+    gone = [disturbed[0], disturbed[2], disturbed[5]]  # the last one waits
+    assert interrupted.abort(lambda request: request in gone, "enough") == gone
+    run_all(interrupted, [])
+    for before, after in zip(undisturbed, disturbed, strict=True):
+        assert after.output_ids == before.output_ids[: len(after.output_ids)]
+        assert len(after.output_ids) == (40 if after not in gone else 6 if after is not gone[2] else 0)
 
 
 def test_retracted_requests_go_on_as_if_nothing_had_been(make_scheduler: MakeScheduler, make_request: MakeRequest, run_all: RunAll) -> None:

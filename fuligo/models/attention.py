@@ -16,12 +16,13 @@ TORCH_ASKS_FOR_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 PACKABLE = {"full_attention", "sliding_attention"}
 """`layer_types` of transformers that this module computes."""
 GATED_DELTA = "linear_attention"
-"""The one of `gated_delta`, in a config with its sizes; other families use the word for other layers."""
+GATED_DELTA_TYPES = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
+"""Model types whose linear attention `gated_delta` computes; others (OLMo Hybrid) have the same sizes but other convolutions."""
 
 
 def unpackable_layers(config: Any) -> list[str]:
     """Return the sorted `layer_types` of a transformers config that neither this module nor `gated_delta` can compute."""
-    packable = PACKABLE | ({GATED_DELTA} if hasattr(config, "linear_key_head_dim") else set())
+    packable = PACKABLE | ({GATED_DELTA} if config.model_type in GATED_DELTA_TYPES else set())
     return sorted(set(getattr(config, "layer_types", None) or ()) - packable)
 
 

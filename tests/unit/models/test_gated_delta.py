@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers.models.olmo_hybrid import OlmoHybridConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from fuligo.models.attention import unpackable_layers
@@ -73,3 +74,4 @@ def test_other_layers_of_that_name_are_unknown() -> None:
     other = tiny.model_config("qwen3", layers=1)
     other.layer_types = ["linear_attention"]
     assert unpackable_layers(other) == ["linear_attention"]
+    assert unpackable_layers(OlmoHybridConfig(num_hidden_layers=4)) == ["linear_attention"]

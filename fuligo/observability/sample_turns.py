@@ -55,7 +55,7 @@ def _entries(episode: Episode, as_text: Callable[[Any], str | None]) -> Iterator
         }
         for message, use in _with_uses(turn):
             entry = _entry(number, message, as_text)
-            yield entry if use is None else entry | {"name": use.name, "failed": use.failed, "seconds": use.seconds}
+            yield entry if use is None else entry | {"name": as_text(use.name), "failed": use.failed, "seconds": use.seconds}
 
 
 def _with_uses(turn: Turn) -> Iterator[tuple[dict[str, Any], ToolUse | None]]:
@@ -72,12 +72,12 @@ def _with_uses(turn: Turn) -> Iterator[tuple[dict[str, Any], ToolUse | None]]:
 
 
 def _entry(number: int, message: dict[str, Any], as_text: Callable[[Any], str | None]) -> dict[str, Any]:
-    calls = [{"id": call.get("id"), **call["function"]} for call in message.get("tool_calls") or ()]
+    calls = [{"id": call.get("id"), **call["function"]} for call in message.get("tool_calls") or ()]  # an agent's ids may be numbers
     return {
         "turn": number,
         "role": as_text(message.get("role")),
         "content": as_text(message.get("content")),
         "reasoning": as_text(message.get("reasoning_content")),
-        "tool_calls": [{**call, "arguments": as_text(call.get("arguments"))} for call in calls],
+        "tool_calls": [{name: as_text(call.get(name)) for name in ("id", "name", "arguments")} for call in calls],
         "name": as_text(message.get("name")),
     }

@@ -105,14 +105,14 @@ def sample_table(groups: Sequence[SampleGroup], training: Training | None = None
         "index": [sample.index for sample in samples],
         "group_index": [sample.group_index for sample in samples],
         "prompt": [_text(sample.prompt) for sample in samples],
-        "response": [sample.response for sample in samples],
+        "response": [_text(sample.response) for sample in samples],
         "label": [_text(sample.label) for sample in samples],
         "reward": [_scalar_reward(sample, reward_key) for sample in samples],
         "status": [str(sample.status) for sample in samples],
         "finish_reason": [sample.finish_reason for sample in samples],
         "kept": [group.kept for group in owners],
         "drop_reason": [group.drop_reason for group in owners],
-        "error": [sample.error or sample.judge_error for sample in samples],
+        "error": [_text(sample.error or sample.judge_error) for sample in samples],
         "engine": [sample.engine for sample in samples],
         "response_length": [len(sample.response_ids) for sample in samples],
         "advantage_mean": [float(row.advantages.mean()) if row and len(row.advantages) else None for row in trained],
@@ -205,9 +205,10 @@ def _prompt_keys(groups: Sequence[SampleGroup]) -> list[int]:
 
 
 def _text(value: Any) -> str | None:
-    if value is None or isinstance(value, str):
-        return value
-    return _json(value)
+    """Return a string as it is, with escapes for what is no text (half of a surrogate pair), and JSON of any other value."""
+    if value is None:
+        return None
+    return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else _json(value)
 
 
 def _metadata(sample: Sample) -> str:

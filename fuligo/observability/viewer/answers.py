@@ -18,7 +18,16 @@ from fuligo.observability.viewer.run import RunReader
 from fuligo.observability.viewer.run_files import SampleSet
 from fuligo.observability.viewer.sample_index import SampleIndex, read_index_table
 from fuligo.observability.viewer.sample_query import Order, SampleFilter, in_order, matching
-from fuligo.observability.viewer.sample_rows import LINE_COLUMNS, UNREADABLE, Row, message_texts, read_rows, short, short_prompt
+from fuligo.observability.viewer.sample_rows import (
+    LINE_COLUMNS,
+    MAX_CHARACTERS,
+    UNREADABLE,
+    Row,
+    message_texts,
+    read_rows,
+    short,
+    short_prompt,
+)
 from fuligo.observability.viewer.settings import differences, rows_of
 from fuligo.observability.viewer.sources import prompt_segments, sampled_tokens, token_sources
 
@@ -212,8 +221,20 @@ def _episode(path: Path, rows: pa.Table, mine: Answer, whole: Row) -> Answer:
             turns = read_rows(path, parts[-1:], ["index", "turns"])[0].get("turns")
         except (*UNREADABLE, IndexError):
             turns = None
-    known = [entry for entry in turns if isinstance(entry, dict)] if isinstance(turns, list) else None
+    known = [_shortened(entry) for entry in turns if isinstance(entry, dict)] if isinstance(turns, list) else None
     return {"turns": known, "part": parts.index(mine["row"]), "num_parts": len(parts)}
+
+
+def _shortened(value: Any) -> Any:
+    """Return a value with each of its texts as long as a page shows it; a tool may return megabytes."""
+    match value:
+        case str():
+            return value[:MAX_CHARACTERS]
+        case dict():
+            return {name: _shortened(inner) for name, inner in value.items()}
+        case list():
+            return [_shortened(inner) for inner in value]
+    return value
 
 
 def _rendered(run: RunReader, whole: Row) -> str | None:

@@ -7,6 +7,7 @@ import pyarrow.parquet as pq
 from fuligo.observability.samples import sample_table, write_table
 from fuligo.observability.viewer.answers import sample_answer
 from fuligo.observability.viewer.run import RunReader
+from fuligo.observability.viewer.sample_rows import MAX_CHARACTERS
 from fuligo.types import Episode, ToolUse, Turn
 
 CALL = {"type": "function", "id": "call00001", "function": {"name": "add", "arguments": {"a": 1, "big": 2**70}}}
@@ -67,3 +68,29 @@ def test_every_sample_of_an_episode_shows_its_turns_and_old_files_open(tmp_path:
     assert [len(each["turns"] or ()) for each in answers if each] == [4, 4, 0, 0]
     old = sample_answer(run, 1, 0)
     assert old is not None and old["turns"] is None and old["response"] == "answer 0"
+
+
+def test_values_that_are_no_text_are_written_as_text(tmp_path: Path, make_group) -> None:
+    """Agents choose the ids of calls in their history; what a program printed may be no text."""
+    group = make_group(0, size=1)
+    sample = group.samples[0]
+    sample.response, sample.error = "half \ud800", "cannot open \udcff"
+    sample.episode = episode()
+    sample.episode.messages = [{"role": "assistant", "content": "", "tool_calls": [CALL | {"id": 3}]}]
+    sample.episode.turns[0].tools = [ToolUse("add", "\udcff", False, 0.5), ToolUse("add", "2", False, 0.5)]
+    write_table(tmp_path / "rollout_000000.parquet", sample_table([group]))
+    row = pq.read_table(tmp_path / "rollout_000000.parquet").to_pylist()[0]
+    assert (row["response"], row["error"]) == ("half \\ud800", "cannot open \\udcff")
+    assert row["turns"][0]["tool_calls"][0]["id"] == "3"
+    assert [entry["content"] for entry in row["turns"][2:4]] == ["\\udcff", "2"]
+
+
+def test_a_page_shows_the_beginning_of_huge_results(tmp_path: Path, make_group) -> None:
+    (tmp_path / "samples").mkdir()
+    group = make_group(0, size=1)
+    group.samples[0].episode = episode()
+    group.samples[0].episode.turns[0].answers[0]["content"] = "x" * (MAX_CHARACTERS + 1)
+    write_table(tmp_path / "samples" / "rollout_000000.parquet", sample_table([group]))
+    answer = sample_answer(RunReader(tmp_path, "run"), 0, 0)
+    assert answer is not None and answer["turns"][2]["content"] == "x" * MAX_CHARACTERS
+    assert answer["turns"][1]["tool_calls"][0]["name"] == "add"

@@ -2,12 +2,14 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.e2e import warm_start
 from tests.e2e.command import REPOSITORY, environment, fuligo
 from tests.e2e.processes import SHARED_MEMORY, alive, descendants, interrupt, nothing_left_in_shared_memory, wait_until
 from tests.e2e.warm_start import WarmStart
@@ -93,6 +95,23 @@ def test_a_forked_command_that_takes_too_long_is_killed(forking: WarmStart) -> N
     with pytest.raises(subprocess.TimeoutExpired):
         forking.run(["wait"], {"PROBE": "waits"}, 1)
     assert forking.run(["exit"], {"PROBE": "next"}, 240).returncode == 7
+
+
+def test_an_interrupted_command_is_killed_and_later_ones_run_fresh(forking: WarmStart, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers: list[int] = []
+    receive = warm_start._receive_number
+
+    def interrupted(connection: socket.socket) -> int:
+        if numbers:
+            raise KeyboardInterrupt
+        numbers.append(receive(connection))
+        return numbers[0]
+
+    monkeypatch.setattr(warm_start, "_receive_number", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        forking.run(["wait"], {"PROBE": "waits"}, 240)
+    assert not forking.suits(environment())
+    wait_until(lambda: not Path(f"/proc/{numbers[0]}").exists(), "the command ends")
 
 
 OTHER = """

@@ -4,6 +4,7 @@ A small run spends half of its time on the import of torch and transformers. A f
 modules are imported before its environment is set, and all commands order sets alike (hash seed). The processes that it starts are fresh.
 """
 
+import contextlib
 import gc
 import importlib
 import json
@@ -48,8 +49,8 @@ class WarmStart:
             self._process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
 
     def suits(self, environment: dict[str, str]) -> bool:
-        """Return whether what is already imported is what a command with this environment would import."""
-        return _read_by_imports(environment) == self._read_by_imports
+        """Return whether what is already imported is what a command with this environment would import; False after an interrupted one."""
+        return self._socket.fileno() != -1 and _read_by_imports(environment) == self._read_by_imports
 
     def run(self, arguments: list[str], environment: dict[str, str], timeout_s: float) -> subprocess.CompletedProcess[str]:
         """Run `python -m fuligo` with these arguments to its end, as `subprocess.run` does.
@@ -61,15 +62,22 @@ class WarmStart:
         with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
             socket.send_fds(self._socket, [_number(len(request))], [output.fileno(), errors.fileno()])
             self._socket.sendall(request)
-            pid = _receive_number(self._socket)
-            self._socket.settimeout(timeout_s)
+            pid = None
             try:
+                pid = _receive_number(self._socket)
+                self._socket.settimeout(timeout_s)
                 status = _receive_number(self._socket)
             except TimeoutError:
+                assert pid is not None, "the first number is awaited without a limit"
                 os.kill(pid, signal.SIGKILL)
                 self._socket.settimeout(None)
                 _receive_number(self._socket)
                 raise subprocess.TimeoutExpired(arguments, timeout_s, _text(output), _text(errors)) from None
+            except BaseException:  # the next command must not take the end of this one for its own process
+                if pid is not None:
+                    os.kill(pid, signal.SIGKILL)
+                self._socket.close()
+                raise
             self._socket.settimeout(None)
             return subprocess.CompletedProcess(arguments, os.waitstatus_to_exitcode(status), _text(output), _text(errors))
 
@@ -106,7 +114,9 @@ def next_command(connection: socket.socket) -> list[str]:
         for descriptor in descriptors:
             os.close(descriptor)
         connection.sendall(_number(pid))
-        connection.sendall(_number(os.waitpid(pid, 0)[1]))
+        status = os.waitpid(pid, 0)[1]
+        with contextlib.suppress(BrokenPipeError):  # the test was interrupted
+            connection.sendall(_number(status))
     connection.close()
     for descriptor, standard in zip(descriptors, (1, 2), strict=True):
         os.dup2(descriptor, standard)

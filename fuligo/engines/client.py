@@ -14,8 +14,7 @@ from fuligo.engines.engine import MemoryTag, PauseMode
 from fuligo.engines.generation import EngineLoad, Generation, ModelInfo, RoutingQuery, SamplingParams
 from fuligo.errors import EngineError
 from fuligo.formats.engine_keys import NO_KEYS, EngineKeys
-from fuligo.formats.payload import AdapterPayload
-from fuligo.formats.weight_manifest import WeightsDigest
+from fuligo.formats.weight_manifest import AdapterPayload, WeightsDigest
 from fuligo.types import FloatArray, IntArray, RoutedExperts
 
 T = TypeVar("T")

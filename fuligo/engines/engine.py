@@ -10,8 +10,7 @@ from typing import Literal, Protocol
 
 from fuligo.engines.generation import EngineLoad, Generation, ModelInfo, RoutingQuery, SamplingParams
 from fuligo.formats.engine_keys import EngineKeys
-from fuligo.formats.payload import AdapterPayload
-from fuligo.formats.weight_manifest import WeightsDigest
+from fuligo.formats.weight_manifest import AdapterPayload, WeightsDigest
 from fuligo.types import FloatArray, IntArray
 
 PauseMode = Literal["abort", "retract", "in_place"]

@@ -57,17 +57,6 @@ def shared_payload(named_tensors: NamedTensors) -> Iterator[str]:
         yield base64.b64encode(buffer.getvalue()).decode()
 
 
-@dataclass(slots=True, frozen=True)
-class AdapterPayload:
-    """LoRA adapter for engines that know adapters by name."""
-
-    config: dict[str, Any]
-    """Fields of PEFT's adapter_config.json that the engine reads."""
-    tensors: str
-    """`named_payload` of the tensors by their names in PEFT's files."""
-    digest: str
-
-
 @contextmanager
 def named_payload(named_tensors: NamedTensors) -> Iterator[str]:
     """Yield a payload of CPU tensors as a mapping from names, as SGLang takes an adapter; see `shared_payload`.

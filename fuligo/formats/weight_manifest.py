@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from fuligo.formats.engine_keys import NO_KEYS, EngineKeys
 from fuligo.formats.quantisation import EngineQuantisation
@@ -152,3 +152,14 @@ class Undelivered:
 
     reason: str
     """Reason, naming the engines."""
+
+
+@dataclass(slots=True, frozen=True)
+class AdapterPayload:
+    """LoRA adapter for engines that know adapters by name."""
+
+    config: dict[str, Any]
+    """Fields of PEFT's adapter_config.json that the engine reads."""
+    tensors: str
+    """`payload.named_payload` of the tensors by their names in PEFT's files."""
+    digest: str

@@ -7,8 +7,8 @@ from torch import Tensor
 from fuligo.engines.client import EngineClient
 from fuligo.errors import EngineError
 from fuligo.formats.adapter_config import AdapterConfig, adapted_weight
-from fuligo.formats.payload import AdapterPayload, named_payload
-from fuligo.formats.weight_manifest import Undelivered, WeightManifest, WeightTarget, weights_checksum
+from fuligo.formats.payload import named_payload
+from fuligo.formats.weight_manifest import AdapterPayload, Undelivered, WeightManifest, WeightTarget, weights_checksum
 
 
 def send_adapter(tensors: list[tuple[str, Tensor]], config: AdapterConfig, target: WeightTarget) -> WeightManifest | Undelivered:

@@ -28,6 +28,7 @@ CONTROL = (
     "init_weights_update_group",
     "destroy_weights_update_group",
     "load_lora_adapter",
+    "load_lora_adapter_from_tensors",
     "update_weight_version",
     "pause_generation",
     "continue_generation",
@@ -37,7 +38,7 @@ CONTROL = (
     "set_internal_state",
     "weights_checker",
 )
-REQUESTS = ("generate", "load_lora_adapter_from_tensors", "v1/chat/completions", "open_session")
+REQUESTS = ("generate", "v1/chat/completions", "open_session")
 
 
 class Trap:

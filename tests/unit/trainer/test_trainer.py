@@ -210,7 +210,17 @@ async def test_the_event_loop_stays_free_while_a_step_computes(settings):
         ("gemma2", {"head_dim": 16}, "logit soft-capping"),
         ("granite", {"logits_scaling": 8.0}, "differ by .* from the model's own forward pass"),
         ("gpt_oss", {"head_dim": 16, "num_local_experts": 2}, "attention sinks"),
-        ("qwen3_next", {"head_dim": 16}, "linear_attention"),
+        (
+            "olmo_hybrid",
+            {
+                "head_dim": 16,
+                "linear_num_key_heads": 4,
+                "linear_num_value_heads": 4,
+                "linear_key_head_dim": 16,
+                "linear_value_head_dim": 16,
+            },
+            "linear_attention",
+        ),
     ],
 )
 async def test_a_model_that_packing_would_change_is_refused(settings, tmp_path, family, changes, message):

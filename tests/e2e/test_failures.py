@@ -70,7 +70,7 @@ def test_a_hopeless_rollout_ends_early_and_shows_why(job: Job, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("number", "timeout_s", "said"), [("SIGKILL", 600, "ended with exit code -9"), ("SIGSTOP", 30, "no answer within 30 s")]
+    ("number", "timeout_s", "said"), [("SIGKILL", 600, "ended with exit code -9"), ("SIGSTOP", 10, "no answer within 10 s")]
 )
 def test_an_engine_that_dies_or_stops_answering_is_named(number: str, timeout_s: int, said: str, job: Job, tmp_path: Path) -> None:
     """Finished steps are on disk. tests/e2e/test_resume.py continues from them."""

@@ -26,6 +26,8 @@ class EngineCapabilities:
     """Engines take a LoRA adapter by itself and apply it to each token; otherwise they take weights that it is merged into."""
     names_adapters: bool
     """Engines know adapters by name: each request names its own, and they load the weights below it from --hf-checkpoint alone."""
+    takes_changes: bool
+    """Engines keep what a weight sync leaves out (--update-weight-mode delta); otherwise each sync must bring everything."""
     weight_transports: tuple[str, ...]
     """Values of --update-weight-transport that engines accept, besides auto."""
     memory_flags: tuple[str, ...]
@@ -43,6 +45,7 @@ ENGINE_CAPABILITIES: Mapping[str, EngineCapabilities] = {
         writes_profiles=False,
         applies_adapters=True,
         names_adapters=False,
+        takes_changes=False,
         weight_transports=("tensor", "disk"),
         memory_flags=("--embedded-max-total-tokens",),
     ),
@@ -56,6 +59,7 @@ ENGINE_CAPABILITIES: Mapping[str, EngineCapabilities] = {
         writes_profiles=True,
         applies_adapters=True,
         names_adapters=True,
+        takes_changes=True,
         weight_transports=("tensor", "nccl", "gloo", "disk"),
         memory_flags=("--sglang-mem-fraction-static", "--rollout-num-gpus-per-engine"),
     ),

@@ -116,6 +116,18 @@ def trainer_fits_its_nodes(config: Config) -> Violation | None:
     return Violation(text, (set_flag("actor_num_gpus_per_node", there),))
 
 
+@rule("CFG-WEIGHT-MODE", "--update-weight-mode", "--rollout-backend")
+def engine_keeps_what_is_left_out(config: Config) -> Violation | None:
+    """Reject changes alone for the embedded engine, which refuses a weight sync that lacks a tensor."""
+    mode = config.weight_sync.update_weight_mode
+    if mode != "delta" or not config.trains or not config.needs_engine or config.engine_capabilities.takes_changes:
+        return None
+    text = (
+        f"--update-weight-mode {mode} leaves unchanged tensors out, and {config.resolved_rollout_backend} engines take complete syncs only"
+    )
+    return Violation(text, (unset_flag("update_weight_mode"),))
+
+
 @rule("CFG-TRANSPORT", "--update-weight-transport")
 def transport_reaches_the_engines(config: Config) -> Violation | None:
     """Reject transports that cannot reach the engines: shared memory needs one node, a broadcast needs separate GPUs."""

@@ -43,6 +43,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
             "external engines began without it",
         ),
     ],
+    "CFG-WEIGHT-MODE": [({"update_weight_mode": "delta"}, "--update-weight-mode delta leaves unchanged tensors out")],
     "CFG-LORA-LR": [({"lora_rank": 8}, "--lr 1e-06 is one of full fine-tuning")],
     "CFG-REWARD-MISSING": [
         ({"rm_type": None}, "--custom-rm-path"),

@@ -160,6 +160,7 @@ def build_weight_sync(
     engines: EngineGroup,
     *,
     version: int,
+    resumes: bool,
     cluster: RayCluster | None,
     devices: ColocatedDevices | None,
     run_directory: Path,
@@ -168,6 +169,7 @@ def build_weight_sync(
 
     Args:
         trainer: a `ColocatedTrainer` if `devices` are given
+        resumes: the trainer's weights are those of a checkpoint of `version`
 
     Raises:
         ConfigError: the transport does not reach the engines from where rank 0 runs
@@ -183,7 +185,7 @@ def build_weight_sync(
         trainer_ranks=ranks_beside_engines(config),
     )
     proof = _proof(config, trainer) if flags.check_weight_update_equal else None
-    adapters = AdapterRecord(run_directory / "adapters.jsonl") if config.uses_adapter else None
+    adapters = AdapterRecord(run_directory / "adapters.jsonl", continues=resumes) if config.uses_adapter else None
     weights = WeightSync(trainer, engines, settings, version=version, proof=proof, devices=devices, adapters=adapters)
     return weights if devices is None else ColocatedWeightSync(weights, engines, devices)
 

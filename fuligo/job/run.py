@@ -291,6 +291,7 @@ def _weight_sync(started: Started, trainer: Trainer | None) -> WeightSync | Colo
         trainer,
         engines.group,
         version=version,
+        resumes=begun.origin.state is not None,
         cluster=opened.cluster,
         devices=engines.devices,
         run_directory=opened.directory.path,

@@ -12,10 +12,15 @@ class AdapterRecord:
     """File `adapters.jsonl`: a line for each version that engines received, with the digest of its adapter.
 
     Samples name the version of each token (`versions`).
+
+    Args:
+        continues: the run resumes from a checkpoint; otherwise it begins anew, and lines of an earlier attempt without steps are removed.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, continues: bool) -> None:
         self._path = path
+        if not continues:
+            path.unlink(missing_ok=True)
         records = read_json_lines(path) if path.exists() else []
         self._known = {record["version"]: WeightsDigest(**record["adapter"]) for record in records}
 

@@ -14,12 +14,12 @@ FIRST, SECOND, THIRD = (WeightsDigest(2, 64, letter * 32) for letter in "abc")
 
 def test_versions_after_the_checkpoint_are_replaced(tmp_path: Path) -> None:
     file = tmp_path / "adapters.jsonl"
-    record = AdapterRecord(file)
+    record = AdapterRecord(file, continues=False)
     record.check(0, FIRST)
     record.add(1, SECOND)
     record.add(2, THIRD)
 
-    resumed = AdapterRecord(file)
+    resumed = AdapterRecord(file, continues=True)
     resumed.check(1, SECOND)
     resumed.add(2, FIRST)
     found = [(line["version"], line["adapter"]["checksum"]) for line in read_json_lines(file)]
@@ -27,8 +27,15 @@ def test_versions_after_the_checkpoint_are_replaced(tmp_path: Path) -> None:
 
 
 def test_a_resume_with_another_adapter_is_refused(tmp_path: Path) -> None:
-    AdapterRecord(tmp_path / "adapters.jsonl").add(3, FIRST)
-    resumed = AdapterRecord(tmp_path / "adapters.jsonl")
+    AdapterRecord(tmp_path / "adapters.jsonl", continues=False).add(3, FIRST)
+    resumed = AdapterRecord(tmp_path / "adapters.jsonl", continues=True)
     with pytest.raises(WeightSyncError, match=r"cannot resume: .* has adapter aaaa\w+ as policy version 3, and the checkpoint has bbbb"):
         resumed.check(3, SECOND)
     resumed.check(3, SECOND._replace(num_bytes=32))  # another data type
+
+
+def test_a_run_that_begins_anew_is_not_held_to_an_attempt_that_failed_before_its_first_step(tmp_path: Path) -> None:
+    file = tmp_path / "adapters.jsonl"
+    AdapterRecord(file, continues=False).check(0, FIRST)
+    AdapterRecord(file, continues=False).check(0, SECOND)  # another seed, say
+    assert [line["adapter"]["checksum"] for line in read_json_lines(file)] == [SECOND.checksum]

@@ -117,6 +117,11 @@ def has_adapter(model: nn.Module) -> bool:
     return any(hasattr(module, "lora_A") for module in model.modules())
 
 
+def scaling_of(model: nn.Module) -> float:
+    """Return the factor of B A of the model's adapter."""
+    return next(iter(lora_layers(model).values())).scaling[NAME]
+
+
 def set_dropout(model: nn.Module, *, on: bool) -> None:
     """Switch the dropout before A on for training, or off for every pass whose log-probabilities are compared with others."""
     for layer in lora_layers(model).values():

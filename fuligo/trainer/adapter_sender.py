@@ -10,7 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fuligo.formats.adapter_config import AdapterConfig
+from fuligo.errors import CheckpointError
+from fuligo.formats.adapter_config import ADAPTER, AdapterConfig
 from fuligo.formats.weight_manifest import (
     EngineAddress,
     MergeRounding,
@@ -115,6 +116,21 @@ def other_base(checkpoint: Path, saved: str | None, own: str | None, *, weights:
         f"cannot resume {checkpoint}: its adapter was trained on other weights than those of this run; use the --hf-checkpoint or "
         "--ref-load that it was trained with"
     )
+
+
+def require_scaling(checkpoint: Path, scaling: float) -> None:
+    """Check that the adapter of a checkpoint has the factor of B A of this run: its tensors have the same shapes under any.
+
+    Raises:
+        CheckpointError: it has another, or its `adapter_config.json` is damaged
+    """
+    saved = AdapterConfig.read(checkpoint / ADAPTER)
+    if saved.scaling != scaling:
+        variant = " --lora-use-rslora" if saved.rank_stabilised else " and without --lora-use-rslora"
+        raise CheckpointError(
+            f"cannot resume {checkpoint}: its adapter was trained with the scale {saved.scaling:g}, and this run has {scaling:g}; use "
+            f"--lora-alpha {saved.alpha:g}{variant}"
+        )
 
 
 def _digested(tensors: Iterator[tuple[str, Tensor]], digest: WeightsChecksum) -> Iterator[tuple[str, Tensor]]:

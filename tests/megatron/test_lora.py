@@ -309,12 +309,25 @@ def test_what_does_not_fit_is_refused(pool: RankPool, dense: Start, samples: lis
     run_course(pool, settings, samples, save=tmp_path / "saved")
     other = tiny.save_checkpoint(tmp_path / "other", "qwen3", layers=4, seed=7)
     wider = LoraSettings(AdapterConfig(5, 8.0, RANDOM.adapter.target_modules))
+    stronger = replace(RANDOM, adapter=replace(RANDOM.adapter, alpha=16.0))
     for changed, message in (
         (replace(settings, initial_weights=other), "trained on other weights"),
         (replace(settings, lora=None), "it holds an adapter"),
         (replace(settings, lora=wider), "and [5, "),
+        (replace(settings, lora=stronger), "with the scale 4, and this run has 8; use --lora-alpha 8 --lora-use-rslora"),
         (replace(settings, lora=LoraSettings(AdapterConfig(4, 8.0, ("q_prj",)))), "did you mean q_proj?"),
         (replace(settings, lora=replace(RANDOM, initial_adapter=dense.adapter)), "use the model that the adapter was trained on"),
     ):
         (text,) = pool.run(1, refusal, changed, tmp_path / "saved")
         assert message in text
+
+
+def test_a_stage_without_adapted_layers_takes_part(pool: RankPool, dense: Start, samples: list[TrainSample], tmp_path: Path) -> None:
+    lora = LoraSettings(AdapterConfig(4, 8.0, ("layers.3.self_attn.q_proj",)))
+    settings = {**DISTRIBUTED, "lora": lora}
+    two = run_course(pool, dense.settings("pp2", **settings), samples, save=tmp_path)
+    one = run_course(pool, dense.settings("one", **settings), samples)
+    assert two.metrics["train/grad_norm"] == pytest.approx(one.metrics["train/grad_norm"], rel=1e-4)
+    for name, weight in one.merged.items():
+        torch.testing.assert_close(two.merged[name], weight, atol=2e-6, rtol=0, msg=name)
+    run_course(pool, dense.settings("pp2", **settings), samples, load=tmp_path)

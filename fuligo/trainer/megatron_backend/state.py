@@ -39,7 +39,7 @@ from fuligo.layout.megatron import Layout
 from fuligo.models.adapter import write_adapter_weights, write_config_of
 from fuligo.models.adapter_names import AdapterNames
 from fuligo.models.names import HEAD, ModelNames
-from fuligo.trainer.adapter_sender import other_base
+from fuligo.trainer.adapter_sender import other_base, require_scaling
 from fuligo.trainer.megatron_backend.parts import STATES, LocalWeight, ParameterState, held_weights, parameter_states, set_step
 from fuligo.trainer.megatron_backend.weights.export import named_weights
 from fuligo.trainer.parameters import require_finite_weights
@@ -236,6 +236,8 @@ class _Opened:
             _check_shapes(tensors, {_REFERENCE + held.weight.megatron: held.weight.shape for held in weights})
         if saved.progress.num_optimizer_steps:
             _check_trained(tensors, weights)
+        if state.adapter is not None:
+            require_scaling(directory, state.adapter.names.adapter.scaling)
         return cls(tensors, weights, saved, read_random_state(directory, world) if saved.layout == state.layout else None)
 
 

@@ -24,8 +24,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from fuligo.errors import CheckpointError
 from fuligo.formats.adapter_config import ADAPTER
 from fuligo.formats.checkpoint_files import COUNTERS, VALUE_MODEL, other_files, record_dtypes
-from fuligo.models.adapter import adapter_tensors, has_adapter, write_adapter_config, write_adapter_weights
-from fuligo.trainer.adapter_sender import other_base
+from fuligo.models.adapter import adapter_tensors, has_adapter, scaling_of, write_adapter_config, write_adapter_weights
+from fuligo.trainer.adapter_sender import other_base, require_scaling
 from fuligo.trainer.random_state import has_random_state, read_random_state, set_random_state, write_random_state
 from fuligo.trainer.ranks.world import World
 from fuligo.trainer.step import Progress
@@ -142,6 +142,8 @@ def restore_state(directory: Path, state: TrainingState, world: World) -> None:
         raise CheckpointError(other_base(directory, counters.base_digest, state.base_digest, weights=directory / "hf"))
     weights = TensorFiles(directory / "hf") if state.base_digest is None else TensorFiles.of_adapter(directory / ADAPTER)
     saved = [_Saved.open(state.policy, counters.policy, weights=weights, directory=directory / "optimizer")]
+    if has_adapter(state.policy.model):
+        require_scaling(directory, scaling_of(state.policy.model))
     reference = TensorFiles(directory / "reference") if state.reference is not None else None
     if reference is not None:
         reference.check_shapes(_weight_shapes(state.policy.model))

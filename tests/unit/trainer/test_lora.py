@@ -120,6 +120,9 @@ def test_an_adapter_of_other_weights_is_refused(settings, reference_checkpoint, 
         worker_of(other).restore(tmp_path / "saved")
     with pytest.raises(CheckpointError, match="it holds an adapter"):
         worker_of(replace(settings, lora=None)).restore(tmp_path / "saved")
+    stronger = LoraSettings(replace(LORA.adapter, alpha=2 * LORA.adapter.alpha))
+    with pytest.raises(CheckpointError, match=f"use --lora-alpha {LORA.adapter.alpha:g} and without --lora-use-rslora"):
+        worker_of(replace(settings, lora=stronger)).restore(tmp_path / "saved")
 
 
 def test_training_starts_from_an_adapter_that_peft_saved(settings, checkpoint, tmp_path) -> None:

@@ -8,6 +8,8 @@ TORCH ?= 2.13.0
 GPU_TORCH := 2.11.0
 # Workers of pytest. More of them slow each other down on two cores, since many tests start processes.
 TEST_WORKERS ?= 2
+# Tests start many processes, which would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: quickstart install install-dev install-sglang install-gpu browser ready check unit test test-main test-sglang test-full test-gpu chaos format lint licenses lock types imports
 
@@ -69,8 +71,8 @@ check: format
 unit: install-dev
 	.venv/bin/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal -m "not gpu and not slow and not sglang" tests/unit
 
-# The checks run while SGLang is installed.
-ready: install-dev
+# SGLang is installed beside the rest, and while the checks run.
+ready:
 	+@$(MAKE) --no-print-directory --jobs 2 --output-sync install-sglang browser lint types imports
 
 # The SGLang tests run beside the others, since their engines leave a core idle at times.

@@ -5,7 +5,7 @@
 The checkpoint has the matrices of a 4B-class Qwen3 in bf16, with as many layers as fit. Copy and conversions take turns, each in its own
 process that ends with its files on disk; the page cache is warm for all. A conversion reads its source twice and its result once, because
 it verifies its output. MB/s refer to the source, by wall time and by CPU time on all cores, which other work affects less; both start after
-the import of torch. Memory is the largest resident set of the process; the first line shows that of torch alone.
+the import of torch. Memory is the largest resident set of the process; the first line shows that of a process with only torch.
 """
 
 import argparse

@@ -4,7 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-from datasets import Dataset
+from datasets import load_dataset
 from race_work import Work, trl_reward
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -56,7 +56,7 @@ def main() -> None:
     trainer = GRPOTrainer(
         model=work.model,
         reward_funcs=trl_reward,
-        train_dataset=Dataset.from_list(work.rows()),
+        train_dataset=load_dataset("json", data_files=work.prompts, split="train"),  # from_list: not picklable with pyarrow on Python 3.12
         callbacks=[Records(steps, work.batch)],
         args=config(work, engine, steps.parent),
     )

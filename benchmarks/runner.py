@@ -64,7 +64,7 @@ class ScriptedServer:
         return web.json_response({"loads": [{"num_running_reqs": most, "num_waiting_reqs": 0}]})
 
     async def abort(self, _: web.Request) -> web.Response:
-        """Asked for only where requests failed and others took their place."""
+        """Answer an abort, which is sent only if requests failed and others took their place."""
         return web.json_response({})
 
     async def serve(self) -> None:

@@ -95,14 +95,14 @@ def step_times_of_trl(kind: str, num_steps: int, directory: Path) -> list[float]
 
 def run_trl(kind: str, num_steps: int, ends_file: Path) -> None:
     import torch
-    from datasets import Dataset
+    from datasets import load_dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOTrainer
 
     model = AutoModelForCausalLM.from_pretrained(ASSETS / "model", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / "model")
     fix_lengths(model, response_lengths(kind), tokenizer.eos_token_id)
-    rows = [json.loads(line) for line in (ASSETS / "train.jsonl").read_text().splitlines()]
+    prompts = load_dataset("json", data_files=str(ASSETS / "train.jsonl"), split="train").select_columns("prompt")
     ends: list[float] = []
 
     class Clock(TrainerCallback):
@@ -113,7 +113,7 @@ def run_trl(kind: str, num_steps: int, ends_file: Path) -> None:
         model=model,
         processing_class=tokenizer,
         reward_funcs=lambda completion_ids, **_: [score(ids) for ids in completion_ids],
-        train_dataset=Dataset.from_list([{"prompt": row["prompt"]} for row in rows]),
+        train_dataset=prompts,
         callbacks=[Clock()],
         args=trl_config(num_steps, ends_file.parent),
     )

@@ -204,7 +204,7 @@ def measure_rank(name: str, options: argparse.Namespace) -> None:
     store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
         os.environ["MASTER_ADDR"], options.port + 1, world_size=size, is_master=rank == 0, timeout=timedelta(seconds=DISTRIBUTED_TIMEOUT_S)
     )
-    world = join_world(rank, size, DEVICE, store=store, timeout_s=DISTRIBUTED_TIMEOUT_S)
+    world = join_world(rank, size, DEVICE, store=store, key=None, timeout_s=DISTRIBUTED_TIMEOUT_S)
     config = case_config(case, options.flag)
     settings = trainer_settings(config, DEVICE, initial_weights=model_directory(case), num_rollout=10)
     load_s, worker = timed(lambda: build_worker(settings, world))

@@ -26,7 +26,7 @@ def configure(file: str | Path | None = None, /, **flags: Any) -> Config:
     """Build a config from a YAML file, keyword arguments, or both; the arguments win.
 
     Args:
-        file: as `--config` takes it.
+        file: config file, as for `--config`.
         flags: values by the names of flags, with underscores: `rollout_batch_size=32`, `sglang_mem_fraction_static=0.8`. A flag that takes
             a hook also takes a function. None drops what the file says, like `none` on the command line.
 

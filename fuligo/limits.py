@@ -89,7 +89,7 @@ def _cgroups(controller: str, system: Path) -> list[Path]:
     """Return the directories of this process's cgroup and of those that contain it; empty without them.
 
     Args:
-        controller: of version 1; "" for version 2
+        controller: controller of version 1; "" for version 2
     """
     root = system / "sys/fs/cgroup" / controller
     for line in _read(system / "proc/self/cgroup").splitlines():

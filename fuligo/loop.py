@@ -12,6 +12,7 @@ from fuligo.algorithms.assign import assign_advantages
 from fuligo.algorithms.settings import AdvantageSettings
 from fuligo.rollout.producer import PacedRollouts
 from fuligo.rollout.protocol import Rollout
+from fuligo.trainer.exactness import require_exact
 from fuligo.trainer.protocol import Trainer
 from fuligo.trainer.samples import SampleSettings, train_samples
 from fuligo.types import StepResult, TrainBatch, TrainSample
@@ -64,6 +65,8 @@ class Loop:
     advantage_settings: AdvantageSettings
     update_interval: int = 1
     """Rollouts between weight syncs."""
+    requires_exact: bool = False
+    """Fail if the trainer's log-probabilities differ from the engine's (--exact-on-policy)."""
     post_process: Callable[[list[TrainSample]], None] | None = None
     """Hook that sees, and may change, the samples with their log-probabilities before advantages are computed."""
     before_train_step: Callable[[int, TrainBatch], None] | None = None
@@ -86,6 +89,8 @@ class Loop:
                 self.before_train_step(step, batch)
         with phase("train", step):
             result = await self.trainer.train(batch)
+        if self.requires_exact:
+            require_exact(batch, result, self.weights.version)
         with phase("sync", step):
             version = await self.sync_weights(step)
         result.metrics.update(self.weights.metrics)

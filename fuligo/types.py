@@ -31,6 +31,27 @@ class SampleStatus(StrEnum):
 
 
 @dataclass(slots=True, frozen=True)
+class PromptImage:
+    """Image of a prompt as it was read, and the place of its tokens. Samples of a prompt share it; its pixels are computed where needed."""
+
+    source: str
+    """File, or file and row, for error messages."""
+    data: bytes = field(repr=False)
+    """Content of the image file (PNG, JPEG, ...)."""
+    digest: str
+    """Digest of `data`."""
+    first_token: int
+    """Position of the image's first token in the prompt, or in the whole sequence of supervised data."""
+    num_rows: int
+    """Rows of the grid of its tokens."""
+    num_columns: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_rows * self.num_columns
+
+
+@dataclass(slots=True, frozen=True)
 class Prompt:
     """One row of a data set, ready for sampling."""
 
@@ -42,6 +63,8 @@ class Prompt:
     """[P] token ids, with the chat template applied if --apply-chat-template is set."""
     label: Any = None
     metadata: dict[str, Any] = field(default_factory=dict)
+    images: tuple[PromptImage, ...] = ()
+    """Images, in the order of their tokens."""
 
 
 @dataclass(slots=True)
@@ -106,7 +129,7 @@ class Turn:
 
 @dataclass(slots=True)
 class Branch:
-    """Finished sample of an episode that goes on in another one, because the template rewrites history."""
+    """Finished sample of an episode that continues in another one, because the template rewrites history."""
 
     prompt_ids: IntArray
     response_ids: IntArray
@@ -152,6 +175,8 @@ class Sample:
     label: Any = None
     metadata: dict[str, Any] = field(default_factory=dict)
     """Columns of the data set, and data of hooks. `start_rollout_id` is the rollout in which generation began."""
+    images: tuple[PromptImage, ...] = ()
+    """Images of the prompt, in the order of their tokens."""
 
     response_ids: IntArray = field(default_factory=_empty_ids)
     """[R] sampled token ids, end token included."""
@@ -240,6 +265,15 @@ class SampleGroup:
         return all(sample.finished for sample in self.samples)
 
 
+@dataclass(slots=True, frozen=True)
+class TurnReward:
+    """Reward of one turn, in the sample that holds the turn."""
+
+    end: int
+    """Response tokens up to the end of the turn."""
+    reward: float
+
+
 @dataclass(slots=True)
 class TrainSample:
     """Scored sample: inputs of the loss per response token."""
@@ -273,6 +307,10 @@ class TrainSample:
     """[R] targets of the value model, set by `assign_advantages`; None without one."""
     routed_experts: RoutedExperts | None = None
     """[n, M, K] experts of the first n <= T - 1 tokens, which training reuses; the routers choose for later tokens, and for all if None."""
+    images: tuple[PromptImage, ...] = ()
+    """Images of the prompt, in the order of their tokens."""
+    turn_rewards: tuple[TurnReward, ...] | None = None
+    """Rewards of the turns in this sample, in order; None if the episode was rewarded as a whole."""
     advantages: FloatArray = field(default_factory=_empty_floats)
     """[R], set by `assign_advantages`."""
 

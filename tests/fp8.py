@@ -35,6 +35,11 @@ FAMILIES: dict[str, dict] = {
         "first_k_dense_replace": 1,
     },
     "deepseek_v3": {**_MLA, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
+    "deepseek_v32": {
+        **_MLA,
+        **{"n_group": 2, "topk_group": 1, "num_experts": 4, "first_k_dense_replace": 1},
+        **{"index_n_heads": 2, "index_head_dim": 128, "index_topk": 16},
+    },
     "glm4_moe_lite": {**_MLA, "first_k_dense_replace": 1},
     "glm_moe_dsa": {**_MLA, "index_n_heads": 2, "index_head_dim": 128, "index_topk": 16, "first_k_dense_replace": 1},
 }

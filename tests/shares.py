@@ -20,8 +20,8 @@ def to_score(worker: Worker, samples: list[TrainSample]) -> ScoreShare:
     return score_shares(samples, worker.settings, worker.balance_by)[worker.settings.replica_of(worker.world.rank)]
 
 
-def to_train(worker: Worker, batch: TrainBatch) -> list[StepShare]:
-    """Return the shares of every optimizer step."""
+def to_train(worker: Worker, batch: TrainBatch) -> list[StepShare | None]:
+    """Return the shares of every optimizer step; None for one that is skipped."""
     return step_shares(batch, worker.settings, worker.balance_by)[worker.settings.replica_of(worker.world.rank)]
 
 

@@ -66,6 +66,20 @@ FAMILIES: dict[str, dict] = {
         "routed_scaling_factor": 1.5,
         "first_k_dense_replace": 1,
     },
+    "deepseek_v32": {
+        **_LATENT,
+        "n_routed_experts": 8,
+        "num_experts": 8,  # transformers 5.12.1 builds this many
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 32,
+        "routed_scaling_factor": 1.5,
+        "first_k_dense_replace": 1,
+        "index_n_heads": 8,
+        "index_head_dim": 16,
+        "index_topk": 6,
+    },
     "kimi_k2": {
         **_LATENT,
         "n_routed_experts": 8,
@@ -76,6 +90,7 @@ FAMILIES: dict[str, dict] = {
         "routed_scaling_factor": 2.8,
         "first_k_dense_replace": 1,
     },
+    "minimax_m2": {"head_dim": 16, "intermediate_size": 32, "num_local_experts": 8, "num_experts_per_tok": 3},
     "qwen3_next": {
         **_LINEAR,
         "head_dim": 16,
@@ -93,6 +108,22 @@ FAMILIES: dict[str, dict] = {
         "moe_intermediate_size": 32,
         "shared_expert_intermediate_size": 48,
     },
+    "gemma3_text": {"head_dim": 16, "sliding_window": 24},
+    "gpt_oss": {
+        "head_dim": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "sliding_window": 8,
+        "rope_parameters": {  # as published, over a shorter context
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 8.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 128,
+        },
+    },
     "glm_moe_dsa": {
         **_LATENT,
         "n_routed_experts": 8,
@@ -106,6 +137,25 @@ FAMILIES: dict[str, dict] = {
         "rms_norm_eps": 1e-6,  # transformers hard-codes it for the norms of latents
     },
 }
+
+GEMMA4: dict = {
+    "layers": 5,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 8,
+    "head_dim": 16,
+    "global_head_dim": 24,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 400,
+    "final_logit_softcapping": 2.0,
+    "enable_moe_block": True,
+    "num_experts": 8,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 32,
+}
+"""Shape of a tiny `gemma4_text` with all that published ones have; no published model has all of it."""
 
 
 @functools.cache
@@ -153,6 +203,13 @@ def model(family: str = "qwen3", *, seed: int = 0, **overrides: object) -> torch
     for name, parameter in lm.named_parameters():
         if name.endswith("A_log"):  # so that states of linear attention outlast a few tokens
             torch.nn.init.uniform_(parameter, -5.0, -1.0)
+        elif name.endswith((".sinks", "proj_bias", "per_expert_scale")):  # that they matter, and differ
+            torch.nn.init.uniform_(parameter, -1.0, 2.0)
+        elif family == "gemma4_text" and name.endswith("q_norm.weight"):  # it scales no scores, which would else be up to the head's size
+            torch.nn.init.constant_(parameter, 0.25)
+    for name, buffer in lm.named_buffers():
+        if name.endswith("layer_scalar"):  # Gemma 4
+            torch.nn.init.uniform_(buffer, 0.5, 1.0)
     return lm
 
 

@@ -1,4 +1,4 @@
-"""Agent that solves sums with two tries, written with the `openai` package alone: it knows nothing of training."""
+"""Agent that solves sums with two tries, written only with the `openai` package: it knows nothing of training."""
 
 from typing import Any
 

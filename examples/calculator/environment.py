@@ -12,7 +12,7 @@ class Settings(EnvironmentSettings):
     """Settings of the calculator."""
 
     tool: bool = True
-    """False takes the tool away, to see what the model can do alone."""
+    """False removes the tool, to see what the model can do without it."""
 
 
 class Calculator(ToolEnvironment):

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 SUBJECTS = (
     "volcanoes bees bridges chess tea deserts violins glaciers bread lighthouses spiders satellites rice windmills whales "
-    "libraries marathons compasses onions earthquakes pianos forests soap rivers owls telescopes coffee castles sailing "
+    "libraries acorns cherries onions earthquakes pianos pears soap plums rabbits telescopes coffee walnuts ducks "
     "mushrooms trains honey mathematics clouds bicycles cheese dolphins poetry magnets gardens penguins airports chocolate "
     "tides theatre salt elephants clocks coral maps photography olives thunder kites museums wolves paper football islands "
     "vaccines candles horses comets jazz potatoes submarines dreams wheat elevators butterflies glass markets ants radio "

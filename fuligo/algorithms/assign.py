@@ -24,8 +24,8 @@ def assign_advantages(samples: list[TrainSample], settings: AdvantageSettings) -
     """Set `advantages` of every sample (with a value model also `returns`) and split the samples into optimizer steps.
 
     Args:
-        samples: in order; `old_logprobs`, and `ref_logprobs` or `teacher_logprobs`, are set where `kl_coef` or `distillation` needs them,
-            `values` where the estimator does.
+        samples: samples in order; `old_logprobs`, and `ref_logprobs` or `teacher_logprobs`, are set where `kl_coef` or `distillation`
+            needs them, `values` where the estimator does.
 
     Raises:
         TrainerError: the samples do not fit the steps, or the custom function returned invalid advantages.

@@ -8,7 +8,7 @@ from fuligo.algorithms.settings import KlType
 LOW_VAR_KL_LIMIT = 10.0
 """Nats: `low_var_kl` is clamped to +- this, so that one token cannot dominate the loss."""
 _LOWEST = -80.0
-"""Nats: exp(80) is finite in float32, and times any ratio far above the limit; exp of more has the gradient 0 * inf."""
+"""Nats: exp(80) is finite in float32, and times any ratio far above the limit; a larger argument would give the gradient 0 * inf."""
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KlType, ratio: Tensor | None = None) -> Tensor:

@@ -2,7 +2,7 @@
 
 Importance weights: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
 Axes: N response tokens of a packed micro-batch, S samples.
-Neither carries a gradient; both apply to the policy-gradient term alone, after clipping.
+Weights and masks carry no gradient and apply only to the policy-gradient term, after clipping.
 """
 
 from dataclasses import dataclass

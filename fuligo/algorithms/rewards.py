@@ -5,6 +5,7 @@ noise.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,6 +17,18 @@ from fuligo.errors import TrainerError
 from fuligo.types import FloatArray, MaskArray, TrainSample
 
 Float64Array = NDArray[np.float64]
+
+
+@dataclass(slots=True, frozen=True)
+class Course:
+    """Consecutive tokens of one trajectory, L in all: the next decision after the last token of one sample is the first of the next."""
+
+    positions: list[int]
+    """Samples, in order."""
+    loss_mask: MaskArray
+    """[L]"""
+    rewards: Float64Array
+    """[L] rewards of the tokens, less the KL penalty."""
 
 
 class Rewards:
@@ -38,9 +51,29 @@ class Rewards:
         penalties = np.array([penalty.sum() for penalty in self.kl_penalties(settings)])
         return self.values - self._sum_by_trajectory(penalties)[self._trajectory_of]
 
-    def token_rewards(self, settings: AdvantageSettings) -> list[Float64Array]:
-        """Return [R] rewards of every sample's tokens; see `token_rewards`."""
-        return [token_rewards(s.reward, s.loss_mask, penalty) for s, penalty in zip(self.samples, self.kl_penalties(settings))]
+    def courses(self, settings: AdvantageSettings) -> list["Course"]:
+        """Return the courses of tokens over which returns are computed: each sample, or each episode that is rewarded by turn.
+
+        Raises:
+            TrainerError: an episode's rewards are not known by turn
+        """
+        penalties = self.kl_penalties(settings)
+        if not settings.rewards_by_turn:
+            alone = zip(self.samples, penalties)
+            return [Course([at], s.loss_mask, token_rewards(s.reward, s.loss_mask, penalty)) for at, (s, penalty) in enumerate(alone)]
+        episodes: dict[int, list[int]] = {}
+        for position, sample in enumerate(self.samples):
+            episodes.setdefault(sample.index, []).append(position)
+        return [_course_by_turn([(at, self.samples[at], penalties[at]) for at in positions]) for positions in episodes.values()]
+
+    def split(self, courses: Sequence["Course"], values: Sequence[Float64Array]) -> list[Float64Array]:
+        """Return [R] values of every sample's tokens from the [L] values of the courses."""
+        result: list[Float64Array] = [np.empty(0)] * len(self.samples)
+        for course, array in zip(courses, values):
+            ends = np.cumsum([self.samples[at].response_length for at in course.positions])
+            for at, part in zip(course.positions, np.split(array, ends[:-1])):
+                result[at] = part
+        return result
 
     def kl_penalties(self, settings: AdvantageSettings) -> list[Float64Array]:
         """Return [R] kl_coef times the estimated KL(old policy || reference) of every sample's tokens, 0 where masked.
@@ -54,19 +87,29 @@ class Rewards:
 
     def group_mean(self, values: Float64Array) -> Float64Array:
         """Return the mean of each sample's group: [N] -> [N]."""
-        return self._by_group(values, lambda group: np.full_like(group, group.mean()))
+        first = self._first_of_group(values)
+        return first + self._by_group(values - first, lambda group: np.full_like(group, group.mean()))
 
     def mean_of_others(self, values: Float64Array) -> Float64Array:
         """Return the mean of each sample's group without its own trajectory; in a group of one its own: [N] -> [N]."""
-        return self._by_group(values, mean_of_others)
+        first = self._first_of_group(values)
+        return first + self._by_group(values - first, mean_of_others)
 
     def group_std(self, values: Float64Array, epsilon: float) -> Float64Array:
         """Return the unbiased standard deviation of each sample's group + epsilon; 1 in a group of one: [N] -> [N]."""
-        return self._by_group(values, lambda group: np.full_like(group, std(group, epsilon=epsilon)))
+        return self._by_group(values - self._first_of_group(values), lambda group: np.full_like(group, std(group, epsilon=epsilon)))
 
     def per_token(self, values: Float64Array) -> list[Float64Array]:
         """Repeat each sample's value for all its response tokens: [N] -> [R] for each sample."""
         return [np.full(sample.response_length, value) for sample, value in zip(self.samples, values)]
+
+    def _first_of_group(self, values: Float64Array) -> Float64Array:
+        """Return the first value of each sample's group: [N] -> [N].
+
+        Sums of distances from it are exactly 0 where all values of a group are equal: the sum of six times 0.1, divided by 6, is not 0.1.
+        """
+        _, first, group = np.unique(self._groups[self._trajectory_of], return_index=True, return_inverse=True)
+        return values[first][group]
 
     def _by_group(self, values: Float64Array, function: Callable[[Float64Array], Float64Array]) -> Float64Array:
         means = self._sum_by_trajectory(values) / self._sum_by_trajectory(np.ones_like(values))
@@ -103,6 +146,26 @@ def token_rewards(reward: float, loss_mask: MaskArray, penalty: ArrayLike) -> Fl
     if len(trained):
         rewards[trained[-1]] += reward
     return rewards
+
+
+def _course_by_turn(parts: Sequence[tuple[int, TrainSample, Float64Array]]) -> Course:
+    """Return the course of an episode: each turn's reward at its last trained token, or at the last one before it if it has none.
+
+    Args:
+        parts: position, sample and [R] penalty of each sample of the episode
+    """
+    mask = np.concatenate([sample.loss_mask for _, sample, _ in parts])
+    rewards = np.where(mask != 0, -np.concatenate([penalty for *_, penalty in parts]), 0.0)
+    trained, start = np.flatnonzero(mask), 0
+    for _, sample, _ in parts:
+        if sample.turn_rewards is None:
+            raise TrainerError(f"cannot place the rewards of sample {sample.index} by turn (--turn-rewards): it has no rewards by turn")
+        for turn in sample.turn_rewards:
+            number = np.searchsorted(trained, start + turn.end)
+            if number:  # else no decision that is trained led to it
+                rewards[trained[number - 1]] += turn.reward
+        start += sample.response_length
+    return Course([position for position, *_ in parts], mask, rewards)
 
 
 def whiten(values: Sequence[ArrayLike], masks: Sequence[MaskArray], *, epsilon: float = STD_EPSILON) -> list[Float64Array]:

@@ -39,6 +39,8 @@ class AdvantageSettings:
     """Whiten the advantages over all unmasked tokens of the rollout (after distillation)."""
     gamma: float = 1.0
     """Discount per token, for estimators with `uses_gamma`."""
+    rewards_by_turn: bool = False
+    """Place each `turn_rewards` of an episode at the end of its turn, for estimators with `uses_gamma` (--turn-rewards)."""
     lambd: float = 1.0
     """Lambda of generalised advantage estimation: 1 is Monte Carlo returns, 0 one-step temporal differences."""
     kl_coef: float = 0.0

@@ -149,7 +149,7 @@ def _value(expression: Any, point: dict[str, Any]) -> tuple[Any, Any] | None:
 
 
 def _summed(expression: Any) -> Any:
-    """Replace infinite products, and sums with sines, by their numbers, for which sympy alone takes minutes."""
+    """Replace infinite products, and sums with sines, by their numerical values, which sympy itself needs minutes for."""
     from sympy import Product, Sum, cos, oo, sin
 
     series = [part for part in expression.atoms(Sum, Product) if len(part.limits) == 1 and part.limits[0][2] == oo]

@@ -105,7 +105,7 @@ class _Comparison:
             return equal_numbers(first, second)
         first_based, second_based = read_based(answer), read_based(gold)
         if first_based or second_based:
-            # Base 10 alone goes without saying.
+            # Only base 10 may be left unwritten.
             bases = [(int(n.value), 10) if n is not None and n.value.denominator == 1 else None for n in (first, second)]
             return (first_based or bases[0]) == (second_based or bases[1])
         if not answer or not gold or _is_prose(answer) or _is_prose(gold):

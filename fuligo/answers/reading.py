@@ -1,6 +1,6 @@
 r"""Structure of an answer: a value, a list, a tuple, a set, an interval or an equation, read before any algebra.
 
-Brackets and commas say what an answer is, and algebra alone would lose it: (1, 2) is not 2, 1 and 2, 2 is not 2.
+Brackets and commas say what an answer is, which algebra would lose: (1, 2) is not 2, 1 and 2, 2 is not 2.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def last_boxed(text: str) -> str | None:
 def stated_answer(text: str) -> str | None:
     r"""Return the answer that a text states; None if it states none.
 
-    Boxes that nothing but commas or `and` separates are one answer: `\boxed{1}, \boxed{2}`. In a text without a box the answer follows the
+    Boxes separated only by commas or `and` are one answer: `\boxed{1}, \boxed{2}`. In a text without a box the answer follows the
     last "answer is", "Answer:" or "####"; without such words it is the last number or formula, with the alternatives that "or" joins to it.
     """
     if _BOX.search(text):

@@ -1,5 +1,6 @@
 """Resolution of `--load`, `--ckpt-step` and `--ref-load` to the checkpoint or weights that a run starts from."""
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from fuligo.errors import CheckpointError
 from fuligo.formats.adapter_config import ADAPTER, adapter_directory, is_adapter
 from fuligo.formats.checkpoint_files import COUNTERS, LOCK, RELEASE, TRACKER, UNFINISHED, VALUE_MODEL, is_distributed
 from fuligo.formats.file_manifest import MANIFEST, check_manifest
+from fuligo.formats.plain_file import unreadable_files
 
 _REPLACED = ".replaced_"
 _ITERATION = re.compile(r"iter_(\d{7,})")
@@ -53,6 +55,7 @@ def resolve(load: Path | None, ckpt_step: int | None = None) -> Checkpoint | Wei
         return None
     if ckpt_step is not None:
         return find_iteration(load, ckpt_step)
+    _require_plain_files(load)
     tracker = load / TRACKER
     if not tracker.exists() and _has_weights(load):
         return WeightsOnly(load)
@@ -79,7 +82,10 @@ def weights_directory(given: Path) -> Path:
     Raises:
         CheckpointError: the checkpoint that the tracker names is missing or damaged.
     """
-    if not (given / TRACKER).is_file():
+    if not given.is_dir():
+        return given
+    _require_plain_files(given)
+    if not (given / TRACKER).exists():
         return given
     if (given / TRACKER).read_text().strip() == RELEASE:
         return _release(given).directory
@@ -153,6 +159,8 @@ def find_iteration(directory: Path, iteration: int) -> Checkpoint:
     """
     for name in (iteration_name(iteration), replaced_name(iteration)):
         if (directory / name).is_dir():
+            for part in (directory / name, *(each for each in (directory / name).iterdir() if each.is_dir())):
+                _require_plain_files(part)
             check_manifest(directory / name)
             return Checkpoint(directory / name, iteration)
     there = ", ".join(str(known) for known in iterations(directory)) or "none"
@@ -182,6 +190,16 @@ def iterations(directory: Path) -> list[int]:
 def replaced_iterations(directory: Path) -> list[int]:
     names = (entry.name.removeprefix(_REPLACED) for entry in directory.glob(f"{_REPLACED}*"))
     return sorted(int(match[1]) for name in names if (match := _ITERATION.fullmatch(name)))
+
+
+def _require_plain_files(directory: Path) -> None:
+    """Check that no pipe or device stands in a directory of checkpoints, where reading would wait for its writer.
+
+    Raises:
+        CheckpointError: one does.
+    """
+    for problem in unreadable_files(directory, math.inf):
+        raise CheckpointError(f"cannot load from {directory}: {problem}")
 
 
 def _entries(directory: Path) -> list[Path]:

@@ -25,7 +25,7 @@ from fuligo.checkpoint.location import (
 from fuligo.checkpoint.state import RunState
 from fuligo.errors import CheckpointError, CheckpointWriteError, ConfigError, FuligoError
 from fuligo.formats.checkpoint_files import LOCK, TRACKER, UNFINISHED
-from fuligo.formats.disk import free_space, replace_text, sync, sync_tree, try_lock
+from fuligo.formats.disk import free_space, is_foreign_link, replace_text, sync, sync_tree, try_lock
 from fuligo.formats.file_manifest import write_manifest
 
 logger = logging.getLogger(__name__)
@@ -36,14 +36,20 @@ def saving_to(directory: Path) -> Iterator[None]:
     """Keep other runs from saving to `directory`, which is created if needed: each would delete what the other has not finished.
 
     Raises:
-        ConfigError: another run saves to it.
+        ConfigError: another run saves to it, or another user has put links there.
         CheckpointError: the directory cannot be written.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        lock = try_lock(directory / LOCK)
+        foreign = [entry.name for entry in directory.iterdir() if is_foreign_link(entry)]
+        lock = None if foreign else try_lock(directory / LOCK)
     except OSError as error:
         raise _unwritable(directory, error) from None
+    if foreign:
+        raise ConfigError(
+            f"cannot save to {directory}: it has links of another user ({', '.join(foreign[:3])}), through which this run would "
+            "overwrite files; remove the links, or use another --save"
+        )
     if lock is None:
         raise ConfigError(f"cannot save to {directory}: a running job saves its checkpoints there; wait for it, or use another --save")
     try:

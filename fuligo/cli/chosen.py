@@ -1,4 +1,4 @@
-"""Choices that depend on this machine: the GPU to plan for, and SGLang in place of the embedded engine where it is installed."""
+"""Choices that a run makes by itself: the GPU to plan for, SGLang in place of the embedded engine, the trainer by its flags."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from fuligo.config import Config
 from fuligo.config.changes import apply_changes, change_text
 from fuligo.config.findings import Change, Finding, Severity
+from fuligo.config.flags import MEGATRON_FLAGS
 from fuligo.config.launcher import chosen_launcher
 from fuligo.config.schemas import schema
 from fuligo.config.validate import findings
@@ -144,3 +145,13 @@ def lines(choices: tuple[Choice, ...], config: Config) -> Iterator[str]:
     """Yield a line for the console per choice."""
     for choice in choices:
         yield f"{as_typed(change_text(change, config) for change in choice.changes)}: {choice.reason}"
+
+
+def trainer_choice(config: Config) -> Iterator[str]:
+    """Yield a line that names the flags by which a run got the Megatron trainer without asking for it."""
+    if config.cluster.train_backend != "auto" or config.resolved_train_backend != "megatron":
+        return
+    given = config.given_options(MEGATRON_FLAGS, ["megatron"])
+    torch = " (for the torch trainer use --precision bf16)" if "--bf16" in given else ""
+    shown = ", ".join(given[:5]) + (f" and {len(given) - 5} more" if len(given) > 5 else "")
+    yield f"--train-backend megatron: {shown} {'is a flag' if len(given) == 1 else 'are flags'} of the Megatron trainer{torch}"

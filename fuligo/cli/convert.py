@@ -123,7 +123,7 @@ def _convert_hf_to_dist(plan: conversion.DistPlan) -> None:
     import torch.distributed as dist
 
     from fuligo.convert.hf_to_dist import hf_to_dist
-    from fuligo.trainer.ranks.torchrun import torchrun_place
+    from fuligo.trainer.ranks.torchrun import share_key, torchrun_place
     from fuligo.trainer.ranks.world import World, join_world
 
     place = torchrun_place()
@@ -132,7 +132,8 @@ def _convert_hf_to_dist(plan: conversion.DistPlan) -> None:
         return
     server = place.host_store() if place.rank == 0 else None
     try:
-        world = join_world(place.rank, place.size, "cpu", store=place.rendezvous.connect(), timeout_s=_TORCHRUN_TIMEOUT_S)
+        key = share_key(place)
+        world = join_world(place.rank, place.size, "cpu", store=place.rendezvous.connect(), key=key, timeout_s=_TORCHRUN_TIMEOUT_S)
         hf_to_dist(Path(plan.source), Path(plan.target), world)
         dist.barrier()
     finally:
@@ -222,6 +223,27 @@ def merge_adapter(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _mxfp4_parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        "fuligo convert mxfp4-to-bf16", description="Convert a checkpoint with experts in MXFP4 to bfloat16.", allow_abbrev=False
+    )
+    made.add_argument("--hf-checkpoint", type=Path, required=True, help="Hugging Face directory in MXFP4, or ORG/NAME on the Hub")
+    made.add_argument("--save", type=Path, required=True, help="new or empty directory")
+    return made
+
+
+def mxfp4_to_bf16(arguments: Sequence[str]) -> int:
+    """Convert a checkpoint with experts in MXFP4 to bfloat16."""
+    options = _mxfp4_parser().parse_args(list(arguments))
+    source = model_directory(options.hf_checkpoint, weights=True)
+
+    from fuligo.convert.mxfp4 import mxfp4_to_bf16
+
+    mxfp4_to_bf16(source, options.save)
+    print(f"{source} -> {options.save}")
+    return 0
+
+
 # -- compare and FP8 -------------------------------------------------------------------------------------------------------------------
 
 
@@ -284,6 +306,7 @@ CONVERSIONS = {
     "dist-to-hf": Conversion("a distributed checkpoint to a Hugging Face directory", dist_to_hf, _dist_to_hf_parser),
     "value-to-hf": Conversion("the value model of a checkpoint to a Hugging Face token classifier", value_to_hf, _value_to_hf_parser),
     "merge-adapter": Conversion("a LoRA adapter and its base model to a Hugging Face directory", merge_adapter, _merge_adapter_parser),
+    "mxfp4-to-bf16": Conversion("a Hugging Face checkpoint with experts in MXFP4 (gpt-oss) to bfloat16", mxfp4_to_bf16, _mxfp4_parser),
     "compare": Conversion("compare two checkpoints, tensor by tensor, to the bit", compare, _compare_parser),
     "fp8": Conversion("a Hugging Face checkpoint to FP8, which engines load: blocks, channels or tensors", fp8, fp8_plan.parser),
 }

@@ -11,7 +11,9 @@ from fuligo.data.row_file import PromptPath
 from fuligo.data.settings import DataSettings, data_settings
 from fuligo.data.template import no_chat_template
 from fuligo.errors import ConfigError, DataError
-from fuligo.formats.hugging_face import has_chat_template
+from fuligo.formats.hugging_face import has_chat_template, read_config_json
+from fuligo.models.vision.processor import read_settings
+from fuligo.models.vision.types import no_tower, sees_images
 from fuligo.rollout.eval_sets import eval_set_specs
 from fuligo.rollout.rewards.rows import unjudged
 
@@ -33,6 +35,7 @@ def data_problems(config: Config, *, missing_is_fine: bool = False) -> Iterator[
         if not (config.reward.custom_rm_path or by_hook or rollout.rollout_function_path or config.is_sft):
             yield from _judged("--prompt-data", config.data.prompt_data, data_settings(config), config.reward.rm_type)
     yield from _chat_template(config)
+    yield from _images(config)
     try:
         specs = eval_set_specs(config)
     except ConfigError as error:
@@ -68,6 +71,21 @@ def _chat_template(config: Config) -> Iterator[str]:
         return
     if Path(directory).is_dir() and not has_chat_template(Path(directory)):
         yield no_chat_template(directory)
+
+
+def _images(config: Config) -> Iterator[str]:
+    """Check that the model supports images and that its image processor can be loaded."""
+    directory = Path(config.model.hf_checkpoint or "")
+    if not config.data.multimodal_keys or not (directory / "config.json").is_file():
+        return
+    try:
+        config_json = read_config_json(directory)
+        if sees_images(config_json):
+            read_settings(directory)
+        else:
+            yield no_tower(str(directory), config_json.get("model_type"))
+    except ConfigError as error:
+        yield from (f"--multimodal-keys: {text}" for text in error.problems)
 
 
 def _file(given: str, paths: Sequence[str], settings: DataSettings) -> Iterator[str]:

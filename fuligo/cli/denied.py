@@ -11,7 +11,8 @@ _ERRNOS = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG)
 
 
 def denied(error: OSError, arguments: Sequence[str]) -> str | None:
-    """Return the error with the flag that gave the path, what denies it and the fix; None if it has another cause.
+    """Describe a permission error: the flag that gave the path, the directory or file that denies access, and the fix; None for other
+    errors.
 
     Args:
         arguments: command line.

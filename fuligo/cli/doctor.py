@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     machine = read_machine()
     sections = {"This machine": machine_findings(machine)}
     if config is not None:
-        sections["What the run needs of it"] = needs(config, machine)
+        sections["Requirements of the run"] = needs(config, machine)
     console = Console()
     for title, findings in sections.items():
         console.print(Text(title, "bold"))

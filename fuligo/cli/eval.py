@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fuligo.cli.chosen import chosen_for_evaluation
 from fuligo.cli.environment import apply_environment
-from fuligo.cli.not_yet import refuse
+from fuligo.cli.megatron_arguments import require_read_arguments
 from fuligo.config import Config
 from fuligo.config.command_line import parse
 from fuligo.config.help import asked_for_help, help_text
@@ -20,8 +20,8 @@ from fuligo.models.hub import located, with_weights
 if TYPE_CHECKING:
     from fuligo.job.evaluation import Evaluated
 
-TRAINING_RULES = {"CFG-DATA-MISSING", "CFG-RUN-LENGTH"}
-"""Rules that an evaluation need not meet: training prompts and run length."""
+TRAINING_RULES = {"CFG-DATA-MISSING", "CFG-MAX-TOKENS", "CFG-RUN-LENGTH"}
+"""Rules that an evaluation need not meet: training prompts, size of micro-batches, run length."""
 _USAGE = """\
 fuligo eval [--config FILE] [--load DIR [--ckpt-step N]] [--flag VALUE ...]
 
@@ -86,7 +86,7 @@ def check(config: Config) -> None:
             f"--load {config.checkpoint.load}: external engines (--rollout-external-engine-addrs) are evaluated with the weights "
             "that they have; remove one of the two flags"
         )
-    refuse(config)
+    require_read_arguments(config)
 
 
 def without_training(config: Config) -> Config:

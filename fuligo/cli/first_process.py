@@ -1,4 +1,4 @@
-"""First process of a container: reaps orphans and passes signals on, while the command runs in a child."""
+"""Init process of a container: reaps orphans and passes signals on, while the command runs in a child."""
 
 import os
 import signal

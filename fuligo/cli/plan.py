@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 
-from fuligo.cli.chosen import find_devices, with_installed_engine
-from fuligo.cli.not_yet import not_yet
+from fuligo.cli.chosen import find_devices, trainer_choice, with_installed_engine
+from fuligo.cli.megatron_arguments import unread_arguments
 from fuligo.config import Config
 from fuligo.config.command_line import parse
 from fuligo.config.findings import Finding, Severity
@@ -85,8 +85,11 @@ def main(arguments: Sequence[str]) -> int:
             notes += engine
     plan = make_plan(config, gpu, plan_name(config, options.job), host_memory_bytes=options.host_memory_bytes)
     plan = replace(plan, findings=(*_refused_at_start(config), *plan.findings, *_short_of_disk(plan, config)))
+    is_broken = any(finding.severity is Severity.ERROR for finding in plan.findings)
+    if is_broken:
+        notes += trainer_choice(config)  # which may be the cause
     _write(plan, apply_choices(config, plan.choices), notes, options)
-    return 2 if any(finding.severity is Severity.ERROR for finding in plan.findings) else 0
+    return 2 if is_broken else 0
 
 
 def _no_gpu(device: str | None) -> str:
@@ -96,9 +99,9 @@ def _no_gpu(device: str | None) -> str:
 
 
 def _refused_at_start(config: Config) -> Iterator[Finding]:
-    """Yield what `fuligo train` refuses beyond the rules: features that cannot run yet, and problems of prompt files on this machine."""
-    for problem in not_yet(config):
-        yield Finding("PLAN-NOT-YET", Severity.ERROR, problem, ())
+    """Yield what `fuligo train` refuses beyond the rules: unread arguments of Megatron, and problems of prompt files on this machine."""
+    for problem in unread_arguments(config):
+        yield Finding("PLAN-MEGATRON-ARGUMENTS", Severity.ERROR, problem, ())
     if any(Path(path.partition("@")[0]).is_file() for path in config.data.prompt_data):
         from fuligo.cli.data_problems import data_problems
 

@@ -64,6 +64,7 @@ def main(argv: list[str]) -> int:
             num_threads=args.num_threads,
             trust_remote_code=args.trust_remote_code,
             adapter=adapter,
+            is_batch_invariant=args.batch_invariant,
             ready_file=args.ready_file,
             host=args.host,
             weight_directories=tuple(args.weights_from),
@@ -86,6 +87,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-total-tokens", type=_positive, help="tokens of the KV cache (default: what the free memory allows)")
     parser.add_argument("--num-threads", type=_positive, help="CPU threads (default: all cores)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code from the directory if its tokenizer needs it")
+    parser.add_argument(
+        "--batch-invariant",
+        action="store_true",
+        help="compute log-probabilities that depend only on a request's own tokens, to the bit; slower (Llama, Qwen2, Qwen3 and "
+        "Qwen3-MoE on a CPU)",
+    )
     parser.add_argument(
         "--weights-from",
         type=Path,

@@ -1,4 +1,4 @@
-"""Warnings of `fuligo train` about settings that are valid but may be a mistake."""
+"""Warnings of `fuligo train` about valid settings that may be a mistake."""
 
 from collections.abc import Iterator
 from datetime import datetime

@@ -1,16 +1,16 @@
 """`fuligo train`: a training job."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from fuligo.cli.chosen import checked
+from fuligo.cli.chosen import checked, trainer_choice
 from fuligo.cli.environment import apply_environment
-from fuligo.cli.not_yet import refuse
+from fuligo.cli.megatron_arguments import require_read_arguments
 from fuligo.config import Config
 from fuligo.config.command_line import parse
-from fuligo.config.config import MEGATRON_FLAGS
 from fuligo.config.files import yaml_text
 from fuligo.config.help import asked_for_help, help_text
 from fuligo.config.validate import require_no_errors
+from fuligo.errors import ConfigError
 from fuligo.limits import collector_paused
 from fuligo.models.hub import located, with_weights
 
@@ -47,8 +47,16 @@ def prepare(config: Config, warnings: Sequence[str] = ()) -> Config:
     """
     found = checked(located(config))
     config = found.config
-    warnings = [*warnings, *require_no_errors(found.findings, config)]
-    refuse(config)
+    try:
+        warnings = [*warnings, *require_no_errors(found.findings, config)]
+        require_read_arguments(config)
+    except ConfigError:
+        # The trainer may be the cause: --bf16 needs GPUs for engines, because it is a flag of Megatron.
+        from fuligo.cli.console import show_choice
+
+        for choice in trainer_choice(config):
+            show_choice(choice)
+        raise
 
     # Imported late: help and wrong flags should not wait for these imports.
     from fuligo.cli.console import show_choice, show_warning
@@ -65,13 +73,3 @@ def prepare(config: Config, warnings: Sequence[str] = ()) -> Config:
     for warning in slips(config):
         show_warning(warning)
     return config
-
-
-def trainer_choice(config: Config) -> Iterator[str]:
-    """Yield a line that names the flags by which a run got the Megatron trainer without asking for it."""
-    if config.cluster.train_backend != "auto" or config.resolved_train_backend != "megatron":
-        return
-    given = config.given_options(MEGATRON_FLAGS, ["megatron"])
-    torch = " (for the torch trainer use --precision bf16)" if "--bf16" in given else ""
-    shown = ", ".join(given[:5]) + (f" and {len(given) - 5} more" if len(given) > 5 else "")
-    yield f"--train-backend megatron: {shown} {'is a flag' if len(given) == 1 else 'are flags'} of the Megatron trainer{torch}"

@@ -25,12 +25,19 @@ from fuligo.formats.hugging_face import (
     brings_code,
     checkpoint_problems,
     is_quantised,
+    is_trainable,
     read_config_json,
     read_model_config,
+    read_shapes,
 )
-from fuligo.formats.quantisation import EngineQuantisation
+from fuligo.formats.quantisation import MIXTRAL_EXPERTS, EngineQuantisation
+from fuligo.layout.adapter import AdapterShape
 from fuligo.machine.packages import package_version
 from fuligo.models.adapter_flags import adapter_of
+from fuligo.models.adapter_names import EXPERT_MATRICES
+from fuligo.models.registry import FAMILIES, read_architecture
+
+_EXPERTS = ".experts."
 
 
 def weight_problems(config: Config) -> Iterator[str]:
@@ -60,13 +67,37 @@ def _weights(config: Config) -> Iterator[str]:
         if difference is not None:
             yield f"--ref-load: {difference}"
     first = "--hf-checkpoint" if config.checkpoint.ref_load is None else "--ref-load"
-    if first in sound and is_quantised(sound[first]):
+    if first in sound and not is_trainable(sound[first]):
         yield f"{first} {sound[first]} is quantised, training cannot start from it: use the unquantised weights with --ref-load"
     if "--hf-checkpoint" in sound and _syncs_quantised(config):
         try:
             EngineQuantisation.read(sound["--hf-checkpoint"])
         except ConfigError as error:
             yield f"--hf-checkpoint: {error}"
+        yield from _renamed_experts(config, sound["--hf-checkpoint"])
+
+
+def _renamed_experts(config: Config, directory: Path) -> Iterator[str]:
+    """Check that engines would find experts under the names by which the trainer sends them.
+
+    SGLang skips tensors that it does not know, so it would sample with old weights.
+    """
+    model_type = read_model_config(directory).get("model_type")
+    if config.resolved_train_backend != "torch" or not config.trains or model_type in FAMILIES.keys() - MIXTRAL_EXPERTS:
+        return
+    from fuligo.models.adapter import empty_model
+
+    try:
+        names = empty_model(directory).state_dict()
+    except (OSError, ValueError, KeyError):
+        return  # the checks of the model report it
+    sent = sorted({name.partition(_EXPERTS)[0] + _EXPERTS for name in names if _EXPERTS in name})
+    held = read_shapes(directory)
+    if lacking := [prefix for prefix in sent if not any(name.startswith(prefix) for name in held)]:
+        yield (
+            f"--rollout-backend sglang: the files of {directory} ({model_type}) have no tensors {lacking[0]}*, and SGLang would skip what "
+            "the torch trainer sends under this name; use --rollout-backend embedded, or another model"
+        )
 
 
 def _first_weights(config: Config, option: str, path: Path) -> Iterator[str]:
@@ -174,7 +205,7 @@ def _loaded_teacher(config: Config, path: Path, student: Path | None) -> Iterato
     if problems or student is None:
         return
     directory = model_directory(weights_directory(path))
-    if is_quantised(directory):
+    if not is_trainable(directory):
         yield f"{option} {directory} is quantised, which the trainer cannot load: use the unquantised weights"
     swapped = config.resolved_train_backend == "megatron"
     difference = architecture_difference(directory, student) if swapped else vocabulary_difference(directory, student)
@@ -225,7 +256,7 @@ def _resume(config: Config) -> Iterator[str]:
         ]
     else:
         problems = [f"--load: {text}" for text in checkpoint_problems(model)]
-    if not problems and not is_distributed(weights) and is_quantised(model):
+    if not problems and not is_distributed(weights) and not is_trainable(model):
         problems = [f"--load {model} is quantised, training cannot start from it: use the unquantised weights"]
     yield from problems
     if problems or policy is None:
@@ -264,9 +295,27 @@ def _adapter(config: Config) -> Iterator[str]:
             f"--hf-checkpoint {directory} is quantised: merged into FP8 weights, most of an adapter's update would be rounded away; "
             "let the engines serve the unquantised weights"
         )
+    if adapter is not None and adapter.adapts_experts and config.syncs_adapter and config.engine_capabilities.names_adapters:
+        yield "--lora-sync adapter: SGLang's format of experts' adapters differs from PEFT's; use --lora-sync merged"
     if adapter is None or directory is None or not (Path(directory) / "config.json").is_file():
         return
+    if config.syncs_adapter and config.engine_capabilities.names_adapters:
+        yield from _named_like_experts(adapter, Path(directory))
     yield from _fit(adapter, config.lora.lora_adapter, Path(directory))
+
+
+def _named_like_experts(adapter: AdapterConfig, model: Path) -> Iterator[str]:
+    """Refuse to send SGLang adapters of layers named like experts' matrices: untested."""
+    try:
+        architecture = read_architecture(model)
+    except ConfigError:
+        return  # reported elsewhere
+    names = [name for name in AdapterShape(adapter, architecture).names if name in EXPERT_MATRICES]
+    if architecture.experts is not None and names:
+        yield (
+            f"--lora-sync adapter: SGLang may take {', '.join(names)} of dense layers and shared experts for the experts' matrices; use "
+            "--lora-sync merged, or choose other layers with --lora-target-modules"
+        )
 
 
 def _fit(adapter: AdapterConfig, given: str | None, model: Path) -> Iterator[str]:

@@ -2,13 +2,15 @@
 
 import asyncio
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fuligo.cluster.connection import connected, has_gpus, own_node
+from ray.exceptions import RayError
+
+from fuligo.cluster.connection import connected, has_gpus, living_nodes, own_node
 from fuligo.cluster.engines import RemotePart, RemoteServer
 from fuligo.cluster.placement import Placement, engine_parts, place
 from fuligo.cluster.rank import ActorRank, TrainerRank
@@ -16,9 +18,12 @@ from fuligo.cluster.reservation import AGENT_TIMEOUT_S, Bundle, Device, Reservat
 from fuligo.config import Config
 from fuligo.config.secret import Environment
 from fuligo.engines.sglang.server import EnginePlace, ServerSettings
-from fuligo.errors import ConfigError
+from fuligo.errors import ConfigError, TrainerError
 from fuligo.trainer.ranks.settings import TrainerSettings
 from fuligo.trainer.ranks.trainer import RankedTrainer
+
+SILENCE_S = 30.0
+"""Seconds that the agent of a node has to answer before ranks start on it."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -70,6 +75,9 @@ class RayCluster:
         """
 
         async def start_ranks() -> list[ActorRank]:
+            nodes = [self._nodes[number] for number, _ in self._placement.ranks]
+            silent = await silent_nodes(nodes)
+            require_hosts([node.bundle for node in nodes], living_nodes() - silent)
             return [self._rank(rank, logs / f"trainer-rank-{rank}.txt") for rank in range(len(self._placement.ranks))]
 
         return RankedTrainer(settings.with_absolute_paths(), start_ranks)  # nodes have other working directories
@@ -85,7 +93,7 @@ class RayCluster:
         """
         with ExitStack() as stack:
             marks = {stack.enter_context(_mark(path)): f"files written to {path} on another node" for path in written}
-            here = {str(path): str(path) for path in _existing(read)} | marks
+            here = {str(path.absolute()): str(path.absolute()) for path in read if path.exists()} | marks
             unseen = await asyncio.gather(*(node.agent.missing.remote(list(here)) for node in self._nodes))
         for node, missing in zip(self._nodes, unseen):
             if missing:
@@ -122,6 +130,42 @@ class RayCluster:
             log_file=str(log_file.absolute()),
         )
         return ActorRank(rank, node.bundle.host, actor, log_file.absolute())
+
+
+def require_hosts(bundles: Sequence[Bundle], living: Collection[str]) -> None:
+    """Check that the host of every rank is still there: Ray would let an actor wait for a lost one, and each restart with it.
+
+    Args:
+        bundles: those of the ranks, in order
+        living: ids of the nodes that are part of the cluster and answer
+
+    Raises:
+        TrainerError: a host is lost
+    """
+    for rank, bundle in enumerate(bundles):
+        if bundle.node_id not in living:
+            raise TrainerError(
+                f"cannot start trainer rank {rank} on {bundle.host}: the host has left the Ray cluster or does not answer; bring it back, "
+                "or take another or fewer (--hostfile, --actor-num-nodes), and resume"
+            )
+
+
+async def silent_nodes(nodes: Iterable[Node], timeout_s: float = SILENCE_S) -> set[str]:
+    """Return the ids of the nodes whose agents have not answered in time: Ray lists a lost host as living for up to a minute."""
+    distinct = {node.bundle.node_id: node.agent for node in nodes}
+    are_silent = await asyncio.gather(*(_is_silent(agent, timeout_s) for agent in distinct.values()))
+    return {node_id for node_id, is_silent in zip(distinct, are_silent, strict=True) if is_silent}
+
+
+async def _is_silent(agent: Any, timeout_s: float) -> bool:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await agent.gpus.remote()
+    except TimeoutError:
+        return True
+    except RayError:  # it has crashed, or Ray knows that its host is lost
+        return False
+    return False
 
 
 async def open_cluster(config: Config, stack: AsyncExitStack, log_file: Path) -> RayCluster:
@@ -168,7 +212,3 @@ def _mark(directory: Path) -> Iterator[str]:
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(prefix=".seen-by-all-nodes-", dir=directory.absolute()) as file:
         yield file.name
-
-
-def _existing(paths: Sequence[Path]) -> list[Path]:
-    return [path.absolute() for path in paths if path.exists()]

@@ -46,7 +46,7 @@ async def connected(*, num_slots: int, device: str, several_nodes: bool, log_fil
     num_cpus = max(num_slots, num_cores())
     with PortClaims() as claims:
         port = claims.claim()
-        head = start_node("Ray", head_command(port, num_cpus=num_cpus, num_gpus=0 if device == "cpu" else None), log_file, {})
+        head = start_node("Ray", head_command(port, claims, num_cpus=num_cpus, num_gpus=0 if device == "cpu" else None), log_file, {})
         try:
             await head_is_open(head, LOOPBACK, port)
             with _driver(f"{LOOPBACK}:{port}"):
@@ -111,6 +111,11 @@ def node_addresses() -> Mapping[str, str]:
     """Return the addresses of living nodes by node id. A single node uses its loopback interface."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
     return {node["NodeID"]: node["NodeManagerAddress"] if len(nodes) > 1 else LOOPBACK for node in nodes}
+
+
+def living_nodes() -> set[str]:
+    """Return the ids of the nodes that are part of the cluster now."""
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
 def own_node() -> str:

@@ -35,7 +35,7 @@ class RemoteServer:
     """Engine on one or more nodes; its parts end together. Implements `engines.sglang.server.Server`."""
 
     def __init__(self, settings: ServerSettings, parts: Sequence[RemotePart]) -> None:
-        """Start one process tree on each node, which meet at the first node's address; return before the engine is ready."""
+        """Start one process tree on each node, with the rendezvous at the first node's address; return before the engine is ready."""
         self.settings = settings = _with_absolute_paths(settings)
         self._parts = parts
         self._is_lost = False

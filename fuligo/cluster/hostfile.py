@@ -69,7 +69,7 @@ def require_host_name(name: str, source: str) -> None:
     """Refuse what is neither a host name nor an IP address, before a shell or ssh sees it.
 
     Args:
-        source: where the name stands
+        source: place of the name, for errors
 
     Raises:
         ConfigError: it holds other characters

@@ -19,6 +19,7 @@ from fuligo.cluster.node import GRACE_S, head_command, head_is_open, start_node,
 from fuligo.cluster.ray_environment import TOKEN_VARIABLE, new_token, token_environment
 from fuligo.config.launcher import ADDRESS_VARIABLE
 from fuligo.engines.host import endpoint, own_address
+from fuligo.engines.ports import PortClaims
 from fuligo.engines.server_process import last_lines
 from fuligo.errors import ConfigError, EngineError
 from fuligo.limits import num_cores
@@ -32,7 +33,7 @@ class LaunchSettings:
     ip: str
     """Address of this machine, the head, by which the workers reach it."""
     num_slots: int
-    """Slots of this machine; with 0 it runs the driver alone."""
+    """Slots of this machine; with 0 it runs only the driver."""
     workers: tuple[Host, ...]
     port: int
     device: Device
@@ -58,7 +59,8 @@ class LaunchedCluster:
         token = new_token()
         self.address = endpoint(settings.ip, settings.port)
         os.environ.update({**token_environment(token), ADDRESS_VARIABLE: self.address})
-        command = head_command(settings.port, host=settings.ip, num_cpus=slots.num_cpus, num_gpus=slots.num_gpus)
+        self._claims = PortClaims()
+        command = head_command(settings.port, self._claims, host=settings.ip, num_cpus=slots.num_cpus, num_gpus=slots.num_gpus)
         self._head = start_node("the Ray head", command, settings.logs / "ray-head.txt", {})
         self._workers = {host: self._start_worker(host, token) for host in settings.workers}
 
@@ -89,6 +91,7 @@ class LaunchedCluster:
                 await asyncio.sleep(POLL_S)
             worker.kill()
         await self._head.stop()
+        self._claims.close()
 
     async def _wait_for_workers(self, ray) -> None:
         deadline = time.monotonic() + self._settings.timeout_s
@@ -148,16 +151,17 @@ async def join(address: str, ip: str | None, num_slots: int, *, name: str | None
     """
     slots = slots_here(num_slots, device)
     ip = ip or own_address([f"http://{address}"])
-    command = worker_command(address, name=name or ip, num_cpus=slots.num_cpus, num_gpus=slots.num_gpus, host=ip)
-    worker = start_node("Ray", command, logs / "ray-worker.txt", {})
-    try:
-        await asyncio.wait(
-            [asyncio.ensure_future(worker.ended()), *([asyncio.ensure_future(_input_closed())] if attached else [])],
-            return_when=asyncio.FIRST_COMPLETED,
-        )
-        worker.check_alive()
-    finally:
-        await worker.stop()
+    with PortClaims() as claims:
+        command = worker_command(address, claims, name=name or ip, num_cpus=slots.num_cpus, num_gpus=slots.num_gpus, host=ip)
+        worker = start_node("Ray", command, logs / "ray-worker.txt", {})
+        try:
+            await asyncio.wait(
+                [asyncio.ensure_future(worker.ended()), *([asyncio.ensure_future(_input_closed())] if attached else [])],
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            worker.check_alive()
+        finally:
+            await worker.stop()
 
 
 async def _input_closed() -> None:

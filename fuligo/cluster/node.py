@@ -7,36 +7,43 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from fuligo.engines.ports import PortClaims
 from fuligo.engines.server_process import ServerProcess
 from fuligo.formats.private import kept_directory
 
 GRACE_S = 40.0
 """Seconds in which Ray's workers, and the engines under them, shut down."""
 START_TIMEOUT_S = 120.0
+AGENT_PORTS = ("dashboard-agent-grpc-port", "dashboard-agent-listen-port", "metrics-export-port", "runtime-env-agent-port")
+"""Ports of Ray's agents. Left to choose them, the agents must have done so within 15 s, or the node ends: busy machines and slow disks take
+longer for their imports."""
 MAX_ROOT_LENGTH = 8
 """Characters of the path of a temporary directory under which the paths of Ray's sockets have at most 107."""
 
 
-def head_command(port: int, *, num_cpus: int, num_gpus: int | None, host: str | None = None) -> list[str]:
+def head_command(port: int, claims: PortClaims, *, num_cpus: int, num_gpus: int | None, host: str | None = None) -> list[str]:
     """Return the command that starts the head.
 
     Args:
+        claims: open as long as the head runs
         num_gpus: None: as many as the machine has
         host: this machine's address, as the other nodes reach it; None: Ray finds one
     """
     options: dict[str, object] = {"port": port, "include-dashboard": "false", "node-ip-address": host}
-    return _ray_start(["--head"], {**options, "num-cpus": num_cpus, "num-gpus": num_gpus})
+    return _ray_start(["--head"], {**options, "num-cpus": num_cpus, "num-gpus": num_gpus}, claims)
 
 
-def worker_command(address: str, *, name: str, num_cpus: int | None, num_gpus: int | None, host: str) -> list[str]:
+def worker_command(address: str, claims: PortClaims, *, name: str, num_cpus: int | None, num_gpus: int | None, host: str) -> list[str]:
     """Return the command that starts a worker.
 
     Args:
         address: `host:port` of the head
+        claims: open as long as the worker runs
         name: under which Ray lists the node
         host: this machine's address, as the other nodes reach it
     """
-    return _ray_start([], {"address": address, "node-name": name, "num-cpus": num_cpus, "num-gpus": num_gpus, "node-ip-address": host})
+    options = {"address": address, "node-name": name, "num-cpus": num_cpus, "num-gpus": num_gpus, "node-ip-address": host}
+    return _ray_start([], options, claims)
 
 
 def session_root() -> Path:
@@ -50,9 +57,14 @@ def session_root() -> Path:
     return kept_directory(Path(root, name), f"{name}-") / "ray"
 
 
+_HEALTH_TIMEOUT = "RAY_health_check_timeout_ms"
+"""Ray counts a host as lost after five checks, 3 s apart, without an answer: after 40 s, as long as a silent rank has, instead of 65."""
+
+
 def start_node(name: str, command: list[str], log_file: Path, environment: Mapping[str, str]) -> ServerProcess:
     own = {
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # no other job has work on a node that ends
+        _HEALTH_TIMEOUT: os.environ.get(_HEALTH_TIMEOUT, "5000"),
     }
     command = [*command, f"--temp-dir={session_root()}"]
     return ServerProcess(name, command, log_file=log_file, environment={**own, **environment}, grace_s=GRACE_S)
@@ -76,6 +88,7 @@ async def head_is_open(head: ServerProcess, host: str, port: int) -> None:
     await head.wait_until(connects, START_TIMEOUT_S)
 
 
-def _ray_start(switches: list[str], options: Mapping[str, object]) -> list[str]:
-    given = [f"--{name}={value}" for name, value in options.items() if value is not None]
+def _ray_start(switches: list[str], options: Mapping[str, object], claims: PortClaims) -> list[str]:
+    agents = {name: claims.claim() for name in AGENT_PORTS}
+    given = [f"--{name}={value}" for name, value in {**options, **agents}.items() if value is not None]
     return [sys.executable, "-m", "ray.scripts.scripts", "start", *switches, *given, "--block", "--disable-usage-stats"]

@@ -93,7 +93,7 @@ def in_physical_order(gpu_ids: Iterable[int | str]) -> tuple[str, ...]:
     """Sort GPUs by number.
 
     Args:
-        gpu_ids: as Ray reports them, in any order: numbers, or whatever CUDA_VISIBLE_DEVICES held when Ray was started (UUIDs)
+        gpu_ids: ids as Ray reports them, in any order: numbers, or whatever CUDA_VISIBLE_DEVICES held when Ray was started (UUIDs)
     """
     names = [str(gpu) for gpu in gpu_ids]
     return tuple(sorted(names, key=int) if all(name.isdigit() for name in names) else names)

@@ -56,16 +56,21 @@ class Given:
 
 def override(file: Given, line: Given) -> Given:
     """Return the file's content and then the command line's, without flags of the file that a flag of the command line replaces."""
-    typed = {each.flag.name: each for each in line.assignments if not any(each.value is nothing for nothing in (None, False, UNSET))}
+    typed = {each.flag.name: each for each in line.assignments if _sets(each)}
     merged = Given(list(line.assignments), [*file.problems, *line.problems], [*file.warnings, *line.warnings])
     for assignment in reversed(file.assignments):
         others = [name for pair in ALTERNATIVES if assignment.flag.name in pair for name in pair]
         by = next((typed[name] for name in others if name in typed and assignment.flag.name not in typed), None)
-        if by is None:
+        if by is None or not _sets(assignment):  # a run's own config.yaml lists every flag
             merged.assignments.insert(0, assignment)
         else:
             merged.warnings.append(f"{by.origin} {by.value} replaces {assignment.origin}: {assignment.value}")
     return merged
+
+
+def _sets(assignment: Assignment) -> bool:
+    """Return whether a flag is given a value, not unset."""
+    return not any(assignment.value is nothing for nothing in (None, False, UNSET))
 
 
 def build_config(assignments: Iterable[Assignment], problems: Iterable[str] = ()) -> Config:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -11,28 +11,10 @@ from typing import Literal
 from pydantic import PrivateAttr
 
 from fuligo.algorithms.estimators import ESTIMATORS
-from fuligo.config.engine_capabilities import ENGINE_CAPABILITIES, EngineCapabilities
 from fuligo.config.flag import PREFIXES, option_name
-from fuligo.config.flags import MEGATRON_FLAGS, SGLANG_FLAGS, flags, name_problem
-from fuligo.config.groups import TypedFlags
-from fuligo.config.passthrough import PassThrough, RouterArguments, SglangArguments
-from fuligo.config.secret import Environment, Secret
+from fuligo.config.placement import Placement
+from fuligo.config.secret import Secret
 from fuligo.config.server_groups import TEACHER
-
-REQUESTS_PER_ENGINE = 512
-"""Requests in flight per engine where nothing tells how many it runs at a time."""
-
-
-class MegatronArguments(PassThrough):
-    """Arguments of Megatron that no typed flag of fuligo covers: `--swiglu` is `{"swiglu": True}`."""
-
-    __slots__ = ()
-    group = "megatron"
-
-    @classmethod
-    def name_problem(cls, name: str) -> str | None:
-        """Return why an argument of this name cannot be given, or None. Typed flags win over Megatron's arguments of the same name."""
-        return name_problem(cls.schema(), name)
 
 
 @dataclass(slots=True, frozen=True)
@@ -44,15 +26,12 @@ class ServedModel:
     """Secret that callers show: `Authorization: Bearer KEY`."""
 
 
-class Config(TypedFlags):
+class Config(Placement):
     """All settings of a run, grouped by concern: `config.rollout.rollout_batch_size`.
 
     The properties assume a config that `validate` accepts.
     """
 
-    sglang: SglangArguments = SglangArguments()
-    router: RouterArguments = RouterArguments()
-    megatron: MegatronArguments = MegatronArguments()
     _served_models: dict[str, ServedModel] = PrivateAttr(default_factory=dict)
 
     @property
@@ -73,17 +52,10 @@ class Config(TypedFlags):
                 option = option_name(PREFIXES.get(group, "") + name)
                 yield from ((option, secret) for secret in _secrets_in(value))
 
-    def value_of(self, name: str) -> object:
-        """Return the value of a typed flag."""
-        return getattr(getattr(self, flags()[name].group), name)
-
-    def given_options(self, names: Iterable[str], passed_on: Iterable[str] = ()) -> list[str]:
-        """Return the options of the flags among `names` that differ from their default, and of all arguments of the groups `passed_on`.
-
-        A config knows values, not who gave them: a flag counts as given where its value is not its default.
-        """
-        typed = [flags()[name].option for name in names if self.value_of(name) != flags()[name].default]
-        return [*typed, *(option_name(PREFIXES.get(group, "") + name) for group in passed_on for name in getattr(self, group))]
+    @property
+    def shares_prefixes(self) -> bool:
+        """True if the trainer computes a common prefix of samples once."""
+        return self.train.share_prefixes == "on"
 
     @property
     def samples_per_rollout(self) -> int:
@@ -115,11 +87,6 @@ class Config(TypedFlags):
         """Upper clip distance of the ratio; the lower one by default."""
         high = self.algorithm.eps_clip_high
         return self.algorithm.eps_clip if high is None else high
-
-    @property
-    def is_sft(self) -> bool:
-        """True for supervised fine-tuning: the data holds the responses, nothing is sampled or scored."""
-        return self.algorithm.loss_type == "sft_loss"
 
     @property
     def needs_reference(self) -> bool:
@@ -160,7 +127,7 @@ class Config(TypedFlags):
 
     @property
     def is_unjudged(self) -> bool:
-        """True if the policy learns from a teacher alone, without rewards."""
+        """True if the policy learns only from a teacher, without rewards."""
         rollout = self.rollout
         by_hook = rollout.custom_generate_function_path or rollout.agent or rollout.environment or rollout.rollout_function_path
         judged = self.reward.rm_type or self.reward.custom_rm_path or self.data.metadata_key or by_hook
@@ -176,6 +143,22 @@ class Config(TypedFlags):
     def trains_values(self) -> bool:
         """True if the run trains a value model beside the policy."""
         return ESTIMATORS[self.algorithm.advantage_estimator].uses_values and not self.is_sft
+
+    @property
+    def learns_from_advantages_alone(self) -> bool:
+        """True if a sample whose advantages are all 0 adds nothing to the gradient: every term of the loss is weighted by advantages."""
+        flags = self.algorithm
+        others = (
+            flags.entropy_coef,
+            flags.use_kl_loss and flags.kl_loss_coef,
+            flags.custom_pg_loss_reducer_function_path,
+            self.trains_values,
+            self.train.enable_mtp_training,
+            self.megatron.get("moe_aux_loss_coeff"),
+            self.megatron.get("moe_router_bias_update_rate"),
+            self.model.custom_model_provider_path,  # its layers may have a loss of their own
+        )
+        return flags.loss_type == "policy_loss" and not any(others)
 
     @property
     def uses_adapter(self) -> bool:
@@ -199,7 +182,7 @@ class Config(TypedFlags):
         """Reason why engines cannot take an adapter by itself; empty if they can."""
         facts, transport = self.engine_capabilities, self.weight_sync.update_weight_transport
         if self.engine.rollout_external_engine_addrs:
-            return "external engines began without it"
+            return "external engines were started without it"
         if not facts.applies_adapters:
             return f"the run's {self.resolved_rollout_backend} engines take whole weights only"
         if transport not in ("auto", "tensor"):
@@ -214,8 +197,10 @@ class Config(TypedFlags):
             return f"the engines load --hf-checkpoint, and the adapter is trained on {self.initial_weights_path}"
         if self.resolved_train_backend != "torch":
             return "the Megatron trainer merges it into the weights for SGLang"
+        if self.lora.lora_experts:
+            return "SGLang's format of experts' adapters differs from PEFT's"
         if self.sglang.value("dp_size") != 1 or self.sglang.value("pp_size") != 1:
-            return "SGLang loads adapters with --sglang-dp-size 1 and --sglang-pp-size 1 alone"
+            return "SGLang loads adapters only with --sglang-dp-size 1 and --sglang-pp-size 1"
         if self.engine.sglang_config is not None:
             return "the servers of --sglang-config have arguments of their own"
         return ""
@@ -231,124 +216,9 @@ class Config(TypedFlags):
         return self.replays_engine_routing or (self.algorithm.use_routing_replay and not self.is_sft)
 
     @property
-    def needs_engine(self) -> bool:
-        """True if the run samples: rollouts, or evaluations during SFT."""
-        return not self.debug.debug_train_only and (not self.is_sft or self.has_eval)
-
-    @property
     def initial_weights_path(self) -> str | None:
         """Path of the initial weights and of the reference: a Hugging Face directory, a distributed checkpoint, or a directory of such."""
         return self.checkpoint.ref_load or self.model.hf_checkpoint
-
-    @property
-    def resolved_train_backend(self) -> Literal["torch", "megatron"]:
-        """Trainer: as given; `auto` is megatron if a flag of the Megatron trainer differs from its default, else torch."""
-        given = self.cluster.train_backend
-        return given if given != "auto" else "megatron" if self.given_options(MEGATRON_FLAGS, ["megatron"]) else "torch"
-
-    @property
-    def engine_environment(self) -> Environment:
-        """Environment variables of engine and router processes, added to the driver's."""
-        return self.cluster.env.merged(self.engine.engine_env)
-
-    @property
-    def resolved_rollout_backend(self) -> Literal["embedded", "sglang"]:
-        """Engine: as given; `auto` is sglang with Megatron, with external engines, or if a flag of SGLang differs from its default."""
-        given = self.cluster.rollout_backend
-        if given != "auto":
-            return given
-        external = bool(self.engine.rollout_external_engine_addrs)
-        sglang = external or self.resolved_train_backend == "megatron" or self.given_options(SGLANG_FLAGS, ["sglang"])
-        return "sglang" if sglang else "embedded"
-
-    @property
-    def engine_capabilities(self) -> EngineCapabilities:
-        """Capabilities of the rollout backend's engines."""
-        return ENGINE_CAPABILITIES[self.resolved_rollout_backend]
-
-    @property
-    def trains(self) -> bool:
-        """True if the run has a trainer: not for --debug-rollout-only and `fuligo eval`."""
-        return not self.debug.debug_rollout_only
-
-    @property
-    def shares_gpus(self) -> bool:
-        """Trainer and engines have the same GPUs (--colocate)."""
-        return self.cluster.colocate and self.trains
-
-    @property
-    def takes_turns(self) -> bool:
-        """Trainer and engines use the same GPUs in turns."""
-        return self.shares_gpus and self.needs_engine and self.engine_capabilities.releases_memory
-
-    @property
-    def resolved_actor_num_gpus_per_node(self) -> int:
-        """Trainer GPUs per node; on a CPU, trainer processes."""
-        if self.cluster.actor_num_gpus_per_node is not None:
-            return self.cluster.actor_num_gpus_per_node
-        one = self.resolved_train_backend == "torch" or self.cluster.device == "cpu"
-        return 1 if one else min(8, self.cluster.num_gpus_per_node)
-
-    @property
-    def num_train_gpus(self) -> int:
-        """Trainer GPUs, one per rank; on a CPU, trainer processes."""
-        return self.cluster.actor_num_nodes * self.resolved_actor_num_gpus_per_node
-
-    @property
-    def resolved_rollout_num_gpus(self) -> int:
-        """GPUs of all engines, shared ones included; 1 for the embedded engine, 0 if all engines are external or none is needed."""
-        if not self.needs_engine:
-            return 0
-        if self.cluster.rollout_num_gpus is not None:
-            return self.cluster.rollout_num_gpus
-        if self.engine.rollout_external_engine_addrs:
-            return 0
-        if self.engine_capabilities.beside_trainer:
-            return 1
-        return self.num_train_gpus if self.cluster.colocate else self.resolved_rollout_num_gpus_per_engine
-
-    @property
-    def resolved_rollout_num_gpus_per_engine(self) -> int:
-        """GPUs per engine (groups of `--sglang-config` may set their own number)."""
-        return self.cluster.rollout_num_gpus_per_engine or 1
-
-    @property
-    def resolved_rollout_concurrency(self) -> int:
-        """Requests in flight: as given (or chosen by the plan of a run on GPUs), else `REQUESTS_PER_ENGINE` for each engine."""
-        if self.rollout.rollout_concurrency is not None:
-            return self.rollout.rollout_concurrency
-        external = len(self.engine.rollout_external_engine_addrs)
-        own = self.resolved_rollout_num_gpus // self.resolved_rollout_num_gpus_per_engine
-        return REQUESTS_PER_ENGINE * max(1, external or own)
-
-    @property
-    def num_rollout_only_gpus(self) -> int:
-        """Engine GPUs that the trainer does not use. The embedded engine shares the trainer's first GPU."""
-        if self.engine_capabilities.beside_trainer:
-            return 0
-        shared = self.num_train_gpus if self.shares_gpus else 0
-        return max(0, self.resolved_rollout_num_gpus - shared)
-
-    @property
-    def total_num_gpus(self) -> int:
-        """GPUs of the run."""
-        alone = self.num_train_gpus if self.trains or self.engine_capabilities.beside_trainer else 0
-        return alone + self.num_rollout_only_gpus
-
-    @property
-    def num_nodes(self) -> int:
-        """Nodes of the run."""
-        trainer = self.cluster.actor_num_nodes if self.trains else 1
-        return max(trainer, -(-self.total_num_gpus // self.cluster.num_gpus_per_node))
-
-    @property
-    def resolved_data_parallel_size(self) -> int:
-        """Data-parallel size of the trainer, at least 1: GPUs / (TP x PP x CP)."""
-        if self.resolved_train_backend == "torch":
-            return self.num_train_gpus
-        sizes = self.parallel
-        one_replica = sizes.tensor_model_parallel_size * sizes.pipeline_model_parallel_size * sizes.context_parallel_size
-        return max(1, self.num_train_gpus // one_replica)
 
     @property
     def max_sample_tokens(self) -> int | None:
@@ -359,12 +229,6 @@ class Config(TypedFlags):
         if self.data.rollout_max_prompt_len is not None:
             limits.append(self.data.rollout_max_prompt_len + (0 if self.is_sft else self.rollout.rollout_max_response_len))
         return min(limits, default=None)
-
-    @property
-    def has_eval(self) -> bool:
-        """True if evaluation data is given, or a function that evaluates."""
-        flags = self.eval
-        return bool(flags.eval_prompt_data) or flags.eval_config is not None or flags.eval_function_path is not None
 
     @property
     def eval_data_sets(self) -> dict[str, str]:

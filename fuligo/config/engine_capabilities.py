@@ -19,13 +19,15 @@ class EngineCapabilities:
     records_routing: bool
     """Engines report the experts of every token (--use-rollout-routing-replay)."""
     is_reproducible: bool
-    """Tokens depend on the requests alone, not on when they arrive, so that rollouts can be repeated exactly."""
+    """Tokens depend only on the requests, not on when they arrive, so that rollouts can be repeated exactly."""
     writes_profiles: bool
     """Engines have a profiler of their own (--profile)."""
     applies_adapters: bool
-    """Engines take a LoRA adapter by itself and apply it to each token; otherwise they take weights that it is merged into."""
+    """Engines accept a LoRA adapter by itself and apply it to each token; otherwise they need weights that it is merged into."""
     names_adapters: bool
-    """Engines know adapters by name: each request names its own, and they load the weights below it from --hf-checkpoint alone."""
+    """Engines know adapters by name: each request names its own, and they load base weights only from --hf-checkpoint."""
+    takes_images: bool
+    """Requests may have images (--multimodal-keys)."""
     takes_changes: bool
     """Engines keep what a weight sync leaves out (--update-weight-mode delta); otherwise each sync must bring everything."""
     weight_transports: tuple[str, ...]
@@ -45,6 +47,7 @@ ENGINE_CAPABILITIES: Mapping[str, EngineCapabilities] = {
         writes_profiles=False,
         applies_adapters=True,
         names_adapters=False,
+        takes_images=True,
         takes_changes=False,
         weight_transports=("tensor", "disk"),
         memory_flags=("--embedded-max-total-tokens",),
@@ -59,6 +62,7 @@ ENGINE_CAPABILITIES: Mapping[str, EngineCapabilities] = {
         writes_profiles=True,
         applies_adapters=True,
         names_adapters=True,
+        takes_images=False,
         takes_changes=True,
         weight_transports=("tensor", "nccl", "gloo", "disk"),
         memory_flags=("--sglang-mem-fraction-static", "--rollout-num-gpus-per-engine"),

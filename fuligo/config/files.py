@@ -12,8 +12,8 @@ from fuligo.config.assignments import Assignment, Given, anchored, anchored_path
 from fuligo.config.flag import Flag, Kind, did_you_mean, nearest
 from fuligo.config.flags import flags, name_problem, passthrough_flags, sections
 from fuligo.config.groups import GROUPS
+from fuligo.config.other_frameworks import elsewhere
 from fuligo.config.passthrough import deprecation, resolved_value
-from fuligo.config.reserved import elsewhere
 from fuligo.config.schemas import BACKENDS, schema
 from fuligo.config.topology_file import read_topology, topology_of
 from fuligo.config.yaml_text import compose, construct, read_yaml_text, yaml_problem

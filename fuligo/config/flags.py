@@ -47,7 +47,7 @@ MEGATRON_FLAGS = (
     "custom_model_provider_path",
 )
 """Flags that only the Megatron trainer reads; the whole group `megatron` belongs to it as well."""
-TORCH_FLAGS = ("gradient_checkpointing", "torch_compile")
+TORCH_FLAGS = ("gradient_checkpointing", "torch_compile", "freeze_vision_tower")
 """Flags that only the torch trainer reads."""
 SGLANG_FLAGS = ("rollout_num_gpus", "rollout_num_gpus_per_engine", "sglang_config")
 """Flags that only SGLang engines read; the groups `sglang` and `router` belong to them as well."""

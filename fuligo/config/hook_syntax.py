@@ -1,11 +1,14 @@
 """Static check of hooks by the syntax tree of their files, for commands that must not import user code."""
 
 import ast
+import importlib
 import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from fuligo.config import Config
@@ -55,30 +58,20 @@ def _source(module: str, env_path: str) -> Path | None:
     if module.endswith(".py"):
         file = Path(module).expanduser()
         return file if file.is_file() else None
+    importlib.invalidate_caches()
     top, *rest = module.split(".")
-    relative = Path(*module.split("."))
-    for root in [*env_path.split(os.pathsep), *sys.path, ""]:  # an empty entry is the working directory
-        for candidate in (Path(root) / relative / "__init__.py", Path(root) / relative.with_suffix(".py")):
-            if candidate.is_file():
-                return candidate
-    return _found_by_import_system(top, rest)
+    spec = _find_spec([top, *rest], [*env_path.split(os.pathsep), *sys.path, ""])  # an empty entry is the working directory
+    if spec is None or spec.origin is None:  # not a folder of the path, such as an editable install
+        with suppress(ImportError, ValueError):
+            spec = importlib.util.find_spec(top)  # imports nothing, since `top` has no parent
+            if spec is not None and rest:
+                spec = _find_spec(rest, spec.submodule_search_locations or [])
+    return Path(spec.origin) if spec is not None and spec.origin is not None and spec.origin.endswith(".py") else None
 
 
-def _found_by_import_system(top: str, rest: list[str]) -> Path | None:
-    """Find a module of a package that is not a directory on the path, such as an editable install."""
-    try:
-        spec = importlib.util.find_spec(top)  # imports nothing, since `top` has no parent
-    except (ImportError, ValueError):
-        return None
-    if spec is None:
-        return None
-    if not rest:
-        return Path(spec.origin) if spec.origin is not None and spec.origin.endswith(".py") else None
-    for root in spec.submodule_search_locations or ():
-        for candidate in (Path(root, *rest, "__init__.py"), Path(root, *rest).with_suffix(".py")):
-            if candidate.is_file():
-                return candidate
-    return None
+def _find_spec(names: list[str], roots: Iterable[str]) -> ModuleSpec | None:
+    *folders, name = names
+    return PathFinder.find_spec(name, [str(Path(root, *folders)) for root in roots])
 
 
 def _problem(file: Path, name: str, spec: HookSpec) -> str | None:

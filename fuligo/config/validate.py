@@ -5,10 +5,23 @@ from collections.abc import Iterable
 from fuligo.config import Config
 from fuligo.config.changes import change_text
 from fuligo.config.findings import Finding, Rule, Severity
-from fuligo.config.rules import advice, cluster, combinations, distillation, effects, lora, required, routing_replay, sizes
+from fuligo.config.rules import (
+    advice,
+    cluster,
+    combinations,
+    distillation,
+    effects,
+    exactness,
+    lora,
+    prefixes,
+    required,
+    routing_replay,
+    sizes,
+    vision,
+)
 from fuligo.errors import ConfigError
 
-_MODULES = (required, combinations, cluster, sizes, routing_replay, distillation, lora, effects, advice)
+_MODULES = (required, combinations, cluster, sizes, routing_replay, distillation, lora, vision, prefixes, exactness, effects, advice)
 RULES: tuple[Rule[Config], ...] = tuple(
     rule for module in _MODULES for rule in getattr(module, "RULES", vars(module).values()) if isinstance(rule, Rule)
 )

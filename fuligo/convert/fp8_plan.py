@@ -14,7 +14,7 @@ from pathlib import Path
 from fuligo.errors import ConfigError
 from fuligo.formats.fp8_shards import Shard, plan_shards, shard_problems, unquantised_modules
 from fuligo.formats.hugging_face import DamagedFileError, is_weight_file, read_config_json, read_stored_tensors
-from fuligo.formats.quantisation import DEFAULT_BLOCK, STRATEGIES, Quantisation
+from fuligo.formats.quantisation import DEFAULT_BLOCK, MIXTRAL_EXPERTS, STRATEGIES, Quantisation, has_whole_experts
 from fuligo.models.architecture import Architecture, Part
 from fuligo.models.hub import model_directory
 from fuligo.models.registry import architecture_of
@@ -89,8 +89,10 @@ def plan_hf_to_fp8(arguments: Sequence[str]) -> Fp8Plan:
     source, target = options.model_dir, options.save_dir
     values = read_config_json(source)
     architecture = architecture_of(values, str(source / CONFIG))
-    if architecture.is_quantised:
+    if architecture.is_quantised or architecture.is_mxfp4:
         raise ConfigError(f"cannot convert --model-dir {source}: it is already quantised; use the bf16 checkpoint it was made from")
+    if has_whole_experts(values) or architecture.model_type in MIXTRAL_EXPERTS:
+        raise ConfigError(f"cannot convert --model-dir {source}: experts of a {architecture.model_type} model are not supported in FP8")
     rows, columns = options.block_size or DEFAULT_BLOCK
     quantisation = Quantisation(options.strategy, (rows, columns) if options.strategy == "block" else None)
     if any(source.glob("*.safetensors")):
@@ -135,7 +137,7 @@ def _plan_of_files(source: Path, target: Path, quantisation: Quantisation, num_w
 
 
 def _estimate(source: Path, target: Path, quantisation: Quantisation, num_workers: int, architecture: Architecture) -> Fp8Plan:
-    """Estimate from config.json alone: bf16, whole blocks; channel and tensor scales are not counted."""
+    """Estimate from config.json, without weights: bf16, whole blocks; channel and tensor scales are not counted."""
     parts = list(_parts(architecture))
     num_quantised = sum(part.num_parameters for part in parts if part.quantisable)
     num_kept = sum(part.num_parameters for part in parts if not part.quantisable)

@@ -47,7 +47,7 @@ def hf_to_dist(source: Path, target: Path, world: World) -> None:
 
 
 def _check_target(target: Path) -> None:
-    """Check that `target` holds nothing but leftovers of an earlier conversion."""
+    """Check that `target` contains only leftovers of an earlier conversion."""
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"cannot write to {target}: it is a file; use a directory with --save")
     if (target / RELEASE).exists():

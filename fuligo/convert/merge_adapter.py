@@ -11,6 +11,7 @@ from fuligo.errors import CheckpointError
 from fuligo.formats.adapter_config import AdapterConfig, adapted_weight
 from fuligo.formats.weight_manifest import MergeRounding
 from fuligo.models.adapter import LowRankUpdate, read_adapter_weights, require_fits
+from fuligo.models.experts_adapter import stacked_factors
 
 
 class MergedTensors(InOwnDtypes):
@@ -28,16 +29,29 @@ class MergedTensors(InOwnDtypes):
         config, tensors = AdapterConfig.read(adapter), read_adapter_weights(adapter)
         require_fits(tensors, config, adapter, base)
         self._updates: dict[str, LowRankUpdate] = {}
-        for name in sorted({adapted_weight(name) for name in tensors}):
-            layer = f"base_model.model.{name.removesuffix('.weight')}"
-            a, b = (tensors[f"{layer}.lora_{part}.weight"] for part in "AB")
-            if self.shapes.get(name) != (len(b), a.shape[1]):
-                there = list(self.shapes.get(name, ())) or "absent"
+        for stored in sorted(name for name in tensors if name.endswith(".lora_A.weight")):
+            update = LowRankUpdate(tensors[stored], tensors[stored.replace(".lora_A.", ".lora_B.")], config.scaling)
+            self._updates |= self._by_file_name(adapted_weight(stored), update, num_experts=len(update.a) // config.rank)
+        for name, update in self._updates.items():
+            shape = self.shapes.get(name)
+            wanted = (len(update.b), update.a.shape[1])
+            if shape is None or shape[-2:] != wanted:
                 raise CheckpointError(
-                    f"cannot merge {adapter} into {base}: {name} is {there} in its files, and the adapter's is {[len(b), a.shape[1]]}; use "
-                    f"the model that the adapter was trained on ({config.base or 'its adapter_config.json names none'})"
+                    f"cannot merge {adapter} into {base}: {name} is {list(shape or ()) or 'absent'} in its files, and the adapter's is "
+                    f"{list(wanted)}; use the model that the adapter was trained on ({config.base or 'its adapter_config.json names none'})"
                 )
-            self._updates[name] = LowRankUpdate(a, b, config.scaling)
+
+    def _by_file_name(self, name: str, update: LowRankUpdate, *, num_experts: int) -> dict[str, LowRankUpdate]:
+        """Return the updates of a weight by the names that it has in the base's files, which may hold experts one by one."""
+        module, _, matrix = name.rpartition(".")
+        if matrix == "weight" or name in self.shapes:
+            return {name: update}
+        kinds = ("gate_proj", "up_proj") if matrix == "gate_up_proj" else (matrix,)
+        found: dict[str, LowRankUpdate] = {}
+        for expert, (a, b) in enumerate(zip(*stacked_factors(update.a, update.b, num_experts), strict=True)):
+            for kind, part in zip(kinds, b.chunk(len(kinds)), strict=True):
+                found[f"{module}.{expert}.{kind}.weight"] = LowRankUpdate(a, part, update.scaling)
+        return found
 
     def read(self, name: str) -> Tensor:
         """Return a whole tensor on the CPU.

@@ -49,7 +49,7 @@ class AssistantTurns:
         """Return the sequences to train on: one of the whole conversation, or several if the template rewrites earlier turns.
 
         Args:
-            rewritten: what becomes of a conversation whose earlier turns the template renders differently once later ones follow:
+            rewritten: treatment of a conversation whose earlier turns the template renders differently once later ones follow:
                 `per-turn` trains each turn in a sequence of its own, as the model writes it; `rendered` trains the form that the whole
                 conversation shows.
 
@@ -156,7 +156,7 @@ class AssistantTurns:
     def _reply(self, turn: int) -> list[int]:
         """Return the first id that the template writes after a turn if an answer to it follows; none if `end_ids` is empty.
 
-        The turn is rendered alone and without thinking, because many templates drop all earlier thinking once the user answers.
+        The turn is rendered by itself and without thinking, because many templates drop all earlier thinking once the user answers.
         """
         if not self._end_ids:
             return []

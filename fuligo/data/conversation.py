@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -11,10 +12,11 @@ import numpy as np
 from fuligo.data.assistant_turns import AssistantTurns, Segment
 from fuligo.data.dataset import Dataset
 from fuligo.data.fields import Fields
+from fuligo.data.images import RawImage
 from fuligo.data.source import RowSource
 from fuligo.data.template import as_ids, plain_ids, rendered_ids
 from fuligo.errors import DataError
-from fuligo.types import IntArray, MaskArray, Messages, Sample, SampleStatus
+from fuligo.types import IntArray, MaskArray, Messages, PromptImage, Sample, SampleStatus
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,6 +30,8 @@ class MaskedTokens:
     """[T] token ids up to the last token that is trained on."""
     loss_mask: MaskArray
     """[T] 1 on the assistant's tokens, including the one that ends its turn."""
+    images: tuple[PromptImage, ...] = ()
+    """Images, in the order of their tokens."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -41,6 +45,11 @@ class Conversation:
     """The conversation; or one sequence for each assistant turn, where the template rewrites earlier turns."""
     label: Any
     metadata: dict[str, Any]
+
+    @property
+    def images(self) -> tuple[PromptImage, ...]:
+        """Images of all parts."""
+        return tuple(image for part in self.parts for image in part.images)
 
     def as_samples(self, index: int) -> list[Sample]:
         """Return the parts as samples of one trajectory; the prompt of each is everything before its first trained token."""
@@ -56,6 +65,7 @@ class Conversation:
             prompt_ids=part.tokens[:start],
             label=self.label,
             metadata=self.metadata,
+            images=part.images,
             response_ids=response,
             loss_mask=part.loss_mask[start:],
             engine_logprobs=np.zeros(len(response), np.float32),
@@ -79,11 +89,20 @@ class ConversationDataset(Dataset[Conversation]):
             messages = fields.prompt
             if self.settings.label_key is not None:
                 messages = [*messages, {"role": "assistant", "content": str(fields.label)}]
-            turns = AssistantTurns(messages, fields.tools, self._template, self._tokenizer, self.settings.end_ids)
+            turns = AssistantTurns(self._with_images(messages), fields.tools, self._template, self._tokenizer, self.settings.end_ids)
             sequences = turns.sequences(self.settings.rewritten_turns)
-        parts = tuple(join_segments(segments) for segments in sequences)
+        parts = tuple(self._place(join_segments(segments), fields.images) for segments in sequences)
         longest = max(len(part.tokens) for part in parts)
         return Conversation(row, fields.prompt, parts, fields.label, fields.metadata), longest
+
+    def _place(self, part: MaskedTokens, images: Sequence[RawImage]) -> MaskedTokens:
+        """Return a sequence with all tokens of the images that it shows: the first ones, up to its last trained token."""
+        if not images:
+            return part
+        assert self._images is not None, "opened with the model's images"
+        ids = part.tokens.tolist()
+        placed = self._images.place(ids, images[: ids.count(self._images.token_id)])
+        return MaskedTokens(placed.ids, part.loss_mask[placed.origins], placed.images)
 
 
 class ConversationSource(RowSource[Conversation]):

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
 
 from fuligo.data.fields import Fields, read_fields
+from fuligo.data.images import ImagePlacer, check_texts, with_image_parts
 from fuligo.data.locate import locate
 from fuligo.data.row_file import PromptPath, RowFile, open_rows
 from fuligo.data.settings import DataSettings
 from fuligo.data.template import ChatTemplate, as_ids, plain_ids, rendered_ids
 from fuligo.errors import DataError
-from fuligo.types import Prompt
+from fuligo.types import Messages, Prompt, PromptImage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,6 +31,9 @@ class HasRow(Protocol):
 
     @property
     def row(self) -> int: ...
+
+    @property
+    def images(self) -> Sequence[PromptImage]: ...
 
 
 Item = TypeVar("Item", bound=HasRow)
@@ -73,7 +77,7 @@ class Rows:
 
     def __getitem__(self, row: int) -> Fields:
         piece, number = self._find(row)
-        return read_fields(piece.file[number], self._settings, lambda: piece.file.place(number))
+        return read_fields(piece.file[number], self._settings, lambda: piece.file.place(number), piece.file.path.parent)
 
     def place(self, row: int) -> str:
         piece, number = self._find(row)
@@ -114,25 +118,33 @@ def _pieces(entry: PromptPath, settings: DataSettings) -> list[_Piece]:
 class Dataset(Generic[Item]):
     """Random access to the items made from the rows of prompt files. Each access parses and tokenizes its row."""
 
-    def __init__(self, rows: Rows, settings: DataSettings, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, rows: Rows, settings: DataSettings, tokenizer: PreTrainedTokenizerBase, images: ImagePlacer | None = None) -> None:
         self.settings = settings
+        self._images = images
         self._rows = rows
         self._tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer, settings.apply_chat_template_kwargs) if settings.apply_chat_template else None
 
     @classmethod
-    def open(cls, paths: str | Path | Sequence[str], settings: DataSettings, tokenizer: PreTrainedTokenizerBase) -> Self:
+    def open(
+        cls,
+        paths: str | Path | Sequence[str],
+        settings: DataSettings,
+        tokenizer: PreTrainedTokenizerBase,
+        images: ImagePlacer | None = None,
+    ) -> Self:
         """Index the files, check their first rows, and make sure that at least one row is usable.
 
         Args:
             paths: entry of --prompt-data, or several; each with an optional slice: `FILE@[a:b]`
+            images: image placer of the model; None if rows have no images
 
         Raises:
             DataError: a file is missing, unreadable, empty or of an unknown format; one of its first rows is malformed
                 (unless `skip_bad_rows`); or no row is usable
             ConfigError: the tokenizer has no chat template, and one is requested
         """
-        dataset = cls(Rows.open(paths, settings), settings, tokenizer)
+        dataset = cls(Rows.open(paths, settings), settings, tokenizer, images)
         dataset._check_first_rows(paths)
         return dataset
 
@@ -174,6 +186,26 @@ class Dataset(Generic[Item]):
         """Make the item, and return it with the number of tokens that the length limit applies to."""
         raise NotImplementedError
 
+    def _with_images(self, messages: Messages) -> Messages:
+        """Return messages as the chat templates of models with images read them.
+
+        Raises:
+            DataError: a message has an image where none is allowed
+        """
+        if self._images is None:
+            return messages
+        check_texts(messages, str(self._tokenizer.convert_ids_to_tokens(self._images.token_id)))
+        return with_image_parts(messages)
+
+    def _check_images(self, row: int, item: Item) -> None:
+        """Decode the images of an item; later rows only fail their samples."""
+        if self._images is None:
+            return
+        try:
+            self._images.decode(item.images)
+        except DataError as error:
+            raise DataError(f"{self._rows.place(row)}: {error}") from error
+
     def _check_first_rows(self, paths: str | Path | Sequence[str]) -> None:
         usable = 0
         reason = ""
@@ -182,7 +214,7 @@ class Dataset(Generic[Item]):
             if usable and row not in first:
                 return
             try:
-                self[row]
+                self._check_images(row, self[row])
                 usable += 1
             except PromptTooLongError as error:
                 reason = reason or str(error)
@@ -199,14 +231,20 @@ class PromptDataset(Dataset[Prompt]):
     """Prompts of a file, with the chat template applied if --apply-chat-template is set."""
 
     def _make(self, row: int, fields: Fields) -> tuple[Prompt, int]:
+        images: tuple[PromptImage, ...] = ()
         if isinstance(fields.prompt, str):
-            ids = plain_ids(self._tokenizer, fields.prompt)
+            ids = as_ids(plain_ids(self._tokenizer, fields.prompt))
         else:
             assert self._template is not None
-            ids = rendered_ids(self._tokenizer, self._template.prompt(fields.prompt, fields.tools))
-        if not ids:
+            messages = self._with_images(fields.prompt)
+            ids = as_ids(rendered_ids(self._tokenizer, self._template.prompt(messages, fields.tools)))
+        if fields.images:
+            assert self._images is not None, "opened with the model's images"
+            placed = self._images.place(ids.tolist(), fields.images)
+            ids, images = placed.ids, placed.images
+        if not len(ids):
             raise DataError("the prompt has no tokens")
-        return Prompt(row, fields.prompt, as_ids(ids), fields.label, fields.metadata), len(ids)
+        return Prompt(row, fields.prompt, ids, fields.label, fields.metadata, images), len(ids)
 
 
 def check_file(paths: str | Path | Sequence[str], settings: DataSettings) -> int:

@@ -3,8 +3,10 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from fuligo.data.images import PLACEHOLDER, RawImage, check_placeholders, read_images
 from fuligo.data.settings import DataSettings
 from fuligo.errors import DataError
 from fuligo.types import Messages
@@ -18,12 +20,14 @@ class Fields:
     label: Any
     metadata: dict[str, Any]
     tools: list[Any] | None
+    images: tuple[RawImage, ...] = ()
 
 
-def read_fields(row: dict[str, Any], settings: DataSettings, place: Callable[[], str]) -> Fields:
+def read_fields(row: dict[str, Any], settings: DataSettings, place: Callable[[], str], directory: Path) -> Fields:
     """Read the fields of a row.
 
     Args:
+        directory: directory that paths of images are relative to
         place: returns the file and line of the row; called for errors only
 
     Raises:
@@ -35,11 +39,13 @@ def read_fields(row: dict[str, Any], settings: DataSettings, place: Callable[[],
         label = None if settings.label_key is None else _value(row, settings.label_key, "--label-key")
         if label is None and settings.label_key is not None:
             raise DataError(f"{settings.label_key!r} (--label-key) is null: the row has no label")
+        prompt = _prompt(row, settings)
         return Fields(
-            prompt=_prompt(row, settings),
+            prompt=prompt,
             label=label,
             metadata=metadata if tools is None else {**metadata, "tools": tools},
             tools=tools,
+            images=_images(row, settings, prompt, directory),
         )
     except DataError as error:
         raise DataError(f"{place()}: {error}") from None
@@ -58,14 +64,25 @@ def _prompt(row: dict[str, Any], settings: DataSettings) -> str | Messages:
         if not prompt:
             raise DataError(f"{key!r} is an empty string")
         return [{"role": "user", "content": prompt}] if settings.apply_chat_template else prompt
-    messages = check_messages(prompt, key)
+    messages = check_messages(prompt, key, has_images=settings.image_key is not None)
     if not settings.apply_chat_template:
         raise DataError(f"{key!r} holds chat messages; use --apply-chat-template to render them with the tokenizer's template")
     return messages
 
 
-def check_messages(value: Any, key: str) -> Messages:
+def _images(row: dict[str, Any], settings: DataSettings, prompt: str | Messages, directory: Path) -> tuple[RawImage, ...]:
+    if settings.image_key is None or isinstance(prompt, str):
+        return ()
+    images = read_images(_value(row, settings.image_key, "--multimodal-keys"), settings.image_key, directory)
+    check_placeholders(prompt, len(images), settings.image_key)
+    return images
+
+
+def check_messages(value: Any, key: str, *, has_images: bool = False) -> Messages:
     """Return chat messages without their null fields (columnar files fill missing fields with null).
+
+    Args:
+        has_images: image parts of a message's content become placeholders.
 
     Raises:
         DataError: `value` is not a list of messages with a role and content
@@ -80,19 +97,26 @@ def check_messages(value: Any, key: str) -> Messages:
         if kept.get("content") is None and not kept.get("tool_calls"):
             raise DataError(f"{key!r}: the {message['role']} message has no content")
         if kept.get("content") is not None:
-            kept["content"] = _text(kept["content"], f"{key!r}: the content of the {message['role']} message")
+            kept["content"] = _text(kept["content"], f"{key!r}: the content of the {message['role']} message", has_images)
         messages.append(kept)
     return messages
 
 
-def _text(content: Any, name: str) -> str:
+def _text(content: Any, name: str, has_images: bool) -> str:
     """Join the text parts of a message, because many chat templates silently drop content that is not a string."""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [content]
+    if has_images:
+        parts = [{"type": "text", "text": PLACEHOLDER} if _is_image(part) else part for part in parts]
     if not all(isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts):
         raise DataError(f'{name} must be text, or a list of {{"type": "text", "text": ...}}, not {content!r:.80}')
     return "".join(part["text"] for part in parts)
+
+
+def _is_image(part: Any) -> bool:
+    """Return whether a part of a message stands for an image of the row's column, and brings none of its own."""
+    return isinstance(part, dict) and part.get("type") == "image" and all(value is None for key, value in part.items() if key != "type")
 
 
 def _metadata(row: dict[str, Any], key: str | None) -> dict[str, Any]:

@@ -98,7 +98,7 @@ class OpenFile:
         size = os.fstat(self.descriptor).st_size
         sizes = f"{self.num_bytes:,} bytes before, {size:,} now" if size != self.num_bytes else f"{size:,} bytes as before"
         return DataChangedError(
-            f"cannot go on with {self.path}: its content changed while it was read ({sizes}); restore the file and resume from the last "
+            f"cannot continue with {self.path}: its content changed while it was read ({sizes}); restore the file and resume from the last "
             "checkpoint, or start a new run. To replace a file that a run reads, write another one and rename it"
         )
 

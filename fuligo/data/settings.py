@@ -18,6 +18,8 @@ class DataSettings:
     """Column with the prompt: a string or chat messages."""
     label_key: str | None = None
     metadata_key: str | None = None
+    image_key: str | None = None
+    """Column with the images of a prompt; see `images.read_images`."""
     tool_key: str | None = None
     """Column with tool definitions: a list, or a list as JSON string."""
     apply_chat_template: bool = False
@@ -39,7 +41,7 @@ class DataSettings:
     @property
     def keys(self) -> list[str]:
         """Columns that are read."""
-        return [key for key in (self.input_key, self.label_key, self.metadata_key, self.tool_key) if key is not None]
+        return [key for key in (self.input_key, self.label_key, self.metadata_key, self.tool_key, self.image_key) if key is not None]
 
 
 def data_settings(config: Config) -> DataSettings:
@@ -50,6 +52,7 @@ def data_settings(config: Config) -> DataSettings:
         label_key=data.label_key,
         metadata_key=data.metadata_key,
         tool_key=data.tool_key,
+        image_key=data.multimodal_keys.get("image"),
         apply_chat_template=data.apply_chat_template,
         apply_chat_template_kwargs=data.apply_chat_template_kwargs,
         max_prompt_tokens=data.rollout_max_prompt_len,

@@ -35,7 +35,7 @@ class PromptOrder:
     """Endless sequence of row numbers: every epoch has each row once, in file order or in its own permutation.
 
     With weights an epoch takes weight x size rows of every entry, and the next one continues where it stopped: over the epochs all rows of
-    an entry are drawn equally often. The order is a function of (seed, epoch) alone, so it is recomputed on resume and never saved.
+    an entry are drawn equally often. The order is a function of (seed, epoch), so it is recomputed on resume and never saved.
     """
 
     def __init__(self, entry_sizes: Sequence[int], *, shuffle: bool, seed: int, weights: Sequence[float] = ()) -> None:

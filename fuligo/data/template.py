@@ -88,7 +88,7 @@ def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
     from transformers import PreTrainedTokenizerFast
 
     if isinstance(tokenizer, PreTrainedTokenizerFast) and type(tokenizer)._decode is PreTrainedTokenizerFast._decode:
-        backend = tokenizer.backend_tokenizer  # its method alone: transformers looks at the type of every id
+        backend = tokenizer.backend_tokenizer  # its own method is faster: transformers checks the type of every id
         return lambda ids: backend.decode(ids, skip_special_tokens=False)
     return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 

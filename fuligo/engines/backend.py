@@ -149,7 +149,7 @@ def engine_backend(config: Config) -> EngineBackend:
 
 @asynccontextmanager
 async def stopped_at_exit(process: StartedProcess) -> AsyncIterator[None]:
-    """Stop the process at the end of the block. If it has died, its error comes before the block's, as the likely cause."""
+    """Stop the process at the end of the block. If it has died, its error takes precedence over the block's, as the likely cause."""
     try:
         yield
     except FuligoError as error:

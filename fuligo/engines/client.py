@@ -12,21 +12,24 @@ from fuligo.engines.answers import Retryable, WeightLabel, parse_generation, par
 from fuligo.engines.connection import DEFAULT, Connection, ControlDeadlines, Deadline, Overdue
 from fuligo.engines.engine import MemoryTag, PauseMode
 from fuligo.engines.generation import EngineLoad, Generation, ModelInfo, RoutingQuery, SamplingParams
+from fuligo.engines.image_data import encoded_images
 from fuligo.errors import EngineError
 from fuligo.formats.engine_keys import NO_KEYS, EngineKeys
 from fuligo.formats.weight_manifest import AdapterPayload, WeightsDigest
-from fuligo.types import FloatArray, IntArray, RoutedExperts
+from fuligo.types import FloatArray, IntArray, PromptImage, RoutedExperts
 
 T = TypeVar("T")
 POLICY_ADAPTER = "policy"
 """Name of the adapter that a trainer sends to engines that know adapters by name."""
+IDLE_WITHIN_S = 30
+"""Time for the step that an engine has in flight when its last request is answered."""
 
 
 class EngineClient:
     """Implementation of `engine.InferenceEngine`, which documents the methods, over the HTTP API of SGLang, which both backends serve.
 
     Args:
-        keys: shown to the engine
+        keys: keys that requests to the engine carry
         retries: further attempts after a connection error, a 5xx status or a malformed answer
         timeout_s: deadline of a generate or score request, over all attempts
         deadlines: deadlines of the other calls
@@ -69,6 +72,7 @@ class EngineClient:
         timeout_s: float | None = None,
         was_aborted: Callable[[], bool] | None = None,
         routing: RoutingQuery | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> Generation:
         body: dict[str, Any] = {
             # Thousands of requests wait at a time: as a list of numbers, a prompt takes several times the memory.
@@ -78,6 +82,8 @@ class EngineClient:
             "logprob_start_len": -1,
             "priority": priority,
         }
+        if images:
+            body["image_data"] = encoded_images(images)
         if self._adapter is not None:
             body["lora_path"] = self._adapter
         if routing is not None:
@@ -85,6 +91,11 @@ class EngineClient:
 
         async def parse(answer: Any) -> Generation:
             generation = parse_generation(answer)
+            if images and generation.prompt_tokens != len(input_ids):  # SGLang makes its own ids of the text and the images
+                raise EngineError(
+                    f"engine {self.url}: request {rid} has {len(input_ids)} tokens with its images, and the engine counts "
+                    f"{generation.prompt_tokens}; its image processor or its tokenization differs from the trainer's"
+                )
             if routing is not None:
                 generation.routed_experts = await self._routing(answer, routing, len(input_ids))
             return generation
@@ -219,6 +230,8 @@ class EngineClient:
             raise self._malformed("/weights_checker", answer) from error
 
     async def release_memory(self, tag: MemoryTag | None = None) -> None:
+        if tag != "weights":  # SGLang crashes when it is told while the step after the last answer is in flight; a flush waits for its end
+            await self._call("POST", f"/flush_cache?timeout={IDLE_WITHIN_S}", {}, within=self.deadlines.weights)
         await self._call("POST", "/release_memory_occupation", _tags(tag), within=self.deadlines.weights)
 
     async def resume_memory(self, tag: MemoryTag | None = None) -> None:

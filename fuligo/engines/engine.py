@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 from fuligo.engines.generation import EngineLoad, Generation, ModelInfo, RoutingQuery, SamplingParams
 from fuligo.formats.engine_keys import EngineKeys
 from fuligo.formats.weight_manifest import AdapterPayload, WeightsDigest
-from fuligo.types import FloatArray, IntArray
+from fuligo.types import FloatArray, IntArray, PromptImage
 
 PauseMode = Literal["abort", "retract", "in_place"]
 MemoryTag = Literal["weights", "kv_cache"]
@@ -30,6 +30,7 @@ class Engine(Protocol):
         priority: int = 0,
         timeout_s: float | None = None,
         routing: RoutingQuery | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> Generation: ...
 
 
@@ -41,7 +42,7 @@ class InferenceEngine(Protocol):
 
     url: str
     keys: EngineKeys
-    """Keys that it is shown."""
+    """Keys that its requests carry."""
     num_ranks: int
     """Tensor-parallel processes."""
     start: int
@@ -61,6 +62,7 @@ class InferenceEngine(Protocol):
         timeout_s: float | None = None,
         was_aborted: Callable[[], bool] | None = None,
         routing: RoutingQuery | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> Generation:
         """Sample one response.
 
@@ -70,6 +72,7 @@ class InferenceEngine(Protocol):
             priority: queued requests start in descending order
             was_aborted: called after a failed attempt; if it returns True, all requests were aborted and the result is empty
             routing: requests the tokens' experts, from the engine itself, because a router drops the query
+            images: images of the prompt, in the order of their tokens in `input_ids`
         """
         ...
 
@@ -192,7 +195,7 @@ class InferenceEngine(Protocol):
 
         Args:
             directory: receives the traces, on the engine's machine
-            name: begin of their file names
+            name: prefix of their file names
         """
         ...
 

@@ -31,7 +31,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     sampling_seed: int | None = None
-    """If given, tokens depend on the seed, their position and the weights alone, not on what else is being decoded."""
+    """If given, tokens depend only on the seed, their position and the weights, not on what else is being decoded."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the parameters under SGLang's names, without those at a default that SGLang shares."""
@@ -65,7 +65,7 @@ class SamplingParams:
             if name not in NEUTRAL:
                 raise ValueError(f"sampling_params.{name} is not known; known parameters: {sorted(FIELD_RULES)}")
             if body[name] not in NEUTRAL[name]:
-                raise ValueError(f"sampling_params.{name} is not supported; leave it out or at {NEUTRAL[name][-1]!r}")
+                raise ValueError(f"sampling_params.{name} is not supported; leave it out or set it to {NEUTRAL[name][-1]!r}")
         values: dict[str, Any] = {"max_new_tokens": DEFAULT_MAX_NEW_TOKENS}
         for name, (types, valid, rule) in FIELD_RULES.items():
             value = body.get(name)

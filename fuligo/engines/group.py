@@ -18,7 +18,7 @@ from fuligo.engines.generation import EngineLoad, Generation, ModelInfo, Routing
 from fuligo.errors import EngineError
 from fuligo.formats.engine_keys import NO_KEYS, EngineKeys
 from fuligo.formats.weight_manifest import WeightsDigest
-from fuligo.types import FloatArray, IntArray
+from fuligo.types import FloatArray, IntArray, PromptImage
 
 T = TypeVar("T")
 DIRECT_TIMEOUT_S = 600.0
@@ -132,17 +132,27 @@ class EngineGroup:
         priority: int = 0,
         timeout_s: float | None = None,
         routing: RoutingQuery | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> Generation:
         """Sample one response; see `InferenceEngine.generate`."""
         if routing is not None:
-            generation = await self._generate_directly(input_ids, params, routing, rid=rid, priority=priority, timeout_s=timeout_s)
+            generation = await self._generate_directly(
+                input_ids, params, routing, rid=rid, priority=priority, timeout_s=timeout_s, images=images
+            )
         else:
-            generation = await self._generate_somewhere(input_ids, params, rid=rid, priority=priority, timeout_s=timeout_s)
+            generation = await self._generate_somewhere(input_ids, params, rid=rid, priority=priority, timeout_s=timeout_s, images=images)
         self.served = self.served.plus(generation)
         return generation
 
     async def _generate_somewhere(
-        self, input_ids: Sequence[int] | IntArray, params: SamplingParams, *, rid: str, priority: int, timeout_s: float | None
+        self,
+        input_ids: Sequence[int] | IntArray,
+        params: SamplingParams,
+        *,
+        rid: str,
+        priority: int,
+        timeout_s: float | None,
+        images: Sequence[PromptImage],
     ) -> Generation:
         """Generate through the router, if any. A request that failed while an engine was lost is retried: there may have been no other."""
         while True:
@@ -154,7 +164,7 @@ class EngineGroup:
             was_aborted = partial(self._aborted_since, num_aborts) if self.split else None
             try:
                 generation = await client.generate(
-                    input_ids, params, rid=rid, priority=priority, timeout_s=timeout_s, was_aborted=was_aborted
+                    input_ids, params, rid=rid, priority=priority, timeout_s=timeout_s, was_aborted=was_aborted, images=images
                 )
             except EngineError:
                 if self._num_lost == num_lost:
@@ -189,13 +199,16 @@ class EngineGroup:
         rid: str,
         priority: int,
         timeout_s: float | None,
+        images: Sequence[PromptImage],
     ) -> Generation:
         """Generate past the router, which drops the routing query. A request whose engine dies is retried on another."""
         while True:
             client = await self._by_affinity(routing.affinity, timeout_s)
             self._num_direct[client] += 1
             try:
-                generation = await client.generate(input_ids, params, rid=rid, priority=priority, timeout_s=timeout_s, routing=routing)
+                generation = await client.generate(
+                    input_ids, params, rid=rid, priority=priority, timeout_s=timeout_s, routing=routing, images=images
+                )
             except EngineError:
                 if self.membership is None or not await self.membership.is_lost(client):
                     raise

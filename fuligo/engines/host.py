@@ -1,4 +1,4 @@
-"""This machine in the network: its address for others, its loopback interface, and stores that listen at one address alone."""
+"""This machine in the network: its address for others, its loopback interface, and stores that listen at a single address."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def listening_store(host: str, port: int = 0, *, timeout: timedelta = timedelta(
     """Open a TCPStore that listens as `listening_socket`; by itself it listens on every interface, whatever host it is given.
 
     Args:
-        timeout: of waits for a key
+        timeout: timeout of waits for a key
     """
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -102,7 +102,7 @@ def listening_store(host: str, port: int = 0, *, timeout: timedelta = timedelta(
 
 
 def listening_socket(host: str, port: int = 0) -> socket.socket:
-    """Listen at `host` alone. If it is an address that others translate to this machine, listen on every interface, with a warning.
+    """Listen only at `host`. If it is an address that others translate to this machine, listen on every interface, with a warning.
 
     Args:
         port: 0: a free one

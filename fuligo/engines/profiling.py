@@ -1,4 +1,4 @@
-"""Profiles of the engines while they sample chosen rollouts, by the profiler that they bring."""
+"""Profiles of the engines while they sample chosen rollouts, by their own profilers."""
 
 import asyncio
 import logging

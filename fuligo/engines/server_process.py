@@ -114,12 +114,12 @@ class ServerProcess:
         log_file.parent.mkdir(parents=True, exist_ok=True)
         with log_file.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "fuligo.engines.guard", str(grace_s), *command],
+                [sys.executable, "-I", guard.__file__, str(grace_s), *command],  # its environment, the command's, may lack fuligo
                 stdin=subprocess.PIPE,  # open as long as this process lives
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **(environment or {}), **mark, **guard.hiding(secrets)},
-                process_group=0,  # Ctrl-C in a terminal reaches this process alone
+                process_group=0,  # Ctrl-C in a terminal reaches only this process
             )
 
     @property

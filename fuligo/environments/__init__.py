@@ -11,6 +11,7 @@ from fuligo.environments.environment import (
     ToolCall,
     ToolResult,
 )
+from fuligo.environments.match import Matches, Seat
 from fuligo.environments.rubric import Rubric, Score
 from fuligo.environments.tool_environment import ToolEnvironment, ToolFunction
 
@@ -18,9 +19,11 @@ __all__ = [
     "AssistantTurn",
     "Environment",
     "EnvironmentSettings",
+    "Matches",
     "Row",
     "Rubric",
     "Score",
+    "Seat",
     "Start",
     "Step",
     "Tool",

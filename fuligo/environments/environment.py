@@ -1,4 +1,4 @@
-"""Environments: objects with `reset` and `step` in which a model is trained, made anew for every sample."""
+"""Environments: objects with `reset` and `step` in which a model is trained, one for every sample."""
 
 import inspect
 from abc import ABC, abstractmethod
@@ -42,7 +42,7 @@ class ToolCall:
     name: str
     arguments: Mapping[str, Any]
     id: str
-    """Nine letters and digits, the form that every chat template accepts."""
+    """As the model wrote it (Kimi K2), else nine letters and digits, the form that every chat template accepts."""
 
     def to_json(self) -> dict[str, Any]:
         return {"type": "function", "id": self.id, "function": {"name": self.name, "arguments": dict(self.arguments)}}
@@ -132,7 +132,7 @@ class Environment(ABC):
     Settings: ClassVar[type[EnvironmentSettings]] = EnvironmentSettings
     """Model of --environment-settings; a subclass of `EnvironmentSettings` with typed fields."""
     resumable: ClassVar[bool] = False
-    """True if `state` and `restore` let an interrupted episode continue; otherwise it starts anew."""
+    """True if `state` and `restore` let an interrupted episode continue; otherwise it starts over."""
 
     def __init__(self, row: Row, settings: Any) -> None:
         self.row = row

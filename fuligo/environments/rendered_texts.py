@@ -1,4 +1,4 @@
-"""Memory of rendered conversations, so that a turn renders its conversation once: what one turn ends with is where the next one begins."""
+"""Memory of rendered conversations, so that a turn renders only once: the end of one turn is the beginning of the next."""
 
 import threading
 from collections import OrderedDict
@@ -11,21 +11,21 @@ from fuligo.environments.environment import Tool
 from fuligo.types import Messages
 
 MAX_CHARS = 32 * 2**20
-"""Texts of conversations that ended stay until newer ones need their room."""
+"""Texts of ended conversations stay until newer ones need the space."""
 
 
 class RenderedTexts:
     """Texts by the conversation that they render. Methods may be called from several threads.
 
     Args:
-        max_chars: limit of all texts together; the oldest ones give way
+        max_chars: limit of all texts together; the oldest ones are dropped
     """
 
     def __init__(self, max_chars: int = MAX_CHARS) -> None:
         self._max_chars = max_chars
         self._num_chars = 0
         self._texts: OrderedDict[bytes, tuple[str, int]] = OrderedDict()
-        """Text, and the number of conversations that it is the end of: samples of one prompt begin alike."""
+        """Text, and the number of conversations that end with it: samples of one prompt have a common beginning."""
         self._lock = threading.Lock()
 
     def add(self, messages: Messages, tools: Sequence[Tool], text: str) -> None:
@@ -41,7 +41,7 @@ class RenderedTexts:
                 self._num_chars -= len(self._texts.popitem(last=False)[1][0])
 
     def take(self, messages: Messages, tools: Sequence[Tool]) -> str | None:
-        """Return the text of a conversation, which goes on and needs it no more; None if it is not known."""
+        """Return and forget the text of a conversation that continues; None if it is not known."""
         key = _key(messages, tools)
         with self._lock:
             known = None if key is None else self._texts.pop(key, None)

@@ -3,8 +3,9 @@
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from fuligo.data.template import ChatTemplate, decoder, rendered_ids
@@ -19,8 +20,11 @@ if TYPE_CHECKING:
 
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _PROBE = Tool("probe_tool", "probe", {"type": "object", "properties": {"probe_argument": {"type": "string"}}})
-_PROBE_CALL = ToolCall(_PROBE.name, {"probe_argument": "p"}, "probe0000")
+_PROBE_CALLS = tuple(ToolCall(_PROBE.name, {"probe_argument": "p"}, id) for id in ("probe0000", f"functions.{_PROBE.name}:0"))
+"""The second one has an id as Kimi K2 writes it, whose template shows the id in place of the name."""
 _MAX_SHOWN_CHARS = 200
+_CALL_ID = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
+"""Ids of calls that are kept, such as Kimi K2's `functions.search:0`."""
 _PROMPT_END_TOKENS = 8
 """Tokens at the end of a prompt that may open the thinking; more than any template uses."""
 
@@ -69,15 +73,19 @@ class Renderer:
         self._end_ids = end_ids
         self._texts = RenderedTexts()
         self._decode = decoder(tokenizer)
-        source = template.source
-        self._call_form = self._find_call_form()
-        self.format = HERMES if self._call_form.in_content else response_format(source)
+        self.format = response_format(template.source)
         """Format in which tool calls are parsed, unless the tokenizer has a schema of its own."""
-        self._schema = getattr(tokenizer, "response_schema", None) or self.format.schema
+        own_schema = getattr(tokenizer, "response_schema", None)
+        self._schema = own_schema or self.format.schema
+        self._call_form = self._find_call_form()
+        if self._call_form.in_content:
+            self.format, self._schema = HERMES, own_schema or HERMES.schema
         self._reasoning_key = next((key for key in _REASONING_KEYS if self._reads_thinking(key)), None)
         question: Messages = [{"role": "user", "content": "q"}]
         self.shows_tools = _PROBE.name in self._text(question, [_PROBE])
         """False: the template does not show the model its tools; an environment must describe them itself."""
+        self.reads_calls = not self._call_form.in_content or HERMES.marker in template.source
+        """False: the template does not show the model a format of tool calls that can be parsed."""
         self._opens_thinking = _opens_thinking(template.prompt(question))
         """True if the generation prompt of a plain question opens the thinking."""
         pieces = [*rendered_ids(tokenizer, "one"), *rendered_ids(tokenizer, "\ntwo")]
@@ -98,6 +106,12 @@ class Renderer:
                 f"cannot offer the tools {', '.join(tool.name for tool in tools)}: the chat template does not show tools to the model; use "
                 "a template that does, or describe them in the system message and start without tools"
             )
+        if tools and not self.reads_calls:
+            raise DataError(
+                f"cannot offer the tools {', '.join(tool.name for tool in tools)}: calls in the format of the chat template cannot be "
+                "parsed; set response_schema in tokenizer_config.json, or describe tools and calls (<tool_call>) in the system message and "
+                "start without tools"
+            )
         text = self._text(messages, tools)
         self._texts.add(messages, tools, text)
         return rendered_ids(self._tokenizer, text)
@@ -112,7 +126,7 @@ class Renderer:
 
         Returns:
             None if the template renders differently what is there already (it drops thinking, or ends the turn with another token):
-            then the conversation must be rendered anew.
+            then the conversation must be rendered again.
 
         Raises:
             DataError: the template rejects the messages
@@ -189,7 +203,10 @@ class Renderer:
             call = _call(raw, number, types)
             if isinstance(call, str):
                 problems.append(call)
-            elif recorded and not _fits_record(call):
+                continue
+            if any(call.id == earlier.id for earlier in calls):
+                call = replace(call, id=_own_id(number, call.name, call.arguments))
+            if recorded and not _fits_record(call):
                 problems.append(
                     f"tool call {number}: the arguments have a number that is too large or not finite, or are nested too deeply"
                 )
@@ -203,22 +220,35 @@ class Renderer:
         return self._template.prompt([self._shown(message) for message in messages], [tool.to_json() for tool in tools] or None)
 
     def _find_call_form(self) -> _CallForm:
-        """Return the first form of tool calls that the template renders completely."""
-        call = AssistantTurn("", tool_calls=(_PROBE_CALL,)).message()
-        for form in _FORMS:
+        """Return the first form of tool calls that the template renders completely, in a format that is parsed as the same call."""
+        question: Messages = [{"role": "user", "content": "q"}]
+        for form, call in product(_FORMS, _PROBE_CALLS):
+            message = AssistantTurn("", tool_calls=(call,)).message()
             probe: Messages = [
-                {"role": "user", "content": "q"},
-                {**call, **form.fields(call)},
-                {"role": "tool", "content": "r", "tool_call_id": _PROBE_CALL.id, "name": _PROBE.name},
+                *question,
+                {**message, **form.fields(message)},
+                {"role": "tool", "content": "r", "tool_call_id": call.id, "name": call.name},
             ]
             try:
                 text = self._template.prompt(probe, [_PROBE.to_json()])
+                turn = self._template.transcript(probe[:2], [_PROBE.to_json()])
             except DataError:
                 continue
-            without = self._template.prompt(probe[:1], [_PROBE.to_json()])
-            if all(text.count(word) > without.count(word) for word in (_PROBE.name, *_PROBE_CALL.arguments)):
+            without = self._template.prompt(question, [_PROBE.to_json()])
+            if all(text.count(word) > without.count(word) for word in (_PROBE.name, *call.arguments)) and self._reads(turn, without, call):
                 return form
         return _CallForm(in_content=True)
+
+    def _reads(self, transcript: str, prompt: str, call: ToolCall) -> bool:
+        """Return whether a call is parsed from the turn with which a transcript continues a prompt."""
+        shared = min(len(transcript), len(prompt))  # a prompt may open the thinking, which the turn does not have
+        start = next((at for at in range(shared) if transcript[at] != prompt[at]), shared)
+        if (tag := transcript.rfind("<", 0, start)) > transcript.rfind(">", 0, start):
+            start = tag  # `<think>` of the prompt and `<tool_call>` of the turn begin alike
+        ids = rendered_ids(self._tokenizer, transcript[start:])
+        end = next((place for place, token in enumerate(ids) if token in self._end_ids), None)
+        parsed = self._read(self._decode(ids[:end]), False, [_PROBE])[2]
+        return [(each.name, each.arguments) for each in parsed] == [(call.name, call.arguments)]
 
     def _reads_thinking(self, key: str) -> bool:
         """Return whether the template renders the thinking of a message under this key."""
@@ -256,11 +286,11 @@ def _flat(calls: list[Any]) -> Iterator[Any]:
 
 
 def _call(raw: Any, number: int, types: Mapping[str, Mapping[str, Any]] | None) -> ToolCall | str:
-    """Return a tool call, or why it is none.
+    """Return a tool call, or the reason why it is not valid.
 
     Args:
-        raw: as the schema parsed it: name and arguments, alone or within `function`; text that is no JSON
-        number: of the call in the turn, from 1
+        raw: call as the schema parsed it: name and arguments, by themselves or within `function`, or text that is not JSON
+        number: number of the call in the turn, from 1
         types: tool -> argument -> JSON schema, if the arguments are text
     """
     function = raw.get("function", raw) if isinstance(raw, dict) else raw
@@ -283,13 +313,20 @@ def _call(raw: Any, number: int, types: Mapping[str, Mapping[str, Any]] | None) 
     if types is not None:
         arguments = {key: _typed(value, types.get(name, {}).get(key, {})) for key, value in arguments.items()}
     try:
-        text = json.dumps([number, name, arguments], sort_keys=True)
+        own_id = _own_id(number, name, arguments)
         json.dumps(arguments, ensure_ascii=False).encode()
     except RecursionError:
         return f"tool call {number}: the arguments are nested too deeply"
     except UnicodeEncodeError as error:  # half of a pair of escapes, which no template can render for the tokenizer
         return f"tool call {number}: the arguments are not valid text: {error.reason}"
-    return ToolCall(name, arguments, blake2b(text.encode(errors="replace"), digest_size=5).hexdigest()[:9])
+    id = function.get("id")
+    return ToolCall(name, arguments, id if isinstance(id, str) and _CALL_ID.fullmatch(id) is not None else own_id)
+
+
+def _own_id(number: int, name: str, arguments: Mapping[str, Any]) -> str:
+    """Return the id of a call that has none, or none that is usable: the same in every run."""
+    text = json.dumps([number, name, arguments], sort_keys=True)
+    return blake2b(text.encode(errors="replace"), digest_size=5).hexdigest()[:9]
 
 
 def _fits_record(call: ToolCall) -> bool:

@@ -1,6 +1,6 @@
 """Formats in which model families write thinking and tool calls, as response schemas of transformers.
 
-A tokenizer that brings a `response_schema` is read by that. For the others, the schema follows from the markers in the chat template.
+If a tokenizer has a `response_schema`, it is used. For the others, the schema follows from the markers in the chat template.
 """
 
 from dataclasses import dataclass
@@ -93,6 +93,30 @@ _DEEPSEEK = ResponseFormat(
         r"<｜tool▁calls▁begin｜>.*?(?:<｜tool▁calls▁end｜>|\Z)",
     ),
 )
+_KIMI = ResponseFormat(
+    "kimi-k2",
+    "<|tool_call_argument_begin|>",
+    _schema(
+        r"<\|tool_call_begin\|>\s*(?P<id>(?:functions\.)?(?P<name>[^\s:<]+)(?::\d+)?)\s*<\|tool_call_argument_begin\|>(?P<arguments>.*?)"
+        r"(?:<\|tool_call_end\|>|\Z)",
+        {"type": "object", "properties": {"id": {"type": "string"}, "name": {"type": "string"}, "arguments": _JSON}},
+        r"<\|tool_calls_section_begin\|>.*?(?:<\|tool_calls_section_end\|>|\Z)",
+    ),
+)
+_MINIMAX = ResponseFormat(
+    "minimax-m2",
+    "<minimax:tool_call>",
+    _schema(
+        r"<invoke (.*?)(?:</invoke>|\Z)",
+        _tagged(
+            r"\A\s*name=\"?([^>\n\"]+)",
+            r"<parameter name=\"?(?P<key>[^>\n\"]+)\"?>(?P<value>(?:(?!<parameter name=).)*?)</parameter>",
+            (r"\A\s*name=\"?[^>\n\"]+\"?>",),
+        ),
+        r"<minimax:tool_call>.*?(?:</minimax:tool_call>|\Z)",
+    ),
+    has_text_arguments=True,
+)
 HERMES = ResponseFormat("hermes", "<tool_call>", _schema(_CALL_TAG, _JSON))
 _LLAMA = ResponseFormat(
     "llama3",
@@ -107,7 +131,34 @@ _GLM4 = ResponseFormat(
         {"type": "object", "properties": {"name": {"type": "string"}, "arguments": _JSON}},
     ),
 )
-_FORMATS = (_QWEN_CODER, _GLM45, _DEEPSEEK, HERMES, _LLAMA, _GLM4)
+_HARMONY_HEADER = r"[^<]{0,64}(?:<\|constrain\|>[^<]{0,64})?<\|message\|>"
+_HARMONY_CALL = (
+    r"(?:<\|start\|>assistant)?(?:<\|channel\|>(?:commentary|analysis))? ?to=functions\.(?P<name>[\w.:/-]{1,256})"
+    rf"(?: ?<\|channel\|>(?:commentary|analysis))?{_HARMONY_HEADER}(?P<arguments>.*?)(?:<\|call\|>|\Z)"
+)
+_HARMONY_CONTENT = [
+    [rf"\A.*?{_HARMONY_CALL}", ""],  # the template takes thinking or text before a call, not both
+    [rf"(?:<\|start\|>assistant)?<\|channel\|>(?:analysis|commentary){_HARMONY_HEADER}.*?(?:<\|end\|>|\Z)", ""],
+    [rf"(?:<\|start\|>assistant)?<\|channel\|>final{_HARMONY_HEADER}", ""],
+    [r"<\|end\|>\Z", ""],
+]
+_HARMONY = ResponseFormat(
+    "harmony",
+    "<|channel|>",
+    {
+        "type": "object",
+        "properties": {
+            "reasoning_content": {"type": "string", "x-regex": rf"<\|channel\|>analysis(?! ?to=){_HARMONY_HEADER}(.*?)(?:<\|end\|>|\Z)"},
+            "content": {"type": "string", "x-regex-substitutions": _HARMONY_CONTENT},
+            "tool_calls": {
+                "type": "array",
+                "x-regex-iterator": _HARMONY_CALL,
+                "items": {"type": "object", "properties": {"name": {"type": "string"}, "arguments": _JSON}},
+            },
+        },
+    },
+)
+_FORMATS = (_HARMONY, _KIMI, _MINIMAX, _QWEN_CODER, _GLM45, _DEEPSEEK, HERMES, _LLAMA, _GLM4)
 
 
 def response_format(template: str) -> ResponseFormat:

@@ -66,7 +66,7 @@ class ToolFunction:
 
         Raises:
             ValueError: the arguments do not fit
-            Exception: as the function
+            Exception: whatever the function raises
         """
         try:
             checked = self._arguments.model_validate(dict(arguments))
@@ -80,7 +80,7 @@ class ToolFunction:
 
 
 class ToolEnvironment(Environment):
-    """Environment in which the model calls tools until it answers without a call; a subclass says what is asked and judges the answer."""
+    """Environment in which the model calls tools until it answers without a call; a subclass defines the task and judges the answer."""
 
     def __init__(self, row: Row, settings: Any, tools: Sequence[RunsTool | Callable[..., Any]] = ()) -> None:
         """Take the tools: objects such as those of `fuligo.environments.tools`, or typed functions."""
@@ -90,7 +90,7 @@ class ToolEnvironment(Environment):
 
     @abstractmethod
     async def judge(self, turn: AssistantTurn) -> Step:
-        """Return the reward of the last answer, with `done=True`; or a message to go on."""
+        """Return the reward of the last answer, with `done=True`; or a message with which the episode continues."""
 
     def messages(self) -> Messages:
         """Return the first messages: those of the row, unless a subclass adds its own."""

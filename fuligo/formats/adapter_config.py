@@ -2,11 +2,13 @@
 
 import json
 import math
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from fuligo.errors import CheckpointError
+from fuligo.formats.plain_file import read_plain_text, unreadable_files
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -14,13 +16,22 @@ ADAPTER = "adapter"
 """Directory of the adapter in a checkpoint of a LoRA run."""
 NAME = "default"
 """Name of the adapter in PEFT's layers; files do not have it."""
+MAX_RANK = 2**16
+"""Largest rank accepted: no weight of a model has more, and a larger one would exhaust memory."""
+MAX_ALPHA = 1e6
 _PREFIX = "base_model.model."
 """Prefix of the tensors' names in PEFT's files."""
+EXPERT_PARAMETERS = ("experts.down_proj", "experts.gate_up_proj")
+"""`target_parameters` of an adapter of MoE experts."""
+_MATRIX = ".weight"
+"""Ending of a `target_parameters` name that is the matrix of a linear layer."""
+_WRAPPERS = {"gate_up": ".base_layer", "down": ""}
+"""Module with the factors of a matrix in PEFT's files, below the experts: PEFT wraps them once for each matrix."""
+_EXPERTS_TENSOR = re.compile(r"(?P<experts>.+\.experts)\.adapter\.(?P<matrix>gate_up|down)_(?P<factor>[AB])")
 _UNSUPPORTED = (
     "use_dora",
     "modules_to_save",
     "lora_bias",
-    "target_parameters",
     "trainable_token_indices",
     "layer_replication",
     "fan_in_fan_out",
@@ -54,6 +65,8 @@ def stored_name(name: str) -> str:
 
     The model's own tensors get the names that they have without an adapter, the adapter's those of PEFT's files.
     """
+    if match := _EXPERTS_TENSOR.fullmatch(name):
+        return peft_name(match["experts"] + _WRAPPERS[match["matrix"]], match["factor"])
     if f".lora_A.{NAME}." in name or f".lora_B.{NAME}." in name:
         return _PREFIX + name.replace(f".{NAME}.", ".")
     return name.replace(".base_layer.", ".")
@@ -64,6 +77,11 @@ def peft_name(layer: str, factor: str) -> str:
     return f"{_PREFIX}{layer}.lora_{factor}.weight"
 
 
+def is_target(layer: str, target: str) -> bool:
+    """Return whether `target` is the layer's name, or a part of it after a dot to its end, as PEFT matches them."""
+    return layer == target or layer.endswith(f".{target}")
+
+
 def is_adapter_name(name: str) -> bool:
     """Return whether a tensor of this name in a file or a weight sync belongs to an adapter."""
     return name.startswith(_PREFIX)
@@ -71,7 +89,11 @@ def is_adapter_name(name: str) -> bool:
 
 def adapted_weight(name: str) -> str:
     """Return the name of the weight that an adapter's tensor adapts."""
-    return name.removeprefix(_PREFIX).rpartition(".lora_")[0] + ".weight"
+    layer = name.removeprefix(_PREFIX).rpartition(".lora_")[0]
+    experts, is_inner, _ = layer.partition(".experts.base_layer")
+    if is_inner:
+        return f"{experts}.experts.gate_up_proj"
+    return f"{layer}.down_proj" if layer.endswith(".experts") else f"{layer}.weight"
 
 
 @dataclass(slots=True, frozen=True)
@@ -81,10 +103,12 @@ class AdapterConfig:
     rank: int
     alpha: float
     target_modules: tuple[str, ...] = ()
-    """Last parts of the names of the adapted layers, such as `q_proj`; empty: all linear layers but the output layer."""
+    """Last parts of the names of the adapted layers, such as `q_proj`; empty: all linear layers except the output layer."""
     rank_stabilised: bool = False
     """Scale by alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732) instead of alpha / rank."""
     dropout: float = 0.0
+    adapts_experts: bool = False
+    """Every expert's matrices have an A and B of their own, too: `gate_up_proj`, gate and up projection as one matrix, and `down_proj`."""
     base: str = ""
     """Model that the adapter was trained on, as its file names it."""
 
@@ -92,6 +116,10 @@ class AdapterConfig:
     def scaling(self) -> float:
         """Return the factor of B A."""
         return self.alpha / (self.rank**0.5 if self.rank_stabilised else self.rank)
+
+    def adapts(self, layer: str) -> bool:
+        """Return whether a target is the layer's name or its end, as PEFT matches them. Without targets every layer is adapted."""
+        return not self.target_modules or any(is_target(layer, target) for target in self.target_modules)
 
     def to_json(self) -> str:
         """Return the fields as JSON, for a process that begins with an empty adapter of this shape."""
@@ -112,7 +140,9 @@ class AdapterConfig:
         """
         file = directory / ADAPTER_CONFIG
         try:
-            fields = json.loads(file.read_text())
+            if unreadable := next(unreadable_files(directory), None):
+                raise CheckpointError(f"cannot load {directory}: {unreadable}")
+            fields = json.loads(read_plain_text(file))
             if not isinstance(fields, dict):
                 raise ValueError(f"it is {type(fields).__name__}, not an object of fields")
             kind = fields["peft_type"]
@@ -120,19 +150,24 @@ class AdapterConfig:
                 raise CheckpointError(f"cannot load {directory}: it is a {kind} adapter, and fuligo loads LoRA adapters; use one of those")
             if unknown := _unsupported(fields):
                 raise CheckpointError(f"cannot load {directory}: {unknown} of {ADAPTER_CONFIG} is not supported; use a plain adapter")
-            targets = fields["target_modules"]
+            targets, parameters = fields["target_modules"], fields.get("target_parameters") or []
+            if targets is None:
+                targets = []
             if not isinstance(targets, list) and targets != "all-linear":
                 raise CheckpointError(
                     f"cannot load {directory}: target_modules {targets!r} of {ADAPTER_CONFIG} is a pattern; list the names of the layers"
                 )
-            if targets != "all-linear" and not (targets and all(isinstance(target, str) and target for target in targets)):
-                raise ValueError(f"target_modules is {targets!r}, not names of layers")
+            if targets != "all-linear":
+                targets = [*targets, *(name.removesuffix(_MATRIX) for name in parameters if name.endswith(_MATRIX))]
+                if not (targets and all(isinstance(target, str) and target for target in targets)):
+                    raise ValueError(f"target_modules is {targets!r}, not names of layers")
             return cls(
-                rank=int(_number(fields, "r", at_least=1, whole=True)),
-                alpha=_number(fields, "lora_alpha"),
+                rank=int(_number(fields, "r", at_least=1, at_most=MAX_RANK, whole=True)),
+                alpha=_number(fields, "lora_alpha", at_least=-MAX_ALPHA, at_most=MAX_ALPHA),
                 target_modules=() if targets == "all-linear" else tuple(sorted(targets)),
                 rank_stabilised=bool(fields.get("use_rslora")),
                 dropout=_number({"lora_dropout": 0.0} | fields, "lora_dropout", at_least=0, at_most=1),
+                adapts_experts=any(not name.endswith(_MATRIX) for name in parameters),
                 base=str(fields.get("base_model_name_or_path") or ""),
             )
         except KeyError as error:
@@ -149,18 +184,33 @@ def _number(fields: dict[str, Any], name: str, *, at_least: float = -math.inf, a
         ValueError: it is none, or beyond the bounds
     """
     value = fields[name]
-    is_number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
     if not is_number or not at_least <= value <= at_most:
         bounds = [f"of at least {at_least:g}"] * (at_least > -math.inf) + [f"of at most {at_most:g}"] * (at_most < math.inf)
-        raise ValueError(" ".join([f"{name} is {value!r}, not a {'whole' if whole else 'finite'} number", " and ".join(bounds)]).rstrip())
+        raise ValueError(
+            " ".join([f"{name} is {value!r:.80}, not a {'whole' if whole else 'finite'} number", " and ".join(bounds)]).rstrip()
+        )
     return value if whole else float(value)
 
 
 def _unsupported(fields: dict[str, Any]) -> str:
     """Return the first feature that fuligo lacks, with its value; empty if there is none."""
     found = [name for name in _UNSUPPORTED if fields.get(name)]
+    if not _are_supported(fields.get("target_parameters") or []):
+        found.append("target_parameters")
     if fields.get("bias", "none") != "none":
         found.append("bias")
     if fields.get("init_lora_weights", True) not in (True, False, None, "gaussian"):  # may have changed the base, too
         found.append("init_lora_weights")
     return f"{found[0]} {fields[found[0]]!r}" if found else ""
+
+
+def _are_supported(parameters: object) -> bool:
+    """Return whether `target_parameters` are matrices of linear layers, and both matrices of all experts or none of them."""
+    if not (isinstance(parameters, list) and all(isinstance(name, str) for name in parameters)):
+        return False
+    of_experts = [name.split(".") for name in parameters if not name.endswith(_MATRIX)]
+    if not of_experts:
+        return True
+    both = tuple(sorted(".".join(parts[-2:]) for parts in of_experts)) == EXPERT_PARAMETERS
+    return both and not any(part.isdigit() for parts in of_experts for part in parts)

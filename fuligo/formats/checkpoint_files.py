@@ -7,7 +7,7 @@ from typing import Any
 
 from fuligo.errors import CheckpointError
 from fuligo.formats.fp8_shards import FP8_DTYPE
-from fuligo.formats.hugging_face import DamagedFileError, is_weight_file, read_stored_tensors
+from fuligo.formats.hugging_face import MXFP4_BLOCKS, MXFP4_SCALES, DamagedFileError, is_weight_file, read_stored_tensors
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -91,11 +91,15 @@ def drop_quantisation(file: Path) -> dict[str, Any]:
 
 
 def _before_quantisation(dtypes: dict[str, str], config: dict[str, Any]) -> dict[str, str]:
-    """Return the dtypes before quantisation: FP8 tensors get the dtype that config.json states (else bf16), scales go."""
+    """Return the dtypes before quantisation: FP8 and MXFP4 tensors get the dtype that config.json states (else bf16), scales go."""
     stated = _STATED.get(str(config.get("dtype") or config.get("torch_dtype")), "BF16")
     quantised = {name for name, dtype in dtypes.items() if dtype == FP8_DTYPE}
     scales = {f"{name}{suffix}" for name in quantised for suffix in ("_scale_inv", "_scale")}
-    return {name: stated if name in quantised else dtype for name, dtype in dtypes.items() if name not in scales}
+    packed = {name.removesuffix(MXFP4_BLOCKS) for name, dtype in dtypes.items() if name.endswith(MXFP4_BLOCKS) and dtype == "U8"}
+    scales |= {name + suffix for name in packed for suffix in (MXFP4_BLOCKS, MXFP4_SCALES)}
+    return dict.fromkeys(sorted(packed), stated) | {
+        name: stated if name in quantised else dtype for name, dtype in dtypes.items() if name not in scales
+    }
 
 
 def other_files(directory: Path) -> list[Path]:

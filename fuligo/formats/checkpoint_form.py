@@ -11,10 +11,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def checkpoint_weights(named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Split fused expert tensors into the per-expert matrices of a checkpoint (as views); pass other tensors through."""
+def checkpoint_weights(named_weights: Iterable[tuple[str, Tensor]], *, whole_experts: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Split fused expert tensors into the per-expert matrices of a checkpoint (as views); pass other tensors through.
+
+    Args:
+        whole_experts: the checkpoint has all experts as one tensor, too.
+    """
     for name, weight in named_weights:
-        parts = expert_parts(name, tuple(weight.shape))
+        parts = [] if whole_experts else expert_parts(name, tuple(weight.shape))
         if not parts:
             yield name, weight
         for part in parts:

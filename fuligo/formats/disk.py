@@ -3,6 +3,7 @@
 import fcntl
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,6 +66,12 @@ def replace_text(path: Path, text: str) -> None:
     sync(unfinished)
     unfinished.replace(path)
     sync(path.parent)
+
+
+def is_foreign_link(path: Path) -> bool:
+    """Return whether a path is a link that neither this user nor root has made."""
+    status = path.lstat()
+    return stat.S_ISLNK(status.st_mode) and status.st_uid not in (os.geteuid(), 0)
 
 
 def try_lock(file: Path) -> int | None:

@@ -61,6 +61,11 @@ class EngineKeys:
         key = self._key_for(method, path)
         return key != "" and hmac.compare_digest(authorization.encode(), (_HEADER + key).encode())
 
+    def knows(self, authorization: str) -> bool:
+        """Return whether an Authorization header has one of the keys."""
+        given = authorization.encode()
+        return any(key != "" and hmac.compare_digest(given, (_HEADER + key).encode()) for key in (self.requests, self.control))
+
     def _key_for(self, method: str, path: str) -> str:
         return self.requests if method == "GET" or path in SAMPLING_PATHS else self.control
 

@@ -1,6 +1,7 @@
-"""Checks of a Hugging Face directory from its config.json and safetensors headers alone."""
+"""Checks of a Hugging Face directory by its config.json and safetensors headers, without reading weights."""
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fuligo.errors import ConfigError
+from fuligo.formats.plain_file import open_plain, read_plain_text, unreadable_files
 
 _INDEX = "model.safetensors.index.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -23,6 +25,8 @@ _LARGEST_SIZES = {
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 _LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(\d+)\.")
 _HEADER_LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 100_000_000
+"""Limit of the format."""
 _SAME_ARCHITECTURE = (
     "model_type",
     "hidden_size",
@@ -33,6 +37,11 @@ _SAME_ARCHITECTURE = (
     "vocab_size",
 )
 """Keys of config.json that are equal in two checkpoints of one architecture."""
+
+MXFP4 = "mxfp4"
+"""`quant_method` of config.json for experts of four bits a weight; trainers and the embedded engine load them in their own type."""
+MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"
+"""Ends of the names of its tensors."""
 
 Shape = tuple[int, ...]
 
@@ -64,6 +73,9 @@ def checkpoint_problems(directory: Path, *, may_be_value_model: bool = False) ->
     if not directory.is_dir():
         exists = "is a file, not a directory" if directory.exists() else "does not exist"
         yield f"{directory} {exists}; use a Hugging Face directory, or the name of a model on the Hub (ORG/NAME)"
+        return
+    if unreadable := list(unreadable_files(directory)):
+        yield from unreadable
         return
     try:
         config = read_model_config(directory)
@@ -134,6 +146,25 @@ def is_quantised(directory: Path) -> bool:
     return read_model_config(directory).get("quantization_config") is not None
 
 
+def quantisation_method(directory: Path) -> str | None:
+    """Return `quant_method` of the weights; None if they are not quantised.
+
+    Raises:
+        DamagedFileError: config.json is missing or unreadable.
+    """
+    given = read_model_config(directory).get("quantization_config")
+    return str(given.get("quant_method") or "unknown") if isinstance(given, dict) else None
+
+
+def is_trainable(directory: Path) -> bool:
+    """Return whether a trainer can load the weights: they are not quantised, or in MXFP4.
+
+    Raises:
+        DamagedFileError: config.json is missing or unreadable.
+    """
+    return quantisation_method(directory) in (None, MXFP4)
+
+
 def read_model_config(directory: Path) -> dict[str, Any]:
     """Read config.json; of a multi-modal model return the language model's part.
 
@@ -155,7 +186,7 @@ def read_config_json(path: Path) -> dict[str, Any]:
     """
     file = path / "config.json" if path.is_dir() else path
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(read_plain_text(file))
     except FileNotFoundError:
         raise ConfigError(f"{file} does not exist; use a model's config.json, or the directory that holds it") from None
     except OSError as error:
@@ -170,7 +201,7 @@ def read_config_json(path: Path) -> dict[str, Any]:
 
 
 def read_shapes(directory: Path) -> dict[str, Shape]:
-    """Return the shapes of all tensors by name, read from the headers alone.
+    """Return the shapes of all tensors by name; only headers are read.
 
     Raises:
         DamagedFileError: as `read_stored_tensors`.
@@ -179,7 +210,7 @@ def read_shapes(directory: Path) -> dict[str, Shape]:
 
 
 def read_stored_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """Return dtype, shape and location of all tensors by name, read from the headers alone.
+    """Return dtype, shape and location of all tensors by name; only headers are read.
 
     Raises:
         DamagedFileError: a file is missing, truncated or not a safetensors file, or a tensor is not where the index says.
@@ -194,6 +225,9 @@ def read_stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise DamagedFileError(f"{index} has no weight_map; it must say which file holds each tensor")
+    for file in weight_map.values():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise DamagedFileError(f"{index} names the file {file!r:.80}; it must be the name of a file of its directory")
     headers = {file: read_header(directory / file) for file in sorted(set(weight_map.values()))}
     for name, file in weight_map.items():
         if name not in headers[file]:
@@ -208,17 +242,21 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         DamagedFileError: the file cannot be read, is truncated, or is not a safetensors file.
     """
     try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
+        with open_plain(file) as stream:
+            size = os.fstat(stream.fileno()).st_size
             length = int.from_bytes(stream.read(_HEADER_LENGTH_BYTES), "little")
             if length > size - _HEADER_LENGTH_BYTES:
                 raise DamagedFileError(f"{file} is truncated or not a safetensors file: it has {size} bytes, its header claims {length}")
+            if length > _MAX_HEADER_BYTES:
+                raise DamagedFileError(
+                    f"{file} is not a safetensors file: its header claims {length:,} bytes, the most is {_MAX_HEADER_BYTES:,}"
+                )
             header = json.loads(stream.read(length))
         data = _HEADER_LENGTH_BYTES + length
         tensors = {name: _stored(file.name, entry, data) for name, entry in header.items() if name != "__metadata__"}
     except OSError as error:
         raise DamagedFileError(f"cannot read {file}: {error.strerror}") from None
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError):
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError):
         raise DamagedFileError(f"cannot read {file}: its safetensors header is not valid") from None
     expected = max((tensor.end for tensor in tensors.values()), default=data)
     if size != expected:
@@ -229,6 +267,8 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 def _stored(file: str, entry: dict[str, Any], data: int) -> StoredTensor:
     start, end = entry["data_offsets"]
+    if not all(type(number) is int and number >= 0 for number in (start, end, *entry["shape"])):
+        raise ValueError("sizes must be integers")
     return StoredTensor(file, entry["dtype"], tuple(entry["shape"]), data + start, data + end)
 
 
@@ -263,7 +303,7 @@ def _contradictions(config: dict[str, Any], shapes: dict[str, Shape], may_be_val
 
 def _read_json(file: Path) -> Any:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        return json.loads(read_plain_text(file))
     except FileNotFoundError:
         raise DamagedFileError(f"{file} is missing; the directory must be a Hugging Face checkpoint") from None
     except OSError as error:

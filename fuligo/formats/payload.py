@@ -47,14 +47,13 @@ def shared_payload(named_tensors: NamedTensors) -> Iterator[str]:
     """
     with ExitStack() as stack:
         try:
-            buffer = io.BytesIO()
-            _TensorPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(_handles(named_tensors, stack))
+            payload = _encode(_handles(named_tensors, stack))
         except OSError as error:
             raise WeightSyncError(
                 f"cannot copy a bucket of weights to shared memory: {error} ({free_space(SHARED_MEMORY)}); enlarge it (--shm-size for a "
                 "container) or lower --update-weight-buffer-size, then resume from the last checkpoint"
             ) from error
-        yield base64.b64encode(buffer.getvalue()).decode()
+        yield payload
 
 
 @contextmanager
@@ -66,14 +65,13 @@ def named_payload(named_tensors: NamedTensors) -> Iterator[str]:
     """
     with ExitStack() as stack:
         try:
-            buffer = io.BytesIO()
-            _TensorPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(dict(_handles(named_tensors, stack)))
+            payload = _encode(dict(_handles(named_tensors, stack)))
         except OSError as error:
             raise WeightSyncError(
                 f"cannot copy an adapter to shared memory: {error} ({free_space(SHARED_MEMORY)}); enlarge it (--shm-size for a container), "
                 "then resume from the last checkpoint"
             ) from error
-        yield base64.b64encode(buffer.getvalue()).decode()
+        yield payload
 
 
 def decode_named_tensors(payload: str) -> list[tuple[str, torch.Tensor]]:
@@ -130,6 +128,12 @@ class _Tensor:
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return reductions.rebuild_tensor, (torch.Tensor, self.storage, (self.offset, self.shape, self.stride, False))
+
+
+def _encode(handles: object) -> str:
+    buffer = io.BytesIO()
+    _TensorPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(handles)
+    return base64.b64encode(buffer.getvalue()).decode()
 
 
 def _handles(named_tensors: NamedTensors, stack: ExitStack) -> list[tuple[str, torch.Tensor | _Tensor]]:

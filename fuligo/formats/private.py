@@ -34,7 +34,7 @@ def private_directory(prefix: str, root: Path | None = None) -> Iterator[Path]:
 
 
 def kept_directory(place: Path, prefix: str) -> Path:
-    """Create a directory that stays, for this user alone, and return it without links.
+    """Create a directory that stays, for this user only, and return it with links resolved.
 
     If another user could change or replace it, now or later, or it cannot be created, return a temporary directory instead, which lasts
     as long as this process.

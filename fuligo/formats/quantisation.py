@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from fuligo.errors import ConfigError
-from fuligo.formats.hugging_face import DamagedFileError, read_config_json, read_stored_tensors
+from fuligo.formats.hugging_face import MXFP4, DamagedFileError, read_config_json, read_stored_tensors
 
 Strategy = Literal["block", "channel", "tensor"]
 STRATEGIES: Mapping[Strategy, str] = {
@@ -105,6 +105,19 @@ def is_quantised_matrix(name: str, shape: Shape) -> bool:
     return kind == "weight" and len(shape) == 2 and module.rpartition(".")[2] in _MATRICES
 
 
+WHOLE_EXPERTS = frozenset({"gemma4_text", "gpt_oss"})
+"""Model types whose checkpoints hold all experts of a layer as one tensor, as engines take it."""
+
+
+MIXTRAL_EXPERTS = frozenset({"minimax_m2"})
+"""Model types whose checkpoints name experts as Mixtral's: `block_sparse_moe.experts.0.w1`. transformers' model names them differently."""
+
+
+def has_whole_experts(config_json: Mapping[str, Any]) -> bool:
+    """Return whether the checkpoints of a model do not hold its experts one by one."""
+    return config_json.get("model_type") in WHOLE_EXPERTS
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertPart:
     """Matrix of one expert inside a tensor that fuses all experts of a layer."""
@@ -175,6 +188,11 @@ def _published_blocks(config: Any, directory: Path) -> Quantisation:
     """
     expected = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "scale_fmt": "float"}
     values = config if isinstance(config, Mapping) else {}
+    if values.get("quant_method") == MXFP4:
+        raise ConfigError(
+            f"cannot sync weights to engines on {directory}: they take no new weights for experts in MXFP4; let them serve bfloat16: "
+            f"fuligo convert mxfp4-to-bf16 {directory} --save DIR"
+        )
     other = [f"{key} {values[key]}" for key, value in expected.items() if values.get(key, value) != value]
     block = values.get("weight_block_size")
     if not isinstance(block, list) or len(block) != 2 or any(not isinstance(size, int) or size < 1 for size in block):

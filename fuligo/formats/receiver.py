@@ -3,20 +3,21 @@
 from typing import Any, cast
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from fuligo.errors import WeightSyncError
 from fuligo.formats.adapter_config import is_adapter_name, stored_name
 from fuligo.formats.checkpoint_form import checkpoint_weights, prediction_prefixes
 from fuligo.formats.payload import NamedTensors
+from fuligo.formats.quantisation import has_whole_experts
 from fuligo.formats.weight_manifest import weights_checksum
 
 
 class WeightStore:
-    """Parameters and persistent buffers of a model, by checkpoint names (experts unfused).
+    """Parameters and persistent buffers of a model, by the names of its checkpoint.
 
     A weight sync may arrive in several buckets; the last one carries the new version. A sync that begins with tensors of a LoRA adapter
-    brings the adapter alone, any other brings all weights, the adapter's last. Tensors of MTP layers are skipped, because transformers'
+    brings only the adapter, any other brings all weights, the adapter's last. Tensors of MTP layers are skipped, because transformers'
     models do not have them.
     """
 
@@ -26,8 +27,9 @@ class WeightStore:
         self.num_loads = 0
         """Buckets and directories loaded so far."""
         self._unused = prediction_prefixes(module.config.to_dict())
-        self.adapter_digest: str | None = None
-        """Digest of the adapter after the last complete sync that brought one."""
+        self._whole_experts = has_whole_experts(module.config.to_dict())
+        self.adapter_digest = _adapter_digest(self._under_all_names())
+        """Digest of the adapter at the start, then after the last complete sync; None without one."""
         self._missing: set[str] = set()
         """Names that an unfinished weight sync still has to send; empty if none is in progress."""
 
@@ -43,7 +45,7 @@ class WeightStore:
         return {name: tensor for name, tensor in weights.items() if first_names[name] == name}
 
     def load_tensors(self, tensors: NamedTensors, version: int | None, *, source: str = "this bucket") -> None:
-        """Load one bucket. `version` is given with the last one, by which every weight must have been sent.
+        """Load one bucket. The last bucket comes with a `version`; by then every weight must have been sent.
 
         Raises:
             WeightSyncError: an unknown name, a wrong shape or dtype, or weights missing at the end; the weights are unchanged.
@@ -66,8 +68,7 @@ class WeightStore:
         self.num_loads += 1
         if version is not None:
             self.version = version
-            adapter = [(name, weight) for name, weight in weights.items() if is_adapter_name(name)]
-            self.adapter_digest = weights_checksum(adapter).checksum if adapter else None
+            self.adapter_digest = _adapter_digest(weights)
 
     def load_directory(self, path: str, version: int) -> None:
         """Load all weights from a Hugging Face directory.
@@ -79,7 +80,8 @@ class WeightStore:
         try:
             given: dict[str, Any] = {"dtype": dtype, "output_loading_info": True, "trust_remote_code": False, "local_files_only": True}
             given["use_safetensors"] = True  # other formats are pickles
-            loaded, report = cast(Any, AutoModelForCausalLM.from_pretrained(path, **given))
+            auto: Any = AutoModelForImageTextToText if hasattr(self.module.config, "vision_config") else AutoModelForCausalLM
+            loaded, report = cast(Any, auto.from_pretrained(path, **given))
         except Exception as error:  # Loaders raise anything on a damaged directory; the caller needs the reason.
             raise WeightSyncError(f"cannot load weights from {path}: {type(error).__name__}: {error}") from error
         unexpected = [name for name in report["unexpected_keys"] if not name.startswith(self._unused)]
@@ -89,15 +91,21 @@ class WeightStore:
         ]
         if problems:
             raise WeightSyncError(f"cannot load weights from {path}: it is not a checkpoint of this model ({'; '.join(problems)})")
-        self.load_tensors(list(checkpoint_weights(loaded.state_dict().items())), version, source=path)
+        weights = checkpoint_weights(loaded.state_dict().items(), whole_experts=self._whole_experts)
+        self.load_tensors(list(weights), version, source=path)
 
     def _under_all_names(self) -> dict[str, torch.Tensor]:
         named = ((stored_name(name), tensor) for name, tensor in self.module.state_dict(keep_vars=True).items())
-        return dict(checkpoint_weights(named))
+        return dict(checkpoint_weights(named, whole_experts=self._whole_experts))
+
+
+def _adapter_digest(weights: dict[str, torch.Tensor]) -> str | None:
+    adapter = [(name, weight) for name, weight in weights.items() if is_adapter_name(name)]
+    return weights_checksum(adapter).checksum if adapter else None
 
 
 def _expected(first_names: dict[str, str], tensors: NamedTensors) -> set[str]:
-    """Return the names that a sync must send which begins with these tensors."""
+    """Return the names that a sync must send if it begins with these tensors."""
     adapter_alone = any(is_adapter_name(name) for name, _ in tensors) and all(is_adapter_name(name) for name, _ in tensors)
     return {first for first in first_names.values() if is_adapter_name(first) or not adapter_alone}
 

@@ -63,12 +63,14 @@ Transport = Literal["disk", "tensor", "gloo", "nccl"]
 
 @dataclass(slots=True, frozen=True)
 class EngineFormat:
-    """Difference between the engines' tensors and those of the trainer's checkpoint; experts are unfused in both."""
+    """Difference between the engines' tensors and those of the trainer's model."""
 
     left_out: tuple[str, ...] = ()
     """Name prefixes of tensors that engines do not use."""
     quantisation: EngineQuantisation | None = None
     """Quantisation of the engines' checkpoint; None if it is not quantised."""
+    whole_experts: bool = False
+    """Engines take all experts of a layer as one tensor, as the model has them; False: one by one."""
 
 
 AS_CHECKPOINT = EngineFormat()

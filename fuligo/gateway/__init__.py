@@ -1,1 +1,1 @@
-"""OpenAI-compatible gateway for agents: sessions that keep the token ids of every answer, in front of any engine."""
+"""Gateway for agents with OpenAI's and Anthropic's APIs: sessions that keep the token ids of every answer, in front of any engine."""

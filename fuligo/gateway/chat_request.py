@@ -1,4 +1,4 @@
-"""Requests to `/v1/chat/completions`, checked: what training can honour is taken, anything else is refused by name."""
+"""Requests of agents as chat completions, checked: parameters that training can honour are accepted, all others are refused by name."""
 
 import json
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 from fuligo.data.fields import check_messages
 from fuligo.engines.generation import FIELD_RULES, SamplingParams
-from fuligo.engines.openai_format import InvalidRequest, given_max_tokens, parse_body
+from fuligo.engines.openai_format import InvalidRequest, given_max_tokens
 from fuligo.environments.environment import Tool
 from fuligo.errors import DataError
 from fuligo.types import Messages
@@ -57,17 +57,17 @@ class ChatRequest:
     with_logprobs: bool
 
 
-def parse_chat_request(raw: bytes, rollout: SamplingParams, *, replaces: bool) -> ChatRequest:
-    """Parse the body of a request.
+def parse_chat_request(body: Mapping[str, Any], rollout: SamplingParams, *, replaces: bool) -> ChatRequest:
+    """Check a request.
 
     Args:
+        body: request to `/v1/chat/completions`; requests of other APIs are translated to one
         rollout: sampling parameters of the rollout; `max_new_tokens` limits an answer
         replaces: take the rollout's parameters where the request has others, instead of refusing it
 
     Raises:
         InvalidRequest: the body is malformed, or asks for what cannot be trained on
     """
-    body = parse_body(raw)
     params, num_replaced = _params(body, rollout, replaces)
     for name, value in body.items():
         if name in _READ or name in _IGNORED or name in _SAMPLING or value is None or value in _NEUTRAL.get(name, ()):
@@ -75,7 +75,7 @@ def parse_chat_request(raw: bytes, rollout: SamplingParams, *, replaces: bool) -
         if name == "tool_choice" and replaces:
             num_replaced += 1
             continue
-        raise InvalidRequest(f"{name}={_shown(value)} is not supported: an answer must be sampled as the policy writes it", name)
+        raise InvalidRequest(f"{name}={_shown(value)} is not supported: the gateway returns every answer exactly as it was sampled", name)
     model = body.get("model")
     if not isinstance(model, str | None):
         raise InvalidRequest(f"model is {_shown(model)}; it must be a string", "model")
@@ -141,7 +141,7 @@ def _list_of(value: Any, name: str) -> list[Any]:
 
 
 def _call(call: Any) -> dict[str, Any]:
-    """Return a tool call with its arguments as an object, as chat templates render them; text that is no JSON object stays."""
+    """Return a tool call with its arguments as an object, as chat templates render them; text that is not a JSON object stays as it is."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InvalidRequest(

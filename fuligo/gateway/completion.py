@@ -20,7 +20,14 @@ class Completion:
     """Assistant message; arguments of tool calls are objects."""
     sampled: Sampled
     num_prompt_tokens: int
-    model: str
+    served_name: str
+    stop: str = ""
+    """Text from the stop string on, which was cut off; empty if none ended the answer."""
+
+    @property
+    def model(self) -> str:
+        """Return the name by which the agent called the model."""
+        return self.request.model or self.served_name
 
     @property
     def finish_reason(self) -> str:
@@ -36,11 +43,11 @@ class Completion:
             "logprobs": self._logprobs(tokenizer),
             "finish_reason": self.finish_reason,
         }
-        return {**head(self._model), "choices": [choice], "usage": self._usage()}
+        return {**head(self.model), "choices": [choice], "usage": self._usage()}
 
     def events(self, tokenizer: Tokenizer) -> Iterator[bytes]:
         """Yield the answer in chunks: role, text, tool calls, end."""
-        fields, message = head(self._model, stream=True), self._message()
+        fields, message = head(self.model, stream=True), self._message()
         deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
         deltas += [{key: message[key]} for key in ("reasoning_content", "content") if message.get(key)]
         deltas += [{"tool_calls": [{"index": index, **call}]} for index, call in enumerate(message.get("tool_calls") or ())]
@@ -52,19 +59,12 @@ class Completion:
             yield event({**fields, "choices": [], "usage": self._usage()})
         yield DONE
 
-    @property
-    def _model(self) -> str:
-        return self.request.model or self.model
-
     def _message(self) -> dict[str, Any]:
         """Return the message with arguments of tool calls as text, as OpenAI writes them."""
         calls = self.message.get("tool_calls")
         if not calls:
             return self.message
-        written = [
-            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"], separators=(",", ":"))}}
-            for call in calls
-        ]
+        written = [{**call, "function": {**call["function"], "arguments": arguments_text(call["function"]["arguments"])}} for call in calls]
         return {**self.message, "content": self.message["content"] or None, "tool_calls": written}
 
     def _logprobs(self, tokenizer: Tokenizer) -> dict[str, Any] | None:
@@ -78,3 +78,8 @@ class Completion:
 
     def _usage(self) -> dict[str, int]:
         return usage(self.num_prompt_tokens, len(self.sampled.ids))
+
+
+def arguments_text(arguments: Any) -> str:
+    """Return the arguments of a call as OpenAI's APIs write them."""
+    return json.dumps(arguments, separators=(",", ":"))

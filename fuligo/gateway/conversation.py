@@ -84,7 +84,7 @@ class Conversation:
     """Turns by the digest of what leads to them, with every spelling of the answer."""
 
     def find(self, messages: Messages, tools: Sequence[Tool]) -> Place:
-        """Find the longest known beginning of a request."""
+        """Find the longest known prefix of a request."""
         state = start = _digest(b"tools", orjson.dumps([tool.to_json() for tool in tools]))
         parent, num_known = None, 0
         for number, message in enumerate(messages, 1):

@@ -23,22 +23,31 @@ from starlette.types import Receive, Scope, Send
 from fuligo.engines.generation import SamplingParams
 from fuligo.engines.host import LOOPBACK, endpoint
 from fuligo.engines.http_access import QuietServer, is_foreign, own_names
-from fuligo.engines.openai_format import InvalidRequest, error_content, json_response
+from fuligo.engines.openai_format import InvalidRequest, error_content, json_response, parse_body
+from fuligo.engines.stranger_connections import Connection, Strangers, admit
 from fuligo.errors import EngineError
-from fuligo.gateway.connections import Connection, Strangers, admit
+from fuligo.gateway import anthropic_messages, openai_responses
+from fuligo.gateway.completion import Completion
+from fuligo.gateway.dialect import Dialect, ErrorContent
 from fuligo.gateway.session import ContextFull, Policy, Session, SessionEnded
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 32 * 2**20
 MAX_REMEMBERED = 4096
-"""Ended sessions whose late requests are told so."""
+"""Number of ended sessions to remember, so that their late requests are told why they fail."""
 KEEP_ALIVE_S = 600
 SHUTDOWN_S = 2
 BACKLOG = 4096
 _BEARER = "Bearer "
+DIALECTS = {
+    "v1/chat/completions": Dialect(parse_body, Completion.body, Completion.events, error_content),
+    "v1/responses": openai_responses.DIALECT,
+    "v1/messages": anthropic_messages.DIALECT,
+}
+"""APIs through which agents call the policy, by path."""
 NO_RETRY = {"x-should-retry": "false"}
-"""Header by which OpenAI's clients know that the same request would fail again."""
+"""Header that tells OpenAI's clients not to retry a request."""
 
 
 class Gateway:
@@ -155,35 +164,37 @@ class Gateway:
         admit(http.scope)
         if method == "GET" and path.startswith("v1/models"):
             return self._models(path.removeprefix("v1/models").strip("/"))
-        handler = {"v1/chat/completions": self._chat, "v1/reward": self._reward}.get(path) if method == "POST" else None
-        if handler is None:
-            return _error(404, f"{method} /{path} is not served; the gateway has /v1/chat/completions, /v1/models and /v1/reward")
+        dialect = DIALECTS.get(path)
+        if method != "POST" or (dialect is None and path != "v1/reward"):
+            return _error(404, f"{method} /{path} is not served; the gateway has /{', /'.join(DIALECTS)}, /v1/models and /v1/reward")
         if headers.get("content-type", "").partition(";")[0].strip() != "application/json":
             return _error(415, "the content type must be application/json")
         raw = await _body(http)
         if raw is None:
             return _error(413, f"the body has more than {MAX_BODY_BYTES // 2**20} MiB")
-        return await handler(session, http, raw)
+        return await (self._reward(session, raw) if dialect is None else self._answer(session, http, raw, dialect))
 
-    async def _chat(self, session: Session, http: HttpRequest, raw: bytes) -> Response:
+    async def _answer(self, session: Session, http: HttpRequest, raw: bytes, dialect: Dialect) -> Response:
+        """Answer a request to the policy; errors have the form of the dialect."""
+        refuse = partial(_error, content=dialect.error)
         try:
-            completion = await _unless_gone(http, session.complete(raw))
+            completion = await _unless_gone(http, session.complete(raw, dialect.read))
         except ContextFull as error:
-            return _error(400, str(error), param=error.param, code="context_length_exceeded")
+            return refuse(400, str(error), param=error.param, code="context_length_exceeded")
         except InvalidRequest as error:
-            return _error(400, str(error), param=error.param)
+            return refuse(400, str(error), param=error.param)
         except SessionEnded:
             return _ended()
         except EngineError as error:
-            return _error(500, str(error), "server_error", headers=NO_RETRY)
+            return refuse(500, str(error), "server_error", headers=NO_RETRY)
         if completion is None:
             return Response(status_code=499)
         tokenizer = self._policy.tokenizer
         if completion.request.stream:
-            return StreamingResponse(completion.events(tokenizer), media_type="text/event-stream")
-        return json_response(completion.body(tokenizer))
+            return StreamingResponse(dialect.events(completion, tokenizer), media_type="text/event-stream")
+        return json_response(dialect.body(completion, tokenizer))
 
-    async def _reward(self, session: Session, http: HttpRequest, raw: bytes) -> Response:
+    async def _reward(self, session: Session, raw: bytes) -> Response:
         try:
             body = orjson.loads(raw)
         except orjson.JSONDecodeError as error:
@@ -195,7 +206,7 @@ class Gateway:
                 400, f'the body must be {{"reward": NUMBER}} or {{"reward": {{NAME: NUMBER}}}}, not {body!r:.100}', param="reward"
             )
         if not session.set_reward(reward):
-            return _error(409, "the session has its reward already")
+            return _error(409, "the session already has a reward")
         return json_response({"reward": reward})
 
     def _models(self, name: str) -> Response:
@@ -228,7 +239,8 @@ async def _body(http: HttpRequest) -> bytes | None:
 
 
 def _key(headers: Headers) -> str:
-    return headers.get("authorization", "").removeprefix(_BEARER)
+    """Return the key, as OpenAI's clients send it or as Anthropic's do."""
+    return headers.get("authorization", "").removeprefix(_BEARER) or headers.get("x-api-key", "")
 
 
 def _admits(api_key: str, headers: Headers) -> bool:
@@ -251,5 +263,6 @@ def _error(
     param: str | None = None,
     code: str | None = None,
     headers: dict[str, str] | None = None,
+    content: ErrorContent = error_content,
 ) -> Response:
-    return json_response(error_content(message, kind, param=param, code=code), status, headers)
+    return json_response(content(message, kind, param=param, code=code), status, headers)

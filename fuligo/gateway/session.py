@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
@@ -12,8 +13,8 @@ import orjson
 
 from fuligo.data.template import as_ids
 from fuligo.engines.engine import Engine
-from fuligo.engines.generation import FinishReason, SamplingParams, Tokenizer, trim
-from fuligo.engines.openai_format import InvalidRequest
+from fuligo.engines.generation import FinishReason, Generation, SamplingParams, Tokenizer, trim
+from fuligo.engines.openai_format import InvalidRequest, parse_body
 from fuligo.environments.environment import AssistantTurn
 from fuligo.environments.rendering import Renderer
 from fuligo.errors import DataError, EngineError
@@ -80,13 +81,14 @@ class Session:
     last_request_s: float | None = field(default=None, init=False)
     """`time.monotonic()` when the last request came."""
     failure: str | None = field(default=None, init=False)
-    """Last error of an engine that an agent was told."""
+    """Last error of an engine that was reported to the agent."""
     num_in_flight: int = field(default=0, init=False)
     interrupted: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     """Set while the session is suspended and none of its requests is in an engine."""
     is_suspended: bool = field(default=False, init=False)
     has_ended: bool = field(default=False, init=False)
-    _num_at_engine: int = field(default=0, init=False)
+    _at_engine: set[asyncio.Task[Generation]] = field(default_factory=set, init=False)
+    """Requests in an engine."""
     _going: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _reward: "asyncio.Future[Reward]" = field(init=False)
     _repeats: dict[bytes, int] = field(default_factory=dict, init=False)
@@ -112,7 +114,9 @@ class Session:
         return True
 
     def suspend(self) -> None:
-        """Hold back requests until `resume`."""
+        """Hold back requests until `resume`; no-op if the session has ended."""
+        if self.has_ended:
+            return
         self.is_suspended = True
         self._going.clear()
         self._note_interruption()
@@ -124,12 +128,17 @@ class Session:
         self._going.set()
 
     def end(self) -> None:
-        """Refuse all further requests."""
+        """Refuse all further requests, and cancel those in an engine: nobody waits for their answers."""
         self.has_ended = True
         self._going.set()
+        for request in self._at_engine:
+            request.cancel()
 
-    async def complete(self, raw: bytes) -> Completion:
+    async def complete(self, raw: bytes, read: Callable[[bytes], Mapping[str, Any]] = parse_body) -> Completion:
         """Answer a request.
+
+        Args:
+            read: turns its bytes into the body of a request for a chat completion; raises `InvalidRequest`
 
         Raises:
             InvalidRequest: it is malformed, or training cannot honour it
@@ -142,7 +151,7 @@ class Session:
             raise SessionEnded
         self.num_in_flight += 1
         try:
-            request = parse_chat_request(raw, self.params, replaces=self.policy.replaces_params)
+            request = parse_chat_request(read(raw), self.params, replaces=self.policy.replaces_params)
             self.num_replaced += request.num_replaced > 0
             return await self._answer(request, is_long=len(raw) > MAX_CHARS_RENDERED_INLINE)
         except EngineError as error:
@@ -169,7 +178,7 @@ class Session:
         message, shown, stop = self._messages_of(turn, request, sampled)
         before = [*parent.messages, *place.new] if parent is not None else request.messages
         self.conversation.add(place, Turn(len(self.conversation.turns), parent, [*before, message], context, sampled), shown, stop)
-        return Completion(request, shown, sampled, len(prompt), self.policy.name)
+        return Completion(request, shown, sampled, len(prompt), self.policy.name, stop)
 
     def _context(self, place: Place, request: ChatRequest) -> tuple[Turn | None, IntArray]:
         """Return the turn to continue and the ids after it; no turn and the whole prompt if the template renders the turn differently."""
@@ -211,18 +220,7 @@ class Session:
                 reason = "length"
                 break
             span = Span("generate", time.time(), 0.0, first_token=len(ids))
-            self._num_at_engine += 1
-            try:
-                generation = await self.policy.engine.generate(
-                    np.concatenate([prompt, ids]),
-                    replace(params, max_new_tokens=left),
-                    rid=f"{self.label}-{secrets.token_hex(4)}",
-                    priority=self.priority,
-                    timeout_s=self.policy.timeout_s,
-                )
-            finally:
-                self._num_at_engine -= 1
-                self._note_interruption()
+            generation = await self._generated(np.concatenate([prompt, ids]), replace(params, max_new_tokens=left))
             span.end_s, span.engine, span.num_tokens = time.time(), generation.engine, len(generation.output_ids)
             spans.append(span)
             ids, logprobs = np.concatenate([ids, generation.output_ids]), np.concatenate([logprobs, generation.logprobs])
@@ -232,8 +230,31 @@ class Session:
                 self.suspend()
         return Sampled(ids, logprobs, versions, reason, tuple(spans))
 
+    async def _generated(self, input_ids: IntArray, params: SamplingParams) -> Generation:
+        """Sample from an engine.
+
+        Raises:
+            EngineError: no engine answered
+            SessionEnded: the session ended meanwhile
+        """
+        rid = f"{self.label}-{secrets.token_hex(4)}"
+        timeout_s = self.policy.timeout_s
+        request = asyncio.ensure_future(
+            self.policy.engine.generate(input_ids, params, rid=rid, priority=self.priority, timeout_s=timeout_s)
+        )
+        self._at_engine.add(request)
+        try:
+            return await request
+        except asyncio.CancelledError:
+            if not self.has_ended or ((task := asyncio.current_task()) and task.cancelling()):
+                raise
+            raise SessionEnded from None
+        finally:
+            self._at_engine.discard(request)
+            self._note_interruption()
+
     def _note_interruption(self) -> None:
-        if self.is_suspended and not self._num_at_engine:
+        if self.is_suspended and not self._at_engine:
             self.interrupted.set()
 
     def _messages_of(self, turn: AssistantTurn, request: ChatRequest, sampled: Sampled) -> tuple[dict[str, Any], dict[str, Any], str]:

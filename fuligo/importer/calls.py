@@ -1,4 +1,4 @@
-"""Recorded commands: the training jobs among them, alone, under a launcher or behind `ray job submit`, and notes on the others."""
+"""Recorded commands: the training jobs among them (started directly, by a launcher or by `ray job submit`), and notes on the others."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 `fuligo.importer.run` starts it with a job (JSON) on standard input and reads the report (JSON) from standard output; it imports the
 standard library and `fuligo.sandbox` only. The script sees a root file system made of tmpfs, which holds the tools, their libraries and
-the folders of the job; it has no network, no capabilities, and process ids of its own, and can execute nothing but the tools and stand-ins.
+the folders of the job; it has no network, no capabilities, and process ids of its own, and can execute only the tools and stand-ins.
 Without `sandboxed` only the limits hold.
 """
 
@@ -37,7 +37,7 @@ SETTLE_SECONDS = 3.0
 MAX_FILE_BYTES = 8 << 20
 MAX_RECORD_BYTES = 8 << 20
 MAX_OUTPUT_BYTES = 64 << 10
-"""End of the script's output that is reported."""
+"""Number of bytes of the script's output that are reported, counted from its end."""
 MAX_PROCESSES = 256
 MAX_MEMORY_BYTES = 512 << 20
 """Resident memory of all processes together, and address space of each."""

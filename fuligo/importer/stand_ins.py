@@ -22,7 +22,7 @@ TOOLS = _TOOLS.split()
 
 _FILE_TOOLS = "chgrp chmod chown cp dd install link ln mkdir mkfifo mv rm rmdir touch truncate unlink"
 FILE_TOOLS = _FILE_TOOLS.split()
-"""Tools that are real in the sandbox, where they change a private file system, and stand-ins without one."""
+"""File tools: real in the sandbox, where they change a private file system; stand-ins if there is no sandbox."""
 
 _RECORDED = """
 python python3 ray torchrun accelerate deepspeed fuligo uv conda srun sbatch scontrol mpirun ssh scp rsync sshpass pdsh sudo docker

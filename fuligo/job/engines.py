@@ -21,7 +21,7 @@ from fuligo.engines.engine import InferenceEngine
 from fuligo.engines.generation import RoutingQuery, SamplingParams
 from fuligo.engines.group import EngineGroup
 from fuligo.engines.metrics import EngineMonitor
-from fuligo.errors import EngineError
+from fuligo.errors import ConfigError, EngineError
 from fuligo.formats.engine_keys import EngineKeys
 from fuligo.formats.hugging_face import read_model_config
 from fuligo.formats.scratch import scratch_root
@@ -138,7 +138,24 @@ async def _connect_external(config: Config, stack: AsyncExitStack) -> EngineGrou
     stack.push_async_callback(group.close)
     await group.wait_ready(flags.engine_start_timeout_s)
     await group.read_num_ranks()
+    await _require_changes(config, group)
     return group
+
+
+async def _require_changes(config: Config, engines: EngineGroup) -> None:
+    """Check that external engines take syncs without the unchanged tensors, if the run sends such.
+
+    Raises:
+        ConfigError: one is `fuligo serve`, which is recognised by its count of syncs
+    """
+    if config.weight_sync.update_weight_mode != "delta" or not config.trains:
+        return
+    for url, info in await engines.model_infos():
+        if info.num_weight_loads is not None:
+            raise ConfigError(
+                f"--update-weight-mode delta leaves unchanged tensors out, and {url} (fuligo serve) takes complete syncs only; remove the "
+                "flag"
+            )
 
 
 async def _require_routing(config: Config, engines: EngineGroup) -> None:

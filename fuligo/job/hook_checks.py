@@ -104,7 +104,13 @@ def _groups(prompts: list[Prompt]) -> list[SampleGroup]:
         samples = []
         for offset, length in enumerate(_LENGTHS):
             sample = Sample(
-                number * len(_LENGTHS) + offset, number, prompt.prompt, prompt.prompt_ids, prompt.label, deepcopy(prompt.metadata)
+                number * len(_LENGTHS) + offset,
+                number,
+                prompt.prompt,
+                prompt.prompt_ids,
+                prompt.label,
+                deepcopy(prompt.metadata),
+                images=prompt.images,
             )
             sample.metadata[START_ROLLOUT_ID] = 0
             sample.response_ids = np.arange(length, dtype=np.int32)
@@ -149,10 +155,6 @@ def _reward(hook: Hook, config: Config, groups: list[SampleGroup]) -> None:
         raise HookError(f"{failed.error} (response {failed.response[:40]!r}, label {failed.label!r:.40})")
 
 
-def _extra_reward(hook: Hook, config: Config, groups: list[SampleGroup]) -> None:
-    _reward(hook, Config(), groups)
-
-
 def _generate(hook: Hook, config: Config, groups: list[SampleGroup]) -> None:
     async def engine(sample: Sample, params: SamplingParams) -> Sample:
         """Sample three tokens, and end there."""
@@ -165,7 +167,7 @@ def _generate(hook: Hook, config: Config, groups: list[SampleGroup]) -> None:
         return sample
 
     given = groups[0].samples[0]
-    pending = Sample(0, 0, given.prompt, given.prompt_ids, given.label, given.metadata)
+    pending = Sample(0, 0, given.prompt, given.prompt_ids, given.label, given.metadata, images=given.images)
     call = CustomGenerate(hook, ArgsView(config), engine, lambda: 0)
     for sample in asyncio.run(call(pending, SamplingParams(max_new_tokens=config.rollout.rollout_max_response_len))):
         if (problem := malformation(sample)) is not None:
@@ -177,10 +179,6 @@ def _generate(hook: Hook, config: Config, groups: list[SampleGroup]) -> None:
 def _advantages(hook: Hook, config: Config, groups: list[SampleGroup]) -> None:
     samples = _scored(groups)
     assign_advantages(samples, AdvantageSettings(samples_per_step=len(samples), custom=partial(hook, ArgsView(config))))
-
-
-def _post_process(hook: Hook, config: Config, groups: list[SampleGroup]) -> None:
-    train_samples(groups, SampleSettings(reward_key=config.reward.reward_key, post_process=partial(hook, ArgsView(config))))
 
 
 def _before_train_step(hook: Hook, config: Config, groups: list[SampleGroup]) -> None:
@@ -207,29 +205,8 @@ class _NoPrompts:
     def restore(self, state: RolloutState) -> None: ...
 
 
-def _rollout_log(hook: Hook, config: Config, groups: list[SampleGroup]) -> None:
-    hook(0, ArgsView(config), [sample for group in groups for sample in group.samples], {"rollout/reward_mean": 0.25}, 1.0)
-
-
-def _eval_log(hook: Hook, config: Config, groups: list[SampleGroup]) -> None:
-    hook(0, ArgsView(config), log_data(Evaluation({}, {"check": groups}), None), {"eval/check/mean@4": 0.25})
-
-
-def _loss(hook: Hook, config: Config, groups: list[SampleGroup]) -> None:
-    _adds_up("--custom-loss-function-path", LossSettings(loss_type="custom_loss", custom_loss=partial(hook, ArgsView(config))))
-
-
-def _importance_weights(hook: Hook, config: Config, groups: list[SampleGroup]) -> None:
-    _adds_up("--custom-tis-function-path", LossSettings(custom_weights=partial(hook, ArgsView(config))))
-
-
-def _reducer(hook: Hook, config: Config, groups: list[SampleGroup]) -> None:
-    per_token = config.algorithm.calculate_per_token_loss
-    _adds_up("--custom-pg-loss-reducer-function-path", LossSettings(per_token=per_token, reducer=hook))
-
-
 def _adds_up(option: str, settings: LossSettings) -> None:
-    """Check that the loss of two micro-batches is the sum of theirs, and that masked tokens have no gradient.
+    """Check that the losses of two micro-batches add up to the loss of both as one, and that masked tokens have no gradient.
 
     Raises:
         HookError: the losses do not add up, or masked tokens have a gradient.
@@ -294,12 +271,8 @@ def _group_filter(hook: Hook, config: Config, groups: list[SampleGroup]) -> None
     judge(groups[1].samples)
 
 
-def _data_postprocess(hook: Hook, config: Config, groups: list[SampleGroup]) -> None:
-    DataPostProcess(partial(hook, ArgsView(config)))(_scored(groups))
-
-
 def _environment(hook: Hook, config: Config, groups: list[SampleGroup]) -> None:
-    """Let an environment begin, answer a turn that is the last one, and end."""
+    """Reset an environment, step it with a last turn, and close it."""
     factory = load_environment(str(config.rollout.environment), config.rollout.environment_settings)
 
     async def play(sample: Sample) -> None:
@@ -324,20 +297,32 @@ def _environment(hook: Hook, config: Config, groups: list[SampleGroup]) -> None:
 
 _CHECKS: dict[str, Callable[[Hook, Config, list[SampleGroup]], Any]] = {
     "custom_rm_path": _reward,
-    "extra_rm_path": _extra_reward,
+    "extra_rm_path": lambda hook, config, groups: _reward(hook, Config(), groups),
     "custom_generate_function_path": _generate,
     "environment": _environment,
     "dynamic_sampling_filter_path": _group_filter,
     "buffer_filter_path": _buffer_filter,
     "rollout_sample_filter_path": lambda hook, config, groups: sample_filter(hook, ArgsView(config))(groups),
     "rollout_all_samples_process_path": _all_samples,
-    "custom_reward_post_process_path": _post_process,
+    "custom_reward_post_process_path": lambda hook, config, groups: train_samples(
+        groups, SampleSettings(reward_key=config.reward.reward_key, post_process=partial(hook, ArgsView(config)))
+    ),
     "custom_advantage_function_path": _advantages,
-    "rollout_data_postprocess_path": _data_postprocess,
+    "rollout_data_postprocess_path": lambda hook, config, groups: DataPostProcess(partial(hook, ArgsView(config)))(_scored(groups)),
     "before_train_step_path": _before_train_step,
-    "custom_loss_function_path": _loss,
-    "custom_tis_function_path": _importance_weights,
-    "custom_pg_loss_reducer_function_path": _reducer,
-    "custom_rollout_log_function_path": _rollout_log,
-    "custom_eval_rollout_log_function_path": _eval_log,
+    "custom_loss_function_path": lambda hook, config, groups: _adds_up(
+        "--custom-loss-function-path", LossSettings(loss_type="custom_loss", custom_loss=partial(hook, ArgsView(config)))
+    ),
+    "custom_tis_function_path": lambda hook, config, groups: _adds_up(
+        "--custom-tis-function-path", LossSettings(custom_weights=partial(hook, ArgsView(config)))
+    ),
+    "custom_pg_loss_reducer_function_path": lambda hook, config, groups: _adds_up(
+        "--custom-pg-loss-reducer-function-path", LossSettings(per_token=config.algorithm.calculate_per_token_loss, reducer=hook)
+    ),
+    "custom_rollout_log_function_path": lambda hook, config, groups: hook(
+        0, ArgsView(config), [sample for group in groups for sample in group.samples], {"rollout/reward_mean": 0.25}, 1.0
+    ),
+    "custom_eval_rollout_log_function_path": lambda hook, config, groups: hook(
+        0, ArgsView(config), log_data(Evaluation({}, {"check": groups}), None), {"eval/check/mean@4": 0.25}
+    ),
 }

@@ -1,9 +1,7 @@
 """Log functions of the user: --custom-rollout-log-function-path and --custom-eval-rollout-log-function-path."""
 
 import logging
-import math
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, Self
 
 from fuligo.config import Config
@@ -12,6 +10,7 @@ from fuligo.config.flags import flags
 from fuligo.config.hooks import Hook, describe_exception, hook_of
 from fuligo.rollout.evaluate import Evaluation
 from fuligo.rollout.protocol import Rollout
+from fuligo.rollout.scores import is_finite
 from fuligo.types import SampleStatus
 
 logger = logging.getLogger(__name__)
@@ -93,7 +92,7 @@ def log_data(evaluation: Evaluation, reward_key: str | None) -> dict[str, dict[s
 
 def _checked(metrics: dict[str, Any]) -> dict[str, float]:
     for name, value in metrics.items():
-        if not isinstance(name, str) or not isinstance(value, Real) or not math.isfinite(value):
+        if not isinstance(name, str) or not is_finite(value):
             raise ValueError(f"metrics has {name!r}: {value!r:.80}; names are strings and values finite numbers")
     return metrics
 

@@ -55,7 +55,7 @@ class RunRecorder:
         return self._directory.trace.phase(name, step)
 
     def start(self, step: int) -> None:
-        """Start the clock of the first step; time before it (loading, the first weight sync) is in the trace alone."""
+        """Start the clock of the first step; time before it (loading, the first weight sync) is only in the trace."""
         self._directory.trace.take_durations(step)
         self._last_step_end_s = time.perf_counter()
 

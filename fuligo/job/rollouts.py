@@ -17,6 +17,7 @@ from fuligo.data.source import PromptSource
 from fuligo.engines.group import EngineGroup
 from fuligo.engines.profiling import EngineProfiler
 from fuligo.job.engines import Engines
+from fuligo.models.vision.prompts import prompt_images
 from fuligo.rollout.build import build_evaluator, build_generators, build_sampling, vocab_size
 from fuligo.rollout.continuous import ContinuousRunner
 from fuligo.rollout.evaluate import Evaluates
@@ -45,7 +46,7 @@ class RunData:
         """Load the tokenizer and index the data.
 
         Args:
-            state: of the checkpoint that is resumed
+            state: state of the checkpoint that is resumed
 
         Raises:
             DataError: the data are missing or malformed, or differ from those of the checkpoint
@@ -68,8 +69,8 @@ class RunData:
             from fuligo.models.directory import end_ids_of
 
             settings = replace(data_settings(config), end_ids=end_ids_of(str(config.model.hf_checkpoint), tokenizer))
-            return ConversationSource(ConversationDataset.open(entries, settings, tokenizer))
-        return PromptSource(PromptDataset.open(entries, data_settings(config), tokenizer))
+            return ConversationSource(ConversationDataset.open(entries, settings, tokenizer, prompt_images(config)))
+        return PromptSource(PromptDataset.open(entries, data_settings(config), tokenizer, prompt_images(config)))
 
 
 @dataclass(slots=True, frozen=True)
@@ -94,7 +95,7 @@ class RolloutBuilder:
         """Build the rollouts from step `start` on, and the evaluator if there is evaluation data.
 
         Args:
-            state: of the checkpoint that is resumed; None starts at the beginning of the data
+            state: state of the checkpoint that is resumed; None starts at the beginning of the data
             end_early: ends the rollouts when it is set
 
         Raises:

@@ -214,6 +214,7 @@ async def _loop(wired: Wired, termination: Termination) -> Outcome:
             sample_settings=sample_settings(config),
             advantage_settings=advantage_settings(config),
             update_interval=config.weight_sync.update_weights_interval,
+            requires_exact=config.train.exact_on_policy,
             post_process=None if post_process is None else DataPostProcess(post_process),
             before_train_step=None if before is None else BeforeTrainStep(before, config.resolved_data_parallel_size),
         )

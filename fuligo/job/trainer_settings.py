@@ -14,9 +14,10 @@ from fuligo.layout.megatron import layout_of
 from fuligo.models.adapter_flags import adapter_of
 from fuligo.models.adapter_names import AdapterNames
 from fuligo.models.device import Device, resolve_precision
-from fuligo.models.registry import architecture_of, names_of
+from fuligo.models.registry import architecture_of, batch_variant_because, names_of, unshareable_because
 from fuligo.models.routing import RoutingShape
 from fuligo.models.stated_flags import stated_flags
+from fuligo.models.vision.types import TOWER_PATTERN
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, MTPSettings, OptimizerPlace, Recomputation, SparseLayers
 from fuligo.trainer.packing import Capacity
 from fuligo.trainer.profiling import ProfileSettings
@@ -58,8 +59,56 @@ def trainer_settings(
 
         return megatron_settings(config, common)
     given = {each.name: getattr(common, each.name) for each in fields(common)}
-    flags = config.model
-    return TorchTrainerSettings(**given, gradient_checkpointing=flags.gradient_checkpointing, torch_compile=flags.torch_compile)
+    return TorchTrainerSettings(
+        **given,
+        gradient_checkpointing=config.model.gradient_checkpointing,
+        torch_compile=_compiles(config, device, common.precision),
+        exact_on_policy=_is_exact(config, device, common.hf_checkpoint),
+    )
+
+
+def _compiles(config: Config, device: Device, precision: str) -> bool:
+    """Return whether the torch trainer compiles the layers of dense models.
+
+    Raises:
+        ConfigError: it must, and cannot on this device or in this precision
+    """
+    if config.model.torch_compile and (device == "cpu" or precision == "fp32"):
+        raise ConfigError(
+            f"cannot use --torch-compile with {precision} on {device}: packed attention in compiled layers needs CUDA and bf16; drop it"
+        )
+    return config.model.torch_compile
+
+
+def _is_exact(config: Config, device: Device, checkpoint: Path) -> bool:
+    """Return whether the torch trainer computes the engine's log-probabilities to the bit.
+
+    Raises:
+        ConfigError: it must, and cannot on this device or with this model
+    """
+    if not config.train.exact_on_policy:
+        return False
+    if device != "cpu":
+        raise ConfigError("cannot use --exact-on-policy on a GPU: batch-invariant operations are proved only for CPUs; use --device cpu")
+    because = batch_variant_because(read_config_json(checkpoint))
+    if because is not None:
+        raise ConfigError(f"cannot use --exact-on-policy for {checkpoint}: {because}; drop the flag")
+    return True
+
+
+def _shares_prefixes(config: Config, checkpoint: Path) -> bool:
+    """Return whether the trainer computes shared prefixes once.
+
+    Raises:
+        ConfigError: it must, and the model's layers cannot
+    """
+    if config.train.share_prefixes != "on":
+        return False
+    config_json = read_config_json(checkpoint)
+    because = unshareable_because(config_json)
+    if because is not None:
+        raise ConfigError(f"cannot use --share-prefixes on for {config_json.get('model_type')}: {because}; drop the flag")
+    return True
 
 
 def _common_settings(config: Config, device: Device, initial_weights: Path, num_rollout: int) -> TrainerSettings:
@@ -83,10 +132,12 @@ def _common_settings(config: Config, device: Device, initial_weights: Path, num_
         temperature=1.0 if config.is_sft else config.rollout.rollout_temperature,
         capacity=_capacity(config, train.max_tokens_per_gpu),
         score_capacity=_capacity(config, train.log_probs_max_tokens_per_gpu or train.max_tokens_per_gpu),
+        shares_prefixes=_shares_prefixes(config, Path(config.model.hf_checkpoint)),
         chunk_tokens=train.log_probs_chunk_size,
         balance_data=train.balance_data,
+        skips_zero_advantages=config.algorithm.skip_zero_advantages,
         lora=_lora(config, initial_weights),
-        trained=TrainedParameters(tuple(train.only_train_params_name_list), tuple(train.freeze_params_name_list)),
+        trained=TrainedParameters(tuple(train.only_train_params_name_list), _frozen(config)),
         device=device,
         shares_device=device == "cuda" and (config.cluster.colocate or config.engine_capabilities.beside_trainer),
         precision=resolve_precision(config.model.precision, device),
@@ -95,6 +146,12 @@ def _common_settings(config: Config, device: Device, initial_weights: Path, num_
         num_ranks=config.num_train_gpus,
         seed=train.seed,
     )
+
+
+def _frozen(config: Config) -> tuple[str, ...]:
+    """Return the regexes of frozen parameters."""
+    train = config.train
+    return (*train.freeze_params_name_list, *([TOWER_PATTERN] if train.freeze_vision_tower else []))
 
 
 def _optimizer(config: Config, lr: float, warmup_steps: int, *, num_rollout: int) -> OptimizerSettings:
@@ -146,7 +203,7 @@ def _lora(config: Config, initial_weights: Path) -> LoraSettings | None:
     if config.needs_reference and first.resolve() != initial_weights.resolve():
         raise ConfigError(
             f"cannot train an adapter on {initial_weights} with the reference {first}: with LoRA the reference is the policy without its "
-            f"adapter; start from one of them alone (--ref-load {initial_weights})"
+            f"adapter; use the same weights for both (--ref-load {initial_weights})"
         )
     given = config.lora.lora_adapter
     start = None if given is None else adapter_directory(Path(given))
@@ -184,6 +241,7 @@ def megatron_settings(config: Config, common: TrainerSettings) -> MegatronTraine
         layout=layout_of(config),
         # Without --override-model-config, MODEL_ARGS that contradict config.json were rejected.
         model_flags={**stated_flags(config_json, source), **dict(config.megatron.items())},
+        numerics=architecture.numerics,
         sparse_layers=SparseLayers.of(architecture),
         model_provider=config.model.custom_model_provider_path,
         recomputation=Recomputation(

@@ -1,11 +1,11 @@
-"""Sizes of a LoRA adapter on the torch trainer, matrix by matrix. Imports neither numpy nor torch."""
+"""Sizes of a LoRA adapter, matrix by matrix. Imports neither numpy nor torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum, StrEnum, auto
 
 from fuligo.formats.adapter_config import AdapterConfig
-from fuligo.models.architecture import Architecture, GroupedAttention, LatentAttention, Layer, LinearAttention
+from fuligo.models.architecture import Architecture, GroupedAttention, LatentAttention, Layer, LinearAttention, PartKind
 
 FUSED_GATE_UP = frozenset({"glm4"})
 """Model types whose dense MLP has one layer for gate and up projection, in transformers 5.12.1."""
@@ -26,6 +26,16 @@ class InputOf(StrEnum):
     """Product of the activated gate and the up projection."""
 
 
+class TensorSplit(Enum):
+    """Part of a linear layer that the tensor-parallel ranks of the Megatron trainer share."""
+
+    NOTHING = auto()
+    OUTPUTS = auto()
+    """A is whole on every rank, B split."""
+    INPUTS = auto()
+    """A is split, B whole on every rank."""
+
+
 @dataclass(frozen=True, slots=True)
 class Matrix:
     """Linear layer of a transformer layer that an adapter can have."""
@@ -35,6 +45,19 @@ class Matrix:
     source: InputOf
     inputs: int
     outputs: int
+    block: str
+    """Module of the transformer layer that it belongs to."""
+
+    @property
+    def split(self) -> TensorSplit:
+        if self.name in _REPLICATED:
+            return TensorSplit.NOTHING
+        return TensorSplit.INPUTS if self.source in (InputOf.OUTPUT, InputOf.DOWN) else TensorSplit.OUTPUTS
+
+    def factors(self, num_tensor_ranks: int) -> int:
+        """Return the rows of A's transpose and B together on one of the ranks: its inputs, and its outputs."""
+        inputs = self.inputs // (num_tensor_ranks if self.split is TensorSplit.INPUTS else 1)
+        return inputs + self.outputs // (num_tensor_ranks if self.split is TensorSplit.OUTPUTS else 1)
 
 
 def matrices(layer: Layer, architecture: Architecture) -> Iterator[Matrix]:
@@ -45,23 +68,30 @@ def matrices(layer: Layer, architecture: Architecture) -> Iterator[Matrix]:
         yield from _linear(architecture.linear_attention, hidden)
     elif isinstance(heads, GroupedAttention):
         query, key_value = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
-        yield Matrix("q_proj", InputOf.ATTENTION, hidden, 2 * query if heads.has_output_gate else query)
-        yield Matrix("k_proj", InputOf.ATTENTION, hidden, key_value)
-        yield Matrix("v_proj", InputOf.ATTENTION, hidden, key_value)
-        yield Matrix("o_proj", InputOf.OUTPUT, query, hidden)
+        yield Matrix("q_proj", InputOf.ATTENTION, hidden, 2 * query if heads.has_output_gate else query, _ATTENTION)
+        yield Matrix("k_proj", InputOf.ATTENTION, hidden, key_value, _ATTENTION)
+        yield Matrix("v_proj", InputOf.ATTENTION, hidden, key_value, _ATTENTION)
+        yield Matrix("o_proj", InputOf.OUTPUT, query, hidden, _ATTENTION)
     else:
         yield from _latent(heads, hidden)
-    if layer.is_moe and architecture.experts is not None and architecture.experts.has_shared_gate:
-        yield Matrix("shared_expert_gate", InputOf.MLP, hidden, 1)
-    if architecture.experts is not None:  # see `models.adapter`
-        return
-    width = architecture.intermediate_size
-    if architecture.model_type in FUSED_GATE_UP:
-        yield Matrix("gate_up_proj", InputOf.MLP, hidden, 2 * width)
+    if layer.is_moe and architecture.experts is not None:
+        has_gate = architecture.experts.has_shared_gate
+        if has_gate:
+            yield Matrix("shared_expert_gate", InputOf.MLP, hidden, 1, "mlp")
+        shared = max((part.num_parameters for part in layer.parts if part.kind is PartKind.SHARED_EXPERT), default=0)
+        if shared:
+            yield from _gated_mlp(hidden, shared // (3 * hidden), "mlp.shared_expert" if has_gate else "mlp.shared_experts")
+    elif architecture.model_type in FUSED_GATE_UP:
+        yield Matrix("gate_up_proj", InputOf.MLP, hidden, 2 * architecture.intermediate_size, "mlp")
+        yield Matrix("down_proj", InputOf.DOWN, architecture.intermediate_size, hidden, "mlp")
     else:
-        yield Matrix("gate_proj", InputOf.MLP, hidden, width)
-        yield Matrix("up_proj", InputOf.MLP, hidden, width)
-    yield Matrix("down_proj", InputOf.DOWN, width, hidden)
+        yield from _gated_mlp(hidden, architecture.intermediate_size, "mlp")
+
+
+def _gated_mlp(hidden: int, width: int, block: str) -> Iterator[Matrix]:
+    yield Matrix("gate_proj", InputOf.MLP, hidden, width, block)
+    yield Matrix("up_proj", InputOf.MLP, hidden, width, block)
+    yield Matrix("down_proj", InputOf.DOWN, width, hidden, block)
 
 
 def _linear(heads: LinearAttention, hidden: int) -> Iterator[Matrix]:
@@ -72,21 +102,21 @@ def _linear(heads: LinearAttention, hidden: int) -> Iterator[Matrix]:
         steps = dict.fromkeys(("in_proj_b", "in_proj_a"), heads.num_value_heads)
         outputs = {"in_proj_qkv": heads.num_channels, "in_proj_z": value, **steps}
     for name, size in outputs.items():
-        yield Matrix(name, InputOf.ATTENTION, hidden, size)
-    yield Matrix("out_proj", InputOf.OUTPUT, value, hidden)
+        yield Matrix(name, InputOf.ATTENTION, hidden, size, "linear_attn")
+    yield Matrix("out_proj", InputOf.OUTPUT, value, hidden, "linear_attn")
 
 
 def _latent(heads: LatentAttention, hidden: int) -> Iterator[Matrix]:
     query = heads.num_heads * (heads.qk_nope_head_dim + heads.qk_rope_head_dim)
     if heads.q_lora_rank is None:
-        yield Matrix("q_proj", InputOf.ATTENTION, hidden, query)
+        yield Matrix("q_proj", InputOf.ATTENTION, hidden, query, _ATTENTION)
     else:
-        yield Matrix("q_a_proj", InputOf.ATTENTION, hidden, heads.q_lora_rank)
-        yield Matrix("q_b_proj", InputOf.LATENT_QUERY, heads.q_lora_rank, query)
-    yield Matrix("kv_a_proj_with_mqa", InputOf.ATTENTION, hidden, heads.kv_lora_rank + heads.qk_rope_head_dim)
+        yield Matrix("q_a_proj", InputOf.ATTENTION, hidden, heads.q_lora_rank, _ATTENTION)
+        yield Matrix("q_b_proj", InputOf.LATENT_QUERY, heads.q_lora_rank, query, _ATTENTION)
+    yield Matrix("kv_a_proj_with_mqa", InputOf.ATTENTION, hidden, heads.kv_lora_rank + heads.qk_rope_head_dim, _ATTENTION)
     key_value = heads.num_heads * (heads.qk_nope_head_dim + heads.v_head_dim)
-    yield Matrix("kv_b_proj", InputOf.LATENT_KEY_VALUE, heads.kv_lora_rank, key_value)
-    yield Matrix("o_proj", InputOf.OUTPUT, heads.num_heads * heads.v_head_dim, hidden)
+    yield Matrix("kv_b_proj", InputOf.LATENT_KEY_VALUE, heads.kv_lora_rank, key_value, _ATTENTION)
+    yield Matrix("o_proj", InputOf.OUTPUT, heads.num_heads * heads.v_head_dim, hidden, _ATTENTION)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,21 +135,38 @@ class AdapterShape:
         """Last parts of the names of all adapted matrices."""
         return tuple(sorted({matrix.name for layer in self.architecture.layers for matrix in self.adapted(layer)}))
 
+    def adapts_experts(self, layer: Layer) -> bool:
+        return self.config.adapts_experts and layer.is_moe
+
     def layer_parameters(self, layer: Layer) -> int:
-        """Return the parameters of A [rank, inputs] and B [outputs, rank] of all adapted matrices of one layer."""
-        return sum(self.config.rank * (matrix.inputs + matrix.outputs) for matrix in self.adapted(layer))
+        """Return the parameters of A [rank, inputs] and B [outputs, rank] of all adapted matrices of one layer, and of its experts."""
+        return self.dense_parameters(layer) + self.experts_parameters(layer)
+
+    def dense_parameters(self, layer: Layer, num_tensor_ranks: int = 1) -> int:
+        """Return the parameters of A and B of all adapted matrices of one layer except its experts', on one of the ranks."""
+        return self.config.rank * sum(matrix.factors(num_tensor_ranks) for matrix in self.adapted(layer))
+
+    def experts_parameters(self, layer: Layer, num_expert_ranks: int = 1, num_sharing: int = 1) -> int:
+        """Return the parameters of A and B of the experts of one layer on one of the ranks.
+
+        Args:
+            num_expert_ranks: ranks with other experts.
+            num_sharing: ranks that share each expert; each has a part of its inner width, and the factors of its outer ones whole.
+        """
+        experts = self.architecture.experts
+        if experts is None or not self.adapts_experts(layer):
+            return 0
+        widths = 2 * self.architecture.hidden_size + 3 * experts.intermediate_size // num_sharing  # gate and up are one matrix
+        return self.config.rank * experts.num_experts // num_expert_ranks * widths
 
     @property
     def num_parameters(self) -> int:
         return sum(self.layer_parameters(layer) for layer in self.architecture.layers)
 
     def _is_target(self, matrix: Matrix, layer: Layer) -> bool:
-        """Return whether a target is the matrix's name, or a longer name that ends so, as PEFT matches them."""
-        attention = "linear_attn" if layer.is_linear else "self_attn"
-        block = attention if matrix.source in _OF_ATTENTION else "mlp"
-        path = f"model.layers.{layer.number}.{block}.{matrix.name}"
-        targets = self.config.target_modules
-        return not targets or any(path == target or path.endswith(f".{target}") for target in targets)
+        return self.config.adapts(f"model.layers.{layer.number}.{matrix.block}.{matrix.name}")
 
 
-_OF_ATTENTION = frozenset({InputOf.ATTENTION, InputOf.LATENT_QUERY, InputOf.LATENT_KEY_VALUE, InputOf.OUTPUT})
+_REPLICATED = frozenset({"q_a_proj", "kv_a_proj_with_mqa", "shared_expert_gate"})
+"""Matrices that every tensor-parallel rank of Megatron has whole."""
+_ATTENTION = "self_attn"

@@ -19,6 +19,10 @@ class ForwardFlops:
     """FLOPs of sparse attention's indexers, per pair of tokens; 0 without sparse attention."""
     top_k: int | None
     """Maximum number of tokens that a token attends to; None means all before it."""
+    per_window_pair: float = 0.0
+    """FLOPs of attention in all layers with a window, which are not in `per_pair`."""
+    window: int = 0
+    """Tokens that a token attends to in these layers."""
 
     def sequence(self, length: float, square: float, num_logits: float) -> float:
         """Return the FLOPs of an average sequence.
@@ -30,7 +34,9 @@ class ForwardFlops:
         """
         pairs = square / 2
         attended = pairs if self.top_k is None else min(pairs, length * self.top_k)
-        return self.per_token * length + self.per_logit * num_logits + self.per_pair * attended + self.per_index_pair * pairs
+        in_windows = self.per_window_pair * min(pairs, length * self.window)
+        in_all = self.per_pair * attended + self.per_index_pair * pairs + in_windows
+        return self.per_token * length + self.per_logit * num_logits + in_all
 
     def whole_sequence(self, length: int) -> float:
         """Return the FLOPs of one sequence with logits for all tokens."""
@@ -44,6 +50,7 @@ def forward_flops(architecture: Architecture) -> ForwardFlops:
         per_layer = 4 * attention.num_heads * attention.head_dim
     else:
         per_layer = 2 * attention.num_heads * (attention.qk_nope_head_dim + attention.qk_rope_head_dim + attention.v_head_dim)
+    windows = [layer.window for layer in architecture.layers if layer.window is not None]
     num_indexers = sum(layer.computes_index for layer in architecture.layers)
     # Each token of linear attention reads the state twice and changes it once.
     linear = architecture.linear_attention
@@ -51,7 +58,9 @@ def forward_flops(architecture: Architecture) -> ForwardFlops:
     return ForwardFlops(
         per_token=2.0 * sum(architecture.active(part) for layer in architecture.layers for part in layer.parts if part.is_matmul) + states,
         per_logit=2.0 * architecture.vocab_size * architecture.hidden_size,
-        per_pair=float(per_layer * architecture.num_cached_layers),
+        per_pair=float(per_layer * (architecture.num_cached_layers - len(windows))),
         per_index_pair=2.0 * index.num_heads * index.head_dim * num_indexers if index else 0.0,
         top_k=index.top_k if index else None,
+        per_window_pair=float(per_layer * len(windows)),
+        window=max(windows, default=0),
     )

@@ -55,6 +55,8 @@ def _packages(config: Config, machine: Machine, versions: Versions) -> Iterator[
             yield _package(versions, python, schema(group).package, schema(group).version, config.engine_environment.settings())
     if config.num_nodes > 1:
         yield _package(versions, here, "ray")
+    if config.data.multimodal_keys:
+        yield _package(versions, here, "pillow")
     for package in ("tensorboard", "wandb", "trackio", "mlflow"):
         if getattr(config.observability, f"use_{package}"):
             yield _package(versions, here, package)
@@ -131,7 +133,7 @@ def _shared_memory(config: Config, machine: Machine) -> Iterator[Finding]:
         yield Finding("shared memory", "no /dev/shm", "weights and NCCL need it: mount a tmpfs there")
         return
     fix = None if free >= needed else "make it larger (docker run --shm-size), or lower --update-weight-buffer-size"
-    yield Finding("shared memory", f"{amount(free)} free of {amount(needed)} that may be needed", fix)
+    yield Finding("shared memory", f"{amount(free)} free; the run may need {amount(needed)}", fix)
 
 
 def _shared_bytes(config: Config, machine: Machine) -> int:
@@ -172,4 +174,4 @@ def _open_files(config: Config, machine: Machine) -> Finding:
         f"each request in flight needs a connection: raise the hard limit (ulimit -Hn {needed}, docker run --ulimit nofile={needed}) or "
         "lower --rollout-concurrency"
     )
-    return Finding("open files", f"{machine.num_open_files} of {needed} that may be needed", fix if short else None)
+    return Finding("open files", f"{machine.num_open_files} per process; the run may need {needed}", fix if short else None)

@@ -3,6 +3,7 @@
 PEFT itself is imported where layers are added; a model without them does not need it.
 """
 
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,13 +15,22 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from fuligo.config.flag import did_you_mean, nearest
 from fuligo.errors import CheckpointError, ConfigError
-from fuligo.formats.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, NAME, AdapterConfig, is_adapter_name, stored_name
-from fuligo.models.adapter_names import EXPERT_MATRICES
-from fuligo.models.transformers_types import read_config
+from fuligo.formats.adapter_config import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    EXPERT_PARAMETERS,
+    NAME,
+    AdapterConfig,
+    is_adapter_name,
+    stored_name,
+)
+from fuligo.models.adapter_names import PeftTargets, require_targets
+from fuligo.models.experts_adapter import add_experts_adapter, experts_adapters, stacked_factors
+from fuligo.models.transformers_types import model_class, read_config
+from fuligo.models.vision.types import TOWER_PATTERN
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -28,64 +38,52 @@ if TYPE_CHECKING:
 
 
 def empty_model(directory: Path) -> PreTrainedModel:
-    """Return the model that config.json describes, without memory for its weights."""
+    """Return the model that config.json describes, without allocating its weights."""
     config = read_config(directory)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        return model_class(config).from_config(config, trust_remote_code=False)
 
 
 def linear_layers(model: PreTrainedModel) -> list[str]:
     """Return the names of the linear layers that an adapter can have.
 
-    Left out are the output layer, indexers of sparse attention, whose choice of tokens has no gradient, and the layers of
-    `_names_of_experts`.
+    Excludes the output layer, the indexers of sparse attention (their token choice has no gradient) and the vision tower.
     """
-    head, left_out = model.get_output_embeddings(), _names_of_experts(model)
-    return [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head and ".indexer." not in name and name.rpartition(".")[2] not in left_out
-    ]
+    head = model.get_output_embeddings()
+
+    def may_adapt(name: str) -> bool:
+        return ".indexer." not in name and re.match(TOWER_PATTERN, name) is None
+
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head and may_adapt(name)]
 
 
-def _names_of_experts(model: nn.Module) -> frozenset[str]:
-    """Return the names of layers that PEFT takes for the matrices of experts in a model that stores all experts as one tensor.
+def peft_targets(model: PreTrainedModel, config: AdapterConfig) -> PeftTargets:
+    """Return the adapted layers as `adapter_config.json` lists them.
 
-    PEFT 0.21.2 (`utils/transformers_weight_conversion.py`) then adapts the experts, and leaves out dense layers and shared experts of these
-    names: an adapter of those could be neither added nor loaded by it.
+    Raises:
+        ConfigError: PEFT has no dropout for one of the layers.
     """
     has_experts = any(
         name.endswith(".experts") and next(module.parameters(recurse=False), None) is not None for name, module in model.named_modules()
     )
-    return EXPERT_MATRICES if has_experts else frozenset()
+    return PeftTargets.of(config, linear_layers(model), has_experts=has_experts)
 
 
 def require_layers(targets: Iterable[str], model: PreTrainedModel) -> None:
-    """Check that the model has linear layers of these names, or with names that end so, which can have an adapter.
+    """Check that each of these names, or name suffixes, matches a linear layer that can have an adapter.
 
     Raises:
-        ConfigError: it has none of one name.
+        ConfigError: a name matches no such layer.
     """
-    layers, left_out = linear_layers(model), _names_of_experts(model)
-    kinds = sorted({name.rpartition(".")[2] for name in layers})
-    for target in targets:
-        if target.rpartition(".")[2] in left_out:
-            raise ConfigError(
-                f"--lora-target-modules {target}: in a model with experts PEFT takes this name for the experts' matrices, which fuligo "
-                f"does not adapt; choose among {', '.join(kinds)}"
-            )
-        if not any(name == target or name.endswith(f".{target}") for name in layers):
-            raise ConfigError(
-                f"--lora-target-modules {target}: {type(model).__name__} has no linear layer of this name below its output layer"
-                f"{did_you_mean(nearest(target, kinds))}; it has {', '.join(kinds)}"
-            )
+    lacking = f"{type(model).__name__} has no linear layer of this name below its output layer"
+    require_targets(targets, linear_layers(model), lacking=lacking)
 
 
 def add_adapter(model: PreTrainedModel, config: AdapterConfig, *, seed: int) -> None:
-    """Put PEFT's LoRA layers into the model, in place. All other parameters are frozen; B begins as zeros, so the outputs do not change.
+    """Add PEFT's LoRA layers to the model, in place. All other parameters are frozen; B starts as zeros, so the outputs do not change.
 
     Args:
-        seed: of A; the process's own random numbers are left alone, so that all ranks begin with the same adapter.
+        seed: seed for A, so that all ranks start with the same adapter; the global random state does not change.
 
     Raises:
         ConfigError: the model lacks a layer that is to be adapted, or the rank is higher than any of its matrices can have.
@@ -100,11 +98,17 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, *, seed: int) -> 
             "higher rank exists; choose a rank such as 16"
         )
     every = {name.rpartition(".")[2] for name in linear_layers(model)}
-    peft_config = _peft_config(config, list(config.target_modules) or sorted(every))
+    added, stored = _peft_config(config, list(config.target_modules) or sorted(every)), _stored_config(config, peft_targets(model, config))
+    parts = nn.Module()  # without the model's config, by which PEFT would take names for those of experts (`EXPERT_MATRICES`)
+    for name, part in model.named_children():
+        parts.add_module(name, part)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about tied embeddings, which are not adapted
         torch.manual_seed(seed)
-        inject_adapter_in_model(peft_config, model, NAME)
+        inject_adapter_in_model(added, parts, NAME)
+        if config.adapts_experts:
+            add_experts_adapter(model, config)
+    model.peft_config = {NAME: stored}  # pyright: ignore[reportAttributeAccessIssue]
     set_dropout(model, on=False)
 
 
@@ -118,7 +122,7 @@ def has_adapter(model: nn.Module) -> bool:
 
 
 def scaling_of(model: nn.Module) -> float:
-    """Return the factor of B A of the model's adapter."""
+    """Return the factor by which the model's adapter scales B A."""
     return next(iter(lora_layers(model).values())).scaling[NAME]
 
 
@@ -130,18 +134,23 @@ def set_dropout(model: nn.Module, *, on: bool) -> None:
 
 @contextmanager
 def adapter_off(model: nn.Module) -> Iterator[None]:
-    """Compute with the base model alone during the block.
+    """Disable the adapter during the block.
 
     PEFT's own switch, `enable_adapters`, also changes `requires_grad` of the parameters, which FSDP may have gathered.
     """
-    layers = lora_layers(model).values()
-    for layer in layers:
-        layer._disable_adapters = True
+    layers, experts = lora_layers(model).values(), [adapter for _, adapter in experts_adapters(model)]
+
+    def switch(*, on: bool) -> None:
+        for layer in layers:
+            layer._disable_adapters = not on
+        for adapter in experts:
+            adapter.is_on = on
+
+    switch(on=False)
     try:
         yield
     finally:
-        for layer in layers:
-            layer._disable_adapters = False
+        switch(on=True)
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -158,36 +167,67 @@ def base_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 @dataclass(slots=True, frozen=True)
 class LowRankUpdate:
-    """Update of one matrix by its adapter."""
+    """Update of one matrix, or of the matrices of E experts, by its adapter; the layouts are those of PEFT's files."""
 
     a: Tensor
-    """[rank, inputs]"""
+    """[rank, inputs], or [E rank, inputs]"""
     b: Tensor
-    """[outputs, rank]"""
+    """[outputs, rank], or [outputs, rank E]"""
     scaling: float
 
     def added_to(self, weight: Tensor) -> Tensor:
-        """Return W + scaling B A in float32, as PEFT merges it."""
-        return weight.float() + (self.b.float() @ self.a.float()) * self.scaling
+        """Return W + scaling B A [outputs, inputs], or [E, outputs, inputs], in float32, as PEFT merges it."""
+        a, b = self.a.float(), self.b.float()
+        if weight.dim() == 3:
+            a, b = stacked_factors(a, b, len(weight))
+        return weight.float() + (b @ a) * self.scaling
 
 
-def update_of(layer: "LoraLayer") -> LowRankUpdate:
-    """Return a layer's update; its tensors are the live parameters."""
-    a, b = cast(nn.Linear, layer.lora_A[NAME]), cast(nn.Linear, layer.lora_B[NAME])
-    return LowRankUpdate(a.weight, b.weight, layer.scaling[NAME])
+def updates_of(model: nn.Module) -> dict[str, LowRankUpdate]:
+    """Return the updates by the names of the weights that they adapt; their tensors are the live parameters."""
+    found: dict[str, LowRankUpdate] = {}
+    for name, layer in lora_layers(model).items():
+        a, b = cast(nn.Linear, layer.lora_A[NAME]), cast(nn.Linear, layer.lora_B[NAME])
+        found[f"{name}.weight"] = LowRankUpdate(a.weight, b.weight, layer.scaling[NAME])
+    for name, experts in experts_adapters(model):
+        for matrix in ("gate_up", "down"):
+            a, b = (experts.get_parameter(f"{matrix}_{factor}") for factor in "AB")
+            found[f"{name}.{matrix}_proj"] = LowRankUpdate(a, b, experts.scaling)
+    return found
 
 
 def write_adapter_config(model: PreTrainedModel, directory: Path) -> None:
-    """Write `adapter_config.json` by PEFT."""
-    directory.mkdir(parents=True, exist_ok=True)
+    """Write `adapter_config.json` by PEFT.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
     config: Any = model.peft_config
-    config[NAME].save_pretrained(str(directory))
+    _write_config(config[NAME], directory)
 
 
-def write_config_of(config: AdapterConfig, layers: list[str], directory: Path) -> None:
-    """Write `adapter_config.json` by PEFT for an adapter without PEFT's layers; `layers` are the names of the adapted ones."""
-    directory.mkdir(parents=True, exist_ok=True)
-    _peft_config(config, layers).save_pretrained(str(directory))
+def write_config_of(config: AdapterConfig, targets: PeftTargets, directory: Path) -> None:
+    """Write `adapter_config.json` by PEFT for an adapter without PEFT's layers.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    _write_config(_stored_config(config, targets), directory)
+
+
+def _write_config(config: "LoraConfig", directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        config.save_pretrained(str(directory))
+    except OSError as error:
+        raise CheckpointError(f"cannot write {directory / ADAPTER_CONFIG}: {error}") from error
+
+
+def _stored_config(config: AdapterConfig, targets: PeftTargets) -> "LoraConfig":
+    """Return the configuration by which PEFT loads the adapter."""
+    stored = _peft_config(config, targets.modules)
+    stored.target_parameters = [*targets.parameters, *(EXPERT_PARAMETERS if config.adapts_experts else ())] or None
+    return stored
 
 
 def _peft_config(config: AdapterConfig, layers: list[str]) -> "LoraConfig":
@@ -210,8 +250,8 @@ def write_adapter_weights(tensors: Mapping[str, Tensor], directory: Path) -> Non
     Raises:
         CheckpointError: it cannot be written.
     """
-    directory.mkdir(parents=True, exist_ok=True)
     try:
+        directory.mkdir(parents=True, exist_ok=True)
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot write {directory / ADAPTER_WEIGHTS}: {error}") from error
@@ -234,7 +274,7 @@ def read_adapter_weights(directory: Path) -> dict[str, Tensor]:
 
 
 def empty_adapted_model(config: AdapterConfig, base: Path) -> PreTrainedModel:
-    """Return the model of a directory with an adapter's layers, without memory for either.
+    """Return the model of a directory with an adapter's layers, without allocating either.
 
     Raises:
         ConfigError: the model lacks a layer that is to be adapted, or the rank is too high.
@@ -246,7 +286,8 @@ def empty_adapted_model(config: AdapterConfig, base: Path) -> PreTrainedModel:
 
 
 def require_fits(tensors: Mapping[str, Tensor], config: AdapterConfig, adapter: Path, base: Path) -> None:
-    """Check that an adapter's tensors are those that its configuration means for the model of a directory, without memory for its weights.
+    """Check that an adapter's tensors have the names and shapes that its configuration implies for a directory's model, without allocating
+    the model.
 
     Raises:
         CheckpointError: they are not
@@ -260,7 +301,7 @@ def require_fits(tensors: Mapping[str, Tensor], config: AdapterConfig, adapter: 
 
 @torch.no_grad()
 def load_adapter(model: PreTrainedModel, directory: Path) -> None:
-    """Overwrite the adapter's parameters, which are whole, with those of an adapter directory.
+    """Overwrite the adapter's parameters, which must not be sharded, with those of an adapter directory.
 
     Raises:
         CheckpointError: they are missing or damaged, or do not fit the model.

@@ -1,5 +1,6 @@
-"""Adapter of a run by its flags. Imports neither torch nor PEFT."""
+"""Adapter that a run's flags describe. Imports neither torch nor PEFT."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from fuligo.config import Config
@@ -16,9 +17,15 @@ def adapter_of(config: Config) -> AdapterConfig | None:
     base = config.initial_weights_path or ""
     if flags.lora_adapter is not None:
         read = AdapterConfig.read(adapter_directory(Path(flags.lora_adapter)))
-        return AdapterConfig(read.rank, read.alpha, read.target_modules, read.rank_stabilised, flags.lora_dropout, base)
+        return replace(read, dropout=flags.lora_dropout, base=base)
     if flags.lora_rank is None:
         return None
     return AdapterConfig(
-        flags.lora_rank, flags.lora_alpha, tuple(flags.lora_target_modules), flags.lora_use_rslora, flags.lora_dropout, base
+        flags.lora_rank,
+        flags.lora_alpha,
+        tuple(flags.lora_target_modules),
+        flags.lora_use_rslora,
+        flags.lora_dropout,
+        flags.lora_experts,
+        base,
     )

@@ -1,19 +1,24 @@
 """Names and layouts of a LoRA adapter's tensors in PEFT's files and in Megatron-Core models. Imports neither numpy nor torch."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from fuligo.config.flag import did_you_mean, nearest
 from fuligo.errors import ConfigError
-from fuligo.formats.adapter_config import AdapterConfig, peft_name
+from fuligo.formats.adapter_config import AdapterConfig, is_target, peft_name, stored_name
 from fuligo.models.architecture import GroupedAttention
 from fuligo.models.names import Form, ModelNames, Weight
 
 EXPERT_MATRICES = frozenset({"gate_proj", "up_proj", "down_proj"})
-"""Names of the matrices of experts, as the files of published models have them."""
+"""Names of the matrices of experts, as the files of published models have them.
+
+In a model that stores all experts as one tensor, PEFT 0.21.2 (`utils/transformers_weight_conversion.py`) adapts the experts if
+`target_modules` has these names, also at the end of a path, and leaves out dense layers and shared experts of these names.
+"""
 ADAPTER_MODULE = "adapter"
-"""Name of the module with the adapter in Megatron's linear layer that it adapts."""
+"""Name of the module with the adapter in Megatron's linear layer, or layer of experts, that it adapts."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -51,6 +56,61 @@ class AdaptedMatrix:
         return Weight(f"{module}.{ADAPTER_MODULE}.{self.kind}_{factor}", (peft_name(self.layer, factor),), shape, axis, form)
 
 
+@dataclass(slots=True, frozen=True)
+class ExpertsFactor(Weight):
+    """A or B of one matrix of all experts of a layer.
+
+    It has the rows of one expert after another's. Expert-parallel ranks split the experts, and the ranks of one expert its rows or its
+    columns (`axis`).
+    """
+
+    num_experts: int = 1
+    factor: Literal["A", "B"] = "A"
+
+    @property
+    def peft_shape(self) -> tuple[int, int]:
+        """Shape in PEFT's files, which have the experts on the last axis of B: [outputs, rank E]."""
+        rows, columns = self.shape
+        return (rows, columns) if self.factor == "A" else (rows // self.num_experts, columns * self.num_experts)
+
+
+@dataclass(slots=True, frozen=True)
+class AdaptedExperts:
+    """Matrix of all experts of a layer with low-rank updates; each expert has an A and a B of its own."""
+
+    weight: Weight
+    """Megatron's matrix of the first expert."""
+    num_experts: int
+
+    @property
+    def module(self) -> str:
+        """Return Megatron's name of the layer of experts: `decoder.layers.0.mlp.experts`."""
+        return self.weight.megatron.partition(".local_experts.")[0]
+
+    @property
+    def linear(self) -> str:
+        """Return Megatron's name of the matrix's linear layer in an expert: `linear_fc1`."""
+        return self.weight.megatron.removesuffix(".weight").rpartition(".")[2]
+
+    @property
+    def kind(self) -> Literal["gate_up", "down"]:
+        """Return the matrix: gate and up projection are one."""
+        return "gate_up" if self.weight.form is Form.GATE_UP else "down"
+
+    def factors(self, rank: int) -> tuple[ExpertsFactor, ExpertsFactor]:
+        """Return A [E rank, inputs] and B [E outputs, rank]."""
+        outputs, inputs = self.weight.shape
+        a_axis, b_axis = (None, 0) if self.weight.axis == 0 else (1, None)
+        return self._factor("A", (rank, inputs), a_axis, Form.WHOLE), self._factor("B", (outputs, rank), b_axis, self.weight.form)
+
+    def _factor(self, factor: Literal["A", "B"], shape: tuple[int, int], axis: int | None, form: Form) -> ExpertsFactor:
+        assert self.weight.all_experts is not None
+        tensor, (rows, columns) = f"{ADAPTER_MODULE}.{self.kind}_{factor}", shape
+        stored = stored_name(f"{self.weight.all_experts.rpartition('.')[0]}.{tensor}")
+        whole = (self.num_experts * rows, columns)
+        return ExpertsFactor(f"{self.module}.{tensor}", (stored,), whole, axis, form, num_experts=self.num_experts, factor=factor)
+
+
 @dataclass(frozen=True)
 class AdapterNames(ModelNames):
     """Names of an adapter's tensors: A and B of every adapted matrix. The model's own names are not among them."""
@@ -59,44 +119,49 @@ class AdapterNames(ModelNames):
 
     @classmethod
     def of(cls, model: ModelNames, adapter: AdapterConfig, *, num_tensor_ranks: int = 1) -> "AdapterNames":
-        """Return the names for an adapter of a model that as many TP ranks share.
+        """Return the names of an adapter's tensors in a model that `num_tensor_ranks` TP ranks share.
 
         Raises:
             ConfigError: the model has no layer that is to be adapted, its layers cannot be adapted, or no matrix is as wide as the rank.
         """
+        if adapter.adapts_experts and model.architecture.experts is None:
+            raise ConfigError(f"--lora-experts: {model.architecture.model_type} has no experts; leave the flag out")
         _require_plain_attention(model, num_tensor_ranks)
         every = list(_linear_layers(model))
-        kinds = sorted({matrix.kind for matrix in every})
-        for target in adapter.target_modules:
-            if model.architecture.experts is not None and target.rpartition(".")[2] in EXPERT_MATRICES:
-                raise ConfigError(
-                    f"--lora-target-modules {target}: in a model with experts PEFT takes this name for the experts' matrices, which fuligo "
-                    f"does not adapt; choose among {', '.join(kinds)}"
-                )
-            if not any(_is_target(matrix.layer, (target,)) for matrix in every):
-                raise ConfigError(
-                    f"--lora-target-modules {target}: {model.architecture.model_type} has no linear layer of this name below its output "
-                    f"layer that the Megatron trainer adapts{did_you_mean(nearest(target, kinds))}; it has {', '.join(kinds)}"
-                )
+        lacking = (
+            f"{model.architecture.model_type} has no linear layer of this name below its output layer that the Megatron trainer adapts"
+        )
+        layers = [matrix.layer for matrix in every]
+        require_targets(adapter.target_modules, layers, lacking=lacking)
         widest = max(max(matrix.rows, matrix.weight.shape[1]) for matrix in every)
         if adapter.rank > widest:
             raise ConfigError(
                 f"--lora-rank {adapter.rank}: the widest matrix of {model.architecture.model_type} has {widest} rows or columns, and no "
                 "update of a higher rank exists; choose a rank such as 16"
             )
+        PeftTargets.of(adapter, layers, has_experts=model.architecture.experts is not None)  # that PEFT can load what will be saved
         return cls(model.architecture, model.table, adapter)
 
     @property
     def matrices(self) -> Iterator[AdaptedMatrix]:
         """Yield the adapted matrices, layer by layer."""
         model = ModelNames(self.architecture, self.table)
-        targets = self.adapter.target_modules
-        return (matrix for matrix in _linear_layers(model) if not targets or _is_target(matrix.layer, targets))
+        return (matrix for matrix in _linear_layers(model) if self.adapter.adapts(matrix.layer))
 
     @property
-    def kinds(self) -> list[str]:
-        """Return the names of the adapted layers as `adapter_config.json` lists them."""
-        return list(self.adapter.target_modules) or sorted({matrix.kind for matrix in self.matrices})
+    def experts(self) -> Iterator[AdaptedExperts]:
+        """Yield the adapted matrices of experts, layer by layer; none unless the adapter has a part for them."""
+        experts = self.architecture.experts
+        if experts is not None and self.adapter.adapts_experts:
+            for weight in ModelNames(self.architecture, self.table).weights(0):
+                if weight.expert == 0:
+                    yield AdaptedExperts(weight, experts.num_experts)
+
+    @property
+    def peft_targets(self) -> "PeftTargets":
+        """Return the adapted layers as `adapter_config.json` lists them."""
+        layers = [matrix.layer for matrix in _linear_layers(ModelNames(self.architecture, self.table))]
+        return PeftTargets.of(self.adapter, layers, has_experts=self.architecture.experts is not None)
 
     def weights(self, num_mtp_layers: int | None = None) -> Iterator[Weight]:
         """Yield A and B of every adapted matrix; MTP layers have none, since Hugging Face's models lack these layers."""
@@ -104,6 +169,11 @@ class AdapterNames(ModelNames):
         for matrix in self.matrices:
             yield matrix.a(self.adapter.rank)
             yield matrix.b(self.adapter.rank)
+        for experts in self.experts:
+            yield from experts.factors(self.adapter.rank)
+
+    def checkpoint_shapes(self, weight: Weight) -> tuple[tuple[int, ...], ...]:
+        return (weight.peft_shape,) if isinstance(weight, ExpertsFactor) else super().checkpoint_shapes(weight)
 
     @cached_property
     def by_megatron_name(self) -> Mapping[str, Weight]:
@@ -117,23 +187,82 @@ class AdapterNames(ModelNames):
             found.setdefault(matrix.weight.megatron, []).append(matrix)
         return found
 
+    @cached_property
+    def by_experts(self) -> Mapping[str, list[AdaptedExperts]]:
+        """The adapted matrices of each of Megatron's layers of experts, by its name."""
+        found: dict[str, list[AdaptedExperts]] = {}
+        for matrix in self.experts:
+            found.setdefault(matrix.module, []).append(matrix)
+        return found
+
+
+@dataclass(slots=True, frozen=True)
+class PeftTargets:
+    """Adapted layers as `adapter_config.json` lists them."""
+
+    modules: list[str]
+    """`target_modules`: names of linear layers."""
+    parameters: list[str]
+    """`target_parameters`: matrices of linear layers whose names PEFT takes for those of experts (`EXPERT_MATRICES`)."""
+
+    @classmethod
+    def of(cls, adapter: AdapterConfig, layers: Collection[str], *, has_experts: bool) -> "PeftTargets":
+        """Return the targets of an adapter.
+
+        Args:
+            layers: names of all layers that an adapter can have.
+            has_experts: the model stores all experts of a layer as one tensor.
+
+        Raises:
+            ConfigError: PEFT has no dropout for one of the layers.
+        """
+        taken = EXPERT_MATRICES if has_experts else frozenset()
+        adapted = [layer for layer in layers if adapter.adapts(layer)]
+        others = [target for target in adapter.target_modules if _last(target) not in taken]
+        modules = others if adapter.target_modules else sorted({_last(layer) for layer in adapted} - taken)
+        matrices = [layer for layer in adapted if _last(layer) in taken]
+        if adapter.dropout and (matrices or adapter.adapts_experts):
+            raise ConfigError(
+                f"--lora-dropout {adapter.dropout}: PEFT defines none for the MLPs of an MoE model, such as "
+                f"{matrices[0] if matrices else 'its experts'}; leave it out, or adapt other layers (--lora-target-modules)"
+            )
+        partly = {_ending(layer) for layer in layers if not adapter.adapts(layer)}
+        return cls(modules, sorted({f"{layer if _ending(layer) in partly else _ending(layer)}.weight" for layer in matrices}))
+
+
+def _last(layer: str) -> str:
+    return layer.rpartition(".")[2]
+
+
+def _ending(layer: str) -> str:
+    """Return the last two parts of a layer's name: `shared_experts.up_proj`."""
+    return ".".join(layer.split(".")[-2:])
+
+
+def require_targets(targets: Iterable[str], layers: Collection[str], *, lacking: str) -> None:
+    """Check that every target is the name of a layer, or its end.
+
+    Args:
+        lacking: first half of the message about a missing layer.
+
+    Raises:
+        ConfigError: a target names no layer that can have an adapter.
+    """
+    kinds = sorted({layer.rpartition(".")[2] for layer in layers})
+    for target in targets:
+        if not any(is_target(layer, target) for layer in layers):
+            raise ConfigError(f"--lora-target-modules {target}: {lacking}{did_you_mean(nearest(target, kinds))}; it has {', '.join(kinds)}")
+
 
 def _linear_layers(model: ModelNames) -> Iterator[AdaptedMatrix]:
     """Yield the matrices that an adapter can have, as `models.adapter.linear_layers` finds them in the Hugging Face model.
 
-    Routers and routed experts are parameters of other modules there; in a model with experts PEFT takes the names of dense layers and
-    shared experts for those of the experts' matrices.
+    Routers and routed experts are parameters of other modules there.
     """
-    left_out = frozenset[str]() if model.architecture.experts is None else EXPERT_MATRICES
     for weight in model.weights(0):
         is_matrix = len(weight.shape) == 2 and not weight.is_vocabulary and weight.all_experts is None
         if is_matrix and not weight.megatron.endswith(".router.weight"):
-            matrices = (AdaptedMatrix(weight, part, rows) for part, (rows, _) in enumerate(model.checkpoint_shapes(weight)))
-            yield from (matrix for matrix in matrices if matrix.kind not in left_out)
-
-
-def _is_target(layer: str, targets: tuple[str, ...]) -> bool:
-    return any(layer == target or layer.endswith(f".{target}") for target in targets)
+            yield from (AdaptedMatrix(weight, part, rows) for part, (rows, _) in enumerate(model.checkpoint_shapes(weight)))
 
 
 def _require_plain_attention(model: ModelNames, num_tensor_ranks: int) -> None:

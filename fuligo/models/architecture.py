@@ -33,6 +33,7 @@ class PartKind(StrEnum):
     ROUTER = "router"
     SHARED_EXPERT = "shared_expert"
     ROUTED_EXPERTS = "routed_experts"
+    VISION_TOWER = "vision_tower"
     MTP_PROJECTION = "mtp_projection"
     """`eh_proj` of an MTP (multi-token prediction) layer: joins the embedding of the next token and the hidden state."""
 
@@ -57,8 +58,17 @@ class GroupedAttention:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    has_qkv_bias: bool = False
+    """Queries, keys and values have biases."""
+    has_output_bias: bool = False
+    has_head_norms: bool = False
+    """Queries and keys have norms, each head by itself."""
     has_output_gate: bool = False
     """The query projection also computes a gate of each head's output."""
+    has_sinks: bool = False
+    """Each head has a learned logit in the denominator of its softmax."""
+    norms_span_heads: bool = False
+    """Norms of queries and keys are over all heads together, not over each."""
 
     @property
     def kv_elements_per_token(self) -> int:
@@ -133,6 +143,38 @@ class Experts:
     """Width of one routed expert."""
     has_shared_gate: bool = False
     """The output of the shared expert is scaled by a gate."""
+    has_softmax_router: bool = False
+    """The router's scores are a softmax over the experts; False: sigmoids."""
+
+
+class Activation(StrEnum):
+    """Activation of a gated MLP."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_pytorch_tanh"
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """Numerics of a family's layers that the shapes do not determine."""
+
+    activation: Activation = Activation.SILU
+    norms_outputs: bool = False
+    """The outputs of attention and MLP have norms, too, before they are added."""
+    norms_around_zero: bool = False
+    """Norms multiply by one plus their weight."""
+    embedding_scale: float = 1.0
+    """Factor of embeddings before the first layer."""
+    softmax_scale: float | None = None
+    """Factor of attention scores; None: head_dim ** -0.5."""
+    rotary_share: float = 1.0
+    """Rotated part of a head where config.json has no partial_rotary_factor."""
+    rotary_interleaved: bool = False
+    """Rotary pairs are neighbouring elements of a head; False: one of the first half with one of the second."""
+    rotary_base: float = 10_000
+    """Rotary base where config.json has none."""
+    window_rotary_base: float | None = None
+    """Rotary base of layers with a window; None: that of the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +190,8 @@ class Layer:
     num_buffer_elements: int = 0
     """Elements stored but not trained by gradients: the correction bias of the router, one per routed expert (float32). Not part of
     `num_parameters`, as in transformers."""
+    window: int | None = None
+    """Tokens that a token attends to, itself included; None: all before it."""
 
     @property
     def num_parameters(self) -> int:
@@ -185,6 +229,11 @@ class Architecture:
     """The checkpoint stores FP8 (config.json has a quantization_config)."""
     linear_attention: LinearAttention | None = None
     """Sizes of the layers with linear attention; None: all have `attention`."""
+    is_mxfp4: bool = False
+    """The checkpoint stores the routed experts in MXFP4: four bits a weight, and eight for each 32."""
+    numerics: Numerics = Numerics()
+    vision_tower: Part | None = None
+    """All weights that turn images into embeddings; None for a text-only model."""
 
     @property
     def num_layers(self) -> int:
@@ -198,6 +247,11 @@ class Architecture:
     def num_cached_layers(self) -> int:
         """Layers with a KV cache."""
         return self.num_layers - self.num_linear_layers
+
+    @property
+    def num_windowed_layers(self) -> int:
+        """Layers whose tokens attend to a window."""
+        return sum(layer.window is not None for layer in self.layers)
 
     @property
     def num_parameters(self) -> int:
@@ -218,8 +272,8 @@ class Architecture:
 
     @property
     def outer_parts(self) -> tuple[Part, ...]:
-        """Embedding, final norm and, unless tied, the head."""
-        return tuple(part for part in (self.embedding, self.final_norm, self.head) if part is not None)
+        """Embedding, final norm and, unless tied, the head; the vision tower, if there is one."""
+        return tuple(part for part in (self.embedding, self.final_norm, self.head, self.vision_tower) if part is not None)
 
     def active(self, part: Part) -> int:
         """Return the parameters of `part` that one token uses."""

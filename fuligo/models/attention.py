@@ -1,18 +1,17 @@
 """Causal attention over packed sequences (no padding, no attention across sequences)."""
 
 import functools
-import inspect
 from collections.abc import Sequence
 from itertools import groupby, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-TORCH_ASKS_FOR_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
-"""True after torch 2.11, which computes grouped heads without being asked."""
+from fuligo.models.sink_attention import TORCH_ASKS_FOR_GQA, VarlenKernel, batched_with_sinks, flash_with_sinks
+
 PACKABLE = {"full_attention", "sliding_attention"}
 """`layer_types` of transformers that this module computes."""
 GATED_DELTA = "linear_attention"
@@ -27,7 +26,14 @@ def unpackable_layers(config: Any) -> list[str]:
 
 
 def packed_attention(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Sequence[int], *, scale: float, window: int | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Sequence[int],
+    *,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute causal softmax attention within each sequence, with grouped query heads (query head h reads key head h * Hkv // H).
 
@@ -41,16 +47,18 @@ def packed_attention(
         cu_seqlens: [S + 1] starts of the sequences, rising from 0 to T.
         scale: factor of the scores, usually D ** -0.5.
         window: tokens that a token attends to, itself included; None: all before it.
+        sinks: [H] logit of each head in the denominator of its softmax; None: without.
 
     Returns:
         [T, H, Dv]
     """
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.size(-1) == value.size(-1):
-        return varlen_attention(query, key, value, *device_cu_seqlens(tuple(cu_seqlens), query.device), scale=scale, window=window)
+        row = varlen_row(tuple(cu_seqlens), query.device)
+        return varlen_attention(query, key, value, row, scale=scale, window=window, sinks=sinks)
     runs = equal_length_runs(tuple(cu_seqlens))
     sizes = [count * length for count, length in runs]
     chunks = zip(runs, query.split(sizes), key.split(sizes), value.split(sizes))
-    outputs = [_batched(q, k, v, shape, scale=scale, window=window) for shape, q, k, v in chunks]
+    outputs = [_batched(q, k, v, shape, scale=scale, window=window, sinks=sinks) for shape, q, k, v in chunks]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
@@ -61,16 +69,20 @@ def equal_length_runs(cu_seqlens: tuple[int, ...]) -> list[tuple[int, int]]:
     return [(len(list(run)), length) for length, run in groupby(lengths) if length > 0]
 
 
-def _batched(query: Tensor, key: Tensor, value: Tensor, shape: tuple[int, int], *, scale: float, window: int | None) -> Tensor:
+def _batched(
+    query: Tensor, key: Tensor, value: Tensor, shape: tuple[int, int], *, scale: float, window: int | None, sinks: Tensor | None
+) -> Tensor:
     """Attend within sequences of equal length; `shape` is (number of sequences, length)."""
     q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in (query, key, value))
+    band = None if window is None or window >= shape[1] else _band(shape[1], window, query.device)
+    if sinks is not None:
+        return batched_with_sinks(q, k, v, sinks, scale=scale, visible=band).transpose(1, 2).flatten(0, 1)
     gqa = query.size(1) != key.size(1)
     if gqa and query.is_cuda:  # the float32 kernels have no grouped heads; without this SDPA would materialise all scores
         repeats = query.size(1) // key.size(1)
         k, v, gqa = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1), False
-    if window is not None and window < shape[1]:
-        mask = _band(shape[1], window, query.device)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=gqa)
+    if band is not None:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=band, scale=scale, enable_gqa=gqa)
     else:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
     return out.transpose(1, 2).flatten(0, 1)
@@ -83,24 +95,39 @@ def _band(length: int, window: int, device: torch.device) -> Tensor:
     return visible.triu(1 - window)
 
 
-def varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, *, scale: float, window: int | None = None
-) -> Tensor:
-    """Compute what `packed_attention` does with one kernel of torch, on CUDA in half precision; `torch.compile` can trace it.
+class VarlenRow(NamedTuple):
+    """Sequences of a row on a device, for the varlen kernel.
 
-    Args:
-        cu_seqlens: [S + 1] int32 on the device.
-        longest: length of the longest sequence.
+    The longest length is the size of a tensor: compiled code takes a size as a variable, where an int would be a constant.
     """
+
+    starts: Tensor
+    """[S + 1] int32 start of each sequence."""
+    longest: Tensor
+    """[L], with L tokens in the longest sequence."""
+
+
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, row: VarlenRow, *, scale: float, window: int | None = None, sinks: Tensor | None = None
+) -> Tensor:
+    """Compute what `packed_attention` does with one kernel of torch, on CUDA in half precision; `torch.compile` can trace it."""
+    longest = row.longest.size(0)
+    if sinks is not None:
+        return flash_with_sinks(VarlenKernel(row.starts, row.starts, longest, longest, scale, window), query, key, value, sinks)
     options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
     if query.size(1) != key.size(1) and TORCH_ASKS_FOR_GQA:
         options["enable_gqa"] = True
-    return varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, **options)  # pyright: ignore[reportReturnType]  # no aux asked for
+    return varlen_attn(query, key, value, row.starts, row.starts, longest, longest, **options)  # pyright: ignore[reportReturnType]  # no aux asked for
 
 
 @functools.lru_cache(maxsize=64)
-def device_cu_seqlens(cu_seqlens: tuple[int, ...], device: torch.device) -> tuple[Tensor, int]:
-    """Return ([S + 1] int32 on the device, longest sequence); cached for all layers of a pass."""
+def varlen_row(cu_seqlens: tuple[int, ...], device: torch.device) -> VarlenRow:
+    """Return the sequences on the device; cached for all layers of a pass."""
     with torch.inference_mode(False):  # the cache also serves passes with gradient
         starts = torch.tensor(cu_seqlens, dtype=torch.int32, device=device)
-    return starts, max(end - start for start, end in pairwise(cu_seqlens))
+        return VarlenRow(starts, size_tensor(max(end - start for start, end in pairwise(cu_seqlens)), device))
+
+
+def size_tensor(size: int, device: torch.device) -> Tensor:
+    """Return a [size] tensor of bytes."""
+    return torch.empty(size, dtype=torch.uint8, device=device)

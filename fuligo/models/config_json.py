@@ -9,7 +9,7 @@ from typing import Any
 from fuligo.errors import ConfigError
 
 MAX_LAYERS = 10**4
-"""An object is built for each layer."""
+"""Limit of num_hidden_layers, because an object is built for each layer."""
 MAX_COUNT = 10**9
 MAX_NUMBER = 1e30
 
@@ -29,7 +29,9 @@ class ConfigJson:
     def of(cls, values: Mapping[str, Any], source: str = "config.json") -> ConfigJson:
         """Return the language model's part of `values`."""
         text = values.get("text_config")
-        return cls(text if isinstance(text, Mapping) else values, source)
+        if not isinstance(text, Mapping):
+            return cls(values, source)
+        return cls({"tie_word_embeddings": values.get("tie_word_embeddings"), **text}, source)
 
     def count(self, key: str, default: int | None = None) -> int:
         """Return a positive integer."""
@@ -108,8 +110,12 @@ class ConfigJson:
         return str(self._rotary("rope_type") or self._rotary("type") or "default")
 
     def _rotary(self, key: str) -> Any:
-        """Return a value of `rope_parameters` (transformers 5), `rope_scaling`, or the top level."""
-        for group in (self.values.get("rope_parameters"), self.values.get("rope_scaling")):
+        """Return a value of `rope_parameters` (transformers 5), `rope_scaling`, or the top level.
+
+        Where layers of several types have settings of their own, those of full attention count.
+        """
+        for given in (self.values.get("rope_parameters"), self.values.get("rope_scaling")):
+            group = given.get("full_attention", given) if isinstance(given, Mapping) else None
             if isinstance(group, Mapping) and group.get(key) is not None:
                 return group[key]
         return self.values.get(key)

@@ -8,6 +8,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from fuligo.errors import ConfigError
 from fuligo.formats.hugging_face import brings_code, read_config_json
+from fuligo.formats.plain_file import unreadable_files
 from fuligo.models.transformers_types import LOADED_AS, read_config
 
 logger = logging.getLogger(__name__)
@@ -22,6 +23,7 @@ def load_config(path: str) -> Any:
     """
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(f"--model-path {path} has no config.json; use the directory of a Hugging Face checkpoint")
+    _require_plain_files(Path(path))
     try:
         return read_config(path)
     except (OSError, ValueError, KeyError) as error:
@@ -33,11 +35,12 @@ def load_tokenizer(path: str | Path, *, runs_its_code: bool) -> PreTrainedTokeni
     """Load the tokenizer.
 
     Args:
-        runs_its_code: run Python code of the directory if the tokenizer needs it; never decided by a question on standard input.
+        runs_its_code: run Python code of the directory if the tokenizer needs it; transformers never asks on standard input.
 
     Raises:
         ConfigError: the tokenizer's files are invalid, or it needs code that may not run.
     """
+    _require_plain_files(Path(path))
     if not runs_its_code and _is_code_alone(Path(path)):
         raise _needs_code(path)
     try:
@@ -48,14 +51,24 @@ def load_tokenizer(path: str | Path, *, runs_its_code: bool) -> PreTrainedTokeni
         reason = next(iter(str(error).splitlines()), "")
         if runs_its_code and isinstance(error, ImportError):
             raise ConfigError(
-                f"cannot load the tokenizer of {path}: code of that directory imports what is not here: {reason}; install the package, or "
+                f"cannot load the tokenizer of {path}: its code imports a package that is not installed: {reason}; install it, or "
                 f"save the tokenizer as tokenizer.json with the version of transformers for which the code was written"
             ) from error
         raise ConfigError(f"cannot load the tokenizer of {path}: {type(error).__name__}: {reason}; copy or download it again") from error
 
 
+def _require_plain_files(directory: Path) -> None:
+    """Check that transformers can read a directory without waiting or filling the memory.
+
+    Raises:
+        ConfigError: a file is a pipe, a device or endless.
+    """
+    if directory.is_dir() and (problems := list(unreadable_files(directory))):
+        raise ConfigError(*problems)
+
+
 def _is_code_alone(directory: Path) -> bool:
-    """Return whether transformers would take the tokenizer of another family where the directory has its own, as code."""
+    """Return whether the directory's tokenizer exists only as code, so that transformers would load another family's in its place."""
     if (directory / "tokenizer.json").is_file() or not brings_code(directory / "tokenizer_config.json"):
         return False
     return (directory / "config.json").is_file() and read_config_json(directory).get("model_type") in LOADED_AS

@@ -37,7 +37,7 @@ def find_architectures(config: Config) -> tuple[Architecture, Architecture]:
             raise ConfigError(_nothing_found(config))
         return architecture, architecture
     values = overridden(trained.values, config) if config.model.override_model_config else trained.values
-    trainer = replace(architecture_of(values, trained.source), is_quantised=False)
+    trainer = replace(architecture_of(values, trained.source), is_quantised=False, is_mxfp4=False)
     return trainer, architecture_of(served.values, served.source)
 
 

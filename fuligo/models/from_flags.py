@@ -52,7 +52,7 @@ _SPECS: Mapping[str, str] = {
     "slime_plugins.models.glm5.glm5.get_glm5_spec": "glm_moe_dsa",
 }
 
-_LATENT = {"deepseek_v3", "glm4_moe_lite", "glm_moe_dsa"}
+_LATENT = {"deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2"}
 """Families with latent attention."""
 
 
@@ -74,7 +74,7 @@ def architecture_from_flags(config: Config) -> Architecture | None:
         )
     if family == "glm_moe_dsa":
         raise ConfigError(
-            "cannot read a glm_moe_dsa model from MODEL_ARGS: no flag says which layers compute their token choice (sparse attention); "
+            "cannot read a model with sparse attention from MODEL_ARGS: no flag says which layers compute their token choice; "
             "use --model-config-file with the model's config.json"
         )
     return architecture_of({"model_type": family, **_as_config_json(given, family)}, "MODEL_ARGS")

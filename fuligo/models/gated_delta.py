@@ -1,8 +1,8 @@
 """Gated delta rule (arXiv 2412.06464) over packed sequences: neither state nor convolution passes from one sequence to the next.
 
 transformers' modules keep their two operations as attributes and hand them `seq_idx` and `cu_seq_lens_q` of the model's forward. The
-kernels of causal-conv1d and flash-linear-attention, which transformers takes where they are installed, use both. Its own functions in
-plain torch ignore them; here they get what they lack.
+kernels of causal-conv1d and flash-linear-attention, which transformers uses if they are installed, honour both. Its own functions in plain
+torch ignore them; this module replaces those.
 """
 
 import logging
@@ -28,7 +28,7 @@ def gated_delta_modules(model: nn.Module) -> list[Any]:
 
 
 def is_kernel(operation: Callable[..., Any]) -> bool:
-    """Return whether an operation is a GPU kernel's and not transformers' in plain torch."""
+    """Return whether an operation is a GPU kernel, not transformers' function in plain torch."""
     return not operation.__module__.startswith("transformers.")
 
 
@@ -117,7 +117,7 @@ def packed_rule(
     """
     if cu_seqlens is None:
         return rule(query, key, value, g=g, beta=beta, initial_state=initial_state, output_final_state=output_final_state, **options)
-    assert initial_state is None, "packed sequences begin without state"
+    assert initial_state is None, "packed sequences start without a state"
     return rule_by_runs(rule, (query, key, value, g, beta), cu_seqlens.tolist(), output_final_state=output_final_state, **options)
 
 

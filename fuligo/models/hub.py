@@ -1,4 +1,4 @@
-"""Models of the Hugging Face Hub: directories of its cache in place of names such as Qwen/Qwen3-0.6B."""
+"""Models of the Hugging Face Hub: resolves names such as Qwen/Qwen3-0.6B to directories of the Hub's cache."""
 
 import re
 from dataclasses import dataclass
@@ -110,7 +110,7 @@ class _Place:
 
 
 def located(config: Config) -> Config:
-    """Return the config with directories in place of names on the Hub. Downloads their config.json alone.
+    """Return the config with directories in place of names on the Hub. Downloads only their config.json.
 
     Raises:
         ConfigError: the Hub does not provide a model; names all of them.

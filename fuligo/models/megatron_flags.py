@@ -5,8 +5,8 @@ from math import isclose
 from typing import Any
 
 from fuligo.config import Config
-from fuligo.config.config import MegatronArguments
 from fuligo.config.flag import option_name
+from fuligo.config.placement import MegatronArguments
 from fuligo.errors import ConfigError
 from fuligo.models.architecture import Architecture
 from fuligo.models.config_json import ConfigJson
@@ -37,6 +37,7 @@ _UNREAD: Mapping[str, frozenset[str]] = {
 
 _SWITCHES = {
     "add_qkv_bias",
+    "apply_layernorm_1p",
     "disable_bias_linear",
     "group_query_attention",
     "moe_router_enable_expert_bias",
@@ -64,6 +65,10 @@ _VALUES = {
     "norm_epsilon",
     "normalization",
     "rotary_base",
+    "rotary_seq_len_interpolation_factor",
+    "softmax_scale",
+    "window_attn_skip_freq",
+    "window_size",
 }
 _COMPARED = _SWITCHES | _VALUES
 """Flags that describe the model, whether or not its config.json states them."""
@@ -103,14 +108,23 @@ def disagreements(config: Config, config_json: Mapping[str, Any], source: str = 
         if name in stated or name in _COMPARED:
             otherwise = False if name in _SWITCHES else _IF_NOT_STATED.get(name)
             expected = stated.get(name) if name in stated else otherwise
-            if not _equal(given, expected, num_layers):
+            is_frequency = isinstance(expected, list) and isinstance(given, int)
+            if not _equal(_layers_of(name, given, num_layers) if is_frequency else given, expected):
                 yield option_name(name), given, expected
 
 
-def _equal(given: object, expected: object, num_layers: int) -> bool:
-    """Compare numbers to seven digits; an integer layer frequency n means that every n-th layer, from the first, has experts."""
-    if isinstance(expected, list) and isinstance(given, int):
-        return [int(number % given == 0) for number in range(num_layers)] == expected
+def _layers_of(name: str, frequency: int, num_layers: int) -> list[int]:
+    """Return the pattern of layers that Megatron reads in a frequency n.
+
+    `moe_layer_freq`: the first and then every n-th layer has experts. `window_attn_skip_freq`: every n-th layer has no window.
+    """
+    if name == "window_attn_skip_freq":
+        return [int((number + 1) % frequency != 0) for number in range(num_layers)]
+    return [int(number % frequency == 0) for number in range(num_layers)]
+
+
+def _equal(given: object, expected: object) -> bool:
+    """Compare; numbers to seven digits."""
     if isinstance(given, bool) or isinstance(expected, bool) or not isinstance(given, int | float) or not isinstance(expected, int | float):
         return given == expected
     return isclose(given, expected, rel_tol=1e-7)

@@ -63,8 +63,11 @@ def norm(architecture: Architecture, megatron: str, checkpoint: str | None = Non
     return Weight(f"{megatron}.weight", (f"{checkpoint or megatron}.weight",), (architecture.hidden_size,))
 
 
-def grouped_attention(architecture: Architecture, *, qkv_bias: bool = False, qk_norm: bool = False) -> Weights:
-    """Return the query, key, value and output projections, and with `qk_norm` the norms of query and key heads."""
+def grouped_attention(architecture: Architecture) -> Weights:
+    """Return the query, key, value and output projections, and the norms of query and key heads, if they have any.
+
+    An output projection has no bias in Megatron, where `stated_flags` refuses one.
+    """
     heads, hidden = architecture.attention, architecture.hidden_size
     assert isinstance(heads, GroupedAttention)
     q_size, kv_size = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
@@ -73,9 +76,9 @@ def grouped_attention(architecture: Architecture, *, qkv_bias: bool = False, qk_
         Weight(f"{ours}.weight", tuple(f"{name}.weight" for name in theirs), (q_size + 2 * kv_size, hidden), ROWS, Form.QKV),
         Weight("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), (hidden, q_size), COLUMNS),
     ]
-    if qkv_bias:
+    if heads.has_qkv_bias:
         rows.append(Weight(f"{ours}.bias", tuple(f"{name}.bias" for name in theirs), (q_size + 2 * kv_size,), ROWS, Form.QKV))
-    if qk_norm:
+    if heads.has_head_norms:
         rows += [Weight(f"self_attention.{kind}_layernorm.weight", (f"self_attn.{kind}_norm.weight",), (heads.head_dim,)) for kind in "qk"]
     return tuple(rows)
 

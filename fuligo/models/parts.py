@@ -38,10 +38,20 @@ def norms(num_parameters: int) -> Part:
     return vector(PartKind.NORM, num_parameters)
 
 
-def read_grouped_attention(config: ConfigJson, *, default_head_dim: int | None = None, may_omit_kv_heads: bool = False) -> GroupedAttention:
+def read_grouped_attention(
+    config: ConfigJson,
+    *,
+    qkv_bias: bool = False,
+    output_bias: bool = False,
+    qk_norm: bool = False,
+    default_head_dim: int | None = None,
+    may_omit_kv_heads: bool = False,
+) -> GroupedAttention:
     """Read the heads of multi-head attention.
 
     Args:
+        qkv_bias: queries, keys and values have biases.
+        qk_norm: each head of queries and keys has a norm.
         default_head_dim: used where `head_dim` is not given; None: hidden_size / num_attention_heads.
         may_omit_kv_heads: without `num_key_value_heads` use `num_attention_heads` (other families have another default in transformers).
 
@@ -58,22 +68,20 @@ def read_grouped_attention(config: ConfigJson, *, default_head_dim: int | None =
         if hidden_size % num_heads:
             raise config.contradiction(f"no head_dim, and num_attention_heads {num_heads} does not divide hidden_size {hidden_size}")
         head_dim = hidden_size // num_heads
-    return GroupedAttention(num_heads, num_kv_heads, head_dim)
+    return GroupedAttention(num_heads, num_kv_heads, head_dim, qkv_bias, output_bias, qk_norm)
 
 
-def grouped_attention_parts(
-    attention: GroupedAttention, hidden_size: int, *, qkv_bias: bool, output_bias: bool = False, qk_norm: bool = False
-) -> Parts:
-    """Return the query, key, value and output projections, and with `qk_norm` the norms of query and key heads."""
+def grouped_attention_parts(attention: GroupedAttention, hidden_size: int) -> Parts:
+    """Return the query, key, value and output projections, and the norms of query and key heads, if they have any."""
     q_size = attention.num_heads * attention.head_dim
     qkv_size = q_size + 2 * attention.num_kv_heads * attention.head_dim
     gate_size = q_size if attention.has_output_gate else 0
     parts = [matrix(PartKind.ATTENTION, hidden_size * (qkv_size + gate_size + q_size), Split.TENSOR)]
-    if qkv_bias:
+    if attention.has_qkv_bias:
         parts.append(vector(PartKind.ATTENTION, qkv_size, Split.TENSOR))
-    if output_bias:
+    if attention.has_output_bias:
         parts.append(vector(PartKind.ATTENTION, hidden_size))
-    if qk_norm:
+    if attention.has_head_norms:
         parts.append(norms(2 * attention.head_dim))
     return tuple(parts)
 
@@ -138,7 +146,9 @@ def dense_mlp_parts(hidden_size: int, intermediate_size: int, *, bias: bool = Fa
     return weights, vector(PartKind.DENSE_MLP, 2 * intermediate_size, Split.TENSOR), vector(PartKind.DENSE_MLP, hidden_size)
 
 
-def read_experts(config: ConfigJson, *, num_experts_key: str = "n_routed_experts", shared: bool = True) -> Experts:
+def read_experts(
+    config: ConfigJson, *, num_experts_key: str = "n_routed_experts", size_key: str = "moe_intermediate_size", shared: bool = True
+) -> Experts:
     """Read the sizes of the routed and shared experts.
 
     Raises:
@@ -148,7 +158,7 @@ def read_experts(config: ConfigJson, *, num_experts_key: str = "n_routed_experts
         num_experts=config.count(num_experts_key),
         num_experts_per_token=config.count("num_experts_per_tok"),
         num_shared_experts=config.index("n_shared_experts", default=1) if shared else 0,
-        intermediate_size=config.count("moe_intermediate_size"),
+        intermediate_size=config.count(size_key),
     )
     if experts.num_experts_per_token > experts.num_experts:
         raise config.contradiction(f"num_experts_per_tok {experts.num_experts_per_token} exceeds {num_experts_key} {experts.num_experts}")
@@ -252,8 +262,15 @@ def dense_architecture(
         ConfigError: a key of config.json is missing, malformed, or contradicts another.
     """
     hidden_size, num_layers = config.count("hidden_size"), config.count("num_hidden_layers")
-    heads = read_grouped_attention(config, default_head_dim=default_head_dim, may_omit_kv_heads=may_omit_kv_heads)
-    attention = grouped_attention_parts(heads, hidden_size, qkv_bias=qkv_bias, output_bias=output_bias, qk_norm=qk_norm)
+    heads = read_grouped_attention(
+        config,
+        qkv_bias=qkv_bias,
+        output_bias=output_bias,
+        qk_norm=qk_norm,
+        default_head_dim=default_head_dim,
+        may_omit_kv_heads=may_omit_kv_heads,
+    )
+    attention = grouped_attention_parts(heads, hidden_size)
     mlp = dense_mlp_parts(hidden_size, config.count("intermediate_size"), bias=mlp_bias)
     layers = [dense_layer(number, attention, hidden_size, mlp, num_norms) for number in range(num_layers + num_mtp_layers)]
     mtp_layers = [mtp_layer(layer, hidden_size) for layer in layers[num_layers:]]

@@ -1,6 +1,7 @@
 """Model families by `model_type`. Imports neither numpy nor torch."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,21 +11,27 @@ from fuligo.models.architecture import Architecture
 from fuligo.models.config_json import ConfigJson
 from fuligo.models.families import (
     deepseek_v3,
+    deepseek_v32,
+    gemma3_text,
     glm4,
     glm4_moe,
     glm4_moe_lite,
     glm_moe_dsa,
+    gpt_oss,
     kimi_k2,
     llama,
     mimo,
+    minimax_m2,
     qwen2,
     qwen3,
     qwen3_5,
     qwen3_5_moe,
     qwen3_moe,
     qwen3_next,
+    qwen3_vl,
 )
 from fuligo.models.names import ModelNames, NameTable
+from fuligo.models.vision.types import sees_images
 
 
 class Family(Protocol):
@@ -41,19 +48,24 @@ class Family(Protocol):
 
 FAMILIES: Mapping[str, Family] = {
     "deepseek_v3": deepseek_v3,
+    "deepseek_v32": deepseek_v32,
+    "gemma3_text": gemma3_text,
     "glm4": glm4,
     "glm4_moe": glm4_moe,
     "glm4_moe_lite": glm4_moe_lite,
     "glm_moe_dsa": glm_moe_dsa,
+    "gpt_oss": gpt_oss,
     "kimi_k2": kimi_k2,
     "llama": llama,
     "mimo": mimo,
+    "minimax_m2": minimax_m2,
     "qwen2": qwen2,
     "qwen3": qwen3,
     "qwen3_5_moe_text": qwen3_5_moe,
     "qwen3_5_text": qwen3_5,
     "qwen3_moe": qwen3_moe,
     "qwen3_next": qwen3_next,
+    "qwen3_vl_text": qwen3_vl,
 }
 
 
@@ -61,7 +73,7 @@ def architecture_of(config_json: Mapping[str, Any], source: str = "config.json")
     """Return the shapes of the model that a config.json describes.
 
     Args:
-        source: where it was read, for errors.
+        source: path it was read from, for errors.
 
     Raises:
         ConfigError: model_type is unknown, or a key is missing, malformed, or contradicts another.
@@ -70,7 +82,11 @@ def architecture_of(config_json: Mapping[str, Any], source: str = "config.json")
     family = FAMILIES.get(config.model_type)
     if family is None:
         raise ConfigError(f"{source}: model_type {config.model_type} is not supported; supported are {', '.join(FAMILIES)}")
-    return family.architecture(config)
+    architecture = family.architecture(config)
+    if not sees_images(config_json):
+        return architecture
+    tower = ConfigJson(config_json.get("vision_config") or {}, f"{source}, vision_config")
+    return replace(architecture, model_type=str(config_json["model_type"]), vision_tower=qwen3_vl.vision_tower(tower))
 
 
 def names_of(config_json: Mapping[str, Any], source: str = "config.json") -> ModelNames:
@@ -81,6 +97,40 @@ def names_of(config_json: Mapping[str, Any], source: str = "config.json") -> Mod
     """
     config, architecture = ConfigJson.of(config_json, source), architecture_of(config_json, source)
     return ModelNames(architecture, FAMILIES[config.model_type].names(config, architecture))
+
+
+def has_linear_attention(config_json: Mapping[str, Any]) -> bool:
+    """Return whether layers carry a state along the sequence, for any model that transformers knows."""
+    if config_json.get("model_type") in FAMILIES:
+        return bool(architecture_of(config_json).num_linear_layers)
+    return "linear_attention" in (config_json.get("layer_types") or ())
+
+
+def unshareable_because(config_json: Mapping[str, Any]) -> str | None:
+    """Return why samples cannot share the tokens of a prefix in a model; None if they can."""
+    if has_linear_attention(config_json):
+        return "its linear attention has one state per sequence, so several samples cannot continue a prefix"
+    if config_json.get("model_type") in FAMILIES and architecture_of(config_json).sparse_index is not None:
+        return "its sparse attention chooses tokens among those before a token in the row, which are not all of its own sample in a tree"
+    return None
+
+
+BATCH_INVARIANT_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+"""Model types with only linear layers, RMSNorms, SwiGLU, rotary embeddings, full attention and Qwen3-MoE's experts."""
+
+
+def batch_variant_because(config_json: Mapping[str, Any]) -> str | None:
+    """Return why `models.invariant_modules` cannot compute a model; None if it can."""
+    model_type = config_json.get("model_type")
+    if model_type not in BATCH_INVARIANT_TYPES:
+        return f"model_type {model_type} has layers without batch-invariant operations; supported are {', '.join(BATCH_INVARIANT_TYPES)}"
+    if config_json.get("quantization_config"):
+        return "its weights are quantised"
+    if config_json.get("use_sliding_window") or "sliding_attention" in (config_json.get("layer_types") or ()):
+        return "it has sliding windows"
+    if (activation := config_json.get("hidden_act", "silu")) not in ("silu", "swish"):
+        return f"its activation is {activation}, not silu"
+    return None
 
 
 def read_architecture(path: Path) -> Architecture:

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from fuligo.config.layer_pattern import layers_text
-from fuligo.models.architecture import Architecture, GroupedAttention, LatentAttention, SparseIndex
+from fuligo.models.architecture import Activation, Architecture, GroupedAttention, LatentAttention, PartKind, SparseIndex
 from fuligo.models.config_json import ConfigJson
-from fuligo.models.families.qwen3_next import WHY_NOT_MEGATRON
+from fuligo.models.families import gpt_oss, minimax_m2, qwen3_next, qwen3_vl
 from fuligo.models.registry import architecture_of
 
 Flags = dict[str, Any]
@@ -29,59 +29,63 @@ def stated_flags(config_json: Mapping[str, Any], source: str = "config.json") ->
     """Return the flags that describe the model of a config.json.
 
     Args:
-        source: where it was read, for errors.
+        source: path it was read from, for errors.
 
     Raises:
         ConfigError: config.json is invalid, or asks for something that no flag of Megatron-Core states.
     """
     config, architecture = ConfigJson.of(config_json, source), architecture_of(config_json, source)
-    attention = architecture.attention
-    if architecture.linear_attention is not None:
-        raise config.contradiction(
-            f"cannot state a {config.model_type} model as Megatron flags: {WHY_NOT_MEGATRON}; use --train-backend torch"
-        )
+    attention, numerics = architecture.attention, architecture.numerics
+    reason = why_not_megatron(architecture)
+    if reason is not None:
+        raise config.contradiction(f"cannot state a {config.model_type} model as Megatron flags: {reason}; use --train-backend torch")
     return {
         "num_layers": architecture.num_layers,
         "hidden_size": architecture.hidden_size,
         "ffn_hidden_size": architecture.intermediate_size,
         "num_attention_heads": attention.num_heads,
-        **(_grouped(config, attention) if isinstance(attention, GroupedAttention) else _latent(config, attention)),
+        **(_grouped(config, architecture, attention) if isinstance(attention, GroupedAttention) else _latent(config, attention)),
         **(_sparse(architecture.sparse_index) if architecture.sparse_index else {}),
-        **_rotary(config, is_latent=isinstance(attention, LatentAttention)),
+        **_rotary(config, architecture),
+        **_windows(architecture),
         "max_position_embeddings": architecture.max_position_embeddings,
         "vocab_size": architecture.vocab_size,
         **({} if architecture.tied_embeddings else {"untie_embeddings_and_output_weights": True}),
         "normalization": "RMSNorm",
         "norm_epsilon": config.number("rms_norm_eps", default=1e-6),
-        **({"post_self_attn_layernorm": True, "post_mlp_layernorm": True} if config.model_type == "glm4" else {}),
-        "swiglu": True,
+        **({"apply_layernorm_1p": True} if numerics.norms_around_zero else {}),
+        **({"post_self_attn_layernorm": True, "post_mlp_layernorm": True} if numerics.norms_outputs else {}),
+        # No flag says GeGLU.
+        **({"swiglu": True} if numerics.activation is Activation.SILU else {}),
+        **({} if numerics.softmax_scale is None else {"softmax_scale": numerics.softmax_scale}),
         "disable_bias_linear": True,
         **_experts(config, architecture),
     }
 
 
-def _grouped(config: ConfigJson, attention: GroupedAttention) -> Flags:
-    has_qk_norm = config.model_type in {"qwen3", "qwen3_moe"} or (
-        config.model_type == "glm4_moe" and config.switch("use_qk_norm", default=False)
-    )
+def why_not_megatron(architecture: Architecture) -> str | None:
+    """Return why the Megatron trainer cannot train a model; None if it can."""
+    attention = architecture.attention
+    if architecture.vision_tower is not None:
+        return qwen3_vl.WHY_NOT_MEGATRON
+    if architecture.linear_attention is not None:
+        return qwen3_next.WHY_NOT_MEGATRON
+    if isinstance(attention, GroupedAttention) and attention.has_sinks:
+        return gpt_oss.WHY_NOT_MEGATRON
+    return minimax_m2.WHY_NOT_MEGATRON if isinstance(attention, GroupedAttention) and attention.norms_span_heads else None
+
+
+def _grouped(config: ConfigJson, architecture: Architecture, attention: GroupedAttention) -> Flags:
+    has_mlp_bias = any(part.kind is PartKind.DENSE_MLP and not part.is_matmul for layer in architecture.layers for part in layer.parts)
+    if attention.has_output_bias or has_mlp_bias:
+        raise config.contradiction(f"Megatron has no flags for the biases of this {config.model_type} model (attention_bias, mlp_bias)")
     return {
         "group_query_attention": True,
         "num_query_groups": attention.num_kv_heads,
         "kv_channels": attention.head_dim,
-        **({"add_qkv_bias": True} if _has_qkv_bias(config) else {}),
-        **({"qk_layernorm": True} if has_qk_norm else {}),
+        **({"add_qkv_bias": True} if attention.has_qkv_bias else {}),
+        **({"qk_layernorm": True} if attention.has_head_norms else {}),
     }
-
-
-def _has_qkv_bias(config: ConfigJson) -> bool:
-    """Return whether queries, keys and values have a bias; Megatron has no flag for one of the output projection alone."""
-    if config.model_type in {"qwen2", "mimo"}:
-        return True
-    has_bias = config.switch("attention_bias", default=config.model_type == "glm4")
-    has_other_bias = config.model_type == "llama" and config.switch("mlp_bias", default=False)
-    if has_other_bias or (has_bias and config.model_type not in {"glm4", "glm4_moe"}):
-        raise config.contradiction(f"Megatron has no flags for the biases of this {config.model_type} model (attention_bias, mlp_bias)")
-    return has_bias
 
 
 def _latent(config: ConfigJson, attention: LatentAttention) -> Flags:
@@ -110,14 +114,27 @@ def _sparse(index: SparseIndex) -> Flags:
     }
 
 
-def _rotary(config: ConfigJson, *, is_latent: bool) -> Flags:
-    base = config.rotary_number("rope_theta") or 10_000
+def _windows(architecture: Architecture) -> Flags:
+    """Return the flags of layers with a window, which are alike."""
+    windows = {layer.window for layer in architecture.layers} - {None}
+    if not windows:
+        return {}
+    (window,) = windows
+    assert window is not None
+    return {
+        "window_size": [window - 1, 0],
+        "window_attn_skip_freq": layers_text([int(layer.window is not None) for layer in architecture.layers]),
+    }
+
+
+def _rotary(config: ConfigJson, architecture: Architecture) -> Flags:
+    is_latent, numerics = isinstance(architecture.attention, LatentAttention), architecture.numerics
+    base = config.rotary_number("rope_theta") or numerics.rotary_base
     flags: Flags = {"position_embedding_type": "rope", "rotary_base": int(base) if base == int(base) else base}
     if not is_latent:
-        default = 0.5 if config.model_type in {"glm4", "glm4_moe"} else 1.0
-        share = config.rotary_number("partial_rotary_factor") or default
+        share = config.rotary_number("partial_rotary_factor") or numerics.rotary_share
         flags |= {} if share == 1 else {"rotary_percent": share}
-        flags |= {"rotary_interleaved": True} if config.model_type == "glm4" else {}
+        flags |= {"rotary_interleaved": True} if numerics.rotary_interleaved else {}
     kind = config.rotary_kind
     if kind == "default":
         return flags | ({"rope_type": "rope"} if is_latent else {})
@@ -126,6 +143,9 @@ def _rotary(config: ConfigJson, *, is_latent: bool) -> Flags:
     if kind == "yarn" and is_latent:
         scaling = {flag: config.rotary_number(key) for flag, key in _YARN.items()}
         return flags | {"rope_type": "yarn"} | {flag: value for flag, value in scaling.items() if value is not None}
+    factor = config.rotary_number("factor")
+    if kind == "linear" and not is_latent and factor == int(factor or 0):
+        return flags | {"rotary_seq_len_interpolation_factor": int(factor or 0)}
     if kind == "llama3" and all(config.rotary_number(key) == value for key, value in _LLAMA_3.items()):
         return flags | {"use_rope_scaling": True, "rope_scaling_factor": config.rotary_number("factor")}
     raise config.contradiction(f"Megatron has no flags for the rotary scaling of this {config.model_type} model ({kind})")
@@ -141,7 +161,7 @@ def _experts(config: ConfigJson, architecture: Architecture) -> Flags:
         "moe_router_topk": experts.num_experts_per_token,
         "moe_ffn_hidden_size": experts.intermediate_size,
     }
-    if config.model_type == "qwen3_moe":
+    if experts.has_softmax_router:
         # Normalised over the chosen experts, softmax before and after the choice give equal weights.
         pre_softmax = {} if config.switch("norm_topk_prob", default=False) else {"moe_router_pre_softmax": True}
         return flags | {"moe_router_score_function": "softmax"} | pre_softmax

@@ -1,11 +1,13 @@
-"""Published model types that transformers 5.12.1 lacks, although it has their layers under another type."""
+"""Model types as transformers knows them: published ones that 5.12.1 lacks, and models with a vision tower beside the language model."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import CONFIG_MAPPING, AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+
+from fuligo.models.vision.types import VISION_TYPES
 
 LOADED_AS: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
 """model_type of config.json -> type whose classes load it. `save_pretrained` writes the latter."""
@@ -25,13 +27,34 @@ def read_config(directory: str | Path) -> Any:
     return AutoConfig.from_pretrained(directory, trust_remote_code=False)
 
 
-def has_vision_tower(config: Any) -> bool:
-    """Return whether a config describes a model of text and images, whose shapes are those of its parts."""
-    return not hasattr(config, "vocab_size") and hasattr(config, "vision_config")
+def sees_images(config: Any) -> bool:
+    """Return whether a config describes a model of text and images that fuligo supports."""
+    return config.model_type in VISION_TYPES
+
+
+def has_unknown_tower(config: Any) -> bool:
+    """Return whether a config describes a model of text and images that fuligo does not support; its parts have configs of their own."""
+    return not sees_images(config) and not hasattr(config, "vocab_size") and hasattr(config, "vision_config")
+
+
+def text_config(config: Any) -> Any:
+    """Return the config of the language model, which is `config` itself for a text-only model."""
+    return config.text_config if sees_images(config) else config
+
+
+def model_class(config: Any) -> Any:
+    """Return transformers' class that loads the model."""
+    return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
+
+
+def attention_choice(config: Any, name: str) -> str | dict[str, str]:
+    """Return the value of `attn_implementation` that gives the language model, and not the tower, the attention of this name."""
+    return {"": name, "text_config": name, "vision_config": "sdpa"} if sees_images(config) else name
 
 
 LANGUAGE_MODEL_ALONE = (
-    "it has a vision tower; save its language model by itself: AutoModelForCausalLM.from_pretrained(A).save_pretrained(B)"
+    "it has a vision tower; save its language model by itself: AutoModelForCausalLM.from_pretrained(A).save_pretrained(B), or for Gemma "
+    "the script of docs/models.md"
 )
 
 

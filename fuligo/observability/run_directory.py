@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import stat
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -16,7 +15,7 @@ import pyarrow as pa
 from fuligo.config import Config
 from fuligo.config.files import save_yaml
 from fuligo.errors import ConfigError
-from fuligo.formats.disk import try_lock
+from fuligo.formats.disk import is_foreign_link, try_lock
 from fuligo.observability.jsonl import JsonLines, Record, read_json_lines
 from fuligo.observability.samples import Training, sample_table, write_table
 from fuligo.observability.trace import Trace
@@ -148,24 +147,17 @@ def _check(path: Path, *, resume: bool) -> None:
         names = sorted(entry.name for entry in path.iterdir())
     except OSError as error:
         raise ConfigError(f"the run directory {path} cannot be read: {error.strerror}; choose another with --run-dir") from None
-    if foreign := [name for name in names if _is_foreign_link(path / name)]:
+    if foreign := [name for name in names if is_foreign_link(path / name)]:
         raise ConfigError(
-            f"--run-dir {path} has links of another user ({', '.join(foreign[:3])}), through which this run would overwrite files; use "
-            "another directory"
+            f"--run-dir {path} has links of another user ({', '.join(foreign[:3])}), through which this run would overwrite files; "
+            "remove the links, or use another directory"
         )
     if names and "metrics.jsonl" not in names:
         raise ConfigError(f"--run-dir {path} has files that are not a run's ({', '.join(names[:3])}); use a new or empty directory")
     if names and not resume and (path / "metrics.jsonl").stat().st_size > 0:
         raise ConfigError(
-            f"--run-dir {path} already has recorded steps; use a new directory, or continue that run: "
-            f"fuligo train --load {path / CHECKPOINTS}"
+            f"--run-dir {path} already has recorded steps; use a new directory, or continue that run with --load {path / CHECKPOINTS}"
         )
-
-
-def _is_foreign_link(path: Path) -> bool:
-    """Return whether a path is a link that neither this user nor root has made."""
-    status = path.lstat()
-    return stat.S_ISLNK(status.st_mode) and status.st_uid not in (os.geteuid(), 0)
 
 
 def _lock(path: Path) -> int:

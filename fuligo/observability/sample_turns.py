@@ -27,8 +27,9 @@ _ENTRY = pa.struct(
 )
 TURNS = pa.list_(_ENTRY)
 """`turn`: number of the answer that the message is, or follows; 0 before the first. `name`, `failed`: of a tool. `seconds`: to sample an
-answer, or of a tool's call. Answers alone have a `reward`, `environment_s` until the next one was asked for, and the place of their tokens:
-`response_ids[first_token : first_token + num_tokens]` of the `sample`-th of the samples that the episode became."""
+answer, or of a tool's call. Only answers have a `reward`, `environment_s` until the next one was asked for, and the place of their tokens:
+`response_ids[first_token : first_token + num_tokens]` of the `sample`-th of the samples that the episode became. An episode that did not
+end has a row only for the last of its samples; answers in the others have no place."""
 
 
 def turns_column(samples: Sequence[Sample], as_text: Callable[[Any], str | None]) -> pa.Array:
@@ -45,12 +46,13 @@ def turns_column(samples: Sequence[Sample], as_text: Callable[[Any], str | None]
 def _entries(episode: Episode, as_text: Callable[[Any], str | None]) -> Iterator[dict[str, Any]]:
     yield from (_entry(0, message, as_text) for message in episode.messages)
     for number, turn in enumerate(episode.turns, 1):
+        sample = turn.sample - len(episode.branches)  # branches of an episode that did not end have no row
         yield _entry(number, turn.message, as_text) | {
             "seconds": turn.generate_s,
             "environment_s": turn.step_s,
             "reward": turn.reward,
-            "sample": turn.sample,
-            "first_token": turn.first_token,
+            "sample": sample if sample >= 0 else None,
+            "first_token": turn.first_token if sample >= 0 else None,
             "num_tokens": turn.num_tokens,
         }
         for message, use in _with_uses(turn):

@@ -1,11 +1,11 @@
 """Sample files (`samples/rollout_000123.parquet`): every sample of a rollout with everything known about it, token by token.
 
-Columns are built from flat arrays, so that a rollout of thousands of samples takes milliseconds. Row groups of 64 let a reader fetch one
-sample without reading the file. Properties to search by have columns of their own, so that a search reads no tokens.
+Columns are built from flat arrays, so that a rollout of thousands of samples takes milliseconds. Row groups of at most 64 let a reader
+fetch one sample without reading the file. Properties to search by have columns of their own, so that a search reads no tokens.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from fuligo.observability.sample_turns import TURNS, turns_column
 from fuligo.types import Sample, SampleGroup, TokenScores, TrainSample
 
 ROWS_PER_GROUP = 64
+BYTES_PER_GROUP = 2**27
+"""Most bytes of a row group before compression, unless one row has more: half of what a page reads at once."""
 _SPAN = pa.struct(
     [
         ("name", pa.string()),
@@ -30,6 +32,18 @@ _SPAN = pa.struct(
         ("num_tokens", pa.int32()),
     ]
 )
+_IMAGES = pa.list_(
+    pa.struct(
+        [
+            ("source", pa.string()),
+            ("digest", pa.string()),
+            ("first_token", pa.int32()),
+            ("num_rows", pa.int32()),
+            ("num_columns", pa.int32()),
+        ]
+    )
+)
+"""Source of each image of the prompt, a digest of its bytes (BLAKE2b of 16 bytes), and the place and grid of its tokens."""
 SCHEMA = pa.schema(
     [
         ("index", pa.int64()),
@@ -63,6 +77,7 @@ SCHEMA = pa.schema(
         ("metadata", pa.string()),
         ("spans", pa.list_(_SPAN)),
         ("turns", TURNS),
+        ("images", _IMAGES),
     ]
 )
 """Chat messages, metadata, and labels other than strings are JSON. Values that the trainer did not see or compute are null."""
@@ -133,6 +148,7 @@ def sample_table(groups: Sequence[SampleGroup], training: Training | None = None
         "metadata": [_metadata(sample) for sample in samples],
         "spans": _spans(samples),
         "turns": turns_column(samples, _text),
+        "images": [[{name.name: getattr(image, name.name) for name in _IMAGES.value_type} for image in each.images] for each in samples],
     }
     return pa.Table.from_pydict(columns, schema=SCHEMA)
 
@@ -146,15 +162,34 @@ def write_table(path: Path, table: pa.Table) -> None:
     unfinished = path.with_name(f".{path.name}.tmp")
     dictionaries = [name for name in table.schema.names if name in _REPETITIVE]
     with writing(path):
-        pq.write_table(
-            table,
-            unfinished,
-            compression="zstd",
-            row_group_size=ROWS_PER_GROUP,
-            use_dictionary=dictionaries,  # pyright: ignore[reportArgumentType] names are accepted, but the annotation says bool
-            write_statistics=[name for name in _IN_FOOTER if name.partition(".")[0] in table.schema.names],  # pyright: ignore[reportArgumentType]
-        )
-        unfinished.replace(path)
+        try:
+            with pq.ParquetWriter(
+                unfinished,
+                table.schema,
+                compression="zstd",
+                use_dictionary=dictionaries,  # pyright: ignore[reportArgumentType] names are accepted, but the annotation says bool
+                write_statistics=[name for name in _IN_FOOTER if name.partition(".")[0] in table.schema.names],  # pyright: ignore[reportArgumentType]
+            ) as writer:
+                for rows in _row_groups(table):
+                    writer.write_table(rows)
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)  # after a failure
+
+
+def _row_groups(table: pa.Table) -> Iterator[pa.Table]:
+    """Yield the rows of each row group: 64, or fewer if they have more than `BYTES_PER_GROUP`."""
+    for start in range(0, table.num_rows, ROWS_PER_GROUP):
+        yield from _bounded(table.slice(start, ROWS_PER_GROUP))
+
+
+def _bounded(rows: pa.Table) -> Iterator[pa.Table]:
+    if rows.num_rows == 1 or rows.nbytes <= BYTES_PER_GROUP:
+        yield rows
+        return
+    half = rows.num_rows // 2
+    yield from _bounded(rows.slice(0, half))
+    yield from _bounded(rows.slice(half))
 
 
 def prompt_key(text: str | None) -> int:
@@ -199,7 +234,7 @@ def _prompt_keys(groups: Sequence[SampleGroup]) -> list[int]:
         for sample in group.samples:
             same = id(sample.prompt)
             if same not in known:
-                known[same] = prompt_key(_text(sample.prompt))
+                known[same] = prompt_key("\n".join([_text(sample.prompt) or "", *(image.digest for image in sample.images)]))
             keys.append(known[same])
     return keys
 

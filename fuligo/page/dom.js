@@ -26,6 +26,18 @@ const svg = (name, attributes = {}, ...children) => fill(document.createElementN
 const section = (id, title, ...children) =>
   element("section", { id, "aria-labelledby": `${id}-title` }, element("h2", { id: `${id}-title` }, title), ...children);
 
+// Head of a table; `isNumber` tells which columns hold numbers.
+const tableHead = (titles, isNumber = () => false) =>
+  element(
+    "thead",
+    {},
+    element(
+      "tr",
+      {},
+      titles.map((title, at) => element("th", { scope: "col", class: isNumber(at) ? "number" : null }, title)),
+    ),
+  );
+
 const percent = (share) => `${(100 * share).toFixed(3)}%`;
 const gibibytes = (bytes) => `${(bytes / 2 ** 30).toFixed(1)} GiB`;
 const count = (number, noun) => `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;

@@ -120,7 +120,7 @@ def _requests(subject: Subject, spec: EngineGroupSpec, memory: EngineMemory, num
         return requests, f"an engine's share of a rollout or {MIN_REQUESTS}, which its KV cache of {held} tokens holds"
     if requests == room:
         return requests, f"its KV cache of {magnitude(memory.kv_tokens * spec.dp_size)} tokens holds {requests} samples of {tokens} tokens"
-    return requests, f"the largest batch chosen unasked; its share of a rollout is {share}"
+    return requests, f"the largest batch that is chosen by default; its share of a rollout is {share}"
 
 
 def _decides_graphs(spec: EngineGroupSpec) -> bool:
@@ -132,7 +132,7 @@ def requests_wanted(subject: Subject) -> int:
     """Return the requests that a run would have in flight without a limit."""
     config = subject.config
     rollout = config.rollout
-    if not config.data.prompt_data and config.has_eval:  # an evaluation alone, which sends everything at once
+    if not config.data.prompt_data and config.has_eval:  # only an evaluation, which sends everything at once
         return MAX_REQUESTS * max(1, config.resolved_rollout_num_gpus)
     prompts = config.resolved_over_sampling_batch_size
     if rollout.async_mode == "full":
@@ -141,7 +141,7 @@ def requests_wanted(subject: Subject) -> int:
 
 
 def _argument(spec: EngineGroupSpec, name: str, value: float) -> Change:
-    """Return the change of an argument of one group's engines alone."""
+    """Return the change of an argument of the engines of one group."""
     if spec.place is None:
         return Change(("sglang", name), value)
     model, group = spec.place

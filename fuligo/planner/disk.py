@@ -15,7 +15,9 @@ def disk_of_checkpoints(subject: Subject) -> Disk | None:
         return None
     megatron = config.resolved_train_backend == "megatron"
     if subject.adapter is not None:
-        return _disk(config, FP32 * 3 * subject.adapter.num_parameters, FP32 * subject.adapter.num_parameters)
+        # Megatron's has the values three times: as the model's, as the optimizer's, and as a PEFT directory.
+        copies = 5 if megatron else 3
+        return _disk(config, FP32 * copies * subject.adapter.num_parameters, FP32 * subject.adapter.num_parameters)
     num_parameters = model.num_parameters + (model.num_mtp_parameters if config.train.mtp_num_layers else 0)
     # Megatron's checkpoints also hold the weights that the model computes with.
     weights = FP32 + (BF16 if megatron else 0)

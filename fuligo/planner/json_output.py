@@ -7,7 +7,7 @@ from typing import Any
 
 from fuligo.config import Config
 from fuligo.config.changes import change_text
-from fuligo.config.findings import Finding, Severity
+from fuligo.config.findings import Severity
 from fuligo.config.secret import hide_credentials
 from fuligo.planner.plan import Plan
 
@@ -35,7 +35,7 @@ def plan_document(plan: Plan, config: Config, notes: Sequence[str] = ()) -> dict
         "choices": [
             {"flags": [change_text(change, config) for change in choice.changes], "reason": choice.reason} for choice in plan.choices
         ],
-        "findings": [_finding(finding, config) for finding in plan.findings],
+        "findings": [{**asdict(finding), "fix": [change_text(change, config) for change in finding.fix]} for finding in plan.findings],
         "notes": notes,
         "layout": None if plan.layout is None else asdict(plan.layout),
         "memory": [
@@ -51,10 +51,6 @@ def plan_document(plan: Plan, config: Config, notes: Sequence[str] = ()) -> dict
     }
     # Tuples become lists, so that the document equals the parsed file; plans are shared, so that URLs lose their passwords.
     return json.loads(hide_credentials(json.dumps(document)))
-
-
-def _finding(finding: Finding, config: Config) -> dict[str, Any]:
-    return {**asdict(finding), "fix": [change_text(change, config) for change in finding.fix]}
 
 
 def _settings(config: Config) -> list[dict[str, Any]]:

@@ -12,6 +12,8 @@ ASSUMED_PROMPT_TOKENS = 256
 """Prompt length if the flags set no bound: a mathematics question with its chat template."""
 AVERAGE_OF_LONGEST = 0.5
 """Assumed mean response / longest response."""
+MIN_SAVED_TOKENS = 16
+"""Tokens that a shared prefix must save (`trainer/shared_prefixes.py`)."""
 
 
 def longest_prompt(config: Config) -> int:
@@ -47,12 +49,39 @@ def micro_batch_tokens(config: Config, shape: Layout) -> int:
     return max(DEFAULT_PACKED_TOKENS // shape.cp, longest)
 
 
+def samples_per_tree(config: Config, shape: Layout) -> int:
+    """Return how many answers share their prompt in a row: those that a micro-batch and a replica's part of a step hold; 1 if none do.
+
+    Other prefixes, such as the turns of an episode, depend on the samples and are not counted.
+    """
+    if not config.shares_prefixes or config.is_sft:
+        return 1
+    train, prompt = config.train, average_prompt(config)
+    num_samples = min(config.rollout.n_samples_per_prompt, math.ceil(config.resolved_global_batch_size / shape.dp))
+    if not train.use_dynamic_batch_size and train.micro_batch_size is not None:
+        num_samples = min(num_samples, train.micro_batch_size)
+    else:
+        room = micro_batch_tokens(config, shape) * shape.cp - prompt
+        num_samples = max(1, min(num_samples, room // average_response(config)))
+    return num_samples if prompt * (num_samples - 1) >= MIN_SAVED_TOKENS else 1
+
+
+def computed_tokens(config: Config, shape: Layout) -> float:
+    """Return the tokens that the trainer computes for an average sample: its response, and its part of a shared prompt."""
+    return average_prompt(config) / samples_per_tree(config, shape) + average_response(config)
+
+
+def copied_keys_per_token(config: Config, shape: Layout) -> float:
+    """Return the keys that attention reads per token of a row beside the token's own: shared prompts are copied for every answer."""
+    return (average_prompt(config) + average_response(config)) / computed_tokens(config, shape) - 1
+
+
 def num_micro_batches(subject: Subject, shape: Layout) -> int:
     """Return the micro-batches of one data-parallel rank in an optimizer step, for samples of average length."""
     config = subject.config
     samples = math.ceil(config.resolved_global_batch_size / shape.dp)
     if not config.train.use_dynamic_batch_size and config.train.micro_batch_size is not None:
         return max(1, math.ceil(samples / config.train.micro_batch_size))
-    tokens = samples * (average_prompt(config) + average_response(config))
+    tokens = samples * computed_tokens(config, shape)
     count = max(1, math.ceil(tokens / (micro_batch_tokens(config, shape) * shape.cp)))
     return math.ceil(count / shape.pp) * shape.pp if shape.vpp > 1 else count

@@ -27,7 +27,9 @@ def gpu_hours(step_s: float, config: Config) -> str:
     if num_rollouts is None or not num_gpus:
         return ""
     gpus = "1 GPU" if num_gpus == 1 else f"{num_gpus:,} GPUs"
-    return f"; {num_rollouts:,} of them on {gpus}, about {step_s * num_rollouts * num_gpus / 3600:,.3g} GPU hours"
+    hours = step_s * num_rollouts * num_gpus / 3600
+    cost = "less than 0.1" if hours < 0.1 else f"about {hours:,.0f}" if hours >= 100 else f"about {hours:.3g}"
+    return f"; {num_rollouts:,} of them on {gpus}, {cost} GPU hours"
 
 
 def print_report(plan: Plan, config: Config, console: Console, notes: Sequence[str] = ()) -> None:

@@ -13,7 +13,7 @@ from fuligo.planner.plan import ClusterLayout, Phase
 from fuligo.planner.rollout_time import rollout_phase, teacher_phase
 from fuligo.planner.subject import Subject
 from fuligo.planner.training_time import num_trained_models, optimizer_phase, score_phase, train_phase
-from fuligo.quantities import amount
+from fuligo.quantities import amount, magnitude
 
 
 def phases(subject: Subject, layout: ClusterLayout) -> tuple[Phase, ...]:
@@ -54,6 +54,12 @@ def assumptions(subject: Subject, layout: ClusterLayout) -> tuple[str, ...]:
         "Experts get equal shares of the tokens.",
         "Rewards and evaluation take no time; no prompt is dropped by a filter.",
     ]
+    if subject.architecture.vision_tower is not None:
+        tower = magnitude(subject.architecture.vision_tower.num_parameters)
+        stated.append(
+            f"The vision tower's {tower} weights are counted; its passes over images take no time and no memory. Prompts count "
+            "the tokens of images only as far as --rollout-max-prompt-len does."
+        )
     if layout.pp > 1 or layout.tp > 1 or layout.cp > 1 or layout.ep > 1:
         stated.append("Efficiencies were measured with parallel sizes of 2 inside one node and assumed for larger ones.")
     unknown = {spec.model: spec.model_path for spec in engine_groups(config) if spec.num_engines and subject.served_by(spec) is None}
@@ -79,7 +85,7 @@ def _moves(subject: Subject, layout: ClusterLayout) -> list[Phase]:
     per_gpu = 0
     for rank in range(layout.pp):
         state = trainer_state(subject, shape, [stage for stage in layout.stages if stage.pipeline_rank == rank])
-        per_gpu = max(per_gpu, num_trained_models(subject) * (state.weights + state.optimizer))
+        per_gpu = max(per_gpu, num_trained_models(subject) * (state.weights + state.adapter + state.optimizer))
     seconds = per_gpu / subject.gpu.host_bytes_per_s
     note = f"{per_gpu / 1e9:.1f} GB per GPU at {subject.gpu.host_bytes_per_s / 1e9:.0f} GB/s"
     return [Phase("onload", "trainer", 0.0, seconds, 0.0, note), Phase("offload", "trainer", 0.0, seconds, 0.0, note)]
@@ -90,7 +96,7 @@ def _weight_sync(subject: Subject) -> Phase:
     if subject.adapter is not None and subject.config.syncs_adapter:
         size = FP32 if subject.config.engine.embedded_dtype == "fp32" else BF16
         num_bytes = size * subject.adapter.num_parameters
-        note = f"{amount(num_bytes)}, the adapter alone, at {speed / 1e9:.0f} GB/s; the first sync also sends the weights below it"
+        note = f"{amount(num_bytes)}, only the adapter, at {speed / 1e9:.0f} GB/s; the first sync also sends the base weights"
         return Phase("sync", "trainer", 0.0, num_bytes / speed, 0.0, note)
     architecture = subject.rollout_architecture
     parts = [part for layer in architecture.layers for part in layer.parts] + list(architecture.outer_parts)

@@ -5,15 +5,15 @@ PEAK_MEASURED_ON = 989.4e12
 DENSE_ONE_GPU = 491e12 / PEAK_MEASURED_ON
 """The Megatron trainer on an H200: Qwen3-4B, packed rows of 10.7k tokens (docs/benchmarks-gpu.md, like the following)."""
 WITH_TP = 405 / 469
-"""Factor of TP 2 with sequence parallelism, per GPU, against one GPU with the same code; likewise below."""
+"""Throughput per GPU with TP 2 and sequence parallelism, relative to one GPU with the same code; the factors below likewise."""
 WITH_CP = 395 / 469
-"""Factor of CP 2."""
+"""The same for CP 2."""
 WITH_PP = 343 / (9 / 10) / 469
 """Factor of PP 2 with nine micro-batches, without the bubble of a tenth."""
 WITH_EXPERTS = 263 / 469
 """GLM-4.7-Flash's shape, 64 experts, on one GPU: grouped products of small matrices."""
 WITH_EP = 195 / 405 / WITH_EXPERTS
-"""Factor of TP 2 and EP 2: exchange of tokens within a node. (128 experts with EP 2 alone: 256 / 272.)"""
+"""Factor of TP 2 and EP 2: exchange of tokens within a node. (128 experts with only EP 2: 256 / 272.)"""
 TORCH_TRAINER = 450e12 / PEAK_MEASURED_ON
 """The torch trainer on an H200 with compiled layers, in the same case as the Megatron trainer."""
 TORCH_EAGER = 170e12 / PEAK_MEASURED_ON

@@ -33,7 +33,7 @@ class Subject:
     """Model of the checkpoint that the engines load (FP8 if `--hf-checkpoint` is); else the same."""
     gpu: Gpu
     trainer_config_json: FoundConfigJson | None = None
-    """Source of `architecture`; None if MODEL_ARGS alone describe it."""
+    """Source of `architecture`; None if only MODEL_ARGS describe it."""
     engine_config_json: FoundConfigJson | None = None
     """Source of `rollout_architecture`, likewise."""
     own_teacher: Architecture | None = None
@@ -45,8 +45,8 @@ class Subject:
 
     @property
     def adapter(self) -> AdapterShape | None:
-        """Sizes of the adapter that the torch trainer trains."""
-        return None if self.adapter_config is None or self.is_megatron else AdapterShape(self.adapter_config, self.architecture)
+        """Sizes of the adapter that is trained."""
+        return None if self.adapter_config is None else AdapterShape(self.adapter_config, self.architecture)
 
     @property
     def num_trained_parameters(self) -> int:

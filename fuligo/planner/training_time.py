@@ -3,7 +3,7 @@
 from fuligo.layout.flops import forward_flops
 from fuligo.layout.megatron import Layout, layout_of
 from fuligo.planner import speeds
-from fuligo.planner.lengths import average_prompt, average_response, num_micro_batches
+from fuligo.planner.lengths import average_prompt, average_response, computed_tokens, num_micro_batches, samples_per_tree
 from fuligo.planner.memory.torch_trainer import compiles_layers
 from fuligo.planner.memory.trainer import gradient_bytes, offloaded_share, optimizer_parameters, trainer_state
 from fuligo.planner.plan import ClusterLayout, Phase
@@ -15,7 +15,7 @@ def train_phase(subject: Subject, layout: ClusterLayout) -> Phase:
     shape, config = layout_of(subject.config), subject.config
     # A frozen model has no gradients of its weights, which are a third of the passes; those of an adapter are too small to count.
     passes = (3 if subject.adapter is None else 2) + recomputed_passes(subject)
-    flops = num_trained_models(subject) * passes * rollout_forward_flops(subject)
+    flops = num_trained_models(subject) * passes * trainer_forward_flops(subject, shape)
     efficiency = trainer_efficiency(subject, shape)
     bubble = pipeline_bubble(subject, shape)
     exchange = _expert_exchange_s(subject, shape, layout, passes=1 + 1 + min(1.0, recomputed_passes(subject)))
@@ -24,6 +24,8 @@ def train_phase(subject: Subject, layout: ClusterLayout) -> Phase:
     note = f"{passes:g} x forward FLOPs at {efficiency:.0%} of {subject.gpu.bf16_flops / 1e12:.0f} TFLOP/s per GPU"
     if config.trains_values:
         note += ", of policy and value model"
+    if (num_samples := samples_per_tree(config, shape)) > 1:
+        note += f", prompts once for {num_samples} answers"
     if shape.pp > 1:
         note += f", pipeline bubble {bubble:.0%} ({num_micro_batches(subject, shape)} micro-batches)"
     if exchange:
@@ -45,7 +47,7 @@ def score_phase(subject: Subject, layout: ClusterLayout) -> Phase | None:
     wanted = {name: model for name, model in models if model is not None}
     if not wanted:
         return None
-    flops = sum(rollout_forward_flops(model) for model in wanted.values())
+    flops = sum(trainer_forward_flops(model, shape) for model in wanted.values())
     efficiency = trainer_efficiency(subject, shape)
     seconds = flops / (shape.num_ranks * subject.gpu.bf16_flops * efficiency) / (1 - pipeline_bubble(subject, shape))
     seconds += _expert_exchange_s(subject, shape, layout, passes=len(wanted))
@@ -89,7 +91,7 @@ def num_trained_models(subject: Subject) -> int:
 
 
 def rollout_forward_flops(subject: Subject) -> float:
-    """Return the FLOPs of one forward pass over all samples of a rollout.
+    """Return the FLOPs of one forward pass over all samples of a rollout, each by itself.
 
     Response lengths are uniform up to the longest, so their mean square is longest^2 / 3.
     """
@@ -98,6 +100,17 @@ def rollout_forward_flops(subject: Subject) -> float:
     longest = 2 * response
     square = prompt**2 + 2 * prompt * response + longest**2 / 3
     return config.samples_per_rollout * forward_flops(subject.architecture).sequence(prompt + response, square, response)
+
+
+def trainer_forward_flops(subject: Subject, shape: Layout) -> float:
+    """Return the FLOPs of one forward pass of the trainer over all samples of a rollout, which computes shared prompts once.
+
+    An answer attends to its prompt as before.
+    """
+    config = subject.config
+    prompt, response = average_prompt(config), average_response(config)
+    square = prompt**2 / samples_per_tree(config, shape) + 2 * prompt * response + (2 * response) ** 2 / 3
+    return config.samples_per_rollout * forward_flops(subject.architecture).sequence(computed_tokens(config, shape), square, response)
 
 
 def recomputed_passes(subject: Subject) -> float:
@@ -146,7 +159,7 @@ def _expert_exchange_s(subject: Subject, shape: Layout, layout: ClusterLayout, p
     destinations = min(experts.num_experts_per_token, num_nodes) * (num_nodes - 1) / num_nodes
     num_layers = sum(layer.is_moe for layer in subject.architecture.layers)
     config = subject.config
-    tokens = config.samples_per_rollout * (average_prompt(config) + average_response(config))
+    tokens = config.samples_per_rollout * computed_tokens(config, shape)
     num_bytes = tokens * num_layers * 2 * destinations * subject.architecture.hidden_size * 2 * passes
     return num_bytes / (shape.num_ranks * subject.gpu.network_bytes_per_s)
 

@@ -17,7 +17,7 @@ from fuligo.types import Turn as RecordedTurn
 
 
 def branches(sample: Sample, session: Session, tokenizer: Tokenizer) -> list[Sample]:
-    """Write the conversation of a session into samples: the given one for the first branch, copies of it for the others.
+    """Write the conversation of a session into samples: the given sample for the first branch, copies of it for the others.
 
     A turn that several branches share is trained on in the first of them only; in the others it is context.
     """

@@ -42,7 +42,7 @@ class AgentGenerate:
     """`GenerateFn` that runs the agent once per sample.
 
     A conversation that the agent rewrites becomes several samples of one index. When generation is aborted, the agent waits at its next
-    request and goes on when the sample is continued; if it never is, the agent is cancelled after --agent-timeout-s.
+    request and continues when the sample is continued; if it never is, the agent is cancelled after --agent-timeout-s.
     """
 
     agent: Hook
@@ -60,7 +60,7 @@ class AgentGenerate:
     """Agents that were cancelled and have not ended yet."""
 
     async def __call__(self, sample: Sample, params: SamplingParams) -> Sample | list[Sample]:
-        """Run the agent to its end, or until generation is aborted. What goes wrong fails the sample with the reason."""
+        """Run the agent to its end, or until generation is aborted. An error fails the sample with its reason."""
         key = (params.sampling_seed, sample.index)
         episode = self._suspended.pop(key, None)
         if episode is None:
@@ -91,7 +91,7 @@ class AgentGenerate:
             episode.session.suspend()
 
     async def close(self) -> None:
-        """Cancel the agents that are suspended, and abandon those that go on although they were cancelled."""
+        """Cancel the agents that are suspended, and abandon those that ignore the cancellation."""
         for episode in self._suspended.values():
             self._cancel(episode)
         self._suspended.clear()
@@ -101,7 +101,7 @@ class AgentGenerate:
         for task in stubborn:
             asyncio._unregister_task(task)  # the event loop would wait for it for ever
         if stubborn:
-            logger.warning("%d agents catch asyncio.CancelledError and go on; they must raise it again (--agent)", len(stubborn))
+            logger.warning("%d agents catch asyncio.CancelledError and continue; they must raise it again (--agent)", len(stubborn))
 
     async def _start(self, sample: Sample, params: SamplingParams) -> Episode:
         session = await self.gateway.open(params, label=f"{sample.index}", priority=-sample.index)
@@ -206,7 +206,9 @@ async def _called(call: Callable[[Session, Row], Awaitable[Reward | None]], sess
 
 
 def in_thread(function: Callable[[Session, Row], Any]) -> Callable[[Session, Row], Awaitable[Any]]:
-    """Return a plain function as an async one. Each call has a thread of its own, which a hanging agent cannot keep the process with."""
+    """Return a plain function as an async one. Each call has a daemon thread of its own, so that a hanging agent does not keep the process
+    alive.
+    """
 
     async def call(session: Session, row: Row) -> Any:
         loop = asyncio.get_running_loop()

@@ -2,7 +2,7 @@
 
 The floating-point results of a batch depend a little on its composition, so equal tokens need equal batches. Requests reach the engine
 over HTTP one after another. If the engine is paused until the whole wave has arrived, it admits requests by priority, and its schedule
-depends on the wave alone, not on the arrival times.
+depends only on the wave, not on the arrival times.
 """
 
 import asyncio

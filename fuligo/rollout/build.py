@@ -24,6 +24,7 @@ from fuligo.formats.hugging_face import read_model_config
 from fuligo.gateway.server import Gateway
 from fuligo.gateway.session import Policy
 from fuligo.models.routing import RoutingShape
+from fuligo.models.vision.prompts import prompt_images
 from fuligo.rollout.agents import AgentGenerate
 from fuligo.rollout.continuous import Admission, ContinuousRunner
 from fuligo.rollout.custom_eval import CustomEvaluator
@@ -115,6 +116,7 @@ def build_sampling(
             params=sampling_params(config.rollout),
             policy_version=policy_version,
             reward_key=config.reward.reward_key,
+            pass_key=config.resolved_eval_reward_key,
             vocab_size=vocab_size(config),
             teacher=teacher,
         )
@@ -158,6 +160,7 @@ def _runner_parts(
         flags=config.rollout,
         concurrency=config.resolved_rollout_concurrency,
         reward_key=config.reward.reward_key,
+        pass_key=config.resolved_eval_reward_key,
         group_filter=_adapted(config, args, "dynamic_sampling_filter_path", group_filter),
         all_samples=_adapted(config, args, "rollout_all_samples_process_path", all_samples),
         sample_filter=_adapted(config, args, "rollout_sample_filter_path", sample_filter),
@@ -372,7 +375,7 @@ def _prompts(config: Config, spec: EvalSetSpec, tokenizer: PreTrainedTokenizerBa
         for name in ("input_key", "label_key", "metadata_key", "tool_key", "apply_chat_template")
         if (value := getattr(spec, name)) is not None
     }
-    dataset = PromptDataset.open(spec.path, replace(data_settings(config), **given), tokenizer)
+    dataset = PromptDataset.open(spec.path, replace(data_settings(config), **given), tokenizer, prompt_images(config))
     prompts: list[Prompt] = []
     num_skipped = 0
     for row in range(len(dataset)):

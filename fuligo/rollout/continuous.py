@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from fuligo.errors import RolloutError
 from fuligo.rollout.dynamic_sampling import HOPELESS_GROUPS, HOPELESS_ROLLOUTS, too_many_dropped
 from fuligo.rollout.group_tasks import GroupTasks, snapshot
-from fuligo.rollout.judging import STALE, FailureWatch, drop_reason, equal_rewards, judged
+from fuligo.rollout.judging import STALE, FailureWatch, drop_reason, explain_drops, judged
 from fuligo.rollout.metrics import continuous_metrics, epoch_metric, sample_metrics
 from fuligo.rollout.protocol import Rollout, RolloutState, UnfilledRolloutError
 from fuligo.rollout.runner import RunnerParts
@@ -49,7 +49,7 @@ class Admission:
         Args:
             next_step: the first rollout that is not handed out
             request: the last request of the trainer
-            version: of the weights in the engines
+            version: version of the weights in the engines
         """
         last_epoch = version + self.max_staleness - request.version + request.step // self.update_interval
         num_steps = min(self.update_interval * (last_epoch + 1), self.num_rollout) - next_step
@@ -200,9 +200,9 @@ class ContinuousRunner:
         if hopeless or (len(self._queue) < size and num_dropped >= self._parts.flags.max_sampling_waves * size):
             self._failures.refuse_mass_failure(self._next_step)
             tried = f"{num_dropped + len(self._queue)} prompts (--max-sampling-waves {self._parts.flags.max_sampling_waves})"
-            error = too_many_dropped(tried, len(self._queue), size, reasons)
-            alike = equal_rewards(self._since.dropped, self._parts.reward_key)
-            raise UnfilledRolloutError(f"{error} Dropped groups: {alike}." if alike else str(error), self._next_step, self._since.dropped)
+            details = explain_drops(self._since.dropped, self._parts.reward_key)
+            error = too_many_dropped(tried, len(self._queue), size, reasons, details)
+            raise UnfilledRolloutError(str(error), self._next_step, self._since.dropped)
 
     def _is_stale(self, group: SampleGroup) -> bool:
         """Return whether the weights that would train the group are too new for its oldest token."""
@@ -231,7 +231,9 @@ class ContinuousRunner:
         num_tokens = sum(map(_num_tokens, groups)) + num_tokens_left - since.num_tokens_before
         assert self._request is not None
         self._parts.finish(step, self._request.version, groups)
-        metrics = sample_metrics(groups, reward_key=self._parts.reward_key, policy_version=self._request.version)
+        metrics = sample_metrics(
+            groups, reward_key=self._parts.reward_key, pass_key=self._parts.pass_key, policy_version=self._request.version
+        )
         metrics |= continuous_metrics(
             groups,
             reasons=since.reasons,

@@ -42,6 +42,8 @@ class CustomRollout:
     """Version of the weights in the engines."""
     reward_key: str | None = None
     """Value of a dict reward that the metrics report."""
+    pass_key: str | None = None
+    """Value of a dict reward by which a sample passes, as in evaluations."""
     vocab_size: int | None = None
     """Vocabulary size of the model; None if unknown."""
     teacher: ServedTeacher | None = None
@@ -68,7 +70,7 @@ class CustomRollout:
         groups.sort(key=lambda group: group.index)
         if self.teacher is not None:
             await asyncio.gather(*(self.teacher(group) for group in groups))
-        metrics = sample_metrics(groups, reward_key=self.reward_key, policy_version=version)
+        metrics = sample_metrics(groups, reward_key=self.reward_key, pass_key=self.pass_key, policy_version=version)
         state = self.source.state(step)
         return Rollout(step, groups, state, metrics | epoch_metric(state))
 

@@ -130,6 +130,6 @@ def _prompt_ids(sample: Sample) -> IntArray:
 def _fresh(sample: Sample) -> Sample:
     """Copy a sample without its response."""
     metadata = {key: value for key, value in deepcopy(sample.metadata).items() if key != START_ROLLOUT_ID}
-    fresh = Sample(sample.index, sample.group_index, sample.prompt, sample.prompt_ids, sample.label, metadata)
+    fresh = Sample(sample.index, sample.group_index, sample.prompt, sample.prompt_ids, sample.label, metadata, images=sample.images)
     clear_response(fresh)
     return fresh

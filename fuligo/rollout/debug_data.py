@@ -19,7 +19,7 @@ import numpy as np
 from fuligo.errors import DataError, RolloutError
 from fuligo.formats.disk import writing
 from fuligo.rollout.protocol import Rollout, RolloutState
-from fuligo.types import Branch, Episode, Sample, SampleGroup, SampleStatus, Span, ToolUse, Turn
+from fuligo.types import Branch, Episode, PromptImage, Sample, SampleGroup, SampleStatus, Span, ToolUse, Turn
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -122,10 +122,20 @@ def _table(groups: list[SampleGroup], meta: dict[str, Any]) -> pa.Table:
         columns[name] = pa.array([_json(sample, name) for sample in samples], pa.string())
     columns["routed_experts"] = pa.array([_npy(sample.routed_experts) for sample in samples], pa.large_binary())
     columns["teacher_logprobs"] = pa.array([sample.teacher_logprobs for sample in samples], pa.list_(pa.float32()))
+    columns["images"] = pa.array([[asdict(image) for image in sample.images] for sample in samples], _image_list())
     columns["episode"] = pa.array([_episode_json(sample) for sample in samples], pa.string())
     for name, dtype in ARRAYS.items():
         columns[name] = pa.array([getattr(sample, name) for sample in samples], pa.list_(pa.from_numpy_dtype(dtype)))
     return pa.table(columns).replace_schema_metadata({META_KEY: json.dumps(meta).encode()})
+
+
+def _image_list() -> pa.DataType:
+    """Return the type of a sample's images. Samples of a group repeat their bytes, which the dictionary of a column chunk holds once."""
+    import pyarrow as pa
+
+    texts, numbers = ("source", "digest"), ("first_token", "num_rows", "num_columns")
+    fields = [*((name, pa.string()) for name in texts), ("data", pa.large_binary()), *((name, pa.int64()) for name in numbers)]
+    return pa.list_(pa.struct(fields))
 
 
 def _npy(array: np.ndarray | None) -> bytes | None:
@@ -214,6 +224,7 @@ def _sample(row: dict[str, Any]) -> Sample:
     fields["routed_experts"] = None if routed is None else np.load(io.BytesIO(routed), allow_pickle=False)
     teacher = row.get("teacher_logprobs")
     fields["teacher_logprobs"] = None if teacher is None else np.array(teacher, np.float32)
+    fields["images"] = tuple(PromptImage(**image) for image in row.get("images") or ())
     fields["episode"] = _episode(row.get("episode"))
     fields["status"] = SampleStatus(row["status"])
     fields["spans"] = [Span(*span) for span in json.loads(row["spans"])]

@@ -6,7 +6,7 @@ wave is due.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass
 
 from fuligo.errors import RolloutError
@@ -70,15 +70,18 @@ class DynamicSampling:
         """Groups that were not dropped, surplus included."""
         return len(self._kept)
 
-    def begin_wave(self) -> None:
+    def begin_wave(self, explain: Callable[[], str] = str) -> None:
         """Count a new wave.
+
+        Args:
+            explain: returns sentences for the end of the error
 
         Raises:
             RolloutError: `max_waves` waves did not fill the rollout, or nothing was kept of many groups
         """
         if self.exhausted:
             tried = f"{self.num_waves} sampling waves ({self.num_submitted} prompts)"
-            raise too_many_dropped(tried, len(self._kept), self.target, self.drop_counts())
+            raise too_many_dropped(tried, len(self._kept), self.target, self.drop_counts(), explain())
         self.num_waves += 1
 
     def submit(self, indices: Iterable[int]) -> None:
@@ -120,15 +123,16 @@ class DynamicSampling:
         return filling
 
 
-def too_many_dropped(tried: str, num_kept: int, target: int, reasons: Counter[str]) -> RolloutError:
-    """Return the error of a run whose filter drops (nearly) every group.
+def too_many_dropped(tried: str, num_kept: int, target: int, reasons: Counter[str], details: str) -> RolloutError:
+    """Return the error of a run that drops (nearly) every group.
 
     Args:
         tried: number of waves or prompts that were sampled
+        details: sentences for its end, from `judging.explain_drops`
     """
     dropped = ", ".join(f"{count} by {reason}" for reason, count in reasons.most_common())
     return RolloutError(
         f"{tried} gave {num_kept} of the {target} groups needed; dropped: {dropped}. If all responses to a prompt get the same reward, "
         "the prompts are too easy or too hard for the model, or the reward is wrong. Otherwise loosen --dynamic-sampling-filter-path "
-        "or raise --max-sampling-waves."
+        f"or raise --max-sampling-waves.{details}"
     )

@@ -18,6 +18,7 @@ from fuligo.errors import DataError
 from fuligo.rollout.custom_generate import append_observation
 from fuligo.rollout.protocol import GenerateFn
 from fuligo.rollout.sampler import clear_response, failed
+from fuligo.rollout.scores import is_finite
 from fuligo.types import Branch, Episode, Messages, Sample, SampleStatus, Span, ToolUse, Turn
 
 T = TypeVar("T")
@@ -48,7 +49,7 @@ class Limits:
 
 @dataclass(eq=False)
 class Episodes:
-    """`GenerateFn` and `Interruptible` that makes an environment for every sample and lets the model and it take turns.
+    """`GenerateFn` and `Interruptible` that makes an environment for every sample, in which the model and the environment take turns.
 
     Sampled ids stay as they are; the template renders what stands between them. Where it rewrites history, the sample ends and a new one
     of the same index begins with the conversation as it is rendered then.
@@ -109,7 +110,7 @@ class Episodes:
                 failed(sample, str(error))
 
     async def within(self, call: Coroutine[Any, Any, T], name: str, interrupted: asyncio.Future[None] | None = None) -> T:
-        """Await a call of the environment for at most --turn-timeout-s. One that does not heed its cancellation is left behind.
+        """Await a call of the environment for at most --turn-timeout-s. A call that ignores its cancellation is abandoned.
 
         Raises:
             EpisodeError: it raised, or took longer
@@ -252,9 +253,10 @@ class _Run:
         if not isinstance(step, Step):
             raise EpisodeError(f"environment: step must return a Step, not {step!r:.100}")
         if not step.done and not turn.last and not step.messages:
-            raise EpisodeError("environment: step returned no message, so that the model has nothing to answer; return one, or done=True")
-        if not np.isfinite(step.reward):
-            raise EpisodeError(f"environment: the reward of turn {len(self._episode.turns) + 1} is {step.reward}; it must be finite")
+            raise EpisodeError("environment: step returned no message for the model to answer; return one, or done=True")
+        reward: Any = step.reward
+        if not is_finite(reward.item() if hasattr(reward, "item") else reward):
+            raise EpisodeError(f"environment: the reward of turn {len(self._episode.turns) + 1} is {reward!r:.80}; it must be finite")
         return start_s, step
 
     def _record(self, turn: AssistantTurn, step: Step, *, generate_s: float, step_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Evaluation on held-out prompts, several samples each. It leaves the counters and order of the training data alone."""
+"""Evaluation on held-out prompts, several samples each. It does not change the counters and order of the training data."""
 
 import asyncio
 import logging
@@ -65,7 +65,7 @@ class Evaluator:
     Rollouts may be sampled concurrently: requests that the end of a rollout aborts are continued.
 
     Args:
-        engines: for the aligned start
+        engines: engines to pause for the aligned start
         seed: `--rollout-seed`
         concurrency: samples generated at a time, all sets together
         timeout_s: deadline of one sample's generation
@@ -164,7 +164,15 @@ def eval_metrics(name: str, num_samples: int, reward_key: str | None, groups: Se
 
 def fresh_group(prompt: Prompt, position: int, num_samples: int) -> SampleGroup:
     samples = [
-        Sample(position * num_samples + offset, position, prompt.prompt, prompt.prompt_ids, prompt.label, deepcopy(prompt.metadata))
+        Sample(
+            position * num_samples + offset,
+            position,
+            prompt.prompt,
+            prompt.prompt_ids,
+            prompt.label,
+            deepcopy(prompt.metadata),
+            images=prompt.images,
+        )
         for offset in range(num_samples)
     ]
     return SampleGroup(position, prompt.row, samples)

@@ -51,8 +51,8 @@ class SingleTurn:
     async def __call__(self, sample: Sample, params: SamplingParams) -> Sample:
         """Generate the rest of a response. If the request fails for good, the sample is marked failed and keeps its tokens.
 
-        `params.max_new_tokens` limits the whole response: a continued one may grow by the rest only, and is truncated without a
-        request if nothing is left.
+        `params.max_new_tokens` limits the whole response: a continued one may use only the remaining tokens, and is truncated
+        without a request if none remain.
         """
         num_left = self._num_tokens_left(sample, params)
         if num_left <= 0:
@@ -68,6 +68,7 @@ class SingleTurn:
                 priority=-sample.index,
                 timeout_s=self.timeout_s,
                 routing=self._routing_query(sample),
+                images=sample.images,
             )
         except EngineError as error:
             sample.status, sample.error = SampleStatus.FAILED, str(error)

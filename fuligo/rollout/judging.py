@@ -1,8 +1,8 @@
-"""Outcomes of finished groups: why one is dropped, and when so many fail that the run must end."""
+"""Outcomes of finished groups: why one is dropped, and whether so many fail that the run must end."""
 
 import re
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from fuligo.errors import RolloutError
 from fuligo.rollout.protocol import GroupFilter
@@ -56,6 +56,13 @@ def drop_reason(group: SampleGroup, num_samples: int, group_filter: GroupFilter 
     if len({sample.index for sample in samples}) < min(2, num_samples):
         return TOO_FEW_USABLE
     return group_filter(samples) if group_filter is not None else None
+
+
+def explain_drops(groups: Collection[SampleGroup], reward_key: str | None) -> str:
+    """Return sentences on dropped groups for the end of `too_many_dropped`: their equal rewards, and the errors of failed samples."""
+    alike = equal_rewards(groups, reward_key)
+    errors = _errors(sample for group in groups for sample in group.samples)
+    return (f" Dropped groups: {alike}." if alike else "") + (f" Most frequent errors: {_most_frequent(errors)}." if errors else "")
 
 
 def equal_rewards(groups: Iterable[SampleGroup], reward_key: str | None) -> str:

@@ -1,4 +1,4 @@
-"""Metrics `rollout/*` of one rollout. All but `tokens_per_s` are functions of the samples alone."""
+"""Metrics `rollout/*` of one rollout. All but `tokens_per_s` depend only on the samples."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,11 +26,14 @@ class RolloutCounts:
     elapsed_s: float = 0.0
 
 
-def sample_metrics(groups: Sequence[SampleGroup], *, reward_key: str | None, policy_version: int) -> dict[str, float]:
+def sample_metrics(
+    groups: Sequence[SampleGroup], *, reward_key: str | None, pass_key: str | None = None, policy_version: int
+) -> dict[str, float]:
     """Return means over the usable samples of kept groups, and scores over the prompts of all finished groups.
 
     Args:
-        policy_version: of the weights that train on the groups, as far as it is known
+        pass_key: value of a dict reward by which a sample passes, where it differs from `reward_key`
+        policy_version: version of the weights that train on the groups, as far as it is known
     """
     samples = usable(sample for group in groups if group.kept for sample in group.samples)
     rewards = np.array([sample.reward_value(reward_key) for sample in samples if has_scalar(sample, reward_key)], np.float64)
@@ -48,7 +51,7 @@ def sample_metrics(groups: Sequence[SampleGroup], *, reward_key: str | None, pol
             "num_failed": sum(sample.status is SampleStatus.FAILED for group in groups for sample in group.samples),
             "num_judge_timeouts": sum(sample.judge_error is not None for group in groups for sample in group.samples),
         }
-        | prompt_scores(prompts, num_samples, reward_key)
+        | prompt_scores(prompts, num_samples, reward_key, pass_key)
         | reported_means(samples)
     ) | staleness_metrics(groups, policy_version)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
@@ -15,7 +15,7 @@ from fuligo.engines.metrics import EngineMonitor
 from fuligo.engines.profiling import EngineProfiler
 from fuligo.rollout.metrics import staleness_metrics
 from fuligo.rollout.protocol import Rollout, RolloutMethod
-from fuligo.types import IntArray
+from fuligo.types import IntArray, PromptImage
 
 PhaseTimer = Callable[[str, int], AbstractContextManager[object]]
 """Times a phase of a step, by name and step."""
@@ -107,9 +107,12 @@ class CountedEngine:
         priority: int = 0,
         timeout_s: float | None = None,
         routing: RoutingQuery | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> Generation:
         with self.activity.request():
-            return await self.engine.generate(input_ids, params, rid=rid, priority=priority, timeout_s=timeout_s, routing=routing)
+            return await self.engine.generate(
+                input_ids, params, rid=rid, priority=priority, timeout_s=timeout_s, routing=routing, images=images
+            )
 
 
 class PacedRollouts:
@@ -130,7 +133,7 @@ class PacedRollouts:
         stop: number of rollouts of the whole run
         before_sync: called when the weights are about to change
         policy_version: version of the weights that train on what is handed out, for the staleness metrics; None if nothing is sampled
-        end_early: ends the iteration when it is set, and cancels the rollout that the loop waits for
+        end_early: when set, ends the iteration and cancels the rollout that the loop waits for
     """
 
     def __init__(

@@ -17,7 +17,7 @@ from fuligo.rollout.data_source import DataSource
 from fuligo.rollout.dynamic_sampling import DynamicSampling
 from fuligo.rollout.filters import AllSamples, SampleFilter
 from fuligo.rollout.group_tasks import GroupTasks
-from fuligo.rollout.judging import ABORTED, SURPLUS, FailureWatch, drop_reason, equal_rewards
+from fuligo.rollout.judging import ABORTED, SURPLUS, FailureWatch, drop_reason, equal_rewards, explain_drops
 from fuligo.rollout.metrics import RolloutCounts, epoch_metric, sample_metrics, sampling_metrics
 from fuligo.rollout.protocol import Draw, GroupFilter, GroupStream, RewardFn, Rollout, RolloutState, UnfilledRolloutError
 from fuligo.rollout.sampler import Sampler
@@ -46,6 +46,8 @@ class RunnerParts:
     """Maximum number of requests in flight."""
     reward_key: str | None = None
     """Value of a dict reward that the metrics report."""
+    pass_key: str | None = None
+    """Value of a dict reward by which a sample passes, as in evaluations."""
     group_filter: GroupFilter | None = None
     """Keeps or drops a finished group (dynamic sampling)."""
     sample_filter: SampleFilter | None = None
@@ -59,7 +61,7 @@ class RunnerParts:
         """Call the hooks that see a whole rollout.
 
         Args:
-            version: of the weights that sampled it.
+            version: version of the weights that sampled it.
             groups: kept and dropped ones.
         """
         if self.sample_filter is not None:
@@ -120,8 +122,7 @@ class RolloutRunner:
         self._parts.source.put_back(run.aborted)
         if failure is not None:
             groups = run.mark_kept(kept=())
-            alike = equal_rewards([group for group in groups if group.index in run.sampling.dropped], self._parts.reward_key)
-            raise UnfilledRolloutError(f"{failure} Dropped groups: {alike}." if alike else str(failure), step, groups) from failure
+            raise UnfilledRolloutError(str(failure), step, groups) from failure
         run.counts.elapsed_s = time.monotonic() - started_s
         return self._conclude(run)
 
@@ -132,7 +133,7 @@ class RolloutRunner:
                 run.log_wave(self._parts.reward_key)
                 if run.sampling.exhausted:
                     self._failures.refuse_mass_failure(run.step)
-                run.sampling.begin_wave()
+                run.sampling.begin_wave(lambda: explain_drops(run.dropped(), self._parts.reward_key))
                 await self._start_wave(run, tasks)
             group = await tasks.next_finished()
             reason = drop_reason(group, self._parts.flags.n_samples_per_prompt, self._parts.group_filter)
@@ -153,7 +154,7 @@ class RolloutRunner:
         """Mark every group kept or dropped, and apply the sample filter to those kept."""
         groups = run.mark_kept(run.sampling.chosen())
         self._parts.finish(run.step, run.version, groups)
-        metrics = sample_metrics(groups, reward_key=self._parts.reward_key, policy_version=run.version)
+        metrics = sample_metrics(groups, reward_key=self._parts.reward_key, pass_key=self._parts.pass_key, policy_version=run.version)
         metrics |= sampling_metrics(groups, run.aborted, run.sampling, run.counts, self._parts.reward_key)
         state = self._parts.source.state(run.step)
         return Rollout(run.step, groups, state, metrics | epoch_metric(state))
@@ -180,12 +181,16 @@ class _Run:
                 group.drop_reason = self.sampling.dropped.get(index, ABORTED if index in aborted else SURPLUS)
         return [self.groups[index] for index in sorted(self.groups)]
 
+    def dropped(self) -> list[SampleGroup]:
+        """Return the groups that were dropped so far."""
+        return [self.groups[index] for index in self.sampling.dropped]
+
     def log_wave(self, reward_key: str | None) -> None:
         """Log what the waves have kept so far, as a warning if that is nothing."""
         sampling = self.sampling
         if sampling.num_waves == 0:
             return
-        alike = equal_rewards([self.groups[index] for index in sampling.dropped], reward_key)
+        alike = equal_rewards(self.dropped(), reward_key)
         logger.log(
             logging.INFO if sampling.num_kept else logging.WARNING,
             "rollout %d after wave %d: kept %d of %d groups, dropped %d%s",

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 DEADLINE_SLACK = 1.01
 """Factor on the deadline: a request with the same deadline fails first, and its error names the engine."""
 NO_PROGRESS_PAUSE_S = 0.01
-"""Pause before a sample is continued that was interrupted without a single new token."""
+"""Pause before continuing a sample that was interrupted without a new token."""
 
 
 @dataclass(eq=False)

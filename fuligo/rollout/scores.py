@@ -9,19 +9,24 @@ import numpy as np
 from fuligo.types import Sample
 
 
-def prompt_scores(prompts: Sequence[Sequence[Sample]], num_samples: int, reward_key: str | None) -> dict[str, float]:
+def prompt_scores(
+    prompts: Sequence[Sequence[Sample]], num_samples: int, reward_key: str | None, pass_key: str | None = None
+) -> dict[str, float]:
     """Return `mean@n` and `pass@k` of the judged samples of each prompt; empty without prompts.
 
-    mean@n is the mean reward over a prompt's samples, then over prompts. A sample passes if its reward is at least 1; pass@k is
-    reported for k = 1, 2, 4, ... and n, over the prompts that have k samples. Samples split from one response count once.
+    mean@n is the mean reward over a prompt's samples, then over prompts. A sample passes if its reward is at least 1; the value of
+    `pass_key` counts instead where a dict reward has it. pass@k is reported for k = 1, 2, 4, ... and n, over the prompts that have k
+    samples. Samples split from one response count once.
     """
     prompts = [kept for samples in prompts if (kept := [sample for sample in samples if has_scalar(sample, reward_key)])]
     if not prompts:
         return {}
-    rewards = [np.array([sample.reward_value(reward_key) for sample in _responses(samples)], np.float64) for samples in prompts]
+    responses = [_responses(samples) for samples in prompts]
+    rewards = [np.array([sample.reward_value(reward_key) for sample in of_prompt], np.float64) for of_prompt in responses]
+    num_passed = [sum(_pass_value(sample, reward_key, pass_key) >= 1 for sample in of_prompt) for of_prompt in responses]
     scores = {f"mean@{num_samples}": float(np.mean([values.mean() for values in rewards]))}
     for k in sorted({2**power for power in range(num_samples.bit_length()) if 2**power <= num_samples} | {num_samples}):
-        estimates = [pass_at_k(len(values), int((values >= 1).sum()), k) for values in rewards if len(values) >= k]
+        estimates = [pass_at_k(len(values), passed, k) for values, passed in zip(rewards, num_passed) if len(values) >= k]
         if estimates:
             scores[f"pass@{k}"] = float(np.mean(estimates))
     return scores
@@ -30,6 +35,11 @@ def prompt_scores(prompts: Sequence[Sequence[Sample]], num_samples: int, reward_
 def has_scalar(sample: Sample, reward_key: str | None) -> bool:
     """Return whether a judged sample has a scalar reward already. A dict without a key gets one by --custom-reward-post-process-path."""
     return not isinstance(sample.reward, dict) or reward_key is not None
+
+
+def _pass_value(sample: Sample, reward_key: str | None, pass_key: str | None) -> float:
+    part = sample.reward.get(pass_key) if isinstance(sample.reward, dict) and pass_key is not None else None
+    return float(part) if isinstance(part, Real) else sample.reward_value(reward_key)
 
 
 def _responses(samples: Sequence[Sample]) -> list[Sample]:
@@ -62,9 +72,17 @@ def reported_means(samples: Iterable[Sample]) -> dict[str, float]:
     return {name: float(np.mean(values[name])) for name in sorted(values)}
 
 
+def is_finite(value: object) -> bool:
+    """Return whether a value is a number that a float can hold."""
+    try:
+        return isinstance(value, Real) and math.isfinite(value)
+    except OverflowError:
+        return False  # an integer of hundreds of digits
+
+
 def metrics_problem(sample: Sample) -> str | None:
     """Return what is wrong with `Sample.metrics`, which hooks set; None if nothing is."""
     for name, value in sample.metrics.items():
-        if not isinstance(name, str) or not isinstance(value, Real) or not math.isfinite(value):
+        if not isinstance(name, str) or not is_finite(value):
             return f"metrics has {name!r}: {value!r:.80}; names are strings and values finite numbers"
     return None

@@ -72,6 +72,7 @@ class GroupSource:
                 prompt_ids=prompt.prompt_ids,
                 label=prompt.label,
                 metadata={**deepcopy(prompt.metadata), START_ROLLOUT_ID: step},
+                images=prompt.images,
             )
             for index in range(first, first + self.num_samples_per_prompt)
         ]
@@ -155,4 +156,4 @@ def _prompt(group: SampleGroup) -> Prompt:
     """Return the prompt of a group."""
     sample = group.samples[0]
     metadata = {key: value for key, value in sample.metadata.items() if key != START_ROLLOUT_ID}
-    return Prompt(group.row, sample.prompt, sample.prompt_ids, sample.label, metadata)
+    return Prompt(group.row, sample.prompt, sample.prompt_ids, sample.label, metadata, sample.images)

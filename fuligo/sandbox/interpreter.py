@@ -2,8 +2,8 @@
 
 `fuligo.environments.tools.python` starts it (`fuligo.sandbox.processes.command`) with a socket as standard input. It imports the standard
 library, `fuligo.sandbox` and the modules that its settings name, then forks for every session: the child enters new namespaces and forks
-their first process, the supervisor, which builds the root file system and forks the interpreter. Nothing is executed anew, so a session
-starts in milliseconds with its modules imported. The supervisor enforces the limits; the interpreter has no descriptor but its own pipes.
+their first process, the supervisor, which builds the root file system and forks the interpreter. No new program is executed, so a session
+starts in milliseconds with its modules imported. The supervisor enforces the limits; the interpreter has only the descriptors of its pipes.
 """
 
 import gc
@@ -140,7 +140,7 @@ class _Supervisor:
         if ended == "closed":
             return None
         if ended == "ok" and end_others(interpreter.pid):
-            os.kill(interpreter.pid, signal.SIGSTOP)  # its threads do not go on between calls
+            os.kill(interpreter.pid, signal.SIGSTOP)  # its threads do not run between calls
             self._interpreter = interpreter
         else:
             end_all()

@@ -66,7 +66,7 @@ def enter(*, with_nobody: bool = False) -> None:
 
 
 class _Mapper:
-    """Process outside of the new user namespace, which alone may map two users into it."""
+    """Process outside of the new user namespace: only such a process may map two users into it."""
 
     def __init__(self) -> None:
         wait, self._go = os.pipe()

@@ -16,14 +16,14 @@ _PAGE_BYTES = resource.getpagesize()
 
 
 def command(module: str) -> list[str]:
-    """Return the command line that runs `main` of a module of fuligo in a Python that has the standard library alone."""
+    """Return the command line that runs `main` of a module of fuligo in a Python without site packages."""
     folder = str(Path(__file__).parents[2])
     start = f"import sys; sys.path.append({folder!r}); from {module} import main; sys.path.remove({folder!r}); main()"
     return [sys.executable, "-s", "-P", "-S", "-c", start]
 
 
 def environment() -> dict[str, str]:
-    """Return what such a Python sees of this process's environment: nothing but where shared libraries are."""
+    """Return the variables of this process's environment that such a Python gets: only those that locate shared libraries."""
     return {name: value for name, value in os.environ.items() if name == "LD_LIBRARY_PATH"} | {"LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
 
 

@@ -1,4 +1,4 @@
-"""Sync of a policy with a LoRA adapter to engines, and the digest of the weights below it, for every backend."""
+"""Sync of a policy with a LoRA adapter to engines, and the digest of its base weights, for every backend."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -46,7 +46,7 @@ class AdaptedPolicy(Protocol):
     """Policy with an adapter; its full tensors, in the data type that engines receive, are gathered as they are iterated over."""
 
     def base(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights below the adapter by their Hugging Face names. A collective."""
+        """Yield the base weights by their Hugging Face names. A collective."""
         ...
 
     def adapter(self) -> Iterator[tuple[str, Tensor]]:
@@ -60,16 +60,16 @@ class AdapterSender:
     """Sender of a policy with an adapter, on every trainer rank.
 
     Args:
-        merges: send weights with the adapter merged into them; otherwise the weights once to each engine, and then the adapter alone.
-        named: shape of the adapter for engines that know adapters by name, and have the weights below it; None for others.
+        merges: send weights with the adapter merged into them; otherwise base weights once to each engine, and then only the adapter.
+        named: shape of the adapter for engines that know adapters by name and already have the base weights; None for others.
     """
 
     def __init__(
         self, policy: AdaptedPolicy, sender: WeightSender, world: World, *, merges: bool, named: AdapterConfig | None = None
     ) -> None:
         self._policy, self._sender, self._world, self._merges, self._named = policy, sender, world, merges, named
-        self._with_base: tuple[EngineAddress, ...] = ()
-        """Engines that have the weights below the adapter; known to rank 0."""
+        self._with_base: frozenset[EngineAddress] = frozenset()
+        """Engines that have the base weights, each with its start; known to rank 0."""
 
     def send(self, target: WeightTarget) -> WeightManifest | Undelivered | None:
         """Send to all engines of `target`, as `WeightSender.send` does."""
@@ -81,18 +81,21 @@ class AdapterSender:
         if self._named is not None:
             tensors = [(name, tensor.cpu()) for name, tensor in self._policy.adapter()]
             return send_adapter(tensors, self._named, target) if self._world.rank == 0 else None
-        lacks_base = self._with_base != target.engines or target.with_checksum  # the checksum is one of all weights
+        receivers = frozenset(target.engines)
+        lacks_base = not receivers <= self._with_base or target.with_checksum  # the checksum is one of all weights
         needs_base = self._world.sum(torch.tensor([float(self._world.rank == 0 and lacks_base)])).item() > 0
         base = self._policy.base() if needs_base else iter(())
         digest = WeightsChecksum()
         sent = self._sender.send(chain(base, _digested(self._policy.adapter(), digest)), target)
-        self._with_base = target.engines if isinstance(sent, WeightManifest) else ()
+        urls = {engine.url for engine in receivers}
+        others = frozenset(engine for engine in self._with_base if engine.url not in urls)
+        self._with_base = others | receivers if isinstance(sent, WeightManifest) else others
         trained = digest.result()
         return replace(sent, adapter=trained.checksum, trained=trained) if isinstance(sent, WeightManifest) else sent
 
 
 def base_digest(weights: Iterable[tuple[str, Tensor]]) -> str:
-    """Return a digest of the whole weights below an adapter, from some values of every tensor: an adapter is worth nothing on others."""
+    """Return a digest of base weights, from some values of every tensor: an adapter is valid only with the weights it was trained on."""
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in weights:
         values = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // NUM_DIGESTED)].float().cpu().contiguous()
@@ -104,7 +107,7 @@ def other_base(checkpoint: Path, saved: str | None, own: str | None, *, weights:
     """Return the error for a checkpoint whose adapter, or lack of one, does not fit this run.
 
     Args:
-        saved: digest of the weights below the checkpoint's adapter; None if it has none.
+        saved: digest of the base weights of the checkpoint's adapter; None if it has none.
         own: that of this run, likewise.
         weights: the checkpoint's, if it has all of them.
     """
@@ -119,7 +122,7 @@ def other_base(checkpoint: Path, saved: str | None, own: str | None, *, weights:
 
 
 def require_scaling(checkpoint: Path, scaling: float) -> None:
-    """Check that the adapter of a checkpoint has the factor of B A of this run: its tensors have the same shapes under any.
+    """Check that a checkpoint's adapter was trained with this run's factor of B A, which the shapes of its tensors do not show.
 
     Raises:
         CheckpointError: it has another, or its `adapter_config.json` is damaged

@@ -6,6 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fuligo.models.cpu_products import product
+
 
 class TokenLogprobs(NamedTuple):
     """Float32, of the distribution softmax(logits / temperature) over the full vocabulary."""
@@ -32,7 +34,7 @@ def scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperatu
     if hidden.is_cuda and hidden.dtype == weight.dtype and hidden.dtype != torch.float32:
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     else:
-        logits = hidden.float() @ weight.float().t()
+        logits = product(hidden.float(), weight.float())
     if bias is not None:
         logits += bias
     if temperature != 1.0:
@@ -45,7 +47,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     if left.is_cuda and left.dtype != torch.float32:
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
-        total += left.float() @ right.float()
+        total += product(right.float().t(), left.float()).t()  # oneDNN copies its first factor: not the logits
 
 
 def rowwise_dot(left: Tensor, right: Tensor) -> Tensor:

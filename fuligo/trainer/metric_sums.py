@@ -89,7 +89,7 @@ class MetricSums:
 
 
 def mean_of_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Average each metric over the optimizer steps that have it, maxima aside; a user's loss may report one in some steps only."""
+    """Average each metric over the optimizer steps that have it, except maxima; a user's loss may report a metric in some steps only."""
     names = dict.fromkeys(name for step in steps for name in step)
     found = {name: [step[name] for step in steps if name in step] for name in names}
     return {name: max(values) if is_maximum(name) else fmean(values) for name, values in found.items()}

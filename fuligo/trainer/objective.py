@@ -265,7 +265,7 @@ def value_objective(values: Tensor, batch: MicroBatch, clip: float) -> Objective
 
     Args:
         values: [N] with gradient.
-        batch: with `values` and `returns`.
+        batch: micro-batch with `values` and `returns`.
         clip: distance from the old values.
     """
     assert values.dtype == torch.float32, f"values of type {values.dtype}; float32 is needed"

@@ -8,7 +8,7 @@ import numpy as np
 
 from fuligo.errors import RewardError, RolloutError, TrainerError
 from fuligo.rollout.judging import TOO_FEW_USABLE, usable
-from fuligo.types import Sample, SampleGroup, TrainBatch, TrainSample
+from fuligo.types import Sample, SampleGroup, TrainBatch, TrainSample, TurnReward
 
 RewardPostProcess = Callable[[list[Sample]], tuple[Sequence[float], Sequence[float]]]
 """Samples -> (raw rewards, rewards to learn from), one of each for every sample."""
@@ -43,6 +43,7 @@ def train_samples(groups: list[SampleGroup], settings: SampleSettings) -> list[T
     """
     samples = [sample for group in groups for sample in _kept(group, settings)]
     rewards = _rewards(samples, settings) if settings.has_rewards else [0.0] * len(samples)
+    by_turn = _rewards_by_turn(groups)
     mask_sums: dict[int, float] = defaultdict(float)
     for sample in samples:
         if settings.needs_routing:
@@ -67,9 +68,30 @@ def train_samples(groups: list[SampleGroup], settings: SampleSettings) -> list[T
             status=sample.status,
             teacher_logprobs=sample.teacher_logprobs if settings.needs_teacher else None,
             routed_experts=sample.routed_experts if settings.needs_routing else None,
+            images=sample.images,
+            turn_rewards=by_turn.get(id(sample)),
         )
         for sample, reward in zip(samples, rewards)
     ]
+
+
+def _rewards_by_turn(groups: list[SampleGroup]) -> dict[int, tuple[TurnReward, ...]]:
+    """Return the rewards of the turns that each sample holds, by `id`, where an environment rewarded turns.
+
+    The last sample of an episode has the turns of all of them.
+    """
+    episodes: dict[int, list[Sample]] = defaultdict(list)
+    for sample in (sample for group in groups for sample in group.samples):
+        episodes[sample.index].append(sample)
+    found: dict[int, tuple[TurnReward, ...]] = {}
+    for parts in episodes.values():
+        turns = parts[-1].episode.turns if parts[-1].episode is not None else []
+        if not turns or any(turn.reward is None for turn in turns):
+            continue
+        for number, part in enumerate(parts):
+            held = [turn for turn in turns if turn.sample == number]
+            found[id(part)] = tuple(TurnReward(turn.first_token + turn.num_tokens, turn.reward or 0.0) for turn in held)
+    return found
 
 
 def _require_routing(sample: Sample) -> None:

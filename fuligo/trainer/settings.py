@@ -36,6 +36,7 @@ def advantage_settings(config: Config) -> AdvantageSettings:
         divide_by_std=not flags.disable_grpo_std_normalization,
         whiten=flags.normalize_advantages,
         gamma=flags.gamma,
+        rewards_by_turn=flags.turn_rewards,
         lambd=flags.lambd,
         kl_coef=flags.kl_coef,
         kl_type=flags.kl_loss_type,

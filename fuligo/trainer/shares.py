@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
+import numpy as np
+
 from fuligo.trainer.packing import Cost, MicroBatchSchedule
 from fuligo.trainer.ranks.settings import TrainerSettings
 from fuligo.trainer.step import StepSamples
@@ -61,28 +63,48 @@ def score_shares(samples: Sequence[TrainSample], settings: TrainerSettings, bala
     Raises:
         TrainerError: there is no sample.
     """
-    own = [_localize(schedule) for schedule in settings.micro_batch_schedules(_lengths(samples), settings.score_capacity, balance_by)]
+    own = [_localize(schedule) for schedule in settings.micro_batch_schedules(samples, settings.score_capacity, balance_by)]
     return [ScoreShare(positions, [samples[i] for i in positions], schedule) for positions, schedule in own]
 
 
-def step_shares(batch: TrainBatch, settings: TrainerSettings, balance_by: Cost | None) -> list[list[StepShare]]:
-    """Return [replicas][optimizer steps] shares; otherwise as `score_shares`."""
-    steps: list[list[StepShare]] = []
-    for step in range(len(batch.steps)):
-        samples = StepSamples.of(batch, step, settings.loss)
-        own = [_localize(schedule) for schedule in settings.micro_batch_schedules(_lengths(samples.samples), settings.capacity, balance_by)]
+def step_shares(batch: TrainBatch, settings: TrainerSettings, balance_by: Cost | None) -> list[list[StepShare | None]]:
+    """Return [replicas][optimizer steps] shares; otherwise as `score_shares`. Skipped samples are in none; a skipped step is None."""
+    steps: list[Sequence[StepShare | None]] = []
+    for step, positions in enumerate(trained_positions(batch, skips_zero_advantages=settings.skips_zero_advantages)):
+        if not positions:
+            steps.append([None] * settings.num_replicas)
+            continue
+        samples = StepSamples.of(batch, step, settings.loss, positions)
+        own = [_localize(schedule) for schedule in settings.micro_batch_schedules(samples.samples, settings.capacity, balance_by)]
         steps.append([StepShare(samples.select(positions), schedule) for positions, schedule in own])
-    return [list(of_replica) for of_replica in zip(*steps, strict=True)]
+    return [[of_step[replica] for of_step in steps] for replica in range(settings.num_replicas)]
+
+
+def trained_positions(batch: TrainBatch, *, skips_zero_advantages: bool) -> list[list[int]]:
+    """Return the positions of each optimizer step's samples that are trained; none if the step is skipped."""
+    if not skips_zero_advantages:
+        return batch.steps
+    return [[position for position in step if has_advantage(batch.samples[position])] for step in batch.steps]
+
+
+def has_advantage(sample: TrainSample) -> bool:
+    """Return whether a trained token of the sample has an advantage other than 0."""
+    return bool(np.any(sample.advantages[sample.loss_mask != 0]))
+
+
+def skip_metrics(batch: TrainBatch) -> dict[str, float]:
+    """Return the metrics of a rollout whose samples without advantages are skipped."""
+    trained = trained_positions(batch, skips_zero_advantages=True)
+    return {
+        "train/num_skipped_steps": sum(not positions for positions in trained),
+        "train/skipped_share": 1 - sum(map(len, trained)) / len(batch.samples),
+    }
 
 
 def join_by_position(of_ranks: Iterable[Mapping[int, T]]) -> list[T]:
     """Join values by position from several ranks into one list of all."""
     found = {i: value for of_rank in of_ranks for i, value in of_rank.items()}
     return [found[i] for i in range(len(found))]
-
-
-def _lengths(samples: Sequence[TrainSample]) -> list[int]:
-    return [len(sample.tokens) for sample in samples]
 
 
 def _localize(schedule: MicroBatchSchedule) -> tuple[list[int], MicroBatchSchedule]:

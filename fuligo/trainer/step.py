@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from itertools import pairwise
 from operator import add
 from typing import Self
 
@@ -40,13 +39,18 @@ class StepSamples:
     per_token: bool
     """`LossSettings.per_token`"""
     num_tokens: int
-    """Tokens of the whole step that go through the model: all but each sample's last."""
+    """Tokens of the whole step that go through the model: all but the last of each trained sample."""
     num_choices: int
     """Expert choices that all samples of the step record."""
 
     @classmethod
-    def of(cls, batch: TrainBatch, step: int, settings: LossSettings) -> Self:
-        positions = batch.steps[step]
+    def of(cls, batch: TrainBatch, step: int, settings: LossSettings, positions: Sequence[int] | None = None) -> Self:
+        """Return the samples of an optimizer step.
+
+        Args:
+            positions: those of the step's samples that are trained; None: all. The denominators are the whole step's in any case.
+        """
+        positions = batch.steps[step] if positions is None else positions
         samples = [batch.samples[i] for i in positions]
         num_tokens = sum(len(sample.tokens) - 1 for sample in samples)
         return cls(positions, samples, step_denominators(batch, step), settings.per_token, num_tokens, num_choices(samples))
@@ -62,7 +66,8 @@ class StepSamples:
     def micro_batch(self, plan: MicroBatchPlan, device: torch.device) -> MicroBatch:
         chosen = [self.samples[i] for i in plan.samples]
         share = self.denominators.share(per_token=self.per_token)
-        return micro_batch(chosen, [self._weights(sample) for sample in chosen], device, counts=plan.counts, share=share)
+        weights = [self._weights(sample) for sample in chosen]
+        return micro_batch(chosen, weights, device, counts=plan.counts, share=share, shared=plan.shared)
 
     def scores(self, plan: MicroBatchPlan, tokens: PackedTokens, outputs: TokenLogprobs) -> dict[int, TokenScores]:
         """Return the scores of a micro-batch by position in the rollout's batch; none for a repetition."""
@@ -85,6 +90,9 @@ class StepGradients:
     scores: dict[int, TokenScores]
     """By position in the batch's samples."""
     num_tokens: int
+    """Tokens of the samples that this rank computed, without repetitions."""
+    num_shared_tokens: int = 0
+    """Those of them that were not computed again, because another sample of the row had them."""
 
 
 def loss_inputs(batch: MicroBatch, outputs: TokenLogprobs, settings: LossSettings) -> LossInputs:
@@ -102,7 +110,7 @@ def loss_inputs(batch: MicroBatch, outputs: TokenLogprobs, settings: LossSetting
         ref_logprobs=batch.ref_logprobs,
         teacher_logprobs=batch.teacher_logprobs,
         share=batch.share,
-        total_lengths=[end - start + 1 for start, end in pairwise(batch.tokens.cu_seqlens)],
+        total_lengths=[length + 1 for length in batch.tokens.sample_lengths],
         response_lengths=batch.tokens.response_lengths,
     )
 
@@ -128,7 +136,7 @@ def require_finite(losses: Tensor, grad_norm: float, *, optimizer_step: int, fla
 
     Args:
         losses: [ranks, micro-batches] of all ranks, so that all decide alike.
-        grad_norm: of the whole gradient.
+        grad_norm: norm of the whole gradient.
         optimizer_step: 0-based.
         flag: flag of the learning rate.
         whose: owner of the step if there is more than one model: `of the value model`.

@@ -14,7 +14,7 @@ class AdapterRecord:
     Samples name the version of each token (`versions`).
 
     Args:
-        continues: the run resumes from a checkpoint; otherwise it begins anew, and lines of an earlier attempt without steps are removed.
+        continues: the run resumes from a checkpoint; otherwise it starts over, and lines of an earlier attempt without steps are removed.
     """
 
     def __init__(self, path: Path, *, continues: bool) -> None:
@@ -35,13 +35,14 @@ class AdapterRecord:
     def check(self, version: int, adapter: WeightsDigest) -> None:
         """Check that a version that is sent again, as after a resume, has the adapter that it had before; record it if it is new.
 
-        A digest in another data type, as after a change of --precision, cannot be compared.
+        A digest in another data type, as after a change of --precision, cannot be compared. A run directory whose only version this is has
+        samples of none: an attempt with another checkpoint ended before its first step.
 
         Raises:
             WeightSyncError: it has another adapter
         """
         known = self._known.get(version)
-        if known is None:
+        if known is None or self._known.keys() == {version}:
             self.add(version, adapter)
         elif known != adapter and known.num_bytes == adapter.num_bytes:
             raise WeightSyncError(

@@ -62,8 +62,9 @@ class WeightSender:
             return None
         counted = Counted(with_checksum=target.with_checksum and self._ranks.rank == 0)
         used = ((name, weight) for name, weight in named_weights if not name.startswith(self._format.left_out))
-        quantisation = self._format.quantisation
-        weights = counted.observe(checkpoint_weights(used) if quantisation is None else quantised_weights(used, quantisation))
+        quantisation, whole_experts = self._format.quantisation, self._format.whole_experts
+        as_stored = checkpoint_weights(used, whole_experts=whole_experts) if quantisation is None else quantised_weights(used, quantisation)
+        weights = counted.observe(as_stored)
         if target.changes_only:
             if self._receivers != target.engines:  # these have nothing yet
                 self._changes.forget()
@@ -150,10 +151,20 @@ def _share(bucket: Bucket, engines: tuple[EngineAddress, ...], version: int | No
     num_receivers = sum(engine.num_ranks for engine in engines)
     with ExitStack() as shared:
         if any(tensor.is_cuda for _, tensor in bucket):  # a CUDA IPC handle can be opened only once
-            payloads = [shared.enter_context(shared_payload(bucket)) for _ in range(num_receivers)]
+            copies = [for_one_receiver(bucket) for _ in range(num_receivers)]
+            payloads = [shared.enter_context(shared_payload(copy)) for copy in copies]
         else:
             payloads = [shared.enter_context(shared_payload(bucket))] * num_receivers
         asyncio.run(post(payloads))
+
+
+def for_one_receiver(bucket: Bucket) -> Bucket:
+    """Return a bucket with copies of the tensors that a rank of an engine overwrites while others read them.
+
+    Of gpt-oss, all tensor-parallel ranks but the first set the biases of the experts' outputs to zero where they lie, since ranks add
+    their outputs up (SGLang 0.5.15.post1, `models/gpt_oss.py`, `_load_normal_weights`).
+    """
+    return [(name, tensor.clone() if name.endswith(".experts.down_proj_bias") else tensor) for name, tensor in bucket]
 
 
 def _write_shards(buckets: Iterator[Bucket], directory: Path) -> None:

@@ -30,7 +30,7 @@ def script(recipe: str) -> str:
 
 
 def line(name: str, value: object) -> str:
-    """One flag; a layer pattern is quoted, as its brackets mean something to the shell."""
+    """Return the line of one flag; a layer pattern is quoted, because brackets have a meaning to the shell."""
     if value is True:
         return f"   {option_name(name)}"
     return f'   {option_name(name)} "{value}"' if "[" in str(value) else f"   {option_name(name)} {value}"

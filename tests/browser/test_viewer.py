@@ -238,6 +238,16 @@ class TestHealth:
         expect(page.locator("#alarm-badge .badge.error")).to_have_text("1")
         assert page.title().startswith("(1) ")
 
+    def test_the_heading_counts_alarms_as_the_badge_does_and_notes_apart(self, serve: Serve, open_page: OpenPage, tmp_path: Path) -> None:
+        run = begin_run(tmp_path / "zero")
+        for step in range(4):
+            metrics = {"rollout/reward_mean": 0.0, "rollout/truncated_ratio": 0.7, "rollout/zero_std_ratio": 1.0, "rollout/num_tokens": 9.0}
+            run.directory.record({"step": step, "policy_version": step, "time": 1e9 + step, "perf/step_s": 1.0, **metrics})
+        run.directory.close()
+        page = open_page(serve([tmp_path / "zero"]) + "#health")
+        expect(page.locator("h1")).to_have_text("2 ongoing alarms, 1 note")
+        expect(page.locator("#alarm-badge .badge.error")).to_have_text("2")
+
     def test_labels_of_an_axis_differ(self, open_view: OpenPage) -> None:
         plots = open_view("overview").locator(".chart .plot")
         for labels in plots.evaluate_all("plots => plots.map(plot => [...plot.querySelectorAll('.tick-y')].map(tick => tick.textContent))"):

@@ -15,11 +15,13 @@ from tests.unit.observability.viewer.recorded_run import PROMPTS, begin_run, ren
 
 CALL, RESULT, END = "<think>6*7", "<|im_end|>\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n", "</think>42"
 
+ROUNDED = 1 + 4.44e-16
+"""Factor of a mean that is summed in another order."""
 RANGES = [[0.5, 6.53], [0, 1e-9], [0.9996, 1.0001], [-3, 7], [4, 4.2], [99.5, 100.5], [-2e-8, 1e-8], [12, 4e6], [5, 5], [0, 0]]
 """Ends of curves whose round labels are hard to find."""
 
 
-def write_turns(run: RunDirectory) -> None:
+def write_turns(run: RunDirectory, reward: float = 1.0) -> None:
     """Write a step with one sample: a turn, the result of a tool as the template renders it, another turn; pass rates that never change."""
     parts = [np.array(tokenizer().encode(text, add_special_tokens=False).ids, np.int32) for text in (CALL, RESULT, END)]
     mask = np.concatenate([np.full(len(part), at != 1, np.int8) for at, part in enumerate(parts)])
@@ -34,7 +36,7 @@ def write_turns(run: RunDirectory) -> None:
         engine_logprobs=np.where(mask, -0.5, 0.0).astype(np.float32),
         versions=np.zeros(len(mask), np.int32),
         status=SampleStatus.COMPLETED,
-        reward=1.0,
+        reward=reward,
         response=CALL + "42" + END,
         spans=[
             Span("generate", 1.0, 2.0, engine=0, num_tokens=first),
@@ -44,7 +46,12 @@ def write_turns(run: RunDirectory) -> None:
     run.write_samples(0, [SampleGroup(0, 0, [sample])])
     for step in range(4):
         edges = {f"edge/{at}": low + (high - low) * step / 3 for at, (low, high) in enumerate(RANGES)}
-        rewards = {"rollout/reward_mean": step / 4, "rollout/mean@1": step / 4, "rollout/pass@1": 1.0, "rollout/pass@2": 0.5 + step / 8}
+        rewards = {
+            "rollout/reward_mean": step / 4,
+            "rollout/mean@1": step / 4 * ROUNDED,
+            "rollout/pass@1": 1.0,
+            "rollout/pass@2": 0.5 + step / 8,
+        }
         run.record(
             {
                 "step": step,
@@ -83,6 +90,15 @@ def test_prompts_are_sorted_and_lead_to_their_samples(open_view: OpenPage) -> No
     expect(page.locator(".line-prompt").first).to_have_text(PROMPTS[1])
 
 
+def test_shaped_rewards_below_1_have_no_pass_rates(serve: Serve, open_page: OpenPage, tmp_path: Path) -> None:
+    run = begin_run(tmp_path / "shaped")
+    write_turns(run.directory, reward=0.93)
+    run.directory.close()
+    page = open_page(serve([tmp_path / "shaped"]) + "#prompts")
+    expect(page.locator(".prompts tbody td:nth-child(2)")).to_have_text("–")
+    expect(page.get_by_text("no pass rates, as no response has a reward of at least 1")).to_be_visible()
+
+
 def test_prompts_of_evaluations_and_of_a_report(open_page: OpenPage, open_view: OpenPage, recorded: Path, tmp_path: Path) -> None:
     page = open_view("prompts?of=eval")
     expect(page.locator(".prompts tbody tr")).to_have_count(2)
@@ -93,7 +109,7 @@ def test_prompts_of_evaluations_and_of_a_report(open_page: OpenPage, open_view: 
     expect(report.locator(".prompts tbody tr")).to_have_count(len(PROMPTS))
 
 
-def test_the_same_prompt_of_another_run_stands_beside(serve: Serve, open_page: OpenPage, recorded: Path, tmp_path: Path) -> None:
+def test_the_same_prompt_of_another_run_is_shown_beside(serve: Serve, open_page: OpenPage, recorded: Path, tmp_path: Path) -> None:
     other = write_run(tmp_path / "other", lr=5e-5, num_steps=3, name="other")
     page = open_page(serve([recorded, other]) + "#samples?run=recorded&sample=9.5")
     part = page.get_by_label("The same prompt in other runs")

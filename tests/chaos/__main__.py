@@ -35,7 +35,7 @@ RECORD = "strikes.jsonl"
 
 @dataclass(slots=True)
 class Limits:
-    """When to draw no more."""
+    """Limits after which no further fault is drawn."""
 
     end: float
     """Monotonic time."""
@@ -68,7 +68,7 @@ def main() -> int:
     while not limits.reached:
         num_runs += 1
         place = Path(tempfile.mkdtemp(prefix=f"run_{num_runs:03d}_", dir=directory))
-        failed += not run_once(place, model, f"{seed}.{num_runs}", limits)
+        failed += not run_once(place, model, f"{seed}.{num_runs}", limits, options.mode)
     strikes = recorded(directory)
     print(table(strikes))
     minutes = (time.monotonic() - begun) / 60
@@ -82,16 +82,17 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="make chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--faults", type=int, default=sys.maxsize, help="draw no more than this")
+    parser.add_argument("--mode", choices=[*MODES, HOSTS], default=None, help="of every run; drawn for each by default")
     parser.add_argument("--seed", type=int, default=None, help="what to draw; by default something new")
     parser.add_argument("--directory", type=Path, default=None, help=f"keeps {RECORD}, and the log and records of runs that failed")
     parser.add_argument("--table", type=Path, default=None, metavar="DIRECTORY", help=f"only print the table of a {RECORD}")
     return parser
 
 
-def run_once(place: Path, model: Path, seed: str, limits: Limits) -> bool:
-    """Strike one run until it has all rollouts, or a limit is reached; return whether it survived. What is left of it stays if not."""
+def run_once(place: Path, model: Path, seed: str, limits: Limits, mode: str | None = None) -> bool:
+    """Strike one run until it has all rollouts, or a limit is reached; return whether it survived. The files of a failed run are kept."""
     draw = random.Random(seed)
-    name = draw.choice([*MODES, HOSTS])
+    name = mode or draw.choice([*MODES, HOSTS])
     print(f"run {place.name}, {name}:", flush=True)
     strike = _strike_hosts if name == HOSTS else _strike_machine
     try:

@@ -85,7 +85,7 @@ class Fault:
     says: str = ""
     """Regular expression that is found in the output of a run that it ended."""
     repair: Callable[[Run], None] = lambda run: None
-    """Take the cause away before the run is resumed."""
+    """Remove the cause before the run is resumed."""
     refused: str = ""
     """Regular expression that is found in the output of a resume, which is refused; then the run resumes from the checkpoint before."""
     is_slow: bool = False
@@ -195,7 +195,7 @@ def _flip_bit(run: Run, file: Path) -> None:
 
 
 def _kill_and_tear_records(run: Run) -> None:
-    """Kill the run and leave behind what a power cut may: half a record, a half-written file of samples, an unfinished checkpoint."""
+    """Kill the run and leave behind what a power cut may leave: half a record, a half-written file of samples, an unfinished checkpoint."""
     run.driver.kill()
     run.driver.wait()
     with (run.run_dir / "metrics.jsonl").open("ab") as file:

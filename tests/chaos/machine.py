@@ -19,7 +19,7 @@ _BOOT = 'ip link set lo up && mount --bind "$CHAOS_SHM" /dev/shm && exec "$@"'
 
 @dataclass(slots=True, frozen=True)
 class Machine:
-    """Own parts of the machine of a run: nobody else notices a fault, and everything that it leaves behind is seen."""
+    """Disk, memory and clock for one run only: faults affect nothing else, and everything that the run leaves behind is found."""
 
     disk: SmallDisk
     """File system of the run directory."""

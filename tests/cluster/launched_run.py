@@ -1,4 +1,4 @@
-"""Runs on hosts connected by ssh alone, and checks that they leave nothing behind."""
+"""Runs on hosts connected only by ssh, and checks that they leave nothing behind."""
 
 import os
 import signal

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import succeed
+from fuligo.checkpoint.location import newest_iteration
 from tests.e2e.conftest import Job, Start
 from tests.e2e.processes import alive, descendants, shared_memory, wait_until
 from tests.e2e.records import metrics
@@ -32,20 +32,8 @@ def assert_nothing_left(pid: int, family: dict[int, str]) -> None:
     wait_until(lambda: not shared_memory([pid, *family]), "shared memory is given back", timeout_s=120)
 
 
-@pytest.mark.parametrize(
-    ("number", "why"),
-    [
-        (signal.SIGKILL, "is gone"),
-        pytest.param(signal.SIGSTOP, "has not answered for 40 s", marks=pytest.mark.slow),
-    ],
-    ids=["killed", "stopped"],
-)
-def test_a_rank_that_is_killed_or_stops_ends_the_run_and_it_resumes(
-    number: signal.Signals, why: str, job: Job, start: Start, tmp_path: Path
-) -> None:
-    run_dir = tmp_path / "run"
-    flags = {**RANKS, "save_interval": 1, "run_dir": run_dir}
-    process = start(*job(**flags, num_rollout=1000))
+def lose_a_rank(process: subprocess.Popen[str], run_dir: Path, number: signal.Signals, why: str) -> None:
+    """Send the signal to a rank after two steps; check that the run ends, says why, and leaves nothing behind."""
     family = two_steps(run_dir, process)
     os.kill(next(pid for pid, command in family.items() if "ray::TrainerRank" in command), number)
     said, _ = process.communicate(timeout=240)
@@ -58,28 +46,46 @@ def test_a_rank_that_is_killed_or_stops_ends_the_run_and_it_resumes(
     assert "resume with --load" in said
     assert_nothing_left(process.pid, family)
 
-    done = int((run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
-    succeed(*job(**flags, num_rollout=done + 1, load=run_dir / "checkpoints"))
-    assert [record["step"] for record in metrics(run_dir)] == list(range(done + 1))
 
-
-@pytest.mark.parametrize(
-    ("number", "to_all", "exit_code"),
-    [
-        (signal.SIGINT, True, INTERRUPTED),
-        pytest.param(signal.SIGTERM, False, INTERRUPTED, marks=pytest.mark.slow),
-        pytest.param(signal.SIGKILL, False, -signal.SIGKILL, marks=pytest.mark.slow),  # test_launch.py kills a driver of two nodes
-    ],
-    ids=["ctrl-c", "sigterm", "sigkill"],
-)
-def test_nothing_stays_behind(number: signal.Signals, to_all: bool, exit_code: int, job: Job, start: Start, tmp_path: Path) -> None:
+def test_a_run_that_lost_a_rank_resumes_and_leaves_nothing_behind_at_ctrl_c(job: Job, start: Start, tmp_path: Path) -> None:
     """A terminal sends Ctrl-C to all processes of the run."""
+    run_dir = tmp_path / "run"
+    command = job(**RANKS, save_interval=1, run_dir=run_dir, num_rollout=1000, load=run_dir / "checkpoints")
+    lose_a_rank(start(*command), run_dir, signal.SIGKILL, "is gone")
+    done = newest_iteration(run_dir / "checkpoints")
+    assert done is not None
+
+    resumed = start(*command)
+    wait_until(
+        lambda: newest_iteration(run_dir / "checkpoints") != done or resumed.poll() is not None, "the resumed run saves", timeout_s=240
+    )
+    family = two_steps(run_dir, resumed)
+    os.killpg(resumed.pid, signal.SIGINT)
+    said, _ = resumed.communicate(timeout=240)
+    assert resumed.returncode == INTERRUPTED, said
+    assert "Traceback" not in said
+    assert_nothing_left(resumed.pid, family)
+    steps = [record["step"] for record in metrics(run_dir)]
+    assert steps == list(range(len(steps))) and len(steps) > done
+
+
+@pytest.mark.slow
+def test_a_rank_that_stops_ends_the_run(job: Job, start: Start, tmp_path: Path) -> None:
+    """tests/parity/test_torch_trainer_ranks.py tests the same with a shorter deadline."""
+    process = start(*job(**RANKS, num_rollout=1000, save_interval=1, run_dir=tmp_path / "run"))
+    lose_a_rank(process, tmp_path / "run", signal.SIGSTOP, "has not answered for 40 s")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "exit_code"),
+    [(signal.SIGTERM, INTERRUPTED), (signal.SIGKILL, -signal.SIGKILL)],  # test_launch.py kills a driver of two nodes
+    ids=["sigterm", "sigkill"],
+)
+def test_nothing_stays_behind(number: signal.Signals, exit_code: int, job: Job, start: Start, tmp_path: Path) -> None:
     process = start(*job(**RANKS, num_rollout=1000, run_dir=tmp_path / "run"))
     family = two_steps(tmp_path / "run", process)
-    if to_all:
-        os.killpg(process.pid, number)
-    else:
-        process.send_signal(number)
+    process.send_signal(number)
     said, _ = process.communicate(timeout=240)
     assert process.returncode == exit_code, said
     assert number == signal.SIGKILL or "Traceback" not in said

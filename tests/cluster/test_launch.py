@@ -2,10 +2,13 @@
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from fuligo.cluster.ray_environment import TOKEN_VARIABLE
 from tests.e2e.command import fail, fuligo
 from tests.e2e.conftest import Job, Start
 from tests.e2e.processes import alive, descendants, wait_until
@@ -35,10 +38,37 @@ def test_two_nodes_train_and_end_with_the_driver(job: Job, start: Start, free_po
     family = descendants(process.pid)
     assert sum("raylet/raylet" in command for command in family.values()) == 2, family
     assert sum("ray::TrainerRank" in command for command in family.values()) == 2, family
+    assert_closed_to_strangers(f"127.0.0.2:{free_port}", family)
 
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=240)
     wait_until(lambda: not alive(family), "all processes of both nodes have ended", timeout_s=120)
+
+
+STRANGER = """
+import os, sys
+import ray
+
+try:
+    ray.init(address=sys.argv[1], log_to_driver=False)
+    print("inside", ray.get(ray.remote(os.getpid).remote(), timeout=60))
+except ConnectionError as error:
+    print("outside:", error)
+"""
+
+
+def assert_closed_to_strangers(address: str, family: dict[int, str]) -> None:
+    """Check that nobody reads the cluster's token from a command line, and that without it nobody can run code in the cluster."""
+    (raylet, *_) = (pid for pid, command in family.items() if "raylet/raylet" in command)
+    inherited = dict(part.split("=", 1) for part in Path(f"/proc/{raylet}/environ").read_text().split("\0") if "=" in part)
+    token = inherited[TOKEN_VARIABLE]
+    assert len(token) == 64 and not any(token in command for command in family.values())
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    stranger = subprocess.run(
+        [sys.executable, "-c", STRANGER, address], capture_output=True, text=True, env=environment, timeout=240, check=False
+    )
+    assert stranger.stdout.startswith("outside:"), stranger.stdout + stranger.stderr
+    assert "InvalidAuthToken" in stranger.stderr
 
 
 def test_a_host_that_does_not_come_is_named(job: Job, free_port: int, tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def num_running(host: Host) -> int:
 
 
 @pytest.mark.parametrize(("how", "num_rollout"), [("killed", 5), ("unplugged", 30)])
-def test_the_run_goes_on_with_the_other_engine(
+def test_the_run_continues_with_the_other_engine(
     how: str, num_rollout: int, job: Job, network: Network, launch: LaunchOnHosts, tmp_path: Path
 ) -> None:
     """A killed host closes its connections; an unplugged one falls silent, and the run must last until it is given up."""

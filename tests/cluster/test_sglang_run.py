@@ -44,12 +44,16 @@ def test_an_engine_spans_two_nodes(free_port: int, tmp_path: Path) -> None:
     assert {path.name for path in run_dir.glob("engine-*")} == {"engine-0-node-0.txt", "engine-0-node-1.txt"}
 
 
-@pytest.mark.parametrize("colocated", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["separate", "colocated"])
-def test_the_reward_rises(start: Start, tmp_path: Path, colocated: bool) -> None:
-    """Ranks and engines are colocated and take turns; each rank hands its weights to the engine beside it."""
+@pytest.mark.parametrize(
+    ("placement", "num_rollouts"), [((), 3), pytest.param(("--colocate",), 6, marks=pytest.mark.slow)], ids=["separate", "colocated"]
+)
+def test_ranks_and_engines_agree(start: Start, tmp_path: Path, placement: tuple[str, ...], num_rollouts: int) -> None:
+    """Colocated, they take turns, each rank hands its weights to the engine beside it, and the reward rises.
+
+    tests/sglang/test_job.py sees it rise with separate engines.
+    """
     run_dir = tmp_path / "run"
-    place = ["--colocate"] if colocated else []
-    process = start("train", *task(run_dir), "--num-rollout", 6, "--actor-num-gpus-per-node", 2, *place)
+    process = start("train", *task(run_dir), "--num-rollout", num_rollouts, "--actor-num-gpus-per-node", 2, *placement)
     wait_until(lambda: len(metrics(run_dir)) >= 2 or process.poll() is not None, "two steps are recorded", timeout_s=400)
     family = descendants(process.pid)
     said, _ = process.communicate(timeout=400)
@@ -57,8 +61,9 @@ def test_the_reward_rises(start: Start, tmp_path: Path, colocated: bool) -> None
     assert sum("sglang.launch_server" in command and "guard" not in command for command in family.values()) == 2, family
 
     steps = metrics(run_dir)
-    rewards = [step["rollout/reward_mean"] for step in steps]
-    assert len(steps) == 6
-    assert sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2 + 0.1, rewards
+    assert len(steps) == num_rollouts
     assert max(step["train/logprob_abs_diff"] for step in steps) < 1e-3
+    if num_rollouts > 3:
+        rewards = [step["rollout/reward_mean"] for step in steps]
+        assert sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2 + 0.1, rewards
     wait_until(lambda: not alive(family), "all processes have ended", timeout_s=120)

@@ -6,6 +6,7 @@ import openai
 
 from fuligo.environments.environment import Row
 from fuligo.gateway.session import Session
+from tests.e2e.worlds import kill_engine
 
 
 async def asks_twice(session: Session, row: Row) -> float:
@@ -27,3 +28,11 @@ def smol(session: Session, row: Row) -> dict[str, float]:
     agent.prompt_templates["system_prompt"] = "write code"  # the default has thousands of tokens in the tests' vocabulary
     result = str(agent.run(str(row.prompt[-1]["content"])))
     return {"score": float(len(result) % 2), "steps": float(len(agent.memory.steps))}
+
+
+async def loses_engine(session: Session, row: Row) -> float:
+    """Ask twice; the engine may be killed in between, while other agents wait for it."""
+    reward = await asks_twice(session, row)
+    kill_engine(row)
+    await asks_twice(session, row)
+    return reward

@@ -47,8 +47,16 @@ def _parts(name: str, value: object) -> list[str]:
     return [option, *map(str, value if isinstance(value, list) else [value])]
 
 
+FIXED = {
+    "GOMP_SPINCOUNT": "20000",  # which fuligo would set: what it starts has the environment of the warm imports
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(REPOSITORY),
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
 def environment(**extra: str) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "TOKENIZERS_PARALLELISM": "false", **extra}
+    return {**os.environ, **FIXED, **extra}
 
 
 def fuligo(*arguments: object, fresh: bool = False, **extra_environment: str) -> subprocess.CompletedProcess[str]:

@@ -70,7 +70,7 @@ async def truncate_prompts(args, sample: Sample) -> float:
 
 
 _struck: set[str] = set()
-"""Strikes of `kill_ranks` that are done."""
+"""Kills of `kill_ranks` that have happened."""
 
 
 def kill_ranks(args, rollout_id: int, batch) -> None:
@@ -82,7 +82,7 @@ def kill_ranks(args, rollout_id: int, batch) -> None:
     engines = [
         pid
         for pid, command in family.items()
-        if " serve " in command or ("sglang.launch_server" in command and "engines.guard" not in command)
+        if " serve " in command or ("sglang.launch_server" in command and "engines/guard.py" not in command)
     ]
     with (Path(args.run_dir) / "engines.txt").open("a") as file:
         file.write(f"{rollout_id} {engines}\n")

@@ -53,7 +53,7 @@ def descendants(pid: int) -> dict[int, str]:
 
 
 def alive(processes: dict[int, str]) -> dict[int, str]:
-    """Return those of `descendants` that are still running. Their numbers may have passed to other processes by now."""
+    """Return those of `descendants` that are still running. Their process ids may belong to other processes by now."""
     return {pid: command for pid, command in processes.items() if _is_running(pid, command)}
 
 

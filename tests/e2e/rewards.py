@@ -1,12 +1,14 @@
-"""Rewards and generate functions that fail, and one that needs a worker process."""
+"""Rewards and generate functions that fail, one that needs a worker process, and a hook that changes a log-probability."""
 
 import asyncio
 import math
 import subprocess
 from pathlib import Path
 
+import numpy as np
+
 from fuligo.rollout.custom_generate import continue_sample
-from fuligo.types import Sample, SampleStatus
+from fuligo.types import Sample, SampleStatus, TrainBatch
 from tests.small_disk import SmallDisk
 
 
@@ -47,3 +49,9 @@ def leaves_an_orphan(args, sample: Sample) -> float:
     """Start a program that ends after the process that started it."""
     subprocess.run(["sh", "-c", "sleep 0.2 &"], check=True)
     return float(sample.index % 2)
+
+
+def change_one_bit(args, rollout_id: int, batch: TrainBatch) -> None:
+    """Move a log-probability of the fourth sample to the next float32."""
+    logprobs = batch.samples[3].engine_logprobs
+    logprobs[0] = np.nextafter(logprobs[0], np.float32(0))

@@ -14,7 +14,7 @@ from tests.e2e.conftest import Job
 from tests.e2e.records import metrics, sample_rows
 
 DISTILLED = {"rm_type": None, "label_key": None, "use_opd": True, "lr": 5e-3, "rollout_max_response_len": 24}
-"""Learn from the teacher alone, without a reward."""
+"""Learn only from the teacher, without a reward."""
 
 
 @pytest.fixture(scope="module")

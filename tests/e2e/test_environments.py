@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.e2e.command import fuligo, succeed
+from tests.e2e.command import fail, fuligo, succeed
 from tests.e2e.conftest import Job
 from tests.e2e.records import metrics, sample_rows
 
@@ -66,3 +66,38 @@ def test_interrupted_episodes_are_trained_as_they_were_sampled(mode: dict[str, o
         assert last[index]["reward"] == sum(length % 3 for length in lengths)
     if kind == "Resumable":
         assert any(len(set(row["versions"])) > 1 for row in rows), "an interruption within an episode"
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [{}, pytest.param({"async_mode": "one-step"}, marks=pytest.mark.slow)],  # sync repeats the same resume, at the cost of three runs
+    ids=["sync", "one-step"],
+)
+def test_a_killed_run_repeats_the_episodes_of_its_rollout(mode: dict[str, object], job: Job, tmp_path: Path) -> None:
+    """Killed while episodes are in flight; in both modes the resumed run samples what an undisturbed one samples."""
+    undisturbed, killed = (command(job, tmp_path / name, "Resumable", **mode, num_rollout=3) for name in ("undisturbed", "killed"))
+    succeed(*undisturbed)
+    assert fuligo(*killed, KILL_AT="step:1").returncode == -signal.SIGKILL
+    succeed(*killed)
+    assert len(metrics(tmp_path / "killed")) == 3
+    expected, rows = (sample_rows(tmp_path / name, *COLUMNS) for name in ("undisturbed", "killed"))
+    assert len(rows) == len(expected)
+    for row, other in zip(rows, expected, strict=True):
+        for name in ("step", "index", "response_ids", "loss_mask", "versions", "status", "reward"):
+            assert row[name] == other[name], (name, row["step"], row["index"])
+        np.testing.assert_allclose(row["engine_logprobs"], other["engine_logprobs"], atol=1e-4)
+
+
+@pytest.mark.parametrize("played", ["environment", pytest.param("agent", marks=pytest.mark.slow)])  # the same loss below the gateway
+def test_an_engine_that_dies_under_episodes_ends_the_run_which_resumes(played: str, job: Job, tmp_path: Path) -> None:
+    """The run names the engine; started again, it plays the episodes that were in flight anew and loses none."""
+    kinds = {"environment": "tests.e2e.worlds.LosesEngine", "agent": "tests.e2e.agents.loses_engine"}
+    flags = command(job, tmp_path, "Resumable", **{"environment": None, played: kinds[played]}, num_rollout=2)
+    error = fail(1, *flags, KILL_AT="engine:1")
+    assert "engine http://127.0.0.1:" in error and "ended with exit code -9" in error
+    assert [record["step"] for record in metrics(tmp_path)] == [0]
+    succeed(*flags)
+    assert [record["step"] for record in metrics(tmp_path)] == [0, 1]
+    rows = sample_rows(tmp_path, *COLUMNS)
+    assert {row["status"] for row in rows} <= {"completed", "truncated"}
+    assert {index for row in rows if (index := row["index"]) is not None} == set(range(24))

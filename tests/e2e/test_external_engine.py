@@ -58,3 +58,12 @@ def test_without_the_engines_key_the_run_ends_and_says_how_to_give_it(engine: Em
     assert "it asks for another key" in error
     assert "FULIGO_ENGINE_KEY" in error
     assert weight_version(engine) == before
+
+
+def test_syncs_of_only_changes_are_refused(engine: EmbeddedEngineProcess, job: Job, tmp_path: Path) -> None:
+    before = weight_version(engine)
+    changes = {"embedded_num_threads": None, "rollout_external_engine_addrs": [engine.url.removeprefix("http://")]}
+    flags = job(**changes, num_rollout=1, update_weight_mode="delta", run_dir=tmp_path / "run")
+    error = fail(2, *flags, **engine.keys.environment)
+    assert "--update-weight-mode delta leaves unchanged tensors out" in error and "fuligo serve" in error
+    assert weight_version(engine) == before

@@ -70,9 +70,13 @@ def test_a_hopeless_rollout_ends_early_and_shows_why(job: Job, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("number", "timeout_s", "said"), [("SIGKILL", 600, "ended with exit code -9"), ("SIGSTOP", 10, "no answer within 10 s")]
+    ("number", "timeout_s", "num_waves", "said"),
+    [("SIGKILL", 600, None, "ended with exit code -9"), ("SIGSTOP", 10, 2, "no answer within 10 s")],  # each wave takes the timeout
+    ids=["killed", "stopped"],
 )
-def test_an_engine_that_dies_or_stops_answering_is_named(number: str, timeout_s: int, said: str, job: Job, tmp_path: Path) -> None:
+def test_an_engine_that_dies_or_stops_answering_is_named(
+    number: str, timeout_s: int, num_waves: int | None, said: str, job: Job, tmp_path: Path
+) -> None:
     """Finished steps are on disk. tests/e2e/test_resume.py continues from them."""
     run_dir = tmp_path / "run"
     command = job(
@@ -80,6 +84,7 @@ def test_an_engine_that_dies_or_stops_answering_is_named(number: str, timeout_s:
         custom_rm_path="tests.e2e.killers.signal_engine",
         embedded_max_running_requests=4,
         rollout_timeout_s=timeout_s,
+        max_sampling_waves=num_waves,
         num_rollout=2,
         run_dir=run_dir,
     )
@@ -87,13 +92,13 @@ def test_an_engine_that_dies_or_stops_answering_is_named(number: str, timeout_s:
     assert "engine http://127.0.0.1:" in error
     assert said in error
     assert [record["step"] for record in metrics(run_dir)] == [0]
-    assert {row["step"] for row in sample_rows(run_dir, "index")} == {0}
+    assert {row["step"] for row in sample_rows(run_dir, "kept") if row["kept"]} == {0}, "those of a rollout that was not filled are dropped"
 
 
 # tests/unit/data/test_open_file.py truncates both kinds of file
 @pytest.mark.parametrize("suffix", ["jsonl", pytest.param("parquet", marks=pytest.mark.slow)])
 def test_a_prompt_file_truncated_under_a_run_ends_it_with_one_sentence(suffix: str, job: Job, prompts: Path, tmp_path: Path) -> None:
-    """Not by SIGBUS; restored, the run resumes, and with other content of as many rows it is refused."""
+    """The run does not die by SIGBUS. It resumes once the file is restored, and refuses other content with as many rows."""
     run_dir, data = tmp_path / "run", tmp_path / f"prompts.{suffix}"
     table = pa.Table.from_pylist([json.loads(line) for line in prompts.read_text().splitlines()])
     write = {"parquet": lambda: pq.write_table(table, data, row_group_size=4), "jsonl": lambda: shutil.copy(prompts, data)}[suffix]
@@ -108,7 +113,7 @@ def test_a_prompt_file_truncated_under_a_run_ends_it_with_one_sentence(suffix: s
         load=run_dir / "checkpoints",
     )
     error = fail(1, *command, TRUNCATE_PROMPTS="1")
-    assert f"cannot go on with {data}: its content changed while it was read" in error
+    assert f"cannot continue with {data}: its content changed while it was read" in error
     assert [record["step"] for record in metrics(run_dir)] == [0]
     lines = prompts.read_text().splitlines()
     if suffix == "jsonl":
@@ -120,7 +125,7 @@ def test_a_prompt_file_truncated_under_a_run_ends_it_with_one_sentence(suffix: s
 
 
 def test_a_save_directory_of_a_running_job_is_refused(job: Job, tmp_path: Path) -> None:
-    """Before an engine starts, and without a touch to what is unfinished there."""
+    """Refused before an engine starts, and without touching unfinished files there."""
     unfinished = tmp_path / "saves" / ".tmp_iter_0000007"
     with saving_to(tmp_path / "saves"):
         unfinished.mkdir()
@@ -187,7 +192,7 @@ def engine_elsewhere(**answers: Answer) -> Iterator[str]:
     ids=["no-json", "malformed", "500"],
 )
 def test_an_engine_that_answers_garbage_is_named(generate: Answer, said: str, job: Job, tmp_path: Path) -> None:
-    """tests/unit/engines/test_client.py tests each kind of malformed answer with the client alone."""
+    """tests/unit/engines/test_client.py tests each kind of malformed answer with only the client."""
     with engine_elsewhere(generate=generate) as address:
         command = job(rollout_external_engine_addrs=address, embedded_num_threads=None, rollout_retries=1, run_dir=tmp_path / "run")
         error = fail(1, *command, "--debug-rollout-only")

@@ -8,7 +8,7 @@ from tests.e2e.records import json_lines, metrics, sample_rows
 from tests.small_disk import SmallDisk
 
 
-def test_a_run_goes_on_where_the_last_whole_checkpoint_is(job: Job, small_disk: SmallDisk) -> None:
+def test_a_run_resumes_from_the_last_complete_checkpoint(job: Job, small_disk: SmallDisk) -> None:
     """The run directory is on the small disk; a checkpoint takes 1.5 MiB and is written while training continues."""
     run_dir = small_disk.path / "run"
     command = job(num_rollout=5, save_interval=1, async_save=True, run_dir=run_dir, load=run_dir / "checkpoints")

@@ -1,11 +1,14 @@
 """LoRA runs by their commands: killed and resumed, evaluated, merged."""
 
+import asyncio
 import json
 import signal
 from pathlib import Path
 
 import pytest
 
+from fuligo.engines.client import EngineClient
+from fuligo.engines.embedded.launch import EmbeddedEngineSettings, launch_embedded
 from tests.e2e.command import fuligo, succeed
 from tests.e2e.conftest import Job
 from tests.e2e.records import TOKENS, evaluations, metrics, sample_rows
@@ -13,12 +16,13 @@ from tests.e2e.records import TOKENS, evaluations, metrics, sample_rows
 pytestmark = pytest.mark.timeout(1200)
 NUM_ROLLOUTS = 3
 LORA = {"lora_rank": 4, "lr": 1e-2, "use_kl_loss": True, "num_rollout": NUM_ROLLOUTS, "save_interval": 1, "num_steps_per_rollout": 2}
+SHARED = {"share_prefixes": "on"}  # as other runs do not
 
 
 @pytest.fixture(scope="module")
 def command(job: Job) -> list[str]:
     killers = {"custom_rm_path": "tests.e2e.killers.reward", "before_train_step_path": "tests.e2e.killers.before_train_step"}
-    return job(**LORA, rm_type=None, **killers)
+    return job(**LORA, **SHARED, rm_type=None, **killers)
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +50,36 @@ def test_killed_and_resumed_run_equals_an_uninterrupted_one(command: list[str], 
     lines = [json.loads(line) for line in recorded.splitlines()]
     assert [line["version"] for line in lines] == list(range(NUM_ROLLOUTS + 1))
     assert len({line["adapter"]["checksum"] for line in lines}) == NUM_ROLLOUTS + 1
+
+
+def test_a_run_that_loses_its_rank_equals_an_uninterrupted_one(job: Job, uninterrupted: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    hooks = {"custom_rm_path": "tests.e2e.killers.reward", "before_train_step_path": "tests.e2e.killers.kill_ranks"}
+    said = succeed(*job(**LORA, **SHARED, rm_type=None, **hooks), "--run-dir", run_dir, "--max-restarts", 1, KILL_RANKS="0:1")
+    assert "rollout 1 (restart 1 of 1)" in said, said
+    assert metrics(run_dir) == metrics(uninterrupted)
+    weights = "adapter_model.safetensors"
+    assert (adapter(run_dir) / weights).read_bytes() == (adapter(uninterrupted) / weights).read_bytes()
+    assert (run_dir / "adapters.jsonl").read_text() == (uninterrupted / "adapters.jsonl").read_text()
+
+
+def test_an_engine_serves_a_checkpoint_s_adapter(checkpoint: Path, uninterrupted: Path, tmp_path: Path) -> None:
+    """`fuligo serve --adapter` holds the adapter that the run recorded as its last version."""
+    settings = EmbeddedEngineSettings(
+        str(checkpoint), tmp_path / "engine.txt", device="cpu", num_threads=1, adapter=adapter(uninterrupted).parent
+    )
+
+    async def served() -> str | None:
+        engine = await launch_embedded(settings)
+        client = EngineClient(engine.url, engine.keys)
+        try:
+            return (await client.model_info()).adapter_digest
+        finally:
+            await client.close()
+            await engine.stop()
+
+    last = (uninterrupted / "adapters.jsonl").read_text().splitlines()[-1]
+    assert asyncio.run(served()) == json.loads(last)["adapter"]["checksum"]
 
 
 def test_a_checkpoint_is_evaluated_and_merged(uninterrupted: Path, prompts: Path, tmp_path: Path) -> None:

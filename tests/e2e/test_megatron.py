@@ -77,7 +77,7 @@ def test_the_engine_has_the_weights_of_a_mixture(
 
 
 @pytest.mark.slow  # tests/megatron/test_checkpoint.py covers the trainer, the test below a resumed run
-def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(job: Job, tmp_path: Path) -> None:
+def test_a_resumed_run_continues_as_if_it_had_not_stopped(job: Job, tmp_path: Path) -> None:
     """With two optimizer steps per rollout under tensor and sequence parallelism; tokens and metrics are bit for bit equal."""
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     common = {**TP2, **PPO, "num_steps_per_rollout": 2, "save_interval": 1}
@@ -90,7 +90,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(job: Job, tmp_path: Path
     assert sample_rows(resumed, *TOKENS) == sample_rows(whole, *TOKENS)
 
 
-def test_killed_while_it_saves_beside_training_it_goes_on_under_another_layout(job: Job, tmp_path: Path) -> None:
+def test_a_run_killed_during_a_background_save_resumes_under_another_layout(job: Job, tmp_path: Path) -> None:
     """It resumes from the newest complete checkpoint and exports the last one's weights."""
     run_dir = tmp_path / "run"
     common = {
@@ -115,7 +115,7 @@ def test_killed_while_it_saves_beside_training_it_goes_on_under_another_layout(j
     assert not differing
 
 
-def test_an_adapter_goes_on_under_another_layout_and_another_sync(job: Job, tmp_path: Path) -> None:
+def test_an_adapter_resumes_under_another_layout_and_another_sync(job: Job, tmp_path: Path) -> None:
     """Killed while it saves; then the engine gets merged weights instead of the adapter. Every sync compares all weights."""
     run_dir = tmp_path / "run"
     common = {
@@ -143,5 +143,5 @@ def test_an_adapter_goes_on_under_another_layout_and_another_sync(job: Job, tmp_
 
 def test_what_the_trainer_would_ignore_is_refused_before_anything_starts(job: Job, tmp_path: Path) -> None:
     text = fail(2, *job(**TP2, attention_dropout=0.1, run_dir=tmp_path / "run"))
-    assert "--attention-dropout 0.1: the Megatron trainer with these arguments cannot run yet" in text
+    assert "--attention-dropout 0.1: not supported by the Megatron trainer; remove them" in text
     assert not (tmp_path / "run").exists()

@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fuligo.formats.checkpoint_files import TRACKER
-from tests.e2e.command import REPOSITORY, succeed
+from tests import tiny
+from tests.e2e.command import REPOSITORY, fail, succeed, train_command
 from tests.e2e.conftest import Job
 from tests.e2e.records import TOKENS, checkpoint, evaluations, metrics, sample_rows
 
@@ -74,7 +75,7 @@ def test_tensorboard_has_the_steps_and_the_evaluations(full: Path) -> None:
 
 
 def test_exported_weights_load_in_transformers_and_are_those_that_sample_next(full: Path) -> None:
-    """The weights exported after the first step reproduce the engine's log-probabilities in the second."""
+    """The weights exported after the first step reproduce the engine's log-probabilities of the second step."""
     model = AutoModelForCausalLM.from_pretrained(full / "hf" / "0").float()
     assert AutoTokenizer.from_pretrained(full / "hf" / "0").chat_template is not None
     rows = sample_rows(full / "run", "prompt_ids", "response_ids", "engine_logprobs", "versions")
@@ -86,7 +87,7 @@ def test_exported_weights_load_in_transformers_and_are_those_that_sample_next(fu
         np.testing.assert_allclose(row["engine_logprobs"], expected, atol=1e-4)
 
 
-def test_a_longer_run_goes_on_from_a_shorter_one_and_weights_may_go_by_disk(full: Path, job: Job, tmp_path: Path) -> None:
+def test_a_longer_run_continues_a_shorter_one_and_weights_may_go_by_disk(full: Path, job: Job, tmp_path: Path) -> None:
     """Two rollouts and a third by raising --num-rollout equal three at once, whose weights travel by tensor."""
     run_dir = tmp_path / "run"
     flags = {**TWO_STEPS, "check_weight_update_equal": True, "update_weight_transport": "disk", "run_dir": run_dir}
@@ -106,7 +107,7 @@ def test_two_ranks_train_as_one(full: Path, job: Job, tmp_path: Path) -> None:
         torch.testing.assert_close(tensor, weights[1][name], rtol=1e-3, atol=1e-5)
 
 
-def test_rollouts_alone_are_those_of_a_whole_run(full: Path, job: Job, tmp_path: Path) -> None:
+def test_debug_rollout_only_samples_what_a_whole_run_does(full: Path, job: Job, tmp_path: Path) -> None:
     succeed(*job(num_rollout=1, run_dir=tmp_path / "run"), "--debug-rollout-only")
     sampled = ("index", "response_ids", "engine_logprobs", "reward")
     assert sample_rows(tmp_path / "run", *sampled) == [row for row in sample_rows(full / "run", *sampled) if row["step"] == 0]
@@ -128,7 +129,7 @@ def train_on_saved(full: Path, job: Job, tmp_path: Path):
     return train
 
 
-def test_training_alone_is_that_of_a_whole_run(full: Path, train_on_saved) -> None:
+def test_debug_train_only_trains_as_a_whole_run_does(full: Path, train_on_saved) -> None:
     assert train_on_saved(**TWO_STEPS) == metrics(full / "run")
 
 
@@ -196,7 +197,7 @@ def test_sampling_that_never_stops_learns_and_stays_within_its_bound(tmp_path: P
     assert max(record["rollout/staleness_max"] for record in records) == max(staleness)
 
 
-def test_what_a_weight_sync_interrupts_goes_on_where_it_stood(job: Job, tmp_path: Path) -> None:
+def test_requests_that_a_weight_sync_interrupts_continue_where_they_stopped(job: Job, tmp_path: Path) -> None:
     """The engine is slow, so that many syncs interrupt requests; weights barely change, so that all versions' log-probabilities agree."""
     run_dir = tmp_path / "run"
     slow = {"rollout_max_response_len": 120, "embedded_max_running_requests": 6, "lr": 1e-12}
@@ -227,3 +228,51 @@ def test_supervised_training_lowers_its_loss(job: Job, prompts: Path, tmp_path: 
     assert losses[0] == pytest.approx(math.log(400), rel=0.5), "an untrained model guesses among 400 tokens"
     assert losses[-1] < 0.6 * losses[0]
     assert [record["num_rollouts"] for record in evaluations(tmp_path / "run")] == [0, 10]
+
+
+def test_shared_prefixes_change_no_metric(job: Job, tmp_path: Path) -> None:
+    flags = {**TWO_STEPS, "use_kl_loss": True, "kl_loss_coef": 0.1, "max_tokens_per_gpu": 128, "num_rollout": 2}
+    for choice in ("on", "off"):
+        succeed(*job(**flags, share_prefixes=choice, run_dir=tmp_path / choice))
+    for shared, plain in zip(metrics(tmp_path / "on"), metrics(tmp_path / "off"), strict=True):
+        assert shared.pop("train/shared_prefix_share") > 0.2
+        for record in (shared, plain):
+            record.pop("train/num_micro_batches")
+        assert shared == pytest.approx(plain, rel=1e-5, abs=1e-5)
+
+
+def test_shared_prefixes_are_refused_where_layers_carry_a_state(prompts: Path, tmp_path: Path) -> None:
+    checkpoint = tiny.save_checkpoint(tmp_path / "model", "qwen3_5_text")
+    told = fail(2, *train_command(checkpoint, prompts, share_prefixes="on", run_dir=tmp_path / "run"))
+    assert "--share-prefixes on: its linear attention carries a state along each sequence" in told
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"use_kl_loss": True, "kl_loss_coef": 0.1, "rollout_temperature": 0.8, "gradient_checkpointing": True},
+        {**TWO_STEPS, "actor_num_gpus_per_node": 2, "precision": "bf16", "embedded_dtype": "bf16"},
+        {"family": "qwen3_moe", "share_prefixes": "on", "use_tis": True, "actor_num_gpus_per_node": 2},
+    ],
+    ids=["float32", "2 ranks in bfloat16", "2 ranks of experts with shared prefixes"],
+)
+def test_the_trainer_reproduces_the_engine_to_the_bit(prompts: Path, job: Job, tmp_path: Path, flags: dict[str, object]) -> None:
+    given = {"exact_on_policy": True, "num_rollout": 2, "run_dir": tmp_path / "run", **flags}
+    family = given.pop("family", None)
+    if family is None:
+        succeed(*job(**given))
+    else:
+        succeed(*train_command(tiny.save_checkpoint(tmp_path / "model", str(family)), prompts, **given))
+    records = metrics(tmp_path / "run")
+    assert not flags.get("share_prefixes") or all(record["train/shared_prefix_share"] > 0.1 for record in records)
+    assert not flags.get("use_tis") or all(record["train/tis_mean"] == 1.0 for record in records)
+    assert [record["train/logprob_abs_diff"] for record in records] == [0.0, 0.0]
+    assert all(record["train/grad_norm"] > 0 for record in records)
+
+
+def test_a_difference_of_one_bit_ends_an_exact_run(job: Job, tmp_path: Path) -> None:
+    hook = {"before_train_step_path": "tests.e2e.rewards.change_one_bit"}
+    told = fail(1, *job(**hook, exact_on_policy=True, num_rollout=1, run_dir=tmp_path / "run"))
+    assert "cannot keep --exact-on-policy: sample 3 (prompt 0), response token 0: the engine's log-probability is" in told
+    assert "1 of" in told
+    assert not list((tmp_path / "run" / "checkpoints").glob("iter_*"))

@@ -114,6 +114,63 @@ def test_an_interrupted_command_is_killed_and_later_ones_run_fresh(forking: Warm
     wait_until(lambda: not Path(f"/proc/{numbers[0]}").exists(), "the command ends")
 
 
+TESTS = """
+import os
+from tests.e2e.warm_start import WarmStart
+WarmStart(dict(os.environ), modules=()).run(["wait"], {"PROBE": "waits"}, 240)
+"""
+
+
+@pytest.mark.usefixtures("forking")
+def test_killed_tests_leave_no_command(tmp_path: Path) -> None:
+    variables = {**environment(), "PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}"}
+    tests = subprocess.Popen([sys.executable, "-c", TESTS], env=variables)
+    wait_until(lambda: len(descendants(tests.pid)) == 3, "the server, a command, and that command's server run")
+    family = descendants(tests.pid)
+    tests.kill()
+    tests.wait()
+    wait_until(lambda: not alive(family), f"all of {family} have ended")
+
+
+CHILDREN = """
+import os, subprocess, sys
+from pathlib import Path
+
+def start(how, **options):
+    reading, writing = os.pipe()
+    command = [sys.executable, "-m", "fuligo", how, str(writing)]
+    child = subprocess.Popen(command, stdin=-1, stdout=-1, stderr=subprocess.STDOUT, text=True, pass_fds=[writing], **options)
+    os.close(writing)
+    said, _ = child.communicate("a line")
+    return child.returncode, said, os.read(reading, 100)
+
+if sys.argv[1] == "start":
+    os.environ |= {"PARENT": str(os.getpid()), "HOW": "inherited"}
+    print(start("exit"), start("signal", process_group=0), start("exit", cwd="/", env={**os.environ, "HOW": "given"}))
+    sys.exit()
+os.write(int(sys.argv[2]), b"through the pipe")
+print(sys.stdin.read(), os.environ["HOW"], Path.cwd(), os.getpgrp() == os.getpid(), os.getppid() == int(os.environ["PARENT"]))
+print(Path("/proc/self/cmdline").read_bytes().split(bytes(1))[1:4], sys.argv[1], flush=True)
+print("is forked" if "tests.e2e.warm_children" in sys.modules else "is fresh", file=sys.stderr, flush=True)
+os.abort() if sys.argv[1] == "signal" else sys.exit(3)
+"""
+
+
+def test_forked_children_of_a_command_are_as_fresh_ones(forking: WarmStart, tmp_path: Path) -> None:
+    (tmp_path / "fuligo" / "__main__.py").write_text(CHILDREN)
+    variables = {**environment(), "PYTHONPATH": str(tmp_path)}
+    fresh = subprocess.run([sys.executable, "-m", "fuligo", "start"], env=variables, capture_output=True, text=True, check=True)
+    forked = forking.run(["start"], variables, 240)
+    assert fresh.stdout.count("is fresh") == 3 and "through the pipe" in fresh.stdout
+    assert forked.stdout == fresh.stdout.replace("is fresh", "is forked")
+
+
+def test_children_with_other_variables_for_imports_are_fresh(forking: WarmStart, tmp_path: Path) -> None:
+    (tmp_path / "fuligo" / "__main__.py").write_text(CHILDREN.replace('"HOW": "given"', '"HOW": "given", "OMP_NUM_THREADS": "2"'))
+    said = forking.run(["start"], {**environment(), "PYTHONPATH": str(tmp_path)}, 240).stdout
+    assert said.count("is forked") == 2 and said.count("is fresh") == 1
+
+
 OTHER = """
 import sys, time
 with open(sys.argv[1], "w"), open(sys.argv[2], "w") as note:

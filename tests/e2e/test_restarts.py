@@ -62,7 +62,7 @@ def weights(run_dir: Path) -> list[bytes]:
 
 
 def test_a_run_that_loses_ranks_equals_an_undisturbed_one(command: list[str], undisturbed: Path, tmp_path: Path) -> None:
-    """Rank 1 dies before the first checkpoint, rank 0 after one, each a step or two after what the restart returns to."""
+    """Rank 1 dies before the first checkpoint, rank 0 after one, each a step or two after the state to which the restart returns."""
     run_dir = tmp_path / "run"
     said = succeed(*command, "--run-dir", run_dir, "--max-restarts", 2, KILL_RANKS="1:1 0:3")
     assert "restarting the trainer from the start of the run (restart 1 of 2)" in said, said

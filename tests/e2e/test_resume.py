@@ -14,7 +14,7 @@ INTERRUPTED = 130
 
 @pytest.fixture(scope="module")
 def command(job: Job, prompts: Path) -> list[str]:
-    """Return a PPO run, which has the most state to resume: two models, the first rollout for the value model alone."""
+    """Return a PPO run, which has the most state to resume: two models, and a first rollout in which only the value model learns."""
     return job(
         advantage_estimator="ppo",
         num_critic_only_steps=1,
@@ -38,7 +38,7 @@ def uninterrupted(command: list[str], tmp_path_factory: pytest.TempPathFactory) 
 
 
 def test_same_seed_same_metrics_and_tokens(command: list[str], uninterrupted: Path, tmp_path: Path) -> None:
-    """The second run starts from the config.yaml of the first, in a process that orders sets otherwise."""
+    """The second run starts from the config.yaml of the first, in a process with another hash seed."""
     succeed("train", "--config", uninterrupted / "config.yaml", "--run-dir", tmp_path / "again", fresh=True)
     assert metrics(tmp_path / "again") == metrics(uninterrupted)
     assert sample_rows(tmp_path / "again", *TOKENS) == sample_rows(uninterrupted, *TOKENS)

@@ -1,10 +1,13 @@
 """Warm start of `fuligo`: a process that has imported what most runs import, and that forks for every command.
 
-A small run spends half of its time on the import of torch and transformers. A forked command differs from a fresh one in two ways: its
-modules are imported before its environment is set, and all commands order sets alike (hash seed). The processes that it starts are fresh.
+A small run spends most of its time on the import of torch and transformers. A forked command differs from a fresh one in two ways: its
+modules are imported before its environment is set, and all commands share one hash seed, which orders sets. The same holds for its engine
+and its ranks, which
+`warm_children` forks; other processes that it starts are fresh.
 """
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -18,6 +21,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
+
+from tests.e2e.warm_children import ROOM, fork_children_warm, read_by_imports
 
 MODULES = (
     "fuligo.cli.console",
@@ -34,23 +39,24 @@ MODULES = (
     "transformers.models.qwen3.modeling_qwen3",
 )
 """Modules that most runs import, with all that they import."""
-READ_BY_IMPORTS = ("CUDA_", "GOMP_", "HF_", "LD_", "MKL_", "OMP_", "PYTHON", "RAY_", "TOKENIZERS_", "TORCH", "TRANSFORMERS_")
-"""Beginnings of the names of environment variables that packages read while they are imported."""
+
+
+PR_SET_PDEATHSIG = 1
 
 
 class WarmStart:
-    """Process that forks for commands, one after the other. It ends with this process."""
+    """Process that forks for commands, one after the other. It ends with this process, and a command with both, however they end."""
 
     def __init__(self, environment: dict[str, str], modules: Sequence[str] = MODULES) -> None:
-        self._read_by_imports = _read_by_imports(environment)
+        self._read_by_imports = read_by_imports(environment)
         self._socket, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-m", "tests.e2e.warm_start", str(theirs.fileno()), *modules]
+            command = [sys.executable, "-m", "tests.e2e.warm_start", ROOM, str(os.getpid()), str(theirs.fileno()), *modules]
             self._process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
 
     def suits(self, environment: dict[str, str]) -> bool:
         """Return whether what is already imported is what a command with this environment would import; False after an interrupted one."""
-        return self._socket.fileno() != -1 and _read_by_imports(environment) == self._read_by_imports
+        return self._socket.fileno() != -1 and read_by_imports(environment) == self._read_by_imports
 
     def run(self, arguments: list[str], environment: dict[str, str], timeout_s: float) -> subprocess.CompletedProcess[str]:
         """Run `python -m fuligo` with these arguments to its end, as `subprocess.run` does.
@@ -82,10 +88,6 @@ class WarmStart:
             return subprocess.CompletedProcess(arguments, os.waitstatus_to_exitcode(status), _text(output), _text(errors))
 
 
-def _read_by_imports(environment: dict[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name.startswith(READ_BY_IMPORTS)}
-
-
 def _number(value: int) -> bytes:
     return value.to_bytes(4, "little")
 
@@ -101,8 +103,16 @@ def _text(file: IO[bytes]) -> str:
     return file.read().decode()
 
 
+def end_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it ended before the call
+        os._exit(1)
+
+
 def next_command(connection: socket.socket) -> list[str]:
     """Fork for every request, and return in the child only: the arguments, after its environment, directory and output are set."""
+    server = os.getpid()
     while True:
         header, descriptors, _, _ = socket.recv_fds(connection, 4, 2)
         if not header:
@@ -117,6 +127,7 @@ def next_command(connection: socket.socket) -> list[str]:
         status = os.waitpid(pid, 0)[1]
         with contextlib.suppress(BrokenPipeError):  # the test was interrupted
             connection.sendall(_number(status))
+    end_with(server)
     connection.close()
     for descriptor, standard in zip(descriptors, (1, 2), strict=True):
         os.dup2(descriptor, standard)
@@ -130,7 +141,8 @@ def next_command(connection: socket.socket) -> list[str]:
 
 
 if __name__ == "__main__":
-    _, descriptor, *modules = sys.argv
+    _, _, tests, descriptor, *modules = sys.argv
+    end_with(int(tests))
     for module in modules:
         importlib.import_module(module)
     threads = sorted(task.joinpath("comm").read_text().strip() for task in Path("/proc/self/task").iterdir())
@@ -138,4 +150,4 @@ if __name__ == "__main__":
     assert len(threads) == 1 or threads[:-1] == ["jemalloc_bg_thd"], f"cannot fork: imports have started threads: {threads}"
     gc.freeze()  # collections in a child would copy the memory that it shares
     sys.argv[1:] = next_command(socket.socket(fileno=int(descriptor)))
-    runpy.run_module("fuligo", run_name="__main__", alter_sys=True)
+    runpy.run_module(fork_children_warm(), run_name="__main__", alter_sys=True)

@@ -5,7 +5,8 @@ import os
 import signal
 from typing import Any
 
-from fuligo.environments import AssistantTurn, Environment, Start, Step
+from fuligo.environments import AssistantTurn, Environment, Row, Start, Step
+from tests.e2e.processes import descendants
 
 
 class Resumable(Environment):
@@ -40,3 +41,20 @@ class Anew(Resumable):
     """The same world, without a state to continue from."""
 
     resumable = False
+
+
+class LosesEngine(Resumable):
+    """The same world, in which a step kills the embedded engine while other episodes wait for it (`KILL_AT=engine:1`, in rollout 1)."""
+
+    async def step(self, turn: AssistantTurn) -> Step:
+        kill_engine(self.row)
+        return await super().step(turn)
+
+
+def kill_engine(row: Row) -> None:
+    """Kill the embedded engine at the second sample of a group, in the rollout that KILL_AT names."""
+    where, _, step = os.environ.get("KILL_AT", ":-1").partition(":")
+    if where == "engine" and row.metadata["start_rollout_id"] == int(step) and row.index % 4 == 1:
+        for pid, command in descendants(os.getpid()).items():
+            if " serve " in command:
+                os.kill(pid, signal.SIGKILL)

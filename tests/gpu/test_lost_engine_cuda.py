@@ -1,4 +1,4 @@
-"""An engine is killed while it receives weights over NCCL; it and another engine have them in the end, and the trainer goes on.
+"""An engine is killed while it receives weights over NCCL; in the end it and another engine have them, and the trainer continues.
 
 One GPU is the sender's, one is each engine's: with two GPUs there is no other engine.
 FULIGO_SGLANG_PYTHON and FULIGO_SGLANG_PYTHONPATH: as for test_sglang_cuda.py.
@@ -75,7 +75,7 @@ async def fleet(settings: FleetSettings) -> AsyncIterator[Fleet]:
     await fleet.stop()
 
 
-async def test_the_sync_goes_on(fleet: Fleet, tmp_path: Path) -> None:
+async def test_the_sync_continues(fleet: Fleet, tmp_path: Path) -> None:
     model = oracle.load(tmp_path / "model").to(DEVICE, torch.bfloat16)
     trainer = KillingTrainer(renewed(model, seed=1))
     weight_sync = WeightSync(

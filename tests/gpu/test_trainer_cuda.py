@@ -9,15 +9,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
 
+from fuligo.formats.adapter_config import AdapterConfig
+from fuligo.models import tree_attention
+from fuligo.models.adapter import adapter_tensors
 from fuligo.trainer.objective import LossSettings
 from fuligo.trainer.packing import Capacity
-from fuligo.trainer.ranks.settings import CriticSettings, LearningRateSchedule, OptimizerSettings
+from fuligo.trainer.ranks.settings import CriticSettings, LearningRateSchedule, LoraSettings, OptimizerSettings
 from fuligo.trainer.ranks.world import World, join_world
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 from fuligo.trainer.torch_backend.weights import full_tensor
 from fuligo.trainer.torch_backend.worker import TorchRankWorker
+from fuligo.types import TrainBatch, TrainSample
 from tests import shares, tiny, train_batches
 
 LENGTHS = [(4, 90), (1, 3), (60, 9), (2, 1), (5, 140), (3, 90), (7, 6), (8, 20)]
@@ -26,7 +31,7 @@ LENGTHS = [(4, 90), (1, 3), (60, 9), (2, 1), (5, 140), (3, 90), (7, 6), (8, 20)]
 @pytest.fixture(scope="module", autouse=True)
 def cuda_world():
     """Return a world of one rank with a process group, which half precision under FSDP needs."""
-    world = join_world(0, 1, "cuda", store=HashStore(), timeout_s=60)
+    world = join_world(0, 1, "cuda", store=HashStore(), key=None, timeout_s=60)
     yield world
     dist.destroy_process_group()
 
@@ -136,3 +141,64 @@ def test_one_compiled_graph_serves_all_lengths(checkpoint):
 
     first = num_graphs(LENGTHS)
     assert num_graphs([(3, 5)]) == num_graphs([(9, 31), (2, 77), (40, 6), (5, 8), (6, 2)]) == num_graphs(LENGTHS[::-1]) <= first + 1
+
+
+@pytest.mark.parametrize(("kernel", "torch_compile"), [("varlen", False), ("varlen", True), ("flex", False)])
+def test_shared_prefixes_do_not_change_scores_and_gradients(checkpoint, monkeypatch, kernel, torch_compile):
+    """Both are bfloat16; the float32 worker says how much noise that is."""
+    monkeypatch.setattr(tree_attention, "CUDA_KERNEL", kernel)
+    samples = group_of_six()
+    exact = np.concatenate([each.old_logprobs for each in shares.scored(worker(checkpoint, "cuda"), samples)])
+    rank = worker(checkpoint, "cuda", "bf16", torch_compile=torch_compile)
+    batch: TrainBatch | None = None
+    errors: list[float] = []
+    found: list[dict[str, torch.Tensor]] = []
+    for shares_prefixes in (False, True):
+        rank.settings = replace(rank.settings, shares_prefixes=shares_prefixes)
+        scored = shares.scored(rank, samples)
+        errors.append(float(np.abs(np.concatenate([each.old_logprobs for each in scored]) - exact).mean()))
+        rank.optimizer.zero_grad()
+        batch = batch or train_batches.batch(scored)
+        found.append(gradients(rank, batch))
+    assert errors[1] <= 1.3 * errors[0]
+    scale = max(g.abs().max() for g in found[0].values())
+    for name, gradient in found[0].items():
+        assert (found[1][name] - gradient).abs().max() <= 0.1 * scale, name
+
+
+def group_of_six() -> list[TrainSample]:
+    """Return answers of different lengths to one prompt of 150 tokens."""
+    answers = [train_batches.sample(i, prompt_length=150, response_length=20 + 7 * i) for i in range(6)]
+    prompt = answers[0].tokens[:150]
+    return [replace(answer, tokens=np.concatenate([prompt, answer.tokens[150:]])) for answer in answers]
+
+
+def set_adapter(rank: TorchRankWorker, *, std: float) -> None:
+    """Give A and B random values; they lie whole on the one rank."""
+    for seed, (_, parameter) in enumerate(sorted(adapter_tensors(rank.policy.model).items())):
+        local = parameter.detach()
+        local = local.to_local() if isinstance(local, DTensor) else local
+        local.copy_(std * torch.randn(local.shape, generator=torch.Generator().manual_seed(seed)))
+
+
+def test_compiled_layers_follow_the_adapter_when_it_is_switched_off(checkpoint):
+    """The reference is the policy without its adapter, computed between passes with it; both are compiled."""
+    lora = LoraSettings(AdapterConfig(rank=4, alpha=128.0))
+    changes = {"lora": lora, "reference_weights": checkpoint}
+    compiled, plain = worker(checkpoint, "cuda", "bf16", torch_compile=True, **changes), worker(checkpoint, "cuda", "bf16", **changes)
+    for rank in (compiled, plain):
+        set_adapter(rank, std=0.02)
+    scored = [shares.scored(rank, train_batches.samples(LENGTHS)) for rank in (compiled, plain)]
+    ours, theirs = (
+        {name: np.concatenate([getattr(sample, name) for sample in samples]) for name in ("old_logprobs", "ref_logprobs")}
+        for samples in scored
+    )
+    for name, found in ours.items():
+        assert np.abs(found - theirs[name]).mean() <= 0.1, name
+    assert np.abs(ours["old_logprobs"] - ours["ref_logprobs"]).mean() > 0.2
+    batch = train_batches.batch(scored[1])
+    expected, got = gradients(plain, batch), gradients(compiled, batch)
+    assert expected.keys() == got.keys()
+    scale = max(g.abs().max() for g in expected.values())
+    for name, gradient in expected.items():
+        assert (got[name] - gradient).abs().max() <= 0.1 * scale, name

@@ -63,7 +63,7 @@ class ForcedModel:
         return chosen
 
     def _softmax(self, number: int, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Weigh the chosen experts as Qwen3-MoE does: softmax over them alone."""
+        """Weigh the chosen experts as Qwen3-MoE does: softmax over only these."""
         gate = self._layers[number].gate
         logits = hidden.reshape(-1, gate.weight.size(1)) @ gate.weight.T
         chosen = self._force(number, logits.topk(gate.top_k).indices)

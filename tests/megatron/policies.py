@@ -24,6 +24,7 @@ MicroBatches = Sequence[Sequence[TrainSample]]
 
 def settings_of(directory: Path, layout: Layout, *, flags: Mapping[str, Any] | None = None, **overrides: Any) -> MegatronTrainerSettings:
     """Return the settings of the model in `directory`; `flags` override its config.json."""
+    architecture = architecture_of(read_config_json(directory))
     given = {
         "hf_checkpoint": directory,
         "initial_weights": directory,
@@ -31,7 +32,8 @@ def settings_of(directory: Path, layout: Layout, *, flags: Mapping[str, Any] | N
         "layout": layout,
         "num_ranks": layout.num_ranks,
         "model_flags": {**stated_flags(read_config_json(directory)), **(flags or {})},
-        "sparse_layers": SparseLayers.of(architecture_of(read_config_json(directory))),
+        "sparse_layers": SparseLayers.of(architecture),
+        "numerics": architecture.numerics,
         "pad_multiple_tokens": 1,
     }
     return MegatronTrainerSettings(**{**given, **overrides})

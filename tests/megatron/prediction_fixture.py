@@ -42,7 +42,7 @@ class PredictionLayer(nn.Module):
 
 @dataclass(slots=True)
 class PredictingModel:
-    """Transformers model with MTP layers; `family` is mimo, glm4_moe, glm4_moe_lite or glm_moe_dsa."""
+    """Transformers model with MTP layers; `family` is mimo, glm4_moe, glm4_moe_lite, deepseek_v32 or glm_moe_dsa."""
 
     family: str
     trunk: Any

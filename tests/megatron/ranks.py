@@ -119,7 +119,7 @@ def _serve(rank: int, port: int, connection: Connection) -> None:
         except EOFError:
             return
         try:
-            world = join_world(rank, size, "cpu", store=PrefixStore(f"run/{number}", store), timeout_s=TIMEOUT_S)
+            world = join_world(rank, size, "cpu", store=PrefixStore(f"run/{number}", store), key=b"of this pool", timeout_s=TIMEOUT_S)
             answer = pickle.dumps((False, function(world, *args, **kwargs)))
         except BaseException:
             answer = pickle.dumps((True, traceback.format_exc()))

@@ -190,7 +190,7 @@ def draw_after_restore(world: World, settings: MegatronTrainerSettings, *, load:
     return [torch.rand(4), of_region]
 
 
-def test_random_numbers_go_on_under_the_same_layout_only(pool: RankPool, models, tmp_path: Path):
+def test_random_numbers_continue_only_under_the_same_layout(pool: RankPool, models, tmp_path: Path):
     settings = settings_of(models["dense"], LAYOUTS["tp2"])
     saved = pool.run(2, draw_after_restore, settings, load=None, save=tmp_path)
     resumed = pool.run(2, draw_after_restore, settings, load=tmp_path, save=None)

@@ -68,8 +68,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory):
 SHAPES: dict[str, dict] = {
     "qwen3": {"vocab_size": 397, "tie_word_embeddings": True},
     "glm4": {},
+    "gemma3_text": {},
     "qwen3_moe": {},
     "glm4_moe_lite": {"num_prediction_layers": 1},
+    "deepseek_v32": {"num_prediction_layers": 1},
     "glm_moe_dsa": {"num_prediction_layers": 1, "indexer_types": ["full", "shared", "full"]},
 }
 

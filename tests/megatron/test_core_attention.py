@@ -60,6 +60,6 @@ def largest_differences(world: World, num_heads: int, num_kv_heads: int, key_dim
     [(4, 2, 16, 16, None), (4, 4, 24, 16, 0.3)],
     ids=["grouped heads", "keys longer than values"],
 )
-def test_output_and_gradients_are_those_of_each_sequence_alone(pool: RankPool, cp, num_heads, num_kv_heads, key_dim, value_dim, scale):
+def test_output_and_gradients_are_those_of_separate_sequences(pool: RankPool, cp, num_heads, num_kv_heads, key_dim, value_dim, scale):
     for differences in pool.run(cp, largest_differences, num_heads, num_kv_heads, key_dim, value_dim, scale):
         assert max(differences) < 5e-6

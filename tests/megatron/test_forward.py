@@ -27,6 +27,15 @@ LLAMA_3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+GEMMA: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 5,
+    "query_pre_attn_scalar": 40,
+}
+GEMMA_LINEAR = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 20_000.0, "factor": 8.0},
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"vocab_size": 403}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
@@ -34,6 +43,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 3": ("llama", {"rope_parameters": LLAMA_3, "tie_word_embeddings": True}),
     "glm4": ("glm4", {}),
     "mimo": ("qwen2", {}),
+    "gemma3_text": ("gemma3_text", GEMMA),
+    "gemma3_text linear": ("gemma3_text", GEMMA | {"rope_parameters": GEMMA_LINEAR, "tie_word_embeddings": False}),
 }
 LAYOUTS = {
     "one rank": Layout(),
@@ -51,6 +62,10 @@ LAYOUTS = {
 CHOSEN = {
     ("one rank", "llama"),
     ("one rank", "glm4"),
+    ("one rank", "gemma3_text"),
+    ("cp2", "gemma3_text linear"),
+    ("tp2 sp", "gemma3_text linear"),
+    ("pp3 uneven", "gemma3_text"),
     ("tp2", "qwen2"),
     ("tp2 sp", "glm4"),
     ("tp4 of two key heads", "qwen3"),

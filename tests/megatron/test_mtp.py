@@ -131,8 +131,8 @@ def test_gradients_of_joint_training_are_those_of_plain_torch(
     ],
     ids=str,
 )
-def test_else_their_loss_trains_the_layers_alone(pool: RankPool, references, layout: str, overrides: dict[str, Any]) -> None:
-    """The model's own gradients are those without MTP layers; the layers' gradients are those of joint training."""
+def test_otherwise_their_loss_trains_only_the_layers(pool: RankPool, references, layout: str, overrides: dict[str, Any]) -> None:
+    """The model's gradients equal those without MTP layers; the MTP layers' gradients equal those of joint training."""
     reference, shape = references("mimo", 2), LAYOUTS[layout]
     apart, *_ = pool.run(shape.num_ranks, megatron_gradients, prediction_settings(reference, shape, joint=False, **overrides), batch())
     without, *_ = pool.run(shape.num_ranks, megatron_gradients, prediction_settings(reference, shape, mtp=MTPSettings()), batch())
@@ -184,7 +184,7 @@ def untrained(world: World, settings: MegatronTrainerSettings, of: TrainBatch) -
     return {name: tensor.clone() for name, tensor in worker.named_weights()}, before
 
 
-def test_layers_that_are_not_trained_stay_as_they_are_and_leave_the_model_alone(pool: RankPool, references) -> None:
+def test_layers_that_are_not_trained_do_not_change_and_do_not_affect_the_model(pool: RankPool, references) -> None:
     reference = references("mimo", 1)
     (after, before), _ = pool.run(2, untrained, prediction_settings(reference, LAYOUTS["pp2"], trained=False), batch())
     (without, _), _ = pool.run(2, untrained, prediction_settings(reference, LAYOUTS["pp2"], mtp=MTPSettings()), batch())

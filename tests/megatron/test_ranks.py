@@ -32,7 +32,7 @@ def test_runs_of_different_sizes_use_the_same_processes():
     assert [r[2] for r in of_four[:2]] == [r[2] for r in of_two]
 
 
-def test_a_failure_tells_the_rank_and_its_traceback_and_the_pool_goes_on(pool: RankPool):
+def test_a_failure_names_the_rank_with_its_traceback_and_the_pool_continues(pool: RankPool):
     with pytest.raises(AssertionError, match=r"(?s)rank 1: Traceback.*ValueError: rank one is not well"):
         pool.run(2, fail_on_rank_1)
     assert [r[0] for r in pool.run(2, sum_of_ranks, 0)] == [1, 1]

@@ -258,7 +258,7 @@ def test_padding_and_a_repetition_are_sent_nowhere(checkpoint_of) -> None:
     tokens, layers = pack_tokens(samples, torch.device("cpu")), [0, 2]
     for counts in (True, False):
         row = pack_row(tokens, Layout(), 0, pad_multiple=64, counts=counts)
-        choices, is_told = row_choices(row, samples, layers, shape), (row.source >= 0) & counts
+        choices, is_told = row_choices(row, tokens, samples, layers, shape), (row.source >= 0) & counts
         assert row.num_tokens > tokens.num_tokens
         expected = np.concatenate([sample.routed_experts[:, layers] for sample in samples if sample.routed_experts is not None])
         assert np.array_equal(choices[is_told].numpy(), expected[: int(is_told.sum())])

@@ -1,4 +1,4 @@
-"""Sparse latent attention with a shared token choice on Megatron-Core: log-probabilities and gradients against transformers."""
+"""Sparse latent attention on Megatron-Core: log-probabilities and gradients against transformers, with and without a shared choice."""
 
 import json
 import shutil
@@ -30,10 +30,15 @@ from tests.megatron.gradients import assert_gradients_agree, megatron_gradients
 from tests.megatron.policies import megatron_logprobs, settings_of, transformers_logprobs
 from tests.megatron.prediction_fixture import PredictingModel
 from tests.megatron.ranks import RankPool
+from tests.megatron.test_latent_attention import YARN
 
 LENGTHS = [(4, 9), (1, 3), (30, 12), (2, 1), (5, 14), (3, 9)]
 """(prompt, response) lengths; most have more tokens than a query chooses."""
 TYPES = ["full", "shared", "shared", "full"]
+MODELS: dict[str, dict[str, Any]] = {
+    "glm_moe_dsa": {"layers": 4, "indexer_types": TYPES},
+    "deepseek_v32": {"layers": 3, "rope_parameters": YARN},
+}
 LOSS = LossSettings(loss_type="sft_loss")
 SCALE = 0.3
 SLOW = pytest.mark.slow
@@ -44,6 +49,7 @@ LAYOUTS = {
     "cp2": Layout(cp=2, num_ranks=2),
     "ep2": Layout(ep=2, num_ranks=2),
     "pp2 uneven": Layout(pp=2, num_layers_first_stage=3, num_layers_last_stage=1, num_ranks=2),
+    "pp2 within": Layout(pp=2, num_layers_first_stage=1, num_layers_last_stage=2, num_ranks=2),
     "tp2 sp cp2": Layout(tp=2, cp=2, sequence_parallel=True, num_ranks=4),
     "cp2 ep2": Layout(cp=2, ep=2, num_ranks=2),
     "tp2 sp pp2": Layout(tp=2, pp=2, num_layers_first_stage=3, num_layers_last_stage=1, sequence_parallel=True, num_ranks=4),
@@ -61,7 +67,16 @@ class Reference:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    model = PredictingModel.random("glm_moe_dsa", layers=4, indexer_types=TYPES)
+    return made("glm_moe_dsa", tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def of_deepseek(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return made("deepseek_v32", tmp_path_factory)
+
+
+def made(family: str, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    model = PredictingModel.random(family, **MODELS[family])
     directory = model.save(tmp_path_factory.mktemp("predicting"))
     model.trunk.save_pretrained(without := tmp_path_factory.mktemp("plain"))
     step = StepSamples.of(batch(), 0, LOSS)
@@ -100,6 +115,18 @@ def test_gradients_are_those_of_plain_torch(pool: RankPool, reference: Reference
     """The model has an MTP layer; indexers get no gradients."""
     got, *_ = pool.run(LAYOUTS[layout].num_ranks, megatron_gradients, training_settings(reference, LAYOUTS[layout]), batch())
     assert_gradients_agree(got, reference.gradients)
+
+
+@pytest.mark.parametrize("layout", ["pp2 within", "tp2 sp", *(pytest.param(layout, marks=SLOW) for layout in ("one", "cp2", "ep2"))])
+def test_deepseeks_gradients_are_those_of_plain_torch(pool: RankPool, of_deepseek: Reference, layout: str) -> None:
+    """Every layer chooses tokens, so that a stage may begin anywhere; the rotary embedding is YaRN's, and experts are in groups."""
+    got, *_ = pool.run(LAYOUTS[layout].num_ranks, megatron_gradients, training_settings(of_deepseek, LAYOUTS[layout]), batch())
+    assert_gradients_agree(got, of_deepseek.gradients)
+
+
+@pytest.mark.parametrize("layout", ["cp2", *(pytest.param(layout, marks=SLOW) for layout in ("one", "pp2 within", "tp2 sp cp2"))])
+def test_deepseeks_logprobs_are_those_of_transformers(pool: RankPool, of_deepseek: Reference, layout: str) -> None:
+    assert_logprobs(pool, of_deepseek.without_prediction, LAYOUTS[layout], oracle=of_deepseek.without_prediction)
 
 
 @pytest.mark.parametrize(
@@ -175,8 +202,10 @@ def test_interleaved_stages_begin_with_layers_that_choose(pool: RankPool, tmp_pa
     assert_logprobs(pool, directory, Layout(pp=2, vpp=2, num_ranks=2), oracle=directory)
 
 
-def test_the_choice_matters(reference: Reference, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", MODELS)
+def test_the_choice_matters(family: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """Otherwise the tests above could not tell it from attention to all tokens."""
+    reference: Reference = request.getfixturevalue({"glm_moe_dsa": "reference", "deepseek_v32": "of_deepseek"}[family])
     dense = shutil.copytree(reference.without_prediction, tmp_path / "dense")
     (dense / "config.json").write_text(json.dumps(read_config_json(dense) | {"index_topk": 100}))
     samples = train_batches.samples(LENGTHS)

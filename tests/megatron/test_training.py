@@ -303,6 +303,27 @@ def test_where_and_when_the_optimizer_works_changes_no_step(
         torch.testing.assert_close(weights[name], weight, atol=1e-6, rtol=0, msg=name)
 
 
+@pytest.mark.parametrize("layout", ["dp2", "pp2 vpp2"])
+def test_skipped_samples_would_have_changed_nothing(pool: RankPool, checkpoint: Path, layout: str) -> None:
+    """Leave out three of the five samples of each step; there are then fewer than the rows that are needed."""
+    samples = [replace(s, advantages=s.advantages * (s.index % 5 < 2)) for s in train_batches.samples([*LENGTHS, (5, 5)])]
+    settings = settings_of(checkpoint, LAYOUTS[layout], capacity=CAPACITY, optimizer=ADAM)
+    settings = [replace(settings, skips_zero_advantages=skips) for skips in (False, True)]
+    (whole, _), (skipped, _) = (pool.run(2, weights_after_steps, each, samples) for each in settings)
+    assert whole is not None and skipped is not None
+    for name, weight in whole.items():
+        torch.testing.assert_close(skipped[name], weight, atol=2e-6, rtol=0, msg=name)
+
+
+def test_a_rollout_without_advantages_leaves_the_weights_as_they_are(pool: RankPool, checkpoint: Path) -> None:
+    samples = [replace(s, advantages=np.zeros_like(s.advantages)) for s in train_batches.samples(LENGTHS)]
+    settings = settings_of(checkpoint, LAYOUTS["dp2"], capacity=CAPACITY, optimizer=ADAM)
+    changed, _ = pool.run(2, trained, settings, train_batches.batch(samples))
+    assert changed, "weight decay moves them"
+    changed, _ = pool.run(2, trained, replace(settings, skips_zero_advantages=True), train_batches.batch(samples))
+    assert changed == []
+
+
 def norm_of_gradients(world: World, settings: MegatronTrainerSettings, samples: list[TrainSample]) -> float | None:
     """Return the gradient norm on rank 0."""
     from fuligo.trainer.megatron_backend.worker import MegatronRankWorker

@@ -199,7 +199,7 @@ def test_scores_and_steps_are_those_of_the_torch_trainer(
     assert_equal_courses(got, course(World(), torch_settings(checkpoint, critic=critic, optimizer=ADAM)))
 
 
-def test_it_begins_as_the_policy_with_zeros_for_a_head_and_learns_alone_at_first(pool: RankPool, checkpoint: Path) -> None:
+def test_it_starts_as_the_policy_with_a_zero_head_and_at_first_only_it_learns(pool: RankPool, checkpoint: Path) -> None:
     critic = CriticSettings(checkpoint, ADAM, num_only_rollouts=1)
     got, *_ = pool.run(2, course, settings_of(checkpoint, LAYOUTS["tp2"], **LIMITS, critic=critic, optimizer=ADAM))
     assert_equal_courses(got, course(World(), torch_settings(checkpoint, critic=critic, optimizer=ADAM)))
@@ -219,7 +219,7 @@ def saved(pool: RankPool, checkpoint: Path, critic: CriticSettings, tmp_path_fac
 @pytest.mark.parametrize(
     "layout", ["tp2 pp2", pytest.param("pp2 vpp2", marks=pytest.mark.slow), pytest.param("dp2", marks=pytest.mark.slow)]
 )
-def test_it_goes_on_under_another_layout(pool: RankPool, checkpoint: Path, critic: CriticSettings, saved: Path, layout: str) -> None:
+def test_it_resumes_under_another_layout(pool: RankPool, checkpoint: Path, critic: CriticSettings, saved: Path, layout: str) -> None:
     settings = settings_of(checkpoint, Layout(), **LIMITS, critic=critic, optimizer=ADAM)
     (want,) = pool.run(1, course, settings, load=saved)
     other = settings_of(checkpoint, LAYOUTS[layout], **LIMITS, critic=critic, optimizer=ADAM)

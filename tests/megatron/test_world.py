@@ -62,7 +62,7 @@ def test_ranks_that_cannot_be_arranged_are_refused(pool: RankPool):
         pool.run(2, places, [Layout(tp=3, num_ranks=2)])
 
 
-def test_random_weights_depend_on_the_seed_and_the_place_alone(pool: RankPool, tmp_path):
+def test_random_weights_depend_only_on_the_seed_and_the_place(pool: RankPool, tmp_path):
     settings = settings_of(tiny.save_checkpoint(tmp_path, "qwen3"), Layout(tp=2, num_ranks=4))
     first, second, other_replica, _ = pool.run(4, random_weights, settings)
     again = pool.run(4, random_weights, settings)[0]

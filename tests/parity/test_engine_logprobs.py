@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fuligo.engines.embedded.engine import EmbeddedEngine
 from fuligo.engines.embedded.model import EngineModel
 from fuligo.engines.embedded.request import Request
 from fuligo.engines.generation import SamplingParams
 from fuligo.formats.checkpoint_form import checkpoint_weights
+from fuligo.formats.quantisation import has_whole_experts
 from tests import tiny
 
 TOLERANCE = 1e-4
@@ -30,9 +31,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {"rms_norm_eps": 1e-6, "v_head_dim": 28},  # that epsilon is transformers' for norms of latents, whatever is stated
     "deepseek_v3": {"v_head_dim": 12},  # keys have 20
     "kimi_k2": {},
+    "minimax_m2": {},
     "qwen3_next": {"layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2},
     "qwen3_5_text": {},
-    "gemma3_text": {"head_dim": 16, "sliding_window": 24},
+    "gpt_oss": {"sliding_window": 24},
+    "gemma3_text": {},
+    "gemma4_text": tiny.GEMMA4,
 }
 
 
@@ -73,21 +77,21 @@ def answered(checkpoint: Path) -> Any:
     answered.engine.stop()
 
 
-def reference(directory: Path) -> torch.nn.Module:
+def reference(directory: Path) -> PreTrainedModel:
     """Return log-probabilities of transformers' own forward pass, one sequence at a time."""
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 @torch.no_grad()
-def perturb(model: torch.nn.Module) -> None:
+def perturb(model: PreTrainedModel) -> None:
     torch.manual_seed(3)
     for tensor in model.state_dict().values():  # with the corrections of routers' scores, which are buffers
         tensor.add_(0.02 * torch.randn_like(tensor))
 
 
-def as_sent(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+def as_sent(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
     """Return the weights under their checkpoint names."""
-    return list(checkpoint_weights(model.state_dict().items()))
+    return list(checkpoint_weights(model.state_dict().items(), whole_experts=has_whole_experts(model.config.to_dict())))
 
 
 def wait_begun(requests: Sequence[Request], num_tokens: int = 5) -> None:
@@ -128,6 +132,18 @@ def test_mixed_lengths_and_refill(answered: Answered, checkpoint: Path) -> None:
     requests = mixed_requests(answered)
     answered.wait(requests)
     assert worst_difference(reference(checkpoint), requests) < TOLERANCE
+
+
+def test_greedy_decoding_is_transformers(answered: Answered, checkpoint: Path) -> None:
+    """Prompts are shorter and longer than windows; transformers decodes with its own cache."""
+    model: Any = reference(checkpoint)
+    model.generation_config.eos_token_id = None
+    requests = [answered.submit(range(10, 10 + length), 12, top_k=1, ignore_eos=True) for length in (1, 9, 30)]
+    answered.wait(requests)
+    for request in requests:
+        ids = torch.tensor([request.input_ids])
+        whole = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)
+        assert request.output_ids == whole[0, ids.size(1) :].tolist()
 
 
 def test_abort_and_continue(answered: Answered, checkpoint: Path) -> None:

@@ -19,7 +19,7 @@ from tests import shares, tiny, train_batches
 LENGTHS = [(4, 9), (1, 3), (6, 9), (2, 1), (5, 14), (3, 9), (7, 6), (8, 2)]
 
 
-OVERRIDES = {"glm4_moe_lite": {"rms_norm_eps": 1e-6}, "gemma3_text": {"head_dim": 16, "sliding_window": 8}}
+OVERRIDES = {"glm4_moe_lite": {"rms_norm_eps": 1e-6}, "gemma3_text": {"sliding_window": 8}, "gemma4_text": tiny.GEMMA4}
 """The epsilon that transformers uses for latent norms, whatever config.json states; a window that is shorter than samples."""
 
 
@@ -35,10 +35,13 @@ OVERRIDES = {"glm4_moe_lite": {"rms_norm_eps": 1e-6}, "gemma3_text": {"head_dim"
         "glm4_moe_lite",
         "deepseek_v3",
         "kimi_k2",
+        "minimax_m2",
         "qwen3_next",
         "qwen3_5_text",
         "qwen3_5_moe_text",
+        "gpt_oss",
         "gemma3_text",
+        "gemma4_text",
     ],
 )
 def checkpoint(request, tmp_path_factory) -> Path:
@@ -115,7 +118,7 @@ def test_gradient_equals_autograd_through_the_padded_model(checkpoint):
 
 
 def test_teacher_logprobs_are_the_teacher_models(checkpoint, tmp_path):
-    """The teacher may have another shape and stands beside a reference; it scores at the student's temperature."""
+    """The teacher may have another shape, and there is a reference as well; it scores at the student's temperature."""
     teacher = tiny.save_checkpoint(tmp_path, seed=6, layers=3, hidden=32)
     samples = train_batches.samples(LENGTHS)
     worker = TorchRankWorker(settings_of(checkpoint, teacher_weights=teacher, reference_weights=checkpoint, temperature=0.6), World())

@@ -1,7 +1,7 @@
 """Two real SGLang engines behind the real router on a CPU, for the whole session."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -46,13 +46,15 @@ def fleet_settings(
     *,
     num_engines: int = NUM_ENGINES,
     restart: bool = True,
+    environment: Mapping[str, str] = ENVIRONMENT,
     health_timeout_s: float = 20.0,
 ) -> FleetSettings:
     python = sglang_python()
     assert python is not None
     return FleetSettings(
         servers=tuple(
-            server_settings(f"engine {n}", checkpoint, claims, logs / f"engine-{n}.txt", number=n, keys=KEYS) for n in range(num_engines)
+            server_settings(f"engine {n}", checkpoint, claims, logs / f"engine-{n}.txt", number=n, keys=KEYS, environment=environment)
+            for n in range(num_engines)
         ),
         router=RouterSettings(
             log_file=logs / "router.txt",

@@ -24,6 +24,6 @@ def _kill(turn: str, step: int) -> None:
     for moment in due:
         label = f" 0@{moment.rpartition(':')[2]} "
         for pid, command in descendants(os.getpid()).items():
-            if "sglang.launch_server" in command and "fuligo.engines.guard" not in command and label in f"{command} ":
+            if "sglang.launch_server" in command and "engines/guard.py" not in command and label in f"{command} ":
                 os.kill(pid, signal.SIGKILL)
     os.environ["KILL_ENGINES"] = " ".join(moment for moment in os.environ["KILL_ENGINES"].split() if moment not in due)

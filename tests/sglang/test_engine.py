@@ -1,4 +1,4 @@
-"""Answers of real SGLang engines, as the client and the rollouts rely on them."""
+"""Answers of real SGLang engines that the client and the rollouts rely on."""
 
 import asyncio
 from pathlib import Path
@@ -53,7 +53,7 @@ async def test_connections_stay_open_while_the_trainer_works(engines: EngineGrou
     writer.close()
 
 
-async def test_a_paused_engine_holds_new_requests_until_it_goes_on(engines: EngineGroup) -> None:
+async def test_a_paused_engine_holds_new_requests_until_it_resumes(engines: EngineGroup) -> None:
     running = asyncio.create_task(engines.clients[0].generate(oracle.PROMPTS[0], LONG, rid="before-the-pause"))
     await _running(engines, 1)
     await engines.pause("abort")
@@ -81,13 +81,13 @@ async def test_stop_strings_stay_in_the_ids(engines: EngineGroup, checkpoint: Pa
     assert stop in tokenizer.decode(stopped.output_ids.tolist())
 
 
-async def test_a_request_that_cannot_fit_is_refused_and_the_engine_goes_on(engines: EngineGroup) -> None:
+async def test_a_request_that_cannot_fit_is_refused_and_the_engine_continues(engines: EngineGroup) -> None:
     with pytest.raises(EngineError, match="status 400"):
         await engines.generate([5] * 4000, SamplingParams(max_new_tokens=4), rid="too-long")
     assert len((await engines.generate([5, 6], SamplingParams(max_new_tokens=4, ignore_eos=True), rid="fits")).output_ids) == 4
 
 
 async def _running(engines: EngineGroup, num_requests: int) -> None:
-    while (await engines.load()).num_running < num_requests:  # noqa: ASYNC110  # nothing tells but asking
+    while (await engines.load()).num_running < num_requests:  # noqa: ASYNC110  # there is no event to wait for
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.1)  # some tokens

@@ -26,7 +26,7 @@ CASES = {
     ("glm4_moe_lite", "block"): "Glm4MoeLiteForCausalLM",
     ("glm4_moe_lite", "channel"): "Glm4MoeLiteForCausalLM",
 }
-"""DeepSeek-V3's class asks on a CPU for a rope scaling that the tiny model has not; GLM-4.7-Flash's is made of the same parts."""
+"""DeepSeek-V3's class needs on a CPU a rope scaling that the tiny model lacks; GLM-4.7-Flash's is made of the same parts."""
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ async def test_a_router_listens_at_an_ipv6_address(checkpoint: Path, claims: Por
 
 @pytest.mark.slow
 async def test_a_fleet_samples_at_ipv6_addresses(checkpoint: Path, claims: PortClaims, tmp_path: Path) -> None:
-    """The router alone is tested above, addresses in tests/unit/engines/test_host.py."""
+    """The router by itself is tested above, addresses in tests/unit/engines/test_host.py."""
     settings = fleet_settings(checkpoint, claims, tmp_path, num_engines=1)
     settings = replace(
         settings, servers=tuple(replace(server, host="::1") for server in settings.servers), router=replace(settings.router, host="::1")

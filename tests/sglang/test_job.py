@@ -73,7 +73,7 @@ def metrics(run_dir: Path) -> list[dict[str, float]]:
 def servers_below(pid: int) -> dict[int, str]:
     """Return the command lines of the SGLang servers that a run started, without their guards."""
     found = descendants(pid).items()
-    return {pid: command for pid, command in found if "sglang.launch_server" in command and "fuligo.engines.guard" not in command}
+    return {pid: command for pid, command in found if "sglang.launch_server" in command and "engines/guard.py" not in command}
 
 
 def test_the_reward_rises_and_an_engine_that_dies_comes_back(start, tmp_path: Path) -> None:

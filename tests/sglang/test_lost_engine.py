@@ -78,7 +78,7 @@ async def fleet(checkpoint: Path, claims: PortClaims, tmp_path: Path, monkeypatc
         pytest.param("tensor", signal.SIGSTOP, marks=pytest.mark.slow),
     ],
 )
-async def test_the_sync_goes_on(fleet: Fleet, checkpoint: Path, tmp_path: Path, transport: Transport, number: signal.Signals) -> None:
+async def test_the_sync_continues(fleet: Fleet, checkpoint: Path, tmp_path: Path, transport: Transport, number: signal.Signals) -> None:
     """Only the deadline of the bucket detects a stopped scheduler, whose HTTP server still answers."""
     trainer = KillingTrainer(oracle.perturbed(oracle.load(checkpoint), seed=1))
     weight_sync = WeightSync(cast(Trainer, trainer), fleet.group, WeightSyncSettings(transport, BUCKET_BYTES, False, checkpoint, tmp_path))

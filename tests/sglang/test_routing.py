@@ -54,7 +54,7 @@ async def test_experts_are_those_of_transformers_also_of_a_continued_response(mi
     checkpoint, engines = mixture
     generate = SingleTurn(engines, tiny.tokenizer(), timeout_s=120.0, routing=RoutingShape.read(checkpoint))
     begun = [asyncio.create_task(generate(fresh(index), PARAMS)) for index in range(2)]
-    while (await engines.load()).num_running < len(begun):  # noqa: ASYNC110  # nothing tells but asking
+    while (await engines.load()).num_running < len(begun):  # noqa: ASYNC110  # there is no event to wait for
         await asyncio.sleep(0.01)
     await engines.abort_all()
     cut = [await task for task in begun]

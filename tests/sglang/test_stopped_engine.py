@@ -57,7 +57,7 @@ class ScriptedServer(SGLangServer):
         self.process = ServerProcess(settings.name, command, log_file=settings.log_file, grace_s=1.0)
 
     async def wait_ready(self) -> None:
-        """Wait without the check that it asks for a key: it has none."""
+        """Wait without checking that the server requires a key: it has none."""
         await self.process.wait_until(lambda: self.answers(5.0), 240.0)
 
 

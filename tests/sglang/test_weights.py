@@ -74,7 +74,9 @@ async def test_each_transport(sender: WeightSender, engines: EngineGroup, checkp
 
 
 @pytest.mark.parametrize("transport", ["tensor", "gloo"])
-async def test_changes_alone(sender: WeightSender, engines: EngineGroup, checkpoint: Path, tmp_path: Path, transport: Transport) -> None:
+async def test_only_changes_are_sent(
+    sender: WeightSender, engines: EngineGroup, checkpoint: Path, tmp_path: Path, transport: Transport
+) -> None:
     model = oracle.perturbed(oracle.load(checkpoint), seed=20)
     first = await sync(sender, engines, model, transport, 20, tmp_path, changes_only=True)
     assert first.num_bytes_sent == first.num_bytes

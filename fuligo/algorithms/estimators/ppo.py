@@ -1,7 +1,7 @@
 """PPO with a value model: Schulman et al. 2017, arXiv:1707.06347; advantages: Schulman et al. 2016, arXiv:1506.02438, equation 16.
 
 delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lambda A_{t+1}. r_t is -kl_coef times the token's KL, plus the reward at the
-last trained token. The value model learns the returns A_t + V_t.
+last trained token, or the reward of each turn at its end. The value model learns the returns A_t + V_t.
 Loss: PPO's clipped token ratio; the value model's is `fuligo.algorithms.value_loss`.
 """
 
@@ -29,12 +29,14 @@ class Ppo(Estimator):
     def advantages(self, rewards: Rewards, settings: AdvantageSettings) -> list[Float64Array]:
         import numpy as np
 
-        advantages: list[Float64Array] = []
-        for sample, token_rewards in zip(rewards.samples, rewards.token_rewards(settings)):
-            assert sample.values is not None, "score() computes them where there is a value model"
-            values = generalised_advantages(token_rewards, sample.values, sample.loss_mask, gamma=settings.gamma, lambd=settings.lambd)
-            sample.returns = np.where(sample.loss_mask != 0, values + sample.values, 0.0).astype(np.float32)
-            advantages.append(values)
+        values = [sample.values for sample in rewards.samples if sample.values is not None]
+        assert len(values) == len(rewards.samples), "score() computes values where there is a value model"
+        courses, gamma, lambd = rewards.courses(settings), settings.gamma, settings.lambd
+        in_order = [np.concatenate([values[at] for at in course.positions]) for course in courses]
+        found = [generalised_advantages(c.rewards, v, c.loss_mask, gamma=gamma, lambd=lambd) for c, v in zip(courses, in_order)]
+        advantages = rewards.split(courses, found)
+        for sample, value, advantage in zip(rewards.samples, values, advantages):
+            sample.returns = np.where(sample.loss_mask != 0, advantage + value, 0.0).astype(np.float32)
         return advantages
 
 

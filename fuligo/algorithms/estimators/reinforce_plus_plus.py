@@ -1,7 +1,7 @@
 """REINFORCE++: Hu 2025, arXiv:2501.03262.
 
 A_t = r_t + gamma A_{t+1}: the discounted return of every trained token. r_t is -kl_coef times the token's KL, plus the reward at the last
-trained token. Whitened over all tokens of the rollout, hence without a group's baseline.
+trained token, or the reward of each turn at its end. Whitened over all tokens of the rollout, hence without a group's baseline.
 Loss: PPO's clipped token ratio.
 """
 
@@ -25,8 +25,8 @@ class ReinforcePlusPlus(Estimator):
     needs_whitening = True
 
     def advantages(self, rewards: Rewards, settings: AdvantageSettings) -> list[Float64Array]:
-        token_rewards = rewards.token_rewards(settings)
-        return [discounted_returns(r, s.loss_mask, settings.gamma) for s, r in zip(rewards.samples, token_rewards)]
+        courses = rewards.courses(settings)
+        return rewards.split(courses, [discounted_returns(each.rewards, each.loss_mask, settings.gamma) for each in courses])
 
 
 def discounted_returns(token_rewards: Float64Array, loss_mask: MaskArray, gamma: float) -> Float64Array:

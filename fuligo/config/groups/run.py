@@ -149,7 +149,7 @@ class ObservabilityFlags(FlagGroup):
     name: str | None = flag(None, "run name (default: date and time)")
     progress: Literal["auto", "rich", "plain", "none"] = flag("auto", "console display; auto: rich on a terminal, plain elsewhere")
     shared_outputs: bool = flag(
-        False, "let other users read what the run writes, as the umask says (default: its own user alone; samples may be confidential)"
+        False, "let other users read what the run writes, as the umask says (default: only its own user, since samples may be confidential)"
     )
     save_samples: bool = flag(True, "write samples/rollout_*.parquet (true or false)")
     use_tensorboard: bool = flag(False, "also write TensorBoard events to the run directory")
@@ -176,7 +176,7 @@ class ObservabilityFlags(FlagGroup):
 
 
 class DebugFlags(FlagGroup):
-    """Runs of one side of the system alone, and against the plan."""
+    """Runs of the trainer or the engines by themselves, and runs that the memory plan advises against."""
 
     ignore_memory_plan: bool = flag(False, "start although the plan finds that GPUs have too little memory; it may overestimate")
     debug_rollout_only: bool = slime(False, "sample and score, never train")

@@ -21,6 +21,9 @@ class DataFlags(FlagGroup):
     input_key: str = slime("input", "column with the prompt: text or chat messages")
     label_key: str | None = slime(None, "column with the reference answer for the reward")
     metadata_key: str | None = slime(None, "column with an object that becomes sample.metadata")
+    multimodal_keys: dict[str, str] = slime(
+        {}, 'column of each kind of media in prompts, as a JSON object: {"image": COLUMN}; its images replace <image> in the prompt'
+    )
     tool_key: str | None = slime(None, "column with tool definitions for the chat template")
     apply_chat_template: bool = slime(False, "apply the tokenizer's chat template to prompts (text becomes a user message)")
     apply_chat_template_kwargs: dict[str, Any] = slime({}, "further arguments of the template, as a JSON object")

@@ -16,6 +16,9 @@ class AlgorithmFlags(FlagGroup):
     disable_rewards_normalization: bool = slime(False, "use raw rewards, without a group baseline")
     normalize_advantages: bool = slime(False, "whiten advantages over all unmasked tokens of the rollout")
     gamma: float = slime(1.0, "discount per token", ge=0, le=1)
+    turn_rewards: bool = flag(
+        False, "place the reward of each turn of an environment at the end of that turn, in place of their sum at the end of the episode"
+    )
     lambd: float = slime(1.0, "lambda of generalised advantage estimation", ge=0, le=1)
     value_clip: float = slime(0.2, "clip distance of the value loss", gt=0)
     num_critic_only_steps: int = slime(0, "rollouts at the start in which only the value model learns", unit="rollouts", ge=0)
@@ -60,6 +63,11 @@ class AlgorithmFlags(FlagGroup):
     opd_teacher_url: Url | None = flag(
         None, "http://host:port of an engine or router that serves the teacher; default: the model named teacher in --sglang-config"
     )
+    skip_zero_advantages: bool = flag(
+        False,
+        "leave samples whose advantages are all 0 out of training, and skip optimizer steps without others (their log-probabilities by the "
+        "trainer are not recorded)",
+    )
     custom_advantage_function_path: str | None = slime(None, "hook: replaces the advantage estimator")
     custom_loss_function_path: str | None = slime(None, "hook: (args, batch, logprobs) -> (loss, metrics)")
     custom_tis_function_path: str | None = slime(None, "hook: replaces the importance weights")
@@ -84,6 +92,15 @@ class TrainFlags(FlagGroup):
         None, "tokens per packed micro-batch in passes without gradients (default --max-tokens-per-gpu)", unit="tokens", ge=1
     )
     log_probs_chunk_size: int = slime(4096, "tokens whose logits are in memory at a time", unit="tokens", ge=1)
+    share_prefixes: Literal["auto", "on", "off"] = flag(
+        "auto",
+        "compute a common prefix of a micro-batch's samples once: a prompt once for all its answers; auto: off until it is measured",
+    )
+    exact_on_policy: bool = flag(
+        False,
+        "compute log-probabilities that equal the engine's to the bit, and end the run if one differs (Llama, Qwen2, Qwen3 and "
+        "Qwen3-MoE on a CPU with the torch trainer and the embedded engine)",
+    )
     data_pad_size_multiplier: int = slime(128, "pad packed rows to a multiple of this", unit="tokens", ge=1)
     balance_data: bool = slime(False, "balance data-parallel ranks by FLOPs")
     seed: int = megatron(1234, "seed of the trainer's random numbers", ge=0)
@@ -91,10 +108,11 @@ class TrainFlags(FlagGroup):
         [], "regexes of parameters to train, by their names in the checkpoint (or in Megatron); all others are frozen"
     )
     freeze_params_name_list: list[str] = slime([], "regexes of parameters to freeze, by the same names")
+    freeze_vision_tower: bool = flag(False, "freeze the vision tower of a model of text and images; by default it is trained")
     mtp_num_layers: int | None = megatron(None, "layers for multi-token prediction (MTP) to load", unit="layers", ge=0)
     enable_mtp_training: bool = slime(False, "train the MTP layers; otherwise they stay frozen")
     mtp_loss_scaling_factor: float = megatron(0.2, "weight of the MTP loss", ge=0)
-    mtp_joint_training: bool = flag(False, "let the MTP loss also train the model, embedding and head instead of the MTP layers alone")
+    mtp_joint_training: bool = flag(False, "let the MTP loss also train the model, embedding and head instead of only the MTP layers")
     ref_update_interval: int | None = slime(
         None, "rollouts between copies of the policy's weights into the reference", unit="rollouts", ge=1
     )
@@ -110,7 +128,8 @@ class LoraFlags(FlagGroup):
     lora_rank: int | None = flag(None, "train an adapter of this rank instead of the weights (8 to 64 for RL)", ge=1)
     lora_alpha: float = flag(32.0, "the adapter's output is scaled by alpha / rank", gt=0)
     lora_dropout: float = flag(0.0, "dropout of the adapter's inputs, in supervised fine-tuning", ge=0, lt=1)
-    lora_target_modules: list[str] = flag([], "layers to adapt, such as q_proj v_proj (default: all linear layers but the output layer)")
+    lora_target_modules: list[str] = flag([], "layers to adapt, such as q_proj v_proj (default: all linear layers except the output layer)")
+    lora_experts: bool = flag(False, "adapt all experts of an MoE model, too, each with an A and B of its own")
     lora_use_rslora: bool = flag(False, "scale by alpha / sqrt(rank) instead (rsLoRA)")
     lora_adapter: str | None = flag(
         None, "adapter to start from, a PEFT directory, which also gives rank, alpha and layers; fuligo eval applies it", path=True

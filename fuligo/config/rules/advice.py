@@ -194,6 +194,6 @@ def trained_mtp_with_broadcast(config: Config) -> Violation | None:
         return None
     text = (
         f"--enable-mtp-training with --update-weight-transport {transport}: a broadcast does not reach the draft model, so engines keep "
-        "drafting with the initial MTP layers and accept fewer tokens as training goes on"
+        "drafting with the initial MTP layers and accept fewer tokens as training continues"
     )
     return Violation(text, (set_flag("update_weight_transport", "disk"),))

@@ -6,7 +6,7 @@ from fuligo.config import Config
 from fuligo.config.findings import Change
 from fuligo.config.flags import EMBEDDED_FLAGS, MEGATRON_FLAGS, SGLANG_FLAGS, TORCH_FLAGS
 from fuligo.config.rules.rule import Violation, rule, set_flag, unset_flag
-from fuligo.config.topology import engine_groups
+from fuligo.config.topology import engine_groups, policy_model
 
 SHARED_FRACTION = 0.7
 """Fraction of GPU memory that published recipes assign to engines that share GPUs with the trainer."""
@@ -70,7 +70,7 @@ def engines_have_gpus(config: Config) -> Violation | None:
     """Require the number of engine GPUs unless engines share the trainer's; it is not guessed."""
     cluster = config.cluster
     elsewhere = config.engine.rollout_external_engine_addrs or not config.needs_engine or cluster.device == "cpu"
-    elsewhere = elsewhere or not config.trains  # engines alone take the first GPUs
+    elsewhere = elsewhere or not config.trains  # without a trainer, engines take the first GPUs
     if config.engine_capabilities.beside_trainer or elsewhere or cluster.colocate or cluster.rollout_num_gpus is not None:
         return None
     if config.rollout.async_mode == "sync" and config.resolved_train_backend == "megatron":
@@ -116,9 +116,36 @@ def trainer_fits_its_nodes(config: Config) -> Violation | None:
     return Violation(text, (set_flag("actor_num_gpus_per_node", there),))
 
 
+@rule("CFG-HOSTFILE", "--hostfile")
+def nodes_are_started_by_launch(config: Config) -> Violation | None:
+    """Reject a hostfile for `fuligo train`, which starts no nodes."""
+    hostfile = config.cluster.hostfile
+    if hostfile is None:
+        return None
+    text = f"--hostfile {hostfile}: fuligo train does not start the nodes of a hostfile"
+    return Violation(text, advice=f"use fuligo launch --hostfile {hostfile} -- <these arguments>")
+
+
+@rule("CFG-COLOCATE-SYNC", "--colocate")
+def shared_engines_get_weights_each_step(config: Config) -> Violation | None:
+    """Reject engines on shared GPUs that would need weights when none are synced: between two syncs, or after the restart of a pair."""
+    if not config.cluster.colocate or not config.engine_capabilities.releases_memory:
+        return None
+    remedy = "give the engines GPUs of their own (--rollout-num-gpus)"
+    interval = config.weight_sync.update_weights_interval
+    decoding = [group.model for group in engine_groups(config) if group.worker_type == "decode"]
+    if config.engine.use_fault_tolerance and decoding and policy_model(config) in decoding:
+        text = "--use-fault-tolerance cannot restart prefill and decode engines that share GPUs with the trainer (--colocate)"
+        return Violation(text, advice=remedy, flags=("--colocate", "--use-fault-tolerance"))
+    if interval > 1:
+        text = f"--update-weights-interval {interval} with --colocate: engines lose their weights in each step, so each step must sync them"
+        return Violation(text, (set_flag("update_weights_interval", 1),), f"or {remedy}", ("--colocate", "--update-weights-interval"))
+    return None
+
+
 @rule("CFG-WEIGHT-MODE", "--update-weight-mode", "--rollout-backend")
 def engine_keeps_what_is_left_out(config: Config) -> Violation | None:
-    """Reject changes alone for the embedded engine, which refuses a weight sync that lacks a tensor."""
+    """Reject syncs of changed tensors for the embedded engine, which refuses a weight sync that lacks a tensor."""
     mode = config.weight_sync.update_weight_mode
     if mode != "delta" or not config.trains or not config.needs_engine or config.engine_capabilities.takes_changes:
         return None

@@ -217,7 +217,9 @@ def truncated_sampling(config: Config) -> Violation | None:
         "from a part of it has biased importance ratios"
     )
     options = tuple(text.split()[0] for text in given.values())
-    return Violation(text, tuple(unset_flag(name) for name in given), "for evaluation alone, use --eval-top-p and --eval-top-k", options)
+    return Violation(
+        text, tuple(unset_flag(name) for name in given), "to truncate only in evaluations, use --eval-top-p and --eval-top-k", options
+    )
 
 
 @rule("CFG-ASYNC-COLOCATE", "--async-mode", "--colocate")
@@ -252,6 +254,31 @@ def environment_names_are_names(config: Config) -> Violation | None:
     return Violation(
         f"--env or --engine-env: {', '.join(map(repr, odd))} is not a valid name of an environment variable", advice="correct it"
     )
+
+
+@rule("CFG-TURN-REWARDS", "--turn-rewards")
+def turn_rewards_are_all_rewards(config: Config) -> Violation | None:
+    """Reject rewards of whole responses beside rewards by turn."""
+    others = ("extra_rm_path", "custom_reward_post_process_path")
+    found = next((name for name in others if getattr(config.reward, name)), None)
+    if not config.algorithm.turn_rewards or found is None:
+        return None
+    option = f"--{found.replace('_', '-')}"
+    return Violation(
+        f"--turn-rewards takes the rewards that the environment gives to turns; {option} rewards whole episodes",
+        (unset_flag(found),),
+        flags=("--turn-rewards", option),
+    )
+
+
+@rule("CFG-TURN-REWARDS-FILTER", "--turn-rewards", "--dynamic-sampling-filter-path", severity=Severity.WARNING)
+def filter_sees_sums(config: Config) -> Violation | None:
+    """Warn about rewards by turn with a filter on the rewards of episodes, which drops groups of equal sums."""
+    path = config.rollout.dynamic_sampling_filter_path
+    if not config.algorithm.turn_rewards or path is None or ALIASES.get(path, path) != NONZERO_STD_FILTER:
+        return None
+    text = f"--dynamic-sampling-filter-path {path} drops groups whose episodes have equal sums, even if their turns have different rewards"
+    return Violation(text, (unset_flag("dynamic_sampling_filter_path"),))
 
 
 @rule("CFG-AGENT", "--agent")

@@ -64,21 +64,36 @@ EFFECTS = (
     _effect(
         "SFT",
         """
-        disable_grpo_std_normalization disable_rewards_normalization normalize_advantages gamma lambd value_clip num_critic_only_steps
-        critic_lr critic_lr_warmup_iters critic_load eps_clip eps_clip_high eps_clip_c entropy_coef use_kl_loss kl_loss_coef
-        use_unbiased_kl kl_coef use_tis use_rollout_logprobs use_opsm use_opd use_routing_replay use_rollout_routing_replay
+        disable_grpo_std_normalization disable_rewards_normalization normalize_advantages gamma turn_rewards lambd value_clip
+        num_critic_only_steps critic_lr critic_lr_warmup_iters critic_load eps_clip eps_clip_high eps_clip_c entropy_coef use_kl_loss
+        kl_loss_coef use_unbiased_kl kl_coef use_tis use_rollout_logprobs use_opsm use_opd use_routing_replay use_rollout_routing_replay
         custom_advantage_function_path custom_reward_post_process_path extra_rm_path over_sampling_batch_size dynamic_sampling_filter_path
-        partial_rollout data_source_path agent rollout_function_path rollout_sample_filter_path rollout_all_samples_process_path
-        custom_pg_loss_reducer_function_path
+        partial_rollout exact_on_policy data_source_path agent rollout_function_path rollout_sample_filter_path
+        rollout_all_samples_process_path custom_pg_loss_reducer_function_path
         """,
         lambda config: not config.is_sft,
         "with --loss-type sft_loss",
         "use --loss-type policy_loss",
     ),
+    _effect(
+        "EXACT",
+        "exact_on_policy",
+        lambda config: config.trains and config.needs_engine,
+        "without both a trainer and an engine",
+        "remove --debug-rollout-only or --debug-train-only",
+    ),
+    _effect(
+        "COMPILE",
+        "torch_compile",
+        lambda config: config.cluster.device != "cpu" and config.model.precision != "fp32",
+        "on a CPU or in float32",
+        "use --device cuda --precision bf16",
+    ),
     _needs("SFT-TURNS", "sft_rewritten_turns", "loss_type", "sft_loss"),
     _needs("KL-LOSS", "kl_loss_coef use_unbiased_kl", "use_kl_loss"),
     _estimator_needs("KL-COEF", "kl_coef", "uses_kl_coef", further=" or set --use-kl-loss --kl-loss-coef"),
     _estimator_needs("GAMMA", "gamma", "uses_gamma"),
+    _estimator_needs("TURN-ESTIMATOR", "turn_rewards", "uses_gamma"),
     _estimator_needs("VALUES", "lambd", "uses_values"),
     _effect(
         "VALUE-MODEL",
@@ -111,6 +126,15 @@ EFFECTS = (
         lambda config: config.algorithm.loss_type != "custom_loss",
         "with --loss-type custom_loss, which has no policy-gradient term",
         "use --loss-type policy_loss",
+    ),
+    _effect(
+        "ZERO-ADVANTAGES",
+        "skip_zero_advantages",
+        lambda config: config.learns_from_advantages_alone,
+        "where samples without advantage also have a gradient",
+        "remove the source of that gradient: another --loss-type, --entropy-coef, --kl-loss-coef, --advantage-estimator ppo, "
+        "--enable-mtp-training, --moe-aux-loss-coeff, --moe-router-bias-update-rate, --custom-model-provider-path or "
+        "--custom-pg-loss-reducer-function-path",
     ),
     _effect(
         "EVAL-FUNCTION",
@@ -159,6 +183,13 @@ EFFECTS = (
         "with --agent, whose function returns the reward",
         "remove --agent",
     ),
+    _effect(
+        "TURN-REWARDS",
+        "turn_rewards",
+        lambda config: config.rollout.environment or config.debug.load_debug_rollout_data,
+        "without turns that an environment rewards",
+        "add --environment, or remove --turn-rewards",
+    ),
     _needs("ENVIRONMENT", "environment_settings max_turns turn_timeout_s episode_timeout_s", "environment"),
     _effect(
         "ENVIRONMENT-REWARD",
@@ -203,7 +234,7 @@ EFFECTS = (
         eval_interval n_samples_per_eval_prompt eval_max_response_len eval_temperature eval_top_p eval_top_k skip_eval_before_train
         eval_reward_key
         """,
-        lambda config: config.has_eval,
+        lambda config: config.has_eval or not config.eval.eval,  # --no-eval runs a config without its evaluation, whose reward key stays
         "without evaluation data",
         "add --eval-prompt-data, --eval-config or --eval-function-path",
     ),
@@ -256,7 +287,7 @@ EFFECTS = (
     ),
     _effect(
         "LORA",
-        "lora_alpha lora_dropout lora_target_modules lora_use_rslora lora_sync",
+        "lora_alpha lora_dropout lora_target_modules lora_experts lora_use_rslora lora_sync",
         lambda config: config.uses_adapter,
         "without an adapter",
         "add --lora-rank",

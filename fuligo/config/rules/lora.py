@@ -5,7 +5,7 @@ from fuligo.config.findings import Change, Severity
 from fuligo.config.flags import flags
 from fuligo.config.rules.rule import Violation, rule, set_flag, unset_flag
 
-_SHAPE = ("lora_rank", "lora_alpha", "lora_target_modules", "lora_use_rslora")
+_SHAPE = ("lora_rank", "lora_alpha", "lora_target_modules", "lora_experts", "lora_use_rslora")
 _RL_LR, _SFT_LR = 1e-5, 1e-4
 
 
@@ -19,12 +19,21 @@ def mtp_layers_have_no_adapter(config: Config) -> Violation | None:
 
 @rule("CFG-LORA-BIAS-RATE", "--lora-rank", "--lora-adapter", "--moe-router-bias-update-rate")
 def router_correction_stays(config: Config) -> Violation | None:
-    """Reject a moving score correction with LoRA: it is a weight below the adapter, which no checkpoint of the adapter holds."""
+    """Reject a moving score correction with LoRA: it is a base weight, which no checkpoint of the adapter contains."""
     rate = config.megatron.get("moe_router_bias_update_rate")
     if not (config.uses_adapter and config.trains and rate):
         return None
-    text = f"--moe-router-bias-update-rate {rate} changes a weight of the model, and LoRA trains the adapter alone"
+    text = f"--moe-router-bias-update-rate {rate} changes a weight of the model, and LoRA trains only the adapter"
     return Violation(text, (Change(("megatron", "moe_router_bias_update_rate"), None),))
+
+
+@rule("CFG-LORA-OVERLAP", "--lora-rank", "--lora-adapter", "--moe-shared-expert-overlap")
+def shared_experts_exchange_in_their_layers(config: Config) -> Violation | None:
+    """Reject overlapped shared experts with LoRA: their layers then leave the exchange among TP ranks to others, and A needs its result."""
+    if not (config.uses_adapter and config.trains and config.megatron.get("moe_shared_expert_overlap")):
+        return None
+    text = "--moe-shared-expert-overlap moves the exchange among TP ranks out of the layers that LoRA adapts"
+    return Violation(text, (Change(("megatron", "moe_shared_expert_overlap"), None),))
 
 
 @rule("CFG-LORA-OFFLOAD", "--lora-rank", "--lora-adapter", "--optimizer-cpu-offload", "--use-precision-aware-optimizer")
@@ -46,7 +55,7 @@ def layers_are_those_of_fuligo(config: Config) -> Violation | None:
     return Violation(text, (unset_flag("custom_model_provider_path"),))
 
 
-@rule("CFG-LORA-SHAPE", "--lora-adapter", "--lora-rank", "--lora-alpha", "--lora-target-modules", "--lora-use-rslora")
+@rule("CFG-LORA-SHAPE", "--lora-adapter", "--lora-rank", "--lora-alpha", "--lora-target-modules", "--lora-experts", "--lora-use-rslora")
 def shape_is_given_once(config: Config) -> Violation | None:
     """Reject a shape beside --lora-adapter, whose adapter_config.json has it."""
     given = [name for name in _SHAPE if config.value_of(name) != flags()[name].default]
@@ -59,7 +68,7 @@ def shape_is_given_once(config: Config) -> Violation | None:
 
 @rule("CFG-LORA-PARAMS", "--lora-rank", "--lora-adapter", "--only-train-params-name-list", "--freeze-params-name-list")
 def adapter_alone_is_trained(config: Config) -> Violation | None:
-    """Reject lists of trained parameters with LoRA, which trains the adapter alone."""
+    """Reject lists of trained parameters with LoRA, which trains only the adapter."""
     names = [name for name in ("only_train_params_name_list", "freeze_params_name_list") if config.value_of(name)]
     if not config.uses_adapter or not names:
         return None
@@ -74,6 +83,15 @@ def dropout_only_without_ratios(config: Config) -> Violation | None:
         return None
     text = f"--lora-dropout {config.lora.lora_dropout}: log-probabilities would not repeat, and RL compares them with the engine's"
     return Violation(text, (unset_flag("lora_dropout"),), "dropout is for --loss-type sft_loss")
+
+
+@rule("CFG-LORA-EXPERTS", "--lora-experts", "--lora-dropout")
+def experts_have_no_dropout(config: Config) -> Violation | None:
+    """Reject dropout with adapters of experts, for which PEFT does not define it."""
+    if not (config.lora.lora_experts and config.lora.lora_dropout):
+        return None
+    text = f"--lora-dropout {config.lora.lora_dropout}: PEFT defines no dropout for adapters of experts (--lora-experts)"
+    return Violation(text, (unset_flag("lora_dropout"),))
 
 
 @rule("CFG-LORA-VALUES", "--lora-rank", "--lora-adapter", "--advantage-estimator")
@@ -93,14 +111,6 @@ def reference_is_the_base(config: Config) -> Violation | None:
         return None
     text = f"--ref-update-interval {interval}: with LoRA the reference is the policy without its adapter, which does not change"
     return Violation(text, (unset_flag("ref_update_interval"),))
-
-
-@rule("CFG-LORA-COMPILE", "--lora-rank", "--lora-adapter", "--torch-compile")
-def layers_are_not_compiled(config: Config) -> Violation | None:
-    """Reject compiled layers with LoRA: the adapter is switched off and on between passes, which compiled code does not follow."""
-    if not (config.uses_adapter and config.model.torch_compile):
-        return None
-    return Violation("--torch-compile cannot compile layers with a LoRA adapter", (unset_flag("torch_compile"),))
 
 
 @rule("CFG-LORA-SYNC", "--lora-sync")

@@ -163,7 +163,10 @@ def micro_batches_have_a_limit(config: Config) -> Violation | None:
     if not config.train.use_dynamic_batch_size or config.train.max_tokens_per_gpu:
         return None
     tokens = -(-(config.max_sample_tokens or _TOKENS) // config.parallel.context_parallel_size)
-    return Violation("--use-dynamic-batch-size needs a limit, --max-tokens-per-gpu", (set_flag("max_tokens_per_gpu", tokens),))
+    return Violation(
+        "--use-dynamic-batch-size packs up to a limit of tokens a rank, --max-tokens-per-gpu, also on CPUs",
+        (set_flag("max_tokens_per_gpu", tokens),),
+    )
 
 
 @rule("CFG-DEBUG-DATA", "--debug-train-only", "--load-debug-rollout-data")

@@ -119,7 +119,7 @@ def tis_bounds_are_ordered(config: Config) -> Violation | None:
 
 @rule("CFG-MIN-LR", "--min-lr", "--lr", "--critic-lr")
 def learning_rate_falls(config: Config) -> Violation | None:
-    """Require an end of the decay that is not above its start."""
+    """Require that the learning rate does not rise: --min-lr is at most --lr."""
     low, peaks = config.optimizer.min_lr, {"lr": config.optimizer.lr, "critic_lr": config.optimizer.critic_lr}
     for name, peak in peaks.items():
         if peak is not None and low > peak:

@@ -14,11 +14,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from fuligo.engines.embedded.kv_cache import KVPool
 from fuligo.errors import EngineError
 from fuligo.models.attention import packed_attention
+from fuligo.models.batch_invariant import attention, causal_attention
+from fuligo.models.sink_attention import attention_with_sinks
 
 ATTENTION_NAME = "fuligo_kv_pools"
 UNSUPPORTED = {
     "softcap": "soft-capped scores",
-    "s_aux": "attention sinks",
     "position_bias": "a position bias",
     "indices": "keys selected by an indexer",
 }
@@ -48,6 +49,8 @@ class AttentionPlan:
     segments: list[Segment]
     cu_seqlens: list[int] | None
     """[S + 1] starts of the sequences in a prefill; None in decode, with one token per row."""
+    is_batch_invariant: bool = False
+    """Compute by `models.batch_invariant`; set by the model."""
     seen: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     """(Hkv, Dk, Dv) of the keys and values of each layer that called `attend`."""
     _masks: dict[tuple[int, int | None], torch.Tensor | None] = field(default_factory=dict)
@@ -60,13 +63,22 @@ class AttentionPlan:
             if segment.equal and (window is None or segment.longest <= window):
                 self._masks[key] = None
             else:
-                keys = torch.arange(segment.longest, device=segment.positions.device)
-                hidden = keys > segment.positions[:, None]
+                keys, hidden = self._keys_after(segment)
                 if window is not None:
                     hidden |= keys <= segment.positions[:, None] - window
                 mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
                 self._masks[key] = mask[:, None, None, :]
         return self._masks[key]
+
+    def hidden(self, number: int) -> torch.Tensor | None:
+        """Return [n, 1, longest] True at the keys that rows of a decode segment do not have; None if all rows have all."""
+        segment = self.segments[number]
+        return None if segment.equal else self._keys_after(segment)[1][:, None]
+
+    def _keys_after(self, segment: Segment) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys' positions [longest], and [n, longest] True at those after the row's own."""
+        keys = torch.arange(segment.longest, device=segment.positions.device)
+        return keys, keys > segment.positions[:, None]
 
 
 def attend(
@@ -77,6 +89,7 @@ def attend(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
     attention_plan: AttentionPlan | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -85,6 +98,7 @@ def attend(
     Args:
         query: [1, H, N, D]
         key, value: [1, Hkv, N, D]
+        s_aux: [H] attention sinks
 
     Returns:
         [1, N, H, Dv] and no attention weights
@@ -104,18 +118,23 @@ def attend(
     for segment in attention_plan.segments:
         for cache, new in ((segment.pool.keys(layer), k), (segment.pool.values(layer), v)):
             cache.flatten(0, 1).index_copy_(0, segment.slots, new[segment.start : segment.end])
-    if attention_plan.cu_seqlens is not None:
-        out = packed_attention(q, k, v, attention_plan.cu_seqlens, scale=scale, window=sliding_window)
+    if attention_plan.is_batch_invariant:
+        assert sliding_window is None and s_aux is None, "refused when the model was loaded"
+        out = _attend_invariantly(attention_plan, layer, q, k, v, scale)
+    elif attention_plan.cu_seqlens is not None:
+        out = packed_attention(q, k, v, attention_plan.cu_seqlens, scale=scale, window=sliding_window, sinks=s_aux)
     else:
         outs = [
-            decode_segment(segment, layer, q, attention_plan.mask(number, sliding_window, q.dtype), scale)
+            decode_segment(segment, layer, q, attention_plan.mask(number, sliding_window, q.dtype), scale, s_aux)
             for number, segment in enumerate(attention_plan.segments)
         ]
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
     return out[None], None
 
 
-def decode_segment(segment: Segment, layer: int, query: torch.Tensor, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
+def decode_segment(
+    segment: Segment, layer: int, query: torch.Tensor, mask: torch.Tensor | None, scale: float, sinks: torch.Tensor | None
+) -> torch.Tensor:
     """Attend with one query token per row to the row's keys: query [N, H, D] -> [n, H, Dv].
 
     Query heads that share a key head are the rows of one attention call, so keys are never repeated.
@@ -125,7 +144,25 @@ def decode_segment(segment: Segment, layer: int, query: torch.Tensor, mask: torc
     v = segment.pool.values(layer)[:n, : segment.longest].transpose(1, 2)
     q = query[segment.start : segment.end]
     grouped = q.reshape(n, k.shape[1], q.shape[1] // k.shape[1], q.shape[2])
+    if sinks is not None:
+        out = attention_with_sinks(grouped, k, v, sinks.view(grouped.shape[1:3]), scale=scale, mask=mask)
+        return out.reshape(n, q.shape[1], v.shape[3])
     return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale).reshape(n, q.shape[1], v.shape[3])
+
+
+def _attend_invariantly(
+    plan: AttentionPlan, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Compute batch-invariant attention for [N, H, D], of whole sequences or of one query per row."""
+    if plan.cu_seqlens is not None:
+        return causal_attention(query, key, value, plan.cu_seqlens, scale=scale)
+    outs: list[torch.Tensor] = []
+    for number, segment in enumerate(plan.segments):
+        n = segment.end - segment.start
+        k, v = (cache[:n, : segment.longest] for cache in (segment.pool.keys(layer), segment.pool.values(layer)))
+        hidden = plan.hidden(number)
+        outs.append(attention(query[segment.start : segment.end, None], k, v, hidden=hidden, scale=scale)[:, 0])
+    return torch.cat(outs)
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, attend)

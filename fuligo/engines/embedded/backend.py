@@ -12,6 +12,7 @@ from fuligo.errors import ConfigError, FuligoError
 from fuligo.formats.adapter_config import adapter_directory
 from fuligo.formats.checkpoint_form import prediction_prefixes
 from fuligo.formats.hugging_face import read_config_json
+from fuligo.formats.quantisation import has_whole_experts
 from fuligo.formats.weight_manifest import EngineFormat
 from fuligo.models.adapter_flags import adapter_of
 from fuligo.models.device import Device, Precision, resolve_precision
@@ -36,6 +37,7 @@ class EmbeddedBackend:
                 trust_remote_code=config.model.trust_remote_code,
                 adapter=None if given is None or config.trains else adapter_directory(Path(given)),
                 adapter_shape=adapter_of(config) if config.trains and config.syncs_adapter else None,
+                is_batch_invariant=config.train.exact_on_policy,
                 start_timeout_s=flags.engine_start_timeout_s,
             )
         )
@@ -57,13 +59,13 @@ class EmbeddedBackend:
 
         assert config.model.hf_checkpoint is not None, "validated"
         directory = Path(config.model.hf_checkpoint)
-        read_config_json(directory)  # a missing file is no fault of the engine
+        config_json = read_config_json(directory)  # a missing file is no fault of the engine
         try:
             served = servable_config(str(directory))
         except FuligoError as error:
             fix = "--rollout-backend sglang" + (" --train-backend megatron" if config.resolved_train_backend == "torch" else "")
             raise ConfigError(f"the embedded engine cannot serve --hf-checkpoint {directory}; use {fix}: {error}") from error
-        return EngineFormat(left_out=prediction_prefixes(served.to_dict()))
+        return EngineFormat(left_out=prediction_prefixes(served.to_dict()), whole_experts=has_whole_experts(config_json))
 
     def weight_dtype(self, config: Config, device: Device) -> Precision | None:
         return resolve_precision(config.engine.embedded_dtype, device)

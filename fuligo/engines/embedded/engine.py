@@ -157,6 +157,7 @@ class EmbeddedEngine:
             self.weights.load_directory(source, self.weights.version if version is None else version)
         else:
             self.weights.load_tensors(source, version)
+        self.model.weights_changed()
         self._scheduler.forget_prompts()
         if flush:
             self._scheduler.retract()

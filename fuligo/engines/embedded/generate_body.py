@@ -14,13 +14,17 @@ from fuligo.engines.embedded.engine import EmbeddedEngine
 from fuligo.engines.embedded.model import EngineModel
 from fuligo.engines.embedded.request import Request
 from fuligo.engines.generation import SamplingParams, trim
+from fuligo.engines.image_data import decoded_images
+from fuligo.errors import DataError
+from fuligo.models.vision.placing import place_images
+from fuligo.models.vision.processor import TokenGrid, image_digest
+from fuligo.types import PromptImage
 
 PER_REQUEST = ("input_ids", "sampling_params", "rid")
 """Fields that are lists in the batch form."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "text": (None,),
     "input_embeds": (None,),
-    "image_data": (None,),
     "stream": (None, False),
     "return_hidden_states": (None, False),
     "return_routed_experts": (None, False),
@@ -37,6 +41,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Fields that would change the answer, accepted only with these neutral values."""
 HARMLESS = {
+    "image_data",
     "return_logprob",
     "logprob_start_len",
     "priority",
@@ -75,8 +80,11 @@ def parse_requests(raw: bytes, model: EngineModel, new_waiter: Callable[[], Any]
     score_start = None if score_start == -1 else score_start
     if not isinstance(ids, list) or not ids:
         raise ValueError("input_ids must be a list of token ids, or a list of such lists")
+    images = decoded_images(body["image_data"]) if body.get("image_data") else []
     if not isinstance(ids[0], list):
-        return [_request(ids, params, rids, priority, score_start, model, new_waiter())], False
+        return [_request(ids, params, rids, priority, score_start, model, new_waiter(), images)], False
+    if images:
+        raise ValueError("image_data of a batch is not supported by the embedded engine; send one request for each prompt")
     params = params if isinstance(params, list) else [params] * len(ids)
     rids = rids if isinstance(rids, list) else [None if rids is None else f"{rids}_{i}" for i in range(len(ids))]
     if len(params) != len(ids) or len(rids) != len(ids):
@@ -84,7 +92,9 @@ def parse_requests(raw: bytes, model: EngineModel, new_waiter: Callable[[], Any]
     return [_request(*one, priority, score_start, model, new_waiter()) for one in zip(ids, params, rids)], True
 
 
-def _request(ids: Any, params: Any, rid: Any, priority: Any, score_start: int | None, model: EngineModel, waiter: Any) -> Request:
+def _request(
+    ids: Any, params: Any, rid: Any, priority: Any, score_start: int | None, model: EngineModel, waiter: Any, images: Sequence[bytes] = ()
+) -> Request:
     if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
         raise ValueError("input_ids must be a non-empty list of integers")
     if not isinstance(priority, int | None) or not isinstance(rid, str | None):
@@ -92,6 +102,7 @@ def _request(ids: Any, params: Any, rid: Any, priority: Any, score_start: int | 
     sampling = _sampling(params, len(ids), score_start)
     if min(ids) < 0 or max(ids) >= model.vocab_size:
         raise ValueError(f"input_ids range from {min(ids)} to {max(ids)}; the vocabulary has ids 0 to {model.vocab_size - 1}")
+    placed = _placed(ids, images, model)
     if sampling.stop and model.tokenizer is None:
         raise ValueError("stop strings need a tokenizer, and the model's directory has none: use stop_token_ids")
     return Request(
@@ -103,7 +114,23 @@ def _request(ids: Any, params: Any, rid: Any, priority: Any, score_start: int | 
         priority=priority or 0,
         waiter=waiter,
         score_start=score_start,
+        images=placed,
     )
+
+
+def _placed(ids: list[int], images: Sequence[bytes], model: EngineModel) -> tuple[PromptImage, ...]:
+    if not images:
+        return ()
+    if model.vision is None or model.image_token_id is None:
+        raise ValueError(f"image_data: {model.path} is a text-only model")
+    try:
+        patches = [model.vision.processor.patches(data, image_digest(data)) for data in images]
+        side = model.vision.processor.merge_size
+        grids = [TokenGrid(each.num_rows // side, each.num_columns // side) for each in patches]
+        names = [f"image {number}" for number in range(len(images))]
+        return place_images(ids, images, grids, model.image_token_id, names)
+    except DataError as error:
+        raise ValueError(f"image_data: {error}") from error
 
 
 def _sampling(params: Any, num_tokens: int, score_start: int | None) -> SamplingParams:

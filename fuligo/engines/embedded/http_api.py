@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import orjson
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fuligo.engines.embedded.engine import EmbeddedEngine
@@ -52,10 +53,7 @@ class Api:
 
         return route
 
-    def _others(self) -> FastAPI:
-        app = FastAPI(title="fuligo embedded engine", docs_url=None, redoc_url=None, openapi_url=None)
-        for path in ("/health", "/health_generate"):
-            app.add_route(path, self.health, methods=["GET"])
+    def _others(self) -> Starlette:
         reads: dict[str, Handler] = {
             "/model_info": self.model_info,
             "/get_model_info": self.model_info,
@@ -78,14 +76,16 @@ class Api:
             "/destroy_weights_update_group": self.no_process_group,
         }
         openai = OpenAiApi(self._engine)
-        app.add_route("/v1/models", openai.models, methods=["GET"])
-        app.add_route("/v1/chat/completions", openai.chat, methods=["POST"])
-        app.add_route("/v1/completions", openai.text, methods=["POST"])
-        for path, handler in reads.items():
-            app.add_route(path, _endpoint(handler), methods=["GET"])
-        for path, handler in writes.items():
-            app.add_route(path, _endpoint(handler), methods=["POST"])
-        return app
+        return Starlette(
+            routes=[
+                *(Route(path, self.health, methods=["GET"]) for path in ("/health", "/health_generate")),
+                Route("/v1/models", openai.models, methods=["GET"]),
+                Route("/v1/chat/completions", openai.chat, methods=["POST"]),
+                Route("/v1/completions", openai.text, methods=["POST"]),
+                *(Route(path, _endpoint(handler), methods=["GET"]) for path, handler in reads.items()),
+                *(Route(path, _endpoint(handler), methods=["POST"]) for path, handler in writes.items()),
+            ]
+        )
 
     async def generate(self, http: HttpRequest) -> Response:
         """Wait for the answer, or for the client to disconnect, which aborts the request."""
@@ -93,7 +93,11 @@ class Api:
         loop, model = asyncio.get_running_loop(), self._engine.model
         requests: list[Request] = []
         try:
-            requests, is_batch = parse_requests(await http.body(), model, loop.create_future)
+            body = await http.body()
+            if b'"image_data"' in body:  # decoding images would block the event loop
+                requests, is_batch = await asyncio.to_thread(parse_requests, body, model, loop.create_future)
+            else:
+                requests, is_batch = parse_requests(body, model, loop.create_future)
             for request in requests:
                 self._engine.submit(request)
         except (ValueError, EngineError) as error:
@@ -208,7 +212,7 @@ class Api:
 
     async def _update(self, body: dict[str, Any], load: Callable[[], Any]) -> None:
         if body.get("load_format") not in (None, "auto"):
-            raise ValueError(f"load_format {body['load_format']!r} is not supported: leave it out")
+            raise ValueError(f"load_format {body['load_format']!r} is not supported; omit it")
         version = body.get("weight_version")
         if version is not None and not str(version).isdecimal():
             raise ValueError(f"weight_version is {version!r}; it must be a number")

@@ -6,6 +6,7 @@ always `0 .. n-1`, so attention runs on views of the pools: nothing is gathered,
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -23,16 +24,23 @@ def length_class(num_tokens: int) -> int:
     return max(SMALLEST_CLASS, 1 << (num_tokens - 1).bit_length())
 
 
+class LayerShape(NamedTuple):
+    """Shape of the keys and values that a layer keeps per token."""
+
+    num_heads: int
+    """Key-value heads."""
+    key_dim: int
+    value_dim: int
+
+
 @dataclass(slots=True, frozen=True)
 class CacheShape:
     """Shape of the keys and values that a model keeps per token."""
 
     layers: tuple[int, ...]
     """Numbers of the layers that keep them, among all of the model."""
-    num_heads: int
-    """Key-value heads."""
-    key_dim: int
-    value_dim: int
+    shapes: tuple[LayerShape, ...]
+    """Shapes of these layers, in their order."""
     recurrent: RecurrentShape | None = None
     """Shape of what the other layers keep per request; None: there are none."""
 
@@ -40,8 +48,13 @@ class CacheShape:
     def num_layers(self) -> int:
         return len(self.layers)
 
+    @property
+    def width(self) -> int:
+        """Elements per token of the widest layer's keys or values, which every layer reserves."""
+        return max(heads * max(key_dim, value_dim) for heads, key_dim, value_dim in self.shapes)
+
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        return 2 * self.num_layers * self.num_heads * max(self.key_dim, self.value_dim) * dtype.itemsize
+        return 2 * self.num_layers * self.width * dtype.itemsize
 
 
 class KVPool:
@@ -52,18 +65,21 @@ class KVPool:
         self.capacity = capacity
         self.requests: list[Request] = []
         """The owner of each row."""
-        head_dim = max(shape.key_dim, shape.value_dim)
-        self.store = torch.empty(2 * shape.num_layers, 0, capacity, shape.num_heads, head_dim, dtype=dtype, device=device)
-        """[2 * layers (keys and values alternate), rows, capacity, Hkv, max(Dk, Dv)]"""
+        self.store = torch.empty(2 * shape.num_layers, 0, capacity, shape.width, dtype=dtype, device=device)
+        """[2 * layers (keys and values alternate), rows, capacity, Hkv * max(Dk, Dv) of the widest layer]"""
         self.recurrent = None if shape.recurrent is None else RecurrentRows(shape.recurrent, dtype, device)
 
     def keys(self, layer: int) -> torch.Tensor:
         """Return a view [rows, capacity, Hkv, Dk]."""
-        return self.store[2 * self.shape.layers.index(layer), ..., : self.shape.key_dim]
+        index = self.shape.layers.index(layer)
+        heads, key_dim, _ = self.shape.shapes[index]
+        return self.store[2 * index, ..., : heads * key_dim].unflatten(-1, (heads, key_dim))
 
     def values(self, layer: int) -> torch.Tensor:
         """Return a view [rows, capacity, Hkv, Dv]."""
-        return self.store[2 * self.shape.layers.index(layer) + 1, ..., : self.shape.value_dim]
+        index = self.shape.layers.index(layer)
+        heads, _, value_dim = self.shape.shapes[index]
+        return self.store[2 * index + 1, ..., : heads * value_dim].unflatten(-1, (heads, value_dim))
 
     def append(self, request: Request) -> None:
         request.pool_capacity, request.row = self.capacity, len(self.requests)

@@ -37,6 +37,8 @@ class EmbeddedEngineSettings:
     """LoRA adapter to apply."""
     adapter_shape: AdapterConfig | None = None
     """Shape of an adapter that a trainer sends; exclusive with `adapter`."""
+    is_batch_invariant: bool = False
+    """Log-probabilities depend only on a request's own tokens, to the bit."""
     start_timeout_s: float = 600.0
     keys: EngineKeys = field(default_factory=EngineKeys.new)
 
@@ -53,6 +55,7 @@ class EmbeddedEngineSettings:
             "--adapter-shape": None if self.adapter_shape is None else self.adapter_shape.to_json(),
         }
         switches = ["--trust-remote-code"] if self.trust_remote_code else []
+        switches += ["--batch-invariant"] if self.is_batch_invariant else []
         return [*(str(part) for flag, value in given.items() if value is not None for part in (flag, value)), *switches]
 
 

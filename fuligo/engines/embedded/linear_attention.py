@@ -1,6 +1,6 @@
 """Linear attention (gated delta rule) with the states of running requests, in place of the operations of transformers' modules.
 
-A prefill computes whole sequences and keeps what they leave; a decode step goes on from there with one token of each request.
+A prefill computes whole sequences and keeps their final states; a decode step continues from these with one token of each request.
 """
 
 from collections.abc import Sequence

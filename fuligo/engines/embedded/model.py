@@ -2,25 +2,39 @@
 
 import inspect
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM
 
 from fuligo.engines.embedded.attention import ATTENTION_NAME, AttentionPlan
-from fuligo.engines.embedded.kv_cache import CacheShape
+from fuligo.engines.embedded.kv_cache import CacheShape, LayerShape
 from fuligo.engines.embedded.linear_attention import keep_states
 from fuligo.errors import ConfigError, EngineError
 from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.formats.checkpoint_form import prediction_prefixes
 from fuligo.models.adapter import adapter_tensors, add_adapter, with_adapter_of
 from fuligo.models.attention import unpackable_layers
+from fuligo.models.batch_invariant import log_softmax
+from fuligo.models.cpu_products import speed_up_linear_layers
 from fuligo.models.directory import end_ids, has_tokenizer, load_config, load_tokenizer
+from fuligo.models.invariant_modules import InvariantModel
 from fuligo.models.modules import align_weights, speed_up_rms_norms, take_stated_epsilon
-from fuligo.models.transformers_types import LANGUAGE_MODEL_ALONE, has_vision_tower
+from fuligo.models.mxfp4 import loading_options, take_dtype
+from fuligo.models.registry import batch_variant_because
+from fuligo.models.transformers_types import (
+    LANGUAGE_MODEL_ALONE,
+    attention_choice,
+    has_unknown_tower,
+    model_class,
+    sees_images,
+    text_config,
+)
+from fuligo.models.vision.forward import RowImages, VisionTower
+from fuligo.models.vision.processor import ImageProcessor
 
 logger = logging.getLogger(__name__)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -38,7 +52,7 @@ class AdapterSource:
     shape: AdapterConfig | None = None
 
     def add_to(self, module: Any, dtype: torch.dtype) -> None:
-        """Put the adapter into the model.
+        """Add the adapter to the model.
 
         Raises:
             CheckpointError: the directory is damaged, or the adapter does not fit the model
@@ -69,16 +83,32 @@ class EngineModel:
         *,
         trusts_tokenizer: bool = False,
         adapter: AdapterSource | None = None,
+        is_batch_invariant: bool = False,
     ) -> None:
+        """Load the model.
+
+        Args:
+            is_batch_invariant: compute log-probabilities that depend only on a request's own tokens, to the bit.
+        """
         self.path = path
         self.device = device
         self.dtype = dtype
-        config = servable_config(path)
-        self.module: Any = _load(path, config, dtype)
+        whole = servable_config(path)
+        if is_batch_invariant:
+            _require_batch_invariant(path, whole, device, adapter)
+        config = text_config(whole)
+        self.module: Any = _load(path, whole, dtype)
+        self.image_token_id: int | None = whole.image_token_id if sees_images(whole) else None
+        """Id of every token of an image; None for a text-only model."""
+        self.vision = VisionTower(self.module.base_model, ImageProcessor(path)) if sees_images(whole) else None
         align_weights(self.module)
         take_stated_epsilon(self.module)
         speed_up_rms_norms(self.module)
+        speed_up_linear_layers(self.module)
         self._recurrent = keep_states(self.module)
+        self._invariant = InvariantModel(self.module, keeps_weights=True) if is_batch_invariant else None
+        self.log_softmax: Callable[[torch.Tensor], torch.Tensor] = log_softmax if is_batch_invariant else ordinary_log_softmax
+        """[N, V] -> [N, V], float32"""
         if adapter is not None:
             adapter.add_to(self.module, dtype)
         self.module.to(device).eval().requires_grad_(False)
@@ -92,18 +122,28 @@ class EngineModel:
         self.cache_shape = self._probe_cache_shape()
 
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan, keep: torch.Tensor | None = None
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        plan: AttentionPlan,
+        keep: torch.Tensor | None = None,
+        images: RowImages | None = None,
     ) -> torch.Tensor:
         """Compute the logits of a flat batch.
 
         Args:
             input_ids: [N]
-            positions: [N] position of each token in its sequence
+            positions: [N] position of each token in its sequence, or [3, N] rotary positions if there are images
             keep: [S] tokens whose logits are returned; None: all
+            images: images of the batch; None if there are none
 
         Returns:
             [N or S, V]
         """
+        plan.is_batch_invariant = self._invariant is not None
+        if self.vision is not None:
+            hidden = self.vision.hidden_states(input_ids, positions, images, attention_plan=plan)[0]
+            return self.module.get_output_embeddings()(hidden if keep is None else hidden[keep])
         kwargs: dict[str, Any] = {"logits_to_keep": keep} if self._keeps_logits and keep is not None else {}
         if self._recurrent is not None:
             kwargs |= {"seq_idx": plan, "cu_seq_lens_q": plan}  # the names of what linear attention gets
@@ -111,6 +151,11 @@ class EngineModel:
             input_ids=input_ids[None], position_ids=positions[None], use_cache=False, attention_plan=plan, **kwargs
         ).logits[0]
         return logits if self._keeps_logits or keep is None else logits[keep]
+
+    def weights_changed(self) -> None:
+        """Take new weights into account. Call it after every change of a weight."""
+        if self._invariant is not None:
+            self._invariant.forget_weights()
 
     @torch.inference_mode()
     def _probe_cache_shape(self) -> CacheShape:
@@ -126,7 +171,7 @@ class EngineModel:
         try:
             theirs = self.module(input_ids=ids[None], use_cache=False).logits[0].float()
         finally:
-            self.module.set_attn_implementation(ATTENTION_NAME)
+            self.module.set_attn_implementation(attention_choice(self.module.config, ATTENTION_NAME))
         difference = (ours.log_softmax(-1) - theirs.log_softmax(-1)).abs().mean().item()
         if not difference <= MEAN_DIFFERENCE[self.dtype]:
             raise EngineError(
@@ -134,12 +179,18 @@ class EngineModel:
                 f"attention differ from those with the model's own by {difference:.2g} on average"
             )
         layers = [*plan.seen, *(self._recurrent.layers if self._recurrent is not None else ())]
-        if sorted(layers) != list(range(len(layers))) or len(set(plan.seen.values())) != 1:
+        if not plan.seen or sorted(layers) != list(range(len(layers))):
             raise EngineError(
                 f"--model-path {self.path}: the embedded engine cannot serve {type(self.module).__name__}: each layer's attention must go "
-                f"through transformers' interface and keep keys and values of one shape; (heads, key size, value size) are {plan.seen}"
+                f"through transformers' interface; it saw the layers {sorted(layers)}"
             )
-        return CacheShape(tuple(sorted(plan.seen)), *next(iter(plan.seen.values())), self._recurrent)
+        cached = sorted(plan.seen)
+        return CacheShape(tuple(cached), tuple(LayerShape(*plan.seen[layer]) for layer in cached), self._recurrent)
+
+
+def ordinary_log_softmax(logits: torch.Tensor) -> torch.Tensor:
+    """Return torch's log-softmax over the last axis."""
+    return logits.log_softmax(-1)
 
 
 def servable_config(path: str) -> Any:
@@ -150,24 +201,38 @@ def servable_config(path: str) -> Any:
         EngineError: the embedded engine cannot serve the model
     """
     config = load_config(path)
-    if has_vision_tower(config):
+    if has_unknown_tower(config):
         raise EngineError(f"cannot serve --model-path {path} ({config.model_type}): {LANGUAGE_MODEL_ALONE}")
-    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
+    language = text_config(config)
+    kind = (getattr(language, "rope_parameters", None) or {}).get("rope_type")
     if kind in BATCH_DEPENDENT_ROPE:
         raise EngineError(f"rope_type {kind!r} depends on the longest sequence of a batch, which the embedded engine does not support")
-    if layers := unpackable_layers(config):
+    if layers := unpackable_layers(language):
         raise EngineError(f"{config.model_type} has layers of type {', '.join(layers)}, which the embedded engine does not support")
     return config
 
 
+def _require_batch_invariant(path: str, config: Any, device: torch.device, adapter: AdapterSource | None) -> None:
+    """Check that the model can compute batch-invariantly.
+
+    Raises:
+        EngineError: it cannot
+    """
+    because = batch_variant_because(config.to_dict())
+    if because is None and adapter is not None:
+        because = "it has a LoRA adapter"
+    if because is None and device.type != "cpu":
+        because = f"batch-invariant operations are proved only for CPUs, not for {device.type}"
+    if because is not None:
+        raise EngineError(f"cannot serve --model-path {path} with --batch-invariant: {because}; drop --batch-invariant")
+
+
 def _load(path: str, config: Any, dtype: torch.dtype) -> Any:
+    given: dict[str, Any] = {"dtype": dtype, "output_loading_info": True, **loading_options(config)}
+    given["attn_implementation"] = attention_choice(config, ATTENTION_NAME)
     try:
-        module, report = cast(
-            Any,
-            AutoModelForCausalLM.from_pretrained(
-                path, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME, output_loading_info=True, trust_remote_code=False
-            ),
-        )
+        module, report = cast(Any, model_class(config).from_pretrained(path, config=config, trust_remote_code=False, **given))
+        take_dtype(module, config, dtype)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"cannot load --model-path {path}: {error}") from error
     if missing := sorted(report["missing_keys"]):

@@ -162,7 +162,7 @@ class OpenAiApi:
 
 
 class TextStream:
-    """Text of a growing list of tokens, of which `read` decodes the new ones alone.
+    """Text of a growing list of tokens, of which `read` decodes only the new ones.
 
     A token may be a part of a character, and its text may depend on the token before it (SentencePiece drops the first space). So new
     tokens are decoded together with those read last, and wait while their last character is incomplete.

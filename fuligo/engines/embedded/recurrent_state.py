@@ -22,11 +22,6 @@ class RecurrentShape:
     key_dim: int
     value_dim: int
 
-    def bytes_per_request(self, dtype: torch.dtype) -> int:
-        """Return the bytes of one request; states are float32."""
-        window, state = self.num_channels * self.num_inputs * dtype.itemsize, self.num_heads * self.key_dim * self.value_dim * 4
-        return len(self.layers) * (window + state)
-
 
 class RecurrentRows:
     """States of the requests of one KV pool; rows are numbered as the pool's."""

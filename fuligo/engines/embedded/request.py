@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from fuligo.engines.generation import SamplingParams
+from fuligo.types import PromptImage
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +30,8 @@ class Request:
     waiter: Any = None
     """Future that the caller awaits; the engine does not touch it."""
 
+    images: tuple[PromptImage, ...] = ()
+    """Images of the prompt, in the order of their tokens."""
     score_start: int | None = None
     """If given, nothing is sampled, and `input_logprobs` are those of the tokens after this position."""
     input_logprobs: list[float] = field(default_factory=list)
@@ -47,10 +50,10 @@ class Request:
     row: int = -1
     """Row in that pool."""
     prompt_key: bytes = b""
-    """Equal for requests with equal prompts."""
+    """Equal for requests with equal prompts, images included."""
 
     def __post_init__(self) -> None:
-        self.prompt_key = np.asarray(self.input_ids, np.int32).tobytes()
+        self.prompt_key = np.asarray(self.input_ids, np.int32).tobytes() + "".join(image.digest for image in self.images).encode()
 
     @property
     def num_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""Continuous batching and sampling: a step depends on the waiting and running requests alone, never on the clock."""
+"""Continuous batching and sampling: a step depends only on the waiting and running requests, never on the clock."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from numpy.typing import NDArray
 
 from fuligo.engines.embedded.attention import AttentionPlan, Segment
 from fuligo.engines.embedded.kv_cache import KVCache, KVPool
-from fuligo.engines.embedded.model import EngineModel
+from fuligo.engines.embedded.model import EngineModel, ordinary_log_softmax
 from fuligo.engines.embedded.request import Request
 from fuligo.engines.generation import matched_stop
 from fuligo.models.sampling import Filter, filtered, inverse_cdf, uniforms
+from fuligo.models.vision.forward import row_images
+from fuligo.models.vision.positions import rotary_shift, row_positions
 
 GREEDY_BELOW = 1e-6
 """Temperature below which the most likely token is taken, with its log-probability at temperature 1."""
@@ -65,12 +67,18 @@ class SamplingBatch:
         )
 
 
-def sample(logits: torch.Tensor, batch: SamplingBatch, positions: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
+def sample(
+    logits: torch.Tensor,
+    batch: SamplingBatch,
+    positions: NDArray[np.int64],
+    log_softmax: Callable[[torch.Tensor], torch.Tensor] = ordinary_log_softmax,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample one token per row.
 
     Args:
         logits: [N, V]
         positions: [N] positions of the tokens to sample, counted from the start of the prompt
+        log_softmax: [N, V] float32 -> [N, V]
 
     Returns:
         Tokens [N] int64, and their log-probabilities [N] float32: log softmax(logits / T) over the full vocabulary, before
@@ -79,7 +87,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch, positions: NDArray[np.int
     logits = logits.float()
     if batch.temperature is not None:
         logits = logits / batch.temperature
-    logprobs = logits.log_softmax(-1)
+    logprobs = log_softmax(logits)
     probs = logprobs.exp()
     for row, tokens in batch.suppressed:
         probs[row, tokens] = 0
@@ -105,6 +113,8 @@ class DecodeBatch:
     """[N] int64, the newest token of each request."""
     positions: NDArray[np.int64]
     """[N] positions of those tokens in their sequences."""
+    shifts: NDArray[np.int64]
+    """[N] difference of rotary position and position, which images cause."""
     row_starts: NDArray[np.int64]
     """[N] start of each request's row in its pool, in tokens."""
     pools: list[KVPool]
@@ -118,7 +128,7 @@ class DecodeBatch:
 
 
 class Scheduler:
-    """Schedule of requests over prefill and decode steps. Called by the engine's thread alone."""
+    """Schedule of requests over prefill and decode steps. Called only by the engine's thread."""
 
     def __init__(self, model: EngineModel, cache: KVCache, max_running_requests: int) -> None:
         self.model = model
@@ -195,12 +205,14 @@ class Scheduler:
         lengths = [request.num_tokens for request in requests]
         cu_seqlens = [0, *accumulate(lengths)]
         starts = [request.score_start or 0 for request in requests]
-        positions = np.concatenate([np.arange(length) for length in lengths])
+        images = [request.images for request in requests]
+        positions = row_positions(lengths, images)
         keep = np.concatenate([np.arange(at + start, at + n - 1) for at, start, n in zip(cu_seqlens, starts, lengths)])
         input_ids = torch.tensor([token for request in requests for token in request.input_ids], device=self.model.device)
         kept = self._to_device(keep)
-        logits = self.model.forward(input_ids, self._to_device(positions), AttentionPlan([], cu_seqlens), kept).float()
-        scores = logits.gather(-1, input_ids[kept + 1][:, None])[:, 0] - logits.logsumexp(-1)
+        placed = row_images(cu_seqlens, images, self.model.device)
+        logits = self.model.forward(input_ids, self._to_device(positions), AttentionPlan([], cu_seqlens), kept, placed).float()
+        scores = self.model.log_softmax(logits).gather(-1, input_ids[kept + 1][:, None])[:, 0]
         for request, own in zip(requests, scores.split([n - 1 - start for n, start in zip(lengths, starts)])):
             request.input_logprobs = own.tolist()
             request.finish_reason = {"type": "length", "length": 0}
@@ -249,18 +261,21 @@ class Scheduler:
         plan = AttentionPlan(self._segments([pool for pool, _ in pools], bounds, row_starts, positions), cu_seqlens)
         input_ids = torch.tensor([token for request in requests for token in (*request.input_ids, *request.output_ids)])
         keep = torch.tensor(cu_seqlens[1:], device=self.model.device) - 1
-        logits = self.model.forward(input_ids.to(self.model.device), self._to_device(positions), plan, keep)
+        images = [request.images for request in requests]
+        rotary = self._to_device(row_positions(lengths.tolist(), images))
+        placed = row_images(cu_seqlens, images, self.model.device)
+        logits = self.model.forward(input_ids.to(self.model.device), rotary, plan, keep, placed)
         sampling = SamplingBatch.of(requests, logits.shape[-1], self.model.device)
-        self._append(requests, *sample(logits, sampling, lengths))
+        self._append(requests, *sample(logits, sampling, lengths, self.model.log_softmax))
 
     def _decode(self) -> None:
         batch = self._batch
         if batch is None or batch.outgrown():
             batch = self._build_batch()
         plan = AttentionPlan(self._segments(batch.pools, batch.bounds, batch.row_starts, batch.positions), None)
-        logits = self.model.forward(batch.input_ids, self._to_device(batch.positions), plan)
+        logits = self.model.forward(batch.input_ids, self._to_device(batch.positions + batch.shifts), plan)
         batch.positions = batch.positions + 1
-        batch.input_ids, logprobs = sample(logits, batch.sampling, batch.positions)
+        batch.input_ids, logprobs = sample(logits, batch.sampling, batch.positions, self.model.log_softmax)
         self._batch = batch if not batch.sampling.suppressed else None
         self._append(batch.requests, batch.input_ids, logprobs)
 
@@ -276,6 +291,7 @@ class Scheduler:
             row_starts=_row_starts(requests),
             input_ids=torch.tensor([request.newest_token for request in requests], device=self.model.device),
             positions=np.array([request.num_tokens - 1 for request in requests]),
+            shifts=np.array([rotary_shift(request.images) for request in requests]),
             sampling=SamplingBatch.of(requests, self.model.vocab_size, self.model.device),
         )
 

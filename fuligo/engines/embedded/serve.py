@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -26,6 +27,7 @@ from fuligo.engines.embedded.kv_cache import length_class
 from fuligo.engines.embedded.model import DTYPES, AdapterSource, EngineModel
 from fuligo.engines.host import LOOPBACK, endpoint
 from fuligo.engines.http_access import QuietServer, is_foreign, own_names
+from fuligo.engines.stranger_connections import Connection, Strangers, admit, renew
 from fuligo.errors import ConfigError
 from fuligo.formats.engine_keys import EngineKeys
 from fuligo.formats.scratch import scratch_root
@@ -52,6 +54,7 @@ class ServeSettings:
     num_threads: int | None = None
     trust_remote_code: bool = False
     adapter: AdapterSource | None = None
+    is_batch_invariant: bool = False
     ready_file: Path | None = None
     host: str = LOOPBACK
     """Name or address that it listens on, for its access control."""
@@ -92,7 +95,7 @@ async def _serve(settings: ServeSettings, model: EngineModel, listener: socket.s
     config = uvicorn.Config(
         protected(Api(engine, allowed).app(), settings.keys, settings.host),
         loop="none",
-        http="httptools",
+        http=partial(Connection, Strangers()),  # pyright: ignore[reportArgumentType] - called like a class
         lifespan="off",
         log_level="warning",
         access_log=False,
@@ -127,7 +130,14 @@ def _load(settings: ServeSettings) -> EngineModel:
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if settings.device == "auto" else settings.device)
     dtype = ("bf16" if device.type == "cuda" else "fp32") if settings.dtype == "auto" else settings.dtype
     trusts = settings.trust_remote_code
-    return EngineModel(settings.model_path, device, DTYPES[dtype], trusts_tokenizer=trusts, adapter=settings.adapter)
+    return EngineModel(
+        settings.model_path,
+        device,
+        DTYPES[dtype],
+        trusts_tokenizer=trusts,
+        adapter=settings.adapter,
+        is_batch_invariant=settings.is_batch_invariant,
+    )
 
 
 def affordable_tokens(model: EngineModel, max_running_requests: int) -> int:
@@ -163,6 +173,9 @@ def protected(app: ASGIApp, keys: EngineKeys, host: str) -> ASGIApp:
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         refusal = _refusal(scope, keys, names) if scope["type"] == "http" else None
+        if refusal is None:
+            has_key = keys.knows(Headers(scope=scope).get("authorization", ""))
+            (admit if has_key else renew)(scope)
         await (refusal or app)(scope, receive, send)
 
     return guarded

@@ -21,7 +21,8 @@ from fuligo.engines.sglang.server import CPU_ARGUMENTS, EnginePlace, ServerPorts
 from fuligo.errors import ConfigError
 from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.formats.engine_keys import EngineKeys
-from fuligo.formats.quantisation import EngineQuantisation
+from fuligo.formats.hugging_face import read_config_json
+from fuligo.formats.quantisation import EngineQuantisation, has_whole_experts
 from fuligo.formats.weight_manifest import EngineFormat
 from fuligo.layout.adapter import AdapterShape
 from fuligo.layout.slots import engine_gpus, engine_slots, trainer_slots
@@ -62,7 +63,8 @@ class SGLangBackend:
     def engine_format(self, config: Config) -> EngineFormat:
         """Send weights quantised as the checkpoint is."""
         assert config.model.hf_checkpoint is not None, "validated"
-        return EngineFormat(quantisation=EngineQuantisation.read(Path(config.model.hf_checkpoint)))
+        directory = Path(config.model.hf_checkpoint)
+        return EngineFormat(quantisation=EngineQuantisation.read(directory), whole_experts=has_whole_experts(read_config_json(directory)))
 
     def weight_dtype(self, config: Config, device: Device) -> Precision | None:
         policy = next((group for group in engine_groups(config) if group.update_weights), None)

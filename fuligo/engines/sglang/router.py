@@ -107,7 +107,7 @@ class Router:
         """Return when the router sends requests to the engine at `url`.
 
         Args:
-            key: with which the router sends requests to the engine
+            key: key that the router's requests to the engine carry
             bootstrap_port: port of a prefill engine for its decode engines
 
         Raises:

@@ -7,7 +7,7 @@
         async def close(self):
             await self.server.close()
 
-A server that is started belongs to one episode, hence keeps its state apart from others; one at a URL is shared.
+A started server belongs to one episode and does not share its state; one at a URL is shared.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ class McpSettings(BaseModel):
 
 
 class McpTool:
-    """Tool of a server, as `ToolEnvironment` takes it."""
+    """Tool of a server, for `ToolEnvironment`."""
 
     def __init__(self, server: "McpServer", tool: Tool) -> None:
         self._server = server
@@ -146,7 +146,7 @@ async def _list(client: "Client") -> list[Tool]:
 
 
 def _text(result: "CallToolResult") -> str:
-    """Return the text of a result; other content is named, since the model reads text alone."""
+    """Return the text of a result; other content is named, since the model reads only text."""
     return "\n".join(part.text if part.type == "text" else f"[{part.type}]" for part in result.content)
 
 

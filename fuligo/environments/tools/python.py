@@ -40,7 +40,7 @@ class PythonSettings(BaseModel):
 
     modules: tuple[str, ...] = ()
     """Modules of fuligo's own environment that are imported before the first call, such as numpy and sympy. If there are any, programs
-    see the packages of that environment; otherwise the standard library alone."""
+    see the packages of that environment; otherwise only the standard library."""
     timeout_s: float = Field(default=10.0, gt=0)
     """Time of one call."""
     cpu_s: float = Field(default=10.0, gt=0)
@@ -112,7 +112,7 @@ class Interpreters:
             )
 
     def close(self) -> None:
-        """End the process. Sessions that are open go on."""
+        """End the process. Open sessions continue."""
         if self._control is not None:
             self._control.close()
         if self._process is not None:

@@ -84,7 +84,9 @@ class SearchIndex:
         self._index = self._load(settings.cache or _default_cache())
 
     def search(self, query: str, num_results: int) -> list[Hit]:
-        """Return the documents that fit best, best first; equal scores in the order of the documents. Others than 0 alone count."""
+        """Return the documents that fit best, best first; equal scores in the order of the documents. Documents with a score of 0 are left
+        out.
+        """
         tokens = self._library.tokenize([query], stopwords=self._stopwords, return_ids=False, show_progress=False)
         known = [str(token) for token in next(iter(tokens)) if token in self._index.vocab_dict]
         if not known:

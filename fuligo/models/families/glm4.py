@@ -1,9 +1,11 @@
 """GLM-4-0414 and GLM-Z1, dense: norms before and after attention and MLP; half of each head is rotated, in interleaved pairs.
 
-Its Megatron layer is `fuligo.trainer.megatron_backend.glm4_layer`.
+Its Megatron layer is `fuligo.trainer.megatron_backend.sandwich_layer`.
 """
 
-from fuligo.models.architecture import Architecture
+from dataclasses import replace
+
+from fuligo.models.architecture import Architecture, Numerics
 from fuligo.models.config_json import ConfigJson
 from fuligo.models.name_parts import dense_table, gated_mlp, grouped_attention, layer_norms, norm
 from fuligo.models.names import NameTable
@@ -12,14 +14,15 @@ from fuligo.models.parts import dense_architecture
 
 def architecture(config: ConfigJson) -> Architecture:
     bias = config.switch("attention_bias", default=True)
-    return dense_architecture(config, qkv_bias=bias, num_norms=4, default_head_dim=128)
+    dense = dense_architecture(config, qkv_bias=bias, num_norms=4, default_head_dim=128)
+    return replace(dense, numerics=Numerics(norms_outputs=True, rotary_share=0.5, rotary_interleaved=True))
 
 
 def names(config: ConfigJson, architecture: Architecture) -> NameTable:
     norms = (norm(architecture, "post_self_attn_layernorm"), norm(architecture, "post_mlp_layernorm"))
     return dense_table(
         architecture,
-        grouped_attention(architecture, qkv_bias=config.switch("attention_bias", default=True)),
+        grouped_attention(architecture),
         norms=(*layer_norms(architecture), *norms),
         mlp=gated_mlp(architecture, "mlp", architecture.intermediate_size, is_fused=True),
     )

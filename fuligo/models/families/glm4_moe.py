@@ -1,6 +1,8 @@
 """GLM-4.5, GLM-4.6 and GLM-4.7, mixture of experts (arXiv 2508.06471): grouped attention; the large models norm queries and keys."""
 
-from fuligo.models.architecture import Architecture
+from dataclasses import replace
+
+from fuligo.models.architecture import Architecture, Numerics
 from fuligo.models.config_json import ConfigJson
 from fuligo.models.name_parts import grouped_attention, moe_table, with_mtp_layers
 from fuligo.models.names import NameTable
@@ -8,15 +10,12 @@ from fuligo.models.parts import grouped_attention_parts, moe_architecture, read_
 
 
 def architecture(config: ConfigJson) -> Architecture:
-    heads = read_grouped_attention(config)
-    parts = grouped_attention_parts(heads, config.count("hidden_size"), **_biases_and_norms(config))
-    return moe_architecture(config, heads, parts, config.index("first_k_dense_replace", default=1))
+    bias, qk_norm = config.switch("attention_bias", default=False), config.switch("use_qk_norm", default=False)
+    heads = read_grouped_attention(config, qkv_bias=bias, qk_norm=qk_norm)
+    parts = grouped_attention_parts(heads, config.count("hidden_size"))
+    sparse = moe_architecture(config, heads, parts, config.index("first_k_dense_replace", default=1))
+    return replace(sparse, numerics=Numerics(rotary_share=0.5))
 
 
 def names(config: ConfigJson, architecture: Architecture) -> NameTable:
-    attention = grouped_attention(architecture, **_biases_and_norms(config))
-    return with_mtp_layers(moe_table(architecture, attention, has_expert_bias=True), architecture)
-
-
-def _biases_and_norms(config: ConfigJson) -> dict[str, bool]:
-    return {"qkv_bias": config.switch("attention_bias", default=False), "qk_norm": config.switch("use_qk_norm", default=False)}
+    return with_mtp_layers(moe_table(architecture, grouped_attention(architecture), has_expert_bias=True), architecture)

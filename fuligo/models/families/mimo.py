@@ -21,5 +21,5 @@ def names(config: ConfigJson, architecture: Architecture) -> NameTable:
         mtp_projection(architecture, "input_proj", Form.SWAPPED_HALVES),
         norm(architecture, "final_layernorm"),
     )
-    table = dense_table(architecture, grouped_attention(architecture, qkv_bias=True))
+    table = dense_table(architecture, grouped_attention(architecture))
     return replace(table, mtp=mtp, mtp_prefix="model.mtp_layers.{mtp}.")

@@ -12,4 +12,4 @@ def architecture(config: ConfigJson) -> Architecture:
 
 
 def names(config: ConfigJson, architecture: Architecture) -> NameTable:
-    return dense_table(architecture, grouped_attention(architecture, qkv_bias=True))
+    return dense_table(architecture, grouped_attention(architecture))

@@ -13,4 +13,4 @@ def architecture(config: ConfigJson) -> Architecture:
 
 
 def names(config: ConfigJson, architecture: Architecture) -> NameTable:
-    return dense_table(architecture, grouped_attention(architecture, qk_norm=True))
+    return dense_table(architecture, grouped_attention(architecture))

@@ -1,4 +1,4 @@
-"""Qwen3.5, language model alone, dense: Qwen3-Next's attention."""
+"""Qwen3.5, language model only, dense: Qwen3-Next's attention."""
 
 from fuligo.models.architecture import Architecture
 from fuligo.models.config_json import ConfigJson

@@ -1,4 +1,4 @@
-"""Qwen3.5, language model alone, mixture of experts: Qwen3-Next's layers, each with experts."""
+"""Qwen3.5, language model only, mixture of experts: Qwen3-Next's layers, each with experts."""
 
 from fuligo.models.architecture import Architecture
 from fuligo.models.config_json import ConfigJson

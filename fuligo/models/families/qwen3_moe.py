@@ -1,5 +1,7 @@
 """Qwen3, mixture of experts (arXiv 2505.09388): Qwen3's attention; no shared expert, no bias in the router."""
 
+from dataclasses import replace
+
 from fuligo.models.architecture import Architecture
 from fuligo.models.config_json import ConfigJson
 from fuligo.models.name_parts import grouped_attention, moe_table
@@ -20,9 +22,10 @@ def architecture(config: ConfigJson) -> Architecture:
     hidden_size, num_layers = config.count("hidden_size"), config.count("num_hidden_layers")
     # transformers 5 writes num_local_experts, the published files have num_experts.
     key = "num_local_experts" if config.values.get("num_experts") is None and "num_local_experts" in config.values else "num_experts"
-    heads, experts = read_grouped_attention(config), read_experts(config, num_experts_key=key, shared=False)
     bias = config.switch("attention_bias", default=False)
-    attention = grouped_attention_parts(heads, hidden_size, qkv_bias=bias, output_bias=bias, qk_norm=True)
+    heads = read_grouped_attention(config, qkv_bias=bias, output_bias=bias, qk_norm=True)
+    experts = replace(read_experts(config, num_experts_key=key, shared=False), has_softmax_router=True)
+    attention = grouped_attention_parts(heads, hidden_size)
     mlp = dense_mlp_parts(hidden_size, config.count("intermediate_size"))
     step, dense_numbers = config.count("decoder_sparse_step", default=1), config.indices("mlp_only_layers")
 
@@ -43,4 +46,4 @@ def architecture(config: ConfigJson) -> Architecture:
 
 
 def names(config: ConfigJson, architecture: Architecture) -> NameTable:
-    return moe_table(architecture, grouped_attention(architecture, qk_norm=True), has_expert_bias=False)
+    return moe_table(architecture, grouped_attention(architecture), has_expert_bias=False)

@@ -56,8 +56,8 @@ def hybrid_architecture(
         ConfigError: a key of config.json is missing, malformed, or contradicts another.
     """
     hidden_size, linear = config.count("hidden_size"), _read_linear(config, has_fused_inputs)
-    heads = replace(read_grouped_attention(config, default_head_dim=256), has_output_gate=True)
-    full = grouped_attention_parts(heads, hidden_size, qkv_bias=False, qk_norm=True)
+    heads = replace(read_grouped_attention(config, qk_norm=True, default_head_dim=256), has_output_gate=True)
+    full = grouped_attention_parts(heads, hidden_size)
     if config.switch("attention_bias", default=False):
         raise config.contradiction("attention_bias is true; only published models, which have no biases, are supported")
     mixing = {"full_attention": full, "linear_attention": linear_attention_parts(linear, hidden_size)}

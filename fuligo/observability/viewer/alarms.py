@@ -180,13 +180,9 @@ def _facts(values: Values, stretch: Stretch) -> dict[str, float | str]:
     }
 
 
-def _all_zero(values: Values) -> list[bool]:
-    return [value == 0 for value in values]
-
-
 _NO_REWARD = (
-    "Every response gets the reward 0, so nothing is learned. Read some samples: does the answer have the form that the reward reads, "
-    "is the label right, is the response cut off? Then try easier prompts."
+    "The mean reward of these steps is at most {worst:.2g}, so next to nothing is learned. Read some samples: does the answer have the "
+    "form that the reward reads, is the label right, is the response cut off? Then try easier prompts."
 )
 _DISAGREE = "Their log-probabilities of the same tokens differ on average by up to {compared_nats}."
 _CLIPPED = (
@@ -200,13 +196,23 @@ _COLLAPSED = (
 )
 _GRADIENT_JUMPS = "It reaches {compared}. Look at the samples of that step for very long responses or rewards out of range."
 _TRUNCATED = "Up to {worst:.0%} are truncated at the maximum length and judged without their end."
-_EQUAL = "In up to {worst:.0%} of the groups all rewards are equal. Try harder or easier prompts, or dynamic sampling."
+_EQUAL = (
+    "In up to {worst:.0%} of the groups all rewards are equal. Try harder or easier prompts, or dynamic sampling; "
+    "--skip-zero-advantages trains without them."
+)
 _FAILED = "{total:.0f} in total. Each failed sample shows its reason (Samples, filter by failed)."
 
 WATCHES = (
     # bf16 engines and trainers differ by 0.005 to 0.02 nats; 0.1 means wrong weights, sampling parameters or routing.
     _Watch("train/logprob_abs_diff", "error", "Engine and trainer disagree", _rises(3, 0.03, at_once=0.1), _DISAGREE),
-    _Watch("rollout/reward_mean", "error", "The reward is 0", _all_zero, _NO_REWARD, LASTING_STEPS),
+    _Watch(
+        "rollout/reward_mean",
+        "error",
+        "The reward is (almost) 0",
+        lambda values: [value == 0 for value in values],
+        _NO_REWARD,
+        LASTING_STEPS,
+    ),
     _Watch("train/clip_fraction", "warning", "Much of the update is clipped", _above(0.3), _CLIPPED, LASTING_STEPS),
     _Watch("train/kl", "warning", "KL to the reference is growing", _rises(5, 0.1), _KL_GROWS, LASTING_STEPS),
     _Watch("train/entropy", "warning", "Entropy has collapsed", _entropy_collapses, _COLLAPSED, LASTING_STEPS, _learned),

@@ -201,6 +201,7 @@ def sample_answer(run: RunReader, step: int, row: int, of: SampleSet = "train") 
         "response": whole.get("response") or "",
         "metadata": _metadata(whole.get("metadata")),
         "spans": whole.get("spans") or [],
+        "images": [image["source"] for image in whole.get("images") or []],
         "prompt_tokens": len(whole.get("prompt_ids") or []),
         "tokens": _tokens(run, whole),
         **_episode(path, rows, mine, whole),
@@ -300,7 +301,8 @@ def prompts_answer(
         | {"prompt_key": str(row["prompt"]), "steps": by_step[row["prompt"]], "text": _prompt_text(index, row["newest"], row["row"])}
         for row in shown.to_pylist()
     ]
-    return {"total": prompts.num_rows, "offset": offset, "rows": rows, "indexed": index.progress}
+    any_passes = bool((prompts["pass_rate"].to_numpy() > 0).any())
+    return {"total": prompts.num_rows, "any_passes": any_passes, "offset": offset, "rows": rows, "indexed": index.progress}
 
 
 def _prompt_text(index: SampleIndex, step: int, row: int) -> str:

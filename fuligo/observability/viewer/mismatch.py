@@ -84,13 +84,15 @@ def explanation(step: int, parts: Sequence[Mismatch], expected: int | None) -> E
     if of_engine and of_engine[0].engine != UNKNOWN:
         engine = of_engine[0].engine
         text = f"{_compared(step, parts, of_engine, f'engine {engine}')}: its weights or settings differ from those that it reports."
-        return Explanation(f"engine {engine} alone", text)
+        return Explanation(f"engine {engine} only", text)
     if of_version:
         text = f"{_compared(step, parts, of_version, f'version {newest}')}: the newest weights are wrong."
-        return Explanation(f"weight version {newest} alone", text)
+        return Explanation(f"weight version {newest} only", text)
     versions = sorted({part.version for part in parts})
     those = f"of version {versions[0]}" if len(versions) == 1 else f"of all versions ({', '.join(map(str, versions))})"
-    return Explanation("all tokens equally", f"In step {step} tokens {those} and of all engines differ equally: it is {_NOT_AGE}.")
+    return Explanation(
+        "all tokens equally", f"In step {step} tokens {those} and of all engines differ equally, so the cause is {_NOT_AGE}."
+    )
 
 
 def _stale(step: int, parts: Sequence[Mismatch], stale: Sequence[Mismatch], newest: int) -> Explanation:

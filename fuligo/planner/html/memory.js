@@ -61,15 +61,7 @@ function memoryTable() {
     element(
       "table",
       {},
-      element(
-        "thead",
-        {},
-        element(
-          "tr",
-          {},
-          ["Where", "What", "Size", "How it comes about"].map((title) => element("th", { scope: "col" }, title)),
-        ),
-      ),
+      tableHead(["Where", "What", "Size", "How it comes about"]),
       plan.memory.map((bar) =>
         element(
           "tbody",

@@ -32,15 +32,7 @@ function settingsSection() {
       element(
         "table",
         { class: "settings" },
-        element(
-          "thead",
-          {},
-          element(
-            "tr",
-            {},
-            ["Group", "Name", "Value"].map((title) => element("th", { scope: "col" }, title)),
-          ),
-        ),
+        tableHead(["Group", "Name", "Value"]),
         body,
       ),
     ),

@@ -98,15 +98,7 @@ function phaseTable(phases, end) {
   return element(
     "table",
     {},
-    element(
-      "thead",
-      {},
-      element(
-        "tr",
-        {},
-        ["Phase", "On", "Time", "Share", "Work", "Rests on"].map((title) => element("th", { scope: "col" }, title)),
-      ),
-    ),
+    tableHead(["Phase", "On", "Time", "Share", "Work", "Rests on"]),
     element(
       "tbody",
       {},

@@ -6,11 +6,13 @@ RMSNorm, MLPs are gated (three widths instead of two), attention is grouped or l
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fuligo.config import Config
+from fuligo.layout.adapter import AdapterShape, InputOf, TensorSplit
 from fuligo.layout.megatron import Layout
 from fuligo.models.architecture import Architecture, GroupedAttention, LatentAttention, Layer, PartKind
+from fuligo.planner.lengths import copied_keys_per_token
 
 BF16 = 2
 FP32 = 4
@@ -32,23 +34,49 @@ class LayerBytes:
     """Peak of gradients and gathered tensors that exist briefly during the backward pass."""
 
 
-def layer_bytes(layer: Layer, architecture: Architecture, shape: Layout, config: Config) -> LayerBytes:
-    """Return the bytes per token of `layer`'s activations on one rank."""
+def layer_bytes(layer: Layer, architecture: Architecture, shape: Layout, config: Config, adapter: AdapterShape | None = None) -> LayerBytes:
+    """Return the bytes per token of `layer`'s activations on one rank.
+
+    Matrices below an adapter are frozen: they keep no input for their gradient, unless that of an A needs it.
+    """
     hidden, split = architecture.hidden_size, shape.shards_sequence
-    norms = (2 * 2 + num_output_norms(layer, hidden)) * BF16 * hidden / split
-    attention = _attention(architecture, shape) + BF16 * normed_head_elements(layer, architecture) / shape.tp
+    normed = 2 * BF16 * hidden / split
+    norms = (2 + num_output_norms(layer, hidden)) * BF16 * hidden / split
+    copied = BF16 * copied_elements(architecture, shape, config)
+    attention = _attention(architecture, shape) + copied + BF16 * normed_head_elements(layer, architecture) / shape.tp
+    added = None if adapter is None else _adapter(layer, adapter, shape)
+    if added is not None:
+        attention += added.attention - BF16 * _normed_latents(architecture)
+        normed = added.norm_outputs
     # The chosen tokens, replicated over tensor-parallel ranks. The indexer itself has no gradient.
     index = INDEX * architecture.sparse_index.top_k if layer.computes_index and architecture.sparse_index else 0
-    mlp = _mlp(layer, architecture, shape, gathers=config.parallel.moe_token_dispatcher_type == "allgather")
-    whole = norms + attention + index + mlp.kept
+    gathers = config.parallel.moe_token_dispatcher_type == "allgather"
+    trains_experts = adapter is None or adapter.adapts_experts(layer)
+    mlp = _mlp(layer, architecture, shape, gathers=gathers, is_frozen=added is not None, trains_experts=trains_experts)
+    if added is not None:
+        mlp = replace(mlp, kept=mlp.kept + added.mlp)
+    whole = norms + normed + attention + index + mlp.kept
     entry = BF16 * hidden / split + index
     gathered = 2 * BF16 * hidden if split > 1 else 0
     return LayerBytes(
-        stored=whole - _dropped_by_modules(config, architecture, shape, mlp),
+        stored=whole - _dropped_by_modules(config, architecture, shape, mlp, normed, copied),
         whole=whole,
         entry=entry,
         passing=mlp.passing + gathered + _context_parallel(architecture, shape, config) + 2 * BF16 * hidden / split,
     )
+
+
+def copied_elements(architecture: Architecture, shape: Layout, config: Config) -> float:
+    """Return the elements of keys and values per token of a row and layer that are copied for the branches of shared prompts."""
+    return copied_keys_per_token(config, shape) * _key_value_elements(architecture, shape)
+
+
+def _key_value_elements(architecture: Architecture, shape: Layout) -> float:
+    """Return the elements of keys and values of one token on one rank, as attention reads them."""
+    attention = architecture.attention
+    if isinstance(attention, GroupedAttention):
+        return 2 * max(1.0, attention.num_kv_heads / shape.tp) * attention.head_dim
+    return attention.num_heads / shape.tp * (attention.qk_nope_head_dim + attention.qk_rope_head_dim + attention.v_head_dim)
 
 
 def num_output_norms(layer: Layer, hidden_size: int) -> int:
@@ -74,22 +102,25 @@ class _Mlp:
     passing: float
 
 
-def _mlp(layer: Layer, architecture: Architecture, shape: Layout, *, gathers: bool) -> _Mlp:
+def _mlp(layer: Layer, architecture: Architecture, shape: Layout, *, gathers: bool, is_frozen: bool, trains_experts: bool) -> _Mlp:
     """Return the bytes of the dense MLP, or of router, shared expert and routed experts.
 
-    If the dispatcher `gathers`, each rank of the expert group has every token of the group.
+    If the dispatcher `gathers`, each rank of the expert group has every token of the group. Frozen matrices keep no inputs. The matrices
+    of experts do if they, or their adapters, are trained (`trains_experts`).
     """
     hidden, experts = architecture.hidden_size, architecture.experts
+    widths = 2 if is_frozen else 3
     if not layer.is_moe or experts is None:
         width = architecture.intermediate_size / shape.tp
-        return _Mlp(kept=3 * BF16 * width, activated=BF16 * width, passing=3 * BF16 * width)
+        return _Mlp(kept=widths * BF16 * width, activated=(widths - 2) * BF16 * width, passing=3 * BF16 * width)
     copies = experts.num_experts_per_token * shape.etp / shape.shards_sequence
     width = experts.intermediate_size / shape.etp
     shared = experts.num_shared_experts * experts.intermediate_size / shape.tp
     router = 2 * FP32 * experts.num_experts / shape.shards_sequence
+    routed, inputs = (3, hidden) if trains_experts else (2, 0)
     return _Mlp(
-        kept=copies * BF16 * (hidden + 3 * width) + 3 * BF16 * shared + router,
-        activated=copies * BF16 * width,
+        kept=copies * BF16 * (inputs + routed * width) + widths * BF16 * shared + router,
+        activated=(routed - 2) * copies * BF16 * width,
         passing=copies * BF16 * (2 * hidden + 3 * width)
         + (2 * BF16 * hidden * shape.ep * shape.etp / shape.shards_sequence if gathers else 0),
     )
@@ -111,6 +142,42 @@ def _attention(architecture: Architecture, shape: Layout) -> float:
     return BF16 * (query_key + value_output + latent) + FP32 * heads
 
 
+def _normed_latents(architecture: Architecture) -> int:
+    """Return the elements of the normed latents, which only the matrices that read them keep."""
+    attention = architecture.attention
+    return 0 if isinstance(attention, GroupedAttention) else (attention.q_lora_rank or 0) + attention.kv_lora_rank
+
+
+@dataclass(frozen=True, slots=True)
+class _Adapter:
+    """Bytes that the matrices of an adapter keep beside those below them: inputs of A, which some share, and outputs of A."""
+
+    norm_outputs: float = 0.0
+    """Outputs of the norms before attention and MLP."""
+    attention: float = 0.0
+    mlp: float = 0.0
+
+
+def _adapter(layer: Layer, adapter: AdapterShape, shape: Layout) -> _Adapter:
+    found: dict[InputOf, float] = {}
+    hidden = {"attention": 0.0, "mlp": 0.0}
+    for matrix in adapter.adapted(layer):
+        found[matrix.source] = BF16 * matrix.inputs / (shape.tp if matrix.split is TensorSplit.INPUTS else shape.shards_sequence)
+        # Every rank has all tokens behind A where it has a part of the outputs.
+        shards = 1 if matrix.split is TensorSplit.OUTPUTS else shape.shards_sequence
+        hidden["mlp" if matrix.source in (InputOf.MLP, InputOf.DOWN) else "attention"] += BF16 * adapter.config.rank / shards
+    experts = adapter.architecture.experts
+    if experts is not None and adapter.adapts_experts(layer):  # outputs of the A of both matrices, padded for grouped products
+        copies = experts.num_experts_per_token * shape.etp / shape.shards_sequence
+        hidden["mlp"] += 2 * BF16 * copies * (adapter.config.rank + -adapter.config.rank % 8)
+    latents = found.get(InputOf.LATENT_QUERY, 0.0) + found.get(InputOf.LATENT_KEY_VALUE, 0.0)
+    return _Adapter(
+        norm_outputs=found.get(InputOf.ATTENTION, 0.0) + found.get(InputOf.MLP, 0.0),
+        attention=latents + hidden["attention"],  # attention itself keeps its output, which `o_proj` reads
+        mlp=found.get(InputOf.DOWN, 0.0) + hidden["mlp"],
+    )
+
+
 def _absorbed_attention(attention: LatentAttention, shape: Layout) -> float:
     """Return the bytes of sparse latent attention, whose scores are recomputed.
 
@@ -124,21 +191,18 @@ def _absorbed_attention(attention: LatentAttention, shape: Layout) -> float:
 
 
 def _context_parallel(architecture: Architecture, shape: Layout, config: Config) -> float:
-    """Return the bytes of other ranks' keys and values, with gradients: all with --allgather-cp, else two ring buffers."""
+    """Return the bytes of other ranks' keys and values, with gradients: all with --allgather-cp or shared prefixes, else two buffers."""
     if shape.cp == 1:
         return 0
     attention = architecture.attention
-    num_ranks = shape.cp if config.parallel.allgather_cp else 2
-    if isinstance(attention, GroupedAttention):
-        elements = 2 * max(1.0, attention.num_kv_heads / shape.tp) * attention.head_dim
-    elif config.parallel.allgather_cp:
+    num_ranks = shape.cp if config.parallel.allgather_cp or config.shares_prefixes else 2
+    elements = _key_value_elements(architecture, shape)
+    if not isinstance(attention, GroupedAttention) and config.parallel.allgather_cp:
         elements = attention.kv_elements_per_token + (architecture.sparse_index.head_dim if architecture.sparse_index else 0)
-    else:
-        elements = attention.num_heads / shape.tp * (attention.qk_nope_head_dim + attention.qk_rope_head_dim + attention.v_head_dim)
     return 2 * BF16 * elements * num_ranks
 
 
-def _dropped_by_modules(config: Config, architecture: Architecture, shape: Layout, mlp: _Mlp) -> float:
+def _dropped_by_modules(config: Config, architecture: Architecture, shape: Layout, mlp: _Mlp, normed: float, copied: float) -> float:
     """Return the bytes that selective recomputation drops (Megatron-Core 0.16.1, `TransformerConfig.recompute_modules`)."""
     if config.parallel.recompute_granularity != "selective":
         return 0
@@ -148,9 +212,9 @@ def _dropped_by_modules(config: Config, architecture: Architecture, shape: Layou
     dropped = 0.0
     if "core_attn" in modules and architecture.sparse_index is None:
         value_dim = attention.head_dim if isinstance(attention, GroupedAttention) else attention.v_head_dim
-        dropped += heads * (BF16 * value_dim + FP32)
+        dropped += heads * (BF16 * value_dim + FP32) + copied
     if "layernorm" in modules:
-        dropped += 2 * BF16 * architecture.hidden_size / shape.shards_sequence
+        dropped += normed
     if "mla_up_proj" in modules and not isinstance(attention, GroupedAttention):
         per_head = 2 * (attention.qk_nope_head_dim + attention.qk_rope_head_dim) + attention.v_head_dim
         dropped += BF16 * heads * per_head

@@ -26,12 +26,16 @@ from fuligo.quantities import amount
 
 FP8_BLOCK = 128 * 128
 """Weights that share one fp32 scale in a block-quantised checkpoint."""
+MXFP4_BYTES = 17 / 32
+"""A weight in MXFP4: four bits, and eight for the scale of each 32."""
 INDEX_BLOCK = 128
 """Elements of an index key that share one fp32 scale (`DSATokenToKVPool.quant_block_size`)."""
 WORKSPACE_BYTES = 512 * MIB
 """Workspace of attention kernels, as reserved by SGLang (`_handle_gpu_memory_settings`)."""
 
 
+_POOLS_OF_WINDOWS = frozenset({"gpt_oss"})
+"""Model types with a pool for the layers with windows (`model_config.is_hybrid_swa_model`); others cache all tokens in every layer."""
 CHOICE_BYTES = 4
 """One expert of one token (int32)."""
 FEWEST_REQUESTS, MOST_REQUESTS = 2048, 4096
@@ -137,7 +141,7 @@ def engine_memory(spec: EngineGroupSpec, architecture: Architecture, gpu: Gpu, r
     settings = server_settings(spec, architecture, gpu)
     before = CUDA_CONTEXT_BYTES + _communication_bytes(spec) + resident
     static = round(settings.mem_fraction_static * (gpu.memory_bytes - before))
-    layers = math.ceil(architecture.num_cached_layers / spec.pp_size)
+    layers = _cached_layers(spec, architecture)
     held = _holder(spec, architecture, settings)
     weights = held(part for layer in architecture.layers for part in layer.parts) // spec.pp_size + held(architecture.outer_parts)
     draft_layers = architecture.mtp_layers if settings.drafts_with_own_layers else ()
@@ -169,7 +173,7 @@ def engine_items(spec: EngineGroupSpec, memory: EngineMemory, trainer_bytes: int
     """Return the parts of the peak of a GPU of a group."""
     settings, architecture = memory.settings, memory.architecture
     sizes = f"TP {spec.tp_size}" + (f", DP attention {spec.dp_size}" if spec.dp_size > 1 else "") + f", EP {spec.ep_size}"
-    stored = "FP8 where quantised" if is_fp8(spec, architecture) else "bf16"
+    stored = "FP8 where quantised" if is_fp8(spec, architecture) else "experts in MXFP4" if architecture.is_mxfp4 else "bf16"
     items = [MemoryItem("weights", memory.weights, f"{billions(architecture.num_parameters)} parameters over {sizes}; {stored}")]
     if memory.draft_weights:
         items.append(MemoryItem("draft_weights", memory.draft_weights, "the model's own MTP layers"))
@@ -239,10 +243,24 @@ def _holder(spec: EngineGroupSpec, architecture: Architecture, settings: ServerS
         total = 0.0
         for (kind, split, quantisable), num_parameters in counts.items():
             size = 1 + 4 / FP8_BLOCK if fp8 and quantisable else 2
+            if architecture.is_mxfp4 and kind is PartKind.ROUTED_EXPERTS and quantisable:
+                size = MXFP4_BYTES
             total += num_parameters * size * (1.0 if split is Split.REPLICATED else share[kind])
         return round(total)
 
     return held
+
+
+def _cached_layers(spec: EngineGroupSpec, architecture: Architecture) -> float:
+    """Return the layers on one rank with keys and values of every token.
+
+    Layers with windows may have a pool of their own, which holds a share of the tokens (`pool_configurator.HybridSWAPoolConfigurator`).
+    """
+    windowed = architecture.num_windowed_layers
+    if architecture.model_type not in _POOLS_OF_WINDOWS or spec.arguments.get("disable_hybrid_swa_memory"):
+        return math.ceil(architecture.num_cached_layers / spec.pp_size)
+    share = spec.arguments.value("swa_full_tokens_ratio")
+    return math.ceil((architecture.num_cached_layers - windowed) / spec.pp_size) + share * math.ceil(windowed / spec.pp_size)
 
 
 def _cache_bytes(spec: EngineGroupSpec, architecture: Architecture) -> tuple[float, float]:

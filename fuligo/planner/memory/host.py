@@ -9,7 +9,6 @@ from fuligo.config.topology import EngineGroupSpec, policy_model
 from fuligo.layout.megatron import layout_of
 from fuligo.models.architecture import Architecture
 from fuligo.planner.lengths import longest_sample
-from fuligo.planner.memory.activations import BF16
 from fuligo.planner.memory.engine import EngineMemory
 from fuligo.planner.memory.torch_trainer import torch_offloaded_items
 from fuligo.planner.memory.trainer import TrainerState, trainer_state
@@ -162,16 +161,18 @@ def _states(subject: Subject, layout: ClusterLayout) -> list[TrainerState]:
 
 def _state_items(subject: Subject, ranks: Sequence[TrainerState]) -> Iterator[MemoryItem]:
     config, num_gpus = subject.config, len(ranks)
-    one_copy = sum(BF16 * (rank.trained.total + rank.frozen.total) for rank in ranks)
+    one_copy, adapter = sum(rank.weights for rank in ranks), sum(rank.adapter for rank in ranks)
     adam = sum(rank.optimizer_on_host for rank in ranks)
     has_teacher = config.teacher_from == "trainer"
-    swapped = config.needs_reference or has_teacher or config.cluster.colocate
+    has_reference = config.needs_reference and subject.adapter is None  # with an adapter, it is the policy without it
+    swapped = has_reference or has_teacher or config.cluster.colocate
     moments = sum(rank.optimizer for rank in ranks) if config.cluster.colocate else 0
     yield MemoryItem("optimizer", adam, f"CPU Adam of {num_gpus} GPUs: fp32 weight, gradient and two moments, 16 bytes per parameter")
-    yield MemoryItem("reference", one_copy if config.needs_reference else 0, f"bf16 weights of the reference model, {num_gpus} GPUs")
+    yield MemoryItem("reference", one_copy if has_reference else 0, f"bf16 weights of the reference model, {num_gpus} GPUs")
     yield MemoryItem("teacher", one_copy if has_teacher else 0, f"bf16 weights of the teacher, {num_gpus} GPUs")
     others = f"the reference {'or the teacher ' if has_teacher else ''}or the engines have"
     yield MemoryItem("weights", one_copy if swapped else 0, f"bf16 weights of the policy while {others} the GPUs")
+    yield MemoryItem("adapter", adapter if swapped else 0, f"fp32 weights of the adapter while {others} the GPUs")
     yield MemoryItem("offloaded_optimizer", moments, f"{amount(moments)} of optimizer state while the engines have the GPUs")
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Self
 
+from fuligo.layout.adapter import AdapterShape
 from fuligo.layout.megatron import Layout
 from fuligo.models.architecture import Architecture, Layer, Part, PartKind, Split
 from fuligo.planner.layout import stage_layers
@@ -42,19 +43,39 @@ def trained_parameters(subject: Subject, shape: Layout, stages: Iterable[Stage])
     Parameters frozen by --freeze-params-name-list and its counterpart count too, since only the weights' names identify them.
     """
     stages = tuple(stages)
-    held = _outer(subject.architecture, shape, stages) + _in_layers(subject.architecture, shape, stages, are_indexers=False)
+    if subject.adapter is not None:
+        return adapter_parameters(subject.adapter, shape, stages)
+    held = _model_parameters(subject, shape, stages)
     return held + _mtp(subject, shape, stages, are_indexers=False) if subject.config.train.enable_mtp_training else held
 
 
+def adapter_parameters(adapter: AdapterShape, shape: Layout, stages: Iterable[Stage]) -> LocalParameters:
+    """Return the parameters of an adapter on a rank with `stages`."""
+    layers = [layer for stage in stages for layer in stage_layers(adapter.architecture, stage)]
+    return LocalParameters(
+        dense=sum(adapter.dense_parameters(layer, shape.tp) for layer in layers),
+        experts=sum(adapter.experts_parameters(layer, shape.ep, shape.etp) for layer in layers),
+    )
+
+
 def frozen_parameters(subject: Subject, shape: Layout, stages: Iterable[Stage]) -> LocalParameters:
-    """Return the parameters without gradients: indexers of sparse attention, and MTP layers that are loaded but not trained."""
+    """Return the parameters without gradients.
+
+    They are the indexers of sparse attention, MTP layers that are loaded but not trained, and with an adapter all base weights.
+    """
     stages = tuple(stages)
-    frozen = _in_layers(subject.architecture, shape, stages, are_indexers=True) + _mtp(subject, shape, stages, are_indexers=True)
+    below = LocalParameters() if subject.adapter is None else _model_parameters(subject, shape, stages)
+    frozen = below + _in_layers(subject.architecture, shape, stages, are_indexers=True) + _mtp(subject, shape, stages, are_indexers=True)
     return frozen if subject.config.train.enable_mtp_training else frozen + _mtp(subject, shape, stages, are_indexers=False)
 
 
 def loaded_mtp_layers(subject: Subject) -> tuple[Layer, ...]:
     return subject.architecture.mtp_layers[: subject.config.train.mtp_num_layers or 0]
+
+
+def _model_parameters(subject: Subject, shape: Layout, stages: tuple[Stage, ...]) -> LocalParameters:
+    """Return the parameters of a rank without indexers and MTP layers."""
+    return _outer(subject.architecture, shape, stages) + _in_layers(subject.architecture, shape, stages, are_indexers=False)
 
 
 def _in_layers(architecture: Architecture, shape: Layout, stages: Iterable[Stage], *, are_indexers: bool) -> LocalParameters:

@@ -7,7 +7,7 @@ from fuligo.layout.adapter import AdapterShape, InputOf
 from fuligo.layout.megatron import layout_of
 from fuligo.models.architecture import Architecture, GroupedAttention, Layer
 from fuligo.planner.lengths import micro_batch_tokens
-from fuligo.planner.memory.activations import BF16, FP32, normed_head_elements, num_output_norms
+from fuligo.planner.memory.activations import BF16, FP32, copied_elements, normed_head_elements, num_output_norms
 from fuligo.planner.memory.constants import COLLECTIVE_BYTES, CUDA_CONTEXT_BYTES, billions
 from fuligo.planner.plan import MemoryItem
 from fuligo.planner.subject import Subject, value_architecture
@@ -106,7 +106,7 @@ def _gathered(subject: Subject) -> MemoryItem:
     if adapter is None:
         return MemoryItem("gathered", size * (2 * layer + outer) + size * (layer + outer), f"{units}, and gradients")
     low_rank = max(adapter.layer_parameters(layer) for layer in architecture.layers)
-    return MemoryItem("gathered", size * (2 * layer + outer) + size * 3 * low_rank, f"{units}, and gradients of the adapter alone")
+    return MemoryItem("gathered", size * (2 * layer + outer) + size * 3 * low_rank, f"{units}, and gradients of the adapter only")
 
 
 def compiles_layers(subject: Subject) -> bool:
@@ -120,18 +120,25 @@ def _activations(subject: Subject) -> MemoryItem:
     config, architecture = subject.config, subject.architecture
     tokens = micro_batch_tokens(config, layout_of(config))
     adapter = subject.adapter
-    if adapter is not None:
+    if compiles_layers(subject):
+        per_layer = [compiled_layer_bytes(layer, architecture, adapter) for layer in architecture.layers]
+    elif adapter is not None:
         per_layer = [adapted_layer_bytes(layer, adapter, compute_bytes(subject)) for layer in architecture.layers]
-    elif compiles_layers(subject):
-        per_layer = [compiled_layer_bytes(layer, architecture) for layer in architecture.layers]
     else:
         per_layer = [layer_bytes(layer, architecture, compute_bytes(subject)) for layer in architecture.layers]
+    shared = compute_bytes(subject) * copied_elements(architecture, layout_of(config), config)
+    per_layer = [num_bytes + shared for num_bytes in per_layer]
     if config.model.gradient_checkpointing:
         entries = compute_bytes(subject) * architecture.hidden_size * len(per_layer)
         per_token, how = entries + max(per_layer), "inputs of all layers and one layer's activations"
     else:
         per_token, how = sum(per_layer), "all layers; --gradient-checkpointing keeps their inputs only"
-    return MemoryItem("activations", round(tokens * per_token), f"{tokens} tokens x {per_token / 1024:.0f} KiB: {how}")
+    copies = [0] if adapter is None else [copied_factor_bytes(layer, adapter, compute_bytes(subject)) for layer in architecture.layers]
+    copied = max(copies) if config.model.gradient_checkpointing else sum(copies)
+    note = f"{tokens} tokens x {per_token / 1024:.0f} KiB{f' + {amount(copied)} of B' if copied else ''}: {how}"
+    if shared:
+        note += f"; {shared / 1024:.0f} KiB a layer are keys of shared prompts, copied for every answer"
+    return MemoryItem("activations", round(tokens * per_token) + copied, note)
 
 
 def layer_bytes(layer: Layer, architecture: Architecture, size: int) -> float:
@@ -183,6 +190,9 @@ def adapted_layer_bytes(layer: Layer, adapter: AdapterShape, size: int) -> float
     if layer.is_moe and experts is not None:
         routed = experts.num_experts_per_token * (hidden + 3 * experts.intermediate_size)
         kept += size * (routed + 3 * experts.num_shared_experts * experts.intermediate_size) + FP32 * 2 * experts.num_experts
+        if adapter.adapts_experts(layer):  # each copy of a token, the input of `down_proj`, and what both A make of them
+            low_rank = 2 * (config.rank + -config.rank % 8)
+            kept += size * experts.num_experts_per_token * (hidden + experts.intermediate_size + low_rank)
     else:
         kept += size * 3 * architecture.intermediate_size
     adapted = adapter.adapted(layer)
@@ -193,11 +203,20 @@ def adapted_layer_bytes(layer: Layer, adapter: AdapterShape, size: int) -> float
     return kept + inputs + size * config.rank * len(adapted)
 
 
-def compiled_layer_bytes(layer: Layer, architecture: Architecture) -> float:
+def copied_factor_bytes(layer: Layer, adapter: AdapterShape, size: int) -> int:
+    """Return the bytes of B of all experts of a layer in the order of the experts, which grouped products need."""
+    experts = adapter.architecture.experts
+    if experts is None or not adapter.adapts_experts(layer):
+        return 0
+    outputs = adapter.architecture.hidden_size + 2 * experts.intermediate_size
+    return size * experts.num_experts * outputs * adapter.config.rank
+
+
+def compiled_layer_bytes(layer: Layer, architecture: Architecture, adapter: AdapterShape | None = None) -> float:
     """Return the bytes per token that a compiled layer of a dense model keeps in bf16 for its backward pass.
 
     The partitioner of `torch.compile` keeps the inputs and outputs of matrix products, and query, key and value as attention takes them.
-    Norms and activations are computed again from these and an fp32 number per norm.
+    Norms and activations are computed again from these and an fp32 number per norm. An adapter adds the outputs of its A.
     """
     hidden, attention = architecture.hidden_size, architecture.attention
     assert isinstance(attention, GroupedAttention)
@@ -206,7 +225,8 @@ def compiled_layer_bytes(layer: Layer, architecture: Architecture) -> float:
     output_norms = num_output_norms(layer, hidden)
     kept = (4 + output_norms) * hidden + normed + 2 * query + 2 * key_value + 3 * architecture.intermediate_size
     statistics = 2 + output_norms + attention.num_heads + normed / attention.head_dim
-    return BF16 * kept + FP32 * statistics
+    low_rank = adapter.config.rank * len(adapter.adapted(layer)) if adapter is not None else 0
+    return BF16 * (kept + low_rank) + FP32 * statistics
 
 
 def _logits(subject: Subject) -> MemoryItem:

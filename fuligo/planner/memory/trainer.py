@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from fuligo.config import Config
+from fuligo.layout.adapter import Matrix
 from fuligo.layout.megatron import Layout, layout_of
 from fuligo.models.architecture import Layer
 from fuligo.planner.layout import stage_layers
@@ -20,7 +21,7 @@ from fuligo.planner.memory.constants import (
     TRAINER_WORKSPACE_BYTES,
     billions,
 )
-from fuligo.planner.memory.parameters import LocalParameters, frozen_parameters, loaded_mtp_layers, trained_parameters
+from fuligo.planner.memory.parameters import LocalParameters, adapter_parameters, frozen_parameters, loaded_mtp_layers, trained_parameters
 from fuligo.planner.plan import ClusterLayout, MemoryItem, Stage
 from fuligo.planner.subject import Subject
 from fuligo.quantities import amount
@@ -37,6 +38,8 @@ class TrainerState:
     trained: LocalParameters
     frozen: LocalParameters
     weights: int
+    """All but the adapter."""
+    adapter: int
     gradients: int
     optimizer: int
     optimizer_on_host: int
@@ -46,10 +49,12 @@ def trainer_state(subject: Subject, shape: Layout, stages: list[Stage]) -> Train
     trained, frozen = trained_parameters(subject, shape, stages), frozen_parameters(subject, shape, stages)
     sharded = optimizer_parameters(subject, shape, trained)
     on_host = offloaded_share(subject)
+    adapter = 0 if subject.adapter is None else trained.total
     return TrainerState(
         trained=trained,
         frozen=frozen,
-        weights=BF16 * (trained.total + frozen.total),
+        weights=BF16 * (trained.total - adapter + frozen.total),
+        adapter=FP32 * adapter,
         gradients=gradient_bytes(subject) * trained.total,
         optimizer=round(adam_bytes(subject) * sharded * (1 - on_host)),
         optimizer_on_host=round(ADAM_BYTES_ON_HOST * sharded * on_host),
@@ -64,16 +69,21 @@ def optimizer_parameters(subject: Subject, shape: Layout, trained: LocalParamete
 
 
 def gradient_bytes(subject: Subject) -> int:
-    """Return the bytes per parameter in the gradient buffer of Megatron's DDP: fp32 by default (Megatron-LM, `validate_args`)."""
-    return BF16 if subject.config.megatron.get("grad_reduce_in_bf16") else FP32
+    """Return the bytes per parameter in the gradient buffer of Megatron's DDP: fp32 by default (Megatron-LM, `validate_args`).
+
+    An adapter is fp32, and so are its gradients.
+    """
+    return BF16 if subject.config.megatron.get("grad_reduce_in_bf16") and subject.adapter is None else FP32
 
 
 def adam_bytes(subject: Subject) -> int:
     """Return the optimizer's bytes per parameter on the GPU: fp32 weight and two moments.
 
     The precision-aware optimizer takes their dtypes from flags and stores only the 16 bits of an fp32 weight that the bf16 weight lacks
-    (Megatron-Core, `OptimizerConfig.store_param_remainders`).
+    (Megatron-Core, `OptimizerConfig.store_param_remainders`). An adapter's own values are fp32: it has two moments only.
     """
+    if subject.adapter is not None:
+        return 2 * FP32
     if not subject.config.optimizer.use_precision_aware_optimizer:
         return 3 * FP32
     megatron = subject.config.megatron
@@ -146,13 +156,20 @@ def _main_gradients(subject: Subject, shape: Layout, state: TrainerState) -> tup
 
 
 def _state_items(subject: Subject, shape: Layout, state: TrainerState) -> Iterator[MemoryItem]:
-    trained = state.trained
-    held = f"{billions(trained.total + state.frozen.total)} parameters per GPU"
-    split = f"({billions(trained.dense)} dense over TP {shape.tp}"
-    if trained.experts:
-        split += f", {billions(trained.experts)} of experts over EP {shape.ep} x ETP {shape.etp}"
-    frozen = f", {billions(state.frozen.total)} frozen MTP parameters" if state.frozen.total else ""
-    yield MemoryItem("weights", state.weights, f"{held} {split}{frozen}) x 2 bytes")
+    trained, adapter = state.trained, subject.adapter
+    base = trained if adapter is None else state.frozen
+    split = f"({billions(base.dense)} dense over TP {shape.tp}"
+    if base.experts:
+        split += f", {billions(base.experts)} of experts over EP {shape.ep} x ETP {shape.etp}"
+    if adapter is None:
+        frozen = f", {billions(state.frozen.total)} frozen MTP parameters" if state.frozen.total else ""
+        yield MemoryItem(
+            "weights", state.weights, f"{billions((trained + state.frozen).total)} parameters per GPU {split}{frozen}) x 2 bytes"
+        )
+    else:
+        yield MemoryItem("weights", state.weights, f"{billions(base.total)} parameters per GPU {split}), frozen, x 2 bytes")
+        held = f"{billions(trained.total)} parameters of the adapter of rank {adapter.config.rank} per GPU"
+        yield MemoryItem("adapter", state.adapter, f"{held} x 4 bytes, fp32")
     size = gradient_bytes(subject)
     kind = "fp32" if size == FP32 else "bf16"
     yield MemoryItem("gradients", state.gradients, f"{billions(trained.total)} x {size} bytes ({kind} buffer of DDP)")
@@ -184,12 +201,18 @@ def _activations(subject: Subject, shape: Layout, stages: list[Stage], pipeline_
     if stages[-1].has_head:
         chunks[-1] += _chunk(loaded_mtp_layers(subject), subject, shape)
     stored = max(_stored(chunk, config) for chunk in chunks)
+    if shape.vpp > 1:  # outputs of interleaved stages are kept until their backward pass
+        stored += BF16 * architecture.hidden_size / shape.shards_sequence
+    copies = max(_adapter_copies(subject, shape, stage) for stage in stages)
+    each = f"{tokens} tokens x {stored / 1024:.0f} KiB"
+    if copies:
+        each = f"({each} + {amount(copies)} of A and B in bf16)"
     recompute = config.parallel.recompute_granularity or "no"
     items = [
         MemoryItem(
             "activations",
-            round(tokens * stored * in_flight),
-            f"{tokens} tokens x {stored / 1024:.0f} KiB x {in_flight} micro-batches in flight; {recompute} recomputation",
+            round((tokens * stored + copies) * in_flight),
+            f"{each} x {in_flight} micro-batches in flight; {recompute} recomputation",
         )
     ]
     layer_work = tokens * max((_working(chunk, config) for chunk in chunks if chunk), default=0.0)
@@ -204,14 +227,22 @@ def _activations(subject: Subject, shape: Layout, stages: list[Stage], pipeline_
 
 def _chunk(layers: Iterable[Layer], subject: Subject, shape: Layout) -> list[LayerBytes]:
     """Return the bytes of consecutive layers, computed once per kind."""
-    kinds: dict[tuple[bool, bool], LayerBytes] = {}
+    adapter = subject.adapter
+    kinds: dict[tuple[bool, bool, tuple[Matrix, ...]], LayerBytes] = {}
     chunk = []
     for layer in layers:
-        kind = layer.is_moe, layer.computes_index
+        kind = layer.is_moe, layer.computes_index, () if adapter is None else adapter.adapted(layer)
         if kind not in kinds:
-            kinds[kind] = layer_bytes(layer, subject.architecture, shape, subject.config)
+            kinds[kind] = layer_bytes(layer, subject.architecture, shape, subject.config, adapter)
         chunk.append(kinds[kind])
     return chunk
+
+
+def _adapter_copies(subject: Subject, shape: Layout, stage: Stage) -> int:
+    """Return the bytes of A and B in bf16, which a stage's forward pass casts and keeps unless it is computed again."""
+    if subject.adapter is None or subject.config.parallel.recompute_granularity == "full":
+        return 0
+    return BF16 * adapter_parameters(subject.adapter, shape, [stage]).total
 
 
 def _stored(chunk: list[LayerBytes], config: Config) -> float:

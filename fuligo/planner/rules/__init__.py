@@ -13,12 +13,13 @@ from fuligo.planner.rules import (
     topology,
     trainer_experts,
     trainer_options,
+    vision,
 )
 from fuligo.planner.rules.rule import PlannerRule
 
 _MODULES = (
     *(model, parallel, pipeline, trainer_experts, trainer_options),
-    *(topology, engine_sizes, deepep, speculative, kernels, server_memory, lengths),
+    *(topology, engine_sizes, deepep, speculative, kernels, server_memory, lengths, vision),
 )
 RULES = tuple(value for module in _MODULES for value in vars(module).values() if isinstance(value, PlannerRule))
 """All rules, in the order of the report: module by module, each in the order of its definitions."""

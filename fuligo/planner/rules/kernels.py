@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from fuligo.config.findings import Severity
 from fuligo.config.topology import EngineGroupSpec
-from fuligo.models.architecture import LatentAttention
-from fuligo.models.families.qwen3_next import WHY_NOT_MEGATRON
+from fuligo.models.architecture import GroupedAttention, LatentAttention
+from fuligo.models.stated_flags import why_not_megatron
 from fuligo.planner.rules.rule import Violation, rule
 from fuligo.planner.rules.servers import serving_policy, set_argument, shown, where
 from fuligo.planner.subject import Subject
@@ -16,6 +16,7 @@ from fuligo.planner.subject import Subject
 _BACKENDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 _LATENT = ("cutlass_mla", "flashmla", "trtllm_mla", "cutedsl_mla", "tokenspeed_mla")
 _SPARSE = ("dsa", "nsa")
+_WITH_SINKS = ("triton", "trtllm_mha", "fa3", "fa4")
 _OTHER_VENDORS = ("aiter", "wave", "intel_amx", "ascend", "intel_xpu")
 _BLACKWELL = ("trtllm_mla", "cutedsl_mla", "tokenspeed_mla")
 _DETERMINISTIC = ("flashinfer", "fa3", "triton")
@@ -34,6 +35,7 @@ def kernels_suit_the_attention(subject: Subject) -> Iterator[Violation]:
     """Kernels are made for one kind of attention: grouped, latent (MLA) or sparse (DSA)."""
     architecture = subject.rollout_architecture
     is_latent, is_sparse = isinstance(architecture.attention, LatentAttention), architecture.sparse_index is not None
+    has_sinks = isinstance(architecture.attention, GroupedAttention) and architecture.attention.has_sinks
     for spec in serving_policy(subject):
         for name, backend in _given(spec):
             if backend in _LATENT and not is_latent:
@@ -44,6 +46,8 @@ def kernels_suit_the_attention(subject: Subject) -> Iterator[Violation]:
                 reason = f"another kind of attention than {architecture.model_type}'s"
             elif backend in _OTHER_VENDORS:
                 reason = "processors of another vendor"
+            elif has_sinks and backend not in _WITH_SINKS:
+                reason = "attention without sinks, but the model has sinks"
             elif is_sparse and name == "attention_backend" and backend not in _SPARSE:
                 reason = "full attention, but the model's is sparse (DSA)"
             else:
@@ -51,12 +55,13 @@ def kernels_suit_the_attention(subject: Subject) -> Iterator[Violation]:
             yield Violation(f"{shown(spec, name)}{where(spec)} is made for {reason}", ((set_argument(subject, spec, name, None),),))
 
 
-@rule("PLAN-LINEAR-MEGATRON", "--train-backend")
-def trainer_computes_linear_attention(subject: Subject) -> Iterator[Violation]:
-    """Layers of linear attention (gated delta rules) train on the torch trainer only."""
-    if subject.is_megatron and subject.architecture.linear_attention is not None:
+@rule("PLAN-TORCH-ONLY", "--train-backend")
+def trainer_computes_the_layers(subject: Subject) -> Iterator[Violation]:
+    """Gated delta rules, attention sinks with clamped experts, and norms over all heads (MiniMax-M2) train on the torch trainer only."""
+    reason = why_not_megatron(subject.architecture)
+    if subject.is_megatron and reason is not None:
         yield Violation(
-            f"--train-backend megatron: the model ({subject.architecture.model_type}) has linear attention, and {WHY_NOT_MEGATRON}",
+            f"--train-backend megatron cannot train a {subject.architecture.model_type} model: {reason}",
             advice="use --train-backend torch, without flags of parallelism",
         )
 

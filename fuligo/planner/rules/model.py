@@ -6,6 +6,7 @@ from fuligo.config.findings import Change, Severity
 from fuligo.config.rules.rule import set_flag
 from fuligo.errors import ConfigError
 from fuligo.models.megatron_flags import disagreements
+from fuligo.models.registry import batch_variant_because, unshareable_because
 from fuligo.planner.rules.rule import Fix, Violation, rule
 from fuligo.planner.rules.servers import running
 from fuligo.planner.subject import Subject
@@ -58,6 +59,30 @@ def training_starts_from_full_weights(subject: Subject) -> Iterator[Violation]:
     )
 
 
+@rule("PLAN-MXFP4-ENGINES", "--hf-checkpoint")
+def engines_take_new_weights(subject: Subject) -> Iterator[Violation]:
+    """SGLang takes no new weights for experts in MXFP4; engines of a training run serve bfloat16."""
+    config = subject.config
+    if not subject.rollout_architecture.is_mxfp4 or config.debug.debug_rollout_only:
+        return
+    if config.needs_engine and config.engine_capabilities.serves_quantised:
+        yield Violation(
+            f"--hf-checkpoint {config.model.hf_checkpoint} has experts in MXFP4, for which SGLang takes no new weights",
+            advice="let the engines serve bfloat16: fuligo convert mxfp4-to-bf16",
+        )
+
+
+@rule("PLAN-HARMONY-REWARD", "--rm-type")
+def reward_finds_the_answer(subject: Subject) -> Iterator[Violation]:
+    """The reward `deepscaler` looks for an answer after `</think>`, which gpt-oss never writes: all rewards would be 0."""
+    reward = subject.config.reward
+    if subject.rollout_architecture.model_type == "gpt_oss" and reward.rm_type == "deepscaler" and reward.custom_rm_path is None:
+        yield Violation(
+            "--rm-type deepscaler reads the answer after </think>, and gpt-oss thinks in a channel of the harmony format",
+            ((set_flag("rm_type", "math"),),),
+        )
+
+
 @rule("PLAN-STOP-TOKEN", "--rollout-stop-token-ids")
 def stop_tokens_are_in_the_vocabulary(subject: Subject) -> Iterator[Violation]:
     """A token outside of the vocabulary never ends a response."""
@@ -66,6 +91,26 @@ def stop_tokens_are_in_the_vocabulary(subject: Subject) -> Iterator[Violation]:
     if problem is not None:
         kept = [token for token in given if token < num_tokens]
         yield Violation(problem, ((set_flag("rollout_stop_token_ids", kept or None),),))
+
+
+@rule("PLAN-EXACT-MODEL", "--exact-on-policy")
+def layers_have_batch_invariant_operations(subject: Subject) -> Iterator[Violation]:
+    """Exact log-probabilities need batch-invariant operations for all layers of the model."""
+    found = subject.trainer_config_json
+    because = None if found is None else batch_variant_because(found.values)
+    if subject.config.train.exact_on_policy and because is not None:
+        yield Violation(f"--exact-on-policy: {because}", ((set_flag("exact_on_policy", None),),))
+
+
+@rule("PLAN-PREFIX-MODEL", "--share-prefixes")
+def layers_compute_trees(subject: Subject) -> Iterator[Violation]:
+    """Shared prefixes need layers in which several samples can read one prefix."""
+    found = subject.trainer_config_json
+    if found is None or not subject.config.shares_prefixes:
+        return
+    because = unshareable_because(found.values)
+    if because is not None:
+        yield Violation(f"--share-prefixes on: {because}", ((set_flag("share_prefixes", None),),))
 
 
 def unknown_tokens(given: Sequence[int], vocab_size: int) -> str | None:

@@ -163,7 +163,7 @@ def mixture_splits_its_sequence(subject: Subject) -> Iterator[Violation]:
     """Without sequence parallelism every tensor-parallel GPU would send the same tokens to the experts; Megatron rejects this."""
     config, tp = subject.config, subject.config.parallel.tensor_model_parallel_size
     if subject.is_megatron and subject.architecture.experts is not None and tp > 1 and not config.parallel.sequence_parallel:
-        text = f"--tensor-model-parallel-size {tp} with a mixture of experts needs --sequence-parallel"
+        text = f"--tensor-model-parallel-size {tp} with an MoE model needs --sequence-parallel"
         yield Violation(text, ((set_flag("sequence_parallel", True),),))
 
 

@@ -31,7 +31,7 @@ def reward_runner(config: Config) -> RewardRunner:
     """Return the reward runner that the flags of a run ask for.
 
     Raises:
-        ConfigError: an reward type is unknown or lacks a flag.
+        ConfigError: a reward type is unknown or lacks a flag.
         HookError: the custom reward cannot be imported.
     """
     from fuligo.config.args_view import ArgsView

@@ -17,7 +17,7 @@ from fuligo.rollout.rewards.rules import Services, find_rule
 from fuligo.rollout.rewards.settings import RewardSettings
 from fuligo.rollout.rewards.symbolic import SymbolicComparison
 from fuligo.rollout.rewards.worker_pool import WorkerPool
-from fuligo.rollout.scores import metrics_problem
+from fuligo.rollout.scores import is_finite, metrics_problem
 from fuligo.types import Sample, SampleGroup, SampleStatus, Span
 
 
@@ -144,6 +144,9 @@ class RewardRunner:
     def _checked(self, reward: Any) -> float | dict[str, Any]:
         if not isinstance(reward, dict):
             return finite(reward, "the reward")
+        for name, part in reward.items():
+            if isinstance(part, int) and not is_finite(part):  # metrics average all numbers
+                raise RewardFailure(FailureReason.BAD_VALUE, f"the reward's {name!r:.80} is an integer that no float can hold")
         key = self._settings.reward_key
         if key is not None and key in reward:
             return {**reward, key: finite(reward[key], f"the reward's {key!r}")}

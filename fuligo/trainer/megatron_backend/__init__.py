@@ -2,6 +2,6 @@
 
 import warnings
 
-# It warns of packages that are not there and of its own defaults at every import, and torch of names that it still calls.
+# At every import Megatron warns of missing packages and of its own defaults, and torch of deprecated names that Megatron calls.
 warnings.filterwarnings("ignore", module=r"megatron\.core")
 warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)

@@ -1,4 +1,4 @@
-"""Whole tensors of a policy with an adapter: the weights below it, the adapter, and the weights with the adapter merged into them."""
+"""Whole tensors of a policy with an adapter: base weights, the adapter, and base weights with the adapter merged into them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 from fuligo.formats.weight_manifest import MergeRounding
 from fuligo.models.adapter import read_adapter_weights, require_shapes
-from fuligo.models.adapter_names import ADAPTER_MODULE, AdapterNames
-from fuligo.models.names import ModelNames
-from fuligo.trainer.megatron_backend.lora import LinearAdapter, set_adapter
+from fuligo.models.adapter_names import AdapterNames, ExpertsFactor
+from fuligo.models.names import ModelNames, Weight
+from fuligo.trainer.megatron_backend.lora import Update, local_updates, set_adapter
 from fuligo.trainer.megatron_backend.weights.export import named_weights
-from fuligo.trainer.megatron_backend.weights.local import linear_layers, local_weights
+from fuligo.trainer.megatron_backend.weights.forms import experts_from_peft
+from fuligo.trainer.megatron_backend.weights.local import local_weights
 from fuligo.trainer.ranks.world import World
 
 
@@ -24,13 +25,19 @@ def load_adapter(chunks: Sequence[nn.Module], names: AdapterNames, directory: Pa
         CheckpointError: it is damaged, or does not fit the model.
     """
     tensors = read_adapter_weights(directory)
-    require_shapes(tensors, {weight.checkpoint[0]: list(weight.shape) for weight in names.weights()}, directory)
-    set_adapter(chunks, names, lambda weight: tensors[weight.checkpoint[0]])
+    shapes = {weight.checkpoint[0]: list(shape) for weight in names.weights() for shape in names.checkpoint_shapes(weight)}
+    require_shapes(tensors, shapes, directory)
+
+    def whole(weight: Weight) -> Tensor:
+        tensor = tensors[weight.checkpoint[0]]
+        return experts_from_peft(weight, tensor) if isinstance(weight, ExpertsFactor) else tensor
+
+    set_adapter(chunks, names, whole)
 
 
 @dataclass(slots=True, frozen=True)
 class AdaptedStages:
-    """Policy with its adapter as `AdapterSender` takes it."""
+    """Policy with its adapter, in the form that `AdapterSender` expects."""
 
     chunks: Sequence[nn.Module]
     names: ModelNames
@@ -74,20 +81,17 @@ class _MergedParts(Mapping[str, Tensor]):
 
     def __init__(self, chunks: Sequence[nn.Module], dtype: torch.dtype) -> None:
         self._weights, self._dtype = local_weights(chunks), dtype
-        self._adapters: dict[str, LinearAdapter] = {}
-        for name, linear in linear_layers(chunks):
-            if isinstance(adapter := getattr(linear, ADAPTER_MODULE, None), LinearAdapter):
-                self._adapters[name] = adapter
+        self._updates: dict[str, Update] = dict(local_updates(chunks))
         self.rounding = MergeRounding()
         """Counts of the weights that no other rank counts."""
 
     def __getitem__(self, name: str) -> Tensor:
-        weight, adapter = self._weights[name], self._adapters.get(name)
-        if adapter is None:
+        weight, update = self._weights[name], self._updates.get(name)
+        if update is None:
             return weight
-        merged = (weight.float() + adapter.update()).to(self._dtype)
-        if self._dtype != torch.float32 and adapter.is_first_copy and not adapter.is_zero:
-            self.rounding += MergeRounding(int((merged != weight.to(self._dtype)).sum()), merged.numel())
+        merged = (weight.float() + update.update()).to(self._dtype)
+        if self._dtype != torch.float32 and update.is_first_copy and not update.is_zero:
+            self.rounding += MergeRounding(int((merged != weight.to(self._dtype)).sum()), update.num_elements)
         return merged
 
     def __contains__(self, name: object) -> bool:

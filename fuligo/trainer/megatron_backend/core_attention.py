@@ -1,10 +1,11 @@
-"""Attention over packed sequences for Megatron's layers without TransformerEngine, since Megatron's own does not support them.
+"""Attention over packed rows for Megatron's layers without TransformerEngine, since Megatron's own does not support them.
 
 A sequence is cut into 2 * cp equal pieces, of which context-parallel rank r has the pieces r and 2 * cp - 1 - r (as in Ring
 Attention with load balance, and as TransformerEngine cuts it), so that under a causal mask all ranks have equal work. Keys and values
 are gathered over the ranks; queries stay on their rank.
 """
 
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -16,9 +17,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from fuligo.models.attention import packed_attention
+from fuligo.models.token_tree import TokenTree
+from fuligo.models.tree_attention import tree_attention
 
 
 class PackedCoreAttention(MegatronModule):
@@ -38,9 +42,16 @@ class PackedCoreAttention(MegatronModule):
         """Take the arguments that Megatron gives to every core attention; cp_comm_type, k_channels and v_channels are ignored."""
         super().__init__(config=config)
         assert attn_mask_type is AttnMaskType.causal and attention_type == "self"
-        assert config.attention_dropout == 0 and not config.window_size
+        assert config.attention_dropout == 0
         self.softmax_scale = softmax_scale
         self.group = pg_collection.cp
+        self.window: int | None = None
+        """Tokens that a token attends to, itself included; None: all before it."""
+        which: Any = config.window_attn_skip_freq
+        if config.window_size and is_layer_window_attention(config.window_size, which, layer_number):
+            before, after = config.window_size
+            assert after == 0
+            self.window = before + 1
 
     def forward(
         self,
@@ -59,13 +70,16 @@ class PackedCoreAttention(MegatronModule):
             key: [T / cp, Hkv, D], with H a multiple of Hkv.
             value: [T / cp, Hkv, Dv]
             attention_mask: None; sequences and causality define the mask.
-            packed_seq_params: cumulative lengths of the whole row; each length a multiple of 2 * cp if cp > 1.
+            packed_seq_params: cumulative lengths of the whole row; each length a multiple of 2 * cp if cp > 1. `RowSequences` of a tree.
         """
         assert attention_mask is None
         scale = self.softmax_scale if self.softmax_scale is not None else query.size(-1) ** -0.5
+        tree: TokenTree | None = getattr(packed_seq_params, "tree", None)
+        if tree is not None:
+            return self._over_tree(query, key, value, tree, scale).flatten(1)
         cu_seqlens = packed_seq_params.cu_seqlens_q.tolist()
         if self.group.size() == 1:
-            return packed_attention(query, key, value, cu_seqlens, scale=scale).flatten(1)
+            return packed_attention(query, key, value, cu_seqlens, scale=scale, window=self.window).flatten(1)
         keys, values = gather_pieces(key, self.group), gather_pieces(value, self.group)
         outputs = []
         for start, end in pairwise(cu_seqlens):
@@ -73,11 +87,32 @@ class PackedCoreAttention(MegatronModule):
             positions = zigzag(end - start, self.group.size()).to(query.device)
             in_order = positions.flatten().argsort()
             k, v = keys[:, here].flatten(0, 1)[in_order], values[:, here].flatten(0, 1)[in_order]
-            visible = positions[self.group.rank(), :, None] >= torch.arange(end - start, device=query.device)
+            queries, every = positions[self.group.rank(), :, None], torch.arange(end - start, device=query.device)
+            visible = queries >= every
+            if self.window is not None:
+                visible &= queries - every < self.window
             q, k, v = (x.transpose(0, 1) for x in (query[here], k, v))
             output = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=visible, scale=scale, enable_gqa=True)
             outputs.append(output[0].transpose(0, 1))
         return torch.cat(outputs).flatten(1)
+
+    def _over_tree(self, query: Tensor, key: Tensor, value: Tensor, tree: TokenTree, scale: float) -> Tensor:
+        """Return [T / cp, H, Dv] attention of this rank's tokens of the tree, which are the pieces r and 2 * cp - 1 - r of its row."""
+        cp, rank = self.group.size(), self.group.rank()
+        if cp == 1:
+            return tree_attention(query, key, value, tree, scale=scale, window=self.window)
+        in_order = zigzag(tree.num_tokens, cp).flatten().argsort().to(query.device)
+        keys, values = (gather_pieces(each, self.group).flatten(0, 1)[in_order] for each in (key, value))
+        piece = tree.num_tokens // (2 * cp)
+        pieces = _cut(tree, piece)
+        nodes = tuple(node for node, start in enumerate(pieces.starts[:-1]) if start // piece in (rank, 2 * cp - 1 - rank))
+        return tree_attention(query, keys, values, pieces, scale=scale, window=self.window, nodes=nodes)
+
+
+@lru_cache(maxsize=8)
+def _cut(tree: TokenTree, piece: int) -> TokenTree:
+    """Call `TokenTree.cut`; cached for all layers of a pass."""
+    return tree.cut(piece)
 
 
 def zigzag(length: int, cp: int) -> Tensor:

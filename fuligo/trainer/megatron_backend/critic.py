@@ -13,7 +13,7 @@ from fuligo.trainer.critic import BaseCritic
 from fuligo.trainer.megatron_backend.learner import Learner, gather_parameters, zero_gradients
 from fuligo.trainer.megatron_backend.logprobs import gather_tokens
 from fuligo.trainer.megatron_backend.model import PolicyModel, build_chunks
-from fuligo.trainer.megatron_backend.passes import Row, cp_group, head_weight, reports, rows_of, run_rows
+from fuligo.trainer.megatron_backend.passes import Row, cp_group, head_weight, reports, rows_of, run_rows, token_counts
 from fuligo.trainer.megatron_backend.router import begin_step, take_balance_loss
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, MTPSettings
 from fuligo.trainer.megatron_backend.state import MegatronState, load_weights
@@ -111,9 +111,9 @@ def compute_value_gradients(
     take_balance_loss(chunks)  # it trains the routers here as in the policy, where it is also a metric
     if not reports():
         return None
-    num_tokens = sum(row.tokens.num_tokens for row in rows if row.plan.counts)
+    num_tokens, num_shared = token_counts(rows)
     losses = torch.stack([result.loss for result in results])
-    return StepGradients(total([result.sums for result in results]), losses, {}, num_tokens)
+    return StepGradients(total([result.sums for result in results]), losses, {}, num_tokens, num_shared)
 
 
 @torch.no_grad()

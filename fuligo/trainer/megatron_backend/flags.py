@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator, Mapping
 
-from fuligo.config.config import MegatronArguments
+from fuligo.config.placement import MegatronArguments
 
 _MODEL = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "group_query_attention", "num_query_groups", "kv_channels",
     "vocab_size", "max_position_embeddings", "normalization", "norm_epsilon", "qk_layernorm", "swiglu", "disable_bias_linear",
     "add_qkv_bias", "post_self_attn_layernorm", "post_mlp_layernorm", "untie_embeddings_and_output_weights", "rotary_base",
-    "rotary_percent", "rotary_interleaved", "no_rope_fusion", "use_rope_scaling", "rope_scaling_factor",
+    "rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor", "no_rope_fusion", "use_rope_scaling",
+    "rope_scaling_factor", "apply_layernorm_1p", "softmax_scale", "window_size", "window_attn_skip_freq",
 )  # fmt: skip
 LATENT_ATTENTION = (
     "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type",

@@ -12,7 +12,17 @@ from torch import Tensor, nn
 from fuligo.trainer.logprobs import TokenLogprobs
 from fuligo.trainer.megatron_backend.logprobs import gather_predictions, vocab_parallel_logprobs
 from fuligo.trainer.megatron_backend.mtp import mtp_loss
-from fuligo.trainer.megatron_backend.passes import Row, cp_group, head_weight, model_group, reports, rows_of, run_rows, tp_group
+from fuligo.trainer.megatron_backend.passes import (
+    Row,
+    cp_group,
+    head_weight,
+    model_group,
+    reports,
+    rows_of,
+    run_rows,
+    token_counts,
+    tp_group,
+)
 from fuligo.trainer.megatron_backend.router import begin_step, take_balance_loss
 from fuligo.trainer.megatron_backend.routing_replay import LayerReplay, RecordedPart, recorded, recorded_parts, replayed, total_changed
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
@@ -76,13 +86,13 @@ def compute_gradients(
     if not reports():
         return None
     losses = torch.stack([result.loss for result in outcome.objectives])
-    num_tokens = sum(row.tokens.num_tokens for row in rows if row.plan.counts)
+    num_tokens, num_shared = token_counts(rows)
     sums = total([result.sums for result in outcome.objectives])
     if balance_loss is not None:
         sums.shares["moe_balance_loss"] = balance_loss
     if changed is not None:
         sums.shares["routing_replay_changed"] = changed / samples.num_choices
-    return StepGradients(sums, losses, outcome.scores, num_tokens)
+    return StepGradients(sums, losses, outcome.scores, num_tokens, num_shared)
 
 
 @torch.no_grad()
@@ -118,7 +128,7 @@ def _replayed(
     if settings.routing is None or not num_choices(samples):
         return nullcontext({})
     of_rows = [[samples[i] for i in row.plan.samples] for row in rows]
-    return replayed(chunks, [row.packed for row in rows], of_rows, settings.routing, tp_group())
+    return replayed(chunks, [row.packed for row in rows], [row.tokens for row in rows], of_rows, settings.routing, tp_group())
 
 
 def _logprobs(chunk: nn.Module, row: Row, hidden: Tensor, settings: MegatronTrainerSettings) -> TokenLogprobs:

@@ -69,6 +69,9 @@ class DownProjection(nn.Module):
 class LatentAttention(MLASelfAttention):
     """Self-attention of MLA models. The configuration's `qk_layernorm` must be off: the layer spec contains the norms."""
 
+    _positions: Tensor | None = None
+    """[T] positions of the tokens of a tree; None: the row is sequences."""
+
     def __init__(self, config: MLATransformerConfig, submodules: MLASelfAttentionSubmodules, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, submodules, *args, **kwargs)
         assert not config.qk_layernorm, "qk_layernorm must be off: Megatron would sum equal gradients of q_layernorm over the TP ranks"
@@ -81,6 +84,30 @@ class LatentAttention(MLASelfAttention):
             down.weight.tensor_model_parallel = False  # pyright: ignore[reportAttributeAccessIssue]
         if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
             self.linear_kv_down_proj.register_forward_hook(self._sum_rotary_gradient)
+        self.rotary_pos_emb.register_forward_hook(self._take_positions)
+
+    def get_query_key_value_tensors(  # pyright: ignore[reportIncompatibleMethodOverride]  # arguments of inference go through
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        packed_seq_params: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Return queries, keys and values; those of a tree are rotated by its tokens' positions."""
+        self._positions = getattr(packed_seq_params, "positions", None)
+        try:
+            return super().get_query_key_value_tensors(hidden_states, key_value_states, position_ids, packed_seq_params, **kwargs)
+        finally:
+            self._positions = None
+
+    def _take_positions(self, module: nn.Module, inputs: object, angles: Any) -> Any:
+        """Return the angles of a tree's tokens, where Megatron rotates by places in the row."""
+        if self._positions is None:
+            return angles
+        if isinstance(angles, tuple):  # with YaRN's factor
+            return angles[0][self._positions], *angles[1:]
+        return angles[self._positions]
 
     def _sum_rotary_gradient(self, module: nn.Module, inputs: object, output: tuple[Tensor, None]) -> tuple[Tensor, None]:
         """Sum the gradient of the rotary columns (the last ones) over the ranks' heads; other columns are summed upstream."""

@@ -1,8 +1,8 @@
-"""Modules of a model's layers: TransformerEngine's on CUDA, else Megatron's own around packed attention."""
+"""Modules of a model's layers: TransformerEngine's on CUDA, otherwise Megatron's own with packed attention."""
 
-from collections.abc import Mapping
 from typing import Any
 
+import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
@@ -16,24 +16,35 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, get_transformer_layer_offset
-from torch import nn
+from torch import Tensor, nn
 
 from fuligo.trainer.megatron_backend.core_attention import PackedCoreAttention
-from fuligo.trainer.megatron_backend.glm4_layer import FusedRotationAttention, sandwich
 from fuligo.trainer.megatron_backend.latent_attention import latent_attention
 from fuligo.trainer.megatron_backend.mtp import mtp_submodules
+from fuligo.trainer.megatron_backend.rotated_attention import FusedRotationAttention, WindowRotaryAttention
 from fuligo.trainer.megatron_backend.router import PackedRouter
-from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, SparseLayers
+from fuligo.trainer.megatron_backend.sandwich_layer import sandwich
+from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.megatron_backend.sparse_latent_attention import sparse_latent_attention
 
 
 class LocalNorm(nn.RMSNorm):
-    """torch's RMSNorm with the attribute for sequence parallelism that Megatron's wrapper of it requires."""
+    """torch's RMSNorm with the attribute for sequence parallelism that Megatron's wrapper of it requires.
+
+    Its weight may be stored around zero (`--apply-layernorm-1p`).
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.is_around_zero = config.layernorm_zero_centered_gamma
         # Its gradient is then a sum over the TP ranks, each of which computes its own tokens.
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_around_zero:
+            return super().forward(x)
+        # In float32 up to the product with the weight, as in transformers: bfloat16 would round small weights away.
+        return F.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).type_as(x)
 
 
 class LocalModules(LocalSpecProvider):
@@ -49,14 +60,15 @@ class LocalModules(LocalSpecProvider):
 def modules_for(settings: MegatronTrainerSettings) -> BackendSpecProvider:
     """Return the modules of layers: TransformerEngine's on CUDA.
 
-    Packed attention replaces its attention on request, and in float32, which its kernels for packed sequences do not support. Under an
-    adapter norms are layers of their own.
+    Packed attention replaces its attention on request and where its kernels cannot do the work: in float32, for samples that share
+    prefixes, and for windows under context parallelism. With an adapter, norms are separate layers.
     """
     if settings.device == "cpu":
         return LocalModules()
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
-    packed = settings.attention_backend == "local" or settings.precision == "fp32"
+    has_cut_windows = settings.layout.cp > 1 and settings.model_flags.get("window_size") is not None
+    packed = settings.attention_backend == "local" or settings.precision == "fp32" or settings.shares_prefixes or has_cut_windows
 
     class Modules(TESpecProvider):
         def core_attention(self) -> type:
@@ -72,19 +84,17 @@ def modules_for(settings: MegatronTrainerSettings) -> BackendSpecProvider:
 
 
 def block_spec(
-    config: TransformerConfig, flags: Mapping[str, Any], modules: BackendSpecProvider, *, sparse: SparseLayers | None, vp_stage: int | None
+    config: TransformerConfig, settings: MegatronTrainerSettings, modules: BackendSpecProvider, *, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
     """Return the spec of the layers of this rank's pipeline stage, and of the final norm.
 
     Args:
-        flags: MODEL_ARGS.
-        sparse: None: attention is not sparse.
         vp_stage: number among the rank's interleaved stages; None: the rank has one stage.
     """
     first = get_transformer_layer_offset(config, vp_stage)
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
     layers = [
-        layer_spec(config, flags, attention_spec(config, modules, sparse, number), modules, is_moe=is_moe_layer(config, number))
+        layer_spec(config, settings, attention_spec(config, settings, modules, number), modules, is_moe=is_moe_layer(config, number))
         for number in numbers
     ]
     norm: Any = modules.layer_norm(rms_norm=True)
@@ -92,25 +102,29 @@ def block_spec(
 
 
 def mtp_spec(
-    config: TransformerConfig, flags: Mapping[str, Any], modules: BackendSpecProvider, *, sparse: SparseLayers | None
+    config: TransformerConfig, settings: MegatronTrainerSettings, modules: BackendSpecProvider
 ) -> MultiTokenPredictionBlockSubmodules | None:
     """Return the spec of the MTP layers, each with a layer like the model's last; None if there are none."""
     if not config.mtp_num_layers:
         return None
-    attention = attention_spec(config, modules, sparse, None)
-    layer = layer_spec(config, flags, attention, modules, is_moe=is_moe_layer(config, config.num_layers - 1))
+    attention = attention_spec(config, settings, modules, None)
+    layer = layer_spec(config, settings, attention, modules, is_moe=is_moe_layer(config, config.num_layers - 1))
     return mtp_submodules(config.mtp_num_layers, layer, modules)
 
 
-def attention_spec(config: TransformerConfig, modules: BackendSpecProvider, sparse: SparseLayers | None, number: int | None) -> ModuleSpec:
+def attention_spec(
+    config: TransformerConfig, settings: MegatronTrainerSettings, modules: BackendSpecProvider, number: int | None
+) -> ModuleSpec:
     """Return the spec of the attention of a layer, counted from 0 over all stages; None: of an MTP layer."""
-    if sparse is not None:
-        return sparse_latent_attention(modules, sparse, number)
-    return latent_attention(modules) if config.multi_latent_attention else grouped_attention(config, modules)
+    if settings.sparse_layers is not None:
+        return sparse_latent_attention(modules, settings.sparse_layers, number)
+    if config.multi_latent_attention:
+        return latent_attention(modules)
+    return grouped_attention(config, modules, window_rotary_base=settings.numerics.window_rotary_base)
 
 
 def layer_spec(
-    config: TransformerConfig, flags: Mapping[str, Any], attention: ModuleSpec, modules: BackendSpecProvider, *, is_moe: bool
+    config: TransformerConfig, settings: MegatronTrainerSettings, attention: ModuleSpec, modules: BackendSpecProvider, *, is_moe: bool
 ) -> ModuleSpec:
     """Return the spec of a layer with this attention, and a dense MLP or experts. TransformerEngine's linear layers contain norms."""
     norm = modules.layer_norm(rms_norm=True)
@@ -124,18 +138,23 @@ def layer_spec(
         mlp=mixture(config, modules) if is_moe else get_mlp_module_spec_for_backend(modules),
         mlp_bda=add,
     )
-    if flags.get("post_self_attn_layernorm") or flags.get("post_mlp_layernorm"):
+    if settings.model_flags.get("post_self_attn_layernorm") or settings.model_flags.get("post_mlp_layernorm"):
         return sandwich(submodules, norm)
     return ModuleSpec(module=TransformerLayer, submodules=submodules)
 
 
-def grouped_attention(config: TransformerConfig, modules: BackendSpecProvider) -> ModuleSpec:
+def grouped_attention(config: TransformerConfig, modules: BackendSpecProvider, *, window_rotary_base: float | None = None) -> ModuleSpec:
+    """Return the spec of grouped attention; `window_rotary_base` as in `Numerics`."""
     head_norm = modules.layer_norm(rms_norm=True, for_qk=True) if config.qk_layernorm else IdentityOp
     fused = modules.column_parallel_layer_norm_linear()
-    rotates_itself = config.rotary_interleaved and config.apply_rope_fusion
+    module, own = SelfAttention, {}
+    if window_rotary_base is not None:
+        module, own = WindowRotaryAttention, {"window_rotary_base": window_rotary_base}
+    elif config.rotary_interleaved and config.apply_rope_fusion:
+        module = FusedRotationAttention
     return ModuleSpec(
-        module=FusedRotationAttention if rotates_itself else SelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
+        module=module,
+        params={"attn_mask_type": AttnMaskType.causal, **own},
         submodules=SelfAttentionSubmodules(
             linear_qkv=fused or modules.column_parallel_linear(),
             core_attention=modules.core_attention(),

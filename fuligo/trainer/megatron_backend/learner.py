@@ -21,7 +21,7 @@ class Learner:
 
     Args:
         chunks: this rank's stages with their first weights, their frozen parameters frozen.
-        whose: for error messages, if there is more than one model: `of the value model`.
+        whose: owner for error messages if there is more than one model: `of the value model`.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, Self, cast
+from typing import Any, Protocol, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from fuligo.models.adapter_names import ADAPTER_MODULE, AdaptedMatrix, AdapterNames
 from fuligo.models.architecture import GroupedAttention
 from fuligo.models.names import Form, Weight
+from fuligo.trainer.megatron_backend.experts_lora import ExpertsAdapter, add_experts_adapters
 from fuligo.trainer.megatron_backend.parts import held_weights
 from fuligo.trainer.megatron_backend.weights.local import linear_layers, rank_groups, unwrapped
 
@@ -76,6 +77,11 @@ class LinearAdapter(nn.Module):
         return self._outputs.join(updates).T * self._scaling
 
     @property
+    def num_elements(self) -> int:
+        """Elements that the update has: this rank's parts of the adapted matrices, without those that the layer joins with them."""
+        return sum(len(self._factor(kind, "B")) * self._factor(kind, "A").shape[1] for kind in self._kinds)
+
+    @property
     def is_first_copy(self) -> bool:
         """True on one of the ranks that hold the same part of the layer."""
         is_first_replica = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
@@ -112,9 +118,9 @@ class LinearAdapter(nn.Module):
 
 
 def add_adapters(chunks: Sequence[nn.Module], names: AdapterNames, *, seed: int) -> None:
-    """Adapt this rank's linear layers, in place; all other parameters are frozen. Before the stages are wrapped.
+    """Adapt this rank's linear layers and experts, in place; all other parameters are frozen. Before the stages are wrapped.
 
-    B begins as zeros, so the outputs do not change. A begins the same under any layout.
+    B starts as zeros, so the outputs do not change. A starts with the same values under any layout.
     """
     for chunk in chunks:
         chunk.requires_grad_(False)
@@ -124,6 +130,7 @@ def add_adapters(chunks: Sequence[nn.Module], names: AdapterNames, *, seed: int)
             linear.add_module(ADAPTER_MODULE, adapter)
             # First: other hooks change the gradient of the layer's whole output.
             linear.register_forward_hook(_add_update, prepend=True)
+    add_experts_adapters(chunks, names)
     for chunk in map(unwrapped, chunks):
         if chunk.pre_process and chunk.config.recompute_granularity is not None:
             chunk.embedding.register_forward_hook(_with_gradient)
@@ -140,13 +147,46 @@ def set_adapter(chunks: Sequence[nn.Module], names: AdapterNames, whole: Callabl
             shard.data.copy_(values[tuple(slice(start, start + size) for start, size in zip(shard.offset, shard.data.shape))])
 
 
-def adapters(chunks: Sequence[nn.Module]) -> Iterator[LinearAdapter]:
-    return (module for chunk in chunks for module in chunk.modules() if isinstance(module, LinearAdapter))
+def adapters(chunks: Sequence[nn.Module]) -> Iterator[LinearAdapter | ExpertsAdapter]:
+    return (module for chunk in chunks for module in chunk.modules() if isinstance(module, (LinearAdapter, ExpertsAdapter)))
+
+
+class Update(Protocol):
+    """Update of one of this rank's matrices, or of its part of one."""
+
+    def update(self) -> Tensor:
+        """Return scaling B A [this rank's outputs, this rank's inputs] in float32."""
+        ...
+
+    @property
+    def num_elements(self) -> int:
+        """Elements that the update has on this rank."""
+        ...
+
+    @property
+    def is_first_copy(self) -> bool:
+        """True on one of the ranks that hold the same part of the matrix."""
+        ...
+
+    @property
+    def is_zero(self) -> bool:
+        """True if this rank's update is zero, as before the first step."""
+        ...
+
+
+def local_updates(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Update]]:
+    """Yield the updates of this rank's matrices by the canonical names of these."""
+    for name, linear in linear_layers(chunks):
+        if isinstance(adapter := getattr(linear, ADAPTER_MODULE, None), LinearAdapter):
+            yield name, adapter
+    for adapter in adapters(chunks):
+        if isinstance(adapter, ExpertsAdapter):
+            yield from adapter.updates()
 
 
 @contextmanager
 def adapter_off(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Compute with the base model alone during the block."""
+    """Disable the adapter during the block."""
     for adapter in adapters(chunks):
         adapter.is_on = False
     try:
@@ -159,12 +199,13 @@ def adapter_off(chunks: Sequence[nn.Module]) -> Iterator[None]:
 @contextmanager
 def dropout_on(chunks: Sequence[nn.Module]) -> Iterator[None]:
     """Drop inputs of A at random during the block."""
-    for adapter in adapters(chunks):
+    linear = [adapter for adapter in adapters(chunks) if isinstance(adapter, LinearAdapter)]  # PEFT defines none for those of experts
+    for adapter in linear:
         adapter.drops = True
     try:
         yield
     finally:
-        for adapter in adapters(chunks):
+        for adapter in linear:
             adapter.drops = False
 
 
@@ -181,7 +222,7 @@ def _with_gradient(embedding: nn.Module, inputs: object, output: Tensor) -> Tens
 
 
 def _first_values(weight: Weight, seed: int) -> Tensor:
-    """Return zeros for B, and for A what PEFT draws (`kaiming_uniform_` with a = sqrt 5), by the seed and its name alone."""
+    """Return zeros for B, and for A what PEFT draws (`kaiming_uniform_` with a = sqrt 5), as a function of the seed and its name."""
     (name,) = weight.checkpoint
     if name.endswith(".lora_B.weight"):
         return torch.zeros(weight.shape)

@@ -26,6 +26,8 @@ class PolicyModel(GPTModel):
     """The MTP loss also trains the layers below, the embedding and the head."""
     has_whole_head: bool = False
     """Every TP rank has all of the output layer, and all of the gradients of its input, as in a value model."""
+    embedding_scale: float = 1.0
+    """Factor of embeddings before the first layer."""
     _row: PackedRow | None = None
 
     def run(self, row: PackedRow) -> Tensor:
@@ -48,10 +50,18 @@ class PolicyModel(GPTModel):
                 row.packed_seq_params.chosen_tokens.clear()  # no backward pass needs them, and rows are kept to the end of the pass
 
     def _preprocess(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Add the padding mask on every stage: Megatron splits it for sequence parallelism on the first stage only."""
+        """Scale embeddings; add the padding mask on every stage, since Megatron splits it for sequence parallelism on the first only.
+
+        The rotary embedding of a tree is that of its tokens' positions.
+        """
         assert self._row is not None
-        *prepared, _ = super()._preprocess(*args, **kwargs)
-        return *prepared, padding_mask(self._row, self.config, self.pg_collection.tp)
+        hidden_states, rotary, *prepared, _ = super()._preprocess(*args, **kwargs)
+        if self.pre_process and self.embedding_scale != 1:
+            # The factor is rounded to the weights' type, as in transformers and SGLang.
+            hidden_states = hidden_states * torch.tensor(self.embedding_scale, dtype=hidden_states.dtype, device=hidden_states.device)
+        positions = self._row.packed_seq_params.positions
+        rotary = rotary if rotary is None or positions is None else rotary[positions]
+        return hidden_states, rotary, *prepared, padding_mask(self._row, self.config, self.pg_collection.tp)
 
     def _postprocess(self, hidden_states: Tensor, *_: Any, rotary_pos_emb: Tensor | None = None, **__: Any) -> Tensor:
         """Return hidden states instead of logits or a loss: the logits of all tokens would need the most memory, and few are needed."""
@@ -106,6 +116,7 @@ def build_chunks(settings: MegatronTrainerSettings, *, trained: bool) -> list[Po
         sum_expert_gradients_over_copies(chunk)
         freeze_indexers(chunk)
         chunk.trains_jointly = settings.mtp.joint
+        chunk.embedding_scale = settings.numerics.embedding_scale
         if chunk.mtp_process and not settings.mtp.trained:
             chunk.mtp.requires_grad_(False)
         if settings.fuses_gradient_sums:
@@ -137,8 +148,8 @@ def _build_stage(settings: MegatronTrainerSettings, config: Any, vp_stage: int |
 
 def _default_stage(settings: MegatronTrainerSettings, config: Any, is_first: bool, is_last: bool, vp_stage: int | None) -> PolicyModel:
     flags, modules = settings.model_flags, modules_for(settings)
-    layers: Any = block_spec(config, flags, modules, sparse=settings.sparse_layers, vp_stage=vp_stage)
-    mtp: Any = mtp_spec(config, flags, modules, sparse=settings.sparse_layers) if is_last else None
+    layers: Any = block_spec(config, settings, modules, vp_stage=vp_stage)
+    mtp: Any = mtp_spec(config, settings, modules) if is_last else None
     return PolicyModel(
         config,
         layers,
@@ -150,6 +161,7 @@ def _default_stage(settings: MegatronTrainerSettings, config: Any, is_first: boo
         position_embedding_type="rope",
         rotary_percent=flags.get("rotary_percent", 1.0),
         rotary_base=flags.get("rotary_base", 10_000),
+        seq_len_interpolation_factor=flags.get("rotary_seq_len_interpolation_factor"),
         rope_scaling=bool(flags.get("use_rope_scaling")),  # Llama 3's
         rope_scaling_factor=flags.get("rope_scaling_factor", 8.0),
         mtp_block_spec=mtp,

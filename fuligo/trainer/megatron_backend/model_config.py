@@ -8,9 +8,11 @@ import torch.nn.functional as F
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from torch import Tensor
 
 from fuligo.config.layer_pattern import read_layers
 from fuligo.errors import ConfigError
+from fuligo.models.architecture import Activation
 from fuligo.trainer.megatron_backend.flags import EXPERTS, LATENT_ATTENTION
 from fuligo.trainer.megatron_backend.mtp import refuse_idle_embedding
 from fuligo.trainer.megatron_backend.router import refuse_unsupported_routing
@@ -33,7 +35,7 @@ def transformer_config(settings: MegatronTrainerSettings) -> TransformerConfig:
     flags = settings.model_flags
     latent = bool(flags.get("multi_latent_attention"))
     fields = {
-        **_shape(flags),
+        **_shape(flags, settings.numerics.activation),
         # Without a rank queries are projected directly, which is not Megatron's default. Its own `experimental_attention_variant` stays
         # off: its layers are not used, and it refuses context parallelism.
         **({**_given(flags, ("rotary_base", *LATENT_ATTENTION)), "q_lora_rank": flags.get("q_lora_rank")} if latent else {}),
@@ -80,9 +82,15 @@ def is_tied(flags: Mapping[str, Any]) -> bool:
     return not flags.get("untie_embeddings_and_output_weights", False)
 
 
-def _shape(flags: Mapping[str, Any]) -> Fields:
+def gelu_tanh(values: Tensor) -> Tensor:
+    """Return GELU's tanh approximation."""
+    return F.gelu(values, approximate="tanh")
+
+
+def _shape(flags: Mapping[str, Any], activation: Activation) -> Fields:
     """Return fields of all families. Dropout is off: log-probabilities must be those that the engine sampled with."""
-    if flags.get("normalization", "LayerNorm") != "RMSNorm" or not flags.get("swiglu"):
+    is_gelu = activation is Activation.GELU_TANH
+    if flags.get("normalization", "LayerNorm") != "RMSNorm" or not (flags.get("swiglu") or is_gelu):
         raise ConfigError("the Megatron trainer supports models with RMSNorm and SwiGLU only; use --normalization RMSNorm --swiglu")
     num_heads = flags["num_attention_heads"]
     return {
@@ -94,15 +102,29 @@ def _shape(flags: Mapping[str, Any]) -> Fields:
         "kv_channels": flags.get("kv_channels"),
         "normalization": "RMSNorm",
         "layernorm_epsilon": flags.get("norm_epsilon", 1e-5),
+        "layernorm_zero_centered_gamma": flags.get("apply_layernorm_1p", False),
+        "softmax_scale": flags.get("softmax_scale"),
+        **_windows(flags),
         # Latent attention has its norms in its layers: with this on, Megatron would sum their equal gradients over the TP ranks.
         "qk_layernorm": flags.get("qk_layernorm", False) and not flags.get("multi_latent_attention"),
         "add_bias_linear": not flags.get("disable_bias_linear", False),
         "add_qkv_bias": flags.get("add_qkv_bias", False),
         "gated_linear_unit": True,
-        "activation_func": F.silu,
+        "activation_func": gelu_tanh if is_gelu else F.silu,
         "rotary_interleaved": flags.get("rotary_interleaved", False),
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
+    }
+
+
+def _windows(flags: Mapping[str, Any]) -> Fields:
+    """Return fields of layers with a window, [tokens before, tokens after]."""
+    if flags.get("window_size") is None:
+        return {}
+    layers = flags.get("window_attn_skip_freq")
+    return {
+        "window_size": tuple(flags["window_size"]),
+        "window_attn_skip_freq": read_layers(layers) if isinstance(layers, str) else layers,
     }
 
 
@@ -149,7 +171,9 @@ def _parallelism(settings: MegatronTrainerSettings) -> Fields:
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
         "pipeline_dtype": DTYPES[settings.precision],
-        "deallocate_pipeline_outputs": True,  # the next stage has its own copy
+        # The next stage has its own copy of an output. Interleaved stages overlap their communication, and Megatron's schedule frees an
+        # output before it waits for its transfer (`schedules.py`, `pp_pre_forward`): over gloo the next stage then receives garbage.
+        "deallocate_pipeline_outputs": layout.vpp == 1,
         # Interleaved stages communicate pairwise: batched sends and receives deadlock over gloo, and do not overlap over NCCL.
         "overlap_p2p_comm": layout.vpp > 1,
         "batch_p2p_comm": layout.vpp == 1,
@@ -177,7 +201,7 @@ def _computation(settings: MegatronTrainerSettings) -> Fields:
         "transformer_impl": "transformer_engine" if on_cuda else "local",
         "attention_backend": AttnBackend[settings.attention_backend],
         "apply_rope_fusion": on_cuda and not flags.get("no_rope_fusion") and not flags.get("multi_latent_attention"),
-        "bias_activation_fusion": on_cuda,
+        "bias_activation_fusion": on_cuda and settings.numerics.activation is Activation.SILU,
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,

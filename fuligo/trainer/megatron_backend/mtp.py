@@ -93,8 +93,8 @@ def predict(
 
     Args:
         block: one layer for each of `row.later`.
-        hidden: of the model, after its final norm; `cut_off` from it if the MTP loss does not train it.
-        row: with its tokens shifted for each layer.
+        hidden: hidden states of the model after its final norm; `cut_off` from it if the MTP loss does not train it.
+        row: packed row with its tokens shifted for each layer.
         embedding: the model's, cut off likewise.
     """
     states = [hidden]

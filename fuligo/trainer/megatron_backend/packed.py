@@ -3,10 +3,13 @@
 Indices are computed on the host with NumPy: torch wakes its threads for every operation, which costs more than the operation.
 
 Padding follows the tokens of its sequence, or is a sequence of its own at the end of the row: under a causal mask no token sees it.
+
+A row that holds shared prefixes once is one sequence to Megatron, cut over the ranks as one. Its tree tells attention what each token sees,
+and its positions tell the rotary embedding where each token is in its samples.
 """
 
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -15,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fuligo.layout.megatron import Layout
+from fuligo.models.token_tree import TokenTree
 from fuligo.trainer.batch import PackedTokens
 from fuligo.trainer.megatron_backend.core_attention import zigzag
 
@@ -25,8 +29,12 @@ PADDING_ID = 0
 
 @dataclass
 class RowSequences(PackedSeqParams):
-    """Sequences of a row, and its tokens' choices in sparse attention."""
+    """Sequences of a row, or its tree, and its tokens' choices in sparse attention."""
 
+    tree: TokenTree | None = None
+    """Tree of the row's T tokens with padding, if samples share prefixes; the row is then one sequence."""
+    positions: Tensor | None = None
+    """[T] int64 positions of the tokens in their samples, if there is a tree."""
     chosen_tokens: dict[int, Tensor] = field(default_factory=dict)
     """Choice of each layer, counted from 0, as `choose_tokens` returns it: kept for layers that reuse it until their backward pass, since
     they may be computed again.
@@ -62,7 +70,9 @@ class PackedRow:
     local_ids: Tensor
     """[n] int64 index into the N: the response token predicted there. Each is on exactly one context-parallel rank."""
     sequence_ids: Tensor
-    """[L] int64 number of the token's sequence in the micro-batch; -1 for padding, and for repetitions."""
+    """[L] int64 number of the token's sequence in the micro-batch; -1 for padding, and for repetitions. 0 in a tree."""
+    members: Tensor | None
+    """[S, L] bool in a tree: the tokens of each sample, none in a repetition; None: each token is of one sequence."""
     source: Tensor
     """[L] int64, on the host: index of the token in the micro-batch; -1 for padding."""
     later: tuple[LaterTokens, ...]
@@ -89,41 +99,61 @@ def pack_row(
         counts: False for a repeated micro-batch, whose tokens are padding to the routers, too.
     """
     device = tokens.input_ids.device
-    lengths = layout.padded_lengths(end - start for start, end in pairwise(tokens.cu_seqlens))
+    bounds = np.array(tokens.cu_seqlens if tokens.tree is None else (0, tokens.num_tokens))
+    lengths = layout.padded_lengths(np.diff(bounds).tolist())
     total = layout.row_tokens(lengths, pad_multiple) if num_tokens is None else num_tokens
     padding = total - sum(lengths)
     assert padding >= 0 and total % layout.total_multiple(pad_multiple) == 0
-    lengths += [padding] if padding else []
+    if padding and tokens.tree is None:
+        lengths.append(padding)
+    elif padding:
+        lengths[0] = total
     positions = np.concatenate([zigzag(length, layout.cp)[cp_rank].numpy() for length in lengths])
-    source, rows, sequences = _places(tokens, lengths, positions, layout.cp)
+    source, rows, sequences = _places(bounds, lengths, positions, layout.cp)
     local_rows = _on(device, rows)[tokens.predicting_positions]
     local_ids = (local_rows >= 0).nonzero().squeeze(1)
+    sequence_ids = sequences if counts else np.full_like(sequences, -1)
+    if tokens.tree is not None:
+        positions = np.append(tokens.position_ids.cpu().numpy(), 0)[source]
     return PackedRow(
         input_ids=_with_padding(tokens.input_ids)[_on(device, source)][None],
         position_ids=_on(device, positions)[None],
-        packed_seq_params=_packed_seq_params(lengths, layout.cp, device),
+        packed_seq_params=_packed_seq_params(tokens, lengths, layout.cp),
         num_tokens=total,
         local_rows=local_rows[local_ids],
         local_ids=local_ids,
-        sequence_ids=_on(device, sequences if counts else np.full_like(sequences, -1)),
+        sequence_ids=_on(device, sequence_ids),
+        members=None if tokens.tree is None else torch.from_numpy(_members(tokens, np.where(sequence_ids < 0, -1, source))).to(device),
         source=torch.from_numpy(source),
         later=tuple(_later_tokens(tokens, source, rows, depth) for depth in range(1, num_mtp_layers + 1)),
     )
 
 
+def _members(tokens: PackedTokens, source: Places) -> NDArray[np.bool_]:
+    """Return [S, L] whether each row's token is of each sample."""
+    members = np.zeros((len(tokens.slots), tokens.num_tokens + 1), np.bool_)
+    for own, slots in zip(members, tokens.slots):
+        own[slots] = True
+    return members[:, source]
+
+
 def _later_tokens(tokens: PackedTokens, source: Places, rows: Places, depth: int) -> LaterTokens:
-    """Shift the tokens for the MTP layer that predicts `depth` tokens further, from 1; `source` and `rows` are those of `_places`."""
+    """Shift the tokens for the MTP layer that predicts `depth` tokens further, from 1; `source` and `rows` are those of `_places`.
+
+    Samples that share a token have the same token `depth` further: the schedule shares no more of their prefix.
+    """
     device = tokens.input_ids.device
-    bounds = np.array(tokens.cu_seqlens)
-    starts, ends = (np.repeat(bound, np.diff(bounds)) for bound in (bounds[:-1], bounds[1:]))
-    has_later = (source >= 0) & (source + depth < ends[source])
-    later = np.where(has_later, source + depth, tokens.num_tokens)
-    predicting = tokens.predicting_positions.cpu().numpy() - depth
-    earlier_rows = np.where(predicting >= starts[predicting + depth], rows[predicting.clip(min=0)], -1)
-    local_ids = np.flatnonzero(earlier_rows >= 0)
+    later = np.full(tokens.num_tokens + 1, tokens.num_tokens)
+    earlier_rows: list[Places] = []
+    for slots, num_predicted in zip(tokens.slots, tokens.response_lengths, strict=True):
+        later[slots[:-depth]] = slots[depth:]
+        earlier = np.arange(len(slots) - num_predicted, len(slots)) - depth
+        earlier_rows.append(np.where(earlier >= 0, rows[slots[earlier.clip(min=0)]], -1))
+    local = np.concatenate(earlier_rows)
+    local_ids = np.flatnonzero(local >= 0)
     return LaterTokens(
-        input_ids=_with_padding(tokens.input_ids)[_on(device, later)][None],
-        local_rows=_on(device, earlier_rows[local_ids]),
+        input_ids=_with_padding(tokens.input_ids)[_on(device, later[source])][None],
+        local_rows=_on(device, local[local_ids]),
         local_ids=_on(device, local_ids),
     )
 
@@ -137,29 +167,32 @@ def _on(device: torch.device, places: Places) -> Tensor:
     return torch.from_numpy(places).to(device)
 
 
-def _places(tokens: PackedTokens, lengths: list[int], positions: Places, cp: int) -> tuple[Places, Places, Places]:
+def _places(bounds: Places, lengths: list[int], positions: Places, cp: int) -> tuple[Places, Places, Places]:
     """Return the places of tokens in the row and of the row's tokens in the micro-batch.
 
-    [L] index of each row's token among the micro-batch's, -1 for padding; its inverse, -1 for tokens on other ranks; and [L] the
-    sequence of each row's token, -1 for padding. `lengths` include padding; `positions` are [L], of this rank's tokens in their sequences.
+    [L] index of each row's token among the micro-batch's T', -1 for padding; its inverse [T'], -1 for tokens on other ranks; and [L] the
+    sequence of each row's token, -1 for padding. `bounds` [S + 1] are of the sequences; `lengths` include padding; `positions` are [L], of
+    this rank's tokens in their sequences.
     """
-    starts = np.array([*tokens.cu_seqlens[:-1], tokens.num_tokens][: len(lengths)])
-    real = np.array([end - start for start, end in pairwise(tokens.cu_seqlens)] + [0])[: len(lengths)]
+    starts, real = (
+        np.append(of_sequences, more)[: len(lengths)] for of_sequences, more in ((bounds[:-1], bounds[-1]), (np.diff(bounds), 0))
+    )
     sequence = np.repeat(np.arange(len(lengths)), np.array(lengths) // cp)
     source = np.where(positions < real[sequence], starts[sequence] + positions, -1)
-    rows = np.full(tokens.num_tokens, -1)
+    rows = np.full(bounds[-1], -1)
     rows[source[source >= 0]] = np.flatnonzero(source >= 0)
     return source, rows, np.where(source >= 0, sequence, -1)
 
 
-def _packed_seq_params(lengths: list[int], cp: int, device: torch.device) -> RowSequences:
+def _packed_seq_params(tokens: PackedTokens, lengths: list[int], cp: int) -> RowSequences:
     """Build Megatron's parameters of the sequences, in which padding counts as tokens.
 
     TransformerEngine needs lengths with and without padding only under context parallelism, and compares them in every layer, which waits
     for the GPU.
     """
-    cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=tokens.input_ids.device)
     padded = cu_seqlens if cp > 1 else None
+    tree = None if tokens.tree is None else tokens.tree.with_padding(sum(lengths))
     return RowSequences(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
@@ -168,4 +201,6 @@ def _packed_seq_params(lengths: list[int], cp: int, device: torch.device) -> Row
         cu_seqlens_kv_padded=padded,  # pyright: ignore[reportArgumentType]
         max_seqlen_q=max(lengths),
         max_seqlen_kv=max(lengths),
+        tree=tree,
+        positions=None if tree is None else _on(cu_seqlens.device, tree.depths),
     )

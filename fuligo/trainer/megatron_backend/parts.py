@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from fuligo.errors import CheckpointError
 from fuligo.formats.shards import Shard
+from fuligo.models.adapter_names import ExpertsFactor
 from fuligo.models.names import EMBEDDING, Form, ModelNames, Weight
-from fuligo.trainer.megatron_backend.weights.local import tensors_of
+from fuligo.trainer.megatron_backend.weights.local import first_local_expert, tensors_of
 
 STATES = ("param", "exp_avg", "exp_avg_sq")
 """Stored for every trained weight, in float32; `param` is the weight itself."""
@@ -40,7 +41,7 @@ class LocalWeight:
     tensor: Tensor
     parts: tuple[LocalPart, ...]
     is_first_copy: bool
-    """True on the one rank that writes this part, of those that hold the same, data-parallel ranks aside."""
+    """True on the one rank that writes this part; data-parallel copies are not considered."""
     data_parallel: tuple[int, int]
     """Rank and size of the group that holds equal copies."""
 
@@ -71,6 +72,25 @@ def local_parts(weight: Weight, tensor: Tensor, index: int, count: int) -> tuple
     return (LocalPart(Shard(weight.megatron, weight.shape, (0, index * tensor.shape[1]), tensor), 0),)
 
 
+def local_experts_parts(factor: ExpertsFactor, tensor: Tensor, first_expert: int, index: int, count: int) -> tuple[LocalPart, ...]:
+    """Split this rank's part of an adapter of experts into rectangular parts.
+
+    Args:
+        first_expert: number of the rank's first expert.
+        index: place among the `count` ranks that share each expert.
+    """
+    rows = factor.shape[0] // factor.num_experts
+    first, num_local = first_expert * rows, len(tensor) * (count if factor.axis == 0 else 1) // rows
+    if factor.axis == 1:
+        return (LocalPart(Shard(factor.megatron, factor.shape, (first, index * tensor.shape[1]), tensor), 0),)
+    if factor.axis is None:
+        return _row_blocks(factor, tensor, [(first, len(tensor))])
+    num_blocks = 2 if factor.form is Form.GATE_UP else 1  # of an expert: this rank's share of the gate, and of the up projection
+    whole, share = rows // num_blocks, rows // num_blocks // count
+    starts = (first + block * whole + index * share for block in range(num_local * num_blocks))
+    return _row_blocks(factor, tensor, [(start, share) for start in starts])
+
+
 def held_weights(chunks: Sequence[nn.Module], names: ModelNames) -> list[LocalWeight]:
     """Return all weights of this rank, or all tensors of its adapter, in the same order on ranks that hold the same.
 
@@ -85,11 +105,15 @@ def held_weights(chunks: Sequence[nn.Module], names: ModelNames) -> list[LocalWe
         if weight.is_float32 and tensor.dtype != torch.float32:
             tensor.data = tensor.data.float()  # Float16Module casts it, and Megatron undoes that only in the next forward pass
         index, count, data_parallel = _place(weight)
-        is_split = weight.is_vocabulary or tensor.shape != weight.shape
+        if isinstance(weight, ExpertsFactor):
+            first = first_local_expert(weight.num_experts)
+            parts, is_split = local_experts_parts(weight, tensor, first, index, count), weight.axis is not None
+        else:
+            parts, is_split = local_parts(weight, tensor, index, count), weight.is_vocabulary or tensor.shape != weight.shape
         is_first_copy = (is_split or index == 0) and (
             weight.megatron != EMBEDDING or parallel_state.get_pipeline_model_parallel_rank() == 0  # the last stage may hold another
         )
-        found.append(LocalWeight(name, weight, tensor, local_parts(weight, tensor, index, count), is_first_copy, data_parallel))
+        found.append(LocalWeight(name, weight, tensor, parts, is_first_copy, data_parallel))
     return found
 
 
@@ -190,7 +214,7 @@ def _row_blocks(weight: Weight, tensor: Tensor, blocks: Sequence[tuple[int, int]
 
 def _place(weight: Weight) -> tuple[int, int, tuple[int, int]]:
     """Return rank and size of the group that may share the weight, and of the group that holds copies."""
-    if weight.expert is None:
+    if weight.expert is None and not isinstance(weight, ExpertsFactor):
         sharing = parallel_state.get_tensor_model_parallel_group()
         copies = parallel_state.get_data_parallel_group(with_context_parallel=True)
     else:

@@ -77,7 +77,7 @@ def rows_of(
     rows: list[Row] = []
     for plan in schedule.plans:
         inputs = inputs_of(plan)
-        tokens = pack_tokens([samples[i] for i in plan.samples], device) if inputs is None else inputs.tokens
+        tokens = pack_tokens([samples[i] for i in plan.samples], device, shared=plan.shared) if inputs is None else inputs.tokens
         packed = pack_row(
             tokens,
             settings.layout,
@@ -89,6 +89,13 @@ def rows_of(
         )
         rows.append(Row(plan, tokens, packed, inputs))
     return rows
+
+
+def token_counts(rows: Sequence[Row]) -> tuple[int, int]:
+    """Return the tokens of these rows' samples, and how many were not computed again since samples share them, without repetitions."""
+    counted = [row.tokens for row in rows if row.plan.counts]
+    num_tokens = sum(tokens.num_sample_tokens for tokens in counted)
+    return num_tokens, num_tokens - sum(tokens.num_tokens for tokens in counted)
 
 
 def head_weight(chunk: nn.Module) -> Tensor:

@@ -1,4 +1,5 @@
-"""Routers of mixture-of-experts layers over packed rows: only real tokens count for balancing the experts.
+"""Routers of mixture-of-experts layers over packed rows: only real tokens count for balancing the experts, and those that samples share
+once for each of them.
 
 Megatron-Core 0.16.1 (transformer/moe/router.py) chooses the experts. Its balancing is replaced: its auxiliary losses treat a packed row as
 one sequence and are scaled for gradients that are divided by the number of tokens, which ours are not; its count of tokens for each
@@ -75,11 +76,11 @@ class PackedRouter(TopKRouter):
             self.local_tokens_per_expert += (real.to(torch.float32) @ routing_map.to(torch.float32))[0]
 
     def _members(self, num_tokens: int, *, by_sequence: bool) -> Tensor:
-        """Return [S or 1, tokens] bool: the tokens of each sequence, or of all."""
+        """Return [S or 1, tokens]: how often each token is in each sequence, or in all; more than once if sequences share it."""
         if self._outside is None:
             return torch.ones(1, num_tokens, dtype=torch.bool, device=self.weight.device)
         inside = ~self._outside.t()
-        return inside if by_sequence else inside.any(0, keepdim=True)
+        return inside if by_sequence else inside.sum(0, keepdim=True)
 
     def _balance_loss(self, logits: Tensor, members: Tensor) -> Tensor:
         """Return this rank's part of sum_s n_s / n_step * E / (k * n_s^2) * sum_e count_se * score_se, over the groups s of `members`.
@@ -107,13 +108,14 @@ class PackedRouter(TopKRouter):
 def padding_mask(row: PackedRow, config: TransformerConfig, tp_group: dist.ProcessGroup) -> Tensor | None:
     """Return [S, L] bool, or [S, L / tp] of this TP rank's tokens under sequence parallelism: True if a token is not of the sequence.
 
-    S is 1, for all sequences, if no loss distinguishes them. None for a model without experts.
+    S is 1, for all sequences, if no loss distinguishes them and they share no token. None for a model without experts.
     """
     if config.num_moe_experts is None:
         return None
-    ids = row.sequence_ids
-    if config.sequence_parallel:
-        ids = ids.chunk(tp_group.size())[tp_group.rank()]
+    num_ranks = tp_group.size() if config.sequence_parallel else 1
+    if row.members is not None:
+        return ~row.members.chunk(num_ranks, dim=1)[tp_group.rank() % num_ranks]
+    ids = row.sequence_ids.chunk(num_ranks)[tp_group.rank() % num_ranks]
     if "seq_aux_loss" not in config.moe_router_load_balancing_type:
         return (ids < 0)[None]
     num_sequences = row.packed_seq_params.cu_seqlens_q.numel() - 1

@@ -14,7 +14,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -59,21 +58,27 @@ class _RouterHook(ABC):
 
 
 class LayerReplay(_RouterHook):
-    """Replay of one router's choices: [tokens, K] of each micro-batch, `UNKNOWN` where the router chooses."""
+    """Replay of one router's choices.
 
-    def __init__(self, choices: Sequence[Tensor]) -> None:
-        self._choices = choices
+    Args:
+        choices: [tokens, K] of each micro-batch, `UNKNOWN` where the router chooses.
+        counts: [tokens] how many samples have each token of each micro-batch.
+    """
+
+    def __init__(self, choices: Sequence[Tensor], counts: Sequence[Tensor]) -> None:
+        self._choices, self._counts = choices, counts
         self._num_calls = {False: 0, True: 0}
         self.num_changed = torch.zeros((), dtype=torch.int64, device=choices[0].device)
-        """Number of replayed experts that the router would not have chosen, in calls with gradients."""
+        """Number of replayed experts of all samples that the router would not have chosen, in calls with gradients."""
 
     def choose(self, own: Tensor) -> Tensor:
         with_gradients = torch.is_grad_enabled()
-        known = self._choices[self._num_calls[with_gradients]]
+        number = self._num_calls[with_gradients]
+        known = self._choices[number]
         self._num_calls[with_gradients] += 1
         chosen = torch.where(known == UNKNOWN, own, known.long())
         if with_gradients:
-            self.num_changed += (chosen[:, :, None] != own[:, None, :]).all(-1).sum()
+            self.num_changed += (self._counts[number] * (chosen[:, :, None] != own[:, None, :]).all(-1).sum(-1)).sum()
         return chosen
 
     @property
@@ -142,6 +147,7 @@ def asked(routers: Mapping[int, PackedRouter], about: Mapping[int, LayerReplay |
 def replayed(
     chunks: Sequence[nn.Module],
     rows: Sequence[PackedRow],
+    tokens: Sequence[PackedTokens],
     samples: Sequence[Sequence[TrainSample]],
     shape: RoutingShape,
     tp_group: dist.ProcessGroup,
@@ -150,9 +156,10 @@ def replayed(
     routers = replayed_routers(chunks, shape)
     config = get_model_config(chunks[0])
     layers = list(routers)
-    of_rows = [row_choices(row, own, layers, shape) for row, own in zip(rows, samples, strict=True)]
+    of_rows = [row_choices(row, own_tokens, own, layers, shape) for row, own_tokens, own in zip(rows, tokens, samples, strict=True)]
     own_tokens = [tp_slice(choices, tp_group, sequence_parallel=config.sequence_parallel) for choices in of_rows]
-    replays = {layer: LayerReplay([choices[:, i] for choices in own_tokens]) for i, layer in enumerate(layers)}
+    counts = [tp_slice(num_samples(row), tp_group, sequence_parallel=config.sequence_parallel) for row in rows]
+    replays = {layer: LayerReplay([choices[:, i] for choices in own_tokens], counts) for i, layer in enumerate(layers)}
     with asked(routers, replays):
         yield replays
 
@@ -167,20 +174,26 @@ def recorded(chunks: Sequence[nn.Module], shape: RoutingShape) -> Iterator[dict[
         yield records
 
 
-def row_choices(row: PackedRow, samples: Sequence[TrainSample], layers: Sequence[int], shape: RoutingShape) -> Tensor:
-    """Return [L, m, K] int16 choices of m of the M layers on the row's device; `UNKNOWN` for padding, and in rows that do not count."""
-    wanted = np.full((sum(len(sample.tokens) - 1 for sample in samples) + 1, len(layers), shape.top_k), UNKNOWN, np.int16)
-    start = 0
-    for sample in samples:
+def row_choices(row: PackedRow, tokens: PackedTokens, samples: Sequence[TrainSample], layers: Sequence[int], shape: RoutingShape) -> Tensor:
+    """Return [L, m, K] int16 choices of m of the M layers on the row's device; `UNKNOWN` for padding, and in rows that do not count.
+
+    Samples that share a token name the same experts for it, or none: the schedule shares no others.
+    """
+    wanted = np.full((tokens.num_tokens + 1, len(layers), shape.top_k), UNKNOWN, np.int16)
+    for sample, slots in zip(samples, tokens.slots, strict=True):
         known = sample.routed_experts
         if known is not None:
             if len(known) >= len(sample.tokens) or known.shape[1:] != (len(shape.moe_layers), shape.top_k):
                 largest = [len(sample.tokens) - 1, len(shape.moe_layers), shape.top_k]
                 raise TrainerError(f"sample {sample.index}: routed_experts has the shape {list(known.shape)}; this model needs {largest}")
-            wanted[start : start + len(known)] = known[:, list(layers)]
-        start += len(sample.tokens) - 1
+            wanted[slots[: len(known)]] = known[:, list(layers)]
     real = row.sequence_ids.cpu() >= 0
     return torch.from_numpy(wanted[torch.where(real, row.source, -1).numpy()]).to(row.input_ids.device)
+
+
+def num_samples(row: PackedRow) -> Tensor:
+    """Return [L] int64: how many samples have each token."""
+    return (row.sequence_ids >= 0).long() if row.members is None else row.members.sum(0)
 
 
 def tp_slice(of_row: Tensor, tp_group: dist.ProcessGroup, *, sequence_parallel: bool) -> Tensor:
@@ -206,9 +219,11 @@ def recorded_parts(
             continue
         source = tp_slice(row.source, tp_group, sequence_parallel=sequence_parallel).numpy()
         experts = torch.stack([records[layer].choices[number] for layer in layers], dim=1).cpu().numpy()
-        for position, (start, end) in zip(samples, pairwise(tokens.cu_seqlens), strict=True):
-            own = (source >= start) & (source < end)
-            parts[position] = RecordedPart(end - start, source[own] - start, layers, experts[own])
+        for position, slots in zip(samples, tokens.slots, strict=True):
+            places = np.full(tokens.num_tokens + 1, -1)  # of the row's tokens in the sample; of padding, too
+            places[slots] = np.arange(len(slots))
+            own = places[source] >= 0
+            parts[position] = RecordedPart(len(slots), places[source[own]], layers, experts[own])
     return parts
 
 

@@ -5,10 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 from fuligo.layout.megatron import Layout
-from fuligo.models.architecture import Architecture
+from fuligo.models.architecture import Architecture, Numerics
 from fuligo.models.routing import RoutingShape
-from fuligo.trainer.packing import Capacity, Cost, MicroBatchSchedule, pack
+from fuligo.trainer.packing import Capacity, Cost, MicroBatchPlan, MicroBatchSchedule, pack
 from fuligo.trainer.ranks.settings import TrainerSettings
+from fuligo.trainer.shared_prefixes import SharedPrefixes, find_shared_prefixes
+from fuligo.types import TrainSample
 
 
 @dataclass(slots=True, frozen=True)
@@ -70,6 +72,8 @@ class MegatronTrainerSettings(TrainerSettings):
     """MODEL_ARGS, names with underscores: config.json's (`models.stated_flags`) overridden by the command line's, together with every
     other pass-through argument of Megatron.
     """
+    numerics: Numerics = field(default_factory=Numerics)
+    """Facts of the layers; those that Megatron has a flag for are also in `model_flags`, which counts."""
     sparse_layers: SparseLayers | None = None
     """Layers with sparse attention; None: every token attends to all before it."""
     model_provider: str | None = None
@@ -116,16 +120,33 @@ class MegatronTrainerSettings(TrainerSettings):
     def replica_of(self, rank: int) -> int:
         return self.layout.replica_of(rank)
 
-    def micro_batch_schedules(self, lengths: Sequence[int], capacity: Capacity, balance_by: Cost | None) -> list[MicroBatchSchedule]:
+    def micro_batch_schedules(
+        self, samples: Sequence[TrainSample], capacity: Capacity, balance_by: Cost | None
+    ) -> list[MicroBatchSchedule]:
         """Return the schedules as every trainer does; all rows of all replicas get the length of the longest if that is needed."""
-        layout = self.layout
+        layout, lengths = self.layout, [len(sample.tokens) for sample in samples]
         # The interleaved schedule goes through its stages in groups of as many micro-batches as there are pipeline ranks.
         multiple_of = layout.pp if layout.vpp > 1 else 1
-        replicas = pack(lengths, capacity, num_ranks=layout.dp, multiple_of=multiple_of, balance_by=balance_by)
+        prefixes = self.shared_prefixes(samples)
+        replicas = pack(lengths, capacity, num_ranks=layout.dp, multiple_of=multiple_of, balance_by=balance_by, prefixes=prefixes)
         longest = None
         # All-gathered experts' tokens: every rank must bring as many, and Megatron refuses to send lengths with them.
         gathers = bool(self.model_flags.get("num_experts")) and self.dispatcher == "allgather"
         if gathers and (layout.pp > 1 or layout.ep > 1):
-            rows = ([lengths[i] - 1 for i in plan.samples] for plans in replicas for plan in plans)
+            rows = (_row_lengths(plan, lengths) for plans in replicas for plan in plans)
             longest = max(layout.row_tokens(row, self.pad_multiple_tokens) for row in rows)
         return [MicroBatchSchedule(plans, longest) for plans in replicas]
+
+    def shared_prefixes(self, samples: Sequence[TrainSample]) -> SharedPrefixes | None:
+        """Return what samples share: tokens that go to the same experts, and before which MTP layers see the same tokens."""
+        if not self.shares_prefixes:
+            return None
+        routing = () if self.routing is None else [sample.routed_experts for sample in samples]
+        look_ahead = self.mtp.num_layers if self.mtp.trained else 0
+        return find_shared_prefixes([sample.tokens[:-1] for sample in samples], routing=routing, look_ahead=look_ahead)
+
+
+def _row_lengths(plan: MicroBatchPlan, lengths: Sequence[int]) -> list[int]:
+    """Return the lengths of a row's sequences; a row that is a tree is one sequence."""
+    own = [lengths[i] - 1 for i in plan.samples]
+    return [sum(own) - sum(plan.shared)] if any(plan.shared) else own

@@ -8,7 +8,7 @@ rng/                      state of every rank's random numbers
 trainer.json              counters, and the layout
 critic/                   the same of a value model, if there is one
 adapter/                  of a LoRA run: the adapter in float32 as a PEFT directory; *.distcp then hold the adapter and its optimizer's
-                          state alone, and none of the weights below it
+                          state alone, and none of the base weights
 
 Only an adapter is gathered. Of other weights, one of the ranks that hold the same part writes it; a data-parallel rank's share of the
 optimizer's state, a range of each flattened weight, is written as the few rectangles that it consists of.
@@ -58,11 +58,11 @@ T = TypeVar("T")
 
 @dataclass(slots=True, frozen=True)
 class SavedAdapter:
-    """Adapter, which a checkpoint holds instead of the weights below it."""
+    """Adapter, which a checkpoint contains instead of the base weights."""
 
     names: AdapterNames
     base_digest: str
-    """Digest of the weights below it."""
+    """Digest of the base weights."""
 
 
 @dataclass(slots=True)
@@ -196,7 +196,7 @@ class _Counters:
     progress: Progress
     layout: Layout
     base_digest: str | None
-    """Digest of the weights below the adapter; None if the weights themselves were trained."""
+    """Digest of the base weights; None if the weights themselves were trained."""
 
     def write(self, file: Path) -> None:
         content = {"format": FORMAT, "backend": "megatron", **asdict(self.progress), "layout": asdict(self.layout)}
@@ -315,7 +315,7 @@ def _check_shapes(tensors: DistributedTensors, expected: Mapping[str, tuple[int,
     for name, shape in expected.items():
         held = tensors.shapes.get(name)
         if held != shape:
-            there = "is not there" if held is None else f"has the shape {list(held)} there"
+            there = "is missing there" if held is None else f"has the shape {list(held)} there"
             raise CheckpointError(
                 f"{tensors.directory} belongs to another architecture: {name} {there}, and {list(shape)} in this run; "
                 "use the --hf-checkpoint that it was made with"
@@ -342,7 +342,7 @@ def _gathered_adapter(state: MegatronState, world: World) -> dict[str, Tensor]:
 def _write_adapter(directory: Path, state: MegatronState, tensors: Mapping[str, Tensor]) -> None:
     """Write the PEFT directory."""
     if tensors and state.adapter is not None:
-        write_config_of(state.adapter.names.adapter, state.adapter.names.kinds, directory / ADAPTER)
+        write_config_of(state.adapter.names.adapter, state.adapter.names.peft_targets, directory / ADAPTER)
         write_adapter_weights(tensors, directory / ADAPTER)
 
 
@@ -356,7 +356,7 @@ def _agreed(world: World, work: Callable[[], T]) -> T:
     """Return the result of `work` if it raises on no rank.
 
     Raises:
-        CheckpointError: of the first rank on which it raised; on every rank.
+        CheckpointError: error of the first rank on which it raised; raised on every rank.
     """
     result: list[T] = []
     problem: str | None = None

@@ -107,7 +107,7 @@ class MegatronRankWorker:
         gathered = self.world.gather(_logprobs(self._scores(share, routing="own")))
         return None if gathered is None else join_by_position(gathered)
 
-    def train(self, steps: Sequence[StepShare]) -> StepResult:
+    def train(self, steps: Sequence[StepShare | None]) -> StepResult:
         """Run the optimizer steps of a rollout. The result is complete on rank 0; other ranks have no metrics.
 
         Raises:
@@ -118,6 +118,9 @@ class MegatronRankWorker:
         metrics: list[dict[str, float]] = []
         with profiled(self.settings.profile, rollout=self.progress.num_rollouts, rank=self.world.rank, device=self.world.device):
             for step in steps:
+                if step is None:  # skipped, but the learning-rate schedule counts it
+                    self.progress.num_optimizer_steps += 1
+                    continue
                 gradients, step_metrics = self._optimizer_steps(step)
                 found.append(gradients)
                 metrics.append(step_metrics)
@@ -139,6 +142,9 @@ class MegatronRankWorker:
         num_tokens = sum(step[-1].num_tokens for replica in replicas for step in replica)
         means = {f"train/{name}": value for name, value in mean_of_steps(metrics).items()}
         means["train/tokens_per_s"] = num_tokens / (time.perf_counter() - started)
+        if self.settings.shares_prefixes:
+            num_shared = sum(step[-1].num_shared_tokens for replica in replicas for step in replica)
+            means["train/shared_prefix_share"] = num_shared / max(1, num_tokens)
         scores: dict[int, TokenScores] = {i: score for replica in replicas for step in replica for i, score in step[-1].scores.items()}
         return StepResult(means, scores, num_tokens, rank_spans=[spans for _, spans in gathered])
 

@@ -14,7 +14,7 @@ def join_megatron(layout: Layout, world: World, seed: int, *, timeout_s: float =
     """Form the groups of the parallel dimensions, inside the default process group. A collective.
 
     Args:
-        seed: of Megatron's random states; weights that are not read from a checkpoint depend on it and on the rank's place alone.
+        seed: seed of Megatron's random states; weights that are not read from a checkpoint depend only on it and on the rank's place.
         timeout_s: deadline of every operation of a group, rounded up to minutes.
 
     Raises:

@@ -28,7 +28,7 @@ P = ParamSpec("P")
 
 
 class Command(ABC, Generic[R_co]):
-    """Command to a rank; can be pickled. `R_co` is rank 0's result, other ranks' results are dropped."""
+    """Command to a rank; can be pickled. `R_co` is the type of rank 0's result; other ranks' results are dropped."""
 
     name: str
     """As errors and logs name it."""
@@ -42,7 +42,7 @@ class Command(ABC, Generic[R_co]):
 
 @dataclass(slots=True, frozen=True)
 class Ping(Command[None]):
-    """Question that is answered as long as the rank's interpreter runs."""
+    """Heartbeat, which a rank answers as long as its interpreter runs."""
 
     name = "ping"
     is_queued = False
@@ -143,7 +143,7 @@ class Answer(Generic[R]):
     error: BaseException | None = None
 
     def for_driver(self, rank: int) -> Answer[R]:
-        """Return the answer as it leaves the rank's process: values from rank 0 alone, unexpected errors as their text."""
+        """Return the answer as it leaves the rank's process: values from rank 0 only, unexpected errors as their text."""
         if self.error is None:
             return self if rank == 0 else Answer()
         if isinstance(self.error, FuligoError):

@@ -27,7 +27,7 @@ class Rank:
 
     Args:
         host: address at which rank 0's rendezvous store listens
-        rendezvous: of a store that is already open (torchrun's); None: rank 0 opens one
+        rendezvous: rendezvous with a store that is already open (torchrun's); None: rank 0 opens one
         store: that store, where this process serves it
     """
 
@@ -61,7 +61,7 @@ class Rank:
         """Import the worker's modules, in the environment that `load` would import them in.
 
         Raises:
-            TrainerError: an import took hold of a GPU, whose memory belongs to the rank that computes.
+            TrainerError: an import initialised CUDA; GPU memory belongs to the rank that computes.
         """
         with collector_paused():
             import torch
@@ -83,8 +83,8 @@ class Rank:
         if rendezvous is None or is_loopback(rendezvous.host):
             use_loopback_interface()
         if settings.needs_process_group:
-            store = HashStore() if rendezvous is None else rendezvous.connect()
-            joined = world.join_trainer(settings, self.number, self._size, store)
+            store, key = (HashStore(), None) if rendezvous is None else (rendezvous.connect(), rendezvous.key)
+            joined = world.join_trainer(settings, self.number, self._size, store, key)
         else:
             world.share_cores(1)
         self._worker = worker.build_worker(settings, joined)

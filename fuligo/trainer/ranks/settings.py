@@ -11,6 +11,8 @@ from fuligo.formats.weight_manifest import EngineFormat
 from fuligo.trainer.objective import LossSettings
 from fuligo.trainer.packing import Capacity, Cost, MicroBatchSchedule, pack
 from fuligo.trainer.profiling import ProfileSettings
+from fuligo.trainer.shared_prefixes import SharedPrefixes, find_shared_prefixes
+from fuligo.types import TrainSample
 
 
 @dataclass(slots=True, frozen=True)
@@ -66,7 +68,7 @@ class LoraSettings:
     is_merged: bool = False
     """Engines receive the weights with the adapter merged into them; otherwise the adapter, which they apply."""
     is_named: bool = False
-    """Engines know adapters by name and have the weights below it."""
+    """Engines know adapters by name and already have the base weights."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -112,9 +114,13 @@ class TrainerSettings:
     """Limits of a micro-batch in training."""
     score_capacity: Capacity = field(default_factory=Capacity)
     """Limits of a micro-batch without gradient."""
+    shares_prefixes: bool = False
+    """A micro-batch holds a prefix that several samples have once."""
     chunk_tokens: int = 4096
     """Tokens whose logits exist at a time."""
     balance_data: bool = False
+    skips_zero_advantages: bool = False
+    """Samples whose advantages are all 0 are not trained, nor are optimizer steps that have no others."""
     trained: TrainedParameters = field(default_factory=TrainedParameters)
     lora: LoraSettings | None = None
     """Adapter to train; None: the weights themselves are trained. The reference is then the policy with its adapter off."""
@@ -181,15 +187,28 @@ class TrainerSettings:
         """Return the data-parallel replica of a rank; the ranks of one replica compute the same samples."""
         return rank
 
-    def micro_batch_schedules(self, lengths: Sequence[int], capacity: Capacity, balance_by: Cost | None) -> list[MicroBatchSchedule]:
+    @property
+    def num_replicas(self) -> int:
+        """Data-parallel replicas."""
+        return 1 + max(map(self.replica_of, range(self.num_ranks)))
+
+    def micro_batch_schedules(
+        self, samples: Sequence[TrainSample], capacity: Capacity, balance_by: Cost | None
+    ) -> list[MicroBatchSchedule]:
         """Return each data-parallel replica's micro-batches of samples that go through the model together.
 
         Args:
-            lengths: tokens of every sample.
+            samples: those that share prefixes go together if `shares_prefixes`.
             capacity: of a micro-batch.
             balance_by: cost to balance over the replicas; None: none.
 
         Raises:
             TrainerError: there is no sample.
         """
-        return [MicroBatchSchedule(plans) for plans in pack(lengths, capacity, num_ranks=self.num_ranks, balance_by=balance_by)]
+        lengths = [len(sample.tokens) for sample in samples]
+        ranks = pack(lengths, capacity, num_ranks=self.num_ranks, balance_by=balance_by, prefixes=self.shared_prefixes(samples))
+        return [MicroBatchSchedule(plans) for plans in ranks]
+
+    def shared_prefixes(self, samples: Sequence[TrainSample]) -> SharedPrefixes | None:
+        """Return the prefixes of tokens that samples share and that are computed once; None without `shares_prefixes`."""
+        return find_shared_prefixes([sample.tokens[:-1] for sample in samples]) if self.shares_prefixes else None

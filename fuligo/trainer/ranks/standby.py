@@ -40,7 +40,7 @@ class StandbyRanks:
         """Start standbys of all ranks unless no further trainer is allowed; return before they are ready.
 
         Args:
-            settings: of the trainer that computes; the next one imports the same modules
+            settings: settings of the current trainer; the next one imports the same modules
         """
         if self._num_trainers_left == 0:
             return

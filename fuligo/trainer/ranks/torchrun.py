@@ -63,7 +63,7 @@ class TorchrunPlace:
 
     @property
     def listens_at(self) -> str:
-        """Address at which rank 0 takes connections; launchers may call rank 0's machine localhost on that machine alone."""
+        """Address at which rank 0 takes connections; on rank 0's own machine, launchers may call it localhost."""
         host = self.rendezvous.host
         return "0.0.0.0" if is_loopback(host) and not self.on_one_host else host
 
@@ -140,6 +140,66 @@ def follow(place: TorchrunPlace) -> None:
     if place.on_one_host:
         use_loopback_interface()
     serve(connection, RankExecutor(Rank(place.rank, place.size)))
+
+
+def share_key(place: TorchrunPlace) -> bytes | None:
+    """Return a secret that all processes of torchrun have and nobody else, for a command without a driver.
+
+    On several hosts it is that of the environment. Without one there is none: None, with a warning on rank 0.
+
+    Raises:
+        ConfigError: the environment has one that can be guessed
+        TrainerError: a process did not ask for it in time, or the one that gives it out belongs to another user
+    """
+    if not place.on_one_host or sys.platform != "linux":
+        if os.environ.get(KEY_VARIABLE):
+            return place.read_key()
+        if place.rank == 0:
+            logger.warning(
+                "%s is not set: whoever reaches these hosts' ports can run code in this command; close the network (SECURITY.md)",
+                KEY_VARIABLE,
+            )
+        return None
+    return _ask_for_key(place) if place.rank else _give_key(place)
+
+
+def _ask_for_key(place: TorchrunPlace) -> bytes:
+    try:
+        return bytes(_connect(place, None).recv_bytes(_MAX_HELLO_BYTES))
+    except (EOFError, OSError) as error:
+        raise TrainerError(
+            f"cannot join the ranks of torchrun as rank {place.rank}: {error or 'rank 0 has ended'}; start all again"
+        ) from error
+
+
+def _give_key(place: TorchrunPlace) -> bytes:
+    """Return a new key once all other ranks have it."""
+    key = secrets.token_bytes(MIN_KEY_LENGTH)
+    listener, address = _listen(place, None)
+    place.rendezvous.connect().set(_ADDRESS, address)
+    num_left, deadline = place.size - 1, time.monotonic() + CONNECT_TIMEOUT_S
+    with listener:
+        while num_left:
+            listener.settimeout(max(0.001, deadline - time.monotonic()))
+            try:
+                accepted, _ = listener.accept()
+            except TimeoutError:
+                raise TrainerError(
+                    f"{num_left} of torchrun's {place.size} processes did not connect within {CONNECT_TIMEOUT_S:g} s"
+                ) from None
+            with accepted:
+                try:
+                    _require_own_process(accepted)
+                except PermissionError as error:
+                    logger.warning("refused a process that connected as a rank of torchrun: %s", error)
+                    continue
+                accepted.settimeout(None)
+                try:
+                    Connection(os.dup(accepted.fileno())).send_bytes(key)
+                except OSError as error:
+                    raise TrainerError(f"a process of torchrun ended while it joined ({error.strerror}); start all again") from None
+                num_left -= 1
+    return key
 
 
 def _accept_all(place: TorchrunPlace, key: bytes | None) -> list[ConnectedRank]:

@@ -20,7 +20,7 @@ from fuligo.trainer.ranks.settings import TrainerSettings
 from fuligo.trainer.ranks.standby import StandbyRanks
 from fuligo.trainer.ranks.torchrun import connect_ranks, torchrun_place
 from fuligo.trainer.ranks.worker import RankWorker
-from fuligo.trainer.shares import score_shares, step_shares
+from fuligo.trainer.shares import score_shares, skip_metrics, step_shares
 from fuligo.types import FloatArray, StepResult, TrainBatch, TrainSample
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ START_TIMEOUT_S = 120.0
 class RankedTrainer:
     """Trainer whose every call is a command that all ranks run. Implements `trainer.protocol.Trainer`.
 
-    Samples are planned here, so that each data-parallel replica is sent its own samples alone.
+    Samples are planned here, so that each data-parallel replica is sent only its own samples.
 
     Args:
         start_ranks: starts the ranks, in order
@@ -45,7 +45,7 @@ class RankedTrainer:
         self._settings = settings
         self._start_ranks = start_ranks
         self._balance_by: Cost | None = None
-        """From rank 0's worker, when it is loaded."""
+        """`balance_by` of rank 0's worker, once it is loaded."""
         self._commands = asyncio.Lock()
         self._failed = False
         self._phase = "during start"
@@ -74,7 +74,8 @@ class RankedTrainer:
     async def train(self, batch: TrainBatch) -> StepResult:
         self.num_updates += 1
         result = await self._run_by_replica([call(RankWorker.train, steps) for steps in await self._planned(step_shares, batch)])
-        return replace(result, metrics=result.metrics | value_metrics(batch.samples))
+        skipped = skip_metrics(batch) if self._settings.skips_zero_advantages else {}
+        return replace(result, metrics=result.metrics | value_metrics(batch.samples) | skipped)
 
     async def send_weights(self, target: WeightTarget) -> WeightManifest:
         sent = await self._run(call(RankWorker.send_weights, target))

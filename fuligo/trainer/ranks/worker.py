@@ -30,11 +30,11 @@ class RankWorker(Protocol):
 
     def logprobs(self, share: ScoreShare) -> list[FloatArray] | None: ...
 
-    def train(self, steps: Sequence[StepShare]) -> StepResult:
+    def train(self, steps: Sequence[StepShare | None]) -> StepResult:
         """Run the optimizer steps of a rollout.
 
         Args:
-            steps: the replica's share of each optimizer step.
+            steps: the replica's share of each optimizer step; None for one that is skipped.
         """
         ...
 

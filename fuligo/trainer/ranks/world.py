@@ -1,6 +1,7 @@
 """Process group of the ranks that train together."""
 
 import os
+import secrets
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, cast
@@ -14,6 +15,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from fuligo.formats.private import kernel_cache
 from fuligo.limits import num_cores
 from fuligo.trainer.ranks.settings import TrainerSettings
+from fuligo.trainer.ranks.signed_objects import sign_objects
 
 
 @dataclass(slots=True, frozen=True)
@@ -22,6 +24,8 @@ class Rendezvous:
 
     host: str
     port: int
+    key: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
+    """Secret of the ranks, with which they sign the objects of collectives. It reaches them with `Load`, never through the store."""
 
     def connect(self, *, timeout: timedelta = timedelta(seconds=300)) -> TCPStore:
         """Open a connection of its own: a blocking wait on one connection does not hold up another."""
@@ -61,10 +65,10 @@ class World:
         return values
 
 
-def join_trainer(settings: TrainerSettings, rank: int, size: int, store: Store) -> World:
+def join_trainer(settings: TrainerSettings, rank: int, size: int, store: Store, key: bytes | None) -> World:
     """Call `join_world` for a trainer, after setting the environment variables that its device needs."""
     set_environment(settings)
-    return join_world(rank, size, settings.device, store=store, timeout_s=settings.command_timeout_s)
+    return join_world(rank, size, settings.device, store=store, key=key, timeout_s=settings.command_timeout_s)
 
 
 def set_environment(settings: TrainerSettings) -> None:
@@ -75,8 +79,11 @@ def set_environment(settings: TrainerSettings) -> None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(kernel_cache())
 
 
-def join_world(rank: int, size: int, device_type: str, *, store: Store, timeout_s: float) -> World:
+def join_world(rank: int, size: int, device_type: str, *, store: Store, key: bytes | None, timeout_s: float) -> World:
     """Form the process group with the other ranks; return when all have joined.
+
+    Args:
+        key: secret of the ranks that signs their objects; None: objects are not signed
 
     Raises:
         dist.DistError: a rank did not join in time.
@@ -89,6 +96,7 @@ def join_world(rank: int, size: int, device_type: str, *, store: Store, timeout_
         # SGLang 0.5.15 sets this for its processes. Weights are broadcast to them, and NCCL fails ("invalid argument") where two ends
         # allocate differently.
         os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
+    sign_objects(key)
     backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)

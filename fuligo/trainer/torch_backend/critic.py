@@ -31,8 +31,9 @@ class ValueModel(PackedModel):
 def load_value_model(directory: Path, policy: PreTrainedModel) -> PreTrainedModel:
     """Load the causal LM in `directory` with an output layer [1, E], in float32 on the CPU.
 
-    If the files have an output layer of one row, it is loaded: they are a value model's. Else the layer begins as zeros, not at random: the
-    first values are 0 for any seed and number of ranks, so the first advantages are plain returns, and no noise reaches the layers below.
+    If the files have an output layer of one row, it is loaded: they are a value model's. Otherwise the layer starts as zeros, not at
+    random: the first values are 0 for any seed and number of ranks, so the first advantages are plain returns, and no noise reaches the
+    layers below.
 
     Raises:
         CheckpointError: the files cannot be read, or are not of the policy's architecture.

@@ -26,7 +26,7 @@ class Learner:
 
     Args:
         model: already sharded, its frozen parameters frozen.
-        whose: for error messages, if there is more than one model: `of the value model`.
+        whose: owner for error messages if there is more than one model: `of the value model`.
     """
 
     def __init__(self, model: PreTrainedModel, settings: OptimizerSettings, world: World, *, flag: str = "--lr", whose: str = "") -> None:
@@ -85,11 +85,12 @@ def freeze_parameters(model: nn.Module, trained: TrainedParameters) -> None:
 
 
 def _build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim.AdamW:
-    """Build AdamW: matrices decay, parameters with fewer axes (norms, biases) do not."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    """Build AdamW: matrices decay; biases, also those of all experts as one matrix, and parameters of one axis (norms, sinks) do not."""
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    decays = {name: parameter.dim() >= 2 and not name.endswith("bias") for name, parameter in trained.items()}
     groups = [
-        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for name, p in trained.items() if decays[name]], "weight_decay": settings.weight_decay},
+        {"params": [p for name, p in trained.items() if not decays[name]], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     return torch.optim.AdamW(groups, lr=settings.schedule.peak, betas=settings.betas, eps=settings.eps, fused=True)
@@ -128,12 +129,14 @@ def _sum_gradients(
     """Run the backward pass of each micro-batch's loss; return the results with the scores that `loss_of` has filled in."""
     sums: list[MetricSums] = []
     losses: list[Tensor] = []
-    num_tokens = 0
+    num_tokens = num_row_tokens = 0
     for plan in step.schedule.plans:
         inputs = step.samples.micro_batch(plan, device)
         result = loss_of(plan, inputs)
         result.loss.backward()
         sums.append(result.sums)
         losses.append(result.loss.detach())
-        num_tokens += inputs.tokens.num_tokens if plan.counts else 0
-    return StepGradients(total(sums), torch.stack(losses), scores, num_tokens)
+        if plan.counts:
+            num_tokens += inputs.tokens.num_sample_tokens
+            num_row_tokens += inputs.tokens.num_tokens
+    return StepGradients(total(sums), torch.stack(losses), scores, num_tokens, num_tokens - num_row_tokens)

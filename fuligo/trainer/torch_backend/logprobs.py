@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fuligo.models.batch_invariant import linear, log_softmax
+from fuligo.models.cpu_products import product
 from fuligo.trainer.logit_passes import grad_of_logits, row_sums
 from fuligo.trainer.logprobs import TokenLogprobs, add_product, chunks, rowwise_dot, scaled_logits
 
@@ -17,35 +19,52 @@ class OutputHead(NamedTuple):
     """[V, E]"""
     bias: Tensor | None
     """[V]"""
+    cap: float | None = None
+    """Bound c of soft-capped logits, c tanh(logit / c); None: as they are."""
 
 
-def token_logprobs(hidden: Tensor, head: OutputHead, targets: Tensor, *, temperature: float, chunk_tokens: int) -> TokenLogprobs:
+def token_logprobs(
+    hidden: Tensor, head: OutputHead, targets: Tensor, *, temperature: float, chunk_tokens: int, is_batch_invariant: bool = False
+) -> TokenLogprobs:
     """Compute the log-probabilities of `targets` and the entropies of their distributions; both are differentiable.
 
     Peak memory beyond inputs and gradients is a few [chunk_tokens, V] float32 tensors in either pass: the backward pass computes the
-    logits of a chunk again, unless one chunk holds all tokens, whose log-softmax is kept.
+    logits of a chunk again, unless one chunk holds all tokens, whose log-softmax is kept, or logits are soft-capped.
 
     Args:
         hidden: [N, E] the hidden state *before* each target: position t - 1 predicts token t.
         targets: [N]
         chunk_tokens: tokens whose logits exist at a time.
+        is_batch_invariant: on a CPU, compute log-probabilities by `models.batch_invariant`, as the embedded engine can.
     """
-    return TokenLogprobs(*_TokenLogprobs.apply(hidden, head.weight, head.bias, targets, temperature, chunk_tokens))
+    return TokenLogprobs(*_TokenLogprobs.apply(hidden, *head, targets, temperature, chunk_tokens, is_batch_invariant))
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(  # autograd passes positional arguments only
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, chunk_tokens: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        cap: float | None,
+        targets: Tensor,
+        temperature: float,
+        chunk_tokens: int,
+        is_batch_invariant: bool,
     ) -> tuple[Tensor, Tensor]:
         logprobs, entropy, log_total = hidden.new_empty(3, len(targets), dtype=torch.float32)
         logits = None
+        assert cap is None or not is_batch_invariant, "no such model is batch-invariant"
         for chunk in chunks(len(targets), chunk_tokens):
-            logits = _logits(hidden[chunk], weight, bias, temperature)
+            if is_batch_invariant:
+                logits = _invariant_logits(hidden[chunk], weight, bias, temperature)
+            else:
+                logits = _logits(_capped(scaled_logits(hidden[chunk], weight, bias, temperature), cap, temperature))
             logprobs[chunk], entropy[chunk], log_total[chunk] = _logprobs(logits, targets[chunk])
-        whole = logits if len(targets) <= chunk_tokens else None
+        whole = logits if len(targets) <= chunk_tokens and cap is None else None
         ctx.save_for_backward(hidden, weight, bias, targets, entropy, log_total, whole)
-        ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
+        ctx.cap, ctx.temperature, ctx.chunk_tokens = cap, temperature, chunk_tokens
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -59,27 +78,46 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and ctx.needs_input_grad[2] else None
         for chunk in chunks(len(targets), ctx.chunk_tokens):
-            logits = whole if whole is not None else _logits(hidden[chunk], weight, bias, ctx.temperature)
+            slope = None
+            if whole is not None:
+                logits = whole
+            else:
+                logits = _capped(scaled_logits(hidden[chunk], weight, bias, ctx.temperature), ctx.cap, ctx.temperature)
+                if ctx.cap is not None:
+                    slope = 1 - (logits * (ctx.temperature / ctx.cap)).square()
+                logits = _logits(logits)
             of_logprobs = None if grad_logprobs is None else grad_logprobs[chunk] / ctx.temperature
             of_entropy = None if grad_entropy is None else grad_entropy[chunk] / ctx.temperature
             dtype = hidden.dtype if grad_bias is None else torch.float32
             grad_logits = grad_of_logits(logits, targets[chunk], log_total[chunk], entropy[chunk], of_logprobs, of_entropy, dtype)
             del logits
+            if slope is not None:
+                grad_logits = (grad_logits * slope).to(dtype)
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
                 grad_logits = grad_logits.to(hidden.dtype)
-            torch.mm(grad_logits, weight.to(hidden.dtype), out=grad_hidden[chunk])
+            grad_hidden[chunk] = product(grad_logits, weight.to(hidden.dtype).t())
             if grad_weight is not None:
                 add_product(grad_weight, grad_logits.t(), hidden[chunk])
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         grad_bias = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+def _capped(logits: Tensor, cap: float | None, temperature: float) -> Tensor:
+    """Soft-cap logits that are divided by the temperature already."""
+    return logits if cap is None else torch.tanh(logits * (temperature / cap)) * (cap / temperature)
+
+
+def _logits(logits: Tensor) -> Tensor:
     """Return [n, V] the logits on a GPU, their log-softmax on a CPU, where torch's own kernels make the fewest passes."""
-    logits = scaled_logits(hidden, weight, bias, temperature)
     return logits if logits.is_cuda else logits.log_softmax(-1)
+
+
+def _invariant_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    """Return [n, V] the batch-invariant log-softmax of the logits, on a CPU."""
+    logits = linear(hidden, weight, bias, dtype=torch.float32)
+    return log_softmax(logits if temperature == 1.0 else logits / temperature)
 
 
 def _logprobs(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:

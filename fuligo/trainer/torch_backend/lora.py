@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fuligo.formats.weight_manifest import MergeRounding
-from fuligo.models.adapter import LowRankUpdate, adapter_tensors, add_adapter, load_adapter, lora_layers, update_of
+from fuligo.models.adapter import LowRankUpdate, adapter_tensors, add_adapter, load_adapter, updates_of
 from fuligo.trainer.ranks.settings import LoraSettings
 from fuligo.trainer.torch_backend.weights import full_tensor, named_weights, weight_tensors
 
@@ -52,12 +52,11 @@ class MergedWeights:
 
         Sums are computed in float32 and rounded once. `rounding` is complete after the last tensor.
         """
-        layers = {f"{name}.weight": layer for name, layer in lora_layers(self.model).items()}
+        updates = updates_of(self.model)
         self.rounding = MergeRounding()
         for name, tensor in weight_tensors(self.model).items():
             full = full_tensor(tensor)
-            if name in layers:
-                live = update_of(layers[name])
+            if live := updates.get(name):
                 update = LowRankUpdate(full_tensor(live.a), full_tensor(live.b), live.scaling)
                 merged = update.added_to(full).to(self.dtype)
                 if self.dtype != torch.float32 and update.b.any():
@@ -70,7 +69,7 @@ class MergedWeights:
 
 @dataclass(slots=True, frozen=True)
 class AdaptedModel:
-    """Policy with its adapter as `AdapterSender` takes it."""
+    """Policy with its adapter, in the form that `AdapterSender` expects."""
 
     model: PreTrainedModel
     dtype: torch.dtype

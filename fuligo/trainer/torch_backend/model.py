@@ -5,29 +5,47 @@ Packed attention is an attention implementation of transformers, so that any of 
 
 import logging
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar, get_verbosity, set_verbosity, set_verbosity_error
 
 from fuligo.errors import CheckpointError, TrainerError
-from fuligo.models.attention import device_cu_seqlens, packed_attention, unpackable_layers, varlen_attention
+from fuligo.models.attention import VarlenRow, packed_attention, unpackable_layers, varlen_attention, varlen_row
+from fuligo.models.batch_invariant import causal_attention
+from fuligo.models.cpu_products import speed_up_linear_layers
 from fuligo.models.gated_delta import gated_delta_modules, pack_gated_delta, sequence_arguments
+from fuligo.models.invariant_modules import InvariantModel
 from fuligo.models.modules import align_weights, speed_up_rms_norms, take_stated_epsilon
-from fuligo.models.transformers_types import LANGUAGE_MODEL_ALONE, has_vision_tower, read_config
-from fuligo.trainer.batch import PackedTokens
+from fuligo.models.mxfp4 import loading_options, take_dtype
+from fuligo.models.registry import batch_variant_because
+from fuligo.models.token_tree import TokenTree
+from fuligo.models.transformers_types import (
+    LANGUAGE_MODEL_ALONE,
+    attention_choice,
+    has_unknown_tower,
+    model_class,
+    read_config,
+    text_config,
+)
+from fuligo.models.tree_attention import TreeRow, invariant_tree_attention, tree_attention, tree_row, varlen_tree_attention
+from fuligo.models.vision.forward import VisionTower
+from fuligo.models.vision.processor import ImageProcessor
+from fuligo.trainer.batch import PackedTokens, pack_tokens
 from fuligo.trainer.logprobs import TokenLogprobs
 from fuligo.trainer.parameters import require_finite_weights
+from fuligo.trainer.torch_backend.compiled_layers import compile_layers, varying
 from fuligo.trainer.torch_backend.logprobs import OutputHead, token_logprobs
+from fuligo.types import TrainSample
 
 PACKED_ATTENTION = "fuligo_packed"
-"""Name by which models select it: `attn_implementation=PACKED_ATTENTION`."""
+"""Name under which models select it: `attn_implementation=PACKED_ATTENTION`."""
 
 
 def register() -> None:
@@ -47,8 +65,9 @@ def attention_forward(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     packed_cu_seqlens: Sequence[int] | None = None,
-    packed_starts: Tensor | None = None,
-    packed_longest: int = 0,
+    packed_row: VarlenRow | None = None,
+    packed_tree: TokenTree | TreeRow | None = None,
+    packed_invariantly: bool = False,
     **_: object,
 ) -> tuple[Tensor, None]:
     """Compute attention for one layer; transformers calls it.
@@ -57,8 +76,11 @@ def attention_forward(
         query: [1, H, T, D]
         key: [1, Hkv, T, D]
         value: [1, Hkv, T, Dv]
+        s_aux: [H] attention sinks.
         packed_cu_seqlens: starts of the sequences; like the following an argument of that name given to the model's forward.
-        packed_starts: [S + 1] the same on the device, for compiled layers, with the length of the longest sequence.
+        packed_row: the same on the device, for compiled layers.
+        packed_tree: tree of the T tokens, if sequences share prefixes; its indices on the device for compiled layers.
+        packed_invariantly: compute by `models.batch_invariant`.
 
     Returns:
         [1, T, H, Dv] and no attention weights.
@@ -67,16 +89,27 @@ def attention_forward(
         TrainerError: the model's attention has a feature that packed attention lacks.
     """
     name = type(module).__name__
-    for feature, given in (("logit soft-capping", softcap), ("attention sinks", s_aux)):
-        if given is not None:
-            raise TrainerError(f"{name} uses {feature}, which the torch trainer's packed attention does not support. Choose another model.")
+    if softcap is not None:
+        raise TrainerError(
+            f"{name} uses logit soft-capping, which the torch trainer's packed attention does not support. Choose another model."
+        )
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    scale = query.size(-1) ** -0.5 if scaling is None else scaling
-    if packed_starts is not None:
-        return varlen_attention(q, k, v, packed_starts, packed_longest, scale=scale, window=sliding_window).unsqueeze(0), None
+    given: Any = {"scale": query.size(-1) ** -0.5 if scaling is None else scaling, "window": sliding_window, "sinks": s_aux}
+    if packed_invariantly:
+        assert sliding_window is None and s_aux is None, "refused when the model was loaded"
+        if isinstance(packed_tree, TokenTree):
+            return invariant_tree_attention(q, k, v, packed_tree, scale=given["scale"]).unsqueeze(0), None
+    if isinstance(packed_tree, TreeRow):
+        return varlen_tree_attention(q, k, v, packed_tree, **given).unsqueeze(0), None
+    if packed_tree is not None:
+        return tree_attention(q, k, v, packed_tree, **given).unsqueeze(0), None
+    if packed_row is not None:
+        return varlen_attention(q, k, v, packed_row, **given).unsqueeze(0), None
     if packed_cu_seqlens is None:
         raise TrainerError(f"{name} does not receive the arguments of its model's forward; packed sequences would see each other.")
-    return packed_attention(q, k, v, packed_cu_seqlens, scale=scale, window=sliding_window).unsqueeze(0), None
+    if packed_invariantly:
+        return causal_attention(q, k, v, packed_cu_seqlens, scale=given["scale"]).unsqueeze(0), None
+    return packed_attention(q, k, v, packed_cu_seqlens, **given).unsqueeze(0), None
 
 
 logger = logging.getLogger(__name__)
@@ -86,31 +119,58 @@ CHECK_TOLERANCE = 2e-3
 """Nats. Float32 noise between two attention implementations is 1e-5 to 1e-4; a wrong mask or a missing logit scale is 0.1 or more."""
 
 
-COMPILED_KINDS = 32
-"""Compiled variants of a layer's code: kinds of layers, with and without gradient, of policy, reference, teacher and value model."""
-
-
 class PackedModel(nn.Module):
-    """Causal LM that runs on packed tokens."""
+    """Causal LM that runs on packed tokens.
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    Args:
+        images: image processor of a model with a vision tower; None for a text-only model.
+    """
+
+    def __init__(self, model: PreTrainedModel, images: ImageProcessor | None = None) -> None:
         super().__init__()
         self.model = model
+        self.vision = None if images is None else VisionTower(model.base_model, images)
         self._is_compiled = False
-        self._is_recurrent = bool(gated_delta_modules(model))
+        self.is_recurrent = bool(gated_delta_modules(model))
+        self.is_batch_invariant = False
 
     def predicting_hidden(self, tokens: PackedTokens) -> Tensor:
         """Return [N, E] the last hidden states before each response token; only these reach the output layer."""
+        sequences = self._sequences(tokens)
+        if self.vision is not None:
+            hidden = self.vision.hidden_states(tokens.input_ids, tokens.position_ids, tokens.images, **sequences)
+        else:
+            ids, positions = tokens.input_ids[None], tokens.position_ids[None]
+            hidden = self.model.base_model(input_ids=ids, position_ids=positions, use_cache=False, **sequences).last_hidden_state
+        return hidden[0].index_select(0, tokens.predicting_positions)
+
+    def _sequences(self, tokens: PackedTokens) -> dict[str, Any]:
+        """Return the arguments of the model's forward that tell its layers which tokens belong together."""
+        device = tokens.input_ids.device
+        if tokens.tree is not None:
+            assert not self.is_recurrent, "layers with a recurrent state do not support shared prefixes"
+            tree = varying(tree_row(tokens.tree, device)) if self._is_compiled else tokens.tree
+            return {"packed_tree": tree, "packed_invariantly": self.is_batch_invariant}
         sequences: dict[str, Any] = {"packed_cu_seqlens": tokens.cu_seqlens}
         if self._is_compiled:  # which would compile once more for every tuple of starts
-            starts, longest = device_cu_seqlens(tokens.cu_seqlens, tokens.input_ids.device)
-            sequences = {"packed_starts": starts, "packed_longest": longest}
-        if self._is_recurrent:
-            sequences |= sequence_arguments(tokens.cu_seqlens, tokens.input_ids.device)
-        outputs = self.model.base_model(
-            input_ids=tokens.input_ids[None], position_ids=tokens.position_ids[None], use_cache=False, **sequences
-        )
-        return outputs.last_hidden_state[0].index_select(0, tokens.predicting_positions)
+            sequences = {"packed_row": varying(varlen_row(tokens.cu_seqlens, device))}
+        if self.is_batch_invariant:
+            sequences["packed_invariantly"] = True
+        if self.is_recurrent:
+            sequences |= sequence_arguments(tokens.cu_seqlens, device)
+        return sequences
+
+    def make_batch_invariant(self) -> None:
+        """Make a token's outputs depend only on its own sequence, to the bit.
+
+        Raises:
+            TrainerError: the model has layers without batch-invariant operations.
+        """
+        because = batch_variant_because(self.model.config.to_dict())
+        if because is not None:
+            raise TrainerError(f"cannot train with --exact-on-policy: {because}; drop --exact-on-policy")
+        InvariantModel(self.model)
+        self.is_batch_invariant = True
 
     def compile_layers(self) -> None:
         """Compile the forward pass of every layer at its first call, once for all lengths and layers of the same kind.
@@ -118,9 +178,7 @@ class PackedModel(nn.Module):
         It computes a layer's norms, rotary embedding and activation in few kernels and keeps two thirds of the memory for the backward
         pass. Inputs must be on CUDA, in half precision.
         """
-        torch._dynamo.config.recompile_limit = COMPILED_KINDS
-        for layer in self.layers:
-            layer.forward = torch.compile(layer.forward, dynamic=True)
+        compile_layers(self.layers)
         self._is_compiled = True
 
     @property
@@ -138,22 +196,23 @@ class PackedModel(nn.Module):
 class Policy(PackedModel):
     """Policy that maps packed tokens to the log-probabilities of their response tokens."""
 
-    def __init__(self, model: PreTrainedModel, *, temperature: float, chunk_tokens: int) -> None:
-        super().__init__(model)
+    def __init__(self, model: PreTrainedModel, *, temperature: float, chunk_tokens: int, images: ImageProcessor | None = None) -> None:
+        super().__init__(model, images)
         self.temperature = temperature
         self.chunk_tokens = chunk_tokens
 
     def forward(self, tokens: PackedTokens) -> TokenLogprobs:
         """Return log-probabilities [N] of the response tokens, and entropies [N]."""
         hidden, head = self.predicting_hidden(tokens), output_head(self.model)
-        return token_logprobs(hidden, head, tokens.targets, temperature=self.temperature, chunk_tokens=self.chunk_tokens)
+        sizes = {"temperature": self.temperature, "chunk_tokens": self.chunk_tokens}
+        return token_logprobs(hidden, head, tokens.targets, **sizes, is_batch_invariant=self.is_batch_invariant)
 
 
 def output_head(model: PreTrainedModel) -> OutputHead:
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise TrainerError(f"{type(model).__name__} has no linear output layer; the torch trainer cannot compute its log-probabilities")
-    return OutputHead(head.weight, head.bias)
+    return OutputHead(head.weight, head.bias, getattr(text_config(model.config), "final_logit_softcapping", None))
 
 
 def load_model(directory: Path) -> PreTrainedModel:
@@ -181,22 +240,24 @@ def read_model(directory: Path) -> tuple[PreTrainedModel, dict[str, str]]:
     set_verbosity_error()  # missing weights are returned, not logged
     try:
         config = read_config(directory)
-        if has_vision_tower(config):
+        if has_unknown_tower(config):
             raise TrainerError(f"cannot train {directory} ({config.model_type}): {LANGUAGE_MODEL_ALONE}")
-        if unknown := unpackable_layers(config):
+        if unknown := unpackable_layers(text_config(config)):
             raise TrainerError(
-                f"{config.model_type}: layers of type {', '.join(unknown)} are not supported by the torch trainer's packed attention, "
-                "which knows full_attention, sliding_attention and gated delta rules. Choose another model."
+                f"{config.model_type}: layers of type {', '.join(unknown)} are not supported by the torch trainer's packed attention,"
+                " which supports full_attention, sliding_attention and gated delta rules. Choose another model."
             )
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = model_class(config).from_pretrained(
             directory,
             dtype=torch.float32,
-            attn_implementation=PACKED_ATTENTION,
+            attn_implementation=attention_choice(config, PACKED_ATTENTION),
             output_loading_info=True,
             ignore_mismatched_sizes=True,
             trust_remote_code=False,
+            **loading_options(config),
         )
         model, info = loaded
+        take_dtype(model, config, torch.float32)
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"{directory}: cannot be loaded as a Hugging Face causal language model: {error}") from error
     finally:
@@ -208,6 +269,7 @@ def read_model(directory: Path) -> tuple[PreTrainedModel, dict[str, str]]:
     align_weights(model)
     take_stated_epsilon(model)
     speed_up_rms_norms(model)
+    speed_up_linear_layers(model)
     pack_gated_delta(model)
     return model.eval(), {key: key for key in info["missing_keys"]} | {key[0]: str(key) for key in info["mismatched_keys"]}
 
@@ -223,15 +285,6 @@ def require_whole(directory: Path, lacking: Mapping[str, str]) -> None:
         raise CheckpointError(f"{directory}: weights are missing or have a different shape than config.json says: {some}")
 
 
-def can_compile(model: PreTrainedModel) -> bool:
-    """Return whether layers can be compiled.
-
-    Sizes of experts depend on the data, heads of latent attention differ, and gated delta rules run per sequence.
-    """
-    has_experts = any(name.endswith("experts") for name, _ in model.named_modules())
-    return not has_experts and not gated_delta_modules(model) and getattr(model.config, "kv_lora_rank", None) is None
-
-
 def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
     """Keep only the inputs of every layer and compute its activations again in the backward pass."""
     if not model.supports_gradient_checkpointing:
@@ -241,16 +294,26 @@ def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def check_packed_forward(policy: Policy) -> None:
+def check_packed_forward(policy: Policy, *, shares_prefixes: bool = False) -> None:
     """Compare log-probabilities of packed random tokens with the model's own forward pass, one sequence at a time.
+
+    With `shares_prefixes` the sequences begin with the same tokens, which the row holds once.
 
     Raises:
         TrainerError: they differ, because packing does not reproduce a feature of the model's logits or attention.
     """
     model = policy.model
     sequences = _random_sequences(model.config)
+    shared = [0] * len(sequences)
+    if shares_prefixes:
+        prefix = sequences[0][:-1]
+        sequences = [torch.cat([prefix, ids]) for ids in sequences]
+        shared = [0, *[len(prefix)] * (len(sequences) - 1)]
     try:
-        packed = Policy(model, temperature=1.0, chunk_tokens=policy.chunk_tokens)(_all_but_first_as_response(sequences)).logprobs
+        images = None if policy.vision is None else policy.vision.processor
+        checked = Policy(model, temperature=1.0, chunk_tokens=policy.chunk_tokens, images=images)
+        checked.is_batch_invariant = policy.is_batch_invariant
+        packed = checked(_all_but_first_as_response(sequences, shared)).logprobs
     except TrainerError:
         raise
     except Exception as error:
@@ -260,7 +323,7 @@ def check_packed_forward(policy: Policy) -> None:
         whole = [model(input_ids=ids[None], use_cache=False).logits[0, :-1].float().log_softmax(-1) for ids in sequences]
         own = torch.cat([each.gather(1, ids[1:, None])[:, 0] for each, ids in zip(whole, sequences)])
     finally:
-        model.set_attn_implementation(PACKED_ATTENTION)
+        model.set_attn_implementation(attention_choice(model.config, PACKED_ATTENTION))
     difference = (packed - own).abs().max().item()
     if not difference <= CHECK_TOLERANCE:
         raise TrainerError(
@@ -273,19 +336,29 @@ def check_packed_forward(policy: Policy) -> None:
 
 def _random_sequences(config) -> list[Tensor]:
     """Return a few short sequences, and one longer than the sliding window if that is short."""
+    config = text_config(config)
     window = getattr(config, "sliding_window", None)
     lengths = (*CHECK_LENGTHS, window + 3) if isinstance(window, int) and window <= 512 else CHECK_LENGTHS
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(0, config.vocab_size, (length,), generator=generator) for length in lengths]
 
 
-def _all_but_first_as_response(sequences: list[Tensor]) -> PackedTokens:
-    starts = [0, *accumulate(len(ids) for ids in sequences)]
-    return PackedTokens(
-        input_ids=torch.cat(sequences),
-        position_ids=torch.cat([torch.arange(len(ids)) for ids in sequences]),
-        cu_seqlens=tuple(starts),
-        predicting_positions=torch.cat([torch.arange(len(ids) - 1) + start for ids, start in zip(sequences, starts)]),
-        targets=torch.cat([ids[1:] for ids in sequences]),
-        response_lengths=tuple(len(ids) - 1 for ids in sequences),
+def _all_but_first_as_response(sequences: list[Tensor], shared: Sequence[int]) -> PackedTokens:
+    samples = [_sample(ids) for ids in sequences]
+    return pack_tokens(samples, torch.device("cpu"), shared=shared)
+
+
+def _sample(ids: Tensor) -> TrainSample:
+    """Return a sample of one prompt token; only its tokens matter."""
+    length = len(ids) - 1
+    return TrainSample(
+        index=0,
+        group_index=0,
+        tokens=ids.int().numpy(),
+        prompt_length=1,
+        loss_mask=np.ones(length, np.int8),
+        reward=0.0,
+        engine_logprobs=np.zeros(length, np.float32),
+        versions=np.zeros(length, np.int32),
+        mask_sum=float(length),
     )

@@ -9,6 +9,8 @@ from fuligo.trainer.ranks.settings import TrainerSettings
 class TorchTrainerSettings(TrainerSettings):
     gradient_checkpointing: bool = False
     torch_compile: bool = False
+    exact_on_policy: bool = False
+    """Policy and reference compute by `models.batch_invariant`, as the engine does."""
 
     @property
     def compiles_dense_layers(self) -> bool:

@@ -48,7 +48,7 @@ class TrainingState:
     """Reference model; None if training does not change it."""
     critic: Critic | None = None
     base_digest: str | None = None
-    """Digest of the weights below an adapter; None without one."""
+    """Digest of the base weights of an adapter; None without an adapter."""
 
 
 @dataclass(slots=True)
@@ -247,7 +247,7 @@ class _Counters:
     critic: Progress | None
     """None without a value model."""
     base_digest: str | None
-    """Digest of the weights below the adapter; None if the weights themselves were trained."""
+    """Digest of the base weights; None if the weights themselves were trained."""
 
     @classmethod
     def read(cls, file: Path) -> Self:

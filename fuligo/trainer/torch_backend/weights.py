@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from fuligo.models.adapter import base_tensors
+from fuligo.models.transformers_types import text_config
 from fuligo.trainer.ranks.world import World
 
 
@@ -93,5 +94,5 @@ def copy_weights(source: PreTrainedModel, target: PreTrainedModel) -> None:
 
 def checkpoint_dtype(config) -> torch.dtype:
     """Return the data type of a checkpoint's weights; float32 if its config names none."""
-    dtype = getattr(config, "dtype", None)
+    dtype = getattr(config, "dtype", None) or getattr(text_config(config), "dtype", None)
     return dtype if isinstance(dtype, torch.dtype) else torch.float32

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fuligo.formats.weight_manifest import Undelivered, WeightManifest, WeightTarget
 from fuligo.models.adapter import adapter_off, set_dropout
-from fuligo.models.transformers_types import read_config
+from fuligo.models.transformers_types import read_config, sees_images, text_config
+from fuligo.models.vision.processor import ImageProcessor
 from fuligo.trainer.adapter_sender import AdapterSender, base_digest
 from fuligo.trainer.batch import pack_tokens
 from fuligo.trainer.host_memory import HostMemory
@@ -25,13 +26,13 @@ from fuligo.trainer.ranks.world import World
 from fuligo.trainer.shares import SampleScores, ScoreShare, StepShare, join_by_position
 from fuligo.trainer.step import Progress, StepGradients
 from fuligo.trainer.timeline import Timeline
+from fuligo.trainer.torch_backend.compiled_layers import can_compile
 from fuligo.trainer.torch_backend.critic import Critic, ValueModel, load_value_model
 from fuligo.trainer.torch_backend.learner import Learner, compute_gradients, freeze_parameters
 from fuligo.trainer.torch_backend.lora import AdaptedModel, MergedWeights, add_policy_adapter, store_base_in_half_precision
 from fuligo.trainer.torch_backend.model import (
     PackedModel,
     Policy,
-    can_compile,
     check_packed_forward,
     enable_gradient_checkpointing,
     load_model,
@@ -63,16 +64,17 @@ class TorchRankWorker:
         self.world = world
         torch.manual_seed(settings.seed + world.rank)
         self._base_digest: str | None = None
-        self.policy = self._load(settings.initial_weights, trained=True)
+        checkpoint = read_config(settings.hf_checkpoint)
+        self._images = ImageProcessor(settings.hf_checkpoint) if sees_images(checkpoint) else None
+        self.policy = self._load(settings.initial_weights, trained=True, is_exact=settings.exact_on_policy)
         reference = settings.reference_weights if settings.lora is None else None
-        self.reference = None if reference is None else self._load(reference, trained=False)
+        self.reference = None if reference is None else self._load(reference, trained=False, is_exact=settings.exact_on_policy)
         self.teacher = None if settings.teacher_weights is None else self._load(settings.teacher_weights, trained=False)
         self.critic = None
         if settings.critic is not None:
-            value_model = ValueModel(load_value_model(settings.critic.initial_weights, self.policy.model))
+            value_model = ValueModel(load_value_model(settings.critic.initial_weights, self.policy.model), self._images)
             self.critic = Critic(self._placed(value_model, trained=True), settings.critic, world)
         self._learner = Learner(self.policy.model, settings.optimizer, world)
-        checkpoint = read_config(settings.hf_checkpoint)
         self.export_dtype = sync_dtype(settings, checkpoint_dtype(checkpoint))
         self.balance_by = _cost(self.policy) if settings.balance_data else None
         self._writer: ComputeThread | None = None
@@ -109,7 +111,7 @@ class TorchRankWorker:
         gathered = self.world.gather(self._logprobs(self.policy, share))
         return None if gathered is None else join_by_position(gathered)
 
-    def train(self, steps: Sequence[StepShare]) -> StepResult:
+    def train(self, steps: Sequence[StepShare | None]) -> StepResult:
         """Run the optimizer steps of a rollout.
 
         Raises:
@@ -118,25 +120,31 @@ class TorchRankWorker:
         started = time.perf_counter()
         metrics: list[dict[str, float]] = []
         scores: dict[int, TokenScores] = {}
-        num_tokens = 0
+        num_tokens = num_shared = 0
         with profiled(self.settings.profile, rollout=self.progress.num_rollouts, rank=self.world.rank, device=self.world.device):
             for step in steps:
+                if step is None:  # skipped, but the learning-rate schedule counts it
+                    self.progress.num_optimizer_steps += 1
+                    continue
                 gradients, step_metrics = self._optimizer_steps(step)
                 metrics.append(step_metrics)
                 scores |= gradients.scores
                 num_tokens += gradients.num_tokens
+                num_shared += gradients.num_shared_tokens
         self.progress.num_rollouts += 1
         if self.critic is not None:
             self.critic.end_rollout()
         self._maybe_renew_reference()
         if self.settings.shares_device:
             torch.cuda.empty_cache()  # the engine uses the activations' memory until the next rollout
-        gathered = self.world.gather((scores, num_tokens, self._timeline.take())) or []
-        num_tokens = sum(tokens for _, tokens, _ in gathered)
+        gathered = self.world.gather((scores, num_tokens, num_shared, self._timeline.take())) or []
+        num_tokens = sum(tokens for _, tokens, _, _ in gathered)
         means = {f"train/{name}": value for name, value in mean_of_steps(metrics).items()}
         means["train/tokens_per_s"] = num_tokens / (time.perf_counter() - started)
-        by_position = {position: score for rank_scores, _, _ in gathered for position, score in rank_scores.items()}
-        return StepResult(means, by_position, num_tokens, rank_spans=[spans for _, _, spans in gathered])
+        if self.settings.shares_prefixes:
+            means["train/shared_prefix_share"] = sum(shared for _, _, shared, _ in gathered) / max(1, num_tokens)
+        by_position = {position: score for rank_scores, *_ in gathered for position, score in rank_scores.items()}
+        return StepResult(means, by_position, num_tokens, rank_spans=[spans for *_, spans in gathered])
 
     def gradients(self, step: StepShare) -> StepGradients:
         """Compute the gradient of the step's loss into the parameters."""
@@ -190,12 +198,14 @@ class TorchRankWorker:
     def close(self) -> None:
         """Do nothing: FSDP's only group is the default one."""
 
-    def _load(self, directory: Path, *, trained: bool) -> Policy:
+    def _load(self, directory: Path, *, trained: bool, is_exact: bool = False) -> Policy:
         settings = self.settings
         model = load_model(directory)
-        policy = Policy(model, temperature=settings.temperature, chunk_tokens=settings.chunk_tokens)
+        policy = Policy(model, temperature=settings.temperature, chunk_tokens=settings.chunk_tokens, images=self._images)
+        if is_exact:
+            policy.make_batch_invariant()
         if self.world.rank == 0:
-            check_packed_forward(policy)
+            check_packed_forward(policy, shares_prefixes=settings.shares_prefixes)
         if trained and settings.lora is not None:
             self._base_digest = base_digest(weight_tensors(model).items())
             add_policy_adapter(model, settings.lora, seed=settings.seed)
@@ -218,6 +228,9 @@ class TorchRankWorker:
             model.compile_layers()
         if half_precision or self.world.size > 1:
             shard(model, model.layers, self.world, half_precision=half_precision)
+        if model.vision is not None:
+            model.vision.runs_always = self.world.size > 1
+            model.vision.is_frozen = not any(parameter.requires_grad for parameter in model.vision.base.visual.parameters())
         return model.to(self.world.device)
 
     def _reference_logprobs(self, share: ScoreShare) -> dict[int, FloatArray]:
@@ -239,7 +252,7 @@ class TorchRankWorker:
         """Return one number, by `of` from the model's outputs, for each response token of this rank's samples, by position among all."""
         found: dict[int, FloatArray] = {}
         for plan in share.schedule.plans:
-            tokens = pack_tokens([share.samples[i] for i in plan.samples], self.world.device)
+            tokens = pack_tokens([share.samples[i] for i in plan.samples], self.world.device, shared=plan.shared)
             columns = of(model(tokens)).cpu().split(tokens.response_lengths)
             found |= {share.positions[i]: column.numpy() for i, column in zip(plan.samples, columns, strict=True)}
         model.release_gathered()
@@ -286,6 +299,6 @@ class TorchRankWorker:
 
 def _cost(policy: Policy) -> Cost:
     """Return the FLOPs of the forward pass: two for each weight and token, four for each hidden unit, layer and pair of tokens."""
-    config = policy.model.config
+    config = text_config(policy.model.config)
     num_weights = sum(parameter.numel() for parameter in policy.model.parameters())
     return sequence_flops(linear=2.0 * num_weights, attention=4.0 * config.hidden_size * config.num_hidden_layers)

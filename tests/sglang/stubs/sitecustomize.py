@@ -1,4 +1,7 @@
-"""Replacement of pinned memory by plain memory on request: SGLang 0.5.15 pins its record of experts and adapters, also without a GPU."""
+"""Changes of SGLang 0.5.15 on request: plain memory instead of pinned memory, forked processes instead of spawned ones.
+
+It pins its record of experts and adapters, also without a GPU.
+"""
 
 import os
 
@@ -14,3 +17,9 @@ if os.environ.get("FULIGO_TEST_PLAIN_MEMORY"):
     for _name in ("zeros", "tensor", "arange", "empty"):
         setattr(torch, _name, _plain(getattr(torch, _name)))
     torch.Tensor.pin_memory = lambda self, *_: self
+
+if os.environ.get("FULIGO_TEST_FORKED_ENGINE"):
+    import multiprocessing
+
+    _set_start_method = multiprocessing.set_start_method
+    multiprocessing.set_start_method = lambda _, force=False: _set_start_method("fork", force)

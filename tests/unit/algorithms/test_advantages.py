@@ -1,5 +1,7 @@
 """Advantages of groups, token returns and whitening, against their definitions."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import assume, given
@@ -50,10 +52,19 @@ def test_the_divisor_is_the_unbiased_deviation_plus_epsilon():
 
 
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -1 / 3])
-@pytest.mark.parametrize("size", [2, 3, 7, 64])
-def test_equal_rewards_give_no_advantage(reward, size):
-    """In float32 the mean of equal values has a rounding error, which dividing by epsilon would turn into an advantage."""
-    np.testing.assert_allclose(grpo([reward] * size), 0, atol=1e-9)
+@pytest.mark.parametrize("size", [2, 3, 6, 7, 12, 64])
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus_baseline"])
+def test_equal_rewards_give_exactly_no_advantage(estimator, reward, size):
+    """The mean of equal values has a rounding error, which dividing by epsilon would turn into an advantage."""
+    advantages = ESTIMATORS[estimator].advantages(group([reward] * size), AdvantageSettings(samples_per_step=size))
+    assert not any(of_sample.any() for of_sample in advantages)
+
+
+def test_equal_rewards_of_trajectories_in_several_samples_give_exactly_no_advantage():
+    split = group([0.1] * 9)
+    samples = [replace(sample, index=position // 3) for position, sample in enumerate(split.samples)]
+    advantages = ESTIMATORS["grpo"].advantages(Rewards(samples), AdvantageSettings(samples_per_step=3))
+    assert not any(of_sample.any() for of_sample in advantages)
 
 
 def test_a_group_of_one_is_its_own_baseline_and_is_not_divided():

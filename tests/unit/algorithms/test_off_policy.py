@@ -47,7 +47,7 @@ def test_the_sequence_mask_counts_trained_tokens_only():
     assert corrected("sequence-mask", 0.8, 1.3, segments).cut.tolist() == [True, True, True, True, True]
 
 
-def test_samples_stray_by_their_mean_over_trained_tokens_and_bad_tokens_alone_are_masked():
+def test_opsm_measures_a_samples_mean_over_trained_tokens_and_masks_only_its_bad_tokens():
     """0.2 for the first sample, whose masked token does not count; 0.05 for the second; the third came nearer."""
     old = torch.tensor([0.1, 0.3, 9.0, 0.1, 0.0, -1.0])
     logprobs = torch.zeros(6, requires_grad=True)

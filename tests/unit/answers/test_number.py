@@ -1,4 +1,4 @@
-"""Plain numbers are exact; a decimal with six digits stands for what it rounds."""
+"""Plain numbers are exact; a decimal with at least six digits equals every number that it is a rounding of."""
 
 import subprocess
 import sys

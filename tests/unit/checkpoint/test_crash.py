@@ -97,7 +97,7 @@ def assert_whole(directory: Path, script_step: str) -> int:
     return latest.iteration
 
 
-def test_killed_at_random_moments_it_goes_on_from_the_newest(tmp_path: Path) -> None:
+def test_a_run_killed_at_random_moments_resumes_from_the_newest(tmp_path: Path) -> None:
     moment = random.Random(0)
     reached = 0
     for _ in range(4):

@@ -26,7 +26,7 @@ def test_a_state_comes_back_as_it_was(tmp_path: Path, state) -> None:
     )
 
 
-def test_generators_of_hooks_go_on_where_they_were(tmp_path: Path, state) -> None:
+def test_generators_of_hooks_continue_where_they_were(tmp_path: Path, state) -> None:
     random.gauss(0, 1), np.random.normal()  # both keep a second number for the next call
     state(1).write(tmp_path)
     expected = [random.gauss(0, 1), random.random(), np.random.normal(), np.random.rand()]

@@ -1,6 +1,7 @@
 """Checkpoints appear completely or not at all; a failure leaves earlier ones untouched."""
 
 import asyncio
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from fuligo.checkpoint.location import resolve
 from fuligo.checkpoint.store import CheckpointStore, saving_to
 from fuligo.errors import CheckpointError, CheckpointWriteError, ConfigError, TrainerError
-from fuligo.formats.checkpoint_files import TRACKER
+from fuligo.formats.checkpoint_files import LOCK, TRACKER
 
 
 def names(directory: Path) -> list[str]:
@@ -84,7 +85,7 @@ async def test_a_full_disk_is_named_and_leaves_the_earlier_checkpoint(tmp_path: 
     assert names(tmp_path) == ["iter_0000010", TRACKER]
 
 
-async def test_a_failing_trainer_speaks_for_itself(tmp_path: Path, state) -> None:
+async def test_the_error_of_a_failing_trainer_is_raised_unchanged(tmp_path: Path, state) -> None:
     async def write(directory: Path) -> None:
         raise TrainerError("rank 1 died while saving")
 
@@ -93,7 +94,7 @@ async def test_a_failing_trainer_speaks_for_itself(tmp_path: Path, state) -> Non
     assert names(tmp_path) == []
 
 
-async def test_who_is_cancelled_leaves_nothing_half_done(tmp_path: Path, state) -> None:
+async def test_a_cancelled_save_leaves_nothing_half_done(tmp_path: Path, state) -> None:
     begun = asyncio.Event()
 
     async def write(directory: Path) -> None:
@@ -179,6 +180,19 @@ def test_saving_to_a_directory_of_a_running_job_is_refused(tmp_path: Path) -> No
         job.wait()
     with saving_to(tmp_path / "link"):
         assert resolve(tmp_path / "saves") is None, "a directory with nothing but the lock is empty"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes a link for another user")
+@pytest.mark.parametrize("name", [LOCK, f".tmp_{TRACKER}"])
+def test_a_directory_with_links_of_another_user_is_refused_and_they_are_not_followed(tmp_path: Path, name: str) -> None:
+    """In /tmp, another user can prepare the directory that a run is going to save to."""
+    saves, precious = tmp_path / "saves", tmp_path / "precious"
+    saves.mkdir(mode=0o777)
+    (saves / name).symlink_to(precious)
+    os.chown(saves / name, 65534, 65534, follow_symlinks=False)
+    with pytest.raises(ConfigError, match=rf"^cannot save to {saves}: it has links of another user \({name}\)"), saving_to(saves):
+        pass
+    assert not precious.exists()
 
 
 def test_saving_to_an_unwritable_place_is_refused(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from tests.e2e.conftest import save_prompts
 pytestmark = pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root and setpriv to lose root's rights")
 
 WITHOUT_RIGHTS = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search"]
-"""Root without these capabilities may do to files of others what any user may."""
+"""Without these capabilities, root has only the rights of any user on files of others."""
 RUN_ALL = """
 import contextlib, io, json, sys, traceback
 from fuligo.cli import main

@@ -28,7 +28,7 @@ def reward(args: object, sample: object) -> float:
 def test_a_run_that_works_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", *RUN]) == 0
     shown = capsys.readouterr().out
-    assert "What the run needs of it" in shown and "!!" not in shown
+    assert "Requirements of the run" in shown and "!!" not in shown
 
 
 def test_what_a_run_lacks_ends_with_code_1_and_its_fix(capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,9 +43,7 @@ def test_arguments_that_train_refuses_end_with_code_2(capsys: pytest.CaptureFixt
     assert cli.main(["doctor", "--help"]) == 0
 
 
-def test_a_machine_without_a_sandbox_is_told_the_fix_and_may_run(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_without_a_sandbox_gets_the_fix_and_may_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def none(settings: PythonSettings) -> None:
         raise ConfigError("cannot run Python in a sandbox: no namespaces. Use another machine")
 

@@ -45,6 +45,12 @@ def test_nothing_to_evaluate(checkpoint: Path) -> None:
     assert said == "there is nothing to evaluate: use --eval-prompt-data, --eval-config or --eval-function-path"
 
 
+def test_settings_of_micro_batches_are_not_asked_for(checkpoint: Path) -> None:
+    """Packing by tokens needs --max-tokens-per-gpu only in training, so the next problem is reported."""
+    said = refused("--hf-checkpoint", checkpoint, "--rm-type", "random", "--use-dynamic-batch-size")
+    assert said.startswith("there is nothing to evaluate")
+
+
 def test_what_a_run_of_training_would_be_refused_for_is_refused(given: list[str]) -> None:
     assert "did you mean" in refused(*given, "--eval-temprature", 1)
     assert "--rm-type nonsense is not a built-in reward" in refused(*given, "--rm-type", "nonsense")

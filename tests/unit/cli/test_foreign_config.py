@@ -1,4 +1,4 @@
-"""A configuration of somebody else: `fuligo plan` reads it and runs nothing that it names."""
+"""Configuration from somebody else: `fuligo plan` reads it and runs no code that it names."""
 
 from pathlib import Path
 

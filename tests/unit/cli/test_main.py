@@ -126,7 +126,7 @@ def test_output_that_nobody_reads_ends_the_command_without_a_traceback() -> None
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run(
-        [sys.executable, "-m", "fuligo", "schema"], stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        [sys.executable, "-m", "fuligo", "schema"], stdout=writing, stderr=subprocess.PIPE, text=True, timeout=240, check=False
     )
     os.close(writing)
     assert done.returncode == 1

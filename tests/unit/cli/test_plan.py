@@ -47,6 +47,8 @@ def test_an_invalid_config_ends_with_2_and_names_the_flag(run_plan: RunPlan):
     code, output, _ = run_plan(*BROKEN)
     assert code == 2
     assert "--tensor-model-parallel-size 3" in output
+    assert "flags of the Megatron trainer" in " ".join(output.split()), "the flags that chose the trainer may be the mistake"
+    assert "Megatron trainer" not in run_plan(*SMALL)[1]
 
 
 def test_what_cannot_be_read_is_an_error_as_in_train(run_plan: RunPlan):
@@ -61,7 +63,7 @@ def test_what_train_refuses_of_features_and_prompts_on_this_machine_is_an_error(
     code, output, _ = run_plan(*SMALL, "--prompt-data", f"{prompts}@[:1]")
     assert code == 2 and "PLAN-DATA" in output and "the row has 'question', 'label'" in " ".join(output.split())
     code, output, _ = run_plan(*SMALL, "--hostfile", "hosts")
-    assert code == 2 and "PLAN-NOT-YET  --hostfile hosts" in output
+    assert code == 2 and "CFG-HOSTFILE  --hostfile hosts" in output
     assert run_plan(*SMALL, "--prompt-data", str(tmp_path / "elsewhere.jsonl"))[0] == 0
 
 
@@ -87,7 +89,7 @@ def test_host_memory_is_judged_where_it_is_known(run_plan: RunPlan):
     assert "100.0 GiB" in output
 
 
-def test_json_alone_is_all_of_the_output(run_plan: RunPlan):
+def test_json_is_all_of_the_output(run_plan: RunPlan):
     code, output, _ = run_plan(*LARGE, "--json")
     document = json.loads(output)
     schema = json.loads(resources.files("fuligo.planner").joinpath("plan.schema.json").read_text())
@@ -185,7 +187,7 @@ sys.exit(code)
     assert "\x1b" not in ran.stdout, "no colour codes where no terminal is"
 
 
-def test_where_the_model_is_not_known_all_else_is_said_too(run_plan: RunPlan):
+def test_other_findings_are_reported_for_an_unknown_model(run_plan: RunPlan):
     code, _, said = run_plan("--rm-type", "deepscalr")
     assert code == 2
     assert "--model-config-file" in said and "use --rm-type deepscaler" in said and "--hf-checkpoint is missing" not in said

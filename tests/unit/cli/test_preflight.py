@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from fuligo.formats.file_manifest import write_manifest
 from fuligo.models.directory import load_tokenizer
 from fuligo.trainer.ranks.world import World
 from fuligo.trainer.torch_backend.model import load_model
-from tests import tiny
+from tests import tiny, tiny_vision
 
 
 @pytest.fixture(scope="module")
@@ -272,7 +273,7 @@ def test_a_teacher_is_read_before_anything_starts(model: Path, dist: Path, tmp_p
         assert text in problem
 
 
-def test_a_served_teacher_speaks_as_the_student_does(model: Path, tmp_path: Path):
+def test_a_served_teacher_has_the_vocabulary_of_the_student(model: Path, tmp_path: Path):
     other = tiny.save_checkpoint(tmp_path / "other", vocab_size=399)
     (tmp_path / "engines.yaml").write_text(
         f"sglang: [{{server_groups: [{{num_gpus: 1}}]}}, {{name: teacher, model_path: {other}, server_groups: [{{num_gpus: 1}}]}}]"
@@ -282,7 +283,7 @@ def test_a_served_teacher_speaks_as_the_student_does(model: Path, tmp_path: Path
     assert [problem for problem in preflight_problems(config) if problem.startswith("the model teacher of --sglang-config: ")]
 
 
-def test_evaluation_beside_a_teacher_alone_has_rewards_of_its_own(model: Path, tmp_path: Path):
+def test_an_evaluation_has_rewards_of_its_own_if_training_has_only_a_teacher(model: Path, tmp_path: Path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"input": "1 + 1", "label": "2"}\n')
     judged = {"name": "judged", "path": str(prompts), "rm_type": "math", "label_key": "label"}
@@ -306,3 +307,47 @@ def test_first_weights_of_a_value_model_are_of_the_policys_model(model: Path, di
     other = tiny.save_checkpoint(tmp_path / "other", layers=1)
     (problem,) = problems(model, *ppo, other)
     assert "--critic-load: " in problem and "are different models: num_hidden_layers 1 and 2" in problem
+
+
+def test_images_need_a_model_that_sees_them_and_what_reads_them(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    given = ("--multimodal-keys", '{"image": "images"}', "--apply-chat-template")
+    (problem,) = problems(model, *given)
+    assert problem == f"--multimodal-keys: {model} is a qwen3 model; images in prompts need one of the type qwen3_vl"
+    seeing = tiny_vision.save_checkpoint(tmp_path / "seeing")
+    assert problems(seeing, *given) == []
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "PIL.Image", None)
+        (problem,) = problems(seeing, *given)
+    assert "images in prompts need Pillow; install it with: pip install 'fuligo[vision]'" in problem
+    file = seeing / "preprocessor_config.json"
+    file.write_text(json.dumps({"image_processor_type": "CLIPImageProcessor"}))
+    (problem,) = problems(seeing, *given)
+    assert f"{file}: image_processor_type is 'CLIPImageProcessor'; supported are Qwen2VLImageProcessor," in problem
+    file.unlink()
+    (problem,) = problems(seeing, *given)
+    assert f"cannot read {file}" in problem
+
+
+def test_experts_that_sglang_would_not_find_are_refused(tmp_path: Path):
+    """MiniMax-M2's files name them as Mixtral's: block_sparse_moe.experts.0.w1."""
+    engines = ["--rollout-num-gpus", 1, "--actor-num-gpus-per-node", 1, "--launcher", "ray", "--train-backend", "torch"]
+    minimax = tiny.save_checkpoint(tmp_path / "minimax", "minimax_m2")
+    (problem,) = engine_problems(minimax, *engines)
+    assert "(minimax_m2) have no tensors model.layers.0.mlp.experts.*, and SGLang would skip" in problem
+    assert engine_problems(minimax) == [], "the embedded engine has the trainer's names"
+    olmoe = tiny.save_checkpoint(tmp_path / "olmoe", "olmoe", num_experts=4, num_experts_per_tok=2)
+    assert engine_problems(olmoe, *engines) == []
+
+
+def test_sglang_is_sent_no_adapter_of_layers_with_names_of_experts_matrices(tmp_path: Path):
+    mixture = tiny.save_checkpoint(tmp_path / "mixture", "glm4_moe")
+    flags = ["--prompt-data", "prompts.jsonl", "--rm-type", "random", "--num-rollout", "1", "--rollout-backend", "sglang"]
+    lora = ["--lora-rank", "4", "--lora-sync", "adapter", "--train-backend", "torch"]
+
+    def told(*more: str) -> list[str]:
+        config = parse(["--hf-checkpoint", str(mixture), *flags, *lora, *more]).config
+        return [problem for problem in preflight_problems(config) if "--lora-sync" in problem]
+
+    (problem,) = told()
+    assert "SGLang may take down_proj, gate_proj, up_proj of dense layers and shared experts for the experts' matrices" in problem
+    assert told("--lora-target-modules", "q_proj", "o_proj") == []

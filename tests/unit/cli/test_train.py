@@ -13,7 +13,7 @@ import pytest
 from fuligo import cli
 from fuligo.checkpoint.state import RunState
 from fuligo.checkpoint.store import CheckpointStore
-from fuligo.cli.train import trainer_choice
+from fuligo.cli.chosen import trainer_choice
 from fuligo.config import Config
 from fuligo.config.command_line import parse
 from fuligo.config.files import load_yaml
@@ -109,13 +109,11 @@ def test_bad_input_is_refused(train: Train, started: list[Config], changed: dict
     ("changed", "texts"),
     [
         ({"rollout_max_response_len": "4096"}, ["--rollout-max-response-len 4096", "1024 tokens of the engines' context"]),
-        ({"hostfile": "hosts"}, ["--hostfile hosts: the launch by fuligo train cannot run yet"]),
+        ({"hostfile": "hosts"}, ["--hostfile hosts: fuligo train does not start the nodes"]),
     ],
     ids=" ".join,
 )
-def test_what_the_planner_refuses_and_what_cannot_run_yet_start_nothing(
-    train: Train, started: list[Config], changed: dict[str, str], texts: list[str]
-) -> None:
+def test_a_run_that_a_rule_refuses_starts_nothing(train: Train, started: list[Config], changed: dict[str, str], texts: list[str]) -> None:
     code, shown = train(**changed)
     assert code == 2 and not started
     for text in texts:
@@ -209,7 +207,7 @@ def test_training_does_not_start_from_quantised_weights(train: Train, model: Pat
         assert code == 2 and f"--{flag.replace('_', '-')} quantised is quantised, training cannot start from it" in shown
 
 
-def test_engines_take_new_weights_in_fp8_blocks_alone(train: Train, model: Path, tmp_path: Path) -> None:
+def test_engines_take_new_weights_only_in_fp8_blocks(train: Train, model: Path, tmp_path: Path) -> None:
     quantised = quantised_copy(model, tmp_path / "quantised", quant_method="compressed-tensors")
     code, shown = train(hf_checkpoint=quantised, ref_load=str(model), rollout_backend="sglang", rollout_num_gpus="1", device="cpu")
     assert code == 2 and "cannot sync weights to engines" in shown and "fuligo convert fp8 --strategy block" in shown
@@ -252,3 +250,9 @@ def test_flags_that_select_megatron_are_named() -> None:
     )
     assert list(trainer_choice(parse(["--bf16", "--train-backend", "megatron"]).config)) == []
     assert list(trainer_choice(Config())) == []
+
+
+def test_an_error_of_a_run_that_got_the_megatron_trainer_by_a_flag_names_the_flag(train: Train) -> None:
+    code, errors = train(bf16="true")
+    assert code == 2 and "needs engine GPUs" in errors
+    assert "--train-backend megatron: --bf16 is a flag of the Megatron trainer (for the torch trainer use --precision bf16)" in errors

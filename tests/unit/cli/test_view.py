@@ -14,7 +14,7 @@ from tests.unit.observability.viewer.recorded_run import write_run
 
 
 @pytest.mark.parametrize("token", [None, "mine"])
-def test_the_page_is_shown_at_the_printed_address_alone(tmp_path: Path, token: str | None) -> None:
+def test_the_page_is_shown_only_at_the_printed_address(tmp_path: Path, token: str | None) -> None:
     run = write_run(tmp_path / "run", num_steps=1)
     environment = os.environ | ({} if token is None else {"FULIGO_VIEW_TOKEN": token})
     command = [sys.executable, "-m", "fuligo", "view", str(run), "--port", "0"]

@@ -46,7 +46,7 @@ for line in sys.argv[1:]:
 """
 
 
-def test_a_lost_node_is_reported_by_the_run_alone() -> None:
+def test_a_lost_node_is_reported_only_by_the_run() -> None:
     """The message is Ray's own (src/ray/gcs/gcs_node_manager.cc), which its driver prints with others."""
     dead = "The node with node id: f00 and address: 10.0.0.2 and node name: 10.0.0.2 has been marked dead because the detector has missed"
     printed = subprocess.run(

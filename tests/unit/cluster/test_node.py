@@ -1,12 +1,14 @@
-"""Directory of a Ray that fuligo starts: Ray itself lets every user write to its sockets' directory."""
+"""Ray's processes: a directory that no other user can write to, unlike Ray's own, and the time until a lost host is noticed."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("ray")
-from fuligo.cluster.node import MAX_ROOT_LENGTH, session_root
+from fuligo.cluster.node import MAX_ROOT_LENGTH, session_root, start_node
+from fuligo.trainer.ranks.supervision import HEARTBEAT_TIMEOUT_S
 
 
 @pytest.fixture
@@ -37,3 +39,22 @@ def test_the_paths_of_sockets_fit() -> None:
     """Unix sockets have paths of at most 107 bytes."""
     root = f"{'x' * MAX_ROOT_LENGTH}/fuligo-ray-{2**32 - 1}-abcdefgh/ray"
     assert len(f"{root}/session_2026-11-23_20-19-12_184166_4194304/sockets/plasma_store") <= 107
+
+
+async def health_timeout_s(directory: Path) -> float:
+    """Return the time that Ray's processes have to answer a check."""
+    command = [sys.executable, "-c", "import os; print(os.environ['RAY_health_check_timeout_ms'])"]
+    process = start_node("Ray", command, directory / "log.txt", {})
+    await process.ended()
+    return int((directory / "log.txt").read_text()) / 1000
+
+
+async def test_ray_notices_a_lost_host_as_soon_as_its_rank_is_missed(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_health_check_timeout_ms", raising=False)
+    checks, period_s = 5, 3  # Ray's own
+    assert checks * (await health_timeout_s(temporary) + period_s) <= HEARTBEAT_TIMEOUT_S
+
+
+async def test_a_health_timeout_of_the_environment_stays(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_health_check_timeout_ms", "7000")
+    assert await health_timeout_s(temporary) == 7.0

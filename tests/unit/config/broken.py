@@ -6,7 +6,34 @@ from tests.unit.config.conftest import PPO, SERVED_TEACHER, SGLANG, SHARED, WITH
 LORA: Values = {"lora_rank": 8, "lr": 1e-5}
 MEGATRON: Values = {**SGLANG, "train_backend": "megatron"}
 
+IMAGES: Values = {"multimodal_keys": {"image": "images"}, "apply_chat_template": True}
+
+PAIRS: Values = {"server_groups": [{"worker_type": kind, "num_gpus": 2} for kind in ("prefill", "decode")]}
+
 BROKEN: dict[str, list[tuple[Values, str]]] = {
+    "CFG-VISION-MEDIA": [({**IMAGES, "multimodal_keys": {"image": "a", "video": "b"}}, "--multimodal-keys has video")],
+    "CFG-VISION-TEMPLATE": [({**IMAGES, "apply_chat_template": False}, "--multimodal-keys needs --apply-chat-template")],
+    "CFG-VISION-TRAINER": [
+        ({**IMAGES, "train_backend": "megatron", "rollout_backend": "embedded"}, "the Megatron trainer does not support images")
+    ],
+    "CFG-VISION-ENGINE": [({**IMAGES, **SGLANG}, "--rollout-backend sglang does not support images yet")],
+    "CFG-VISION-EPISODES": [({**IMAGES, "agent": "my.agent", "rm_type": None}, "--agent does not support images in prompts")],
+    "CFG-PREFIX-PROVIDER": [
+        (
+            {**SGLANG, "custom_model_provider_path": "p.build", "share_prefixes": "on"},
+            "--custom-model-provider-path p.build may build others",
+        )
+    ],
+    "CFG-PREFIX-KERNEL": [
+        ({**SGLANG, "attention_backend": "flash", "share_prefixes": "on"}, "TransformerEngine's kernels compute sequences, not trees")
+    ],
+    "CFG-VISION-PREFIXES": [({**IMAGES, "share_prefixes": "on"}, "--share-prefixes on compares tokens")],
+    "CFG-VISION-TEACHER": [
+        ({**IMAGES, "use_opd": True, "opd_teacher_url": "http://t:1"}, "--use-opd with a teacher on an engine does not support images")
+    ],
+    "CFG-VISION-FREEZE": [
+        ({"freeze_vision_tower": True, "only_train_params_name_list": ["mlp"]}, "--freeze-vision-tower and --only-train-params-name-list")
+    ],
     "CFG-MODEL-MISSING": [({"hf_checkpoint": None}, "--hf-checkpoint is missing")],
     "CFG-DATA-MISSING": [({"prompt_data": None}, "--prompt-data is missing")],
     "CFG-RUN-LENGTH": [
@@ -21,14 +48,19 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
     "CFG-LORA-BIAS-RATE": [
         ({**LORA, **MEGATRON, "megatron_moe_router_bias_update_rate": 0.01}, "--moe-router-bias-update-rate 0.01 changes")
     ],
+    "CFG-LORA-OVERLAP": [
+        ({**LORA, **MEGATRON, "megatron_moe_shared_expert_overlap": True}, "--moe-shared-expert-overlap moves the exchange")
+    ],
     "CFG-LORA-OFFLOAD": [({**LORA, **MEGATRON, "use_precision_aware_optimizer": True}, "--use-precision-aware-optimizer is for the")],
     "CFG-LORA-PROVIDER": [({**LORA, **MEGATRON, "custom_model_provider_path": "my.model"}, "a LoRA adapter fits fuligo's own layers")],
     "CFG-LORA-SHAPE": [({"lora_adapter": "a", "lora_rank": 8, "lr": 1e-5}, "--lora-rank with --lora-adapter a")],
     "CFG-LORA-PARAMS": [({**LORA, "freeze_params_name_list": ["mlp"]}, "--freeze-params-name-list chooses among")],
     "CFG-LORA-DROPOUT": [({**LORA, "lora_dropout": 0.1}, "--lora-dropout 0.1: log-probabilities would not repeat")],
+    "CFG-LORA-EXPERTS": [
+        ({**LORA, "lora_experts": True, "loss_type": "sft_loss", "lora_dropout": 0.1}, "--lora-dropout 0.1: PEFT defines no dropout"),
+    ],
     "CFG-LORA-VALUES": [({**LORA, **PPO}, "--advantage-estimator ppo trains all weights of a value model")],
     "CFG-LORA-REFERENCE": [({**LORA, "use_kl_loss": True, "ref_update_interval": 2}, "--ref-update-interval 2: with LoRA")],
-    "CFG-LORA-COMPILE": [({**LORA, "torch_compile": True}, "--torch-compile cannot compile")],
     "CFG-LORA-SYNC": [
         (
             {**LORA, "lora_sync": "adapter", **SGLANG, "ref_load": "/other"},
@@ -40,10 +72,37 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
         ),
         (
             {**LORA, "lora_sync": "adapter", "rollout_external_engine_addrs": ["h:1"]},
-            "external engines began without it",
+            "external engines were started without it",
         ),
     ],
+    "CFG-EXACT-BACKENDS": [
+        ({**SGLANG, "train_backend": "torch", "exact_on_policy": True}, "SGLang's deterministic mode is not proved to be bitwise equal"),
+        ({"rollout_external_engine_addrs": ["h:1"], "exact_on_policy": True}, "SGLang's deterministic mode"),
+        (
+            {"device": "cuda", "exact_on_policy": True},
+            "--device cuda with --exact-on-policy: batch-invariant operations are proved only for CPUs",
+        ),
+    ],
+    "CFG-EXACT-POLICY": [
+        ({"exact_on_policy": True, "async_mode": "one-step"}, "--async-mode one-step samples with older weights"),
+        ({"exact_on_policy": True, "update_weights_interval": 2}, "--update-weights-interval 2 samples with older weights"),
+    ],
+    "CFG-EXACT-PASSES": [
+        ({**LORA, "exact_on_policy": True}, "--lora-rank with --exact-on-policy"),
+        ({"lora_adapter": "a", "lr": 1e-5, "exact_on_policy": True}, "--lora-adapter with --exact-on-policy"),
+        ({"torch_compile": True, "exact_on_policy": True}, "--torch-compile with --exact-on-policy"),
+    ],
+    "CFG-EXACT-CORRECTION": [({"exact_on_policy": True, "use_tis": True}, "every weight is 1")],
+    "CFG-EXACT-PRECISION": [({"exact_on_policy": True, "precision": "bf16"}, "--precision bf16 and --embedded-dtype auto")],
+    "CFG-EXACT-OLD-POLICY": [
+        ({"exact_on_policy": True, "use_rollout_logprobs": True, "num_steps_per_rollout": 2}, "--use-rollout-logprobs skips the pass"),
+    ],
     "CFG-WEIGHT-MODE": [({"update_weight_mode": "delta"}, "--update-weight-mode delta leaves unchanged tensors out")],
+    "CFG-HOSTFILE": [({"hostfile": "hosts"}, "use fuligo launch --hostfile hosts -- <these arguments>")],
+    "CFG-COLOCATE-SYNC": [
+        ({**SHARED, "update_weights_interval": 2}, "--update-weights-interval 2 with --colocate"),
+        ({**SHARED, "use_fault_tolerance": True, "sglang_config": [PAIRS]}, "cannot restart prefill and decode engines"),
+    ],
     "CFG-LORA-LR": [({"lora_rank": 8}, "--lr 1e-06 is one of full fine-tuning")],
     "CFG-REWARD-MISSING": [
         ({"rm_type": None}, "--custom-rm-path"),
@@ -136,7 +195,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
             ({"sglang_enable_hierarchical_cache": True}, "--sglang-enable-hierarchical-cache"),
             ({"sglang_enable_two_batch_overlap": True}, "--sglang-enable-two-batch-overlap"),
             ({"sglang_speculative_algorithm": "EAGLE", "sglang_speculative_eagle_topk": 4}, "--sglang-speculative-eagle-topk 4"),
-            ({"sglang_config": [{"server_groups": [{"worker_type": kind, "num_gpus": 2} for kind in ("prefill", "decode")]}]}, "prefill"),
+            ({"sglang_config": [PAIRS]}, "prefill"),
         )
     ],
     "CFG-TRAINED-PARAMS": [({"only_train_params_name_list": ["mlp"], "freeze_params_name_list": ["embed"]}, "exclude each other")],
@@ -193,6 +252,25 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
     "CFG-ASYNC-WHOLE-ROLLOUTS": [
         ({"async_mode": "full", "max_staleness": 2, "rollout_function_path": "my.rollout"}, "--rollout-function-path makes whole"),
         ({"async_mode": "full", "max_staleness": 2, "loss_type": "sft_loss"}, "--loss-type sft_loss samples nothing"),
+    ],
+    "CFG-TURN-REWARDS": [
+        (
+            {"environment": "my.World", "rm_type": None, "advantage_estimator": "ppo", "turn_rewards": True, name: value},
+            f"--{name.replace('_', '-')} rewards whole episodes",
+        )
+        for name, value in (("extra_rm_path", ["my.reward"]), ("custom_reward_post_process_path", "my.hook"))
+    ],
+    "CFG-TURN-REWARDS-FILTER": [
+        (
+            {
+                "environment": "my.World",
+                "rm_type": None,
+                "advantage_estimator": "ppo",
+                "turn_rewards": True,
+                "dynamic_sampling_filter_path": "fuligo.rollout.filters.check_reward_nonzero_std",
+            },
+            "drops groups whose episodes have equal sums",
+        )
     ],
     "CFG-AGENT": [
         (

@@ -55,7 +55,7 @@ def _given(flag: Flag) -> st.SearchStrategy[Any]:
             return st.lists(_floats(flag), max_size=3)
         case Kind.JSON:
             variables = st.dictionaries(VARIABLES, TEXTS, max_size=2)
-            return variables if flag.name.endswith("env") else st.dictionaries(TEXTS, JSON_VALUES, max_size=3)
+            return variables if flag.name.endswith(("env", "_keys")) else st.dictionaries(TEXTS, JSON_VALUES, max_size=3)
         case Kind.JSON_LIST:
             return st.lists(JSON_VALUES, max_size=3)
         case Kind.LAYERS:

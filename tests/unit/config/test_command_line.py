@@ -7,9 +7,14 @@ from hypothesis import strategies as st
 
 from fuligo.config import Config
 from fuligo.config.command_line import parse
-from fuligo.config.flags import Kind, flags
-from fuligo.config.reserved import MOVED
+from fuligo.config.flags import Kind, flags, passthrough_flags
+from fuligo.config.other_frameworks import MOVED
+from fuligo.config.other_frameworks.verl import OF_VERL, SECTIONS
+from fuligo.config.rules import effects
+from fuligo.config.schemas import BACKENDS
 from fuligo.errors import ConfigError
+
+PASSED_ON = {flag.flat_name for group in BACKENDS for flag in passthrough_flags(group).values()}
 
 
 def value_of(arguments: list[str], name: str) -> object:
@@ -93,7 +98,7 @@ def test_syntax(arguments: list[str], name: str, expected: object) -> None:
         (["--config"], ["--config needs the name of a YAML file"]),
         (["--learning-rate", "1"], ["unknown flag --learning-rate; use --lr"]),
         (["--num-generations", "8"], ["unknown flag --num-generations; use --n-samples-per-prompt"]),
-        (["--temperature", "1"], ["unknown flag --temperature", "--rollout-temperature (rollout)"]),
+        (["--temperature", "1"], ["unknown flag --temperature", "use --rollout-temperature (of evaluations: --eval-temperature)"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -189,6 +194,51 @@ def test_any_value_of_any_flag_is_taken_or_refused_by_name(flag, text: str) -> N
         ("actor_rollout_ref.rollout.n=8", "use --n-samples-per-prompt"),
         ("--trainer.nnodes", "use --actor-num-nodes"),
         ("trainer.ray_wait_register_center_timeout=1", "docs/coming-from.md"),
+        ("--dump-details", "leave it out: every sample is saved"),
+        ("--eval-input-key", "use --eval-config"),
+        ("--top-p", "use --rollout-top-p"),
+        ("--torch-dtype", "use --precision"),
+        ("--sapo-temperature-neg", "fuligo lacks this loss"),
+        ("actor_rollout_ref.actor.use_kl_loss=True", "--use-kl-loss, with verl's defaults --kl-loss-coef 0.001 --kl-loss-type low_var_kl"),
+        ("--beta", "--use-kl-loss --kl-loss-coef BETA --kl-loss-type k3"),
+        ("actor_rollout_ref.actor.megatron.override_transformer_config.moe_router_dtype=fp32", "use --moe-router-dtype"),
+        ("+actor_rollout_ref.rollout.val_kwargs.temperature=0", "use --eval-temperature"),
+        ("trainer.logger=wandb", "set --use-wandb"),
+        ("critic.optim.lr=1e-5", "use --critic-lr"),
+        ("critic.ppo_micro_batch_size_per_gpu=4", "the value model has the policy's layout"),
+        ("actor_rollout_ref.ref.megatron.tensor_model_parallel_size=2", "the reference model has the trainer's layout"),
+        ("reward_model.model.path=RM", "use --rm-type remote_rm"),
+        ("global_profiler.steps=2", "use --profile"),
+        ("critic.cliprange_value=0.5", "use --value-clip"),
+        ("critic.profiler.enable=True", "use --profile"),
+        ("actor_rollout_ref.ref.model.path=REF", "use --ref-load"),
+        ("--freeze-indexer", "leave it out: indexers of sparse attention are never trained"),
+        ("--rollout-skip-special-tokens", "never has special tokens"),
+        ("actor_rollout_ref.rollout.seed=1", "use --rollout-seed"),
+        ("actor_rollout_ref.actor.fsdp_config.seed=1", "use --seed"),
+        ("reward.reward_manager.name=dapo", "use --rm-type"),
+        ("reward_model.reward_manager=dapo", "use --rm-type"),
+        ("data.datagen.name=mine", "docs/coming-from.md"),
+        ("reward_model.overlong_buffer.len=4096", "use --extra-rm-path"),
+        ("+reward_model.reward_kwargs.overlong_buffer_cfg.len=4096", "use --extra-rm-path"),
+        ("+reward_model.reward_kwargs.max_resp_len=4096", "use --custom-config-path"),
+        ("--max-steps", "max_steps counts optimizer steps"),
+        ("--max-length", "supervised: --rollout-max-prompt-len"),
+        ("actor_rollout_ref.actor.optim.total_training_steps=100", "use --lr-decay-iters"),
+        ("trainer.total_training_steps=100", "use --num-rollout"),
+        ("actor_rollout_ref.rollout.pipeline_model_parallel_size=2", "use --sglang-pp-size"),
+        ("actor_rollout_ref.actor.ppo_micro_batch_size=8", "use --micro-batch-size, of one GPU"),
+        ("algorithm.rollout_correction.loss_type=ppo_clip", "--advantage-estimator chooses the loss"),
+        ("algorithm.filter_groups.metric=acc", "use --dynamic-sampling-filter-path"),
+        ("algorithm.kl_penalty=mse", "use --kl-loss-type (kl is k1, mse is k2)"),
+        ("algorithm.kl_ctrl.type=adaptive", "fuligo has no adaptive KL coefficient"),
+        ("algorithm.kl_ctrl.kl_coef=0.1", "; use --kl-coef"),
+        ("data.reward_fn_key=data_source", "use --rm-type, or rm_type in a row's metadata"),
+        ("--true-on-policy-mode", "use --exact-on-policy"),
+        ("--qkv-format", "samples are always packed"),
+        ("--adam-epsilon", "use --adam-eps"),
+        ("--use-cpu", "use --device cpu"),
+        ("--data-seed", "use --rollout-seed"),
     ],
 )
 def test_settings_of_other_frameworks_are_answered_with_ours(given: str, advice: str) -> None:
@@ -201,10 +251,10 @@ def test_no_flag_is_answered_with_another() -> None:
     assert MOVED.keys() & flags().keys() == set()
 
 
-@pytest.mark.parametrize("name", sorted(MOVED))
-def test_advice_names_flags_that_exist(name: str) -> None:
-    named = [flag.lstrip("-").replace("-", "_") for flag in re.findall(r"--[a-z][a-z-]+", MOVED[name])]
-    assert [flag for flag in named if flag not in flags() and not flag.startswith(("sglang_", "router_"))] == []
+@pytest.mark.parametrize("advice", sorted({*MOVED.values(), *OF_VERL.values(), *SECTIONS.values()}))
+def test_advice_names_flags_that_exist(advice: str) -> None:
+    named = [flag.lstrip("-").replace("-", "_") for flag in re.findall(r"--[a-z][a-z-]+[a-z0-9]", advice)]
+    assert [flag for flag in named if flag not in flags() and flag not in PASSED_ON] == []
 
 
 @pytest.mark.parametrize("given", ["--max-workers", "--model-dir", "--block-size", "--repo-type", "--nothing-of-the-kind"])
@@ -220,11 +270,22 @@ def test_no_eval_drops_what_the_file_and_the_line_say_of_evaluation(tmp_path: Pa
     assert config.eval.model_dump() == {**Config().eval.model_dump(), "eval": False}
 
 
+def test_no_eval_keeps_a_config_with_a_reward_key_of_evaluations_valid(tmp_path: Path) -> None:
+    run = "reward: {custom_rm_path: mine.reward, reward_key: score, eval_reward_key: right}\neval: {eval_prompt_data: [a.jsonl]}\n"
+    (tmp_path / "run.yaml").write_text(run)
+    config = parse(["--config", str(tmp_path / "run.yaml"), "--no-eval"]).config
+    assert not any("eval_reward_key" in str(finding.fix) for rule in effects.RULES for finding in rule.check(config))
+
+
 def test_a_flag_replaces_the_file_s_other_way_to_set_the_same(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("data:\n  num_epoch: 3\nreward:\n  rm_type: math\n")
     parsed = parse(["--config", str(file), "--num-rollout", "20", "--custom-rm-path", "none"])
     assert (parsed.config.data.num_rollout, parsed.config.data.num_epoch, parsed.config.reward.rm_type) == (20, None, "math")
     assert parsed.warnings == (f"--num-rollout 20 replaces {file} line 2, data.num_epoch: 3",)
+    unset = tmp_path / "recorded.yaml"  # as a run writes its configuration
+    unset.write_text("data: {num_rollout: 30, num_epoch: null}\n")
+    parsed = parse(["--config", str(unset), "--num-rollout", "20"])
+    assert (parsed.config.data.num_rollout, parsed.config.data.num_epoch, parsed.warnings) == (20, None, ())
     both = parse(["--config", str(file), "--num-rollout", "20", "--num-epoch", "3"]).config
     assert (both.data.num_rollout, both.data.num_epoch) == (20, 3), "given together, they are a contradiction to report"

@@ -20,7 +20,9 @@ def test_world_size_must_be_a_number(given: str) -> None:
         world_size({**TORCHRUN, "WORLD_SIZE": given})
 
 
-def test_world_size_alone_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_world_size_without_its_companions_is_refused_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from fuligo.config import Config
 from fuligo.config.command_line import parse
-from fuligo.config.config import MegatronArguments
 from fuligo.config.files import load_yaml, save_yaml
 from fuligo.config.flags import flags, passthrough_flags
 from fuligo.config.help import help_text
 from fuligo.config.passthrough import RouterArguments, SglangArguments
+from fuligo.config.placement import MegatronArguments
 from fuligo.config.reserved import RESERVED
 from fuligo.config.schemas import schema
 from fuligo.errors import ConfigError
@@ -118,7 +118,7 @@ def test_wrong_values_are_refused_with_the_rule(words: str, texts: list[str]) ->
         ("--sglang-rollout-batch-size 8", ["did you mean --rollout-batch-size (rollout)?"]),
         ("--router-dp-size 8", ["did you mean --sglang-dp-size (sglang)?"]),
         ("--log-level debug", ["--sglang-log-level (sglang) or --router-log-level (router)"]),
-        ("--tp-size 8", ["SGLang's tp_size: --rollout-num-gpus-per-engine sets it"]),
+        ("--tp-size 8", ["use --tensor-model-parallel-size (of engines: --rollout-num-gpus-per-engine)"]),
         ("--sglang-enable-ep-moe", ["SGLang 0.5.15.post1 has no such argument", "--sglang-ep-size"]),
         ("--num-moe-experts 8", ["use --num-experts"]),
         ("--add-bias-linear", ["use --disable-bias-linear"]),
@@ -252,7 +252,7 @@ def test_given_values_and_defaults() -> None:
     assert given.merged(SglangArguments({"ep_size": 4, "dp_size": 2})) == SglangArguments({"dp_size": 2, "ep_size": 4})
 
 
-def test_code_is_told_all_that_is_wrong() -> None:
+def test_code_gets_all_problems_in_one_error() -> None:
     with pytest.raises(ValueError) as caught:
         SglangArguments({"dp_sise": 1, "dp_size": "x", "ep": 2, "ep_size": 3})
     for part in ("dp_sise: unknown argument", "dp_size: 'x' is not valid", "given twice: ep_size and ep_size"):

@@ -11,7 +11,7 @@ import pytest
 from fuligo.config.command_line import parse
 from fuligo.config.flag import Kind
 from fuligo.config.flags import flags, passthrough_flags, sections
-from fuligo.config.reserved import MOVED
+from fuligo.config.other_frameworks import MOVED
 from fuligo.config.schemas import BACKENDS, Schema, schema
 from fuligo.config.values import checked_value
 

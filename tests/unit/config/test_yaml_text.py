@@ -1,4 +1,4 @@
-"""YAML that attacks: it is refused with one sentence wherever a command reads YAML, before it takes memory or time."""
+"""Malicious YAML is refused with one sentence wherever a command reads YAML, before it takes memory or time."""
 
 import resource
 from pathlib import Path

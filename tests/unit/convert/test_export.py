@@ -28,7 +28,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def check_is_new(directory: Path) -> None:
-    """Check that the directory holds the export alone, in the dtypes of the model that training started from."""
+    """Check that the directory holds only the export, in the dtypes of the model that training started from."""
     assert sorted(path.name for path in directory.iterdir()) == [
         "config.json",
         "model-00001-of-00001.safetensors",

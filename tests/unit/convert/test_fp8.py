@@ -137,7 +137,7 @@ class TestResult:
 
 
 class TestCutOff:
-    def test_a_killed_conversion_goes_on_to_the_same_bytes(self, model: Path, tmp_path: Path):
+    def test_a_killed_conversion_resumes_to_the_same_bytes(self, model: Path, tmp_path: Path):
         """The conversion is killed after one file; another is unfinished, and the finished one is damaged afterwards."""
         converted(model, tmp_path / "whole")
         script = (

@@ -1,4 +1,4 @@
-"""Merging an adapter: PEFT's own result, and no merge of an adapter that is not whole."""
+"""Merging an adapter: PEFT's own result, and refusals of incomplete adapters."""
 
 from collections.abc import Callable
 from pathlib import Path

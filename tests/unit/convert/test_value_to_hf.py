@@ -106,7 +106,7 @@ def test_value_models_are_compared_too(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_a_side_without_a_value_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Value models of two training checkpoints are compared; weights alone have none."""
+    """Value models of two training checkpoints are compared; directories with only weights have none."""
     one, other = checkpoints(tmp_path / "one"), checkpoints(tmp_path / "other", with_values=False)
     assert convert(["compare", str(other), str(one)]) == 1
     assert capsys.readouterr().out.splitlines()[0] == f"critic: a value model is only in {one}"

@@ -52,7 +52,7 @@ GLM4 = (
     "{% else %}<|{{ 'observation' if m.role == 'tool' else m.role }}|>\n{{ m.content }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-"""GLM-4-0414: nothing ends a turn but the next role's token."""
+"""GLM-4-0414: only the next role's token ends a turn."""
 
 GLM45 = (
     _LAST_QUESTION + "[gMASK]<sop>{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>"
@@ -92,6 +92,36 @@ DEEPSEEK_R1 = DEEPSEEK_V3.replace("<｜Assistant｜>{{ m.content }}", "<｜Assis
     "<｜Assistant｜>{% endif %}", "<｜Assistant｜><think>\n{% endif %}"
 )
 """Drops the thinking of every turn, and opens it in the generation prompt."""
+
+_KIMI_ROLE = "{{ m.name or m.role }}<|im_middle|>"
+KIMI_K2 = (
+    "{% if tools %}<|im_system|>tool_declare<|im_middle|>{{ tools | tojson }}<|im_end|>{% endif %}"
+    "{% for m in messages %}<|im_{{ m.role if m.role in ['user', 'assistant'] else 'system' }}|>" + _KIMI_ROLE + "{% if m.role == 'tool' %}"
+    "## Return of {{ m.tool_call_id }}\n{% endif %}{{ m.content or '' }}"
+    "{% if m.tool_calls %}<|tool_calls_section_begin|>"
+    + _CALLS
+    + "<|tool_call_begin|>{{ call.id }}<|tool_call_argument_begin|>{{ call.function.arguments | tojson }}<|tool_call_end|>{% endfor %}"
+    "<|tool_calls_section_end|>{% endif %}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}"
+)
+"""Kimi K2: a call shows its id alone, which the model wrote with the name of the tool in it."""
+
+MINIMAX_M2 = (
+    _LAST_QUESTION + "{% if tools %}]~b]system\n<tools>{% for t in tools %}{{ '\n' }}{{ t.function | tojson }}{% endfor %}</tools>\n"
+    'Call: <minimax:tool_call><invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke></minimax:tool_call>[e~[\n{% endif %}'
+    "{% for m in messages %}{% if m.role == 'assistant' %}]~b]ai\n"
+    "{% if m.reasoning_content and loop.index0 > ns.last %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
+    "{{ m.content or '' }}{% if m.tool_calls %}{{ '\n' }}<minimax:tool_call>\n" + _CALLS + '<invoke name="{{ call.function.name }}">\n'
+    "{% for k, v in call.function.arguments.items() %}"
+    '<parameter name="{{ k }}">{{ v if v is string else v | tojson }}</parameter>\n{% endfor %}</invoke>\n{% endfor %}'
+    "</minimax:tool_call>{% endif %}[e~[\n"
+    "{% elif m.role == 'tool' %}{% if messages[loop.index0 - 1].role != 'tool' %}]~b]tool{% endif %}"
+    "{{ '\n' }}<response>{{ m.content }}</response>"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}[e~[\n{% endif %}"
+    "{% else %}]~b]{{ m.role }}\n{{ m.content }}[e~[\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}]~b]ai\n<think>\n{% endif %}"
+)
+"""MiniMax-M2: the generation prompt opens the thinking, and that of earlier turns is dropped."""
 
 SPECIAL_TOKENS = [
     "<|im_start|>",

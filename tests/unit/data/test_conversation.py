@@ -38,7 +38,7 @@ def trained_runs(part: MaskedTokens, tokenizer: PreTrainedTokenizerFast) -> list
 
 
 OTHER_PROMPT = TRIMMED_MARKS.replace("<|assistant|>{% endif %}", "<|assistant|>?{% endif %}")
-"""Only the marks tell the assistant's tokens: no turn continues the generation prompt."""
+"""Only the marks identify the assistant's tokens: no turn continues the generation prompt."""
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_rewritten_turns_are_refused_if_asked(write_rows: Write, tokenizer: PreT
 
 
 ROLES_ALONE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-"""Ends no turn but by the next role's token, as GLM-4.5 and its successors do."""
+"""Ends each turn only by the next role's token, as GLM-4.5 and its successors do."""
 ROLES_WITH_MARKS = ROLES_ALONE.replace(
     "{{ m.content }}",
     "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}",

@@ -153,7 +153,7 @@ def test_a_file_must_exist_hold_rows_and_be_of_a_known_format(tmp_path: Path) ->
         check_file(tmp_path, DataSettings())
 
 
-def test_slices_number_rows_anew_and_errors_name_the_line_of_the_file(write_rows: Write, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_slices_renumber_rows_and_errors_name_the_line_of_the_file(write_rows: Write, tokenizer: PreTrainedTokenizerFast) -> None:
     path = write_rows(*({"input": f"q{row}"} for row in range(20)), "broken", {"input": "last"})
     dataset = PromptDataset.open(f"{path}@[10:]", DataSettings(), tokenizer)
     assert len(dataset) == 12

@@ -70,7 +70,7 @@ def test_a_malformed_row_is_named_by_file_and_line(tmp_path: Path, line: str, pr
     assert file[3] == {"a": 2}, "rows around it can still be read"
 
 
-def test_an_array_over_many_lines_is_told_from_rows(tmp_path: Path) -> None:
+def test_an_array_over_many_lines_is_distinguished_from_rows(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     path.write_text('[\n  {"a": 1},\n  {"a": 2}\n]\n')
     with pytest.raises(DataError, match=r"rows\.json is one JSON array over several lines; write one object per line"):

@@ -12,7 +12,7 @@ from fuligo.data.row_file import RowFile, open_rows
 from fuligo.errors import DataChangedError, DataError
 
 NUM_ROWS = 2000
-CHANGED = r"cannot go on with .*rows\.\w+: its content changed while it was read \(.*\); restore the file and resume"
+CHANGED = r"cannot continue with .*rows\.\w+: its content changed while it was read \(.*\); restore the file and resume"
 
 
 def rows(word: str) -> list[dict[str, str]]:

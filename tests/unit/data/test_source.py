@@ -64,7 +64,9 @@ def test_what_is_given_back_is_drawn_next_in_the_order_given(dataset: PromptData
     actions=st.lists(st.tuples(st.integers(0, 8), st.integers(0, 4)), max_size=8),
     saves=st.sets(st.integers(0, 7)),
 )
-def test_a_restored_source_goes_on_as_if_never_interrupted(dataset: PromptDataset, actions: list[tuple[int, int]], saves: set[int]) -> None:
+def test_a_restored_source_continues_as_if_never_interrupted(
+    dataset: PromptDataset, actions: list[tuple[int, int]], saves: set[int]
+) -> None:
     """Includes prompts that were given back, and a state that went through JSON."""
     uninterrupted, interrupted = PromptSource(dataset), PromptSource(dataset)
     consumed: Counter[int] = Counter()
@@ -144,7 +146,7 @@ def test_a_state_of_other_content_with_as_many_rows_is_refused(
     assert "the checkpoint has no digest of its prompt file: only the number of rows was compared" in caplog.text
 
 
-def test_the_order_depends_on_the_seed_and_the_epoch_alone() -> None:
+def test_the_order_depends_only_on_the_seed_and_the_epoch() -> None:
     def epoch_rows(seed: int, epoch: int) -> list[int]:
         order = PromptOrder([50], shuffle=True, seed=seed)
         order.seek(epoch, 0)

@@ -10,7 +10,7 @@ from fuligo.cli.plan import OWN_OPTIONS
 from fuligo.cli.serve import _parser
 from fuligo.config.flag import option_name
 from fuligo.config.flags import Kind, flags, passthrough_flags
-from fuligo.config.reserved import MOVED
+from fuligo.config.other_frameworks import MOVED
 from fuligo.convert import fp8_plan
 from fuligo.importer.slime import LEFT_OUT
 from tests.unit.docs.pages import PAGES, REPOSITORY, page_name, without_code_blocks
@@ -23,8 +23,8 @@ NO_FLAGS_OF_A_CONFIG = {"--config", "--help"}
 _OTHERS = (import_script.parser(), launch.parser(), view.parser(), fp8_plan.parser())
 OF_OTHER_SYSTEMS = {option_name(name) for name in (*MOVED, *LEFT_OUT)}
 OF_OTHER_COMMANDS = {option for made in _OTHERS for option in made._option_string_actions}
-OF_OTHER_PROGRAMS = {"--batch", "--directory", "--init", "--python-platform", "--shm-size", "--signal", "--user"}
-"""Options of docker, sbatch, scancel, uv and tests/chaos."""
+OF_OTHER_PROGRAMS = {"--batch", "--cpu-seconds", "--directory", "--init", "--python-platform", "--shm-size", "--signal", "--user"}
+"""Options of docker, sbatch, scancel, uv, benchmarks and tests/chaos."""
 GENERATED = REPOSITORY / "docs" / "flags.md"
 """Page generated from the flags; its introduction shows the syntax with made-up flags."""
 

@@ -10,9 +10,11 @@ from aiohttp import web
 
 from fuligo.engines.client import EngineClient
 from fuligo.engines.connection import ControlDeadlines, Deadline
+from fuligo.engines.engine import MemoryTag
 from fuligo.engines.generation import SamplingParams
 from fuligo.engines.group import EngineGroup
 from fuligo.errors import EngineError
+from fuligo.types import PromptImage
 
 PARAMS = SamplingParams(4)
 Behaviour = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -141,6 +143,23 @@ async def test_a_hanging_engine_ends_at_the_deadline(server: Misbehaving, client
         await client.generate([1, 2], PARAMS, rid="s7", timeout_s=0.2)
 
 
+async def test_images_go_along_and_an_engine_that_counts_other_tokens_is_refused(server: Misbehaving, client: EngineClient) -> None:
+    """SGLang makes ids of its own from the text and the images; the trainer's would then stand for other tokens."""
+    sent: list[Any] = []
+
+    async def recorded(request: web.Request) -> web.StreamResponse:
+        sent.append((await request.json()).get("image_data"))
+        return await good(request)
+
+    server.script = [recorded] * 3
+    images = (PromptImage("a.png", b"png", "digest", 0, 1, 1),)
+    await client.generate([1, 2], PARAMS, rid="s7")
+    await client.generate([1, 2], PARAMS, rid="s8", images=images)
+    with pytest.raises(EngineError, match="request s9 has 3 tokens with its images, and the engine counts 2"):
+        await client.generate([1, 2, 3], PARAMS, rid="s9", images=images)
+    assert sent == [None, *[["data:image;base64,cG5n"]] * 2]
+
+
 STEP, WEIGHTS, BUCKET = Deadline(0.05, "--for-a-step"), Deadline(0.06, "--for-all-weights"), Deadline(0.07)
 CONTROL_CALLS: dict[str, tuple[Callable[[EngineClient], Awaitable[object]], Deadline]] = {
     "/pause_generation": (lambda client: client.pause("abort"), STEP),
@@ -153,7 +172,7 @@ CONTROL_CALLS: dict[str, tuple[Callable[[EngineClient], Awaitable[object]], Dead
     "/destroy_weights_update_group": (lambda client: client.destroy_weights_update_group("group"), STEP),
     "/update_weights_from_disk": (lambda client: client.update_weights_from_disk("weights", 1), WEIGHTS),
     "/weights_checker": (lambda client: client.weights_checksum(), WEIGHTS),
-    "/release_memory_occupation": (lambda client: client.release_memory("kv_cache"), WEIGHTS),
+    "/release_memory_occupation": (lambda client: client.release_memory("weights"), WEIGHTS),
     "/resume_memory_occupation": (lambda client: client.resume_memory(), WEIGHTS),
     "/update_weights_from_tensor": (lambda client: client.update_weights_from_tensor([], None), BUCKET),
     "/update_weights_from_distributed": (
@@ -328,3 +347,27 @@ async def test_engines_that_run_already_say_how_many_ranks_want_weights() -> Non
         await group.read_num_ranks()
     await group.close()
     await runner.cleanup()
+
+
+@pytest.mark.parametrize(("tag", "waits"), [(None, True), ("kv_cache", True), ("weights", False)])
+async def test_an_engine_is_idle_before_it_releases_its_cache(tag: MemoryTag | None, waits: bool) -> None:
+    """SGLang 0.5.15 crashes otherwise; it flushes when the step in flight has ended, within the given time."""
+    asked: list[str] = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        asked.append(request.path_qs)
+        return web.json_response({"success": True})
+
+    app = web.Application()
+    app.router.add_post("/{path}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    client = EngineClient(f"http://127.0.0.1:{runner.addresses[0][1]}")
+    try:
+        await client.release_memory(tag)
+    finally:
+        await client.close()
+        await runner.cleanup()
+    assert asked == [*["/flush_cache?timeout=30"] * waits, "/release_memory_occupation"]

@@ -100,7 +100,7 @@ async def fleet_of(
     """Start a fleet of scripted servers.
 
     Args:
-        servers: their types
+        servers: types of the servers
     """
     settings = FleetSettings(
         servers=tuple(
@@ -127,14 +127,14 @@ async def test_an_engine_that_does_not_start_leaves_no_router_behind(routers: li
     assert [router.process.alive for router in routers] == [False]
 
 
-async def test_the_others_go_on_without_an_engine_whose_machine_is_lost(routers: list[ScriptedRouter], tmp_path: Path) -> None:
-    """A new router is asked again, because the engine that the old one waited for will not come."""
+async def test_the_other_engines_continue_without_one_whose_machine_is_lost(routers: list[ScriptedRouter], tmp_path: Path) -> None:
+    """Requests are retried through a new router, because the engine that the old one waits for will not come back."""
     fleet = await fleet_of(["regular", "regular"], tmp_path / "log")
     other, lost = fleet.servers
     watch = asyncio.create_task(fleet.watch())
     lost.lose_machine()
     async with asyncio.timeout(120):
-        while len(routers) < 2 or not routers[1].engines:  # noqa: ASYNC110  # nothing tells but asking
+        while len(routers) < 2 or not routers[1].engines:  # noqa: ASYNC110  # there is no event to wait for
             await asyncio.sleep(0.01)
     assert not routers[0].process.alive
     assert routers[1].engines == [other.url]
@@ -218,7 +218,7 @@ async def test_a_restart_that_is_quicker_than_a_health_check_is_no_loss(routers:
         await asked.wait()
         client.is_overdue = True
         assert await fleet.is_lost(client), "a call noticed it first"
-        while not fleet.group.clients:  # noqa: ASYNC110  # nothing tells but asking
+        while not fleet.group.clients:  # noqa: ASYNC110  # there is no event to wait for
             await asyncio.sleep(0.01)
         [after] = fleet.servers
         asked_again = asyncio.Event()
@@ -251,7 +251,7 @@ async def test_engines_that_hang_are_found_in_the_time_of_one(routers: list[Scri
     fleet.sync_restarted = fleet.serve_as_loaded
     watch = asyncio.create_task(fleet.watch())
     async with asyncio.timeout(120):
-        while [client.start for client in fleet.group.clients] != [1, 1]:  # noqa: ASYNC110  # nothing tells but asking
+        while [client.start for client in fleet.group.clients] != [1, 1]:  # noqa: ASYNC110  # there is no event to wait for
             await asyncio.sleep(0.01)
     watch.cancel()
     await fleet.stop()
@@ -260,7 +260,7 @@ async def test_engines_that_hang_are_found_in_the_time_of_one(routers: list[Scri
 async def served_by(router: ScriptedRouter, fleet: Fleet) -> list[int]:
     """Return the number of restarts of each engine, once all serve again."""
     async with asyncio.timeout(120):
-        while len(fleet.group.clients) < len(fleet.servers) or len(router.engines) < len(fleet.servers):  # noqa: ASYNC110  # nothing tells but asking
+        while len(fleet.group.clients) < len(fleet.servers) or len(router.engines) < len(fleet.servers):  # noqa: ASYNC110  # there is no event to wait for
             await asyncio.sleep(0.01)
     assert sorted(router.engines) == sorted(fleet.group.urls)
     return [client.start for client in sorted(fleet.group.clients, key=lambda client: client.url)]
@@ -275,7 +275,7 @@ async def test_the_router_dies_with_an_engine(routers: list[ScriptedRouter], tmp
     assert await fleet.is_lost(fleet.group.clients[0])
     watch = asyncio.create_task(fleet.watch())
     async with asyncio.timeout(120):
-        while len(routers) < 2:  # noqa: ASYNC110  # nothing tells but asking
+        while len(routers) < 2:  # noqa: ASYNC110  # there is no event to wait for
             await asyncio.sleep(0.01)
     assert await served_by(routers[1], fleet) == [1, 0]
     assert not watch.done()
@@ -300,7 +300,7 @@ async def test_an_engine_that_dies_while_a_new_router_is_told_of_it(
     routers[0].process.alive = False
     watch = asyncio.create_task(fleet.watch())
     async with asyncio.timeout(120):
-        while victim in fleet.servers:  # noqa: ASYNC110  # nothing tells but asking
+        while victim in fleet.servers:  # noqa: ASYNC110  # there is no event to wait for
             await asyncio.sleep(0.01)
     assert await served_by(routers[1], fleet) == [1, 0]
     assert not watch.done()
@@ -350,7 +350,7 @@ async def test_an_engine_that_waits_for_weights_and_never_takes_them_ends_the_ru
     assert await fleet.is_lost(waiting)
     watch = asyncio.create_task(fleet.watch())
     async with asyncio.timeout(120):
-        while not fleet.group.joining or not fleet.is_settled:  # noqa: ASYNC110  # nothing tells but asking
+        while not fleet.group.joining or not fleet.is_settled:  # noqa: ASYNC110  # there is no event to wait for
             await asyncio.sleep(0.01)
         other.is_overdue = True
         assert await fleet.is_lost(other)

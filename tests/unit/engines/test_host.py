@@ -33,7 +33,7 @@ def listening_addresses() -> set[str]:
     return {row[1].split(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes}
 
 
-def test_a_store_listens_at_its_host_alone() -> None:
+def test_a_store_listens_only_at_its_host() -> None:
     store = listening_store("127.0.0.1")
     socket.create_connection(("127.0.0.1", store.port)).close()
     with pytest.raises(ConnectionRefusedError):
@@ -102,7 +102,7 @@ def test_ports_are_claimed_on_a_host_without_ipv6(monkeypatch: pytest.MonkeyPatc
 
 
 @needs_ipv6
-def test_a_port_that_is_in_use_at_an_ipv6_address_alone_is_passed_over() -> None:
+def test_a_port_that_is_in_use_only_at_an_ipv6_address_is_skipped() -> None:
     with PortClaims() as first:
         port = first.claim()
     with socket.create_server(("::1", port), family=socket.AF_INET6), PortClaims() as second:
@@ -127,7 +127,7 @@ def test_is_loopback() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="needs /proc")
-def test_a_process_group_on_one_host_listens_on_loopback_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_group_on_one_host_listens_only_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.delenv("TP_SOCKET_IFNAME", raising=False)
     before = listening_addresses()

@@ -166,8 +166,9 @@ queue = SharedMemory(f"sgl_shm_mq_{os.getpid()}_0", create=True, size=4096)
 print(os.getpid(), file=open(sys.argv[1], "w"), flush=True)
 time.sleep(600)
 """
-"""A process that shares a tensor, a lock and a queue as SGLang's ranks have it, and ends by force, with the processes that would remove
-their files."""
+"""A process that shares a tensor, a lock and a queue as SGLang's ranks do, and is killed together with the processes that would remove
+their files.
+"""
 
 
 def tensors_of(pid: int) -> list[Path]:
@@ -204,7 +205,7 @@ def test_what_forced_processes_share_goes_with_them(tmp_path: Path) -> None:
         planted.rmdir()
 
 
-async def test_a_server_that_is_killed_is_said_to_be(tmp_path: Path) -> None:
+async def test_the_error_says_that_a_server_was_killed(tmp_path: Path) -> None:
     process = ServerProcess("engine 1", [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], log_file=tmp_path / "engine.txt")
     await process.ended()
     with pytest.raises(EngineError, match=r"engine 1 was killed \(out of memory, or by itself after an error\)"):
@@ -226,7 +227,7 @@ async def test_the_deadline_names_the_server_and_shows_its_log(tmp_path: Path) -
 
 
 async def test_a_log_shows_no_secret(tmp_path: Path) -> None:
-    """SGLang logs all its arguments; the guard hides the secret ones, also in what the server prints last, on either stream."""
+    """SGLang logs all its arguments; the guard hides the secret ones, also in the last output of the server, on either stream."""
     log = tmp_path / "log.txt"
     said = "import os, sys; print(sys.argv[1:], os.environ['TOKEN'], 'FULIGO_GUARD_HIDES' in os.environ); sys.exit('last: ' + sys.argv[1])"
     arguments, environment = {"api_key": Secret("KEY", "canary-1"), "port": 80}, Environment({"TOKEN": "canary-22"})
@@ -243,10 +244,20 @@ async def test_a_log_shows_no_secret(tmp_path: Path) -> None:
 
 
 def test_the_guard_looks_at_processes_while_they_end():
-    """Its look must not fail on a process that ends at that moment, since the guard's own end is the server's."""
+    """The listing must not fail on a process that ends at that moment, since the server ends with its guard."""
     churning = subprocess.Popen(["bash", "-c", "while :; do (exit 0) & done"], stderr=subprocess.DEVNULL)
     try:
         assert all(churning.pid in list(_descendants(os.getpid())) for _ in range(2000))
     finally:
         churning.kill()
         churning.wait()
+
+
+async def test_a_server_starts_whatever_its_environment_imports(tmp_path: Path) -> None:
+    """The variables of an engine are those of its environment, which need not have fuligo, and may hide modules."""
+    for module in ("fuligo.py", "json.py"):
+        (tmp_path / module).write_text("raise ImportError('of the engine')")
+    command = [sys.executable, "-I", "-c", "import json; print('started')"]
+    process = ServerProcess("engine 0", command, log_file=tmp_path / "log.txt", environment={"PYTHONPATH": str(tmp_path)})
+    await process.ended()
+    assert (tmp_path / "log.txt").read_text() == "started\n"

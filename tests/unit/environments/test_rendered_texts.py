@@ -1,4 +1,4 @@
-"""Memory of rendered conversations: right, bounded, and enough to render each turn once."""
+"""Memory of rendered conversations: correct, bounded, and large enough to render each turn once."""
 
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Exactness of the rendering around sampled tokens, over the chat templates of all families."""
 
+import re
+from importlib.resources import files
 from typing import Any
 
 import pytest
@@ -11,10 +13,23 @@ from fuligo.environments.environment import ToolCall
 from fuligo.environments.rendering import Renderer
 from fuligo.errors import DataError
 from tests import tiny
-from tests.unit.environments.conversations import ADD, ENDS, TEMPLATES, as_read, end_ids, ids, renderer, template, text, tokenizer, written
+from tests.unit.environments.conversations import (
+    ADD,
+    CALLS,
+    ENDS,
+    TEMPLATES,
+    as_read,
+    end_ids,
+    ids,
+    renderer,
+    template,
+    text,
+    tokenizer,
+    written,
+)
 
 EXAMPLES = max(15, settings().max_examples // 4)
-"""Per template; the nineteen templates share most of their ways."""
+"""Examples per template; the nineteen templates have much in common."""
 SHOWS_TOOLS = [name for name in TEMPLATES if renderer(name).shows_tools]
 WORDS = st.text(st.sampled_from("ab 7\n{}<>\"'é漢🙂\u200b"), max_size=12)
 SAFE = st.text(st.sampled_from("ab7é漢🙂"), min_size=1, max_size=6)
@@ -45,7 +60,7 @@ def answers(message: dict[str, Any], words: str) -> list[dict[str, Any]]:
 def test_extended_ids_are_the_templates_own_rendering(
     name: str, turns: list[tuple[dict[str, Any], str]], question: str, with_tools: bool
 ) -> None:
-    """Holds for what the model writes canonically; `None` only where the template changes what is there."""
+    """Extended ids equal the rendering of canonical turns; they are `None` only if the template changes earlier text."""
     render, tools = renderer(name), [ADD] if with_tools and name in SHOWS_TOOLS else []
     shown = [tool.to_json() for tool in tools] or None
     messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
@@ -101,7 +116,8 @@ def test_any_turn_is_kept_and_answered_in_its_meaning(name: str, said: str, cut:
         return
     # What follows the turn is the template's own text to its end, from the turn's end token on.
     assert whole.endswith(text([*(ids(end) if end else []), *more]))
-    assert any(token in end_ids() for token in [*sampled[-1:], *more]), "the model reads where its turn ended"
+    ends = end_ids() | frozenset(ids("<|end|>"))  # in history, turns of gpt-oss end with another token than it stops at
+    assert any(token in ends for token in [*sampled[-1:], *more]), "the model reads where its turn ended"
 
 
 WRITTEN: dict[str, tuple[str, str]] = {
@@ -128,6 +144,17 @@ WRITTEN: dict[str, tuple[str, str]] = {
         '<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1, "note": "é"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
     ),
 }
+WRITTEN |= {
+    "kimi-k2": ("KIMI_K2", "<think>t</think>hi" + CALLS["kimi-k2"]),
+    "minimax-m2": ("MINIMAX_M2", "t\n</think>\n\nhi\n" + CALLS["minimax-m2"]),
+}
+HARMONY_THOUGHT = "<|channel|>analysis<|message|>t<|end|><|start|>assistant"
+HARMONY_CALLS = [
+    '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}',
+    ' to=functions.add<|channel|>commentary json<|message|>{"a": 1}',
+    '<|channel|>commentary<|message|>I add.<|end|><|start|>assistant<|channel|>commentary to=functions.add<|message|>{"a": 1}',
+]
+"""As gpt-oss writes calls, and as its template does; with words for the user before."""
 
 
 @pytest.mark.parametrize("family", WRITTEN)
@@ -173,22 +200,30 @@ def test_parse_reports_a_bad_call_and_keeps_the_text(said: str) -> None:
     [
         ("qwen3_5_nothink", "<function=add>{}</function>", "<parameter={}>\n{}\n</parameter>"),
         ("glm4moe", "add{}", "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>"),
+        ("MINIMAX_M2", '<invoke name="add">{}</invoke>', '<parameter name="{}">{}</parameter>'),
     ],
 )
 def test_arguments_written_as_text_have_the_types_that_the_tool_declares(name: str, call: str, argument: str) -> None:
     """`note` is a string, whatever it looks like; what no tool declares is read as JSON."""
-    said = f"<tool_call>{call.format(argument.format('a', 1) + argument.format('note', 1) + argument.format('other', 1))}</tool_call>"
+    tag = "minimax:tool_call" if name == "MINIMAX_M2" else "tool_call"
+    said = f"</think><{tag}>{call.format(argument.format('a', 1) + argument.format('note', 1) + argument.format('other', 1))}</{tag}>"
     (parsed,) = renderer(name).parse(ids(said), tools=[ADD]).tool_calls
     assert parsed.arguments == {"a": 1, "note": "1", "other": 1}
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("name", "said"),
     [
         ("qwen3_5_nothink", "<tool_call><function=add>" + "<parameter=a>" * 20_000),
+        ("gptoss", "<|channel|>commentary to=functions.add" * 20_000),
+        ("gptoss", "to=functions.add<|message|>" * 20_000),
         ("glm4moe", "<tool_call>add" + "<arg_key>" * 20_000),
         ("llama3_1", " " * 50_000),
+        ("KIMI_K2", "<|tool_call_begin|>functions.add" * 20_000),
+        ("KIMI_K2", "<|tool_calls_section_begin|>" * 20_000),
+        ("MINIMAX_M2", '</think><invoke name="add">' + '<parameter name="a">' * 20_000),
+        ("MINIMAX_M2", "</think>" + "<minimax:tool_call><invoke " * 20_000),
     ],
 )
 def test_a_turn_that_repeats_itself_is_read_at_once(name: str, said: str) -> None:
@@ -203,6 +238,8 @@ def test_a_turn_that_repeats_itself_is_read_at_once(name: str, said: str) -> Non
         ("qwen3_5_nothink", "<function=add><parameter=a>1</parameter><parameter=note</function>"),
         ("glm4moe", "add<arg_key>a</arg_key><arg_value>1"),
         ("glm4moe", "add<arg_key>a</arg_key>"),
+        ("MINIMAX_M2", '</think><invoke name="add"><parameter name="a">1</parameter><parameter name="note">b</invoke>'),
+        ("KIMI_K2", '<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": 1'),
         ("qwen3", '{"name": "add", "arguments": {"a": 99999999999999999999999}}'),
         ("qwen3", '{"name": "add", "arguments": {"a": 1e999}}'),
         ("qwen3", '{"name": "add", "arguments": {"note": "\\ud800"}}'),
@@ -244,6 +281,87 @@ def test_prompt_refuses_tools_that_the_template_does_not_show() -> None:
         renderer("llama3").prompt([{"role": "user", "content": "q"}], [ADD])
 
 
+@pytest.mark.parametrize("name", ["gemma4_v5", "lfm2"])
+def test_prompt_refuses_tools_whose_calls_cannot_be_read_back(name: str) -> None:
+    """The model would write calls in its template's format, and none of them would be run."""
+    source = (files("trl") / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
+    render = Renderer(tokenizer(), ChatTemplate(tokenizer(), {"chat_template": source}), end_ids())
+    with pytest.raises(DataError, match="cannot offer the tools add: calls in the format of the chat template cannot be parsed"):
+        render.prompt([{"role": "user", "content": "q"}], [ADD])
+
+
+def test_kimis_ids_of_calls_are_kept_and_lead_to_their_results() -> None:
+    """Its template shows a call by its id, in which the model wrote the name."""
+    render, question = renderer("KIMI_K2"), [{"role": "user", "content": "q"}]
+    call = '<|tool_call_begin|>functions.add:{}<|tool_call_argument_begin|>{{"a": {}}}<|tool_call_end|>'
+    sampled = ids(f"<|tool_calls_section_begin|>{call.format(3, 1)}{call.format(4, 2)}<|tool_calls_section_end|><|im_end|>")
+    turn = render.parse(sampled)
+    assert [(each.id, each.name, each.arguments) for each in turn.tool_calls] == [
+        ("functions.add:3", "add", {"a": 1}),
+        ("functions.add:4", "add", {"a": 2}),
+    ]
+    more = render.extension([*question, turn.message()], [ADD], sampled, answers(turn.message(), "r"))
+    shown = [f"<|im_system|>add<|im_middle|>## Return of functions.add:{number}\nr{at}<|im_end|>" for at, number in enumerate((3, 4))]
+    assert more is not None and text(more) == "".join(shown) + "<|im_assistant|>assistant<|im_middle|>"
+
+
+XML_CALLS = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}\n<tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n"
+    "</function>\n</tool_call><|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "<tool_call>\n<function={{ c.function.name }}>\n{% for key, value in c.function.arguments.items() %}<parameter={{ key }}>\n"
+    "{{ value }}\n</parameter>\n{% endfor %}</function>\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+
+
+def test_calls_are_read_where_the_prompt_opens_the_thinking() -> None:
+    """`<think>` and `<tool_call>` begin with the same characters."""
+    render = Renderer(tokenizer(), ChatTemplate(tokenizer(), {"chat_template": XML_CALLS}), end_ids())
+    seen = render.prompt([{"role": "user", "content": "q"}], [ADD])
+    call = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+    turn = render.parse(ids(f"t\n</think>\n\n{call}<|im_end|>"), seen, [ADD])
+    assert [(each.name, each.arguments) for each in turn.tool_calls] == [("add", {"a": 1})]
+
+
+@pytest.mark.parametrize("id", ['"\\ud800"', '""', '"two words"', f'"{"x" * 200}"', "7"])
+def test_an_id_that_cannot_be_shown_is_replaced(id: str) -> None:
+    turn = renderer("qwen3").parse(ids(f'<tool_call>\n{{"name": "add", "arguments": {{"a": 1}}, "id": {id}}}\n</tool_call><|im_end|>'))
+    (call,) = turn.tool_calls
+    assert re.fullmatch(r"[0-9a-f]{9}", call.id)
+
+
+def test_calls_of_one_turn_have_different_ids() -> None:
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}, "id": "one"}\n</tool_call>'
+    first, second = renderer("qwen3").parse(ids(f"{call}\n{call}<|im_end|>")).tool_calls
+    assert first.id == "one" and re.fullmatch(r"[0-9a-f]{9}", second.id)
+
+
 def test_prompt_is_the_templates() -> None:
     messages = [{"role": "user", "content": "q"}]
     assert renderer("qwen3").prompt(messages, [ADD]) == tokenizer()(template("qwen3").prompt(messages, [ADD.to_json()]))["input_ids"]
+
+
+@pytest.mark.parametrize("call", HARMONY_CALLS)
+def test_harmony_calls_come_after_thinking_and_without_content(call: str) -> None:
+    render, question = renderer("gptoss"), [{"role": "user", "content": "q"}]
+    sampled = ids(f"{HARMONY_THOUGHT}{call}<|call|>")
+    turn = render.parse(sampled)
+    assert (turn.reasoning, turn.content, turn.problems, turn.truncated) == ("t", "", (), False)
+    assert [(call.name, call.arguments) for call in turn.tool_calls] == [("add", {"a": 1})]
+    new = answers(turn.message(), "3")
+    more = render.extension([*question, turn.message()], [ADD], sampled, new)
+    assert more is not None, "the template writes the call in other words that mean the same"
+    assert text(more) == '<|start|>functions.add to=assistant<|channel|>commentary<|message|>"30"<|end|><|start|>assistant'
+
+
+def test_harmony_content_is_the_final_channel() -> None:
+    render = renderer("gptoss")
+    turn = render.parse(ids(f"{HARMONY_THOUGHT}<|channel|>final<|message|>hi<|return|>"))
+    assert (turn.reasoning, turn.content, turn.tool_calls) == ("t", "hi", ())
+    cut = render.parse(ids("<|channel|>analysis<|message|>thinking on"))
+    assert (cut.reasoning, cut.content, cut.truncated) == ("thinking on", "", True)
+    call = render.parse(ids('<|channel|>analysis to=functions.add <|message|>{"a": 1}<|call|>'))
+    assert (call.reasoning, [each.arguments for each in call.tool_calls]) == (None, [{"a": 1}]), "a call on this channel is no thinking"
+    broken = render.parse(ids(f'{HARMONY_THOUGHT} to=functions.add<|channel|>commentary json<|message|>{{"a": <|call|>'))
+    assert broken.tool_calls == () and len(broken.problems) == 1

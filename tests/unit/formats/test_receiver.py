@@ -57,7 +57,7 @@ def test_a_misfit_is_named_and_changes_nothing(store: WeightStore, newer: list[t
     assert (digest(store.module), store.version, store.torn) == (before, 0, False)
 
 
-def test_a_sync_that_broke_off_can_be_sent_anew(store: WeightStore, newer: list[tuple[str, torch.Tensor]]) -> None:
+def test_an_interrupted_sync_can_be_sent_again(store: WeightStore, newer: list[tuple[str, torch.Tensor]]) -> None:
     store.load_tensors(newer[:5], None)
     store.load_tensors(newer, 1)
     assert (store.version, store.torn) == (1, False)
@@ -80,7 +80,7 @@ def test_weights_are_cast_to_the_engines_type(store: WeightStore, newer: list[tu
 
 
 def mixture(seed: int) -> PreTrainedModel:
-    """Return a mixture with a nonzero correction of the router's scores, which is a buffer."""
+    """Return an MoE model with a nonzero correction of the router's scores, which is a buffer."""
     model = tiny.model("glm4_moe", seed=seed, num_nextn_predict_layers=1)
     assert isinstance(model, PreTrainedModel)
     perturb(model)

@@ -81,7 +81,7 @@ def test_what_others_planted_is_neither_followed_nor_waited_for(tmp_path: Path) 
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a directory away")
-def test_a_directory_of_another_user_is_left_alone(tmp_path: Path) -> None:
+def test_a_directory_of_another_user_is_not_touched(tmp_path: Path) -> None:
     foreign = tmp_path / "fuligo-weights-foreign"
     foreign.mkdir(mode=0o777)
     (foreign / "model.safetensors").write_bytes(b"weights")
@@ -91,7 +91,7 @@ def test_a_directory_of_another_user_is_left_alone(tmp_path: Path) -> None:
     assert (foreign / "model.safetensors").exists()
 
 
-def test_nobody_else_may_enter_whatever_the_umask_says(tmp_path: Path) -> None:
+def test_no_other_user_may_enter_whatever_the_umask_says(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         with scratch_directory(tmp_path) as directory:

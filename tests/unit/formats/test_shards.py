@@ -3,13 +3,17 @@
 import dataclasses
 import os
 import pickle
+import resource
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from fuligo.errors import CheckpointError
 from fuligo.formats.dist_tensors import DistributedTensors
@@ -81,7 +85,7 @@ def test_parts_that_are_not_the_whole_are_no_checkpoint(tmp_path: Path, whole: T
     assert not (tmp_path / ".metadata").exists()
 
 
-def test_a_part_that_nobody_wrote_is_missed(saved: Path, whole: Tensor):
+def test_a_part_that_was_not_written_is_reported(saved: Path, whole: Tensor):
     """Another writer may have left out a part; uninitialised memory must not become a weight."""
     metadata = pickle.loads((saved / ".metadata").read_bytes())
     metadata.state_dict_metadata["w"].chunks.pop(0)
@@ -134,4 +138,91 @@ def test_metadata_must_not_refer_to_files_outside(saved: Path):
         metadata.storage_data[index] = dataclasses.replace(place, relative_path=f"../{saved.name}/{place.relative_path}")
     (saved / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match="outside the checkpoint"):
+        DistributedTensors(saved)
+
+
+@pytest.fixture
+def little_memory() -> Iterator[None]:
+    """Let an allocation beyond 2 GiB fail."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**31, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def _tensor(**values: object) -> Callable[[Any], None]:
+    return lambda metadata: [setattr(metadata.state_dict_metadata["w"], name, value) for name, value in values.items()] and None
+
+
+def _places(**values: object) -> Callable[[Any], None]:
+    def change(metadata: Any) -> None:
+        metadata.storage_data = {index: dataclasses.replace(place, **values) for index, place in metadata.storage_data.items()}
+
+    return change
+
+
+def _field(name: str, value: object) -> Callable[[Any], None]:
+    return lambda metadata: setattr(metadata, name, value)
+
+
+def _chunk(*numbers: int) -> ChunkStorageMetadata:
+    half = len(numbers) // 2
+    return ChunkStorageMetadata(torch.Size(numbers[:half]), torch.Size(numbers[half:]))
+
+
+HOSTILE = {
+    "no tensors": _field("state_dict_metadata", None),
+    "a list of tensors": _field("state_dict_metadata", [1]),
+    "no places": _field("storage_data", None),
+    "places of numbers": _field("storage_data", {1: 2}),
+    "no place for a part": _field("storage_data", {}),
+    "a place before the file": _places(offset=-1),
+    "a place that is text": _places(offset="x"),
+    "a place beyond the file": _places(length=2**62),
+    "a negative length": _places(length=-5),
+    "a path that is a number": _places(relative_path=5),
+    "an absolute path": _places(relative_path="/etc/passwd"),
+    "a path with a zero": _places(relative_path="a\0b"),
+    "a size of petabytes": _tensor(size=torch.Size([2**40, 2**20])),
+    "a size of petabytes in its parts": _tensor(size=torch.Size([2**60]), chunks=[_chunk(0, 2**60)]),
+    "a size that is negative": _tensor(size=torch.Size([-1, 6])),
+    "a size that is text": _tensor(size="abc"),
+    "no parts": _tensor(chunks=None),
+    "parts of another rank": _tensor(chunks=[_chunk(0, 48)]),
+    "parts beyond the tensor": _tensor(chunks=[_chunk(4, 0, 8, 6)]),
+    "no dtype": _tensor(properties=None),
+}
+
+
+@pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE)
+def test_hostile_metadata_of_the_right_classes_is_one_sentence(saved: Path, change: Callable[[Any], None], little_memory: None):
+    metadata = pickle.loads((saved / ".metadata").read_bytes())
+    change(metadata)
+    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"^cannot (read|load) "):
+        DistributedTensors(saved).read("w")
+
+
+BOMBS = {
+    "a value under the number 2^31": b"\x80\x02K\x01r\xff\xff\xff\x7f.",
+    "a text of exabytes": b"\x80\x04\x8d" + b"\xff" * 7 + b"\x7f",
+    "nested 100,000 deep": b"\x80\x02" + b"(" * 100_000 + b"t" * 100_000 + b".",
+    "zeros": bytes(10**6),
+}
+
+
+@pytest.mark.parametrize("content", BOMBS.values(), ids=BOMBS)
+def test_a_small_metadata_file_takes_no_memory(saved: Path, content: bytes):
+    (saved / ".metadata").write_bytes(content)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(CheckpointError, match=r"cannot read .*\.metadata"):
+        DistributedTensors(saved)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20, "a gibibyte, in KiB"
+
+
+def test_metadata_that_is_a_pipe_is_not_waited_for(saved: Path):
+    (saved / ".metadata").unlink()
+    os.mkfifo(saved / ".metadata")
+    with pytest.raises(CheckpointError, match="it is a pipe, not a plain file"):
         DistributedTensors(saved)

@@ -1,10 +1,12 @@
-"""The gateway over HTTP, by OpenAI's own client: answers, refusals, and who gets in."""
+"""The gateway over HTTP, by OpenAI's own client: answers, refusals, and authentication."""
 
 import asyncio
 import random
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -105,7 +107,7 @@ async def test_calls_are_text_for_an_agent_without_tools() -> None:
         ({"top_p": 0.9}, "top_p", "start the run with --agent-sampling replace"),
         ({"presence_penalty": 0.1}, "presence_penalty", "differs from the rollout's 0"),
         ({"n": 2}, "n", "n=2 is not supported"),
-        ({"tool_choice": "required"}, "tool_choice", "an answer must be sampled as the policy writes it"),
+        ({"tool_choice": "required"}, "tool_choice", "the gateway returns every answer exactly as it was sampled"),
         ({"response_format": {"type": "json_object"}}, "response_format", "is not supported"),
         ({"max_tokens": 0}, "max_tokens", "it must be at least 1"),
         ({"max_tokens": "9"}, "max_tokens", "it must be an integer"),
@@ -210,6 +212,20 @@ async def test_nobody_gets_in_without_the_key_of_the_session() -> None:
                 assert answer.status == 404
     assert not engine.requests and session.num_requests == other.num_requests == 0
     assert session.api_key not in repr(session) and session.base_url.startswith("http://127.0.0.1:")
+
+
+@pytest.mark.skipif(not socket.has_ipv6 or not Path("/proc/net/if_inet6").exists(), reason="this machine has no IPv6")
+async def test_agents_reach_it_by_ipv6() -> None:
+    gateway = Gateway(policy(Says("x" + ENDS[0])), host="::1")
+    try:
+        session = await gateway.open(PARAMS, label="0")
+        assert session.base_url.startswith("http://[::1]:")
+        async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0) as client:
+            assert (await client.chat.completions.create(model="m", messages=QUESTION)).choices
+            with pytest.raises(openai.AuthenticationError):
+                await client.with_options(api_key="sk-wrong").chat.completions.create(model="m", messages=QUESTION)
+    finally:
+        await gateway.close()
 
 
 async def test_a_late_request_is_told_that_its_session_has_ended() -> None:

@@ -11,11 +11,10 @@ import numpy as np
 from fuligo.engines.generation import Generation, RoutingQuery, SamplingParams
 from fuligo.gateway.session import Policy, Session
 from fuligo.types import IntArray, Sample
-from tests.unit.environments.conversations import ENDS, ids, renderer, tokenizer
+from tests.unit.environments.conversations import ALONE, CALLS, ENDS, TEMPLATES, ids, renderer, tokenizer
 
-PARAMS = SamplingParams(max_new_tokens=64, sampling_seed=7)
+PARAMS = SamplingParams(max_new_tokens=160, sampling_seed=7)
 WORDS = ("what is", "7", "é", "漢字", "🙂", "\n", " ", "sum", "<think>", "</think>\n", '{"', "how many </tool_call>")
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "note": "é"}}\n</tool_call>'
 
 
 @dataclass
@@ -23,6 +22,7 @@ class RandomEngine:
     """Engine that writes random words, calls and thinking, ends turns or does not, and aborts some of its requests."""
 
     random: random.Random
+    template: str = "CHATML"
     end: str = ENDS[0]
     abort_share: float = 0.0
     delay_s: float = 0.0
@@ -47,7 +47,7 @@ class RandomEngine:
         finally:
             self.num_running -= 1
         draw = self.random
-        text = "".join(draw.choice(WORDS) for _ in range(draw.randrange(6))) + (CALL if draw.random() < 0.3 else "")
+        text = self._text()
         new = [*ids(text), *(ids(self.end) if draw.random() < 0.8 else [])]
         reason = "stop" if new[-1:] == ids(self.end) else "length"
         new = new[: params.max_new_tokens] or ids("7")
@@ -58,6 +58,15 @@ class RandomEngine:
         self.version += draw.random() < 0.2
         self.requests.append((np.array(input_ids), generation))
         return generation
+
+    def _text(self) -> str:
+        """Draw words, closed thinking where the prompt may have opened it, and a call as the template's format writes it."""
+        draw, format = self.random, renderer(self.template).format.name
+        words = "".join(draw.choice(WORDS) for _ in range(draw.randrange(6)))
+        if draw.random() >= 0.3:
+            return words
+        closed = "</think>" if "<think>" in TEMPLATES[self.template] and draw.random() < 0.8 else ""
+        return CALLS[format] if format in ALONE and draw.random() < 0.8 else words + closed + CALLS[format]
 
 
 def policy(engine: object, template: str = "CHATML", **changes: object) -> Policy:

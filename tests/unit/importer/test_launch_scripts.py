@@ -202,7 +202,7 @@ def test_a_script_that_checks_for_a_variable(imported: Import):
     assert imported(check, BASE_DIR="/shared").launch.arguments == ("--save", "/shared")
 
 
-def test_an_array_that_nobody_set_is_noted(imported: Import):
+def test_an_unset_array_is_noted(imported: Import):
     result = imported("python3 train.py ${EVAL_ARGS[@]} --a 1")
     assert result.launch.arguments == ("--a", "1")
     assert any("EVAL_ARGS is not set" in note for note in result.notes)

@@ -27,6 +27,11 @@ def test_a_complete_command_line_is_unchanged():
     [
         ("--use-wandb --wandb-key secret", "--use-wandb", "set WANDB_API_KEY"),
         ("--wandb-key", "", "set WANDB_API_KEY"),
+        (
+            "--wandb-team t --record-memory-history --tb-project-name p --get-mismatch-metrics",
+            "",
+            "--wandb-team t is left out: set WANDB_ENTITY",
+        ),
         ("--model-name qwen3_moe", "", "--model-name qwen3_moe is left out: fuligo reads the model type from config.json"),
         ("--sglang-server-concurrency=64 --rollout-batch-size 32", "--rollout-batch-size 32 --rollout-concurrency 64", "per engine"),
         (

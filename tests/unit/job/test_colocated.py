@@ -183,7 +183,7 @@ async def test_a_proof_samples_and_scores_in_turns() -> None:
     parts.engines.sample()
 
 
-async def test_where_a_sync_brings_changes_alone_the_engines_keep_their_weights() -> None:
+async def test_engines_keep_their_weights_if_a_sync_sends_only_changes() -> None:
     parts = Parts(keep_weights=True)
     await parts.trainer.train(None)  # type: ignore[arg-type]
     await parts.devices.to_engines()

@@ -71,7 +71,7 @@ def saved(tmp_path: Path) -> list[str]:
     return sorted(path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.startswith("iter_"))
 
 
-async def test_the_run_goes_on_while_a_checkpoint_is_written(tmp_path: Path, saves: SaveCheckpoint, trainer: SlowTrainer) -> None:
+async def test_the_run_continues_while_a_checkpoint_is_written(tmp_path: Path, saves: SaveCheckpoint, trainer: SlowTrainer) -> None:
     await saves.run(rollout(1), version=1)
     assert saved(tmp_path) == [] and not saves.due(2)
     next_one = asyncio.create_task(saves.run(rollout(3), version=3))

@@ -42,11 +42,13 @@ def test_a_full_disk_does_not_replace_the_error_that_ends_the_run(small_disk: Sm
     assert "No space left on device" in warning
 
 
-def test_an_alarm_is_told_once_when_it_begins(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_alarm_is_logged_once_when_it_begins(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     directory = RunDirectory.create(tmp_path / "run", Config(), resume=False)
     recorder = recorder_of(directory)
     for step in range(6):
         recorder.record(Rollout(step, [], RolloutState({}), {"rollout/reward_mean": 0.0}), None, None, 0)
     directory.close()
     (warning,) = [message for message in caplog.messages if message.startswith("alarm: ")]
-    assert warning.startswith("alarm: The reward is 0 since step 0 (rollout/reward_mean). Every response gets the reward 0")
+    assert warning.startswith(
+        "alarm: The reward is (almost) 0 since step 0 (rollout/reward_mean). The mean reward of these steps is at most 0,"
+    )

@@ -110,7 +110,7 @@ class World:
         await self.weight_sync.sync()
 
     async def kill(self, number: int) -> None:
-        """Let an engine die, and wait until the fleet knows."""
+        """Kill an engine, and wait until the fleet has noticed."""
         server = self.fleet.servers[number]
         assert isinstance(server, DyingServer)
         server.kill()
@@ -134,11 +134,11 @@ class World:
         await self.assert_serving(*range(num_engines))
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        while not condition():  # noqa: ASYNC110  # nothing tells but asking
+        while not condition():  # noqa: ASYNC110  # there is no event to wait for
             await asyncio.sleep(0.02)
 
     async def assert_serving(self, *numbers: int) -> None:
-        """Check that these engines alone serve, with the trainer's weights and all of their memory."""
+        """Check that only these engines serve, with the trainer's weights and all of their memory."""
         urls = {self.fleet.servers[number].url for number in numbers}
         assert (set(self.fleet.group.urls), set(self.router.engines)) == (urls, urls)
         for url in urls:
@@ -206,7 +206,7 @@ async def test_the_trainer_waits_for_an_engine_that_is_starting(open_world: Open
 
 
 async def test_one_that_dies_while_the_trainer_works(open_world: Open) -> None:
-    """Nothing starts before the trainer is off."""
+    """Nothing starts before the trainer is offloaded."""
     async with open_world(2) as world:
         await world.step(meanwhile=lambda: world.kill(0))
         await world.assert_serving(1)

@@ -29,7 +29,7 @@ async def test_a_run_that_is_still_starting_ends_at_once(run: asyncio.Task[objec
     assert run.cancelled()
 
 
-async def test_a_run_that_can_save_goes_on_however_often_it_is_asked(run: asyncio.Task[object]) -> None:
+async def test_a_run_that_can_save_continues_however_often_it_is_asked_to_end(run: asyncio.Task[object]) -> None:
     termination = Termination(600)
     with termination.may_save():
         termination.request(run)

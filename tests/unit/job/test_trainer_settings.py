@@ -47,7 +47,7 @@ def test_sglang_on_a_bf16_checkpoint_gets_tensors_as_checkpoints_have_them(bf16:
     assert settings_of(bf16, bf16, "--rollout-backend", "sglang").engine_format == AS_CHECKPOINT
 
 
-def test_the_embedded_engine_computes_with_what_fp8_stands_for(bf16: Path, fp8: Path):
+def test_the_embedded_engine_computes_with_dequantised_fp8_weights(bf16: Path, fp8: Path):
     assert settings_of(fp8, bf16).engine_format == AS_CHECKPOINT
 
 
@@ -62,7 +62,9 @@ def test_the_embedded_engine_is_sent_no_prediction_layers(tmp_path: Path):
     assert elsewhere.engine_format.left_out == ()
 
 
-@pytest.mark.parametrize(("family", "cause"), [("glm_moe_dsa", "deepseek_sparse_attention"), ("mimo", "mimo")])
+@pytest.mark.parametrize(
+    ("family", "cause"), [("glm_moe_dsa", "deepseek_sparse_attention"), ("deepseek_v32", "deepseek_sparse_attention"), ("mimo", "mimo")]
+)
 def test_what_the_embedded_engine_cannot_serve_is_refused_before_it_starts(tmp_path: Path, family: str, cause: str):
     tiny.model_config("qwen2" if family == "mimo" else family).save_pretrained(tmp_path)
     config_json = json.loads((tmp_path / "config.json").read_text())
@@ -121,7 +123,7 @@ def test_a_dense_model_has_no_routing_to_replay(bf16: Path):
         settings_of(bf16, bf16, "--rollout-backend", "sglang", "--use-routing-replay")
 
 
-def test_a_value_model_begins_where_the_policy_does_or_where_it_is_told_to(bf16: Path, tmp_path: Path):
+def test_a_value_model_starts_from_the_policy_or_from_critic_load(bf16: Path, tmp_path: Path):
     assert settings_of(bf16, bf16).critic is None
     ppo = ("--advantage-estimator", "ppo", "--lr", "1e-6", "--lr-decay-style", "linear")
     critic = settings_of(bf16, bf16, *ppo).critic
@@ -137,3 +139,13 @@ def test_a_value_model_begins_where_the_policy_does_or_where_it_is_told_to(bf16:
     schedule = critic.optimizer.schedule
     assert (schedule.peak, schedule.warmup_steps, schedule.decay_steps) == (1e-5, 3, 10)
     assert (settings.optimizer.schedule.peak, settings.optimizer.schedule.decay_steps) == (1e-6, 6), "what the policy does not learn from"
+
+
+@pytest.mark.parametrize(("device", "precision", "compiles"), [("cuda", "bf16", True), ("cuda", "fp32", False), ("cpu", "bf16", False)])
+def test_layers_are_compiled_where_they_can_be(bf16: Path, device: Device, precision: str, compiles: bool):
+    flags = ("--train-backend", "torch", "--precision", precision, "--torch-compile")
+    if compiles:
+        assert settings_of(bf16, bf16, *flags, device=device).compiles_dense_layers
+        return
+    with pytest.raises(ConfigError, match=f"cannot use --torch-compile with {precision} on {device}: "):
+        settings_of(bf16, bf16, *flags, device=device)

@@ -1,4 +1,4 @@
-"""Background tasks end a part of a run by an error, and by nothing else."""
+"""A background task ends a part of a run only by an error."""
 
 import asyncio
 from contextlib import suppress
@@ -34,7 +34,7 @@ async def test_what_ends_well_ends_nothing() -> None:
 
 
 @pytest.mark.parametrize("num_turns", range(4), ids="{} turns of the event loop later".format)
-async def test_after_the_block_an_error_is_that_of_who_waits_for_the_task(num_turns: int) -> None:
+async def test_an_error_after_the_block_is_raised_where_the_task_is_awaited(num_turns: int) -> None:
     """Includes an error in the moment in which the block ends."""
     may_fail = asyncio.Event()
 
@@ -54,7 +54,7 @@ async def test_after_the_block_an_error_is_that_of_who_waits_for_the_task(num_tu
     await asyncio.sleep(0)
 
 
-async def test_who_cancels_the_block_cancels_it() -> None:
+async def test_cancelling_the_block_cancels_the_watch() -> None:
     began = asyncio.Event()
 
     async def block() -> None:

@@ -65,6 +65,12 @@ def test_several_nodes_need_ray(checkpoint: Path) -> None:
     assert "pip install ray" in (found(asked, TWO_H200, {})["ray"].problem or "")
 
 
+def test_images_need_pillow(checkpoint: Path) -> None:
+    asked = config(checkpoint, "--multimodal-keys", '{"image": "images"}', "--apply-chat-template")
+    assert found(asked, LAPTOP, {"pillow": "13.0.0"})["pillow"].problem is None
+    assert "pip install pillow" in (found(asked, LAPTOP, {})["pillow"].problem or "")
+
+
 def test_the_megatron_trainer_needs_gpus(checkpoint: Path) -> None:
     asked = config(checkpoint, "--train-backend", "megatron", "--rollout-num-gpus", "8")
     assert "needs GPUs" in (found(asked, LAPTOP)["device"].problem or "")
@@ -133,7 +139,7 @@ def test_this_machine() -> None:
     assert machine.torch is not None and machine.torch.num_devices <= max(len(machine.gpus.devices), machine.torch.num_devices)
 
 
-def test_what_torch_does_not_see_is_told() -> None:
+def test_gpus_that_torch_does_not_see_are_reported() -> None:
     report = {finding.name: finding for finding in machine_findings(replace(TWO_H200, torch=LAPTOP.torch))}
     assert "CPU build" in (report["CUDA devices"].warning or "") and report["NVLink"].value == "between all 2 GPUs"
     broken = replace(LAPTOP, torch=None, torch_problem="ImportError: libcudart.so.13", gpus=Gpus())

@@ -17,7 +17,7 @@ _KINDS = {
     r"norm": PartKind.NORM,
     r"self_attn\.": PartKind.ATTENTION,
     r"linear_attn\.": PartKind.LINEAR_ATTENTION,
-    r"mlp\.gate\.": PartKind.ROUTER,
+    r"mlp\.(gate|router)\.": PartKind.ROUTER,
     r"mlp\.experts\.": PartKind.ROUTED_EXPERTS,
     r"mlp\.shared_expert": PartKind.SHARED_EXPERT,
     r"mlp\.": PartKind.DENSE_MLP,

@@ -41,7 +41,7 @@ def test_active_parameters_count_embedding_and_head(recipe: str, billions: float
 
 @pytest.mark.parametrize(("recipe", "billions"), [("glm4.7-flash", 3.26), ("glm4.5-355b", 32.08), ("glm5.2-744b", 39.35)])
 def test_the_active_parameters_of_the_names_leave_embedding_and_head_out(recipe: str, billions: float) -> None:
-    """Names such as A3B, A32B and A40B count the layers alone."""
+    """Names such as A3B, A32B and A40B count only the layers."""
     model = architecture(recipe)
     outer = sum(part.num_parameters for part in model.outer_parts)
     assert model.num_active_parameters - outer == pytest.approx(billions * 1e9, abs=0.006e9)

@@ -1,4 +1,4 @@
-"""Models of the Hub, from a server on this machine and then from the cache alone."""
+"""Models of the Hub, from a server on this machine and then only from the cache."""
 
 import json
 import os
@@ -27,6 +27,17 @@ try:
         shown.append([str(path), sorted(file.name for file in path.iterdir())])
 except ConfigError as error:
     shown.append(list(error.problems))
+print(json.dumps(shown))
+"""
+
+COMMANDS = """
+import contextlib, io, json, sys
+from fuligo.cli import main
+shown = []
+for arguments in sys.argv[1:]:
+    with io.StringIO() as said, contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        code = main(arguments.split())
+        shown.append([said.getvalue(), code])
 print(json.dumps(shown))
 """
 
@@ -92,18 +103,18 @@ def test_groups_of_engines_name_models_of_the_hub(hub: FakeHub, tmp_path: Path) 
 
 
 def test_conversions_and_the_doctor_take_models_of_the_hub(hub: FakeHub, tmp_path: Path) -> None:
-    environment = {**os.environ, **hub.environment(tmp_path / "home")}
-
-    def fuligo(*arguments: str) -> str:
-        command = [sys.executable, "-m", "fuligo", *arguments]
-        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
-        return f"{done.returncode} {done.stdout} {done.stderr}"
-
-    assert "all " in (compared := fuligo("convert", "compare", "acme/tiny", "hub/models/acme/tiny")) and compared.startswith("0 "), compared
-    planned = fuligo("convert", "hf-to-dist", "--plan", "--hf-checkpoint", "acme/tiny", "--save", "dist")
-    assert planned.startswith("0 ") and f"snapshots/{COMMIT} -> dist" in planned, planned
-    assert "acme/none is not a directory here" in fuligo("convert", "fp8", "--model-dir", "acme/none", "--save-dir", "fp8")
-    assert "acme/none is not a directory here" in fuligo("doctor", "--hf-checkpoint", "acme/none", "--loss-type", "sft_loss")
+    commands = (
+        "convert compare acme/tiny hub/models/acme/tiny",
+        "convert hf-to-dist --plan --hf-checkpoint acme/tiny --save dist",
+        "convert fp8 --model-dir acme/none --save-dir fp8",
+        "doctor --hf-checkpoint acme/none --loss-type sft_loss",
+    )
+    answers = run(hub.environment(tmp_path / "home"), *commands, directory=tmp_path, program=COMMANDS)
+    (compared, code), (planned, code_of_plan), (converted, _), (examined, _) = answers
+    assert "all " in compared and code == 0, compared
+    assert f"snapshots/{COMMIT} -> dist" in planned and code_of_plan == 0, planned
+    assert "acme/none is not a directory here" in converted
+    assert "acme/none is not a directory here" in examined
 
 
 def test_a_directory_of_this_name_wins(hub: FakeHub, tmp_path: Path) -> None:

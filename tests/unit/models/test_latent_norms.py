@@ -23,5 +23,5 @@ def test_all_norms_have_the_epsilon_of_config_json(family: str, tmp_path: Path):
         assert {module.variance_epsilon for module in norms.values()} == {EPSILON}
 
 
-def test_a_model_without_latents_is_left_alone():
+def test_a_model_without_latents_is_not_changed():
     assert take_stated_epsilon(tiny.model("qwen3", rms_norm_eps=EPSILON)) == 0

@@ -9,13 +9,14 @@ import pytest
 
 from fuligo.config import Config
 from fuligo.config.command_line import parse
-from fuligo.config.config import MegatronArguments
+from fuligo.config.placement import MegatronArguments
 from fuligo.errors import ConfigError
 from fuligo.formats.hugging_face import read_config_json
 from fuligo.models.from_flags import architecture_from_flags
 from fuligo.models.megatron_flags import disagreements, megatron_flags
 from fuligo.models.registry import architecture_of, names_of
 from fuligo.models.stated_flags import stated_flags
+from tests import tiny
 from tests.unit.models.test_architecture import LINEAR, MOE
 
 ROOT = Path(__file__).parents[3]
@@ -154,7 +155,7 @@ def test_a_disagreement_shows_both_values(recipe: str, text: str, found: tuple[s
         ("glm5.2-744b", "--rotary-scaling-factor 1.0"),
     ],
 )
-def test_the_same_said_otherwise_is_no_disagreement(recipe: str, text: str) -> None:
+def test_equivalent_flags_do_not_disagree(recipe: str, text: str) -> None:
     assert list(disagreements(given(text), model(recipe))) == []
 
 
@@ -174,6 +175,14 @@ def test_yarn_and_expert_groups_of_deepseek_v3() -> None:
     }
     assert flags.items() >= expected.items()
     assert list(disagreements(given("--rotary-scaling-factor 1.0"), DEEPSEEK_V3)) == [("--rotary-scaling-factor", 1.0, 40.0)]
+
+
+def test_a_frequency_of_windows_counts_layers_without_one() -> None:
+    """As Megatron reads it: of 6, every sixth layer has no window; of 1, all layers have none."""
+    kinds = [*["sliding_attention"] * 5, "full_attention"] * 2
+    gemma = tiny.model_config("gemma3_text", layers=12, layer_types=kinds, sliding_window=5).to_dict()
+    assert list(disagreements(given("--window-attn-skip-freq 6"), gemma)) == []
+    assert [option for option, *_ in disagreements(given("--window-attn-skip-freq 1"), gemma)] == ["--window-attn-skip-freq"]
 
 
 @pytest.mark.parametrize(

@@ -77,9 +77,11 @@ def test_computing_layers_follow_a_pattern_or_a_schedule() -> None:
 
 
 def test_an_unknown_family_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"model_type gpt2 is not supported; supported are deepseek_v3, glm4, .*qwen3_moe"):
+    with pytest.raises(
+        ConfigError, match=r"model_type gpt2 is not supported; supported are deepseek_v3, deepseek_v32, gemma3_text, glm4, .*qwen3_moe"
+    ):
         architecture_of({"model_type": "gpt2"})
-    assert len(FAMILIES) == 14
+    assert len(FAMILIES) == 19
 
 
 def test_the_language_model_of_a_multi_modal_one_is_read() -> None:
@@ -115,3 +117,13 @@ def test_any_value_of_any_key_is_read_or_refused(config: dict[str, Any], value: 
             architecture_of(config | {key: value})
         with contextlib.suppress(ConfigError):
             megatron_flags(config | {key: value})
+
+
+def test_gemma_3_has_windows_but_in_every_sixth_layer_and_ties_its_embeddings() -> None:
+    """google/gemma-3-1b-it, whose config.json names neither the layers' types nor tied embeddings."""
+    config = {"model_type": "gemma3_text", "hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26, "head_dim": 256}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 1, "vocab_size": 262144, "max_position_embeddings": 32768}
+    model = architecture_of(config | {"sliding_window": 512, "sliding_window_pattern": 6})
+    assert [layer.number for layer in model.layers if layer.window is None] == [5, 11, 17, 23]
+    assert {layer.window for layer in model.layers} == {None, 512}
+    assert model.tied_embeddings and model.num_parameters == 999_885_952

@@ -35,7 +35,7 @@ def test_all_norms_of_a_model_are_found_and_its_logits_stay() -> None:
     torch.testing.assert_close(model(ids).logits, before, rtol=1e-4, atol=1e-5)
 
 
-def test_a_norm_that_scales_otherwise_is_left_alone() -> None:
+def test_a_norm_with_another_scale_is_not_replaced() -> None:
     assert speed_up_rms_norms(GemmaRMSNorm(16)) == 0
 
 

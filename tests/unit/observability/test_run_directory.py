@@ -87,7 +87,7 @@ def test_a_resume_before_the_first_checkpoint_starts_over(recorded: RunDirectory
 
 def test_recorded_steps_are_not_overwritten_without_resume(recorded: RunDirectory) -> None:
     recorded.close()
-    with pytest.raises(ConfigError, match=r"already has recorded steps; .*continue that run: .* --load .*run/checkpoints"):
+    with pytest.raises(ConfigError, match=r"already has recorded steps; .*continue that run with --load .*run/checkpoints"):
         create(recorded.path)
     assert len(recorded.records()) == 4
 
@@ -97,7 +97,7 @@ def test_a_run_that_recorded_nothing_yet_may_be_started_again(tmp_path: Path) ->
     create(tmp_path / "run").close()
 
 
-def test_foreign_files_are_left_alone(tmp_path: Path) -> None:
+def test_foreign_files_are_not_touched(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("mine: true")
     with pytest.raises(ConfigError, match=r"has files that are not a run's \(config\.yaml\)"):
         create(tmp_path)

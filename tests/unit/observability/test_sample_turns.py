@@ -3,8 +3,11 @@
 from pathlib import Path
 
 import pyarrow.parquet as pq
+import pytest
 
+from fuligo.observability import samples
 from fuligo.observability.samples import sample_table, write_table
+from fuligo.observability.viewer import sample_rows
 from fuligo.observability.viewer.answers import sample_answer
 from fuligo.observability.viewer.run import RunReader
 from fuligo.observability.viewer.sample_rows import MAX_CHARACTERS
@@ -94,3 +97,22 @@ def test_a_page_shows_the_beginning_of_huge_results(tmp_path: Path, make_group) 
     answer = sample_answer(RunReader(tmp_path, "run"), 0, 0)
     assert answer is not None and answer["turns"][2]["content"] == "x" * MAX_CHARACTERS
     assert answer["turns"][1]["tool_calls"][0]["name"] == "add"
+
+
+def test_turns_of_many_bytes_are_divided_so_that_each_sample_opens(tmp_path: Path, make_group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long results of tools in every sample of a group of rows; the limits of a few are lowered to keep the file small."""
+    monkeypatch.setattr(samples, "BYTES_PER_GROUP", 2**20)
+    monkeypatch.setattr(sample_rows, "MAX_GROUP_BYTES", 2**21)
+    groups = [make_group(number, size=2) for number in range(20)]
+    for number, group in enumerate(groups):
+        for sample in group.samples:
+            sample.episode = episode()
+            sample.episode.turns[0].answers[0] = {"role": "tool", "content": f"{number}" * 100_000, "name": "add"}
+    (tmp_path / "samples").mkdir()
+    path = tmp_path / "samples" / "rollout_000000.parquet"
+    write_table(path, sample_table(groups))
+    assert pq.read_metadata(path).num_row_groups > 1
+    run = RunReader(tmp_path, "run")
+    for row in range(40):
+        answer = sample_answer(run, 0, row)
+        assert answer is not None and answer["turns"][2]["content"].startswith(f"{row // 2}" * 100)

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from fuligo.observability.samples import SCHEMA, Training, prompt_key, sample_table, write_table
-from fuligo.types import Sample, SampleStatus, TokenScores, TrainSample
+from fuligo.types import PromptImage, Sample, SampleGroup, SampleStatus, TokenScores, TrainSample
 
 COLUMNS = [
     "index",
@@ -43,6 +43,7 @@ COLUMNS = [
     "metadata",
     "spans",
     "turns",
+    "images",
 ]
 
 
@@ -191,3 +192,15 @@ def test_values_that_json_readers_cannot_hold_are_text(make_group) -> None:
     metadata = json.loads(rows[0]["metadata"])
     assert metadata == {"n": str(-(2**63) - 1), "x": [str(2**64), {"y": hex(10**5000)}], str(10**20): "half \\ud83d", "ok": 2**64 - 1}
     assert rows[1]["label"].startswith("[[[")
+
+
+def test_images_are_named_and_tell_equal_prompts_apart() -> None:
+    ids = np.arange(9, dtype=np.int32)
+    images = [PromptImage(f"{name}.png", name.encode(), name * 32, 2, 2, 3) for name in "ab"]
+    groups = [SampleGroup(n, n, [Sample(n, n, "<image>what", ids, images=(image,))]) for n, image in enumerate([*images, images[0]])]
+    rows = sample_table(groups).to_pylist()
+    assert rows[1]["images"] == [{"source": "b.png", "digest": "b" * 32, "first_token": 2, "num_rows": 2, "num_columns": 3}]
+    keys = [row["prompt_key"] for row in rows]
+    assert keys[0] == keys[2] != keys[1]
+    (text,) = sample_table([SampleGroup(0, 0, [Sample(0, 0, "what", ids)])]).to_pylist()
+    assert (text["images"], text["prompt_key"]) == ([], prompt_key("what"))

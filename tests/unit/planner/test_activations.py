@@ -1,17 +1,28 @@
 """Bytes that a layer keeps for its backward pass, against tensors saved by autograd."""
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from fuligo.formats.adapter_config import AdapterConfig
+from fuligo.layout.adapter import AdapterShape
 from fuligo.layout.megatron import Layout, layout_of
 from fuligo.models.architecture import Architecture, GroupedAttention
 from fuligo.planner.memory.activations import chunks_in_flight, layer_bytes, logits_bytes
 from tests.unit.planner.subjects import facts, subject_of
 
 TOKENS = 64
+RANK = 8
+
+
+@pytest.fixture(autouse=True)
+def on_meta() -> Iterator[None]:
+    """Make tensors that have sizes alone, so that nothing is computed."""
+    with torch.device("meta"):
+        yield
 
 
 class Norm(torch.autograd.Function):
@@ -39,13 +50,17 @@ class SwiGlu(torch.autograd.Function):
         return torch.nn.functional.silu(gate) * up
 
 
-def saved_bytes(architecture: Architecture, *, head_norms: bool, output_norms: bool) -> int:
-    """Return the bytes saved by autograd for a dense layer with the fused operations of Megatron and TransformerEngine."""
+def saved_bytes(architecture: Architecture, *, head_norms: bool, output_norms: bool, adapted: Sequence[str] | None = None) -> int:
+    """Return the bytes saved by autograd for a dense layer with the fused operations of Megatron and TransformerEngine.
+
+    Args:
+        adapted: matrices with an adapter of rank `RANK`; all weights are then frozen.
+    """
     attention, hidden, width = architecture.attention, architecture.hidden_size, architecture.intermediate_size
     assert isinstance(attention, GroupedAttention)
 
     def weight(rows: int, columns: int) -> Tensor:
-        return torch.zeros(rows, columns, dtype=torch.bfloat16, requires_grad=True)
+        return torch.zeros(rows, columns, dtype=torch.bfloat16, requires_grad=adapted is None)
 
     heads, kv_heads, size = attention.num_heads, attention.num_kv_heads, attention.head_dim
     weights = [
@@ -54,26 +69,41 @@ def saved_bytes(architecture: Architecture, *, head_norms: bool, output_norms: b
         weight(hidden, 2 * width),
         weight(width, hidden),
     ]
-    ours = {tensor.untyped_storage().data_ptr() for tensor in weights}
+    factors: list[Tensor] = []
+
+    def product(x: Tensor, number: int, *matrices: str) -> Tensor:
+        """Return the product of a layer that joins matrices, with the updates of the adapted ones, as `LinearAdapter` computes them."""
+        names = [name for name in matrices if name in (adapted or ())]
+        if not names:
+            return x @ weights[number]
+        joined = torch.zeros(weights[number].shape[0], RANK * len(names), dtype=torch.bfloat16, requires_grad=True)
+        last = torch.zeros(RANK, weights[number].shape[1], dtype=torch.bfloat16, requires_grad=True)
+        ours.update(tensor.untyped_storage()._cdata for tensor in (joined, last))
+        factors.extend((joined, last))  # so that no other tensor gets their memory
+        parts = ((x @ joined) * 2.0).split(RANK, -1)
+        update = torch.stack([part @ last for part in parts]).sum(0)
+        return x @ weights[number] + update
+
+    ours = {tensor.untyped_storage()._cdata for tensor in weights}
     saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in ours:
-            saved[storage.data_ptr()] = storage.nbytes()
+        if storage._cdata not in ours:
+            saved[storage._cdata] = storage.nbytes()
         return tensor
 
     x = torch.randn(TOKENS, hidden, dtype=torch.bfloat16, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        qkv = Norm.apply(x) @ weights[0]
+        qkv = product(Norm.apply(x), 0, "q_proj", "k_proj", "v_proj")
         query, key, value = (
             part.contiguous().view(TOKENS, -1, size) for part in qkv.split([heads * size, kv_heads * size, kv_heads * size], -1)
         )
         if head_norms:
             query, key = Norm.apply(query), Norm.apply(key)
-        attended = Attention.apply(query, key, value).view(TOKENS, -1) @ weights[1]
+        attended = product(Attention.apply(query, key, value).view(TOKENS, -1), 1, "o_proj")
         x = x + (Norm.apply(attended) if output_norms else attended)
-        computed = SwiGlu.apply(Norm.apply(x) @ weights[2]) @ weights[3]
+        computed = product(SwiGlu.apply(product(Norm.apply(x), 2, "gate_proj", "up_proj")), 3, "down_proj")
         x = x + (Norm.apply(computed) if output_norms else computed)
     return sum(saved.values())
 
@@ -88,6 +118,19 @@ def test_a_dense_layer_keeps_what_autograd_saves(model: str, head_norms: bool, o
     assert ours.whole * TOKENS == pytest.approx(saved_bytes(architecture, head_norms=head_norms, output_norms=output_norms), rel=1e-3)
     assert ours.stored == ours.whole
     assert ours.entry == 2 * architecture.hidden_size
+
+
+@pytest.mark.parametrize("targets", [(), ("q_proj", "v_proj"), ("down_proj",), ("up_proj", "o_proj")])
+@pytest.mark.parametrize("model, head_norms, output_norms", [("qwen3-4b", True, False), ("mimo-7b", False, False)])
+def test_a_frozen_layer_with_an_adapter_keeps_what_autograd_saves(
+    model: str, head_norms: bool, output_norms: bool, targets: tuple[str, ...]
+) -> None:
+    architecture = facts(model)
+    config = subject_of("--actor-num-gpus-per-node 1 --train-backend megatron", model).config
+    adapter = AdapterShape(AdapterConfig(RANK, 16.0, targets), architecture)
+    ours = layer_bytes(architecture.layers[0], architecture, layout_of(config), config, adapter)
+    saved = saved_bytes(architecture, head_norms=head_norms, output_norms=output_norms, adapted=targets or adapter.names)
+    assert ours.whole * TOKENS == pytest.approx(saved, rel=1e-3)
 
 
 def test_tensor_parallel_ranks_share_everything_under_sequence_parallelism() -> None:

@@ -1,4 +1,4 @@
-"""Plans of LoRA runs on the torch trainer against real models with PEFT's layers: parameters, gradients, optimizer, activations, files."""
+"""Plans of LoRA runs against real models with PEFT's layers: parameters, gradients, optimizer, activations, files."""
 
 import math
 from dataclasses import replace
@@ -14,13 +14,14 @@ from fuligo.errors import ConfigError
 from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.layout.adapter import AdapterShape
 from fuligo.models.adapter import adapter_tensors, add_adapter
-from fuligo.models.registry import architecture_of
+from fuligo.models.adapter_names import AdapterNames
+from fuligo.models.registry import architecture_of, names_of
 from fuligo.planner.disk import disk_of_checkpoints
 from fuligo.planner.gpus import gpu
 from fuligo.planner.layout import make_layout
 from fuligo.planner.make_plan import make_plan
 from fuligo.planner.memory.bars import memory_bars
-from fuligo.planner.memory.torch_trainer import adapted_layer_bytes, torch_trainer_items
+from fuligo.planner.memory.torch_trainer import adapted_layer_bytes, copied_factor_bytes, torch_trainer_items
 from fuligo.planner.plan import MemoryItem
 from fuligo.planner.roofline import phases
 from fuligo.planner.subject import Subject, read_subject
@@ -35,6 +36,15 @@ FAMILIES = [family for family in tiny.FAMILIES if family != "kimi_k2"]
 TARGETS = [(), ("q_proj", "v_proj"), ("down_proj",), ("self_attn.o_proj",)]
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_an_adapter_of_experts_has_the_parameters_of_the_real_model(family: str) -> None:
+    model: Any = tiny.model(family)
+    config = AdapterConfig(rank=3, alpha=6.0, adapts_experts=True)
+    add_adapter(model, config, seed=0)
+    shape = AdapterShape(config, architecture_of(model.config.to_dict()))
+    assert shape.num_parameters == sum(parameter.numel() for parameter in adapter_tensors(model).values())
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_adapter_has_the_matrices_of_the_real_model(family: str) -> None:
     model: Any = tiny.model(family)
@@ -45,6 +55,21 @@ def test_an_adapter_has_the_matrices_of_the_real_model(family: str) -> None:
     assert shape.num_parameters == sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     layers = [(layer.number, matrix.name) for layer in shape.architecture.layers for matrix in shape.adapted(layer)]
     assert sorted(layers) == sorted((int(name.split(".")[2]), name.rpartition(".")[2]) for name in found)
+
+
+MIXTURES = ["qwen3_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v3"]
+
+
+@pytest.mark.parametrize(
+    ("family", "experts"),
+    [*((family, False) for family in ("qwen3", "qwen2", "llama", "glm4", *MIXTURES)), *((family, True) for family in MIXTURES)],
+)
+def test_an_adapter_has_the_matrices_of_the_megatron_model(family: str, experts: bool) -> None:
+    given: Any = tiny.model_config(family)
+    config, architecture = AdapterConfig(rank=3, alpha=6.0, adapts_experts=experts), architecture_of(given.to_dict())
+    names = AdapterNames.of(names_of(given.to_dict()), config)
+    shape = AdapterShape(config, architecture)
+    assert shape.num_parameters == sum(math.prod(weight.shape) for weight in names.weights())
 
 
 @pytest.mark.parametrize("targets", TARGETS)
@@ -96,6 +121,17 @@ def test_a_frozen_layer_keeps_what_autograd_saves(
     assert adapted_layer_bytes(adapter.architecture.layers[0], adapter, size_of) * TOKENS == pytest.approx(measured, rel=tolerance)
 
 
+@pytest.mark.parametrize("dtype, size_of", [(torch.float32, 4), (torch.bfloat16, 2)])
+def test_a_layer_with_adapted_experts_keeps_what_autograd_saves(dtype: torch.dtype, size_of: int) -> None:
+    two, four = (Glm4MoeConfig(num_hidden_layers=count, pad_token_id=0, **SHAPE, **EXPERTS) for count in (2, 4))
+    config = AdapterConfig(rank=8, alpha=16.0, target_modules=("q_proj",), adapts_experts=True)
+    measured = (saved_bytes(four, dtype, adapter=config) - saved_bytes(two, dtype, adapter=config)) / 2
+    adapter = AdapterShape(config, architecture_of(two.to_dict()))
+    layer = adapter.architecture.layers[0]
+    planned = adapted_layer_bytes(layer, adapter, size_of) * TOKENS + copied_factor_bytes(layer, adapter, size_of)
+    assert planned == pytest.approx(measured, rel=0.10)
+
+
 def test_4b_with_an_adapter_needs_less_than_half_of_full_training() -> None:
     architecture = architecture_of(config_json("qwen3-4b"))
     adapter = AdapterConfig(rank=16, alpha=32.0)
@@ -113,7 +149,7 @@ def test_a_30b_mixture_with_an_adapter_fits_one_h200() -> None:
 
 
 @pytest.mark.parametrize("sync, parts", [("adapter", "adapter"), ("merged", "weights")])
-def test_a_sync_sends_the_adapter_alone_or_all_weights(sync: str, parts: str) -> None:
+def test_a_sync_sends_only_the_adapter_or_all_weights(sync: str, parts: str) -> None:
     architecture = architecture_of(config_json("qwen3-4b"))
     planned = subject(architecture, AdapterConfig(16, 32.0), f"--rollout-backend embedded --lora-sync {sync}")
     (phase,) = [phase for phase in phases(planned, make_layout(planned)) if phase.name == "sync"]

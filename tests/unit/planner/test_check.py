@@ -53,7 +53,7 @@ def test_every_number_of_replicas_that_shares_20_heads_over_24_gpus_is_accepted(
     assert check(Run(REDUNDANT, f"--sglang-dp-size {replicas}").subject()) == ()
 
 
-def test_separate_halves_of_a_node_are_said_to_be_separate() -> None:
+def test_separate_halves_of_a_node_are_reported_as_separate() -> None:
     (finding,) = check(Run(SEPARATE).subject())
     assert finding.id == "PLAN-SPLIT-GPUS" and finding.severity is Severity.WARNING
     assert "the trainer has 4 GPUs, the engines 4 others" in finding.text and "8 in total" in finding.text
@@ -83,7 +83,7 @@ def test_one_engine_of_256_gpus_is_beyond_deepep() -> None:
     assert "PLAN-DEEPEP-RANKS" in {finding.id for finding in check(one.subject())}
 
 
-def test_errors_come_first_and_a_rule_broken_by_two_groups_alike_is_said_once() -> None:
+def test_errors_come_first_and_a_rule_broken_by_two_groups_is_reported_once() -> None:
     found = check(Run(SPARSE, "--sglang-kv-cache-dtype fp8_e5m2 --max-tokens-per-gpu 512 --no-allgather-cp").subject())
     assert [finding.severity for finding in found] == [Severity.ERROR, Severity.ERROR, Severity.WARNING]
     assert Counter(finding.id for finding in found) == {"PLAN-DSA-CP": 1, "PLAN-DSA-CACHE": 1, "PLAN-MAX-TOKENS": 1}
@@ -163,7 +163,7 @@ def test_of_many_mistakes_each_fix_mends_its_own_and_makes_no_new_one() -> None:
     assert num_fixes > 40
 
 
-def test_who_forgot_that_engines_share_the_gpus_is_told_all_that_it_takes() -> None:
+def test_the_fix_for_forgotten_colocate_has_all_the_flags_it_takes() -> None:
     """`--colocate` alone would cause a warning about SGLang's default memory fraction."""
     unsaid = (
         Change(("cluster", "colocate"), False),

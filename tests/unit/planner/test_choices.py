@@ -49,7 +49,7 @@ def test_the_kv_cache_limits_the_requests() -> None:
     assert found["cuda_graph_max_bs_decode"] == 256, "not below SGLang's own default"
 
 
-def test_given_graphs_limit_the_requests_and_that_is_said() -> None:
+def test_given_graphs_limit_the_requests_and_the_reason_says_so() -> None:
     subject, choices = choose(
         subject_of(f"{ENGINES} --rollout-batch-size 64 --sglang-cuda-graph-max-bs-decode 300", "qwen3-4b", "h200-141")
     )
@@ -78,7 +78,7 @@ def test_graphs_take_memory_from_the_cache() -> None:
 
 
 @pytest.mark.parametrize("flags, model", [(f"{ENGINES} --device cpu", "qwen3-4b"), (GLM45_FP8, "glm4.5-355b")])
-def test_engines_with_limits_of_their_own_are_left_alone(flags: str, model: str) -> None:
+def test_engines_with_limits_of_their_own_are_not_changed(flags: str, model: str) -> None:
     found = chosen(flags, model, "h200-141")
     assert "max_running_requests" not in found and "cuda_graph_max_bs_decode" not in found
 

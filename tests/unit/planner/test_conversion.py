@@ -105,7 +105,7 @@ def run_tool(*arguments: str, **environment: str) -> subprocess.CompletedProcess
     )
 
 
-def test_the_tool_plans_for_the_processes_of_torchrun_and_speaks_once():
+def test_the_tool_plans_for_the_processes_of_torchrun_and_prints_once():
     first = run_tool(*paths(FLASH), "--plan", WORLD_SIZE="4", RANK="0", **STORE)
     assert first.returncode == 0
     assert first.stdout.splitlines() == list(describe(plan_hf_to_dist(paths(FLASH), 4)))

@@ -58,7 +58,7 @@ def test_a_plan_with_errors():
     assert bar["used_bytes"] == sum(item["num_bytes"] for item in bar["items"]) == bar["capacity_bytes"] - bar["free_bytes"]
 
 
-def test_warnings_alone_leave_a_plan_valid():
+def test_a_plan_with_only_warnings_is_valid():
     assert plan_document(plan_of_256(), Config())["valid"] is True
 
 

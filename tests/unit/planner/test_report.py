@@ -53,7 +53,7 @@ def test_where_everything_runs():
     assert "9.40 M tokens of KV cache: 282 of the longest sequences" in text
 
 
-def test_engines_of_an_unknown_model_are_said_to_be_left_out():
+def test_engines_of_an_unknown_model_are_reported_as_left_out():
     known = plan_of_64()
     assert "not estimated" not in report(known)
     assert "memory and time not estimated: no config.json of this model on this machine" in words(report(replace(known, capacities=())))
@@ -101,7 +101,7 @@ def test_suggestions_with_their_cost():
     assert "--recompute-granularity full --recompute-method uniform 20.0 GiB less, +33% of the trainer's FLOPs" in text
 
 
-def test_errors_alone_where_they_leave_no_layout():
+def test_only_errors_are_shown_if_they_leave_no_layout():
     text = report(broken_plan("--context-parallel-size [3] [red]is not markup[/red]"))
     assert "[3] [red]is not markup[/red]" in words(text)
     assert "Memory" not in text
@@ -120,3 +120,5 @@ def test_gpu_hours_are_steps_times_gpus() -> None:
         {"data": {"num_rollout": 100}, "cluster": {"colocate": True, "actor_num_gpus_per_node": 1, "device": "cuda"}}
     )
     assert gpu_hours(90.0, one) == "; 100 of them on 1 GPU, about 2.5 GPU hours"
+    assert gpu_hours(45_000.0, one) == "; 100 of them on 1 GPU, about 1,250 GPU hours"
+    assert gpu_hours(0.28, one) == "; 100 of them on 1 GPU, less than 0.1 GPU hours"

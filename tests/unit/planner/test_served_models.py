@@ -159,7 +159,7 @@ def test_a_teacher_that_does_not_fit_is_the_finding_of_any_engine(tmp_path: Path
     assert own.path == ("engine", "sglang_config", 1, "server_groups", 0, "overrides", "mem_fraction_static")
 
 
-def test_a_model_that_nothing_describes_is_placed_and_said_to_be_unknown(tmp_path: Path) -> None:
+def test_a_model_that_nothing_describes_is_placed_and_reported_as_unknown(tmp_path: Path) -> None:
     other = tmp_path / "llama"
     other.mkdir()
     (other / "config.json").write_text(json.dumps({"model_type": "llama"}))

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Glm4Config, Glm4MoeConfig, LlamaConfig, Qwen3Config
 
 from fuligo.formats.adapter_config import AdapterConfig
+from fuligo.layout.adapter import AdapterShape
 from fuligo.models.adapter import add_adapter
 from fuligo.models.modules import speed_up_rms_norms
 from fuligo.models.registry import architecture_of
@@ -83,3 +84,12 @@ def test_a_compiled_layer_keeps_what_autograd_saves(make: Any) -> None:
     measured = saved_bytes(two, torch.bfloat16, compiled=True) - saved_bytes(one, torch.bfloat16, compiled=True)
     architecture = architecture_of(one.to_dict())
     assert compiled_layer_bytes(architecture.layers[0], architecture) * TOKENS == pytest.approx(measured, rel=0.01)
+
+
+@pytest.mark.parametrize("make", [Qwen3Config, Glm4Config])
+def test_a_compiled_layer_keeps_the_outputs_of_a_too(make: Any) -> None:
+    one, two = (make(num_hidden_layers=count, pad_token_id=0, **SHAPE) for count in (1, 2))
+    adapter = AdapterShape(AdapterConfig(rank=8, alpha=16.0), architecture_of(one.to_dict()))
+    measured, fewer = (saved_bytes(config, torch.bfloat16, compiled=True, adapter=adapter.config) for config in (two, one))
+    planned = compiled_layer_bytes(adapter.architecture.layers[0], adapter.architecture, adapter) * TOKENS
+    assert planned == pytest.approx(measured - fewer, rel=0.001)

@@ -23,6 +23,7 @@ CLUSTER_RECIPES = {
     "glm4.5-355b/bf16.yaml": 64,
     "glm4.5-355b/fp8.yaml": 64,
     "glm5.2-744b/config.yaml": 256,
+    "gpt-oss-20b/config.yaml": 8,
     "qwen3-4b/config.yaml": 8,
     "mimo-7b/config.yaml": 8,
 }
@@ -67,7 +68,7 @@ def planned(script: str, *flags: str, **environment: str) -> subprocess.Complete
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=240,
     )
 
 

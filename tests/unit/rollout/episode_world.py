@@ -1,6 +1,7 @@
 """World of episodes without a model: an engine that writes scripted texts by a real template, and environments that misbehave."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,7 @@ from fuligo.environments import AssistantTurn, Environment, EnvironmentSettings,
 from fuligo.environments.load import EnvironmentFactory
 from fuligo.rollout.episodes import Episodes, Limits
 from fuligo.rollout.generate import SingleTurn
-from fuligo.types import IntArray, Sample
+from fuligo.types import IntArray, PromptImage, Sample
 from tests.unit.environments.conversations import ids, renderer, tokenizer
 
 PARAMS = SamplingParams(max_new_tokens=400, temperature=1.0, sampling_seed=5)
@@ -38,6 +39,7 @@ class Writer:
         priority: int = 0,
         timeout_s: float | None = None,
         routing: RoutingQuery | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> Generation:
         await asyncio.sleep(0)
         number = len(self.seen)

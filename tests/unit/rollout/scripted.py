@@ -5,7 +5,7 @@ makes one token per tick of the event loop, so the lengths decide which sample f
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,7 +20,7 @@ from fuligo.rollout.runner import RolloutRunner, RunnerParts
 from fuligo.rollout.sampler import Sampler
 from fuligo.rollout.source import GroupSource
 from fuligo.rollout.turns import Turns
-from fuligo.types import IntArray, Prompt, Sample, SampleGroup
+from fuligo.types import IntArray, Prompt, PromptImage, Sample, SampleGroup
 
 
 def token(index: int, position: int) -> int:
@@ -72,6 +72,7 @@ class ScriptedEngine:
         priority: int = 0,
         timeout_s: float | None = None,
         routing: RoutingQuery | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> Generation:
         assert routing is None
         index, row, begun = -priority, int(input_ids[0]), len(input_ids) - 1
@@ -229,7 +230,7 @@ def world(
 
 
 def by_row(lengths: dict[int, int], default: int = 5) -> Callable[[int, int], int]:
-    """Return response lengths that depend on the row alone."""
+    """Return response lengths that depend only on the row."""
     return lambda row, index: lengths.get(row, default)
 
 

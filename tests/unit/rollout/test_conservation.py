@@ -1,4 +1,4 @@
-"""No prompt or sample is lost or used twice, in any order of finishes and drops, and wherever the run is killed and resumed."""
+"""No prompt or sample is lost or used twice, in whatever order groups finish or are dropped, and wherever the run is killed and resumed."""
 
 import asyncio
 from collections import Counter

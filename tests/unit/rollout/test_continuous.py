@@ -97,7 +97,7 @@ class TestAdmission:
 
 
 class TestSync:
-    async def test_what_it_interrupts_goes_on_at_once_with_the_new_weights(self):
+    async def test_interrupted_samples_continue_at_once_with_the_new_weights(self):
         given = continuous(engine=ScriptedEngine(by_row({2: 60})), sampling_order="submission")
         await given.step(0, ticks=20)
         second = await given.runner.rollout(1)
@@ -172,7 +172,7 @@ class TestStaleness:
         assert rows_of(second) == [2, 3], "their prompts are the next"
         assert {int(version) for sample in samples_of(second.kept) for version in sample.versions} == {2}
 
-    async def test_a_group_that_does_not_go_on_is_dropped_also_when_its_old_sample_fails(self):
+    async def test_a_stopped_group_is_dropped_even_if_its_old_sample_fails(self):
         """Sample 0 becomes too old, so sample 1 stops; then sample 0 fails, and no old token is left."""
         given = continuous(engine=ScriptedEngine(lambda row, index: 200 if row == 0 else 5), rollout_max_response_len=200)
         single_turn = given.runner._tasks.sampler.generate
@@ -258,7 +258,7 @@ class TestState:
         await resumed.steps(3, start=2, ticks=400)
         assert "5" not in [rid.split("-")[0] for rid, _ in resumed.engine.requests]
 
-    async def test_what_was_held_too_long_starts_anew_after_a_resume(self):
+    async def test_groups_held_too_long_start_over_after_a_resume(self):
         given = continuous(max_staleness=1)
         await given.runner.rollout(0)
         await pass_ticks(100)
@@ -280,7 +280,7 @@ class TestState:
         assert [(sample.status, sample.response_ids.tolist(), sample.reward) for sample in samples_of(state.buffer)] == before
 
     async def test_a_conversation_stands_as_it_was_when_the_user_s_function_was_called(self):
-        """Between its turns the sample looks finished; only the function knows that more turns follow."""
+        """Between two turns the sample looks finished; only the function knows that more turns follow."""
         given = continuous(engine=ScriptedEngine(lambda row, index: 3 if row < 2 else 40), max_staleness=1)
         single_turn = given.runner._tasks.sampler.generate
 
@@ -344,9 +344,9 @@ class TestTheEnd:
                     return Generation(np.empty(0, np.int32), np.empty(0, np.float32), "abort", 0, 1, 0, "")
                 return await super().generate(*args, **kwargs)
 
-        given = continuous(engine=Interrupting(), timeout_s=0.5, n_samples_per_prompt=3, sampling_order="submission")
+        given = continuous(engine=Interrupting(), timeout_s=2.0, n_samples_per_prompt=3, sampling_order="submission")
         sample = (await given.runner.rollout(0)).kept[0].samples[0]
-        assert sample.error == "interrupted repeatedly, without a new token for 0.5 s (--rollout-timeout-s)"
+        assert sample.error == "interrupted repeatedly, without a new token for 2 s (--rollout-timeout-s)"
 
     async def test_closing_leaves_nothing_running(self):
         given = continuous(engine=ScriptedEngine(by_row({2: 1000, 3: 1000})), rollout_max_response_len=1000)

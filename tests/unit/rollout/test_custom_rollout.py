@@ -85,7 +85,7 @@ async def test_samples_that_cannot_be_learnt_from_are_failed_with_the_reason():
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), "good", np.float32("nan"), {"score": 1.0}])
-async def test_a_reward_that_is_no_finite_number_fails_its_sample_alone(reward):
+async def test_a_reward_that_is_not_finite_fails_only_its_sample(reward):
     async def bad_reward(args, rollout_id, data_source, evaluation=False):
         groups = await one_by_one(args, rollout_id, data_source)
         groups[0][0].reward = reward

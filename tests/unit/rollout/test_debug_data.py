@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fuligo.errors import DataError, RolloutError
 from fuligo.rollout.debug_data import decode_groups, encode_groups, load_rollout, save_rollout
-from fuligo.types import Sample, SampleGroup, SampleStatus, Span
+from fuligo.types import PromptImage, Sample, SampleGroup, SampleStatus, Span
 from tests.unit.rollout.scripted import ScriptedEngine, by_row, world
 
 floats = st.floats(allow_nan=False)
@@ -19,6 +19,10 @@ json_data = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=6,
 )
+
+
+sizes = st.integers(1, 99)
+images = st.builds(PromptImage, st.text(max_size=3), st.binary(max_size=9), st.text(max_size=3), st.integers(0, 2**40), sizes, sizes)
 
 
 @st.composite
@@ -36,6 +40,7 @@ def samples(draw: st.DrawFn) -> Sample:
         prompt_ids=ids(draw(st.integers(0, 4))),
         label=draw(json_data),
         metadata=draw(st.dictionaries(st.text(max_size=3), json_data, max_size=3)),
+        images=tuple(draw(st.lists(images, max_size=2))),
         response_ids=ids(length),
         loss_mask=np.array(draw(st.lists(st.integers(0, 1), min_size=length, max_size=length)), np.int8),
         engine_logprobs=np.array(draw(st.lists(logprobs, min_size=length, max_size=length)), np.float32),

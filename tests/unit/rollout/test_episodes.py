@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fuligo.environments import AssistantTurn, Environment, Start, Step
+from fuligo.observability.samples import sample_table
 from fuligo.rollout.debug_data import decode_groups, encode_groups
 from fuligo.rollout.group_tasks import snapshot
 from fuligo.rollout.protocol import Interruptible
 from fuligo.rollout.source import first_version
-from fuligo.types import Sample, SampleGroup, SampleStatus
+from fuligo.types import Branch, Episode, Sample, SampleGroup, SampleStatus, Turn
 from tests.unit.environments.conversations import ids, text
 from tests.unit.rollout.episode_world import PARAMS, Adding, Anew, Counting, Writer, episodes, fresh
 
@@ -129,7 +130,7 @@ class Broken(Environment):
             case "ignores its cancellation":
                 while True:
                     try:
-                        await asyncio.sleep(0.5)
+                        await asyncio.sleep(2.0)
                         return Step(done=True)
                     except asyncio.CancelledError:
                         continue
@@ -141,6 +142,8 @@ class Broken(Environment):
                 return Step()
             case "gives no number":
                 return Step(reward=float("nan"), done=True)
+            case "gives a number of 400 digits":
+                return Step(reward=10**400, done=True)
             case "gives no step":
                 return None  # type: ignore[return-value]
             case "says what no template renders":
@@ -152,20 +155,21 @@ class Broken(Environment):
     ("prompt", "error"),
     [
         ("raises", "environment: step raised RuntimeError: no such game"),
-        ("hangs", r"environment: step did not return within 0.05 s \(--turn-timeout-s\)"),
-        ("ignores its cancellation", r"environment: step did not return within 0.05 s"),
+        ("hangs", r"environment: step did not return within 1 s \(--turn-timeout-s\)"),
+        ("ignores its cancellation", r"environment: step did not return within 1 s"),
         ("exits", "environment: step raised SystemExit: 3"),
         ("cancels itself", "environment: step was cancelled by itself"),
         ("says nothing", "step returned no message"),
         ("gives no number", "the reward of turn 1 is nan"),
+        ("gives a number of 400 digits", "the reward of turn 1 is 10{79}; it must be finite"),
         ("gives no step", "step must return a Step, not None"),
         ("says what no template renders", "environment: the chat template rejects the messages"),
     ],
 )
-async def test_an_environment_that_fails_fails_its_sample_alone(prompt: str, error: str) -> None:
-    runner = episodes(
-        Writer(["a<|im_end|>", "a<|im_end|>"]), Broken, "deepseekv3" if "template" in prompt else "CHATML", turn_timeout_s=0.05
-    )
+async def test_an_environment_that_fails_fails_only_its_sample(prompt: str, error: str) -> None:
+    template = "deepseekv3" if "template" in prompt else "CHATML"
+    turn_timeout_s = 1.0 if "did not return" in error else 60.0
+    runner = episodes(Writer(["a<|im_end|>", "a<|im_end|>"]), Broken, template, turn_timeout_s=turn_timeout_s)
     (bad,), (good,) = await asyncio.gather(runner(fresh(prompt), PARAMS), runner(fresh("works"), PARAMS))
     assert bad.status is SampleStatus.FAILED and bad.error is not None
     assert re.search(error, bad.error), bad.error
@@ -202,7 +206,7 @@ def test_an_interrupted_episode_continues_exactly(template: str, request_number:
     assert got[-1].metrics["score"] == 3
 
 
-def test_an_episode_that_cannot_resume_starts_anew() -> None:
+def test_an_episode_that_cannot_resume_starts_over() -> None:
     engine = Writer(["one<|im_end|>", "two<|im_end|>", "done<|im_end|>"], {1: 1})
     (sample,) = run(engine, Anew)
     assert sample.status is SampleStatus.ABORTED
@@ -237,7 +241,7 @@ async def test_an_interruption_does_not_wait_for_the_environment(where: str) -> 
         task = asyncio.create_task(generate(sample, PARAMS))
         await Hanging.asked.wait()
         generate.interrupt()
-        (sample,) = await asyncio.wait_for(task, 5)
+        (sample,) = await asyncio.wait_for(task, 50)
         assert sample.status is SampleStatus.ABORTED and not sample.finished
         sample = stored(sample)
     assert len(engine.seen) == (where != "reset") and Hanging.closed == (2 if where == "restore" else 1)
@@ -274,6 +278,36 @@ def test_the_age_of_an_episode_counts_its_earlier_branches() -> None:
     (sample,) = run(engine, template="qwen3")
     assert sample.status is SampleStatus.ABORTED and sample.response_length == 0
     assert first_version(SampleGroup(2, 0, [sample]), 9) == 3
+
+
+@pytest.mark.parametrize("abort_at", [None, 1, 2])
+def test_recorded_turns_point_at_their_tokens(abort_at: int | None) -> None:
+    """An unfinished episode has a row only for its last branch; each row must show the turn that it holds."""
+    texts = ["<think>\nt\n</think>\n\none", "<think>\nt\n</think>\n\ntwo", "<think>\nt\n</think>\n\ndone"]
+    engine = Writer([f"{each}<|im_end|>" for each in texts], {} if abort_at is None else {abort_at: 2})
+    samples = run(engine, template="qwen3")
+    rows = sample_table([SampleGroup(2, 0, samples)]).to_pylist()
+    answers = [entry for entry in rows[-1]["turns"] if entry["role"] == "assistant"]
+    placed = [entry for entry in answers if entry["sample"] is not None]
+    assert len(answers) == (3 if abort_at is None else abort_at) and len(placed) == (3 if abort_at is None else 0)
+    for entry in placed:
+        at = entry["first_token"]
+        shown = text(rows[entry["sample"]]["response_ids"][at : at + entry["num_tokens"]])
+        assert entry["content"] == shown.removesuffix("<|im_end|>").rpartition("</think>")[2].strip()
+
+
+def test_turns_of_the_branch_under_way_keep_their_place() -> None:
+    """The second branch holds two turns when the third is aborted: a tool's result rewrites nothing."""
+    episode = Episode([{"role": "user", "content": "q"}], [], [_turn(0, 0), _turn(1, 0), _turn(1, 9)])
+    empty = np.empty(0, np.int32)
+    episode.branches = [Branch(empty, empty, empty.astype(np.int8), empty.astype(np.float32), empty, None)]
+    sample = dataclasses.replace(fresh(), episode=episode)
+    (row,) = sample_table([SampleGroup(2, 0, [sample])]).to_pylist()
+    assert [(each["sample"], each["first_token"]) for each in row["turns"][1:]] == [(None, None), (0, 0), (0, 9)]
+
+
+def _turn(sample: int, first_token: int) -> Turn:
+    return Turn(sample, first_token, 4, {"role": "assistant", "content": "a"}, [], 0.0, [], 0.1, 0.1)
 
 
 def test_episodes_can_be_interrupted() -> None:

@@ -1,4 +1,4 @@
-"""Evaluation: the estimators against brute force, and sampling that leaves training alone."""
+"""Evaluation: the estimators against brute force, and sampling that does not affect training."""
 
 import asyncio
 from collections.abc import Sequence

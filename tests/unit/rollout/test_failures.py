@@ -55,6 +55,13 @@ async def test_few_sampling_waves_end_a_failing_rollout_with_the_error_too():
         await given.runner.rollout(0)
 
 
+async def test_used_up_waves_name_errors_beside_equal_rewards():
+    engine = ScriptedEngine(refuse=lambda index: index % 3 == 0)
+    given = world(engine=engine, reward=ScriptedReward(lambda row, index: 0.0), group_filter=lambda samples: "dull", max_sampling_waves=3)
+    with pytest.raises(RolloutError, match=r"^3 sampling waves .*with every reward 0\. Most frequent errors: 1 x .*refused.*\.$"):
+        await given.runner.rollout(0)
+
+
 async def test_an_engine_that_breaks_in_the_middle_of_a_run_ends_it():
     given = world(engine=ScriptedEngine(refuse=lambda index: index >= 100))
     with pytest.raises(RolloutError, match=r"rollout 25: 31 of the last 32 groups"):
@@ -100,9 +107,9 @@ def test_prompts_that_fill_the_context_end_the_rollout_with_the_flag():
 
 
 async def test_a_request_that_hangs_fails_at_its_deadline():
-    given = world(engine=ScriptedEngine(hang=lambda index: index == 0), n_samples_per_prompt=3, timeout_s=0.5)
+    given = world(engine=ScriptedEngine(hang=lambda index: index == 0), n_samples_per_prompt=3, timeout_s=2.0)
     rollout = await given.runner.rollout(0)
-    assert rollout.kept[0].samples[0].error == "no response within 0.5 s (--rollout-timeout-s)"
+    assert rollout.kept[0].samples[0].error == "no response within 2 s (--rollout-timeout-s)"
 
 
 async def test_a_request_that_ignores_the_abort_is_cancelled_and_its_prompt_returns(monkeypatch: pytest.MonkeyPatch, caplog):
@@ -153,7 +160,7 @@ async def test_cancelling_a_rollout_leaves_nothing_running():
     assert [other for other in asyncio.all_tasks() if other is not asyncio.current_task()] == []
 
 
-async def test_cancelling_an_aligned_start_lets_the_engine_go_on():
+async def test_cancelling_an_aligned_start_resumes_the_engine():
     given = world(engine=ScriptedEngine(), aligned_waves=True)
 
     async def none_arrived():

@@ -1,4 +1,4 @@
-"""Built-in filters, and adapters of the user's."""
+"""Built-in filters, and adapters for the user's."""
 
 from types import SimpleNamespace
 

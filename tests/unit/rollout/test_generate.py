@@ -1,5 +1,6 @@
 """Default GenerateFn: its requests and what it makes of the answers."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,7 +11,7 @@ from fuligo.engines.generation import FinishReason, Generation, RoutingQuery, Sa
 from fuligo.errors import EngineError
 from fuligo.models.routing import RoutingShape
 from fuligo.rollout.generate import SingleTurn, sampling_params, trim
-from fuligo.types import IntArray, Sample, SampleStatus
+from fuligo.types import IntArray, PromptImage, Sample, SampleStatus
 from tests import tiny
 from tests.unit.rollout.scripted import Tokenizer
 
@@ -32,6 +33,7 @@ class Answers:
         priority: int = 0,
         timeout_s: float | None = None,
         routing: RoutingQuery | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> Generation:
         self.questions.append(routing)
         self.asked.append({"ids": input_ids.tolist(), "params": params, "rid": rid, "priority": priority, "timeout_s": timeout_s})
@@ -67,7 +69,7 @@ async def test_a_fresh_sample_is_filled_in():
     assert [span.name for span in done.spans] == ["generate"]
 
 
-async def test_an_aborted_sample_goes_on_with_new_weights_and_every_token_keeps_its_own():
+async def test_an_aborted_sample_continues_with_new_weights_and_every_token_keeps_its_version():
     engine = Answers([answer([5, 6], "abort", version=0, logprob=-1), answer([7], "stop", version=3, logprob=-2)])
     generate = SingleTurn(engine, Tokenizer(), timeout_s=9)
     begun = await generate(sample(), PARAMS)

@@ -35,7 +35,7 @@ async def test_an_interrupted_group_goes_to_the_buffer_as_it_stands():
     assert given.rows.returned == [], "its prompt is in the buffer, not in the order too"
 
 
-async def test_it_is_drawn_first_and_goes_on_where_it_stood():
+async def test_it_is_drawn_first_and_continues_where_it_stopped():
     given, first = await interrupted()
     begun = {sample.index: sample.response_length for sample in samples_of(first.state.buffer)}
     given.engine.lengths = by_row({1: 40, 4: 300})
@@ -94,7 +94,7 @@ async def test_tokens_of_an_earlier_rollout_can_be_kept_out_of_the_loss():
     assert mask.tolist() == [0] * begun + [1] * (40 - begun)
 
 
-async def test_groups_that_began_too_many_versions_ago_start_anew():
+async def test_groups_that_began_too_many_versions_ago_start_over():
     given, _ = await interrupted(max_staleness=1)
     given.engine.version = 2
     second = await given.runner.rollout(1)
@@ -151,7 +151,7 @@ class TestBufferFilter:
         assert [group.row for group in source.draw(2, 1, 0).groups] == [1, 4]
         assert [group.row for group in source.state(1).buffer] == [2]
 
-    async def test_what_it_removes_without_returning_it_starts_anew(self):
+    async def test_groups_it_removes_without_returning_them_start_over(self):
         def choose(rollout_id, buffer, num_groups):
             buffer.clear()
             return []

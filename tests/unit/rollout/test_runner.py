@@ -191,7 +191,7 @@ async def test_an_aligned_wave_does_not_wait_for_samples_that_need_no_request():
     assert given.engine.log.count("start") == 5
 
 
-async def test_a_wave_beyond_the_concurrency_limit_is_not_aligned_and_that_is_said(caplog: pytest.LogCaptureFixture):
+async def test_a_wave_beyond_the_concurrency_limit_is_not_aligned_with_a_warning(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING):
         given = world(rollout_batch_size=3, rollout_concurrency=5, aligned_waves=True)
     assert "not bitwise reproducible" in caplog.text

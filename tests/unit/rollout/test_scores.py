@@ -1,4 +1,4 @@
-"""Scores of judged samples: the estimators against brute force, and what rewards and hooks report."""
+"""Scores of judged samples: the estimators against brute force, and the numbers that rewards and hooks report."""
 
 import itertools
 from typing import Any
@@ -43,6 +43,15 @@ def test_a_training_rollout_reports_scores_per_prompt_whatever_a_filter_keeps() 
     assert metrics["rollout/pass@2"] == 0.5
 
 
+def test_a_dict_reward_passes_by_the_key_of_evaluations_and_is_averaged_by_its_own() -> None:
+    rewards = [{"score": 0.93, "right": 1.0}, {"score": -0.07, "right": 0.0}, {"score": 1.0}, {"score": 0.5, "right": "yes"}]
+    group = SampleGroup(0, 0, [finished(index, reward) for index, reward in enumerate(rewards)])
+    metrics = sample_metrics([group], reward_key="score", pass_key="right", policy_version=0)
+    assert metrics["rollout/mean@4"] == metrics["rollout/reward_mean"] == pytest.approx(0.59)
+    assert metrics["rollout/pass@1"] == 0.5, "right, no answer, and by the score where there is no number under the key"
+    assert sample_metrics([group], reward_key="score", policy_version=0)["rollout/pass@1"] == 0.25
+
+
 def test_parts_of_a_split_response_are_one_sample_of_their_prompt() -> None:
     group = SampleGroup(0, 0, [finished(0, 1.0), finished(0, 1.0), finished(1, 0.0)])
     metrics = sample_metrics([group], reward_key=None, policy_version=0)
@@ -62,7 +71,7 @@ def test_parts_of_rewards_and_numbers_of_hooks_are_means_over_the_samples_that_h
     assert {name: metrics[f"rollout/{name}"] for name in expected} == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), "many", None])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 10**400, "many", None])
 async def test_a_metric_that_is_no_finite_number_fails_its_sample(value: Any) -> None:
     async def reward(args: Any, sample: Sample) -> float:
         sample.metrics["num_calls"] = value

@@ -76,7 +76,7 @@ async def test_a_reward_that_fails_ends_the_scoring() -> None:
         await ended.wait()
 
 
-async def test_what_is_not_finished_or_known_already_is_left_alone() -> None:
+async def test_unfinished_or_already_scored_samples_are_not_scored() -> None:
     known = np.full(3, -0.5, np.float32)
     others = [sample(2, SampleStatus.FAILED), sample(3, SampleStatus.ABORTED), sample(4, SampleStatus.TRUNCATED, 0)]
     scorer = Scorer()

@@ -119,7 +119,7 @@ async def test_continued_samples_carry_the_log_probabilities_of_a_plain_forward_
         np.testing.assert_allclose(sample.engine_logprobs, expected[:, 0].numpy(), atol=1e-4)
 
 
-async def test_evaluations_are_equal_and_leave_training_alone(config: Config, engines: EngineGroup):
+async def test_evaluations_are_equal_and_do_not_affect_training(config: Config, engines: EngineGroup):
     sampling = build(config, engines)
     tokenizer = AutoTokenizer.from_pretrained(config.model.hf_checkpoint)
     evaluator = build_evaluator(

@@ -38,10 +38,10 @@ class Worker:
         return "scores"
 
     def offload(self) -> None:
-        assert self.released.wait(10)
+        assert self.released.wait(60)
 
     def begin_save(self, directory: Path) -> Any:
-        return ComputeThread("writer").submit(lambda: self.released.wait(10))
+        return ComputeThread("writer").submit(lambda: self.released.wait(60))
 
     def close(self) -> None:
         pass
@@ -78,7 +78,7 @@ def served() -> Iterator[Served]:
     yield served
     served.worker.released.set()
     asyncio.run(served.handle.close(failed=False))
-    served.serving.join(10)
+    served.serving.join(60)
     assert not served.serving.is_alive()
 
 
@@ -87,7 +87,7 @@ def of(command: Command[Any]) -> SharedCommand[Any]:
 
 
 @pytest.mark.parametrize(("rank", "result"), [(0, "scores"), (1, None)])
-async def test_the_result_comes_from_rank_0_alone(rank: int, result: str | None) -> None:
+async def test_the_result_comes_only_from_rank_0(rank: int, result: str | None) -> None:
     served = Served(rank)
     assert (await served.handle.run(of(call(RankWorker.score, Held())))).value == result  # pyright: ignore[reportArgumentType]
     await served.handle.close(failed=False)

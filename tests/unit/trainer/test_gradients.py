@@ -73,24 +73,24 @@ def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> 
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 @pytest.mark.parametrize("capacity", [Capacity(max_samples=1), Capacity(max_samples=3), Capacity(max_tokens=20), Capacity(max_tokens=45)])
-def test_packing_and_number_of_micro_batches_leave_the_gradient_alone(worker, batch, loss, capacity):
+def test_packing_and_number_of_micro_batches_do_not_change_the_gradient(worker, batch, loss, capacity):
     assert_same(gradient(worker, batch, loss, capacity), gradient(worker, batch, loss, Capacity()))
 
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
-def test_order_of_samples_leaves_the_gradient_alone(worker, batch, loss):
+def test_order_of_samples_does_not_change_the_gradient(worker, batch, loss):
     order = np.random.default_rng(0).permutation(len(batch.samples)).tolist()
     shuffled = TrainBatch([batch.samples[i] for i in order], batch.steps, batch.num_rollouts_per_step)
     capacity = Capacity(max_tokens=30)
     assert_same(gradient(worker, shuffled, loss, capacity), gradient(worker, batch, loss, capacity))
 
 
-def test_size_of_logit_chunks_leaves_the_gradient_alone(worker, batch):
+def test_size_of_logit_chunks_does_not_change_the_gradient(worker, batch):
     loss = LOSSES["grpo"]
     assert_same(gradient(worker, batch, loss, Capacity(), chunk_tokens=7), gradient(worker, batch, loss, Capacity()))
 
 
-def test_gradient_checkpointing_leaves_the_gradient_alone(checkpoint, worker, batch):
+def test_gradient_checkpointing_does_not_change_the_gradient(checkpoint, worker, batch):
     recomputing = TorchRankWorker(replace(worker.settings, reference_weights=None, gradient_checkpointing=True), World())
     assert_same(gradient(recomputing, batch, LOSSES["grpo"], Capacity()), gradient(worker, batch, LOSSES["grpo"], Capacity()))
 

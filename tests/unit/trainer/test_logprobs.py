@@ -10,7 +10,8 @@ N, E, V = 23, 8, 37
 
 
 def by_definition(hidden, head, targets, temperature):
-    logits = torch.nn.functional.linear(hidden, head.weight, head.bias).float() / temperature
+    logits = torch.nn.functional.linear(hidden, head.weight, head.bias).float()
+    logits = (logits if head.cap is None else head.cap * torch.tanh(logits / head.cap)) / temperature
     log_softmax = logits.log_softmax(-1)
     return log_softmax.gather(1, targets[:, None])[:, 0], -(log_softmax.exp() * log_softmax).sum(-1)
 
@@ -25,8 +26,10 @@ def inputs(*, bias=True, dtype=torch.float64):
 @pytest.mark.parametrize("chunk_tokens", [1, 5, N, 1000])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("terms", ["logprobs", "entropy", "both"])
-def test_values_and_gradients_equal_the_definition(chunk_tokens, temperature, terms):
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_values_and_gradients_equal_the_definition(chunk_tokens, temperature, terms, cap):
     hidden, head, targets = inputs(dtype=torch.float32)
+    head = head._replace(cap=cap)
     upstream = torch.randn(2, N)
     upstream[0 if terms == "entropy" else 1] *= terms == "both"
     leaves = [hidden, head.weight, head.bias]
@@ -56,7 +59,7 @@ def test_half_precision_hidden_states_give_float32_logprobs():
 
 
 class MostTokens(TorchDispatchMode):
-    """Mode that notes the most rows of any tensor with a vocabulary axis, the transposed weight [E, V] aside."""
+    """Mode that records the most rows of any tensor with a vocabulary axis, except the transposed weight [E, V]."""
 
     rows = 0
 

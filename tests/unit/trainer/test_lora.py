@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from fuligo.errors import CheckpointError, ConfigError
 from fuligo.formats.adapter_config import ADAPTER, AdapterConfig
-from fuligo.models.adapter import adapter_tensors, add_adapter, lora_layers
+from fuligo.models.adapter import adapter_tensors, add_adapter, lora_layers, read_adapter_weights, write_adapter_weights
 from fuligo.trainer.objective import KlLoss, LossSettings
 from fuligo.trainer.ranks.settings import LearningRateSchedule, LoraSettings, OptimizerSettings
 from fuligo.trainer.ranks.trainer import LocalTrainer
@@ -113,6 +113,15 @@ def test_training_resumes_bit_for_bit(settings, tmp_path) -> None:
         assert torch.equal(ours, theirs), name
 
 
+def test_a_save_that_cannot_write_the_adapter_ends_as_other_failed_saves(settings, tmp_path) -> None:
+    """In the background, too."""
+    worker = worker_of(settings)
+    for save in (worker.save, lambda directory: worker.begin_save(directory).result(timeout=60)):
+        (tmp_path / "saved" / ADAPTER / "adapter_config.json").mkdir(parents=True, exist_ok=True)  # in the way
+        with pytest.raises(CheckpointError, match=r"cannot write .*adapter_config\.json"):
+            save(tmp_path / "saved")
+
+
 def test_an_adapter_of_other_weights_is_refused(settings, reference_checkpoint, tmp_path) -> None:
     worker_of(settings).save(tmp_path / "saved")
     other = replace(settings, initial_weights=reference_checkpoint, reference_weights=reference_checkpoint)
@@ -137,6 +146,13 @@ def test_training_starts_from_an_adapter_that_peft_saved(settings, checkpoint, t
         np.testing.assert_allclose(ours, logprobs_of(theirs, sample).detach().numpy(), atol=1e-5)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_an_adapter_with_a_value_that_is_not_finite_is_refused(tmp_path: Path, value: float) -> None:
+    write_adapter_weights({"sound": torch.ones(3), "damaged": torch.tensor([1.0, value])}, tmp_path)
+    with pytest.raises(CheckpointError, match=r"cannot load .*adapter_model.safetensors: damaged has values that are NaN or infinite"):
+        read_adapter_weights(tmp_path)
+
+
 def test_merged_weights_are_those_that_peft_merges(settings, checkpoint, tmp_path: Path) -> None:
     worker = worker_of(settings)
     train(worker)
@@ -157,7 +173,7 @@ def test_what_rounding_leaves_of_a_merge_is_counted(settings) -> None:
     assert 0 < weights.rounding.share_changed < 0.05
 
 
-def test_dropout_is_for_gradients_alone(settings) -> None:
+def test_dropout_applies_only_in_passes_with_gradients(settings) -> None:
     lora = LoraSettings(replace(LORA.adapter, dropout=0.5))
     worker = worker_of(replace(settings, lora=lora, loss=LossSettings(loss_type="sft_loss"), gradient_checkpointing=True))
     train(worker)
@@ -179,13 +195,11 @@ def test_a_rank_that_no_matrix_has_is_refused(settings) -> None:
         worker_of(replace(settings, lora=LoraSettings(AdapterConfig(10**9, 8.0))))
 
 
-def test_experts_and_layers_of_their_names_are_not_adapted() -> None:
-    """PEFT would adapt the experts in place of shared experts and dense layers, under names that no weight sync knows."""
+def test_dense_layers_and_shared_experts_of_a_mixture_are_adapted_and_its_experts_are_not() -> None:
     model: Any = tiny.model("glm4_moe")
-    add_adapter(model, AdapterConfig(rank=2, alpha=4.0), seed=0)
-    assert {name.rpartition(".lora_")[0].rpartition(".")[2] for name in adapter_tensors(model)} == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    with pytest.raises(ConfigError, match="--lora-target-modules down_proj: in a model with experts PEFT takes this name"):
-        add_adapter(tiny.model("glm4_moe"), AdapterConfig(rank=2, alpha=4.0, target_modules=("down_proj",)), seed=0)
+    add_adapter(model, AdapterConfig(rank=2, alpha=4.0, target_modules=("down_proj",)), seed=0)
+    adapted = {name.removeprefix("base_model.model.model.layers.").rpartition(".lora_")[0] for name in adapter_tensors(model)}
+    assert adapted == {"0.mlp.down_proj", "1.mlp.shared_experts.down_proj"}
 
 
 async def test_two_ranks_train_as_one(settings) -> None:

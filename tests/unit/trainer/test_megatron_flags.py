@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fuligo.config.config import MegatronArguments
+from fuligo.config.placement import MegatronArguments
 from fuligo.config.schemas import schema
 from fuligo.trainer.megatron_backend import flags
 

@@ -167,7 +167,7 @@ def test_rollout_logprobs_stand_in_for_the_old_policy():
         objective(replace(inputs, engine_logprobs=None), LossSettings(old_from_engine=True))
 
 
-def test_the_importance_weight_multiplies_the_policy_gradient_alone_and_has_no_gradient():
+def test_the_importance_weight_multiplies_only_the_policy_gradient_and_has_no_gradient():
     step = Step(4)
     inputs = replace(step.inputs(range(12)), old_logprobs=None)
     loss_settings = LossSettings(entropy_coef=0.1, kl_loss=KlLoss(0.1, "k3"))

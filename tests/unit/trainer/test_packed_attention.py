@@ -12,7 +12,7 @@ from fuligo.models.attention import packed_attention
 H, HKV, D = 4, 2, 8
 
 
-def by_definition(query, key, value, cu_seqlens, *, scale, window):
+def by_definition(query, key, value, cu_seqlens, *, scale, window, sinks):
     outputs = []
     for start, end in pairwise(cu_seqlens):
         for t in range(start, end):
@@ -20,23 +20,31 @@ def by_definition(query, key, value, cu_seqlens, *, scale, window):
             heads = []
             for h in range(query.size(1)):
                 g = h * key.size(1) // query.size(1)
-                weights = (key[first : t + 1, g] @ query[t, h] * scale).softmax(0)
-                heads.append(weights @ value[first : t + 1, g])
+                scores = key[first : t + 1, g] @ query[t, h] * scale
+                with_sink = scores if sinks is None else torch.cat([sinks[h, None], scores])
+                heads.append(with_sink.softmax(0)[-len(scores) :] @ value[first : t + 1, g])
             outputs.append(torch.stack(heads))
     return torch.stack(outputs)
 
 
 @settings(max_examples=15, deadline=None)
-@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6), window=st.none() | st.integers(1, 10), seed=st.integers(0, 9))
-def test_every_token_sees_exactly_its_own_sequence_up_to_itself(lengths, window, seed):
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    window=st.none() | st.integers(1, 10),
+    seed=st.integers(0, 9),
+    has_sinks=st.booleans(),
+)
+def test_every_token_sees_exactly_its_own_sequence_up_to_itself(lengths, window, seed, has_sinks):
     gen = torch.Generator().manual_seed(seed)
     cu_seqlens = [0, *accumulate(lengths)]
     q, k, v = (torch.randn(cu_seqlens[-1], heads, D, generator=gen, dtype=torch.float64, requires_grad=True) for heads in (H, HKV, HKV))
-    got = packed_attention(q, k, v, cu_seqlens, scale=0.3, window=window)
-    want = by_definition(q, k, v, cu_seqlens, scale=0.3, window=window)
+    sinks = torch.randn(H, generator=gen, dtype=torch.float64, requires_grad=True) if has_sinks else None
+    got = packed_attention(q, k, v, cu_seqlens, scale=0.3, window=window, sinks=sinks)
+    want = by_definition(q, k, v, cu_seqlens, scale=0.3, window=window, sinks=sinks)
     torch.testing.assert_close(got, want)
     upstream = torch.randn(got.shape, generator=gen, dtype=torch.float64)
-    for mine, reference in zip(torch.autograd.grad(got, (q, k, v), upstream), torch.autograd.grad(want, (q, k, v), upstream)):
+    inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
+    for mine, reference in zip(torch.autograd.grad(got, inputs, upstream), torch.autograd.grad(want, inputs, upstream)):
         torch.testing.assert_close(mine, reference)
 
 
@@ -48,3 +56,13 @@ def test_equal_neighbours_share_one_kernel_call(lengths, monkeypatch):
     total = sum(lengths)
     packed_attention(torch.randn(total, H, D), torch.randn(total, HKV, D), torch.randn(total, HKV, D), [0, *accumulate(lengths)], scale=1.0)
     assert [shape[0] * shape[2] for shape in calls] == [lengths.count(length) * length for length in dict.fromkeys(lengths)]
+
+
+@pytest.mark.parametrize("value_dim", [D, 12])
+def test_sinks_without_a_kernel_are_those_of_the_kernel(value_dim):
+    """Values of another width than keys, and float32 on CUDA, have no kernel."""
+    gen = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(11, heads, width, generator=gen) for heads, width in ((H, D), (HKV, D), (HKV, value_dim)))
+    sinks = torch.randn(H, generator=gen)
+    given = {"scale": 0.3, "window": 4, "sinks": sinks}
+    torch.testing.assert_close(packed_attention(q, k, v, [0, 4, 11], **given), by_definition(q, k, v, [0, 4, 11], **given))

@@ -51,7 +51,7 @@ def test_micro_batches_are_about_as_long_as_each_other():
 
 
 @given(LENGTHS, st.integers(1, 300), st.integers(0, 5))
-def test_packing_is_a_function_of_the_lengths_alone(lengths, max_tokens, extra):
+def test_packing_is_a_function_of_the_lengths(lengths, max_tokens, extra):
     once = pack(lengths, Capacity(max_tokens + extra), balance_by=FLOPS)
     assert once == pack(list(lengths), Capacity(max_tokens + extra), balance_by=FLOPS)
 

@@ -1,4 +1,4 @@
-"""Profiles: written for the chosen rollouts and ranks alone, and readable."""
+"""Profiles: written only for the chosen rollouts and ranks, and readable."""
 
 import gzip
 import json

@@ -51,5 +51,5 @@ def test_join_trainer_keeps_variables_that_are_set(monkeypatch: pytest.MonkeyPat
     for name in settings.environment:
         monkeypatch.setenv(name, "mine")
     monkeypatch.setattr(world, "join_world", lambda *_, **__: None)
-    world.join_trainer(settings, 0, 1, HashStore())
+    world.join_trainer(settings, 0, 1, HashStore(), None)
     assert {os.environ[name] for name in settings.environment} == {"mine"}

@@ -1,12 +1,14 @@
 """Selection of a rollout's samples to train on, and what they share."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from fuligo.errors import RewardError, RolloutError
 from fuligo.rollout.judging import TOO_FEW_USABLE
 from fuligo.trainer.samples import SampleSettings, train_samples
-from fuligo.types import Sample, SampleGroup, SampleStatus
+from fuligo.types import Episode, PromptImage, Sample, SampleGroup, SampleStatus, Turn, TurnReward
 
 
 def sample(index, *, length=2, loss_mask=None, status=SampleStatus.COMPLETED, reward=1.0):
@@ -30,12 +32,14 @@ def group(*samples):
 
 
 def test_a_sample_carries_over_token_by_token():
-    (trained, _) = train_samples([group(sample(3, loss_mask=[1, 0, 1]), sample(4))], SampleSettings())
+    image = PromptImage("7.png", b"pixels", "digest", 1, 1, 1)
+    (trained, _) = train_samples([group(replace(sample(3, loss_mask=[1, 0, 1]), images=(image,)), sample(4))], SampleSettings())
     assert trained.tokens.tolist() == [5, 6, 7, 0, 1, 2]
     assert (trained.prompt_length, trained.response_length, trained.mask_sum) == (3, 3, 2)
     assert trained.loss_mask.tolist() == [1, 0, 1]
     assert trained.engine_logprobs.tolist() == [-0.5] * 3
     assert (trained.index, trained.group_index, trained.reward) == (3, 0, 1.0)
+    assert trained.images == (image,)
 
 
 @pytest.mark.parametrize(("loss_mask", "num_needed"), [([1, 0, 1], 5), ([1, 1, 0], 4), ([0, 0, 0], 0)])
@@ -50,6 +54,21 @@ def test_experts_are_needed_of_every_token_that_a_trained_one_sees(loss_mask, nu
         samples[1].routed_experts = None
         with pytest.raises(RolloutError, match=f"sample 1: .* its first {num_needed} tokens, but only those of 0 are known"):
             train_samples([group(*samples)], SampleSettings(needs_routing=True))
+
+
+def test_rewards_by_turn_belong_to_the_sample_that_holds_the_turn():
+    """The last sample of an episode has the turns of all; an agent that was rewarded as a whole has no rewards by turn."""
+    turns = [turn(0, 0, 2, 0.25), turn(1, 0, 1, 0.5), turn(1, 3, 2, 1.0)]
+    parts = [sample(0, length=2), replace(sample(0, length=5), episode=Episode([], [], turns))]
+    agent = replace(sample(1), episode=Episode([], [], [turn(0, 0, 2, None)]))
+    first, second, other = train_samples([group(*parts, agent)], SampleSettings())
+    assert first.turn_rewards == (TurnReward(2, 0.25),)
+    assert second.turn_rewards == (TurnReward(1, 0.5), TurnReward(5, 1.0))
+    assert other.turn_rewards is None
+
+
+def turn(number, first_token, num_tokens, reward):
+    return Turn(number, first_token, num_tokens, {"role": "assistant", "content": ""}, [], reward, [], 0.0, 0.0)
 
 
 def test_a_served_teacher_has_scored_every_sample():

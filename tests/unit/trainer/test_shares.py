@@ -15,8 +15,9 @@ from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.objective import LossSettings
 from fuligo.trainer.packing import Capacity, sequence_flops
 from fuligo.trainer.ranks.settings import LearningRateSchedule, OptimizerSettings, TrainerSettings
-from fuligo.trainer.shares import SampleScores, join_by_position, score_shares, step_shares
+from fuligo.trainer.shares import SampleScores, join_by_position, score_shares, skip_metrics, step_shares
 from fuligo.trainer.step import StepSamples
+from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 from fuligo.types import TrainBatch, TrainSample
 from tests import train_batches
 
@@ -62,7 +63,7 @@ def test_replicas_take_what_is_planned_for_all_and_together_every_sample(setting
     batch = train_batches.batch(samples(), num_steps=2)
     of_replicas = step_shares(batch, settings, balance_by)
     for step, positions in enumerate(batch.steps):
-        planned = settings.micro_batch_schedules([len(batch.samples[i].tokens) for i in positions], settings.capacity, balance_by)
+        planned = settings.micro_batch_schedules([batch.samples[i] for i in positions], settings.capacity, balance_by)
         shares = [of_replica[step] for of_replica in of_replicas]
         for schedule, share in zip(planned, shares, strict=True):
             meant = [[positions[i] for i in plan.samples] for plan in schedule.plans]
@@ -106,6 +107,29 @@ def test_counts_are_over_the_whole_step(per_token: bool) -> None:
             assert all(np.array_equal(own, weights[i]) for own, i in zip(share.weights, share.positions, strict=True))
 
 
+@EVERY_TRAINER
+def test_samples_without_advantage_are_in_no_share(settings: TrainerSettings) -> None:
+    batch = train_batches.batch(samples(), num_steps=3)
+    for position in [*batch.steps[0], *batch.steps[1][1:]]:
+        batch.samples[position].advantages[batch.samples[position].loss_mask != 0] = 0.0
+    whole = StepSamples.of(batch, 1, settings.loss)
+
+    of_replicas = step_shares(batch, replace(settings, skips_zero_advantages=True), None)
+    assert all([step is None for step in steps] == [True, False, False] for steps in of_replicas), "the first step is skipped"
+    shares = [steps[1].samples for steps in of_replicas]
+    assert {position for share in shares for position in share.positions} == {batch.steps[1][0]}
+    assert all(share.denominators == whole.denominators for share in shares), "samples that are left out still count"
+    assert all(share.num_tokens == len(batch.samples[batch.steps[1][0]].tokens) - 1 for share in shares)
+
+
+@EVERY_TRAINER
+def test_a_rollout_without_any_advantage_has_skipped_steps(settings: TrainerSettings) -> None:
+    batch = train_batches.batch([replace(sample, advantages=np.zeros(sample.response_length, np.float32)) for sample in samples()])
+    assert step_shares(batch, replace(settings, skips_zero_advantages=True), None) == [[None]] * settings.num_replicas
+    assert None not in step_shares(batch, settings, None)[0]
+    assert skip_metrics(batch) == {"train/num_skipped_steps": 1, "train/skipped_share": 1.0}
+
+
 def test_all_shares_together_are_little_more_than_one_batch() -> None:
     batch = train_batches.batch(train_batches.samples([(40, 400), (60, 200), (20, 600), (30, 300)] * 32), num_steps=2)
     settings = replace(COMMON, num_ranks=8, capacity=Capacity(max_tokens=1000))
@@ -126,3 +150,17 @@ def test_a_step_of_fewer_samples_than_replicas_gives_the_others_a_repetition_tha
     assert len(shares) == 4
     counts = sorted(plan.counts for (share,) in shares for plan in share.schedule.plans)
     assert counts == [False, False, True, True]
+
+
+def test_shared_prefixes_are_those_of_each_replicas_own_samples() -> None:
+    common = {field.name: getattr(COMMON, field.name) for field in fields(COMMON)}
+    settings = TorchTrainerSettings(**{**common, "num_ranks": 3, "capacity": Capacity(max_tokens=100), "shares_prefixes": True})
+    given = samples()
+    prompts = [given[3 * group].tokens[:1].repeat(20) for group in range(9)]
+    given = [replace(s, tokens=np.concatenate([prompts[i % 9], s.tokens]), prompt_length=20 + s.prompt_length) for i, s in enumerate(given)]
+    plans = [(share, plan) for (share,) in step_shares(train_batches.batch(given), settings, FLOPS) for plan in share.schedule.plans]
+    assert any(plan.shared for _, plan in plans)
+    for share, plan in plans:
+        own = [share.samples.samples[i].tokens for i in plan.samples]
+        for shared, before, tokens in zip(plan.shared[1:], own, own[1:]):
+            assert np.array_equal(before[:shared], tokens[:shared])

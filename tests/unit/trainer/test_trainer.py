@@ -13,6 +13,7 @@ from fuligo.trainer.packing import Capacity
 from fuligo.trainer.ranks.settings import LearningRateSchedule, OptimizerSettings, TrainedParameters
 from fuligo.trainer.ranks.trainer import LocalTrainer
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
+from fuligo.types import TrainSample
 from tests import tiny, train_batches
 
 LENGTHS = [(4, 9), (1, 3), (6, 9), (2, 4), (5, 14), (3, 9), (7, 6), (8, 2)]
@@ -71,6 +72,39 @@ async def test_one_optimizer_step_for_every_entry_of_the_batch(settings):
     assert result.metrics["train/num_micro_batches"] == 1
     assert result.num_tokens == sum(len(s.tokens) - 1 for s in samples)
     assert sorted(result.scores) == list(range(len(samples)))
+    await trainer.close()
+
+
+def without_advantages(samples: list[TrainSample], *, every: int) -> list[TrainSample]:
+    """Set the advantages of every second, third, ... sample to 0."""
+    return [replace(s, advantages=np.zeros_like(s.advantages)) if i % every == 0 else s for i, s in enumerate(samples)]
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+async def test_skipped_samples_would_have_changed_nothing(per_token: bool, settings):
+    samples = without_advantages(train_batches.samples(LENGTHS), every=2)
+    after: dict[bool, dict[str, torch.Tensor]] = {}
+    for skips in (False, True):
+        trainer = await loaded(replace(settings, skips_zero_advantages=skips, loss=LossSettings(per_token=per_token)))
+        result = await trainer.train(train_batches.batch(samples, num_steps=2))
+        assert sorted(result.scores) == ([1, 3, 5, 7] if skips else list(range(8)))
+        assert result.metrics.get("train/skipped_share") == (0.5 if skips else None)
+        after[skips] = weights(trainer)
+        await trainer.close()
+    for name, whole in after[False].items():
+        torch.testing.assert_close(after[True][name], whole, rtol=0, atol=2e-5)  # AdamW's first steps are lr * sign(gradient)
+
+
+async def test_a_step_without_advantages_leaves_weights_and_optimizer_as_they_are(settings):
+    trainer = await loaded(replace(settings, skips_zero_advantages=True))
+    samples = train_batches.samples(LENGTHS)
+    await trainer.train(train_batches.batch(samples))
+    before, progress = weights(trainer), replace(trainer.worker.progress)
+    result = await trainer.train(train_batches.batch(without_advantages(samples, every=1), num_steps=2))
+    assert result.metrics == {"train/num_skipped_steps": 2, "train/skipped_share": 1.0, "train/tokens_per_s": 0.0}
+    assert result.scores == {} and result.num_tokens == 0
+    assert trainer.worker.progress == replace(progress, num_rollouts=progress.num_rollouts + 1, num_optimizer_steps=3), "for the schedule"
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(trainer).items())
     await trainer.close()
 
 
@@ -144,6 +178,17 @@ async def test_norms_and_biases_do_not_decay(settings):
     await trainer.close()
 
 
+async def test_biases_of_experts_and_sinks_do_not_decay(settings, tmp_path):
+    """gpt-oss holds the biases of all experts of a layer as one matrix."""
+    decay = OptimizerSettings(LearningRateSchedule(peak=0.1), weight_decay=0.5)
+    trainer = await loaded(replace(settings, optimizer=decay, initial_weights=tiny.save_checkpoint(tmp_path, "gpt_oss")))
+    names = {parameter: name for name, parameter in trainer.worker.policy.model.named_parameters()}
+    groups = trainer.worker.optimizer.param_groups
+    decayed = {names[p].rpartition(".")[2] for group in groups for p in group["params"] if group["weight_decay"]}
+    assert decayed == {"weight", "gate_up_proj", "down_proj"}
+    await trainer.close()
+
+
 async def test_gradient_is_clipped_to_the_given_norm(settings):
     """AdamW hides the scale of the gradient; its first moment after one step is (1 - beta1) times the clipped gradient."""
     settings = replace(settings, optimizer=OptimizerSettings(LearningRateSchedule(peak=1e-3), clip_grad=0.01))
@@ -209,7 +254,6 @@ async def test_the_event_loop_stays_free_while_a_step_computes(settings):
     [
         ("gemma2", {"head_dim": 16}, "logit soft-capping"),
         ("granite", {"logits_scaling": 8.0}, "differ by .* from the model's own forward pass"),
-        ("gpt_oss", {"head_dim": 16, "num_local_experts": 2}, "attention sinks"),
         (
             "olmo_hybrid",
             {

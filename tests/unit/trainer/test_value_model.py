@@ -90,7 +90,7 @@ def test_the_first_values_are_zero(settings):
 
 @pytest.mark.parametrize("capacity", [Capacity(max_samples=1), Capacity(max_tokens=30), Capacity()])
 def test_values_are_the_heads_product_with_the_models_own_hidden_states(settings, values_checkpoint, capacity):
-    """transformers' own forward pass of each sample alone; the value of a token is that of the state before it."""
+    """transformers' own forward pass of each sample by itself; the value of a token is that of the state before it."""
     worker, samples = worker_of(replace(begun_with(settings, values_checkpoint), score_capacity=capacity)), train_batches.samples(LENGTHS)
     model = AutoModelForCausalLM.from_pretrained(values_checkpoint, ignore_mismatched_sizes=True)
     (head,) = load_file(values_checkpoint / "model.safetensors")["lm_head.weight"]
@@ -161,7 +161,7 @@ def test_the_value_model_learns_the_returns(settings):
     assert losses[-1] < 0.2 * losses[0]
 
 
-def test_at_first_the_value_model_alone_learns_then_both(settings):
+def test_at_first_only_the_value_model_learns_then_both(settings):
     worker = worker_of(replace(settings, critic=replace(settings.critic, num_only_rollouts=2)))
     policy, values = worker.policy.model, critic_of(worker).value_model.model
     for seed in range(2):

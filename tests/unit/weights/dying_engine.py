@@ -170,6 +170,9 @@ class _Engine:
         self.held.paused = False
         self.held.served_unpaused.append(self.held.version)
 
+    def on_flush_cache(self, body: dict[str, Any]) -> None:
+        assert self.held.paused, "it would wait for the end of requests in flight"
+
     def on_release_memory_occupation(self, body: dict[str, Any]) -> None:
         assert self.held.paused and not set(body["tags"]) & set(self.held.released)
         self.held.released += body["tags"]

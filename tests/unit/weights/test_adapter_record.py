@@ -27,14 +27,23 @@ def test_versions_after_the_checkpoint_are_replaced(tmp_path: Path) -> None:
 
 
 def test_a_resume_with_another_adapter_is_refused(tmp_path: Path) -> None:
-    AdapterRecord(tmp_path / "adapters.jsonl", continues=False).add(3, FIRST)
+    before = AdapterRecord(tmp_path / "adapters.jsonl", continues=False)
+    before.add(2, SECOND)
+    before.add(3, FIRST)
     resumed = AdapterRecord(tmp_path / "adapters.jsonl", continues=True)
     with pytest.raises(WeightSyncError, match=r"cannot resume: .* has adapter aaaa\w+ as policy version 3, and the checkpoint has bbbb"):
         resumed.check(3, SECOND)
     resumed.check(3, SECOND._replace(num_bytes=32))  # another data type
 
 
-def test_a_run_that_begins_anew_is_not_held_to_an_attempt_that_failed_before_its_first_step(tmp_path: Path) -> None:
+def test_another_checkpoint_of_the_same_version_is_taken_before_the_first_step(tmp_path: Path) -> None:
+    file = tmp_path / "adapters.jsonl"
+    AdapterRecord(file, continues=True).check(3, FIRST)
+    AdapterRecord(file, continues=True).check(3, SECOND)
+    assert [line["adapter"]["checksum"] for line in read_json_lines(file)] == [SECOND.checksum]
+
+
+def test_a_run_that_starts_over_ignores_an_attempt_that_failed_before_its_first_step(tmp_path: Path) -> None:
     file = tmp_path / "adapters.jsonl"
     AdapterRecord(file, continues=False).check(0, FIRST)
     AdapterRecord(file, continues=False).check(0, SECOND)  # another seed, say

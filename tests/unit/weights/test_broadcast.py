@@ -31,7 +31,7 @@ class RefusingEngine:
         self._loop = asyncio.new_event_loop()
         ready = threading.Event()
         threading.Thread(target=self._serve, args=(ready,), daemon=True).start()
-        assert ready.wait(10)
+        assert ready.wait(60)
 
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -99,12 +99,14 @@ async def scheduler_answers(server: DyingServer) -> bool:
         await client.close()
 
 
-async def test_who_waits_for_others_to_join_hears_that_nobody_comes(receiver: DyingServer, engine: RefusingEngine) -> None:
+async def test_an_engine_that_waits_for_others_to_join_gets_an_error_when_the_sender_fails(
+    receiver: DyingServer, engine: RefusingEngine
+) -> None:
     """The engine accepts other calls while the failed one is still examined and holds the group."""
     engine.may_answer.clear()
     engines = [EngineAddress(receiver.url), EngineAddress(engine.url)]
     joining = asyncio.create_task(asyncio.to_thread(BroadcastGroup, engines, "gloo", "127.0.0.1"))
-    while not (await Held.of(receiver.url)).joining:  # noqa: ASYNC110  # nothing tells but asking
+    while not (await Held.of(receiver.url)).joining:  # noqa: ASYNC110  # there is no event to wait for
         await asyncio.sleep(0.02)
     engine.may_answer.set()
     with pytest.raises(EngineError, match="no /init_weights_update_group here") as failed:

@@ -51,7 +51,7 @@ class Engine:
         self.loop = asyncio.new_event_loop()
         ready = threading.Event()
         threading.Thread(target=self._serve, args=(ready,), daemon=True).start()
-        assert ready.wait(10)
+        assert ready.wait(60)
 
     async def take(self, request: web.Request) -> web.Response:
         if self.refuses:
@@ -115,7 +115,7 @@ def test_an_engine_of_two_ranks_and_one_of_its_own(make_engine: Any, send: Calla
     assert apart.buckets == [(bucket([0.0], "rank"), None), (bucket([0.0], "same"), "7@1")]
 
 
-def test_every_rank_hears_of_an_engine_that_refuses(make_engine: Any, send: Callable[..., list[str]]) -> None:
+def test_every_rank_gets_the_error_of_an_engine_that_refuses(make_engine: Any, send: Callable[..., list[str]]) -> None:
     """A refusal reaches every rank, including rank 0, which reports to the driver; the other engine still gets its weights, and no rank
     waits."""
     good, refusing = make_engine(), make_engine(refuses=True)

@@ -45,7 +45,7 @@ def test_other_engines_than_before_get_all_weights(engines: tuple[EngineAddress,
     assert sent(sender, WEIGHTS, replace(target, engines=engines)) == {"a", "b", "c"}
 
 
-def test_after_a_send_that_failed_nobody_knows_what_the_engines_have(target: WeightTarget):
+def test_a_failed_send_makes_the_next_one_complete(target: WeightTarget):
     sender = WeightSender()
     sent(sender, WEIGHTS, target)
 
@@ -58,7 +58,7 @@ def test_after_a_send_that_failed_nobody_knows_what_the_engines_have(target: Wei
     assert sent(sender, WEIGHTS | {"a": torch.ones(4)}, target) == {"a", "b", "c"}
 
 
-def test_after_a_send_that_an_engine_did_not_take_nobody_knows_what_the_engines_have(target: WeightTarget):
+def test_a_send_that_an_engine_refused_makes_the_next_one_complete(target: WeightTarget):
     target = replace(target, engines=(EngineAddress("http://127.0.0.1:9"),))
     sender = WeightSender()
     sent(sender, WEIGHTS, target)
@@ -87,7 +87,7 @@ def test_after_a_send_that_an_engine_did_not_take_its_weights_are_freed_at_once(
 
 
 def test_an_engine_that_nothing_leads_to_took_nothing(target: WeightTarget):
-    """Fail as if the machine were lost together with its network."""
+    """Let the send fail as if the machine were lost together with its network."""
     target = replace(target, transport="gloo", engines=(EngineAddress("http://255.255.255.255:30000"),))
     undelivered = WeightSender().send(iter(WEIGHTS.items()), target)
     assert isinstance(undelivered, Undelivered)

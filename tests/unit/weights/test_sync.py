@@ -96,7 +96,7 @@ class World:
 
     async def held(self) -> list[Held]:
         """Check the weights of every engine once none is restarting."""
-        while len(self.fleet.group.clients) < len(self.fleet.servers):  # noqa: ASYNC110  # nothing tells but asking
+        while len(self.fleet.group.clients) < len(self.fleet.servers):  # noqa: ASYNC110  # there is no event to wait for
             await asyncio.sleep(0.02)
         return [await Held.of(server.url) for server in self.fleet.servers]
 
@@ -197,7 +197,7 @@ async def test_an_engine_that_dies_comes_back_and_all_have_the_weights(open_worl
 
 
 async def test_death_while_engines_join(open_world: Open) -> None:
-    """Neither the peers that wait for it nor a gathering rank wait any longer."""
+    """Peers that wait for it, and ranks that gather, stop waiting."""
     async with open_world("gloo", {1: Fault("/init_weights_update_group", "dies")}) as world:
         world.trainer.set(a=1.0)
         assert await world.weight_sync.sync() == 1
@@ -244,7 +244,7 @@ async def test_where_all_die_the_sync_waits_for_one_that_comes_back(open_world: 
 
 
 @pytest.mark.parametrize("transport", ["tensor", "gloo"])
-async def test_who_came_back_and_refuses_is_not_lost(open_world: Open, transport: Transport) -> None:
+async def test_a_restarted_engine_that_refuses_is_not_lost(open_world: Open, transport: Transport) -> None:
     async with open_world(transport, {0: Fault(CALL[transport], "dies")}, num_engines=1) as world:
         plan(world.fleet.servers[0].settings, Fault(CALL[transport], "refuses"))
         with pytest.raises(EngineError, match="no room"):
@@ -261,7 +261,7 @@ async def test_a_restarted_engine_that_dies_again_on_the_way_to_its_weights(open
 
 
 @pytest.mark.parametrize("transport", ["tensor", "gloo"])
-async def test_changes_alone_go_to_those_that_have_the_rest(open_world: Open, transport: Transport) -> None:
+async def test_only_changes_go_to_engines_that_have_the_rest(open_world: Open, transport: Transport) -> None:
     """After a failed weight sync the engines' weights are unknown."""
     async with open_world(transport, {0: Fault(CALL[transport], "dies", 4)}, changes_only=True) as world:
         world.trainer.set(a=1.0, b=2.0, c=3.0)
@@ -300,7 +300,7 @@ async def test_a_restarted_engine_waits_for_the_next_trainer_if_this_one_has_fai
 
         world.trainer._run = fail
         first.kill()
-        while not world.fleet.group.joining:  # noqa: ASYNC110  # nothing tells but asking
+        while not world.fleet.group.joining:  # noqa: ASYNC110  # there is no event to wait for
             await asyncio.sleep(0.02)
         await asyncio.sleep(0.1)
 

@@ -94,7 +94,7 @@ class World:
         self.group.joining.append(self.restarted)
 
 
-async def test_all_pause_before_the_first_byte_and_go_on_after_the_last() -> None:
+async def test_all_pause_before_the_first_byte_and_resume_after_the_last() -> None:
     world = World()
     assert await world.weight_sync.sync() == 1
     assert sorted(world.told[:2]) == ["pause http://a", "pause http://b"]
@@ -102,7 +102,7 @@ async def test_all_pause_before_the_first_byte_and_go_on_after_the_last() -> Non
     assert sorted(world.told[4:]) == ["resume http://a", "resume http://b"]
 
 
-async def test_no_engine_goes_on_where_one_has_another_version() -> None:
+async def test_no_engine_resumes_if_one_has_another_version() -> None:
     world = World()
     world.b.hears = False
     with pytest.raises(WeightSyncError, match="engine http://b reports weight version 0 after version 1 was sent"):
@@ -123,7 +123,7 @@ async def test_a_sync_waits_for_a_restarted_engine_that_is_being_renewed() -> No
     assert world.told[7:9] == ["begin 2", "end 2"]
 
 
-async def test_a_restarted_engine_gets_the_weights_of_the_version_alone() -> None:
+async def test_a_restarted_engine_gets_only_the_weights_of_the_version() -> None:
     world = World()
     await world.weight_sync.sync()
     world.restart()

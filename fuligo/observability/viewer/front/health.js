@@ -26,15 +26,21 @@ class Health {
     const health = await ask("health", { run: run.name });
     await updateCurves(run, ["perf/step_s", ...health.watched]);
     if (currentView !== this) return;
-    const ongoing = health.alarms.filter((alarm) => alarm.ongoing).length;
+    // The badge of the tab counts alarms without notes, and so does the heading.
+    const isNote = (alarm) => alarm.severity === "note";
+    const ongoing = health.alarms.filter((alarm) => alarm.ongoing);
+    const told = [
+      [ongoing.filter((alarm) => !isNote(alarm)).length, "ongoing alarm"],
+      [ongoing.filter(isNote).length, "note"],
+    ].filter(([number]) => number);
     this.alarms.replaceChildren(
       element(
         "h1",
         {},
         run.num_rows === 0
           ? "No step is complete yet"
-          : ongoing
-            ? `${count(ongoing, "ongoing alarm")}`
+          : told.length
+            ? told.map(([number, noun]) => count(number, noun)).join(", ")
             : health.alarms.length
               ? "No ongoing alarms"
               : "No alarms",

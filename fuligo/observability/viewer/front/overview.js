@@ -190,17 +190,7 @@ class Overview {
     return element(
       "table",
       {},
-      element(
-        "thead",
-        {},
-        element(
-          "tr",
-          {},
-          ["Run", "State", "Steps", "Reward", "Per step", "Left"].map((title, at) =>
-            element("th", { scope: "col", class: at > 1 ? "number" : "" }, title),
-          ),
-        ),
-      ),
+      tableHead(["Run", "State", "Steps", "Reward", "Per step", "Left"], (at) => at > 1),
       element(
         "tbody",
         {},

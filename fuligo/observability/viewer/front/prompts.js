@@ -68,14 +68,14 @@ class Prompts {
     const answer = await ask("prompts", question);
     if (currentView !== this) return;
     const read = answer.indexed[0] < answer.indexed[1] ? ` · ${answer.indexed[0]} of ${answer.indexed[1]} steps read` : "";
-    this.found.textContent = answer.total
-      ? `${count(answer.total, "prompt")}, a response passes with a reward of at least 1${read}`
-      : `No judged samples recorded.${read}`;
-    this.body.replaceChildren(...(answer.total ? [this.table(answer.rows)] : []));
+    // With a shaped reward, such as one less a penalty of length, right answers may stay below 1: a pass rate of 0% would mislead.
+    const rule = answer.any_passes ? "a response passes with a reward of at least 1" : "no pass rates, as no response has a reward of at least 1";
+    this.found.textContent = answer.total ? `${count(answer.total, "prompt")}, ${rule}${read}` : `No judged samples recorded.${read}`;
+    this.body.replaceChildren(...(answer.total ? [this.table(answer.rows, answer.any_passes)] : []));
     this.more.hidden = answer.rows.length >= answer.total || this.size >= 200;
   }
 
-  table(rows) {
+  table(rows, anyPasses) {
     return element(
       "table",
       { class: "prompts" },
@@ -93,7 +93,7 @@ class Prompts {
       element(
         "tbody",
         {},
-        rows.map((row) => this.row(row)),
+        rows.map((row) => this.row(row, anyPasses)),
       ),
     );
   }
@@ -109,7 +109,7 @@ class Prompts {
     return element("th", attributes, element("button", { type: "button", onclick: () => go({ order: next }) }, title + mark));
   }
 
-  row(row) {
+  row(row, anyPasses) {
     const target = { prompt: row.prompt_key, of: this.of === "eval" ? "eval" : null };
     return element(
       "tr",
@@ -119,7 +119,7 @@ class Prompts {
         {},
         element("button", { type: "button", class: "prompt", onclick: () => go(target, { view: "samples" }) }, row.text || "(not recorded)"),
       ),
-      element("td", { class: "number" }, share(row.pass_rate)),
+      element("td", { class: "number" }, anyPasses ? share(row.pass_rate) : "–"),
       element("td", { class: "number wide" }, figure(row.mean, 3)),
       element("td", { class: "number" }, row.num_steps > 1 ? `${figure(row.first, 3)} → ${figure(row.last, 3)}` : figure(row.last, 3)),
       element("td", { class: "number wide" }, row.num_samples),

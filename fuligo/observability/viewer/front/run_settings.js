@@ -44,16 +44,7 @@ function settingsTable(heads, rows) {
     element(
       "table",
       { class: "settings" },
-      element(
-        "thead",
-        {},
-        element(
-          "tr",
-          {},
-          element("th", { scope: "col" }, "Setting"),
-          heads.map((head) => element("th", { scope: "col" }, head)),
-        ),
-      ),
+      tableHead(["Setting", ...heads]),
       element(
         "tbody",
         {},

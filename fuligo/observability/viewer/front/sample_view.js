@@ -60,6 +60,7 @@ class SampleView {
     const facts = [
       ["reward", rewardPill(sample.reward)],
       ["label", sample.label === null ? null : sample.label],
+      ["images", sample.images?.length ? sample.images.join(", ") : null],
       this.of() === "eval" ? ["after", count(sample.step, "rollout")] : ["step", sample.step],
       ["data set", sample.dataset],
       ["engine", enginesOf(sample)],

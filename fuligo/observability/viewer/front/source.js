@@ -51,7 +51,8 @@ const FROM_REPORT = {
     const key = order.replace(/^-/, "");
     const sign = order.startsWith("-") ? -1 : 1;
     const rows = [...embedded.prompts[run][of]].sort((a, b) => sign * (a[key] - b[key]) || (key === "pass_rate" ? sign * (a.mean - b.mean) : 0));
-    return { total: rows.length, offset, rows: rows.slice(offset, offset + limit), indexed: [1, 1] };
+    const any_passes = rows.some((row) => row.pass_rate > 0);
+    return { total: rows.length, any_passes, offset, rows: rows.slice(offset, offset + limit), indexed: [1, 1] };
   },
   others: ({ run, of, prompt, step }) => ({
     runs: embedded.runs

@@ -110,19 +110,7 @@ class Time {
         "table",
         { class: "causes" },
         element("caption", {}, "Every instant has one cause, the first that applies of sync, train, score, save, eval, record, rollout"),
-        element(
-          "thead",
-          {},
-          element(
-            "tr",
-            {},
-            element("th", { scope: "col" }, "Cause"),
-            element("th", { scope: "col", class: "number" }, "Time"),
-            element("th", { scope: "col", class: "number" }, "Share"),
-            element("th", { scope: "col" }),
-            element("th", { scope: "col" }, "Meaning"),
-          ),
-        ),
+        tableHead(["Cause", "Time", "Share", "", "Meaning"], (at) => at === 1 || at === 2),
         element(
           "tbody",
           {},
@@ -172,17 +160,7 @@ class Time {
         element(
           "table",
           {},
-          element(
-            "thead",
-            {},
-            element(
-              "tr",
-              {},
-              ["Sample", "Tokens", "Duration", "Earlier by", "Ended", ""].map((title, at) =>
-                element("th", { scope: "col", class: at > 0 && at < 4 ? "number" : "" }, title),
-              ),
-            ),
-          ),
+          tableHead(["Sample", "Tokens", "Duration", "Earlier by", "Ended", ""], (at) => at > 0 && at < 4),
           element(
             "tbody",
             {},

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fuligo.models.adapter_names import ExpertsFactor
 from fuligo.models.names import ModelNames, Weight, with_expert
-from fuligo.trainer.megatron_backend.weights.forms import join_shards
+from fuligo.trainer.megatron_backend.weights.forms import join_experts, join_shards
 from fuligo.trainer.megatron_backend.weights.local import RankGroups, misfits, rank_groups, tensors_of, unwrapped
 
 Shapes = dict[str, tuple[int, ...]]
@@ -37,8 +38,8 @@ def named_weights(
     Beside what the caller keeps, at most two batches of `gather_bytes` exist (or one larger tensor, twice).
 
     Args:
-        names: of the model, or of its adapter.
-        dtype: of the tensors, except those that are always float32 (the bias of a router's scores).
+        names: names of the model's weights, or of its adapter's.
+        dtype: dtype of the tensors, except those that are always float32 (the bias of a router's scores).
         local: this rank's parts by canonical name, each read once; None: those of the stages.
     """
     groups, local = rank_groups(), tensors_of(chunks, names) if local is None else local
@@ -49,7 +50,10 @@ def named_weights(
     exchange = _Exchange(local, groups, next(unwrapped(chunks[0]).parameters()).device)
     for batch in _batches(_items(stages, names, groups, dtype), gather_bytes):
         for item, shards in zip(batch, exchange.gather(batch), strict=True):
-            yield from join_shards(item.weight, shards, names.architecture)
+            if isinstance(item.weight, ExpertsFactor):
+                yield from join_experts(item.weight, shards, groups.expert_tensor.size())
+            else:
+                yield from join_shards(item.weight, shards, names.architecture)
 
 
 @dataclass(slots=True, frozen=True)
@@ -60,6 +64,8 @@ class _Owners:
     """The first pipeline rank."""
     expert_rank: int | None
     """The expert-parallel rank; None: all."""
+    has_all_experts: bool = False
+    """The ranks that together have all experts share it."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -84,7 +90,8 @@ def _items(stages: list[Shapes], names: ModelNames, groups: RankGroups, dtype: t
     per_rank = 0 if experts is None else experts.num_experts // groups.expert.size()
     num_mtp_layers = len({name.split(".")[2] for stage in stages for name in stage if name.startswith("mtp.layers.")})
     for weight in names.weights(num_mtp_layers):
-        name, expert_rank, group = weight.megatron, None, groups.tensor
+        has_all_experts = isinstance(weight, ExpertsFactor)
+        name, expert_rank, group = weight.megatron, None, groups.experts if has_all_experts else groups.tensor
         if weight.expert is not None:
             # `stages` knows of this rank's experts; those in the same place on other ranks have the same stage and shape.
             expert_rank, place = divmod(weight.expert, per_rank)
@@ -93,7 +100,7 @@ def _items(stages: list[Shapes], names: ModelNames, groups: RankGroups, dtype: t
         assert stage is not None, f"no pipeline stage has {name}"
         shape = stages[stage][name]
         num_shards = group.size() if weight.is_vocabulary or shape != weight.shape else 1
-        yield _Item(weight, shape, torch.float32 if weight.is_float32 else dtype, num_shards, _Owners(stage, expert_rank))
+        yield _Item(weight, shape, torch.float32 if weight.is_float32 else dtype, num_shards, _Owners(stage, expert_rank, has_all_experts))
 
 
 def _batches(items: Iterator[_Item], gather_bytes: int) -> Iterator[list[_Item]]:
@@ -146,7 +153,7 @@ class _Exchange:
             else:
                 own = torch.empty_like(shards[0])
                 self._pack(items, buffer, own)
-                dist.all_gather_into_tensor(shards.view(-1), own, group=groups.tensor)
+                dist.all_gather_into_tensor(shards.view(-1), own, group=groups.experts if owners.has_all_experts else groups.tensor)
         if groups.pipeline.size() > 1:
             dist.broadcast(shards, group=groups.pipeline, group_src=owners.stage)
 

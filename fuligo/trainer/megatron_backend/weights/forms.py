@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from fuligo.models.adapter_names import ExpertsFactor
 from fuligo.models.architecture import Architecture, GroupedAttention
 from fuligo.models.names import Form, Weight
 from fuligo.trainer.megatron_backend.weights.stored import StoredPart
@@ -49,6 +50,35 @@ def join_shards(weight: Weight, shards: Sequence[Tensor], architecture: Architec
         case Form.QKV:
             tensors = _split_qkv(shards, _group_sizes(architecture))
     yield from zip(weight.checkpoint, tensors, strict=True)
+
+
+def experts_from_peft(factor: ExpertsFactor, tensor: Tensor) -> Tensor:
+    """Return A or B of all experts, one expert's rows after another's, from the tensor of a PEFT file."""
+    if factor.factor == "A":
+        return tensor
+    return tensor.unflatten(1, (-1, factor.num_experts)).permute(2, 0, 1).flatten(0, 1)
+
+
+def join_experts(factor: ExpertsFactor, shards: Sequence[Tensor], num_sharing: int) -> Iterator[tuple[str, Tensor]]:
+    """Return the tensor of a PEFT file from the parts of all ranks that together have all experts (one if every rank has the whole).
+
+    Args:
+        num_sharing: ranks that share each expert; their parts are next to each other.
+    """
+    num_sharing = min(num_sharing, len(shards))
+    num_local = factor.num_experts * num_sharing // len(shards)
+    stacked = [shard.unflatten(0, (num_local, -1)) for shard in shards]
+    ranks = [stacked[first : first + num_sharing] for first in range(0, len(shards), num_sharing)]
+    if factor.axis is None:
+        joined = [copies[0] for copies in ranks]
+    elif factor.form is Form.GATE_UP:
+        halves = [[part.chunk(2, dim=1) for part in parts] for parts in ranks]
+        joined = [torch.cat([gate for gate, _ in parts] + [up for _, up in parts], dim=1) for parts in halves]
+    else:
+        joined = [_cat(parts, factor.axis + 1) for parts in ranks]
+    experts = _cat(joined)
+    tensor = experts.flatten(0, 1) if factor.factor == "A" else experts.permute(1, 2, 0).flatten(1)
+    yield factor.checkpoint[0], tensor
 
 
 def _cat(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:

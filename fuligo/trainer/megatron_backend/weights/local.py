@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -62,7 +63,7 @@ def canonical_name(name: str, *, first_layer: int = 0, first_expert: int = 0) ->
     """Return the name, in a whole model of local layers, of a weight that the rank's stage calls `name`.
 
     Args:
-        name: in the stage's model, of local or of TransformerEngine's layers.
+        name: name in the stage's model, of local or TransformerEngine's layers.
         first_layer: the number of the stage's first layer, counted from 0 over all stages.
         first_expert: the number of the rank's first expert.
     """
@@ -99,6 +100,21 @@ def linear_layers(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]
                 yield canonical(f"{name}.weight"), module
 
 
+def expert_layers(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Any]]:
+    """Yield this rank's layers of routed experts by canonical name."""
+    for chunk in map(unwrapped, chunks):
+        canonical = _canonical(chunk)
+        for name, module in chunk.named_modules():
+            if isinstance(module, MoELayer):
+                yield canonical(f"{name}.experts"), module.experts
+
+
+def first_local_expert(num_experts: int) -> int:
+    """Return the number of this rank's first expert."""
+    expert_ranks = rank_groups().expert
+    return num_experts // expert_ranks.size() * expert_ranks.rank()
+
+
 def _local_tensors(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
     for chunk in map(unwrapped, chunks):
         canonical = _canonical(chunk)
@@ -109,10 +125,8 @@ def _local_tensors(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
 
 def _canonical(chunk: Any) -> Callable[[str], str]:
     """Return the function that gives names in a stage their canonical form."""
-    expert_ranks = rank_groups().expert
     first_layer = chunk.decoder.layers[0].layer_number - 1 if len(chunk.decoder.layers) else 0
-    first_expert = (chunk.config.num_moe_experts or 0) // expert_ranks.size() * expert_ranks.rank()
-    return partial(canonical_name, first_layer=first_layer, first_expert=first_expert)
+    return partial(canonical_name, first_layer=first_layer, first_expert=first_local_expert(chunk.config.num_moe_experts or 0))
 
 
 def misfits(local: Mapping[str, Tensor], names: ModelNames) -> list[str]:

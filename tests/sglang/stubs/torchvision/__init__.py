@@ -1,6 +1,6 @@
 """Stands in for torchvision where torch is a CPU build, beside which the registry's torchvision does not load.
 
-SGLang imports it for image models only; text models use nothing of it.
+SGLang imports it for image models only; text models use none of it.
 """
 
 from torchvision import io as io

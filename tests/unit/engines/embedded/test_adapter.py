@@ -1,4 +1,4 @@
-"""The embedded engine with a LoRA adapter: PEFT's logits, and syncs of the adapter alone."""
+"""The embedded engine with a LoRA adapter: PEFT's logits, and syncs of only the adapter."""
 
 from pathlib import Path
 
@@ -52,7 +52,7 @@ def test_logits_are_those_of_peft(base, adapter) -> None:
     torch.testing.assert_close(logits(served(base, AdapterSource(directory=adapter))), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_sync_of_the_adapter_alone_is_complete(base, adapter) -> None:
+def test_a_sync_of_only_the_adapter_is_complete(base, adapter) -> None:
     shape, tensors = AdapterConfig.read(adapter), read_adapter_weights(adapter)
     model = served(base, AdapterSource(shape=shape))
     torch.testing.assert_close(logits(model), logits(served(base, None)))  # no effect before the first sync

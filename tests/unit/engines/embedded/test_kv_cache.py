@@ -2,12 +2,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fuligo.engines.embedded.kv_cache import SMALLEST_CLASS, CacheShape, KVCache, length_class
+from fuligo.engines.embedded.kv_cache import SMALLEST_CLASS, CacheShape, KVCache, LayerShape, length_class
 from fuligo.engines.embedded.recurrent_state import RecurrentShape
 from fuligo.engines.embedded.request import Request
 from fuligo.engines.generation import SamplingParams
 
-SHAPE = CacheShape(layers=(0, 1), num_heads=1, key_dim=2, value_dim=3)
+SHAPE = CacheShape((0, 1), (LayerShape(num_heads=1, key_dim=2, value_dim=3),) * 2)
 
 
 def request(num_tokens: int, max_new_tokens: int = 100, first_token: int = 0) -> Request:
@@ -82,10 +82,10 @@ def test_a_prompt_is_copied_but_for_its_last_token() -> None:
     copies = [request(10), request(10)]
     for owner in (donor, *copies):
         cache.add(owner)
-    cache.pool_of(donor).store[:, donor.row] = torch.arange(64.0)[None, :, None, None]
+    cache.pool_of(donor).store[:, donor.row] = torch.arange(64.0)[None, :, None]
     cache.copy_prompt(donor, copies)
     for copy in copies:
-        assert torch.equal(held(cache, copy)[0, :, 0, 0], torch.arange(9.0))
+        assert torch.equal(held(cache, copy)[0, :, 0], torch.arange(9.0))
         assert copy.cached_tokens == 9
 
 
@@ -111,7 +111,7 @@ def test_values_that_are_not_finite_do_not_stay_in_rows_used_again() -> None:
 def test_states_stay_with_their_requests() -> None:
     """Rows move when others leave, and when they outgrow their pool."""
     shape = RecurrentShape(layers=(1,), num_channels=2, num_inputs=3, num_heads=1, key_dim=2, value_dim=2)
-    cache = KVCache(CacheShape((0,), 1, 2, 2, shape), 10**6, torch.float32, torch.device("cpu"))
+    cache = KVCache(CacheShape((0,), (LayerShape(1, 2, 2),), shape), 10**6, torch.float32, torch.device("cpu"))
     requests = [request(30) for _ in range(4)]
     for number, each in enumerate(requests, 1):
         cache.add(each)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fuligo.engines.embedded.kv_cache import LayerShape
 from fuligo.engines.embedded.model import EngineModel
 from fuligo.errors import ConfigError, EngineError, FuligoError
 from fuligo.formats.hugging_face import read_config_json
@@ -24,7 +25,7 @@ def test_what_the_engine_knows_of_a_model(engine_model: EngineModel) -> None:
     assert engine_model.end_ids == {tiny.EOS_ID}
     assert (engine_model.vocab_size, engine_model.context_length) == (400, 1024)
     shape = engine_model.cache_shape
-    assert (shape.num_layers, shape.num_heads, shape.key_dim, shape.value_dim) == (2, 2, 16, 16)
+    assert shape.shapes == (LayerShape(num_heads=2, key_dim=16, value_dim=16),) * 2
 
 
 def test_a_directory_that_holds_no_model_is_an_error_of_the_user(tmp_path: Path) -> None:
@@ -48,8 +49,8 @@ def test_a_directory_that_holds_no_model_is_an_error_of_the_user(tmp_path: Path)
     ("family", "overrides", "cause"),
     [
         ("gemma2", {"attn_logit_softcapping": 5.0, "head_dim": 16}, "soft-capped"),
-        ("gpt_oss", {"num_local_experts": 2, "head_dim": 16}, "attention sinks"),
         ("glm_moe_dsa", {"index_topk": 64}, "deepseek_sparse_attention"),  # dense below 64 tokens
+        ("deepseek_v32", {"index_topk": 64}, "deepseek_sparse_attention"),
         ("glm_moe_dsa", {"index_topk": 64, "layer_types": ["full_attention"] * 2}, "keys selected by an indexer"),
         ("bloom", {"n_head": 4}, "does not support|cannot serve"),
         ("mamba", {}, "does not support|cannot serve"),

@@ -79,7 +79,7 @@ def test_a_text_stream_is_a_prefix_of_the_text_at_every_token(tokenizer: PreTrai
     assert read == whole or whole.endswith("\ufffd")
 
 
-def test_a_text_stream_decodes_new_tokens_alone(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_text_stream_decodes_only_new_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
     class Counting:
         num_decoded = 0
 
@@ -129,7 +129,7 @@ async def test_bad_requests_are_named(http: httpx.AsyncClient, changed: dict[str
     assert problem in response.json()["error"]["message"]
 
 
-def test_the_key_for_requests_opens_completions_alone() -> None:
+def test_the_key_for_requests_opens_only_completions() -> None:
     keys = EngineKeys("requests", "control")
     for path in ("/v1/chat/completions", "/v1/completions", "/generate"):
         assert keys.admits("POST", path, "Bearer requests") and not keys.admits("POST", path, "Bearer wrong")

@@ -190,7 +190,7 @@ def test_an_abort_of_some_moves_the_rows_of_the_others(served: EngineModel, make
         assert len(after.output_ids) == (40 if after not in gone else 6 if after is not gone[2] else 0)
 
 
-def test_retracted_requests_go_on_as_if_nothing_had_been(make_scheduler: MakeScheduler, make_request: MakeRequest, run_all: RunAll) -> None:
+def test_retracted_requests_continue_as_if_uninterrupted(make_scheduler: MakeScheduler, make_request: MakeRequest, run_all: RunAll) -> None:
     def requests() -> list[Request]:
         return [make_request([5, 6, number], 30, seed=number, ignore_eos=True) for number in range(3, 8)]
 

@@ -1,6 +1,7 @@
 """A real `fuligo serve` process, tested over HTTP."""
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import pytest_asyncio
 import torch
 
 from fuligo.cli import serve
@@ -25,9 +27,11 @@ from fuligo.engines.embedded.serve import ServeSettings
 from fuligo.engines.embedded.serve import _serve as serve_model
 from fuligo.engines.generation import EngineLoad, SamplingParams
 from fuligo.engines.group import EngineGroup
+from fuligo.engines.stranger_connections import Strangers
 from fuligo.errors import ConfigError, EngineError, WeightSyncError
 from fuligo.formats.payload import shared_payload
 from fuligo.formats.weight_manifest import WeightManifest, WeightTarget, weights_checksum
+from fuligo.limits import raise_open_files
 from fuligo.weights.senders import WeightSender
 from fuligo.weights.sync import WeightSync, WeightSyncSettings
 from tests import tiny
@@ -42,7 +46,7 @@ def settings(checkpoint: Path, directory: Path) -> EmbeddedEngineSettings:
     )
 
 
-@pytest.fixture(scope="module")
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def process(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EmbeddedEngineProcess]:
     engine = await launch_embedded(settings(checkpoint, tmp_path_factory.mktemp("engine")))
     yield engine
@@ -118,7 +122,7 @@ async def test_a_server_that_cannot_listen_says_so(checkpoint: Path, tmp_path: P
     assert not (tmp_path / "ready.json").exists()
 
 
-async def test_sigterm_answers_who_waits_and_ends_cleanly(checkpoint: Path, tmp_path: Path) -> None:
+async def test_sigterm_answers_waiting_requests_and_ends_cleanly(checkpoint: Path, tmp_path: Path) -> None:
     """The process runs in the background, where Ctrl-C does not reach it."""
     with interrupt(ignored=True):
         engine = await launch_embedded(settings(checkpoint, tmp_path))
@@ -244,6 +248,26 @@ class TestAccess:
         assert b" 401 " in await asyncio.wait_for(reader.readline(), 60)
         writer.close()
 
+    async def test_connections_without_a_key_cannot_exhaust_the_engine(self, process: EmbeddedEngineProcess, group: EngineGroup) -> None:
+        """Another user of the machine opens more connections than the engine may have files, and sends more than a header."""
+        raise_open_files()
+        host, port = process.url.removeprefix("http://").split(":")
+        assert await group.load()
+        idle = [await asyncio.open_connection(host, int(port)) for _ in range(Strangers.max_connections + 100)]
+        try:
+            assert len((await group.generate([5], SamplingParams(2, ignore_eos=True), rid="beside strangers")).output_ids) == 2
+            with contextlib.suppress(ConnectionError):
+                assert await asyncio.wait_for(idle[0][0].read(), 60) == b"", "the oldest gave way"
+            reader, writer = idle[-1]
+            writer.write(f"GET /health HTTP/1.1\r\nHost: {host}\r\nX: ".encode() + b"a" * 2 * Strangers.max_bytes)
+            with contextlib.suppress(ConnectionError):
+                assert b"200" not in await asyncio.wait_for(reader.read(), 60)
+        finally:
+            for _, writer in idle:
+                writer.close()
+        async with httpx.AsyncClient(base_url=process.url) as http:
+            assert (await http.get("/health")).status_code == 200
+
     def test_other_users_cannot_read_the_keys(self, process: EmbeddedEngineProcess) -> None:
         command = Path(f"/proc/{process.pid}/cmdline").read_text()
         for key in (process.keys.requests, process.keys.control):
@@ -252,7 +276,7 @@ class TestAccess:
 
     @pytest.fixture
     def elsewhere(self, tmp_path: Path) -> Iterator[list[str]]:
-        """Ways to name a checkpoint that the engine was not told of."""
+        """Paths to a checkpoint outside the engine's directories."""
         checkpoint = tiny.save_checkpoint(tmp_path / "elsewhere", seed=3)
         link = Path(f"/dev/shm/fuligo-test-{os.getpid()}")
         link.symlink_to(checkpoint)

@@ -75,7 +75,7 @@ def test_placeholders_keep_gpus_free(fleets) -> None:
     assert [server.gpu_ids for server in settings.servers] == [(1,), (4,)], "after the trainer's GPU 0"
 
 
-def test_on_shared_gpus_memory_is_given_back_and_models_that_nobody_sends_keep_a_copy(fleets) -> None:
+def test_on_shared_gpus_memory_is_released_and_models_that_are_never_synced_keep_a_copy(fleets) -> None:
     models = [JUDGE, {"name": "actor", "server_groups": [{"num_gpus": 1}]}]
     settings = fleets(config_of(models, colocate=True, actor_num_gpus_per_node=2), device="cuda")
     judge, actor = settings["judge"].servers[0].command(), settings["actor"].servers[0].command()

@@ -10,7 +10,7 @@ from fuligo.errors import RolloutError
 
 SETTINGS = PythonSettings(timeout_s=30, cpu_s=30, memory_mb=128, disk_mb=16, max_processes=12, output_bytes=4096)
 SHORT = SETTINGS.model_copy(update={"timeout_s": 4, "cpu_s": 0.5})
-"""Limits that a program may reach, and one that does little does not, on a busy machine either."""
+"""Limits that a greedy program reaches, and a small one does not, not even on a busy machine."""
 
 
 @functools.cache

@@ -103,7 +103,7 @@ class TestSession:
         result = await session.run("print(math.sqrt(x * 2), open('note').read())")
         assert (result.output, result.keeps_variables) == ("2.0 kept\n", True)
 
-    async def test_goes_on_after_an_exception_and_afresh_after_a_limit(self):
+    async def test_continues_after_an_exception_and_restarts_after_a_limit(self):
         session = PythonSession(SHORT)
         try:
             await session.run("x = 1")
@@ -114,7 +114,7 @@ class TestSession:
         finally:
             session.close()
 
-    async def test_goes_on_after_the_process_that_serves_sessions_died(self, session: PythonSession):
+    async def test_continues_after_the_process_that_serves_sessions_died(self, session: PythonSession):
         await session.run("x = 1")
         process = shared_interpreters(SETTINGS)._process
         assert process is not None
@@ -133,7 +133,7 @@ class TestSession:
         assert "NameError" in (await session.run("x")).output
 
     @pytest.mark.parametrize("spoil", ["os.close(3)", "os.write(4, b'.')\nwhile True: time.sleep(1)"], ids=["closed", "never read"])
-    async def test_goes_on_after_a_program_spoiled_its_pipes(self, spoil: str):
+    async def test_continues_after_a_program_damaged_its_pipes(self, spoil: str):
         session = PythonSession(SHORT)
         try:
             await session.run(f"import os, time\n{spoil}")

@@ -250,7 +250,7 @@ async def test_bomb_ends(code: str, host: Host):
     assert (await run("print(1)", host)).output == "1\n"
 
 
-async def test_nothing_goes_on_between_the_calls_of_a_session(host: Host):
+async def test_nothing_runs_between_the_calls_of_a_session(host: Host):
     session = PythonSession(SETTINGS)
     start = """
 import os, threading, time

@@ -205,7 +205,7 @@ def rendered_ids(question: str) -> np.ndarray:
 
 
 def stale(step: int, group: int) -> bool:
-    """Make the tokens those of the previous weights."""
+    """Change the tokens as if the previous weights had sampled them."""
     return step >= STALE_FROM and group >= NUM_GROUPS // 2
 
 

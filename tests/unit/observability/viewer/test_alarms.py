@@ -47,6 +47,12 @@ def test_alarm_names_the_fault_and_its_step(tmp_path: Path, key: str, values: li
     assert found[0].key == key
 
 
+def test_a_reward_of_almost_0_says_how_high_it_was(tmp_path: Path) -> None:
+    (alarm,) = of(tmp_path, "rollout/reward_mean", [0.0, 0.0, 1 / 64, 0.0])
+    assert alarm.title == "The reward is (almost) 0 since step 0"
+    assert alarm.text.startswith("The mean reward of these steps is at most 0.016, so next to nothing is learned.")
+
+
 @pytest.mark.parametrize(
     ("key", "values"),
     [
@@ -138,9 +144,13 @@ def tokens(version: int, engine: int, abs_diff: float, num_tokens: int = 10) -> 
         ([tokens(40, UNKNOWN, 0.5), tokens(41, UNKNOWN, 0.01)], "weight version 40 still served by an engine", "others had 41"),
         ([tokens(40, 0, 0.5), tokens(41, 0, 0.01)], "tokens of weight version 40", "started before it and continued"),
         ([tokens(39, 0, 0.2), tokens(39, 1, 0.2)], "weight version 39 still served by engines 0 and 1", "the engines were not updated"),
-        ([tokens(41, 2, 0.5), tokens(41, 0, 0.01), tokens(41, 1, 0.01)], "engine 2 alone", "its weights or settings differ"),
-        ([tokens(40, 0, 0.01), tokens(41, 0, 0.25)], "weight version 41 alone", "the newest weights are wrong"),
-        ([tokens(41, 0, 0.2), tokens(41, 1, 0.25)], "all tokens equally", "of version 41 and of all engines differ equally: it is"),
+        ([tokens(41, 2, 0.5), tokens(41, 0, 0.01), tokens(41, 1, 0.01)], "engine 2 only", "its weights or settings differ"),
+        ([tokens(40, 0, 0.01), tokens(41, 0, 0.25)], "weight version 41 only", "the newest weights are wrong"),
+        (
+            [tokens(41, 0, 0.2), tokens(41, 1, 0.25)],
+            "all tokens equally",
+            "of version 41 and of all engines differ equally, so the cause is",
+        ),
         ([tokens(40, 0, 0.2), tokens(41, 0, 0.25)], "all tokens equally", "of all versions (40, 41)"),
     ],
 )

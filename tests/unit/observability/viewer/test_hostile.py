@@ -171,7 +171,7 @@ def test_every_endpoint_answers_soon(attack: Callable[[Path], None], recorded: P
     attack(run)
     pool = concurrent.futures.ThreadPoolExecutor(1)
     try:
-        answers = pool.submit(_all_answers, run).result(DEADLINE_S)
+        reader, answers = pool.submit(_all_answers, run).result(DEADLINE_S)
     finally:
         pool.shutdown(wait=False)
     for path, (status, text) in answers.items():
@@ -179,25 +179,19 @@ def test_every_endpoint_answers_soon(attack: Callable[[Path], None], recorded: P
         assert SECRET not in text, path
         assert SCRIPT not in text or path.startswith("/api/"), "JSON is no page"
         assert len(text) < 2**24, path
-    write_report([_read(run)], tmp_path / "report.html")
+    write_report([reader], tmp_path / "report.html")
     report = (tmp_path / "report.html").read_text()
     assert SECRET not in report
     assert SCRIPT not in report
 
 
-def _all_answers(run: Path) -> dict[str, tuple[int, str]]:
-    client = TestClient(
-        make_app([_read(run)], token="secret"), base_url="http://127.0.0.1:6780", headers={"authorization": "Bearer secret"}
-    )
-    return {path: ((answer := client.get(path)).status_code, answer.text) for path in PATHS}
-
-
-def _read(run: Path) -> RunReader:
+def _all_answers(run: Path) -> tuple[RunReader, dict[str, tuple[int, str]]]:
     reader = RunReader(run, "r")
     reader.update_metrics()
     for _ in range(20):
         reader.update_rest(1.0)
-    return reader
+    client = TestClient(make_app([reader], token="secret"), base_url="http://127.0.0.1:6780", headers={"authorization": "Bearer secret"})
+    return reader, {path: ((answer := client.get(path)).status_code, answer.text) for path in PATHS}
 
 
 def test_a_tokenizer_that_would_fill_the_memory_is_not_read(tmp_path: Path) -> None:

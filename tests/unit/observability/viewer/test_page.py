@@ -13,5 +13,5 @@ def test_page_has_every_script_of_the_folder() -> None:
 
 
 @pytest.mark.parametrize(("document", "asks"), [(None, "self"), ({"runs": []}, "none")])
-def test_a_report_asks_nobody(document: dict | None, asks: str) -> None:
+def test_a_report_sends_no_requests(document: dict | None, asks: str) -> None:
     assert f"connect-src '{asks}'" in front.page("run", document)

@@ -54,6 +54,7 @@ def test_an_answer_has_texts_and_curves_of_one_page(run: RunReader) -> None:
     whole = prompts_answer(run, "-pass_rate", 0, 10)["rows"]
     assert whole[1:3] == answer["rows"] and {row["text"] for row in whole} == set(PROMPTS)
     assert all(len(row["steps"]) == NUM_STEPS for row in whole)
+    assert answer["any_passes"]
     assert prompts_answer(run, "pass_rate", 0, 10, "eval", "held_out")["total"] == 1
 
 

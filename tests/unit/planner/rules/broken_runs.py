@@ -9,7 +9,8 @@ from typing import Any
 from fuligo.config.changes import apply_changes
 from fuligo.config.command_line import parse
 from fuligo.config.findings import Change
-from fuligo.models.architecture import Architecture, LinearAttention
+from fuligo.models.architecture import Architecture, LinearAttention, PartKind
+from fuligo.models.parts import vector
 from fuligo.planner.subject import Subject, read_subject
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
@@ -30,6 +31,10 @@ FP8 = "glm4.5-355b/fp8.yaml"
 """MIXTURE, sampled in FP8 with DeepEP over 32 expert ranks."""
 SPARSE = "glm5.2-744b/config.yaml"
 """256 shared GPUs, 78 layers with sparse attention; PP 8; prefill and decode engines of 64 with DeepEP and EAGLE."""
+ON_CPU = "calculator/config.yaml"
+"""The torch trainer and the embedded engine on a CPU, with a tiny dense model."""
+
+TOWER = vector(PartKind.VISION_TOWER, 400_000_000)
 
 _GROUPS = ("engine", "sglang_config", 0, "server_groups")
 
@@ -46,6 +51,8 @@ class Run:
     trainer_model: Mapping[str, Any] = field(default_factory=dict)
     engine_model: Mapping[str, Any] = field(default_factory=dict)
     quantisation: Mapping[str, Any] | None = None
+    config_json: Mapping[str, Any] | None = None
+    """Changes of the trained model's config.json."""
     gpu: str = "h100-80"
 
     def subject(self) -> Subject:
@@ -58,6 +65,10 @@ class Run:
             assert subject.engine_config_json is not None
             values = {**subject.engine_config_json.values, "quantization_config": self.quantisation}
             subject = replace(subject, engine_config_json=replace(subject.engine_config_json, values=values))
+        if self.config_json is not None:
+            assert subject.trainer_config_json is not None
+            values = {**subject.trainer_config_json.values, **self.config_json}
+            subject = replace(subject, trainer_config_json=replace(subject.trainer_config_json, values=values))
         return replace(
             subject,
             architecture=_with(subject.architecture, self.trainer_model),
@@ -89,6 +100,10 @@ BROKEN: dict[str, tuple[Run, ...]] = {
         Run(FP8, changes=(Change(("checkpoint", "ref_load"), None),)),
         Run(FP8, changes=(Change(("checkpoint", "ref_load"), None), Change(("checkpoint", "load"), None))),
     ),
+    "PLAN-MXFP4-ENGINES": (Run(DENSE, engine_model={"is_mxfp4": True}),),
+    "PLAN-HARMONY-REWARD": (Run("gpt-oss-20b/config.yaml", "--rm-type deepscaler"),),
+    "PLAN-PREFIX-MODEL": (Run(SPARSE, "--share-prefixes on"),),
+    "PLAN-EXACT-MODEL": (Run(ON_CPU, "--exact-on-policy", config_json={"model_type": "glm4_moe"}),),
     "PLAN-STOP-TOKEN": (
         Run(DENSE, "--rollout-stop-token-ids 151552"),
         Run(DENSE, "--rollout-stop-token-ids 7 151551 151552 999999"),
@@ -254,8 +269,21 @@ BROKEN: dict[str, tuple[Run, ...]] = {
         Run(DENSE, "--sglang-attention-backend dsa"),
         Run(DENSE, "--sglang-decode-attention-backend aiter"),
         Run(SPARSE, "--sglang-attention-backend triton"),
+        Run(DENSE, "--sglang-attention-backend flashinfer", engine_model={"attention.has_sinks": True}),
     ),
-    "PLAN-LINEAR-MEGATRON": (Run(DENSE, trainer_model={"linear_attention": LinearAttention(2, 4, 128, 128, 4, has_fused_inputs=True)}),),
+    "PLAN-TORCH-ONLY": (
+        Run(DENSE, trainer_model={"linear_attention": LinearAttention(2, 4, 128, 128, 4, has_fused_inputs=True)}),
+        Run(DENSE, trainer_model={"attention.has_sinks": True}),
+        Run(DENSE, trainer_model={"vision_tower": TOWER}),
+    ),
+    "PLAN-VISION-ENGINE": (
+        Run(
+            "calculator/config.yaml",
+            "--rollout-backend sglang --train-backend torch --colocate --device cuda --sglang-mem-fraction-static 0.7",
+            trainer_model={"vision_tower": TOWER},
+        ),
+    ),
+    "PLAN-VISION-TEXT": (Run("calculator/config.yaml", "--freeze-vision-tower"),),
     "PLAN-ATTENTION-GPU": (
         Run(MIXTURE, "--sglang-attention-backend trtllm_mla"),
         Run(DENSE, "--sglang-attention-backend fa3", gpu="b200"),

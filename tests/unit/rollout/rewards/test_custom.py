@@ -102,7 +102,7 @@ async def test_a_reward_that_raises_or_hangs_fails_the_sample(
     group = make_group("a", "b")
     RELEASE.clear()
     try:
-        runner = await judge(function, group, timeout_s=0.2)
+        runner = await judge(function, group, timeout_s=0.2 if reason is FailureReason.TIMEOUT else 60.0)
     finally:
         RELEASE.set()
     for sample in group.samples:
@@ -128,6 +128,14 @@ async def test_every_kind_of_number_is_accepted(make_group: MakeGroup, value: An
     group = make_group("a")
     await judge(lambda args, sample: value, group)
     assert group.samples[0].reward == reward and type(group.samples[0].reward) is float
+
+
+async def test_a_part_of_a_dict_that_no_float_can_hold_fails_the_sample(make_group: MakeGroup) -> None:
+    """A reward service may answer with any JSON, and metrics average every number of it."""
+    group = make_group("a")
+    runner = await judge(lambda args, sample: {"score": 1.0, "detail": 10**400}, group, reward_key="score")
+    assert "the reward's 'detail' is an integer that no float can hold" in str(group.samples[0].error)
+    assert runner.failures == {FailureReason.BAD_VALUE: 1}
 
 
 async def test_a_dict_must_have_the_reward_key(make_group: MakeGroup) -> None:

@@ -1,12 +1,10 @@
-"""GLM-4's layer for Megatron: outputs of attention and MLP have norms, too, and neighbouring elements of a head are rotated together."""
+"""Layer of GLM-4 and Gemma 3 for Megatron: the outputs of attention and MLP have norms, too."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -58,52 +56,3 @@ def _norm_and_add(norm: nn.Module) -> Callable[[bool, bool], Add]:
         return norm_and_add
 
     return choose
-
-
-class FusedRotationAttention(SelfAttention):
-    """Attention whose queries and keys TransformerEngine rotates, in interleaved pairs.
-
-    Megatron-Core 0.16.1 does not tell the fused kernel for packed sequences which pairs to rotate (extensions/transformer_engine.py,
-    `fused_apply_rotary_pos_emb_thd`), and without that kernel waits for the GPU several times per layer. So the rotation is done here,
-    before it.
-    """
-
-    _rotation: tuple[Tensor, PackedSeqParams] | None = None
-
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # packed sequences only
-        self,
-        hidden_states: Tensor,
-        attention_mask: Any,
-        *args: Any,
-        rotary_pos_emb: Tensor,
-        packed_seq_params: PackedSeqParams,
-        **kwargs: Any,
-    ) -> OutputWithBias:
-        self._rotation = (rotary_pos_emb, packed_seq_params)
-        try:
-            return super().forward(hidden_states, attention_mask, *args, rotary_pos_emb=None, packed_seq_params=packed_seq_params, **kwargs)
-        finally:
-            self._rotation = None
-
-    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values, [L, 1, heads, D] each."""
-        tensors: Any = super().get_query_key_value_tensors(*args, **kwargs)
-        query, key, value = tensors
-        assert self._rotation is not None
-        return self._rotated(query, *self._rotation), self._rotated(key, *self._rotation), value
-
-    def _rotated(self, heads: Tensor, angles: Tensor, packed: PackedSeqParams) -> Tensor:
-        from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb  # pyright: ignore[reportMissingImports]
-
-        group = self.pg_collection.cp
-        rotated = apply_rotary_pos_emb(
-            heads.squeeze(1),
-            angles,
-            tensor_format="thd",
-            interleaved=True,
-            fused=True,
-            cu_seqlens=packed.cu_seqlens_q,
-            cp_size=group.size(),
-            cp_rank=group.rank(),
-        )
-        return rotated.unsqueeze(1)

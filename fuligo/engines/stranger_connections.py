@@ -1,4 +1,4 @@
-"""Connections of clients that have shown no key: their number, time and bytes are limited, so that they cannot exhaust the run."""
+"""Limits on unauthenticated connections: their number, time and bytes, so that they cannot exhaust the run."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -12,10 +12,10 @@ _ENTRY = "fuligo.connection"
 
 @dataclass(eq=False)
 class Strangers:
-    """Connections of one server without a request that had a session's key, the oldest first."""
+    """Connections of one server without a request that had a key, the oldest first."""
 
     max_connections: int = 4096
-    """The oldest one gives way to a further one: an agent sends its request at once."""
+    """The oldest one is closed for a new one: a client with a key sends its request at once."""
     max_s: float = 30.0
     max_bytes: int = 1 << 20
     """Limit of what is sent without a key; a body waits in the socket until the key was checked."""
@@ -28,16 +28,22 @@ class Strangers:
         self._connections[connection] = asyncio.get_running_loop().call_later(self.max_s, connection.abort)
 
     def remove(self, connection: "Connection") -> None:
-        """Watch a connection no longer."""
+        """Stop watching a connection."""
         if (timer := self._connections.pop(connection, None)) is not None:
             timer.cancel()
+
+    def renew(self, connection: "Connection") -> None:
+        """Give a watched connection its whole time again."""
+        if connection in self._connections:
+            self._connections.pop(connection).cancel()
+            self.add(connection)
 
     def __contains__(self, connection: "Connection") -> bool:
         return connection in self._connections
 
 
 class Connection(HttpToolsProtocol):
-    """HTTP/1.1 connection that is a stranger's until `admit`."""
+    """HTTP/1.1 connection that is unauthenticated until `admit`."""
 
     def __init__(self, strangers: Strangers, **given: Any) -> None:
         super().__init__(**given)
@@ -62,7 +68,7 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
-        self.scope[_ENTRY] = self  # pyright: ignore[reportGeneralTypeIssues] - read by `admit` alone
+        self.scope[_ENTRY] = self  # pyright: ignore[reportGeneralTypeIssues] - read only by `admit`
 
     def abort(self) -> None:
         """Close without an answer."""
@@ -73,7 +79,19 @@ class Connection(HttpToolsProtocol):
         """Lift the limits."""
         self._strangers.remove(self)
 
+    def renew(self) -> None:
+        """Start the time and the bytes anew."""
+        self._num_bytes = 0
+        self._strangers.renew(self)
+
 
 def admit(scope: Scope) -> None:
     """Lift the limits of the connection of a request that had a key."""
-    scope[_ENTRY].admitted()
+    if (connection := scope.get(_ENTRY)) is not None:
+        connection.admitted()
+
+
+def renew(scope: Scope) -> None:
+    """Start the limits of the connection of a request that needs no key anew, so that probes may keep a connection."""
+    if (connection := scope.get(_ENTRY)) is not None:
+        connection.renew()

@@ -1,0 +1,90 @@
+"""Rules on --exact-on-policy: the settings under which engine and trainer compute bitwise equal log-probabilities."""
+
+from fuligo.config import Config
+from fuligo.config.findings import Severity
+from fuligo.config.rules.rule import Violation, rule, set_flag, unset_flag
+
+_OFF = unset_flag("exact_on_policy")
+_SGLANG_SIDE = (
+    "--sglang-enable-deterministic-inference --sglang-rl-on-policy-target fsdp --sglang-attention-backend fa3 bring SGLang nearest to a "
+    "trainer; train/logprob_abs_diff shows how near"
+)
+"""Advice for SGLang engines."""
+
+
+@rule("CFG-EXACT-BACKENDS", "--exact-on-policy", "--train-backend", "--rollout-backend", "--device")
+def backends_compute_alike(config: Config) -> Violation | None:
+    """Require the torch trainer and the embedded engine on a CPU for exact log-probabilities; no other pair is proved equal."""
+    if not config.train.exact_on_policy:
+        return None
+    if config.resolved_train_backend == "megatron":
+        text = "the Megatron trainer has no batch-invariant operations"
+        return Violation(f"--exact-on-policy: {text}", (_OFF,), flags=("--exact-on-policy", "--train-backend"))
+    if config.needs_engine and config.resolved_rollout_backend != "embedded":
+        text = "SGLang's deterministic mode is not proved to be bitwise equal to the torch trainer"
+        return Violation(f"--exact-on-policy: {text}", (_OFF,), _SGLANG_SIDE, flags=("--exact-on-policy", "--rollout-backend"))
+    if config.cluster.device == "cuda":
+        text = "--device cuda with --exact-on-policy: batch-invariant operations are proved only for CPUs"
+        return Violation(text, (_OFF,), flags=("--exact-on-policy", "--device"))
+    return None
+
+
+@rule("CFG-EXACT-POLICY", "--exact-on-policy", "--async-mode", "--update-weights-interval")
+def engines_have_the_trained_weights(config: Config) -> Violation | None:
+    """Reject sampling with older weights than the trained ones: such log-probabilities differ by what was learned since."""
+    if not config.train.exact_on_policy:
+        return None
+    mode, interval = config.rollout.async_mode, config.weight_sync.update_weights_interval
+    if mode != "sync":
+        text = f"--async-mode {mode} samples with older weights than those trained, so --exact-on-policy would have nothing to compare"
+        return Violation(text, (_OFF,), flags=("--exact-on-policy", "--async-mode"))
+    if interval > 1:
+        text = f"--update-weights-interval {interval} samples with older weights than those trained; --exact-on-policy needs 1"
+        return Violation(text, (unset_flag("update_weights_interval"),), flags=("--exact-on-policy", "--update-weights-interval"))
+    return None
+
+
+@rule("CFG-EXACT-PASSES", "--exact-on-policy", "--lora-rank", "--lora-adapter", "--torch-compile")
+def passes_are_batch_invariant(config: Config) -> Violation | None:
+    """Reject what changes the trainer's forward pass: adapters, compiled layers."""
+    if not config.train.exact_on_policy:
+        return None
+    if config.uses_adapter:
+        option = "--lora-rank" if config.lora.lora_adapter is None else "--lora-adapter"
+        text = f"{option} with --exact-on-policy: engine and trainer add an adapter's output in different ways"
+        return Violation(text, (_OFF,), flags=("--exact-on-policy", option))
+    if config.model.torch_compile:
+        text = "--torch-compile with --exact-on-policy: compiled layers round differently"
+        return Violation(text, (unset_flag("torch_compile"),), flags=("--exact-on-policy", "--torch-compile"))
+    return None
+
+
+@rule("CFG-EXACT-PRECISION", "--exact-on-policy", "--precision", "--embedded-dtype")
+def precision_is_one(config: Config) -> Violation | None:
+    """Require one precision of engine and trainer for exact log-probabilities; on a CPU, auto is fp32."""
+    trainer, engine = (asked.replace("auto", "fp32") for asked in (config.model.precision, config.engine.embedded_dtype))
+    if not config.train.exact_on_policy or trainer == engine:
+        return None
+    given = f"--precision {config.model.precision} and --embedded-dtype {config.engine.embedded_dtype}"
+    text = f"{given}: --exact-on-policy needs the same precision for engine and trainer"
+    return Violation(text, (set_flag("embedded_dtype", trainer),))
+
+
+@rule("CFG-EXACT-OLD-POLICY", "--exact-on-policy", "--use-rollout-logprobs")
+def trainer_scores_before_it_learns(config: Config) -> Violation | None:
+    """Reject --use-rollout-logprobs with several steps: only samples of the first step could be compared."""
+    several = config.resolved_num_steps_per_rollout > 1
+    if not (config.train.exact_on_policy and config.algorithm.use_rollout_logprobs and several and not config.is_sft):
+        return None
+    text = "--use-rollout-logprobs skips the pass that --exact-on-policy compares with the engine's log-probabilities"
+    return Violation(text, (unset_flag("use_rollout_logprobs"),))
+
+
+@rule("CFG-EXACT-CORRECTION", "--exact-on-policy", "--use-tis", severity=Severity.WARNING)
+def corrections_are_one(config: Config) -> Violation | None:
+    """Warn about importance weights of exact log-probabilities: all are 1, except for tokens of older weights."""
+    has_own_weights = config.rollout.partial_rollout or config.algorithm.custom_tis_function_path is not None
+    if not (config.train.exact_on_policy and config.algorithm.use_tis) or has_own_weights:
+        return None
+    text = "--use-tis with --exact-on-policy corrects nothing: the trainer's log-probabilities equal the engine's, so every weight is 1"
+    return Violation(text, (unset_flag("use_tis"),))

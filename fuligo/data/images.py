@@ -1,0 +1,166 @@
+"""Images of a row: their bytes, from files or from the row itself, and the messages that they belong to."""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fuligo.errors import DataError
+from fuligo.formats.plain_file import open_plain
+from fuligo.types import IntArray, Messages, PromptImage
+
+PLACEHOLDER = "<image>"
+"""Text that stands for an image in a prompt."""
+MAX_FILE_BYTES = 32 * 2**20
+"""Size of one image file."""
+
+
+@dataclass(slots=True, frozen=True)
+class RawImage:
+    """Image as it was read, not decoded."""
+
+    source: str
+    """File, or column and number, for error messages."""
+    data: bytes = field(repr=False)
+
+
+class Placed(Protocol):
+    """Token ids with all tokens of their images."""
+
+    @property
+    def ids(self) -> IntArray: ...
+
+    @property
+    def origins(self) -> NDArray[np.int64]:
+        """Return for each id its position among the ids that the template wrote."""
+        ...
+
+    @property
+    def images(self) -> tuple[PromptImage, ...]: ...
+
+
+class ImagePlacer(Protocol):
+    """Placement of images in a model's prompts: the number of tokens of each, and their positions."""
+
+    def place(self, ids: Sequence[int], images: Sequence[RawImage]) -> Placed:
+        """Give images their tokens; this depends only on their sizes.
+
+        Args:
+            ids: token ids as the chat template writes them, with one token for each image.
+
+        Raises:
+            DataError: an image's header cannot be read, it is too large, or the numbers of images differ
+        """
+        ...
+
+    def decode(self, images: Sequence[PromptImage]) -> None:
+        """Check that images can be decoded.
+
+        Raises:
+            DataError: one cannot
+        """
+        ...
+
+    @property
+    def token_id(self) -> int:
+        """Id of the token that the template writes for an image."""
+        ...
+
+
+def read_images(value: Any, key: str, directory: Path) -> tuple[RawImage, ...]:
+    """Read the images of a row's column: one, a list, or none (null).
+
+    Each is a path, relative to the data file's directory; a data URI with base64; bytes; or, as the package `datasets` stores images, an
+    object with `bytes` or `path`.
+
+    Raises:
+        DataError: an image has another form, or its file cannot be read or is too large
+    """
+    given = [] if value is None else value if isinstance(value, list) else [value]
+    return tuple(_read(each, f"image {number} of {key!r}", directory) for number, each in enumerate(given, 1))
+
+
+def _read(value: Any, name: str, directory: Path) -> RawImage:
+    if isinstance(value, dict):
+        value = value["bytes"] if value.get("bytes") is not None else value.get("path")
+    if isinstance(value, bytes):
+        _check_size(len(value), name)
+        return RawImage(name, value)
+    if isinstance(value, str) and value.startswith("data:"):
+        try:
+            return RawImage(name, base64.b64decode(value.partition(",")[2], validate=True))
+        except ValueError as error:
+            raise DataError(f"{name} is a data URI without valid base64") from error
+    if isinstance(value, str) and value and "://" not in value:
+        return _read_file(directory / value, name)
+    raise DataError(f"{name} is {value!r:.80}; it must be a path, a data URI, bytes, or an object with bytes or path")
+
+
+def _read_file(path: Path, name: str) -> RawImage:
+    try:
+        if not path.is_file():
+            raise DataError(f"{name}: {path} is not a file; paths are relative to the data file's directory")
+        with open_plain(path) as file:
+            _check_size(os.fstat(file.fileno()).st_size, f"{name}: {path}")
+            data = file.read(MAX_FILE_BYTES + 1)  # files of /proc have no size, and others grow
+        _check_size(len(data), f"{name}: {path}")
+        return RawImage(str(path), data)
+    except OSError as error:
+        raise DataError(
+            f"{name}: cannot read {path!s:.200}: {error.strerror or error}; base64 needs data:image/png;base64, before it"
+        ) from error
+
+
+def _check_size(num_bytes: int, name: str) -> None:
+    if num_bytes > MAX_FILE_BYTES:
+        raise DataError(f"{name} has {num_bytes:,} bytes, more than {MAX_FILE_BYTES:,}; scale it down")
+
+
+def check_placeholders(messages: Messages, num_images: int, key: str) -> None:
+    """Check that the messages have a placeholder for each image.
+
+    Raises:
+        DataError: the numbers differ
+    """
+    found = sum(message["content"].count(PLACEHOLDER) for message in messages if isinstance(message.get("content"), str))
+    if found != num_images:
+        raise DataError(
+            f"{key!r} has {num_images} images, but the prompt contains {PLACEHOLDER} {found} times; write it once for each image"
+        )
+
+
+def check_texts(messages: Messages, image_token: str) -> None:
+    """Check that images are in the messages only where the template can write them, and that no text contains their token.
+
+    Raises:
+        DataError: a text contains it, or an assistant message has an image
+    """
+    for number, message in enumerate(messages, 1):
+        text = message.get("content") or ""
+        if image_token in text:
+            raise DataError(f"message {number} contains {image_token}, the token of an image; write {PLACEHOLDER} where an image belongs")
+        if message["role"] == "assistant" and PLACEHOLDER in text:
+            raise DataError(f"message {number} is the assistant's and has {PLACEHOLDER}; models write text, so move it to another message")
+
+
+def with_image_parts(messages: Messages) -> Messages:
+    """Return messages whose placeholders are parts of their own, as chat templates of models with images read them."""
+    return [
+        {**message, "content": _parts(message["content"])} if PLACEHOLDER in (message.get("content") or "") else message
+        for message in messages
+    ]
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    first, *rest = text.split(PLACEHOLDER)
+    parts: list[dict[str, str]] = [{"type": "text", "text": first}]
+    for each in rest:
+        parts += [{"type": "image"}, {"type": "text", "text": each}]
+    return [part for part in parts if part.get("text") != ""]

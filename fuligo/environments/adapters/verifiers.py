@@ -1,0 +1,142 @@
+"""Agent for environments of verifiers: its harness talks to the policy through the gateway, its taskset gives the reward.
+
+    python -m fuligo.environments.adapters.verifiers my-taskset --env '{"agent": {"harness": {"id": "null"}, ...}}' > train.jsonl
+    fuligo train --agent fuligo.environments.adapters.verifiers.play --prompt-data train.jsonl --metadata-key metadata ...
+
+A row's metadata holds the configuration of verifiers' environment and the number of the task in its taskset.
+"""
+
+import argparse
+import functools
+import importlib
+import itertools
+import os
+import secrets
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import orjson
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from fuligo.environments.environment import Row
+from fuligo.errors import ConfigError
+
+_KEY = "verifiers"
+
+
+class Endpoint(Protocol):
+    """Address and key of a session of the gateway."""
+
+    @property
+    def base_url(self) -> str: ...
+    @property
+    def api_key(self) -> str: ...
+
+
+class Task(BaseModel):
+    """Task of a taskset."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    config: str
+    """Configuration of the environment, JSON."""
+    index: int
+
+
+async def play(session: Endpoint, row: Row) -> float:
+    """Play the task of a row, and return the reward that verifiers gives: the function for --agent.
+
+    Raises:
+        ConfigError: the row was not written by `rows`, or verifiers is not installed
+        RuntimeError: the harness, the tools or the scoring failed
+    """
+    try:
+        task = Task.model_validate(row.metadata[_KEY])
+    except (KeyError, ValidationError):
+        raise ConfigError(
+            f"cannot play sample {row.index}: its metadata names no task of verifiers; write the prompt file with"
+            " `python -m fuligo.environments.adapters.verifiers` and set --metadata-key metadata"
+        ) from None
+    verifiers, environment = _library("verifiers.v1"), _environment(task.config)
+    variable = f"FULIGO_API_KEY_{secrets.token_hex(8)}"  # verifiers takes keys only from variables, and hides such names from programs
+    os.environ[variable] = session.api_key
+    try:
+        client = verifiers.EvalClientConfig(base_url=session.base_url, api_key_var=variable)
+        # Its servers belong to the episode: those that episodes share would keep a client for each session.
+        async with environment.serving():
+            context = verifiers.ModelContext(model="policy", client=client)
+            episode = await environment.run_episode(_tasks(task.config)[task.index], context)
+    finally:
+        del os.environ[variable]
+    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+    if not episode.ok:
+        raise RuntimeError("; ".join(f"{error.type}: {error.message}" for error in errors) or "verifiers' episode failed without a reason")
+    return float(sum(trace.reward for trace in episode.traces))
+
+
+def rows(config: dict[str, Any], first: int = 0, count: int | None = None) -> Iterator[dict[str, Any]]:
+    """Yield prompt rows for the tasks of a taskset.
+
+    Args:
+        config: configuration of verifiers' environment; `taskset.id` names the taskset
+        first: number of the first task
+        count: number of rows; None takes all tasks
+
+    Raises:
+        ConfigError: verifiers is not installed, knows no such taskset, or the configuration does not fit
+    """
+    text = orjson.dumps(config, option=orjson.OPT_SORT_KEYS).decode()
+    for index in itertools.islice(range(len(_tasks(text))), first, None if count is None else first + count):
+        data = _tasks(text)[index].data
+        shown = data.prompt if isinstance(data.prompt, str) else f"task {index}"
+        yield {"prompt": shown, "label": "", "metadata": {_KEY: {"config": text, "index": index}}}
+
+
+def _environment(config: str) -> Any:
+    """Make an environment; each episode has its own."""
+    loaders, generic = _library("verifiers.v1.utils.loaders"), _library("verifiers.v1.utils.generic")
+    verifiers, given = _library("verifiers.v1"), orjson.loads(config)
+    try:
+        kind = loaders.environment_class(given["taskset"]["id"], given.get("id", ""))
+        settings = generic.concrete_type(kind, verifiers.EnvConfig, origin=verifiers.Env) or verifiers.EnvConfig
+        return kind(settings.model_validate(given))
+    except (ImportError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"cannot make the environment of verifiers {config}: {type(error).__name__}: {error}") from None
+
+
+@functools.lru_cache(maxsize=16)
+def _tasks(config: str) -> list[Any]:
+    taskset = _environment(config).taskset
+    if not taskset.bounded:
+        raise ConfigError(f"cannot list the tasks of {orjson.loads(config)['taskset']['id']}: the taskset is infinite; choose a finite one")
+    return list(taskset)
+
+
+def _library(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(f"cannot use verifiers: {error}; pip install verifiers==0.4.0 uv") from None
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the tasks of a taskset of verifiers as JSON lines."""
+    parser = argparse.ArgumentParser(prog="python -m fuligo.environments.adapters.verifiers", description=main.__doc__)
+    parser.add_argument("taskset", help="id of an installed taskset")
+    parser.add_argument(
+        "--env", type=orjson.loads, default={}, metavar="JSON", help="configuration of the environment: harness, runtime, ..."
+    )
+    parser.add_argument("--first", type=int, default=0, help="number of the first task (default: 0)")
+    parser.add_argument("--count", type=int, help="number of tasks (default: all)")
+    chosen = parser.parse_args(arguments)
+    try:
+        config = {**chosen.env, "taskset": {**chosen.env.get("taskset", {}), "id": chosen.taskset}}
+        for row in rows(config, chosen.first, chosen.count):
+            sys.stdout.write(orjson.dumps(row).decode() + "\n")
+    except ConfigError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

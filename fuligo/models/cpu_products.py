@@ -1,0 +1,73 @@
+"""Float32 matrix products on CPUs, with the faster of torch's two libraries.
+
+torch multiplies float32 matrices with MKL, which uses only AVX2 on non-Intel processors, even if they have AVX-512 (MKL 2024.2). oneDNN,
+which torch also contains, uses AVX-512 there: 2.2 times the speed of MKL on a 2025 EPYC.
+"""
+
+import functools
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+SMALLEST_ROWS = 32
+"""With fewer rows, MKL is faster: oneDNN looks up its kernel at every call."""
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """Return [m, n] the product of [m, k] and the transpose of [n, k]. It is not differentiable."""
+    if _takes(left, right, num_rows=left.size(0)) and onednn_is_faster():
+        return torch.ops.mkldnn._linear_pointwise(left, right, None, "none", [], "")
+    return left @ right.t()
+
+
+def speed_up_linear_layers(model: nn.Module) -> int:
+    """Replace the float32 CPU forward of linear layers where oneDNN is faster, and return the number of modules changed.
+
+    `torch.compile` traces torch's own product.
+    """
+    linear = [module for module in model.modules() if type(module) is nn.Linear] if onednn_is_faster() else []
+    for module in linear:
+        module.forward = MethodType(_forward, module)
+    return len(linear)
+
+
+@functools.cache
+def onednn_is_faster(cpu_info: Path = Path("/proc/cpuinfo")) -> bool:
+    """Return whether this processor has AVX-512 and MKL does not use it."""
+    is_amd = cpu_info.exists() and "AuthenticAMD" in cpu_info.read_text()
+    return is_amd and torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+def _takes(left: Tensor, right: Tensor, *, num_rows: int) -> bool:
+    if torch.compiler.is_compiling() or not left.device.type == right.device.type == "cpu":
+        return False  # before the number of rows, for which there would be a compiled variant
+    return left.dtype == right.dtype == torch.float32 and num_rows >= SMALLEST_ROWS and left.size(-1) > 0  # oneDNN refuses empty sums
+
+
+def _forward(self: nn.Linear, x: Tensor) -> Tensor:
+    if _takes(x, self.weight, num_rows=x.shape[:-1].numel()):
+        return _Linear.apply(x, self.weight, self.bias)  # pyright: ignore[reportReturnType]
+    return F.linear(x, self.weight, self.bias)
+
+
+class _Linear(torch.autograd.Function):
+    """y = x W' + b; dx = dy W; dW = dy' x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight = ctx.saved_tensors
+        rows = grad.flatten(0, -2)
+        grad_x = product(rows, weight.t()).view_as(x) if ctx.needs_input_grad[0] else None
+        grad_weight = product(rows.t(), x.flatten(0, -2).t()) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, rows.sum(0) if ctx.needs_input_grad[2] else None

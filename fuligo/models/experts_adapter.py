@@ -1,0 +1,116 @@
+"""LoRA of MoE experts, as PEFT's `target_parameters` define it: every expert's matrix has an A and a B of its own.
+
+PEFT's own layers add B A to the stacked weights before every pass: in bf16 that rounds small updates away, and it needs memory for all
+experts. Here the tokens of an expert pass through its A and B beside its matrices.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from fuligo.errors import ConfigError
+from fuligo.formats.adapter_config import AdapterConfig
+
+ADAPTED_EXPERTS = "fuligo_adapted"
+"""Name under which models select it: `set_experts_implementation(ADAPTED_EXPERTS)`."""
+ALIGNMENT = 8
+"""Multiple of the rank that grouped matrix products on GPUs need in bf16."""
+
+
+class ExpertsAdapter(nn.Module):
+    """Low-rank updates of all experts of a layer; the layouts are those of PEFT's files.
+
+    Args:
+        experts: the adapted module of transformers, with `gate_up_proj` [E, 2 I, H] and `down_proj` [E, H, I].
+    """
+
+    def __init__(self, experts: nn.Module, config: AdapterConfig) -> None:
+        super().__init__()
+        self.rank, self.scaling, self.is_on = config.rank, config.scaling, True
+        for matrix in ("gate_up", "down"):
+            weight = experts.get_parameter(f"{matrix}_proj")
+            self.num_experts, outputs, inputs = weight.shape
+            a = torch.empty(self.num_experts * config.rank, inputs, device=weight.device)
+            self.register_parameter(f"{matrix}_A", nn.Parameter(a.uniform_(-(inputs**-0.5), inputs**-0.5)))  # as PEFT begins
+            self.register_parameter(f"{matrix}_B", nn.Parameter(torch.zeros(outputs, config.rank * self.num_experts, device=weight.device)))
+
+    def factors(self, matrix: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return A [E, R, inputs] and B [E, outputs, R]."""
+        a, b = (self.get_parameter(f"{matrix}_{factor}").to(dtype) for factor in "AB")
+        return stacked_factors(a, b, self.num_experts)
+
+
+def stacked_factors(a: Tensor, b: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Return A [E, R, inputs] and B [E, outputs, R] of the experts from [E R, inputs] and [outputs, R E] of a PEFT file."""
+    return a.unflatten(0, (num_experts, -1)), b.unflatten(1, (-1, num_experts)).permute(2, 0, 1)
+
+
+def low_rank_products(rows: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """Multiply the rows of each expert by its A and B.
+
+    Args:
+        rows: [S, inputs], sorted by expert.
+        a: [E, R, inputs].
+        b: [E, outputs, R].
+        ends: [E] int32, the end of each expert's rows.
+
+    Returns:
+        [S, outputs]
+    """
+    padding = -a.shape[1] % ALIGNMENT
+    a, b = (F.pad(a, (0, 0, 0, padding)), F.pad(b, (0, padding))) if padding else (a, b.contiguous())
+    return F.grouped_mm(F.grouped_mm(rows, a.transpose(1, 2), offs=ends), b.transpose(1, 2), offs=ends)
+
+
+def adapted_experts(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Return the outputs [T, H] of a layer's experts for [T, H] tokens and their [T, K] experts; transformers calls it."""
+    (num_tokens, top_k), adapter = top_k_index.shape, experts.adapter
+    chosen, order = top_k_index.flatten().sort(stable=True)
+    ends = torch.bincount(chosen, minlength=experts.num_experts).cumsum(0).to(torch.int32)
+    gate_up = _product(hidden[order // top_k], experts.gate_up_proj, ends, adapter, "gate_up")
+    outputs = _product(experts._apply_gate(gate_up), experts.down_proj, ends, adapter, "down")
+    weighted = outputs * top_k_weights.flatten()[order, None]
+    in_order = torch.empty_like(order)
+    in_order[order] = torch.arange(len(order), device=order.device)
+    return weighted[in_order].unflatten(0, (num_tokens, top_k)).sum(1).to(hidden.dtype)
+
+
+def _product(rows: Tensor, weight: Tensor, ends: Tensor, adapter: ExpertsAdapter, matrix: str) -> Tensor:
+    """Multiply [S, inputs], sorted by expert, by the experts' matrices [E, outputs, inputs] and, if it is on, by A and B."""
+    rows = rows.to(weight.dtype)
+    product = F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
+    if not adapter.is_on:
+        return product
+    return product + low_rank_products(rows, *adapter.factors(matrix, weight.dtype), ends) * adapter.scaling
+
+
+def add_experts_adapter(model: PreTrainedModel, config: AdapterConfig) -> None:
+    """Adapt all experts of the model, in place. B starts as zeros, so the outputs do not change.
+
+    Raises:
+        ConfigError: the model has no experts that can be adapted.
+    """
+    found = [module for name, module in model.named_modules() if name.endswith(".experts") and hasattr(module, "gate_up_proj")]
+    if not found:
+        raise ConfigError(f"--lora-experts: {type(model).__name__} has no experts; leave the flag out")
+    if any(getattr(experts, "is_transposed", False) or getattr(experts, "has_bias", False) for experts in found):
+        raise ConfigError(
+            f"--lora-experts: the experts of {type(model).__name__} have transposed matrices and biases, which adapters of experts do not "
+            "support; leave the flag out"
+        )
+    for experts in found:
+        experts.add_module("adapter", ExpertsAdapter(experts, config))
+    ALL_EXPERTS_FUNCTIONS.register(ADAPTED_EXPERTS, adapted_experts)
+    model.set_experts_implementation(ADAPTED_EXPERTS)
+
+
+def experts_adapters(model: nn.Module) -> Iterator[tuple[str, ExpertsAdapter]]:
+    """Yield the adapters of experts by the name of the experts' module."""
+    for name, module in model.named_modules():
+        if isinstance(module, ExpertsAdapter):
+            yield name.removesuffix(".adapter"), module

@@ -1,0 +1,33 @@
+"""MiniMax-M2: grouped attention whose norms of queries and keys span all heads; routed experts in each layer, with a sigmoid router.
+
+The MTP layers of the published files are left out, as transformers 5.12.1 leaves them out.
+"""
+
+from dataclasses import replace
+
+from fuligo.errors import ConfigError
+from fuligo.models.architecture import Architecture
+from fuligo.models.config_json import ConfigJson
+from fuligo.models.names import NameTable
+from fuligo.models.parts import assemble, grouped_attention_parts, moe_layer, norms, read_experts, read_grouped_attention
+
+WHY_NOT_MEGATRON = "its norms of queries and keys span all heads, where those of Megatron-Core 0.16.1 span one"
+HEAD_DIM = 128
+
+
+def architecture(config: ConfigJson) -> Architecture:
+    if config.index("shared_intermediate_size", default=0):
+        raise config.contradiction("shared_intermediate_size is not 0; only models without shared experts are supported")
+    hidden_size = config.count("hidden_size")
+    heads = replace(read_grouped_attention(config, default_head_dim=HEAD_DIM), norms_span_heads=True)
+    head_norms = norms((heads.num_heads + heads.num_kv_heads) * heads.head_dim)
+    attention = (*grouped_attention_parts(heads, hidden_size), head_norms)
+    experts = read_experts(config, num_experts_key="num_local_experts", size_key="intermediate_size", shared=False)
+    layers = [
+        moe_layer(number, attention, hidden_size, experts, correction_bias=True) for number in range(config.count("num_hidden_layers"))
+    ]
+    return assemble(config, heads, layers, experts=experts)
+
+
+def names(config: ConfigJson, architecture: Architecture) -> NameTable:
+    raise ConfigError(f"cannot name the weights of a {config.model_type} model in Megatron: {WHY_NOT_MEGATRON}; use --train-backend torch")

@@ -1,0 +1,36 @@
+"""Qwen3-VL, dense (arXiv 2511.21631): Qwen3 with a vision tower whose features also enter the first layers (DeepStack)."""
+
+from fuligo.errors import ConfigError
+from fuligo.models.architecture import Architecture, Part, PartKind
+from fuligo.models.config_json import ConfigJson
+from fuligo.models.families import qwen3
+from fuligo.models.names import NameTable
+from fuligo.models.parts import vector
+
+WHY_NOT_MEGATRON = "the Megatron trainer does not support its vision tower"
+
+
+def architecture(config: ConfigJson) -> Architecture:
+    return qwen3.architecture(config)
+
+
+def names(config: ConfigJson, architecture: Architecture) -> NameTable:
+    raise ConfigError(f"cannot name the weights of a {config.model_type} model in Megatron: {WHY_NOT_MEGATRON}; use --train-backend torch")
+
+
+def vision_tower(config: ConfigJson) -> Part:
+    """Return the tower: embeddings of patches and positions, blocks, and mergers of patches to tokens, one more for each DeepStack layer.
+
+    Raises:
+        ConfigError: a size is missing or malformed.
+    """
+    hidden, inner, output = (config.count(key) for key in ("hidden_size", "intermediate_size", "out_hidden_size"))
+    pixels = config.count("in_channels", 3) * config.count("temporal_patch_size", 2) * config.count("patch_size") ** 2
+    embeddings = (pixels + 1) * hidden + config.count("num_position_embeddings") * hidden
+    attention = 4 * hidden * hidden + 4 * hidden
+    block = attention + 2 * hidden * inner + inner + hidden + 4 * hidden
+    merged = hidden * config.count("spatial_merge_size", 2) ** 2
+    merger = merged * merged + merged + merged * output + output
+    num_deep = len(config.indices("deepstack_visual_indexes"))
+    total = embeddings + config.count("depth") * block + (1 + num_deep) * merger + 2 * hidden + num_deep * 2 * merged
+    return vector(PartKind.VISION_TOWER, total)

@@ -1,0 +1,129 @@
+"""Batch-invariant forward passes for transformers' models, in place of those of their modules."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fuligo.models.batch_invariant import linear, rms_norm, round_weight, silu, softmax
+
+
+class InvariantLinear:
+    """Forward pass of a linear layer. It can keep the rounded weight, which an engine needs for one token at a time.
+
+    Args:
+        keeps_weight: round the weight once, until `forget`; otherwise in every call.
+        dtype: dtype of the result; None: that of the input.
+    """
+
+    def __init__(self, layer: nn.Linear, *, keeps_weight: bool, dtype: torch.dtype | None = None) -> None:
+        self._layer = layer
+        self._keeps_weight = keeps_weight
+        self._dtype = dtype
+        self._rounded: list[Tensor] | None = None
+
+    def __call__(self, input: Tensor) -> Tensor:
+        layer = self._layer
+        if self._keeps_weight and self._rounded is None:
+            self._rounded = round_weight(layer.weight)
+        return linear(input, layer.weight, layer.bias, rounded=self._rounded, dtype=self._dtype or input.dtype)
+
+    def forget(self) -> None:
+        """Drop the rounded weight, because the weight has changed."""
+        self._rounded = None
+
+
+class InvariantModel:
+    """Model whose modules compute batch-invariantly: linear layers, experts, RMSNorms and activations. The caller must replace attention.
+
+    Changes the modules in place. Logits are float32, not rounded to the model's type.
+
+    Args:
+        keeps_weights: see `InvariantLinear`; the owner calls `forget_weights` whenever weights change.
+    """
+
+    def __init__(self, model: Any, *, keeps_weights: bool = False) -> None:
+        head = model.get_output_embeddings()
+        self._layers: list[InvariantLinear | InvariantExperts] = []
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                dtype = torch.float32 if module is head else None
+                module.forward = InvariantLinear(module, keeps_weight=keeps_weights, dtype=dtype)
+                self._layers.append(module.forward)
+            elif type(module).__name__ == "Qwen3MoeTopKRouter":
+                module.forward = InvariantRouter(module)
+            elif type(module).__name__ == "Qwen3MoeExperts":
+                module.forward = InvariantExperts(module, keeps_weights=keeps_weights)
+                self._layers.append(module.forward)
+            elif type(module).__name__.endswith("RMSNorm"):
+                module.forward = InvariantNorm(module)
+            elif hasattr(module, "act_fn"):
+                module.act_fn.forward = silu
+
+    def forget_weights(self) -> None:
+        for layer in self._layers:
+            layer.forget()
+
+
+class InvariantNorm:
+    """Forward pass of an RMSNorm."""
+
+    def __init__(self, norm: Any) -> None:
+        self._norm = norm
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        return rms_norm(hidden_states, self._norm.weight, self._norm.variance_epsilon)
+
+
+class InvariantRouter:
+    """Forward pass of Qwen3-MoE's router. The weights of a token's experts are added one after another."""
+
+    def __init__(self, router: Any) -> None:
+        self._router = router
+
+    def __call__(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        router = self._router
+        logits = linear(hidden_states.reshape(-1, router.hidden_dim), router.weight, None, dtype=hidden_states.dtype)
+        weights, chosen = softmax(logits).topk(router.top_k, dim=-1)
+        if router.norm_topk_prob:
+            weights = weights / sum(weights.split(1, dim=-1))
+        return logits, weights.to(logits.dtype), chosen
+
+
+class InvariantExperts:
+    """Forward pass of Qwen3-MoE's experts: a token's experts are added in the order of their numbers, whatever other tokens choose.
+
+    Args:
+        keeps_weights: see `InvariantLinear`.
+    """
+
+    def __init__(self, experts: Any, *, keeps_weights: bool) -> None:
+        self._experts = experts
+        self._keeps_weights = keeps_weights
+        self._rounded: dict[tuple[str, int], list[Tensor]] = {}
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        total = torch.zeros_like(hidden_states)
+        matrices = {name: getattr(self._experts, name).unbind() for name in ("gate_up_proj", "down_proj")}
+
+        def project(x: Tensor, name: str, number: int) -> Tensor:
+            weight = matrices[name][number]
+            return linear(x, weight, None, rounded=self._round(weight, name, number), dtype=x.dtype)
+
+        for number in top_k_index.unique().tolist():
+            tokens, places = torch.where(top_k_index == number)
+            gate, up = project(hidden_states[tokens], "gate_up_proj", number).chunk(2, dim=-1)
+            out = project(silu(gate) * up, "down_proj", number) * top_k_weights[tokens, places, None]
+            total = total.index_add(0, tokens, out.to(total.dtype))
+        return total
+
+    def _round(self, weight: Tensor, name: str, number: int) -> list[Tensor] | None:
+        if not self._keeps_weights:
+            return None
+        if (name, number) not in self._rounded:
+            self._rounded[name, number] = round_weight(weight)
+        return self._rounded[name, number]
+
+    def forget(self) -> None:
+        """Drop the rounded weights, because the weights have changed."""
+        self._rounded = {}

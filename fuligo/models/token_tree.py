@@ -1,0 +1,102 @@
+"""Tree of the tokens in a row: sequences with common prefixes, each prefix stored once."""
+
+from functools import cached_property
+from itertools import groupby, pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class NodeShape(NamedTuple):
+    """Size of a node and of what it attends to."""
+
+    num_before: int
+    """Tokens from the root to the node."""
+    length: int
+    """Tokens of the node."""
+
+
+class TokenTree:
+    """Row of T tokens that is a forest: a node's tokens follow each other, and its branches come after it, depth first.
+
+    A token attends to the tokens before it in its own node and to those of the nodes above.
+
+    Args:
+        starts: [N + 1] first token of each node, rising from 0, and T.
+        parents: [N] node above each node; -1 at a root.
+    """
+
+    def __init__(self, starts: tuple[int, ...], parents: tuple[int, ...]) -> None:
+        self.starts = starts
+        self.parents = parents
+
+    @property
+    def num_tokens(self) -> int:
+        return self.starts[-1]
+
+    def with_padding(self, num_tokens: int) -> "TokenTree":
+        """Return the tree of a row of `num_tokens` tokens, of which those behind this one's see only each other."""
+        if num_tokens == self.num_tokens:
+            return self
+        return TokenTree((*self.starts, num_tokens), (*self.parents, -1))
+
+    def cut(self, piece: int) -> "TokenTree":
+        """Return the same tree with nodes cut at every `piece` tokens of the row, the parts of a node below each other."""
+        starts = sorted({*self.starts, *range(0, self.num_tokens, piece)})
+        first_of = dict(zip(starts, range(len(starts))))
+        ends = [first_of[end] - 1 for end in self.starts[1:]]  # last part of each node
+        above = {first_of[start]: parent for start, parent in zip(self.starts, self.parents)}
+        parents = [ends[above[part]] if above.get(part, -1) >= 0 else -1 if part in above else part - 1 for part in range(len(starts) - 1)]
+        return TokenTree(tuple(starts), tuple(parents))
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """[N] tokens of each node."""
+        return [end - start for start, end in pairwise(self.starts)]
+
+    @cached_property
+    def paths(self) -> list[tuple[int, ...]]:
+        """[N] nodes from the root to each node, itself included."""
+        paths: list[tuple[int, ...]] = []
+        for node, parent in enumerate(self.parents):
+            paths.append((node,) if parent < 0 else (*paths[parent], node))
+        return paths
+
+    @cached_property
+    def shapes(self) -> list[NodeShape]:
+        """[N] shape of each node."""
+        totals = [sum(self.lengths[node] for node in path) for path in self.paths]
+        return [NodeShape(total - length, length) for total, length in zip(totals, self.lengths)]
+
+    @cached_property
+    def nodes_by_shape(self) -> list[tuple[NodeShape, list[int]]]:
+        """Nodes of each shape, which one batched call computes."""
+        nodes = sorted(range(len(self.lengths)), key=lambda node: self.shapes[node])
+        return [(shape, list(same)) for shape, same in groupby(nodes, key=lambda node: self.shapes[node])]
+
+    @cached_property
+    def ends(self) -> NDArray[np.int64]:
+        """[T] end of the branch that each token begins: token q attends to token k if k <= q < ends[k]."""
+        ends = list(self.starts[1:])
+        for node in reversed(range(len(ends))):  # the last branch of a node ends where the node's own branch ends
+            parent = self.parents[node]
+            if parent >= 0:
+                ends[parent] = max(ends[parent], ends[node])
+        return np.repeat(np.array(ends, np.int64), self.lengths)
+
+    @cached_property
+    def depths(self) -> NDArray[np.int64]:
+        """[T] position of each token in its sequences."""
+        return np.concatenate([np.arange(shape.length) + shape.num_before for shape in self.shapes])
+
+    @cached_property
+    def path_tokens(self) -> NDArray[np.int64]:
+        """[sum of path lengths] for one node after another, the tokens from the root to the node's end."""
+        own = [np.arange(start, end) for start, end in pairwise(self.starts)]
+        return np.concatenate([own[node] for path in self.paths for node in path])
+
+    @cached_property
+    def path_starts(self) -> list[int]:
+        """[N + 1] first entry of each node in `path_tokens`."""
+        return [0, *np.cumsum([shape.num_before + shape.length for shape in self.shapes]).tolist()]

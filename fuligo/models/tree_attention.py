@@ -1,0 +1,224 @@
+"""Attention over a row that is a tree: each token attends only to its own prefix.
+
+A node of the tree attends to the tokens from the root to its own end, causally from the right: its last token to all of them. That is one
+sequence of queries and a longer one of keys, which varlen flash kernels compute, and on CPUs SDPA with a mask.
+"""
+
+from collections.abc import Callable
+from functools import cache, lru_cache
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.varlen import varlen_attn
+
+from fuligo.models.attention import size_tensor
+from fuligo.models.batch_invariant import causal_attention
+from fuligo.models.sink_attention import TORCH_ASKS_FOR_GQA, VarlenKernel, batched_with_sinks, flash_with_sinks
+from fuligo.models.token_tree import NodeShape, TokenTree
+
+CUDA_KERNEL: Literal["varlen", "flex"] = "varlen"
+"""Kernel on CUDA in half precision. `benchmarks/shared_prefixes.py` measures both; compiled layers always take varlen."""
+
+
+class TreeRow(NamedTuple):
+    """Tree on a device, for the varlen kernel: one sequence of queries and one of keys for each node."""
+
+    starts: Tensor
+    """[N + 1] int32 start of each node's queries."""
+    path_starts: Tensor
+    """[N + 1] int32 start of each node's keys."""
+    path_tokens: Tensor
+    """[K] int64 token of each key."""
+    longest: Tensor
+    """[L], with L tokens in the longest node; see `VarlenRow`."""
+    longest_path: Tensor
+    """[P], with P tokens in the longest path."""
+
+
+@lru_cache(maxsize=8)
+def tree_row(tree: TokenTree, device: torch.device, nodes: tuple[int, ...] | None = None) -> TreeRow:
+    """Return the tree's indices on the device; cached for all layers of a pass. `nodes` are those of the queries; None: all."""
+    chosen = range(len(tree.lengths)) if nodes is None else nodes
+    lengths = [tree.lengths[node] for node in chosen]
+    paths = [tree.path_tokens[tree.path_starts[node] : tree.path_starts[node + 1]] for node in chosen]
+    longest, longest_path = max(lengths), max(len(path) for path in paths)
+    with torch.inference_mode(False):  # the cache also serves passes with gradient
+        starts, path_starts = (
+            torch.tensor([0, *accumulate(each)], dtype=torch.int32, device=device) for each in (lengths, [len(path) for path in paths])
+        )
+        tokens = torch.from_numpy(np.concatenate(paths)).to(device)
+        return TreeRow(starts, path_starts, tokens, size_tensor(longest, device), size_tensor(longest_path, device))
+
+
+def varlen_tree_attention(
+    query: Tensor, key: Tensor, value: Tensor, row: TreeRow, *, scale: float, window: int | None = None, sinks: Tensor | None = None
+) -> Tensor:
+    """Compute what `tree_attention` does with one flash kernel, on CUDA in half precision; `torch.compile` can trace it.
+
+    The keys of shared prefixes are copied for each branch, as an unshared row has them: sharing saves everything except attention.
+    """
+    keys, values = take_rows(key, row.path_tokens), take_rows(value, row.path_tokens)
+    longest, longest_path = row.longest.size(0), row.longest_path.size(0)
+    if sinks is not None:
+        kernel = VarlenKernel(row.starts, row.path_starts, longest, longest_path, scale, window)
+        return flash_with_sinks(kernel, query, keys, values, sinks)
+    options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
+    if query.size(1) != key.size(1) and TORCH_ASKS_FOR_GQA:
+        options["enable_gqa"] = True
+    return varlen_attn(query, keys, values, row.starts, row.path_starts, longest, longest_path, **options)  # pyright: ignore[reportReturnType]  # no aux asked for
+
+
+def take_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """Select rows, whose gradients are added in float32: in bfloat16 the sum over many branches would lose the small ones."""
+    result: Tensor = _TakeRows.apply(x, rows)
+    return result
+
+
+class _TakeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.num_rows = x.size(0)
+        return x.index_select(0, rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (rows,) = ctx.saved_tensors
+        total = torch.zeros(ctx.num_rows, *grad.shape[1:], dtype=torch.float32, device=grad.device)
+        return total.index_add_(0, rows, grad.float()).to(grad.dtype), None
+
+
+def tree_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tree: TokenTree,
+    *,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    nodes: tuple[int, ...] | None = None,
+) -> Tensor:
+    """Compute softmax attention of each token to its prefix in the tree, with grouped query heads.
+
+    On CUDA in half precision one kernel computes all nodes. Elsewhere nodes of equal length at equal depth share a batched SDPA call.
+
+    Args:
+        query: [T, H, D], or [Q, H, D] of the Q tokens of `nodes`.
+        key: [T, Hkv, D], with H a multiple of Hkv.
+        value: [T, Hkv, Dv]
+        tree: tree of the T tokens.
+        scale: factor of the scores, usually D ** -0.5.
+        window: tokens that a token attends to, itself included; None: all before it.
+        sinks: [H] logit of each head in the denominator of its softmax; None: without.
+        nodes: those whose tokens are the queries, rising; None: all.
+
+    Returns:
+        [T, H, Dv], or [Q, H, Dv]
+    """
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.size(-1) == value.size(-1):
+        if CUDA_KERNEL == "flex" and sinks is None and nodes is None:
+            return flex_tree_attention(query, key, value, block_mask(tree, query.device, window), scale=scale)
+        return varlen_tree_attention(query, key, value, tree_row(tree, query.device, nodes), scale=scale, window=window, sinks=sinks)
+    own = tuple(range(len(tree.lengths))) if nodes is None else nodes
+    queries = dict(zip(own, query.split([tree.lengths[node] for node in own])))
+    keys, values = (x.split(tree.lengths) for x in (key, value))
+    outputs: dict[int, Tensor] = {}
+    for shape, alike in tree.nodes_by_shape:
+        computed = [node for node in alike if node in queries]
+        if not computed:
+            continue
+        path = [above for node in computed for above in tree.paths[node]]
+        q = torch.stack([queries[node] for node in computed])
+        k, v = (torch.cat([each[node] for node in path]).unflatten(0, (len(computed), -1)) for each in (keys, values))
+        outputs |= zip(computed, _attend(q, k, v, shape, scale=scale, window=window, sinks=sinks))
+    return torch.cat([outputs[node] for node in own])
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, shape: NodeShape, *, scale: float, window: int | None, sinks: Tensor | None
+) -> Tensor:
+    """Attend from [B, L, H, D] to [B, P + L, Hkv, D], each query to the P tokens before its node and to the node's up to itself."""
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    is_whole = window is None or window >= k.size(2)
+    mask = None if is_whole and not shape.num_before else _node_mask(shape, None if is_whole else window, query.device)
+    if sinks is not None:
+        return batched_with_sinks(q, k, v, sinks, scale=scale, visible=mask).transpose(1, 2)
+    gqa = q.size(1) != k.size(1)
+    if gqa and query.is_cuda:  # the float32 kernels have no grouped heads; without this SDPA would materialise all scores
+        repeats = q.size(1) // k.size(1)
+        k, v, gqa = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1), False
+    if mask is None:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
+    else:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=gqa)
+    return out.transpose(1, 2)
+
+
+@lru_cache(maxsize=8)
+def _node_mask(shape: NodeShape, window: int | None, device: torch.device) -> Tensor:
+    """Return the [L, P + L] mask, True where the row's token attends to the column's."""
+    visible = torch.ones(shape.length, shape.num_before + shape.length, dtype=torch.bool, device=device).tril(shape.num_before)
+    return visible if window is None else visible.triu(shape.num_before + 1 - window)
+
+
+def invariant_tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: TokenTree, *, scale: float) -> Tensor:
+    """Compute what `tree_attention` does, equal to the bit to `batch_invariant.causal_attention` over each sequence by itself.
+
+    Every branch is computed with its whole prefix, whose outputs are equal in all of them: what is saved is everything but attention.
+    """
+    rows, starts, first = _branches(tree, query.device)
+    q, k, v = (take_rows(each, rows) for each in (query, key, value))
+    return causal_attention(q, k, v, starts, scale=scale).index_select(0, first)
+
+
+@lru_cache(maxsize=8)
+def _branches(tree: TokenTree, device: torch.device) -> tuple[Tensor, tuple[int, ...], Tensor]:
+    """Return the tokens of all sequences from the root to a leaf, their starts, and where each token of the tree is first among them."""
+    leaves = sorted(set(range(len(tree.lengths))) - set(tree.parents), key=lambda node: sum(tree.shapes[node]))
+    paths = [tree.path_tokens[tree.path_starts[node] : tree.path_starts[node + 1]] for node in leaves]
+    rows = np.concatenate(paths)
+    first = np.unique(rows, return_index=True)[1]
+    with torch.inference_mode(False):  # the cache also serves passes with gradient
+        starts = (0, *accumulate(len(path) for path in paths))
+        return torch.from_numpy(rows).to(device), starts, torch.from_numpy(first).to(device)
+
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def tree_mask(tree: TokenTree, device: torch.device, window: int | None = None) -> MaskMod:
+    """Return FlexAttention's condition for a token to attend to another: the other is before it, and it is in the other's branch."""
+    ends, depths = (torch.from_numpy(each).to(device) for each in (tree.ends, tree.depths))
+
+    def attends(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        in_branch = (key <= query) & (query < ends[key])
+        return in_branch if window is None else in_branch & (depths[query] - depths[key] < window)
+
+    return attends
+
+
+@lru_cache(maxsize=8)
+def block_mask(tree: TokenTree, device: torch.device, window: int | None = None) -> BlockMask:
+    """Return the blocks of the row that FlexAttention computes; cached for all layers of a pass."""
+    return create_block_mask(tree_mask(tree, device, window), None, None, tree.num_tokens, tree.num_tokens, device=device)
+
+
+def flex_tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, *, scale: float) -> Tensor:
+    """Compute what `tree_attention` does with FlexAttention, whose kernel torch compiles on CUDA."""
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+    attend = _compiled_flex_attention() if query.is_cuda else flex_attention
+    out: Any = attend(q, k, v, block_mask=mask, scale=scale, enable_gqa=query.size(1) != key.size(1))
+    return out.squeeze(0).transpose(0, 1)
+
+
+@cache
+def _compiled_flex_attention() -> Callable[..., Any]:
+    return torch.compile(flex_attention, dynamic=True)

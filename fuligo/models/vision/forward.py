@@ -1,0 +1,148 @@
+"""Forward pass of a model of text and images over rows of packed tokens: the tower, then the language model on mixed embeddings.
+
+transformers finds image tokens by their id; here they are given by position, because a model may also sample that id as text.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fuligo.errors import DataError
+from fuligo.models.vision.processor import PROCESSOR_FILE, ImageProcessor, Patches
+from fuligo.types import PromptImage
+
+
+@dataclass(slots=True, frozen=True)
+class RowImages:
+    """Images of a row of T tokens, and the places of their M tokens."""
+
+    distinct: tuple[PromptImage, ...]
+    """Images of different content; the tower runs once for each. Their places are those of one sample."""
+    positions: Tensor
+    """[M] int64, rising: the row's image tokens."""
+    features: Tensor
+    """[M] int64: the feature of each, among those of all distinct images, one after the other."""
+
+
+def row_images(starts: Sequence[int], images: Sequence[Sequence[PromptImage]], device: torch.device) -> RowImages | None:
+    """Return the images of sequences that begin at `starts` in a row, given the images of each; None if none has any."""
+    placed = [(start, image) for start, of_one in zip(starts, images) for image in of_one]
+    if not placed:
+        return None
+    distinct = {image.digest: image for _, image in placed}
+    first = dict(zip(distinct, accumulate((image.num_tokens for image in distinct.values()), initial=0)))
+    positions = [start + image.first_token + np.arange(image.num_tokens) for start, image in placed]
+    features = [first[image.digest] + np.arange(image.num_tokens) for _, image in placed]
+    at, of = (torch.from_numpy(np.concatenate(each)).to(device) for each in (positions, features))
+    return RowImages(tuple(distinct.values()), at, of)
+
+
+class Features(NamedTuple):
+    """Output of the vision tower for M tokens."""
+
+    merged: Tensor
+    """[M, E] embeddings of the image tokens."""
+    deepstack: tuple[Tensor, ...]
+    """[M, E] each: added to the hidden states after the first layers (arXiv 2406.04334)."""
+
+    def select(self, index: Tensor) -> "Features":
+        return Features(self.merged.index_select(0, index), tuple(each.index_select(0, index) for each in self.deepstack))
+
+
+def tower_features(tower: Any, patches: Sequence[Patches], device: torch.device) -> Features:
+    """Run the tower over images, one after the other; no image sees another."""
+    values = torch.cat([torch.from_numpy(each.values) for each in patches]).to(device)
+    grids = torch.tensor([[1, each.num_rows, each.num_columns] for each in patches], device=device)
+    outputs = tower(values.to(tower.dtype), grid_thw=grids, return_dict=True)
+    return Features(outputs.pooler_output, tuple(outputs.deepstack_features))
+
+
+def empty_patches(tower: Any) -> Patches:
+    """Return the patches of a black image of one token."""
+    side, config = tower.spatial_merge_size, tower.config
+    width = config.in_channels * config.temporal_patch_size * config.patch_size**2
+    return Patches(torch.zeros(side * side, width).numpy(), side, side)
+
+
+def hidden_states(
+    base: Any, input_ids: Tensor, positions: Tensor, images: RowImages | None, features: Features | None, **kwargs: Any
+) -> Tensor:
+    """Run the language model on a row.
+
+    Args:
+        base: transformers' model without its output layer.
+        input_ids: [T]
+        positions: [3, T] rotary positions, or [T] for a row without images.
+        images: images of the row; None if it has none.
+        features: features of the distinct images.
+        kwargs: arguments for the language model's attention.
+
+    Returns:
+        [1, T, E] last hidden states
+    """
+    language = base.language_model
+    embeddings = language.embed_tokens(input_ids)
+    if images is not None and features is not None:
+        placed = features.select(images.features)
+        embeddings = embeddings.index_copy(0, images.positions, placed.merged.to(embeddings.dtype))
+        is_image = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device).index_fill(0, images.positions, True)
+        kwargs |= {"visual_pos_masks": is_image[None], "deepstack_visual_embeds": list(placed.deepstack)}
+    elif features is not None:  # of an empty image, for the sake of ranks with images: adds nothing
+        total = torch.stack([each.sum() for each in (features.merged, *features.deepstack)]).sum()
+        embeddings = embeddings + 0.0 * total.to(embeddings.dtype)
+    outputs = language(
+        inputs_embeds=embeddings[None],
+        position_ids=positions[:, None] if positions.dim() == 2 else positions[None],
+        use_cache=False,
+        **kwargs,
+    )
+    return outputs.last_hidden_state
+
+
+class VisionTower:
+    """Tower of a model, with the image processor of its checkpoint.
+
+    Args:
+        base: transformers' model without its output layer.
+    """
+
+    def __init__(self, base: Any, processor: ImageProcessor) -> None:
+        self.base = base
+        self.processor = processor
+        self.is_frozen = False
+        """Its activations are not kept for a backward pass."""
+        self.runs_always = False
+        """It also runs, on an empty image, for a row without images: all ranks must take part in gathering sharded weights."""
+
+    def hidden_states(self, input_ids: Tensor, positions: Tensor, images: RowImages | None, **kwargs: Any) -> Tensor:
+        """Run tower and language model on a row; see `hidden_states` of this module.
+
+        Raises:
+            DataError: an image cannot be read, or has other numbers of tokens than its sample says
+        """
+        return hidden_states(self.base, input_ids, positions, images, self._features(images, input_ids.device), **kwargs)
+
+    def _features(self, images: RowImages | None, device: torch.device) -> Features | None:
+        if images is None and not self.runs_always:
+            return None
+        tower = self.base.visual
+        patches = [empty_patches(tower)] if images is None else [self._patches(image) for image in images.distinct]
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.is_frozen):
+            return tower_features(tower, patches, device)
+
+    def _patches(self, image: PromptImage) -> Patches:
+        try:
+            patches = self.processor.patches(image.data, image.digest)
+        except DataError as error:
+            raise DataError(f"{image.source}: {error}") from error
+        side = self.processor.merge_size
+        rows, columns = patches.num_rows // side, patches.num_columns // side
+        if (rows, columns) != (image.num_rows, image.num_columns):
+            text = f"{image.source} has {image.num_rows} x {image.num_columns} tokens in its sample, and the image processor makes"
+            raise DataError(f"{text} {rows} x {columns}; use the {PROCESSOR_FILE} that the samples were made with")
+        return patches

@@ -1,0 +1,60 @@
+"""Places of images among the token ids of a prompt, in which each image's tokens all have the id of an image token."""
+
+from collections.abc import Sequence
+
+from fuligo.errors import DataError
+from fuligo.models.vision.processor import TokenGrid, image_digest
+from fuligo.types import PromptImage
+
+
+def place_images(
+    ids: Sequence[int], images: Sequence[bytes], grids: Sequence[TokenGrid], image_token_id: int, sources: Sequence[str]
+) -> tuple[PromptImage, ...]:
+    """Return the images with the places of their tokens.
+
+    Args:
+        ids: [P] prompt, perhaps with the tokens sampled so far: an id of an image token after those of all images is text.
+        images: encoded, in the order of their tokens.
+        grids: grid of each image's tokens.
+        sources: origin of each image, for error messages.
+
+    Raises:
+        DataError: the tokens of an image are not in the prompt, or nothing follows them
+    """
+    ids = list(ids)
+    placed: list[PromptImage] = []
+    at = 0
+    for data, grid, source in zip(images, grids, sources, strict=True):
+        try:
+            start = ids.index(image_token_id, at)
+        except ValueError:
+            raise DataError(f"{source} has no tokens in the prompt; each image needs {image_token_id} (the image token)") from None
+        at = start + grid.num_rows * grid.num_columns
+        run = next((i for i in range(start, len(ids)) if ids[i] != image_token_id), len(ids)) - start
+        if run != at - start:
+            raise DataError(f"{source} has {grid.num_rows} x {grid.num_columns} tokens, and the prompt {run} image tokens in its place")
+        if at == len(ids):
+            raise DataError(f"the prompt ends with {source}; text must follow it")
+        placed.append(PromptImage(source, data, image_digest(data), start, grid.num_rows, grid.num_columns))
+    return tuple(placed)
+
+
+def expanded(ids: Sequence[int], grids: Sequence[TokenGrid], image_token_id: int) -> tuple[list[int], list[int]]:
+    """Repeat the one image token that the chat template writes for each image.
+
+    Args:
+        ids: token ids as the template writes them.
+        grids: grid of each image's tokens.
+
+    Returns:
+        The ids with all tokens of the images, and for each of them its position in the ids given.
+
+    Raises:
+        DataError: the numbers of image tokens and images differ
+    """
+    found = sum(token == image_token_id for token in ids)
+    if found != len(grids):
+        raise DataError(f"the chat template writes {found} image tokens for {len(grids)} images")
+    sizes = iter([grid.num_rows * grid.num_columns for grid in grids])
+    origins = [at for at, token in enumerate(ids) for _ in range(next(sizes) if token == image_token_id else 1)]
+    return [ids[at] for at in origins], origins

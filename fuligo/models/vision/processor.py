@@ -1,0 +1,265 @@
+"""Images as the vision tower sees them: decoded, resized, normalised and cut into patches, the same in every process.
+
+transformers' image processor on Pillow computes them, because it needs no torchvision and one result serves trainer and embedded engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import struct
+import threading
+import zlib
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from fuligo.errors import ConfigError, DataError
+from fuligo.formats.plain_file import read_plain_text
+from fuligo.types import FloatArray
+
+if TYPE_CHECKING:
+    from PIL.Image import Image, Transpose
+
+PROCESSOR_FILE = "preprocessor_config.json"
+WHOLE_PROCESSOR_FILE = "processor_config.json"
+"""Settings of all of a model's processors, as transformers 5 saves them; those of images have precedence over PROCESSOR_FILE."""
+PROCESSOR_TYPES = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
+"""`image_processor_type` of Qwen3-VL's checkpoints, by the version of transformers that wrote them."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+"""Formats that are read; Pillow knows some that start other programs."""
+MAX_IMAGE_BYTES = 32 * 2**20
+"""Size of one encoded image."""
+MAX_DECODED_PIXELS = 64 * 2**20
+"""Pixels of one image before it is resized: a small file may decode to gigabytes."""
+KEPT_BYTES = 256 * 2**20
+"""Size of the cache of patches in a process: the samples of a prompt, and the passes over a rollout, share images."""
+
+_NUM_DECODING = 8
+"""Images that a process decodes at once."""
+_DAMAGE = (OSError, ValueError, SyntaxError, EOFError, IndexError, TypeError, KeyError, MemoryError, struct.error, zlib.error)
+"""Errors of Pillow for bytes that are not what their header says."""
+_ORIENTATION = 274
+"""EXIF tag of the orientation."""
+_TURNS = dict(enumerate(("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90"), 2))
+"""Transpositions that make an image upright, by its EXIF orientation."""
+_KEEP_SIDES = ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM")
+_RANGELESS = {"I": "32-bit integer", "F": "floating-point"}
+"""Names of pixel types without a known range, by Pillow's mode."""
+
+
+class Patches(NamedTuple):
+    """One image, ready for the vision tower."""
+
+    values: FloatArray
+    """[patches, channels * temporal patch size * patch size * patch size]"""
+    num_rows: int
+    """Rows of patches."""
+    num_columns: int
+
+
+@dataclass(slots=True, frozen=True)
+class TokenGrid:
+    """Grid of an image's tokens."""
+
+    num_rows: int
+    num_columns: int
+
+
+def image_digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+class ImageProcessor:
+    """Image processor of a checkpoint. Holds the patches of recently used images."""
+
+    def __init__(self, directory: str | Path) -> None:
+        """Read the settings.
+
+        Raises:
+            ConfigError: Pillow is not installed, or the checkpoint has no settings of a known processor
+        """
+        self._processor: Any = _processor(Path(directory))
+        self.merge_size: int = self._processor.merge_size
+        """Patches that one token stands for, in each direction."""
+        self._kept: OrderedDict[str, Patches] = OrderedDict()
+        self._kept_bytes = 0
+        self._lock = threading.Lock()
+        self._decoding = tuple(threading.Lock() for _ in range(_NUM_DECODING))
+        """Locks by digest, since the requests of a group arrive together: the first decodes their image, the others wait for it."""
+
+    def grid(self, data: bytes) -> TokenGrid:
+        """Return the grid of an image's tokens, computed from the image's size.
+
+        Raises:
+            DataError: the bytes are not an image, or the image is too large
+        """
+        image = _opened(data)
+        patches = self._size(image)
+        return TokenGrid(patches[0] // self.merge_size, patches[1] // self.merge_size)
+
+    def patches(self, data: bytes, digest: str) -> Patches:
+        """Return the patches of an image; `digest` identifies it.
+
+        Raises:
+            DataError: the bytes are not an image, are truncated, or decode to an image that is too large
+        """
+        with self._decoding[hash(digest) % _NUM_DECODING]:
+            found = self._find(digest)
+            if found is None:
+                found = self._compute(data)
+                self._keep(digest, found)
+            return found
+
+    def _find(self, digest: str) -> Patches | None:
+        with self._lock:
+            if digest in self._kept:
+                self._kept.move_to_end(digest)
+            return self._kept.get(digest)
+
+    def _compute(self, data: bytes) -> Patches:
+        image = _decoded(data)
+        try:
+            inputs = self._processor(images=[image], return_tensors="np")
+        except ValueError as error:
+            raise DataError(f"the image processor rejects an image of {image.width} x {image.height} pixels: {error}") from error
+        _, num_rows, num_columns = (int(number) for number in inputs["image_grid_thw"][0])
+        return Patches(np.ascontiguousarray(inputs["pixel_values"], np.float32), num_rows, num_columns)
+
+    def _size(self, image: Image) -> tuple[int, int]:
+        """Return rows and columns of patches."""
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        processor, side = self._processor, self._processor.patch_size
+        width, height = _upright_size(image)
+        if processor.do_resize:
+            try:
+                limits = {"min_pixels": processor.size["shortest_edge"], "max_pixels": processor.size["longest_edge"]}
+                height, width = smart_resize(height, width, factor=side * self.merge_size, **limits)
+            except ValueError as error:
+                raise DataError(f"the image processor rejects an image of {width} x {height} pixels: {error}") from error
+        return height // side, width // side
+
+    def _keep(self, digest: str, patches: Patches) -> None:
+        with self._lock:
+            self._kept[digest] = patches
+            self._kept_bytes += patches.values.nbytes
+            while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
+                self._kept_bytes -= self._kept.popitem(last=False)[1].values.nbytes
+
+
+def read_settings(directory: Path) -> dict[str, Any]:
+    """Return the settings of a checkpoint's image processor; imports no transformers.
+
+    Raises:
+        ConfigError: Pillow is not installed, or the checkpoint has no settings of a known processor
+    """
+    try:
+        import PIL.Image  # noqa: F401
+    except ImportError as error:
+        raise ConfigError("images in prompts need Pillow; install it with: pip install 'fuligo[vision]'") from error
+    file = directory / WHOLE_PROCESSOR_FILE
+    whole = _read_json(file) if file.exists() else None
+    settings = whole.get("image_processor") if isinstance(whole, dict) else None
+    if settings is None:
+        file = directory / PROCESSOR_FILE
+        settings = _read_json(file)
+    kind = settings.get("image_processor_type") if isinstance(settings, dict) else None
+    if kind not in PROCESSOR_TYPES:
+        raise ConfigError(f"{file}: image_processor_type is {kind!r}; supported are {', '.join(PROCESSOR_TYPES)}")
+    return settings
+
+
+def _read_json(file: Path) -> Any:
+    try:
+        return json.loads(read_plain_text(file))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"cannot read {file}: {error}; use a checkpoint with the settings of its image processor") from error
+
+
+def _processor(directory: Path) -> Any:
+    settings = read_settings(directory)
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    try:
+        return Qwen2VLImageProcessorPil.from_dict({**settings, "image_processor_type": PROCESSOR_TYPES[-1]})
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{directory}: the settings of its image processor are invalid: {error}") from error
+
+
+def _opened(data: bytes) -> Image:
+    """Return an image of which only the header is read.
+
+    Raises:
+        DataError: the bytes are not an image, or the image is too large
+    """
+    import PIL.Image
+
+    if len(data) > MAX_IMAGE_BYTES:
+        raise DataError(f"an image has {len(data):,} bytes, more than {MAX_IMAGE_BYTES:,}; scale it down")
+    try:
+        image = PIL.Image.open(io.BytesIO(data), formats=FORMATS)
+    except (PIL.UnidentifiedImageError, PIL.Image.DecompressionBombError, OSError, ValueError, SyntaxError) as error:
+        raise DataError(f"the bytes are not an image in one of the formats {', '.join(FORMATS)}") from error
+    if image.width * image.height > MAX_DECODED_PIXELS:
+        raise DataError(f"an image has {image.width:,} x {image.height:,} pixels, more than {MAX_DECODED_PIXELS:,}; scale it down")
+    return image
+
+
+def _decoded(data: bytes) -> Image:
+    """Return an image with its pixels, in RGB: upright, as its EXIF orientation says, and on white where it is transparent.
+
+    Raises:
+        DataError: the bytes are not an image, are truncated, decode to an image that is too large, or hold pixels of an unknown range
+    """
+    import PIL.Image
+
+    image = _opened(data)
+    turn = _turn(image)
+    try:
+        image.load()
+        if turn is not None:
+            image = image.transpose(turn)
+        if image.mode.startswith("I;16"):  # convert() would clip its 16 bits to 8
+            image = image.convert("I").point(lambda value: value / 256).convert("L")
+        if image.mode in _RANGELESS:
+            raise DataError(f"the image has {_RANGELESS[image.mode]} pixels, whose range is not known; convert it to 8 bits")
+        if image.has_transparency_data:
+            image = image.convert("RGBA")
+            image = PIL.Image.alpha_composite(PIL.Image.new("RGBA", image.size, "white"), image)
+        return image.convert("RGB")
+    except _DAMAGE as error:
+        raise DataError(f"the image is damaged: {error}") from error
+
+
+def _upright_size(image: Image) -> tuple[int, int]:
+    """Return width and height of an image after `_decoded`, from its header.
+
+    Raises:
+        DataError: the header is damaged
+    """
+    turn = _turn(image)
+    return image.size if turn is None or turn.name in _KEEP_SIDES else (image.height, image.width)
+
+
+def _turn(image: Image) -> Transpose | None:
+    """Return the transposition that makes an image upright, from its header; None if it is upright.
+
+    Raises:
+        DataError: the header is damaged
+    """
+    from PIL.Image import Transpose
+
+    # Pillow turns TIFF by itself; to look for a PNG's EXIF data behind its pixels would decode them
+    if image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info):
+        return None
+    try:
+        orientation: Any = image.getexif().get(_ORIENTATION)
+        name = _TURNS.get(orientation)
+    except _DAMAGE as error:
+        raise DataError(f"the image is damaged: {error}") from error
+    return None if name is None else Transpose[name]

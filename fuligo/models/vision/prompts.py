@@ -1,0 +1,86 @@
+"""Images in a run's prompts, by the image processor of its checkpoint."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fuligo.config import Config
+from fuligo.errors import ConfigError, DataError
+from fuligo.formats.hugging_face import read_config_json
+from fuligo.models.vision.placing import expanded, place_images
+from fuligo.models.vision.processor import ImageProcessor, TokenGrid
+from fuligo.models.vision.types import no_tower, sees_images
+from fuligo.types import IntArray, PromptImage
+
+
+class Raw(Protocol):
+    """Image as it was read."""
+
+    @property
+    def source(self) -> str: ...
+
+    @property
+    def data(self) -> bytes: ...
+
+
+class PlacedImages(NamedTuple):
+    """Prompt with images; an implementation of `data.images.Placed`."""
+
+    ids: IntArray
+    origins: NDArray[np.int64]
+    images: tuple[PromptImage, ...]
+
+
+class PromptImages:
+    """Implementation of `data.images.ImagePlacer`."""
+
+    def __init__(self, directory: Path) -> None:
+        """Read the settings of the checkpoint.
+
+        Raises:
+            ConfigError: it is a text-only model, or has no settings of a known image processor
+        """
+        config_json = read_config_json(directory)
+        if not sees_images(config_json):
+            raise ConfigError(no_tower(str(directory), config_json.get("model_type")))
+        self._processor = ImageProcessor(directory)
+        self._image_token_id = int(config_json["image_token_id"])
+
+    def place(self, ids: Sequence[int], images: Sequence[Raw]) -> PlacedImages:
+        """Read only the images' sizes, because a rollout draws all its prompts at once; see `decode`."""
+        grids: list[TokenGrid] = []
+        for image in images:
+            try:
+                grids.append(self._processor.grid(image.data))
+            except DataError as error:
+                raise DataError(f"{image.source}: {error}") from error
+        whole, origins = expanded(ids, grids, self._image_token_id)
+        sources, contents = [image.source for image in images], [image.data for image in images]
+        placed = place_images(whole, contents, grids, self._image_token_id, sources)
+        return PlacedImages(np.asarray(whole, np.int32), np.asarray(origins, np.int64), placed)
+
+    def decode(self, images: Sequence[PromptImage]) -> None:
+        for image in images:
+            try:
+                self._processor.patches(image.data, image.digest)
+            except DataError as error:
+                raise DataError(f"{image.source}: {error}") from error
+
+    @property
+    def token_id(self) -> int:
+        return self._image_token_id
+
+
+def prompt_images(config: Config) -> PromptImages | None:
+    """Return the images of a run's prompts; None without --multimodal-keys.
+
+    Raises:
+        ConfigError: it is a text-only model, or its image processor is not known
+    """
+    if not config.data.multimodal_keys:
+        return None
+    assert config.model.hf_checkpoint is not None, "validated"
+    return PromptImages(Path(config.model.hf_checkpoint))

@@ -1,0 +1,20 @@
+"""Model types with a vision tower that fuligo trains and serves. Imports no torch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+VISION_TYPES = frozenset({"qwen3_vl"})
+"""model_type of config.json; one forward pass (`forward`) and one rule of positions (`positions`) fits them all."""
+TOWER_PATTERN = r"^model\.visual\."
+"""Regular expression of the names of the tower's weights."""
+
+
+def sees_images(config_json: Mapping[str, Any]) -> bool:
+    """Return whether a config.json describes a model of `VISION_TYPES`."""
+    return config_json.get("model_type") in VISION_TYPES
+
+
+def no_tower(directory: str, model_type: object) -> str:
+    """Return the error for images in the prompts of a model that has no tower, or an unknown one."""
+    known = ", ".join(sorted(VISION_TYPES))
+    return f"--multimodal-keys: {directory} is a {model_type} model; images in prompts need one of the type {known}"

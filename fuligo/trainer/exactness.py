@@ -1,0 +1,49 @@
+"""Check of --exact-on-policy: the trainer's log-probabilities must equal the engine's bit for bit."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from fuligo.errors import TrainerError
+from fuligo.types import StepResult, TrainBatch, TrainSample
+
+
+def require_exact(batch: TrainBatch, result: StepResult, version: int) -> None:
+    """Check the trained tokens that the engine sampled with the weights before the rollout's first optimizer step.
+
+    Tokens of older versions (--partial-rollout) are skipped: their log-probabilities belong to other weights.
+
+    Args:
+        batch: trained batch, with old log-probabilities if there was more than one optimizer step.
+        result: result of training on it.
+        version: version of those weights.
+
+    Raises:
+        TrainerError: a log-probability differs; names the first.
+    """
+    differing: list[tuple[TrainSample, int, float]] = []
+    num_compared = 0
+    for sample, own in _before_first_step(batch, result):
+        compared = (sample.loss_mask != 0) & (sample.versions == version)
+        num_compared += int(compared.sum())
+        different = np.flatnonzero(compared & ~(own == sample.engine_logprobs))  # NaN differs from everything
+        differing += [(sample, int(token), float(own[token])) for token in different]
+    if not differing:
+        return
+    sample, token, own = differing[0]
+    raise TrainerError(
+        f"cannot keep --exact-on-policy: sample {sample.index} (prompt {sample.group_index}), response token {token}: the "
+        f"engine's log-probability is {sample.engine_logprobs[token]:.9g}, the trainer's {own:.9g}; {len(differing):,} of {num_compared:,} "
+        f"tokens of policy version {version} differ. Sample with --rollout-temperature in hooks and agents, too; drop "
+        "--exact-on-policy to continue despite the difference"
+    )
+
+
+def _before_first_step(batch: TrainBatch, result: StepResult) -> Iterator[tuple[TrainSample, np.ndarray]]:
+    """Yield samples with the trainer's log-probabilities [R] before the rollout's first optimizer step, if they were computed."""
+    for position in [position for step in batch.steps for position in step]:
+        sample = batch.samples[position]
+        if sample.old_logprobs is not None:
+            yield sample, sample.old_logprobs
+        elif position in batch.steps[0] and position in result.scores:  # if only the value model learned, there are no scores
+            yield sample, result.scores[position].logprobs

@@ -1,0 +1,157 @@
+"""LoRA on the experts of Megatron's MoE layers, as PEFT's `target_parameters` define it: each expert has an A and a B of its own.
+
+Gate and up projection are one matrix of the adapter's rank. The experts of a rank are stacked in one parameter for A and one for B.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.transformer.moe.experts import SequentialMLP
+from torch import Tensor, nn
+
+from fuligo.models.adapter_names import ADAPTER_MODULE, AdaptedExperts, AdapterNames, ExpertsFactor
+from fuligo.models.experts_adapter import low_rank_products
+from fuligo.models.names import with_expert
+from fuligo.trainer.megatron_backend.weights.local import expert_layers, first_local_expert, rank_groups
+
+LinearOutput = tuple[Tensor, Tensor | None]
+"""Product and bias, as Megatron's linear layers return them."""
+
+
+class ExpertsAdapter(nn.Module):
+    """Low-rank updates of this rank's experts of a layer.
+
+    Of a matrix that the ranks of an expert share, each has its part of one factor and the other factor whole. Its update is then a part of
+    the output like its part of the matrix's product, and Megatron's dispatcher adds up both. So ranks exchange gradients only: those of
+    the whole factors are sums over these ranks.
+
+    Args:
+        num_local: number of this rank's experts.
+        matrices: the adapted ones of the layer.
+    """
+
+    def __init__(self, num_local: int, matrices: Sequence[AdaptedExperts], names: AdapterNames, device: torch.device) -> None:
+        super().__init__()
+        config = names.adapter
+        self.num_local, self.is_on = num_local, True
+        self._matrices = {matrix.kind: matrix for matrix in matrices}
+        self._scaling, self._group = config.scaling, rank_groups().expert_tensor
+        for matrix in matrices:
+            for factor in matrix.factors(config.rank):
+                name = factor.megatron.rpartition(".")[2]
+                self.register_parameter(name, _parameter(factor, num_local, self._group.rank(), self._group.size(), device))
+
+    def of_expert(self, kind: str, number: int, inputs: Tensor) -> Tensor:
+        """Return what is added to the product of one of this rank's experts: [tokens, outputs] from its inputs."""
+        a, b = self._factors(kind, inputs.dtype)
+        return F.linear(F.linear(inputs, a[number]), b[number]) * self._scaling
+
+    def of_all(self, kind: str, inputs: Tensor, tokens_per_expert: Sequence[int]) -> Tensor:
+        """Return what is added to the products of all of this rank's experts: [tokens, outputs] from inputs sorted by expert."""
+        ends = torch.tensor(tokens_per_expert, device=inputs.device).cumsum(0).to(torch.int32)
+        return low_rank_products(inputs, *self._factors(kind, inputs.dtype), ends) * self._scaling
+
+    def updates(self) -> Iterator[tuple[str, "ExpertUpdate"]]:
+        """Yield the updates of this rank's experts by the canonical names of their matrices."""
+        for kind, matrix in self._matrices.items():
+            first = first_local_expert(matrix.num_experts)
+            for number in range(self.num_local):
+                yield with_expert(matrix.weight.megatron, first + number), ExpertUpdate(self, kind, number)
+
+    @torch.no_grad()
+    def update_of(self, kind: str, number: int) -> Tensor:
+        """Return scaling B A [this rank's outputs, this rank's inputs] of one of its experts in float32."""
+        a, b = (self._stacked(kind, factor)[number] for factor in "AB")
+        return (b @ a) * self._scaling
+
+    def is_zero(self, kind: str, number: int) -> bool:
+        return not bool(self._stacked(kind, "B")[number].any())
+
+    def _factors(self, kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return A [E, rank, inputs] and B [E, outputs, rank] of this rank's experts."""
+        whole = "A" if self._matrices[kind].weight.axis == 0 else "B"
+        a, b = (self._stacked(kind, factor, is_whole=factor == whole).to(dtype) for factor in "AB")
+        return a, b
+
+    def _stacked(self, kind: str, factor: str, *, is_whole: bool = False) -> Tensor:
+        parameter = self.get_parameter(f"{kind}_{factor}")
+        if is_whole and self._group.size() > 1:  # each rank computes a part of the gradient
+            parameter = tensor_parallel.copy_to_tensor_model_parallel_region(parameter, group=self._group)
+        return parameter.unflatten(0, (self.num_local, -1))
+
+
+@dataclass(slots=True, frozen=True)
+class ExpertUpdate:
+    """Update of one matrix of one of this rank's experts, as weights are merged with it."""
+
+    adapter: ExpertsAdapter
+    kind: str
+    number: int
+
+    def update(self) -> Tensor:
+        return self.adapter.update_of(self.kind, self.number)
+
+    @property
+    def num_elements(self) -> int:
+        a, b = (self.adapter.get_parameter(f"{self.kind}_{factor}") for factor in "AB")
+        return len(b) // self.adapter.num_local * a.shape[1]
+
+    @property
+    def is_first_copy(self) -> bool:
+        """True on one of the ranks that hold the same part of the expert."""
+        return parallel_state.get_expert_data_parallel_rank() == 0
+
+    @property
+    def is_zero(self) -> bool:
+        return self.adapter.is_zero(self.kind, self.number)
+
+
+def add_experts_adapters(chunks: Sequence[nn.Module], names: AdapterNames) -> None:
+    """Adapt this rank's experts, in place. All factors are zeros."""
+    for name, experts in list(expert_layers(chunks)):
+        if matrices := names.by_experts.get(name):
+            device = next(experts.parameters()).device
+            adapt_experts(experts, ExpertsAdapter(experts.num_local_experts, matrices, names, device), matrices)
+
+
+def adapt_experts(experts: Any, adapter: ExpertsAdapter, matrices: Sequence[AdaptedExperts]) -> None:
+    """Add an adapter to a layer of experts: Megatron's `SequentialMLP`, or one whose linear layers multiply by all experts' matrices."""
+    experts.add_module(ADAPTER_MODULE, adapter)
+    for matrix in matrices:
+        if isinstance(experts, SequentialMLP):
+            for number, expert in enumerate(experts.local_experts):
+                linear = expert.get_submodule(matrix.linear)
+                linear.register_forward_hook(partial(_add_to_expert, adapter, matrix.kind, number), prepend=True)
+        else:
+            experts.get_submodule(matrix.linear).register_forward_hook(partial(_add_to_all, adapter, matrix.kind), prepend=True)
+
+
+def _add_to_expert(
+    adapter: ExpertsAdapter, kind: str, number: int, linear: nn.Module, inputs: tuple[Tensor, ...], output: LinearOutput
+) -> LinearOutput:
+    product, bias = output
+    return (product + adapter.of_expert(kind, number, inputs[0]), bias) if adapter.is_on else output
+
+
+def _add_to_all(
+    adapter: ExpertsAdapter, kind: str, linear: nn.Module, inputs: tuple[Tensor, Sequence[int]], output: LinearOutput
+) -> LinearOutput:
+    product, bias = output
+    return (product + adapter.of_all(kind, *inputs), bias) if adapter.is_on else output
+
+
+def _parameter(factor: ExpertsFactor, num_local: int, index: int, count: int, device: torch.device) -> nn.Parameter:
+    """Return zeros for the factor's part on the `index`-th of `count` ranks that share each expert."""
+    shape = [factor.shape[0] // factor.num_experts * num_local, factor.shape[1]]
+    if factor.axis is not None:
+        shape[factor.axis] //= count
+    parameter: Any = nn.Parameter(torch.zeros(shape, device=device))  # float32, as PEFT has it
+    tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, factor.axis or 0, 1)
+    parameter.allreduce = False  # its gradient is a sum over the ranks with copies of these experts
+    parameter.shared = factor.axis is None and index > 0  # counted once in the norm of the gradient
+    return parameter

@@ -1,0 +1,71 @@
+"""Signatures of the Python objects that ranks exchange in collectives.
+
+torch pickles these objects, and gloo takes connections from everybody who reaches its port: whoever takes a rank's place there could run
+code in the others. Signed with a key that only the ranks have, a stranger's object is refused before it is unpickled.
+"""
+
+import hmac
+import io
+import pickle
+from typing import Any
+
+import torch
+import torch.distributed.distributed_c10d as c10d
+
+from fuligo.errors import TrainerError
+
+_SIGNATURE_BYTES = 32
+
+
+class ForgedObjectError(RuntimeError):
+    """Object in a collective that no rank of this trainer has sent."""
+
+
+def sign_objects(key: bytes | None) -> None:
+    """Sign and verify the objects of all collectives of this process (`gather_object`, `broadcast_object_list`, ...).
+
+    Those of torch's distributed checkpoints and of Megatron-Core are among them.
+
+    Args:
+        key: secret of the ranks; None: objects are plain pickles again, as torch sends them
+
+    Raises:
+        TrainerError: this version of torch pickles objects elsewhere
+    """
+    if not hasattr(c10d, "_pickler") or not hasattr(c10d, "_unpickler"):
+        if key is None:
+            return
+        raise TrainerError(
+            f"cannot sign the objects of collectives: torch {torch.__version__} pickles them elsewhere; install torch 2.11 to 2.13"
+        )
+    if key is None:
+        c10d._pickler, c10d._unpickler = pickle.Pickler, pickle.Unpickler
+        return
+
+    class SignedPickler:
+        """Stands for `pickle.Pickler`."""
+
+        def __init__(self, stream: io.BytesIO) -> None:
+            self._stream = stream
+
+        def dump(self, value: Any) -> None:
+            body = pickle.dumps(value)
+            self._stream.write(_signature(key, body) + body)
+
+    class SignedUnpickler:
+        """Stands for `pickle.Unpickler`."""
+
+        def __init__(self, stream: io.BytesIO) -> None:
+            self._stream = stream
+
+        def load(self) -> Any:
+            signature, body = self._stream.read(_SIGNATURE_BYTES), self._stream.read()
+            if not hmac.compare_digest(signature, _signature(key, body)):
+                raise ForgedObjectError("refused an object of a collective: it is not signed by a rank of this trainer")
+            return pickle.loads(body)
+
+    c10d._pickler, c10d._unpickler = SignedPickler, SignedUnpickler
+
+
+def _signature(key: bytes, body: bytes) -> bytes:
+    return hmac.digest(key, b"fuligo objects " + body, "sha256")

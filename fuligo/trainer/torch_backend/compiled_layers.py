@@ -1,0 +1,70 @@
+"""Layers compiled by torch.compile, once for rows of any length."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from fuligo.models.attention import VarlenRow
+from fuligo.models.gated_delta import gated_delta_modules
+from fuligo.models.transformers_types import sees_images
+from fuligo.models.tree_attention import TreeRow
+
+RowT = TypeVar("RowT", VarlenRow, TreeRow)
+
+COMPILED_KINDS = 32
+"""Compiled variants of a layer's code: kinds of layers, with and without gradient, of policy, reference, teacher and value model."""
+
+
+def can_compile(model: PreTrainedModel) -> bool:
+    """Return whether layers can be compiled.
+
+    Sizes of experts depend on the data, heads of latent attention differ, gated delta rules run per sequence, towers per image, and
+    layers that share keys and values hand them on through a dictionary.
+    """
+    if sees_images(model.config) or getattr(model.config, "num_kv_shared_layers", 0):
+        return False
+    has_experts = any(name.endswith("experts") for name, _ in model.named_modules())
+    return not has_experts and not gated_delta_modules(model) and getattr(model.config, "kv_lora_rank", None) is None
+
+
+def compile_layers(layers: Iterable[nn.Module]) -> None:
+    """Compile the forward pass of every layer at its first call; layers of the same kind share the code."""
+    torch._dynamo.config.recompile_limit = COMPILED_KINDS
+    for layer in layers:
+        layer.forward = _compiled(layer.forward)
+
+
+def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a layer's forward for any number of tokens.
+
+    Only that number is a variable of the code. `dynamic=True` would make variables of the head size, the norms' epsilon and an adapter's
+    scaling, too, and the compiler takes minutes to simplify what follows from them.
+    """
+    compiled = torch.compile(forward)
+
+    def call(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        rotations = kwargs.get("position_embeddings") or ()
+        for tensor in (hidden, *rotations, kwargs.get("position_ids")):
+            if isinstance(tensor, Tensor):
+                _vary_tokens(tensor, num_tokens=hidden.size(1))
+        return compiled(hidden, *args, **kwargs)
+
+    return call
+
+
+def varying(row: RowT) -> RowT:
+    """Have the compiler treat the sizes of the row's tensors as variable."""
+    for tensor in row:
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return row
+
+
+def _vary_tokens(tensor: Tensor, *, num_tokens: int) -> None:
+    """Have the compiler treat dimensions of this size as variable, also those of the tensor that this one is a view of."""
+    for each in (tensor, tensor._base):
+        for dim, size in enumerate(() if each is None else each.shape):
+            if size == num_tokens:
+                torch._dynamo.maybe_mark_dynamic(each, dim)

@@ -1,0 +1,156 @@
+"""Warm start of the processes that a warm command starts: its embedded engine and its ranks.
+
+Before a command runs, it forks a process that keeps the warm imports and has no threads. That process forks where the command would start
+a fresh interpreter on one of `SERVED`. The fork becomes a child of the command, which adopts orphans for that moment, so that the command
+waits for it, signals it and reads its exit code as it does with a fresh one.
+"""
+
+import ctypes
+import fcntl
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+SERVED = ("fuligo", "fuligo.trainer.ranks.rank_process")
+"""Modules that are started with `python -m`."""
+READ_BY_IMPORTS = ("CUDA_", "GOMP_", "HF_", "LD_", "MKL_", "OMP_", "PYTHON", "RAY_", "TOKENIZERS_", "TORCH", "TRANSFORMERS_")
+"""Beginnings of the names of environment variables that packages read while they are imported."""
+ROOM = "-" * 4096
+"""Argument that reserves memory for the command lines of children."""
+PR_SET_CHILD_SUBREAPER = 36
+LARGEST_REQUEST_BYTES = 1 << 20
+FIRST_FREE_DESCRIPTOR = 512
+"""Descriptors are received at numbers above those that a child may need."""
+
+
+def read_by_imports(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that decide what an import does."""
+    return {name: value for name, value in environment.items() if name.startswith(READ_BY_IMPORTS)}
+
+
+def fork_children_warm() -> str:
+    """Let children of this command fork from here on; return "fuligo" in the command, and in each child the module that it runs.
+
+    The imports were done with the present environment. Children with another one start fresh.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        ours.close()
+        return _serve(theirs)
+    theirs.close()
+    _patch_popen(_Children(ours, read_by_imports(os.environ)))
+    return "fuligo"
+
+
+class _Children:
+    """The command's end of its fork server."""
+
+    def __init__(self, connection: socket.socket, environment: dict[str, str]) -> None:
+        self._connection = connection
+        self._environment = environment
+        self._lock = threading.Lock()
+        self._prctl = ctypes.CDLL(None).prctl
+
+    def suits(self, arguments: Any, environment: Mapping[str, str]) -> bool:
+        """Return whether a fork does what a fresh process would do."""
+        is_served = isinstance(arguments, list) and arguments[:2] == [sys.executable, "-m"] and arguments[2] in SERVED
+        return is_served and read_by_imports(environment) == self._environment
+
+    def start(self, request: dict[str, Any], descriptors: list[int]) -> int:
+        """Return the number of the new child."""
+        with self._lock:
+            self._prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+            try:
+                socket.send_fds(self._connection, [json.dumps(request).encode()], descriptors)
+                return int(self._connection.recv(16))
+            finally:
+                self._prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+def _patch_popen(children: _Children) -> None:
+    fresh = subprocess.Popen._execute_child
+
+    def execute(self: subprocess.Popen, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest) -> None:
+        _, _, _, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, _, gid, gids, uid, umask, new_session, group = rest
+        special = executable is not None or preexec_fn is not None or not close_fds or (gid, gids, uid, umask) != (None, None, None, -1)
+        variables = dict(os.environ if env is None else env)
+        if special or not children.suits(args, variables):
+            fresh(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest)
+            return
+        wanted = {0: p2cread, 1: c2pwrite, 2: errwrite} | {int(number): int(number) for number in pass_fds}
+        self.pid = children.start(
+            {
+                "command": args,
+                "environment": variables,
+                "directory": str(cwd or Path.cwd()),
+                "descriptors": list(wanted),
+                "group": group,
+                "session": new_session,
+            },
+            [number if given == -1 else given for number, given in wanted.items()],
+        )
+        self._child_created = True
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+
+    subprocess.Popen._execute_child = execute
+
+
+def _serve(connection: socket.socket) -> str:
+    """Fork for every request until the command ends; return in a child only."""
+    while True:
+        message, received, _, _ = socket.recv_fds(connection, LARGEST_REQUEST_BYTES, 64)
+        if not message:
+            os._exit(0)
+        told, tell = os.pipe()
+        between = os.fork()
+        if between == 0:
+            pid = os.fork()
+            if pid == 0:
+                break
+            os.write(tell, str(pid).encode())
+            os._exit(0)  # the command adopts the child
+        os.waitpid(between, 0)
+        pid = os.read(told, 16)
+        for descriptor in (told, tell, *received):
+            os.close(descriptor)
+        connection.send(pid)
+    for descriptor in (told, tell):
+        os.close(descriptor)
+    connection.close()
+    return _become(json.loads(message), received)
+
+
+def _become(request: dict[str, Any], received: list[int]) -> str:
+    """Take over the descriptors, group, environment, directory and arguments of a request; return the module to run."""
+    above = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, FIRST_FREE_DESCRIPTOR) for descriptor in received]
+    for descriptor in received:
+        os.close(descriptor)
+    for descriptor, number in zip(above, request["descriptors"], strict=True):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    if request["session"]:
+        os.setsid()
+    if request["group"] >= 0:
+        os.setpgid(0, request["group"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["directory"])
+    sys.path[0] = request["directory"]
+    _, _, module, *arguments = request["command"]
+    sys.argv[1:] = arguments
+    _show(request["command"])
+    return module
+
+
+def _show(command: list[str]) -> None:
+    """Write the command line where /proc shows it, because hooks find processes by it."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    text = "".join(f"{argument}\0" for argument in command).encode()[: end - start - 1]
+    ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)

@@ -1,0 +1,131 @@
+"""Tiny Qwen3-VL checkpoints for tests: random weights, a tokenizer with the tokens of images, an image processor; and images."""
+
+import functools
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from tokenizers import AddedToken
+from transformers import AutoConfig, PreTrainedTokenizerFast, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+from fuligo.models.vision.processor import ImageProcessor, image_digest
+from fuligo.types import PromptImage
+from tests import tiny
+
+VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+PROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+    "patch_size": 4,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "size": {"shortest_edge": 64, "longest_edge": 4096},
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+"""An image token is 8 x 8 pixels."""
+
+
+@functools.cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Return the tokenizer of `tiny` with the tokens of images, and a chat template that writes them."""
+    tok = tiny.tokenizer.__wrapped__(396)
+    tok.add_tokens([AddedToken(text, special=True, normalized=False) for text in VISION_TOKENS], special_tokens=True)
+    tok.chat_template = CHAT_TEMPLATE
+    return tok
+
+
+def token_id(text: str) -> int:
+    found = tokenizer().convert_tokens_to_ids(text)
+    assert isinstance(found, int)
+    return found
+
+
+def model_config(*, tied: bool = True, layers: int = 3) -> Qwen3VLConfig:
+    text = tiny.model_config("qwen3", layers=layers).to_dict()
+    kept = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    return AutoConfig.for_model(
+        "qwen3_vl",
+        image_token_id=token_id("<|image_pad|>"),
+        video_token_id=token_id("<|video_pad|>"),
+        vision_start_token_id=token_id("<|vision_start|>"),
+        vision_end_token_id=token_id("<|vision_end|>"),
+        tie_word_embeddings=tied,
+        text_config={
+            **{name: text[name] for name in kept},
+            "head_dim": 16,
+            "max_position_embeddings": 1024,
+            "rope_parameters": rope,
+            "initializer_range": 0.1,
+            "eos_token_id": tiny.EOS_ID,
+            "pad_token_id": tiny.PAD_ID,
+        },
+        vision_config={
+            "depth": 3,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_heads": 2,
+            "patch_size": 4,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "out_hidden_size": text["hidden_size"],
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0, 1],
+            "initializer_range": 0.1,
+        },
+    )
+
+
+def save_checkpoint(directory: Path, *, seed: int = 0, **shape) -> Path:
+    """Save a Hugging Face directory with the model, the tokenizer and the image processor's settings; return `directory`."""
+    torch.manual_seed(seed)
+    model = Qwen3VLForConditionalGeneration(model_config(**shape)).float().eval()
+    model.generation_config.eos_token_id = tiny.EOS_ID
+    model.save_pretrained(directory)
+    tokenizer().save_pretrained(directory)
+    (directory / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    return directory
+
+
+def png(width: int, height: int, seed: int = 0) -> bytes:
+    """Return an image of random pixels."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def blank_png(width: int, height: int) -> bytes:
+    """Return an image of one colour, which takes few bytes."""
+    file = io.BytesIO()
+    Image.new("1", (width, height)).save(file, "PNG")
+    return file.getvalue()
+
+
+def decoded(data: bytes) -> Image.Image:
+    return Image.open(io.BytesIO(data)).convert("RGB")
+
+
+def prompt_of(processor: ImageProcessor, *parts: bytes | list[int]) -> tuple[np.ndarray, tuple[PromptImage, ...]]:
+    """Return the token ids of a prompt, and its images: each of `parts` is an image or token ids."""
+    ids: list[int] = []
+    images: list[PromptImage] = []
+    for part in parts:
+        if isinstance(part, list):
+            ids += part
+            continue
+        grid = processor.grid(part)
+        ids.append(token_id("<|vision_start|>"))
+        images.append(PromptImage("a test", part, image_digest(part), len(ids), grid.num_rows, grid.num_columns))
+        ids += [token_id("<|image_pad|>")] * images[-1].num_tokens + [token_id("<|vision_end|>")]
+    return np.asarray(ids, np.int32), tuple(images)

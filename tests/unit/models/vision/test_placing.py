@@ -1,0 +1,28 @@
+"""Places of images in token ids."""
+
+import pytest
+
+from fuligo.errors import DataError
+from fuligo.models.vision.placing import place_images
+from fuligo.models.vision.processor import TokenGrid
+
+IMAGE = 9
+
+
+@pytest.mark.parametrize(
+    ("ids", "reason"),
+    [
+        ([1, 9, 9, 2, 9, 9], "the prompt ends with b; text must follow it"),
+        ([1, 9, 9, 2], "b has no tokens in the prompt"),
+        ([1, 9, 9, 2, 9, 3], "b has 1 x 2 tokens, and the prompt 1 image tokens in its place"),
+        ([9, 9, 9, 9, 1], "a has 1 x 2 tokens, and the prompt 4 image tokens in its place"),
+    ],
+)
+def test_images_without_their_tokens_are_refused(ids, reason):
+    with pytest.raises(DataError, match=reason):
+        place_images(ids, [b"a", b"b"], [TokenGrid(1, 2)] * 2, IMAGE, ["a", "b"])
+
+
+def test_image_tokens_after_all_images_are_text():
+    placed = place_images([1, 9, 9, 2, 9, 9, 3, 9, 9, 9], [b"a", b"b"], [TokenGrid(1, 2)] * 2, IMAGE, ["a", "b"])
+    assert [(image.source, image.first_token, image.num_tokens) for image in placed] == [("a", 1, 2), ("b", 4, 2)]

@@ -1,0 +1,116 @@
+"""Planned tokens, time and memory of shared prompts against the packing itself, and against what autograd keeps."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from fuligo.layout.megatron import layout_of
+from fuligo.planner.layout import make_layout
+from fuligo.planner.lengths import (
+    average_prompt,
+    average_response,
+    computed_tokens,
+    copied_keys_per_token,
+    num_micro_batches,
+    samples_per_tree,
+)
+from fuligo.planner.memory.activations import copied_elements, layer_bytes
+from fuligo.planner.memory.torch_trainer import torch_trainer_items
+from fuligo.planner.training_time import rollout_forward_flops, train_phase, trainer_forward_flops
+from fuligo.trainer.packing import Capacity, pack
+from fuligo.trainer.shared_prefixes import find_shared_prefixes, lay_out
+from fuligo.trainer.torch_backend.model import PACKED_ATTENTION, register
+from tests.unit.planner.subjects import subject_of
+
+TORCH = "--train-backend torch --precision bf16 --rollout-batch-size 4 --rollout-max-prompt-len 200 --rollout-max-response-len 120"
+MEGATRON = "--train-backend megatron --actor-num-gpus-per-node 2 --tensor-model-parallel-size 2 --sequence-parallel"
+SHARED = "--share-prefixes on --n-samples-per-prompt 8"
+
+
+@pytest.mark.parametrize(
+    ("limit", "num_together"),
+    [
+        ("--use-dynamic-batch-size --max-tokens-per-gpu 8192", 8),
+        ("--use-dynamic-batch-size --max-tokens-per-gpu 450", 4),
+        ("--use-dynamic-batch-size --max-tokens-per-gpu 320", 2),
+        ("--micro-batch-size 3", 3),
+        ("--micro-batch-size 1", 1),
+        ("", 8),
+    ],
+)
+def test_as_many_answers_share_a_prompt_as_a_row_holds(limit: str, num_together: int) -> None:
+    config = subject_of(f"{TORCH} {SHARED} {limit}", "glm4-9b").config
+    shape = layout_of(config)
+    assert samples_per_tree(config, shape) == num_together
+    prompt, response = average_prompt(config), average_response(config)
+    group = [np.concatenate([np.arange(prompt), 1000 * (i + 1) + np.arange(response)]).astype(np.int32) for i in range(8)]
+    most = int(limit.rpartition(" ")[2]) if limit else 8192
+    capacity = Capacity(max_samples=most) if "--micro" in limit else Capacity(max_tokens=most)
+    (plans,) = pack([len(tokens) for tokens in group], capacity, prefixes=find_shared_prefixes(group))
+    fullest = max(plans, key=lambda plan: len(plan.samples))
+    assert len(fullest.samples) == num_together
+    tree = lay_out([len(group[i]) for i in fullest.samples], fullest.shared or [0] * num_together).tree
+    assert tree.num_tokens / num_together == computed_tokens(config, shape)
+    answers = tree.path_starts[-1] - (prompt if num_together > 1 else 0)  # the prompt's own keys are those of its answers as well
+    assert answers / tree.num_tokens - 1 == pytest.approx(copied_keys_per_token(config, shape))
+
+
+@pytest.mark.parametrize("flags", [TORCH, MEGATRON], ids=["torch", "megatron"])
+def test_shared_prompts_cost_less_time_and_rows(flags: str) -> None:
+    limit = "--use-dynamic-batch-size --max-tokens-per-gpu 2048 --rollout-max-response-len 120"
+    plain, shared = (subject_of(f"{flags} {limit} --n-samples-per-prompt 8 {more}", "glm4-9b") for more in ("", "--share-prefixes on"))
+    shape = layout_of(plain.config)
+    assert samples_per_tree(plain.config, shape) == 1 and copied_keys_per_token(plain.config, shape) == 0
+    assert trainer_forward_flops(plain, shape) == rollout_forward_flops(plain) == rollout_forward_flops(shared)
+    assert trainer_forward_flops(shared, shape) < 0.5 * trainer_forward_flops(plain, shape)
+    assert num_micro_batches(shared, shape) <= num_micro_batches(plain, shape)
+    seconds, fewer = (train_phase(subject, make_layout(subject)) for subject in (plain, shared))
+    assert fewer.duration_s < seconds.duration_s and "prompts once for 8 answers" in fewer.note
+
+
+def test_a_row_keeps_the_copied_keys() -> None:
+    limit = "--use-dynamic-batch-size --max-tokens-per-gpu 2048"
+    plain, shared = (subject_of(f"{TORCH} {limit} --n-samples-per-prompt 8 {more}", "glm4-9b") for more in ("", "--share-prefixes on"))
+    before, after = (next(item for item in torch_trainer_items(subject) if item.name == "activations") for subject in (plain, shared))
+    architecture, shape = shared.architecture, layout_of(shared.config)
+    copies = 2 * 2048 * copied_elements(architecture, shape, shared.config) * architecture.num_layers
+    assert after.num_bytes - before.num_bytes == pytest.approx(copies, rel=1e-6) and copies > 0
+    plain, shared = (subject_of(f"{MEGATRON} {limit} --n-samples-per-prompt 8 {more}", "glm4-9b") for more in ("", "--share-prefixes on"))
+    ours = [layer_bytes(s.architecture.layers[0], s.architecture, layout_of(s.config), s.config) for s in (plain, shared)]
+    added = 2 * copied_elements(shared.architecture, layout_of(shared.config), shared.config)
+    assert ours[1].whole - ours[0].whole == pytest.approx(added) and ours[1].stored - ours[0].stored == pytest.approx(added)
+
+
+def test_autograd_keeps_as_many_copied_keys_as_planned() -> None:
+    register()
+    prompt, response, num_answers = 96, 16, 4
+    config = Qwen3Config(
+        hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=64, num_hidden_layers=1
+    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED_ATTENTION).train()
+    tree = lay_out([prompt + response] * num_answers, [0, *[prompt] * (num_answers - 1)]).tree
+
+    def saved(**sequences: object) -> int:
+        kept: dict[int, int] = {}
+        ours = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+        def pack_tensor(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in ours and tensor.dtype == torch.float32:
+                kept[storage.data_ptr()] = storage.nbytes()
+                held.append(tensor)
+            return tensor
+
+        held: list[torch.Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(pack_tensor, lambda tensor: tensor):
+            ids = torch.arange(tree.num_tokens)[None] % 64
+            model.base_model(input_ids=ids, position_ids=torch.from_numpy(tree.depths)[None], use_cache=False, **sequences)
+        return sum(kept.values())
+
+    of_tree, of_row = saved(packed_tree=tree), saved(packed_cu_seqlens=(0, tree.num_tokens))
+    keys_and_values, heads = 2 * 2 * 16, 4 * 16
+    copied = num_answers * (prompt + response) + prompt - tree.num_tokens
+    # On a CPU, which computes node by node, also the mask of the answers, and the outputs before they are joined.
+    mask, outputs = response * (prompt + response), tree.num_tokens * heads
+    assert of_tree - of_row == 4 * (keys_and_values * copied + mask + outputs)

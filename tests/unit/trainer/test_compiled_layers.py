@@ -1,0 +1,113 @@
+"""Compiled layers: one graph for rows of any length, with the results of the layers themselves.
+
+Dense attention takes the place of the GPU's attention kernel, and eager execution of the graphs that of the compiler's backend.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from fuligo.formats.adapter_config import AdapterConfig
+from fuligo.models import attention, tree_attention
+from fuligo.models.adapter import adapter_tensors
+from fuligo.trainer.ranks.settings import LearningRateSchedule, LoraSettings, OptimizerSettings
+from fuligo.trainer.ranks.world import World
+from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
+from fuligo.trainer.torch_backend.worker import TorchRankWorker
+from tests import shares, train_batches
+
+ROWS = [[(4, 9), (7, 31), (2, 20)], [(40, 6), (5, 8)], [(30, 170), (1, 2)], [(3, 5), (9, 31), (2, 77), (6, 2), (5, 5)]]
+"""Prompt and response lengths; the numbers of tokens and sequences and the longest sequence all differ."""
+
+
+def dense_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Compute what the varlen kernel does: causal attention within sequences, aligned at their ends."""
+    (of_query, from_end_q), (of_key, from_end_k) = _places(query, cu_seq_q), _places(key, cu_seq_k)
+    mask = (of_query[:, None] == of_key) & (from_end_k >= from_end_q[:, None])
+    if window_size[0] >= 0:
+        mask &= from_end_k <= from_end_q[:, None] + window_size[0]
+    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)[0].transpose(0, 1)
+    return out + 0 * torch.zeros(max_q + max_k).sum()  # so that the lengths are part of the graph
+
+
+def _places(x: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sequence of every token [T], and its distance to the sequence's end [T]."""
+    tokens = torch.arange(x.size(0))
+    sequence = torch.searchsorted(starts.long(), tokens, right=True) - 1
+    return sequence, starts.long()[sequence + 1] - 1 - tokens
+
+
+@pytest.fixture(autouse=True)
+def traced_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (attention, tree_attention):
+        monkeypatch.setattr(module, "varlen_attn", dense_attention)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+
+
+def make_worker(checkpoint, **given: object) -> TorchRankWorker:
+    optimizer = OptimizerSettings(LearningRateSchedule(peak=1e-3))
+    settings = TorchTrainerSettings(checkpoint, checkpoint, optimizer, needs_old_logprobs=True, **given)
+    return TorchRankWorker(settings, World())
+
+
+def scores_and_gradients(worker: TorchRankWorker, lengths: Sequence[tuple[int, int]]) -> tuple[np.ndarray, dict[str, Tensor]]:
+    samples = train_batches.samples(lengths)
+    if worker.settings.shares_prefixes:
+        prefix = train_batches.sample(0, prompt_length=25, response_length=0, seed=1).tokens
+        samples = [replace(each, tokens=np.concatenate([prefix, each.tokens]), prompt_length=25 + each.prompt_length) for each in samples]
+    scored = shares.scored(worker, samples)
+    assert scored is not None
+    worker.optimizer.zero_grad()
+    worker.gradients(shares.to_train(worker, train_batches.batch(scored))[0])
+    found = {name: p.grad.clone() for name, p in worker.policy.model.named_parameters() if p.grad is not None}
+    return np.concatenate([each.old_logprobs for each in scored if each.old_logprobs is not None]), found
+
+
+@pytest.mark.parametrize("case", ["plain", "checkpointed", "adapter", "shared prefixes"])
+def test_one_graph_serves_all_lengths(checkpoint, case: str) -> None:
+    settings: dict[str, dict[str, object]] = {
+        "plain": {},
+        "checkpointed": {"gradient_checkpointing": True},
+        "adapter": {"lora": LoraSettings(AdapterConfig(rank=4, alpha=64.0)), "reference_weights": checkpoint},
+        "shared prefixes": {"shares_prefixes": True},
+    }
+    worker = make_worker(checkpoint, **settings[case])
+    if case == "adapter":
+        for seed, (_, parameter) in enumerate(sorted(adapter_tensors(worker.policy.model).items())):
+            parameter.detach().copy_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)))
+    expected = [scores_and_gradients(worker, lengths) for lengths in ROWS]
+    worker.policy.compile_layers()
+    num_graphs: list[int] = []
+    counters.clear()
+    for lengths, (logprobs, gradients) in zip(ROWS, expected, strict=True):
+        before = counters["stats"]["unique_graphs"]
+        ours, found = scores_and_gradients(worker, lengths)
+        num_graphs.append(counters["stats"]["unique_graphs"] - before)
+        np.testing.assert_allclose(ours, logprobs, atol=1e-5)
+        assert found.keys() == gradients.keys()
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(found[name], gradient, atol=1e-5, rtol=1e-4, msg=name)
+    assert num_graphs[0] > 0
+    assert not counters["graph_break"]
+    assert num_graphs[1:] == [0, 0, 0], "a length, or a number of sequences, was a constant of the graphs"

@@ -7,6 +7,7 @@ helper), so that both sides use the same keys. A bucket is sent as one row of by
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -31,6 +32,8 @@ TIMEOUT = timedelta(seconds=BUCKET.seconds)
 """Limit for joining a group, and for one broadcast, if no engine reports a failure."""
 LEAVE_TIMEOUT_S = 15.0
 """Limit for an engine to leave a group. In NCCL an engine waits for a dead peer forever; it does not leave and must be restarted."""
+IDLE_S = 2.0
+"""Time after which connections are made anew: engines close idle ones after 5 s, which goes unnoticed while the event loop stands."""
 _numbers = count()
 T = TypeVar("T")
 
@@ -53,6 +56,8 @@ class BroadcastGroup:
         self.engines = tuple(engines)
         self.name = f"fuligo-weights-{next(_numbers)}"
         self._clients = [EngineClient(engine.url, engine.keys, retries=0, number=engine.number) for engine in engines]
+        self._loop = asyncio.Runner()
+        self._last_call_s = time.monotonic()
         self._device = torch.device("cuda" if backend == "nccl" else "cpu")
         self._group: dist.ProcessGroup | None = None
         self._store: TCPStore | None = listening_store(host, timeout=TIMEOUT)
@@ -153,7 +158,11 @@ class BroadcastGroup:
 
         threading.Thread(target=work, name="weights-broadcast", daemon=True).start()
         try:
-            return asyncio.run(self._and_close(both()))
+            if time.monotonic() - self._last_call_s > IDLE_S:
+                self._loop.run(self._close_connections())
+            result = self._loop.run(both())
+            self._last_call_s = time.monotonic()
+            return result
         except (EngineError, RuntimeError, TimeoutError) as error:
             urls = ", ".join(engine.url for engine in self.engines)
             cause = str(error) or f"timed out after {TIMEOUT.total_seconds():g} s"
@@ -170,7 +179,9 @@ class BroadcastGroup:
             self._store = None  # engines that still wait for others to join get an error
             await asyncio.gather(*(self._leave(client) for client in self._clients), return_exceptions=True)
 
-        asyncio.run(self._and_close(engines_leave()))
+        self._loop.run(engines_leave())
+        self._loop.run(self._close_connections())
+        self._loop.close()
 
     async def _leave(self, client: InferenceEngine) -> None:
         """Have an engine leave the group.
@@ -182,9 +193,5 @@ class BroadcastGroup:
         async with asyncio.timeout(LEAVE_TIMEOUT_S):
             await client.destroy_weights_update_group(self.name)
 
-    async def _and_close(self, call: Coroutine[Any, Any, T]) -> T:
-        """Await the call, then close the clients, whose connections belong to this event loop."""
-        try:
-            return await call
-        finally:
-            await asyncio.gather(*(client.close() for client in self._clients))
+    async def _close_connections(self) -> None:
+        await asyncio.gather(*(client.close() for client in self._clients))

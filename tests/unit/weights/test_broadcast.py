@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from itertools import count
 from pathlib import Path
@@ -74,7 +75,7 @@ def test_an_engine_that_does_not_receive_is_named(engine: RefusingEngine, monkey
     group = object.__new__(BroadcastGroup)  # as it is once all have joined
     group.engines, group.name = (EngineAddress(engine.url),), "g"
     group._clients, group._device = [EngineClient(engine.url, retries=0)], torch.device("cpu")
-    group._group = None
+    group._group, group._loop, group._last_call_s = None, asyncio.Runner(), time.monotonic()
     monkeypatch.setattr(dist, "broadcast", lambda *_, **__: threading.Event().wait())
     with pytest.raises(EngineError, match=r"did not take a bucket of 16 bytes: .*no /update_weights_from_distributed here"):
         group.broadcast([("weight", torch.zeros(4))], version=1)
@@ -147,7 +148,7 @@ def test_a_group_is_left_without_waiting_for_peers(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(dist, "destroy_process_group", destroy)
     group = object.__new__(BroadcastGroup)
-    group.engines, group.name, group._clients = (), "g", []
+    group.engines, group.name, group._clients, group._loop = (), "g", [], asyncio.Runner()
     group._group = Group()  # pyright: ignore[reportAttributeAccessIssue]
     group.close()
     assert group._group is None

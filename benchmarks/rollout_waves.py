@@ -27,6 +27,7 @@ import numpy as np
 from synthetic_rollout import ASSETS, TIMEOUT_S, build_runner
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from fuligo.config.secret import Environment
 from fuligo.engines.ports import PortClaims
 from fuligo.engines.sglang.fleet import Fleet, FleetSettings
 from fuligo.engines.sglang.router import RouterSettings
@@ -53,7 +54,7 @@ class Wave:
         return cls(int(prompts), int(samples), int(concurrency or int(prompts) * int(samples)))
 
 
-def environment(args: argparse.Namespace) -> dict[str, str]:
+def variables(args: argparse.Namespace) -> dict[str, str]:
     return {"PYTHONPATH": str(TORCHVISION_STUB)} if args.device == "cpu" else {}
 
 
@@ -74,12 +75,12 @@ async def fleet(args: argparse.Namespace) -> AsyncIterator[Fleet]:
                 log_file=args.logs / f"engine-{number}.txt",
                 gpu_ids=(args.gpu + number,) if args.device == "cuda" else (),
                 python=args.engine_python,
-                environment=environment(args),
+                environment=Environment(variables(args)),
             )
             for number in range(args.engines)
         )
         router = RouterSettings(
-            args.logs / "router.txt", HOST, claims.claim(), claims.claim(), python=args.engine_python, environment=environment(args)
+            args.logs / "router.txt", HOST, claims.claim(), claims.claim(), python=args.engine_python, environment=Environment(variables(args))
         )
         settings = FleetSettings(
             servers, router, restart=False, health_interval_s=60.0, health_timeout_s=60.0, request_retries=0, request_timeout_s=TIMEOUT_S
@@ -159,7 +160,7 @@ async def run_offline(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBa
     task = {"engine": engine, "prompts": requests, "sampling_params": params, "return_logprob": [False, True], "rounds": args.repeats}
     file = args.logs / "offline.json"
     file.write_text(json.dumps(task))
-    extra = environment(args) | (CPU_ENVIRONMENT if args.device == "cpu" else {})
+    extra = variables(args) | (CPU_ENVIRONMENT if args.device == "cpu" else {})
     with (args.logs / "offline.txt").open("ab") as log:
         process = await asyncio.create_subprocess_exec(
             args.engine_python,

@@ -96,4 +96,25 @@ CASES: dict[str, Case] = {
     "dense-dp4": Case("qwen3-4b", 4, max_tokens=12288, num_rows=6),
     "dense-tp4": Case("qwen3-4b", 4, flags=("--tensor-model-parallel-size", "4", "--sequence-parallel")),
     "moe-ep4": Case("qwen3-30b-a3b", 4, num_layers=7, flags=("--expert-model-parallel-size", "4", *ALLTOALL)),
+    "moe-deep-ep4": Case(
+        "qwen3-30b-a3b", 4, num_layers=18, flags=("--expert-model-parallel-size", "4", *ALLTOALL, *FULL_RECOMPUTATION)
+    ),
+    "moe-deep-tp2-ep4": Case(
+        "qwen3-30b-a3b", 4, num_layers=18,
+        flags=("--tensor-model-parallel-size", "2", "--sequence-parallel", "--expert-model-parallel-size", "4",
+               "--expert-tensor-parallel-size", "1", *ALLTOALL, *FULL_RECOMPUTATION),
+    ),
+    "moe-full-ep4": Case(
+        "qwen3-30b-a3b", 4, flags=("--expert-model-parallel-size", "4", *ALLTOALL, *FULL_RECOMPUTATION, *CPU_ADAM),
+    ),
+    "mla-tp2-ep4": Case(
+        "glm-4.7-flash", 4, num_layers=12,
+        flags=("--tensor-model-parallel-size", "2", "--sequence-parallel", "--expert-model-parallel-size", "4",
+               "--expert-tensor-parallel-size", "1", *ALLTOALL),
+    ),
+    "dense-dp4-recompute": Case("qwen3-4b", 4, flags=FULL_RECOMPUTATION),
+    "dense-vpp2": Case(
+        "qwen3-4b", 2, num_layers=12, max_tokens=8192, num_rows=8,
+        flags=("--pipeline-model-parallel-size", "2", "--virtual-pipeline-model-parallel-size", "2"),
+    ),
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from fuligo.formats.weight_manifest import WeightTarget
 from fuligo.job.trainer_settings import trainer_settings
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.ranks.trainer import LocalTrainer
-from fuligo.types import FloatArray
+from fuligo.types import FloatArray, TrainBatch
 from tests import tiny, train_batches
 
 pytest.importorskip("transformer_engine")
@@ -45,12 +46,14 @@ FAMILIES: dict[str, dict[str, object]] = {
     "qwen3_moe": {"head_dim": 64, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
     "glm4_moe": {"head_dim": 64, "first_k_dense_replace": 1, **EXPERTS},
     "glm4_moe_lite": {"first_k_dense_replace": 1, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], **LATENT, **EXPERTS},
+    "gemma3_text": {"head_dim": 64, "sliding_window": 24},
     "glm_moe_dsa": {
         "first_k_dense_replace": 1, "indexer_types": ["full", "shared", "full", "shared"],
         "indexer_rope_interleave": Version(transformers.__version__) >= Version("5.13"),  # as their class does, which does not read it
         "index_n_heads": 8, "index_head_dim": 128, "index_topk": 32, **LATENT, **EXPERTS,
     },
 }  # fmt: skip
+LORA = ("--lora-rank", "8", "--lora-alpha", "16")
 MIXTURES = ("qwen3_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa")
 SPARSE = ("glm_moe_dsa",)
 ALLTOALL = ("--moe-token-dispatcher-type", "alltoall", "--moe-grouped-gemm")
@@ -58,6 +61,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "dp2": (),
     "tp2": ("--tensor-model-parallel-size", "2", "--sequence-parallel"),
     "pp2": ("--pipeline-model-parallel-size", "2"),
+    "pp2-vpp2": ("--pipeline-model-parallel-size", "2", "--virtual-pipeline-model-parallel-size", "2"),
     "cp2": ("--context-parallel-size", "2"),
     "ep2": ("--expert-model-parallel-size", "2"),
     "tp2-ep2": (
@@ -130,31 +134,64 @@ async def test_logprobs_are_those_of_transformers(tmp_path: Path, family: str) -
     assert_near(got, reference_logprobs(checkpoint, samples), mean=mean, largest=largest)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize(
-    ("family", "layout"),
-    [
-        ("qwen3", "dp2"), ("qwen3", "tp2"), ("qwen3", "pp2"), ("qwen3", "cp2"), ("glm4", "tp2"), ("qwen3_moe", "ep2"),
-        ("qwen3_moe", "tp2-ep2"), ("glm4_moe_lite", "tp2"), ("glm4_moe_lite", "pp2"), ("glm4_moe_lite", "cp2"),
-    ],
-)  # fmt: skip
-async def test_two_gpus_train_as_one(tmp_path: Path, family: str, layout: str) -> None:
-    checkpoint = save(tmp_path / "model", family)
-    batch = train_batches.batch(train_batches.samples(LENGTHS))
-    outcomes = []
-    for num_ranks, flags in ((1, ()), (2, LAYOUTS[layout])):
-        async with trainer(checkpoint, *family_flags(family), *flags, num_ranks=num_ranks) as megatron:
-            before = await megatron.logprobs(batch.samples)
-            result = await megatron.train(batch)
-            after = await megatron.logprobs(batch.samples)
-            outcomes.append((before, result.metrics, after))
-    (one_before, one_metrics, one_after), (two_before, two_metrics, two_after) = outcomes
+async def trained(
+    checkpoint: Path, family: str, batch: TrainBatch, flags: Sequence[str], num_ranks: int = 1
+) -> tuple[list[FloatArray], dict[str, float], list[FloatArray]]:
+    """Return log-probabilities before a step, the step's metrics, and log-probabilities after it."""
+    async with trainer(checkpoint, *family_flags(family), *flags, num_ranks=num_ranks) as megatron:
+        before = await megatron.logprobs(batch.samples)
+        result = await megatron.train(batch)
+        return before, result.metrics, await megatron.logprobs(batch.samples)
+
+
+async def assert_trains_the_same(
+    checkpoint: Path, family: str, batch: TrainBatch, one: Sequence[str], other: Sequence[str], *, num_ranks: int
+) -> None:
+    """Compare a step of one rank under the flags `one` with that of `num_ranks` under `other`."""
+    one_before, one_metrics, one_after = await trained(checkpoint, family, batch, one)
+    two_before, two_metrics, two_after = await trained(checkpoint, family, batch, other, num_ranks)
     largest = 1.0 if family in MIXTURES else 0.2
     assert_near(two_before, one_before, mean=0.02, largest=largest)
     assert two_metrics["train/grad_norm"] == pytest.approx(one_metrics["train/grad_norm"], rel=0.03)
     assert two_metrics["train/pg_loss"] == pytest.approx(one_metrics["train/pg_loss"], rel=0.03, abs=2e-3)
     changed = np.abs(np.concatenate(one_after) - np.concatenate(one_before)).mean()
     assert_near(two_after, one_after, mean=max(0.03, 0.1 * float(changed)), largest=2 * largest)
+
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@two_gpus
+@pytest.mark.parametrize(
+    ("family", "layout", "flags"),
+    [
+        ("qwen3", "dp2", ()), ("qwen3", "tp2", ()), ("qwen3", "pp2", ()), ("qwen3", "pp2-vpp2", ()), ("qwen3", "cp2", ()),
+        ("glm4", "tp2", ()), ("qwen3_moe", "ep2", ()), ("qwen3_moe", "tp2-ep2", ()), ("glm4_moe_lite", "tp2", ()),
+        ("glm4_moe_lite", "pp2", ()), ("glm4_moe_lite", "cp2", ()), ("gemma3_text", "cp2", ()),
+        ("qwen3", "tp2", LORA), ("qwen3_moe", "ep2", LORA), ("qwen3_moe", "tp2-ep2", LORA), ("qwen3_moe", "pp2-vpp2", LORA),
+    ],
+)  # fmt: skip
+async def test_two_gpus_train_as_one(tmp_path: Path, family: str, layout: str, flags: tuple[str, ...]) -> None:
+    batch = train_batches.batch(train_batches.samples(LENGTHS))
+    checkpoint = save(tmp_path / "model", family)
+    await assert_trains_the_same(checkpoint, family, batch, flags, (*flags, *LAYOUTS[layout]), num_ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("qwen3", None), ("qwen3_moe", None), ("gemma3_text", None),
+        pytest.param("qwen3", "tp2", marks=two_gpus), pytest.param("qwen3", "cp2", marks=two_gpus),
+    ],
+)  # fmt: skip
+async def test_shared_prefixes_change_nothing(tmp_path: Path, family: str, layout: str | None) -> None:
+    """Four groups of two samples; a group's samples have the same prompt of 90 tokens."""
+    samples = train_batches.samples([(90, response) for _, response in LENGTHS])
+    prompts = {one.group_index: one.tokens[:90] for one in samples}
+    batch = train_batches.batch([replace(one, tokens=np.concatenate([prompts[one.group_index], one.tokens[90:]])) for one in samples])
+    flags = () if layout is None else LAYOUTS[layout]
+    checkpoint = save(tmp_path / "model", family)
+    await assert_trains_the_same(checkpoint, family, batch, (), (*flags, "--share-prefixes", "on"), num_ranks=1 if layout is None else 2)
 
 
 async def test_engines_receive_the_weights_that_were_loaded(tmp_path: Path) -> None:

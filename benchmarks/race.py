@@ -8,7 +8,8 @@
 Every competitor gets the same model, questions (those of examples/smollm2), prompts and answers per step, length limit, precision
 (bfloat16 with float32 master weights on a GPU, float32 on a CPU), loss and learning rate, one optimizer step per batch, and otherwise
 the defaults that a new user would meet. Each runs from its command line in its own environment (`--python`), alone on the machine.
-This script notes when each step's record appears in the competitor's own log. Rewards come from `race_work.py`, without a package.
+FULIGO_RACE_FLAGS adds flags to fuligo's command, where a machine's SGLang lacks the kernels of its defaults. This script notes when each
+step's record appears in the competitor's own log. Rewards come from `race_work.py`, without a package.
 
 Per competitor: seconds from the command to the end of the first step; median seconds, samples and sampled tokens per second of the
 steps after the first two; peak of the GPUs' memory (nvidia-smi); seconds from the command to the first step with a mean reward of at
@@ -18,6 +19,7 @@ least --target.
 import argparse
 import json
 import os
+import shlex
 import signal
 import statistics
 import subprocess
@@ -32,6 +34,7 @@ from race_work import Work
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent
+FLAGS_VARIABLE = "FULIGO_RACE_FLAGS"
 NUM_WARM_UP = 2
 POLL_S = 0.1
 MEMORY_POLL_S = 1.0
@@ -73,7 +76,7 @@ def fuligo(work: Work, directory: Path, python: str) -> list[str]:
         "num-steps-per-rollout": 1,
         "run-dir": directory / "run",
     }
-    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))] + shlex.split(os.environ.get(FLAGS_VARIABLE, ""))
     sizes = ["--actor-num-gpus-per-node", str(work.num_gpus), "--colocate"] if work.num_gpus > 1 else []
     return [python, "-m", "fuligo", "train", *words, "--apply-chat-template", "--rollout-shuffle", "--device", work.device, *sizes]
 

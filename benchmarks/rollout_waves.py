@@ -80,7 +80,12 @@ async def fleet(args: argparse.Namespace) -> AsyncIterator[Fleet]:
             for number in range(args.engines)
         )
         router = RouterSettings(
-            args.logs / "router.txt", HOST, claims.claim(), claims.claim(), python=args.engine_python, environment=Environment(variables(args))
+            args.logs / "router.txt",
+            HOST,
+            claims.claim(),
+            claims.claim(),
+            python=args.engine_python,
+            environment=Environment(variables(args)),
         )
         settings = FleetSettings(
             servers, router, restart=False, health_interval_s=60.0, health_timeout_s=60.0, request_retries=0, request_timeout_s=TIMEOUT_S

@@ -1,5 +1,6 @@
 """The Megatron trainer with TransformerEngine's layers on GPUs: transformers' log-probabilities, and the same under every layout."""
 
+import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -207,6 +208,28 @@ async def test_engines_receive_the_weights_that_were_loaded(tmp_path: Path) -> N
     assert sent.keys() == loaded.keys()
     for name, tensor in loaded.items():
         torch.testing.assert_close(sent[name], tensor.to(sent[name].dtype), rtol=0.01, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "glm4_moe_lite", "gemma3_text"])
+async def test_an_adapter_trains_and_its_merged_weights_say_the_same(tmp_path: Path, family: str) -> None:
+    """The trainer's log-probabilities after two steps are those of transformers with the merged weights that engines get."""
+    checkpoint = save(tmp_path / "model", family)
+    batch = train_batches.batch(train_batches.samples(LENGTHS))
+    merged = tmp_path / "merged"
+    merged.mkdir()
+    for file in checkpoint.glob("*.json"):
+        shutil.copy(file, merged)
+    async with trainer(checkpoint, *family_flags(family), *LORA, "--lr", "2e-2") as megatron:
+        before = await megatron.logprobs(batch.samples)
+        for _ in range(2):
+            metrics = (await megatron.train(batch)).metrics
+        after = await megatron.logprobs(batch.samples)
+        await megatron.send_weights(WeightTarget("disk", version=1, bucket_bytes=2**30, directory=str(merged)))
+    assert metrics["train/grad_norm"] > 0
+    changed = np.abs(np.concatenate(after) - np.concatenate(before)).mean()
+    assert changed > 0.1, "else bfloat16 hides what the adapter does"
+    expected = reference_logprobs(merged, batch.samples)
+    assert_near(after, expected, mean=min(0.05, 0.3 * float(changed)), largest=1.5 if family in MIXTURES else 0.5)
 
 
 async def test_a_checkpoint_resumes_bit_for_bit(tmp_path: Path) -> None:

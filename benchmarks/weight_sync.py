@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import statistics
 import tempfile
 import time
@@ -32,6 +33,7 @@ async def measure(args: argparse.Namespace) -> None:
     device = "cuda:0" if args.device == "cuda" else "cpu"
     if args.device == "cuda":
         torch.cuda.set_device(0)
+        os.environ["NCCL_CUMEM_ENABLE"] = "0"  # as SGLang sets it, and the trainer
     weights = {name: tensor.to(device) for file in args.files for name, tensor in load_file(file).items()}
     num_bytes = sum(tensor.nbytes for tensor in weights.values())
     started_s = time.perf_counter()

@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=12288, help="tokens of a row")
     parser.add_argument("--trees", type=int, help="trees of each case")
     parser.add_argument("--steps", type=int, default=3, help="timed optimizer steps, after two warm-ups")
-    parser.add_argument("--compile", action="store_true", help="compile the layers (--torch-compile)")
+    parser.add_argument("--compile", action="store_true", help="compile the layers, as runs do")
     parser.add_argument("--attention", choices=["varlen", "flex"], default="varlen", help="kernel of shared rows on CUDA")
     parser.add_argument("--kernels", action="store_true", help="measure attention alone")
     parser.add_argument(
@@ -127,7 +127,7 @@ def main() -> None:
     if options.compile and options.attention == "flex":
         parser.error("--compile takes the varlen kernel; measure --attention flex without it")
     tree_attention.CUDA_KERNEL = options.attention
-    flags = ("--precision", "bf16", *(["--torch-compile"] if options.compile else [])) if DEVICE == "cuda" else ()
+    flags = ("--precision", "bf16", *([] if options.compile else ["--no-torch-compile"])) if DEVICE == "cuda" else ()
     case = Case(options.model, num_layers=options.num_layers, max_tokens=options.max_tokens, flags=flags, backend="torch")
     worker = build_worker(case)
     titles = ["case", "tokens", "saved", "rows", "tokens/s today", "shared", "x", "scoring today", "shared", "x", "GiB today", "shared"]

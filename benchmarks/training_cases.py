@@ -57,7 +57,8 @@ class Case:
 ALLTOALL = ("--moe-token-dispatcher-type", "alltoall", "--moe-grouped-gemm", "--moe-permute-fusion")
 FULL_RECOMPUTATION = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 CPU_ADAM = ("--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d", "--use-precision-aware-optimizer")
-TORCH = ("--precision", "bf16", "--torch-compile")
+TORCH = ("--precision", "bf16")
+TORCH_EAGER = (*TORCH, "--no-torch-compile")
 LORA = ("--lora-rank", "16", "--lr", "1e-5")
 CASES: dict[str, Case] = {
     "tiny": Case("tiny", max_tokens=1024, num_rows=2),
@@ -74,9 +75,9 @@ CASES: dict[str, Case] = {
     "torch-short": Case("qwen3-4b", max_tokens=12288, num_rows=6, sample_tokens=230, flags=TORCH, backend="torch"),
     "torch-recompute": Case("qwen3-4b", flags=(*TORCH, "--gradient-checkpointing"), backend="torch"),
     "torch-lora": Case("qwen3-4b", max_tokens=12288, num_rows=6, flags=(*TORCH, *LORA), backend="torch"),
-    "torch-lora-eager": Case("qwen3-4b", max_tokens=12288, num_rows=6, flags=(*TORCH[:2], *LORA), backend="torch"),
+    "torch-lora-eager": Case("qwen3-4b", max_tokens=12288, num_rows=6, flags=(*TORCH_EAGER, *LORA), backend="torch"),
     "torch-small": Case("qwen3-0.6b", flags=TORCH, backend="torch"),
-    "torch-small-eager": Case("qwen3-0.6b", flags=TORCH[:2], backend="torch"),
+    "torch-small-eager": Case("qwen3-0.6b", flags=TORCH_EAGER, backend="torch"),
     "torch-tiny": Case("tiny-dense", max_tokens=1024, num_rows=2, flags=TORCH, backend="torch"),
     "dense-dp2": Case("qwen3-4b", 2, max_tokens=12288, num_rows=6),
     "dense-tp2": Case("qwen3-4b", 2, flags=("--tensor-model-parallel-size", "2", "--sequence-parallel")),

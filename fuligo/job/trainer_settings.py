@@ -62,22 +62,9 @@ def trainer_settings(
     return TorchTrainerSettings(
         **given,
         gradient_checkpointing=config.model.gradient_checkpointing,
-        torch_compile=_compiles(config, device, common.precision),
+        torch_compile=config.model.torch_compile and not config.train.exact_on_policy,  # compiled layers round differently
         exact_on_policy=_is_exact(config, device, common.hf_checkpoint),
     )
-
-
-def _compiles(config: Config, device: Device, precision: str) -> bool:
-    """Return whether the torch trainer compiles the layers of dense models.
-
-    Raises:
-        ConfigError: it must, and cannot on this device or in this precision
-    """
-    if config.model.torch_compile and (device == "cpu" or precision == "fp32"):
-        raise ConfigError(
-            f"cannot use --torch-compile with {precision} on {device}: packed attention in compiled layers needs CUDA and bf16; drop it"
-        )
-    return config.model.torch_compile
 
 
 def _is_exact(config: Config, device: Device, checkpoint: Path) -> bool:

@@ -60,7 +60,7 @@ class ModelFlags(FlagGroup):
         "auto", "compute dtype of the trainer (master weights stay fp32); auto: bf16 on CUDA, fp32 on a CPU"
     )
     gradient_checkpointing: bool = flag(False, "recompute every layer's activations in the backward pass")
-    torch_compile: bool = flag(False, "compile the layers of dense models (torch trainer on CUDA in bf16)")
+    torch_compile: bool = flag(True, "compile the layers of dense models on CUDA in bf16 (torch trainer)")
 
 
 class CheckpointFlags(FlagGroup):

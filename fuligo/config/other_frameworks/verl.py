@@ -112,7 +112,7 @@ OF_VERL = {
     "entropy_from_logits_with_chunking": "leave it out: --log-probs-chunk-size bounds the memory of the logits",
     "entropy_checkpointing": "leave it out: --log-probs-chunk-size bounds the memory of the logits",
     "enable_gradient_checkpointing": "use --gradient-checkpointing (Megatron: --recompute-granularity)",
-    "use_torch_compile": "use --torch-compile",
+    "use_torch_compile": "leave it out, or use --no-torch-compile: dense layers are compiled on GPUs",
     "actor.strategy": "use --train-backend torch or megatron",
     "param_offload": OFFLOAD,
     "grad_offload": OFFLOAD,

@@ -44,18 +44,15 @@ def engines_have_the_trained_weights(config: Config) -> Violation | None:
     return None
 
 
-@rule("CFG-EXACT-PASSES", "--exact-on-policy", "--lora-rank", "--lora-adapter", "--torch-compile")
+@rule("CFG-EXACT-PASSES", "--exact-on-policy", "--lora-rank", "--lora-adapter")
 def passes_are_batch_invariant(config: Config) -> Violation | None:
-    """Reject what changes the trainer's forward pass: adapters, compiled layers."""
+    """Reject adapters, which change the trainer's forward pass."""
     if not config.train.exact_on_policy:
         return None
     if config.uses_adapter:
         option = "--lora-rank" if config.lora.lora_adapter is None else "--lora-adapter"
         text = f"{option} with --exact-on-policy: engine and trainer add an adapter's output in different ways"
         return Violation(text, (_OFF,), flags=("--exact-on-policy", option))
-    if config.model.torch_compile:
-        text = "--torch-compile with --exact-on-policy: compiled layers round differently"
-        return Violation(text, (unset_flag("torch_compile"),), flags=("--exact-on-policy", "--torch-compile"))
     return None
 
 

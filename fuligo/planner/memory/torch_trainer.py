@@ -111,9 +111,10 @@ def _gathered(subject: Subject) -> MemoryItem:
 
 def compiles_layers(subject: Subject) -> bool:
     """Return whether the trainer compiles the layers: those of dense models with grouped heads, in bf16."""
-    architecture, flags = subject.architecture, subject.config.model
+    architecture, config = subject.architecture, subject.config
+    is_wanted = config.model.torch_compile and not config.train.exact_on_policy
     is_dense = architecture.experts is None and isinstance(architecture.attention, GroupedAttention) and not architecture.num_linear_layers
-    return flags.torch_compile and is_dense and compute_bytes(subject) == BF16
+    return is_wanted and is_dense and compute_bytes(subject) == BF16
 
 
 def _activations(subject: Subject) -> MemoryItem:

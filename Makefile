@@ -1,11 +1,10 @@
 # `make quickstart`, `make check` and `make test` need only Python 3.11 or 3.12 and a C library; each sets up .venv first.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done)
 PIP := -m pip install --quiet --disable-pip-version-check
-# Every file must have a hash of requirements/hashed/. torch has none there: its builds for CPUs and versions of CUDA come from other indexes.
+# Every file must have a hash of requirements/hashed/, except torch for CPUs, which comes from another index.
 HASHED := $(PIP) --no-deps --require-hashes --requirement requirements/hashed
-# Version of torch for CPUs, and that which the pinned SGLang is built for.
+# Version of torch for CPUs. On GPUs it is that of requirements/gpu.txt, which the pinned SGLang is built for.
 TORCH ?= 2.13.0
-GPU_TORCH := 2.11.0
 # Workers of pytest. More of them slow each other down on two cores, since many tests start processes.
 TEST_WORKERS ?= 2
 # Tests start many processes, which would compile the package anew.
@@ -48,13 +47,12 @@ install-gpu:
 	@test -n "$(PYTHON)" || { echo "fuligo needs Python 3.11 or 3.12 on the PATH (or: make PYTHON=/path/to/python3.11)"; exit 1; }
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	.venv/bin/python $(HASHED)/base.txt
-	.venv/bin/python $(PIP) --constraint requirements/constraints.txt torch==$(GPU_TORCH) ray==2.60.0 psutil
+	.venv/bin/python $(HASHED)/gpu.txt --requirement requirements/hashed/ray.txt
 	.venv/bin/python $(PIP) --no-deps --no-build-isolation --editable .
-	test -z "$(MEGATRON)" || .venv/bin/python $(PIP) --constraint requirements/constraints.txt megatron-core==0.16.1
-	test -z "$(MEGATRON)" || .venv/bin/python $(PIP) --no-build-isolation 'transformer-engine[core_cu13,pytorch]==2.12.0'
+	test -z "$(MEGATRON)" || .venv/bin/python $(HASHED)/megatron-gpu.txt --no-build-isolation
 	touch .venv/.installed
 	test -x .venv-sglang/bin/python || $(PYTHON) -m venv .venv-sglang
-	.venv-sglang/bin/python $(PIP) torch==$(GPU_TORCH) sglang==0.5.15.post1 sglang-router==0.3.2
+	.venv-sglang/bin/python $(HASHED)/sglang-gpu.txt
 	touch .venv-sglang/.installed
 	.venv/bin/fuligo doctor
 

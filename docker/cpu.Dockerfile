@@ -5,9 +5,9 @@ WORKDIR /build
 COPY requirements/ requirements/
 RUN python -m venv /opt/fuligo \
  && /opt/fuligo/bin/pip install --no-cache-dir --no-deps --require-hashes --requirement requirements/hashed/base.txt \
+      --requirement requirements/hashed/ray.txt \
  && /opt/fuligo/bin/pip install --no-cache-dir --constraint requirements/constraints.txt \
-      --index-url https://download.pytorch.org/whl/cpu torch==2.13.0 \
- && /opt/fuligo/bin/pip install --no-cache-dir --constraint requirements/constraints.txt 'ray[default]==2.60.0'
+      --index-url https://download.pytorch.org/whl/cpu torch==2.13.0
 COPY pyproject.toml README.md LICENSE ./
 COPY fuligo/ fuligo/
 RUN /opt/fuligo/bin/pip install --no-cache-dir --no-deps --no-build-isolation .

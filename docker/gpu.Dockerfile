@@ -10,10 +10,11 @@ WORKDIR /build
 COPY requirements/ requirements/
 RUN python3 -m venv /opt/fuligo \
  && /opt/fuligo/bin/pip install --no-cache-dir --no-deps --require-hashes --requirement requirements/hashed/base.txt \
- && /opt/fuligo/bin/pip install --no-cache-dir --constraint requirements/constraints.txt torch==2.11.0 megatron-core==0.16.1 'ray[default]==2.60.0' \
- && /opt/fuligo/bin/pip install --no-cache-dir --no-build-isolation 'transformer-engine[core_cu13,pytorch]==2.12.0'
+      --requirement requirements/hashed/ray.txt --requirement requirements/hashed/gpu.txt \
+ && /opt/fuligo/bin/pip install --no-cache-dir --no-deps --require-hashes --no-build-isolation \
+      --requirement requirements/hashed/megatron-gpu.txt
 RUN python3 -m venv /opt/sglang \
- && /opt/sglang/bin/pip install --no-cache-dir sglang==0.5.15.post1 sglang-router==0.3.2
+ && /opt/sglang/bin/pip install --no-cache-dir --no-deps --require-hashes --requirement requirements/hashed/sglang-gpu.txt
 COPY pyproject.toml README.md LICENSE ./
 COPY fuligo/ fuligo/
 RUN /opt/fuligo/bin/pip install --no-cache-dir --no-deps --no-build-isolation .

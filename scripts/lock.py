@@ -1,7 +1,7 @@
 """Write requirements/hashed/: the pins of requirements/ with the hashes of every file that the package index offers for them.
 
-`make lock` runs it, after a change of requirements/constraints.txt or requirements/sglang-cpu.txt. torch is left out: its builds for CPUs
-and for each version of CUDA come from different indexes, with different hashes.
+`make lock` runs it, after a change of a file in requirements/. torch for CPUs is left out: its index, download.pytorch.org, is another
+one, and its builds have other hashes than those of PyPI, which are for NVIDIA GPUs.
 """
 
 import subprocess
@@ -16,6 +16,8 @@ from packaging.utils import canonicalize_name
 REQUIREMENTS = Path(__file__).parents[1] / "requirements"
 HASHED = REQUIREMENTS / "hashed"
 UNHASHED = {"torch", "fuligo"}
+COMPLETE = ("ray.txt", "gpu.txt", "megatron-gpu.txt", "sglang-cpu.txt", "sglang-gpu.txt")
+"""Files of requirements/ that list every package they install."""
 
 
 def pins(name: str) -> dict[str, str]:
@@ -40,6 +42,7 @@ def closure(package: str) -> set[str]:
 
 def write(name: str, lines: list[str]) -> None:
     """Write one file with hashes, by uv."""
+    (HASHED / name).unlink(missing_ok=True)  # uv would keep the hashes of versions that it finds there
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as source:
         source.write("\n".join(lines))
         source.flush()
@@ -53,11 +56,10 @@ def main() -> None:
     if unpinned := base - constraints.keys():
         sys.exit(f"cannot write requirements/hashed: constraints.txt does not pin {', '.join(sorted(unpinned))}; add them")
     HASHED.mkdir(exist_ok=True)
-    for name in ("base.txt", "dev.txt", "sglang-cpu.txt"):
-        (HASHED / name).unlink(missing_ok=True)  # uv would keep the hashes of versions that it finds there
     write("base.txt", [line for name, line in constraints.items() if name in base])
     write("dev.txt", [line for name, line in constraints.items() if name not in base | UNHASHED])
-    write("sglang-cpu.txt", list(pins("sglang-cpu.txt").values()))
+    for name in COMPLETE:
+        write(name, list(pins(name).values()))
 
 
 if __name__ == "__main__":

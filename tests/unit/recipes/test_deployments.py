@@ -18,7 +18,16 @@ from tests.unit.recipes.test_recipes import REPOSITORY
 
 SLURM = sorted((REPOSITORY / "examples/slurm").glob("*.sbatch"))
 DOCKERFILES = sorted((REPOSITORY / "docker").glob("*.Dockerfile"))
-PINS = dict(line.split("==") for line in (REPOSITORY / "requirements/constraints.txt").read_text().split())
+COMPLETE = ("ray.txt", "gpu.txt", "megatron-gpu.txt", "sglang-cpu.txt", "sglang-gpu.txt")
+
+
+def pinned(name: str) -> dict[str, str]:
+    """Return the versions of a file of requirements/, by package."""
+    lines = (REPOSITORY / "requirements" / name).read_text().splitlines()
+    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+
+
+PINS = pinned("constraints.txt")
 
 
 def hashed(name: str) -> dict[str, str]:
@@ -112,9 +121,39 @@ def test_the_files_with_hashes_hold_the_pins() -> None:
     base, dev = hashed("base.txt"), hashed("dev.txt")
     assert not base.keys() & dev.keys()
     assert {**base, **dev} == canonical(PINS), "run `make lock`"
-    lines = (REPOSITORY / "requirements/sglang-cpu.txt").read_text().splitlines()
-    engine_pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
-    assert hashed("sglang-cpu.txt") == canonical(engine_pins), "run `make lock`"
+    for name in COMPLETE:
+        assert hashed(name) == canonical(pinned(name)), "run `make lock`"
+
+
+@pytest.mark.parametrize("name", [*COMPLETE, "base.txt", "dev.txt"])
+def test_every_pin_has_a_hash(name: str) -> None:
+    for block in re.split(r"\n(?=\S)", (REPOSITORY / "requirements/hashed" / name).read_text().strip()):
+        assert re.search(r"\n +--hash=sha256:[0-9a-f]{64}", block), block
+
+
+def test_packages_on_gpus_have_the_versions_of_the_tests() -> None:
+    """The environment of fuligo on GPUs has its own torch; Ray and Megatron-Core are those that run on CPUs here."""
+    gpu = {**pinned("ray.txt"), **pinned("gpu.txt"), **pinned("megatron-gpu.txt")}
+    differing = {name: version for name, version in canonical(gpu).items() if canonical(PINS).get(name, version) != version}
+    assert not differing
+    assert {"torch", "ray", "megatron-core", "transformer-engine-torch"} <= canonical(gpu).keys()
+    assert not canonical(gpu).keys() & hashed("base.txt").keys()
+    on_gpus, on_cpus = pinned("sglang-gpu.txt"), pinned("sglang-cpu.txt")
+    assert {name: on_gpus[name] for name in ("sglang", "sglang-router", "transformers")} == {
+        name: on_cpus[name] for name in ("sglang", "sglang-router", "transformers")
+    }
+
+
+def test_no_command_installs_a_package_without_a_hash() -> None:
+    """Except torch for CPUs, whose index is another one, fuligo itself, and the tool that writes the hashes."""
+    commands: list[str] = []
+    for path in (REPOSITORY / "Makefile", *DOCKERFILES):
+        text = path.read_text().replace("\\\n", " ").replace("$(HASHED)", "pip install --no-deps --require-hashes --requirement hashed")
+        found = re.findall(r"(?:\$\(PIP\)|pip install)([^\n;&]*)", text.partition("\nPIP :=")[0] + text.partition("\nHASHED :=")[2])
+        assert found
+        commands += [command for command in found if "--require-hashes" not in command]
+    without = [sorted(word for word in command.split() if "==" in word or word == ".") for command in commands]
+    assert sorted(without) == [["."]] * 4 + [["torch==$(TORCH)"]] * 2 + [["torch==2.13.0"], ["uv==0.13.9"]]
 
 
 def test_every_requirement_has_an_upper_bound() -> None:

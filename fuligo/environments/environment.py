@@ -18,6 +18,10 @@ class EnvironmentSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+UNKNOWN_TOOL = "unknown"
+"""Name, in results and metrics, of all tools that the model calls and nobody offered."""
+
+
 @dataclass(slots=True, frozen=True)
 class Tool:
     """Tool that the model may call, as its chat template shows it."""
@@ -117,6 +121,7 @@ class ToolResult:
     """Outcome of one call of a tool."""
 
     name: str
+    """Name of a tool, never one that the model made up: metrics bear it."""
     text: str
     failed: bool = False
     seconds: float = 0.0

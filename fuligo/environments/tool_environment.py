@@ -9,11 +9,13 @@ from typing import Any, Protocol, TypeGuard
 
 from pydantic import ConfigDict, ValidationError, create_model
 
-from fuligo.environments.environment import AssistantTurn, Environment, Row, Start, Step, Tool, ToolCall, ToolResult
+from fuligo.environments.environment import UNKNOWN_TOOL, AssistantTurn, Environment, Row, Start, Step, Tool, ToolCall, ToolResult
 from fuligo.types import Messages
 
 MAX_RESULT_CHARS = 8_000
 """Limit of a result that the model reads; the rest is cut, and the result says so."""
+MAX_NAME_CHARS = 100
+"""Limit of the name of an unknown tool in the result of its call."""
 
 
 class RunsTool(Protocol):
@@ -117,7 +119,8 @@ class ToolEnvironment(Environment):
         start_s = time.monotonic()
         tool = self._tools.get(call.name)
         if tool is None:
-            return ToolResult(call.name, f"error: there is no tool {call.name}; the tools are {', '.join(self._tools)}", failed=True)
+            shown = call.name[:MAX_NAME_CHARS]
+            return ToolResult(UNKNOWN_TOOL, f"error: there is no tool {shown}; the tools are {', '.join(self._tools)}", failed=True)
         try:
             text, failed = await tool.call(call.arguments), False
         except Exception as error:

@@ -75,6 +75,8 @@ class Session:
     """Beginning of the request ids in the engine."""
     priority: int = 0
     conversation: Conversation = field(default_factory=Conversation, init=False)
+    offered_tools: set[str] = field(default_factory=set, init=False)
+    """Names of the tools of all requests."""
     num_requests: int = field(default=0, init=False)
     num_replaced: int = field(default=0, init=False)
     """Requests with sampling parameters that the rollout's replaced."""
@@ -176,6 +178,7 @@ class Session:
         sampled = await self._sample(prompt, self._limited(request.params, place, len(prompt)))
         turn = self.policy.renderer.parse(sampled.ids.tolist(), prompt.tolist()[-64:], request.tools)
         message, shown, stop = self._messages_of(turn, request, sampled)
+        self.offered_tools.update(tool.name for tool in request.tools)
         before = [*parent.messages, *place.new] if parent is not None else request.messages
         self.conversation.add(place, Turn(len(self.conversation.turns), parent, [*before, message], context, sampled), shown, stop)
         return Completion(request, shown, sampled, len(prompt), self.policy.name, stop)

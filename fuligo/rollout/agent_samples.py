@@ -9,6 +9,7 @@ from itertools import zip_longest
 import numpy as np
 
 from fuligo.engines.generation import Tokenizer
+from fuligo.environments.environment import UNKNOWN_TOOL
 from fuligo.gateway.conversation import Turn
 from fuligo.gateway.session import Session
 from fuligo.rollout.generate import STATUS_BY_FINISH_REASON
@@ -78,9 +79,10 @@ def record_turns(samples: Sequence[Sample], session: Session) -> None:
 
 
 def call_counts(session: Session) -> dict[str, float]:
-    """Return how often the policy called tools, in total and by name."""
+    """Return how often the policy called tools, in total and by name; tools that no request offered have one name."""
     answers = [turn.messages[-1] for turn in session.conversation.turns]
-    calls = Counter(call["function"]["name"] for answer in answers for call in answer.get("tool_calls") or ())
+    names = [call["function"]["name"] for answer in answers for call in answer.get("tool_calls") or ()]
+    calls = Counter(name if name in session.offered_tools else UNKNOWN_TOOL for name in names)
     return {"tool_calls": float(calls.total())} | {f"calls/{name}": float(count) for name, count in calls.items()}
 
 

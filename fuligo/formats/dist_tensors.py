@@ -3,6 +3,7 @@
 import io
 import math
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,11 @@ class DistributedTensors:
             with file.open("rb") as stream:
                 stream.seek(place.offset)
                 tensor = torch.load(io.BytesIO(stream.read(place.length)), map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
+        except pickle.UnpicklingError as error:  # torch advises to load it without restrictions
+            found = re.search(r"GLOBAL ([\w.]+)", str(error))
+            reason = "its bytes are damaged" if found is None else f"{found[1]} is not allowed in a tensor, since it could run code"
+            raise CheckpointError(f"cannot read {index.fqn} from {file}: {reason}; {_FIX}") from error
+        except (OSError, RuntimeError, EOFError, ValueError) as error:
             raise CheckpointError(f"cannot read {index.fqn} from {file}: {error}; {_FIX}") from error
         if tensor.shape != shape:
             raise CheckpointError(

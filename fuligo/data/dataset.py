@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
 
 from fuligo.data.fields import Fields, read_fields
+from fuligo.data.image_digests import ImageDigests
 from fuligo.data.images import ImagePlacer, check_texts, with_image_parts
 from fuligo.data.locate import locate
 from fuligo.data.row_file import PromptPath, RowFile, open_rows
@@ -122,6 +123,7 @@ class Dataset(Generic[Item]):
         self.settings = settings
         self._images = images
         self._rows = rows
+        self._image_digests = ImageDigests(len(rows))
         self._tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer, settings.apply_chat_template_kwargs) if settings.apply_chat_template else None
 
@@ -162,9 +164,12 @@ class Dataset(Generic[Item]):
         Raises:
             PromptTooLongError: it is longer than `max_prompt_tokens`
             DataError: the row is malformed; names the file and the line
-            DataChangedError: the file's content has changed since it was opened, or cannot be read any more
+            DataChangedError: the file's content has changed since it was opened, or cannot be read any more; or the images of the row
+                have changed since it was first read
         """
         fields = self._rows[row]
+        if fields.images:
+            self._image_digests.check(row, fields.images, self._rows.place(row))
         try:
             item, num_tokens = self._make(row, fields)
         except DataError as error:
@@ -173,6 +178,15 @@ class Dataset(Generic[Item]):
         if limit is not None and num_tokens > limit:
             raise PromptTooLongError(f"{self._rows.place(row)}: {num_tokens} tokens, more than --rollout-max-prompt-len {limit}")
         return item
+
+    @property
+    def image_digests(self) -> ImageDigests:
+        """Digests of the image files that have been read."""
+        return self._image_digests
+
+    def place(self, row: int) -> str:
+        """Return file and line of a row."""
+        return self._rows.place(row)
 
     def digest(self) -> str:
         """Return a digest of the rows; the first call reads the whole file.

@@ -29,6 +29,8 @@ class RawImage:
     source: str
     """File, or column and number, for error messages."""
     data: bytes = field(repr=False)
+    is_file: bool = False
+    """It comes from a file of its own."""
 
 
 class Placed(Protocol):
@@ -111,7 +113,7 @@ def _read_file(path: Path, name: str) -> RawImage:
             _check_size(os.fstat(file.fileno()).st_size, f"{name}: {path}")
             data = file.read(MAX_FILE_BYTES + 1)  # files of /proc have no size, and others grow
         _check_size(len(data), f"{name}: {path}")
-        return RawImage(str(path), data)
+        return RawImage(str(path), data, is_file=True)
     except OSError as error:
         raise DataError(
             f"{name}: cannot read {path!s:.200}: {error.strerror or error}; base64 needs data:image/png;base64, before it"

@@ -15,7 +15,7 @@ from fuligo.types import Prompt
 
 SourceState = dict[str, int | str | list[int]]
 """State for a checkpoint: `num_rows` of an epoch, `digest` of files and weights, `epoch`, `offset`, `returned`, and the counts
-`dropped_too_long` and `bad_rows`."""
+`dropped_too_long` and `bad_rows`; `images`, the digests of image files that have been read, where rows have such."""
 
 _OTHER_DATA = (
     "resume with the same --prompt-data and --prompt-data-weights, or start a new run from the checkpoint's weights with --ref-load"
@@ -125,6 +125,7 @@ class RowSource(Generic[Item]):
         self._returned.extendleft(reversed([item.row for item in items]))
 
     def state(self) -> SourceState:
+        images = self._dataset.image_digests.dump()
         return {
             "num_rows": self._order.num_rows,
             "digest": self._digest,
@@ -133,6 +134,7 @@ class RowSource(Generic[Item]):
             "returned": list(self._returned),
             "dropped_too_long": self.counts.dropped_too_long,
             "bad_rows": self.counts.bad_rows,
+            **({"images": images} if images else {}),
         }
 
     def check(self, state: SourceState) -> None:
@@ -152,6 +154,11 @@ class RowSource(Generic[Item]):
                 f"cannot resume: the data set has {len(self)} rows like the checkpoint's, but different content "
                 f"(digest {self._digest}, the checkpoint's is {state['digest']}); {_OTHER_DATA}"
             )
+        changed = self._dataset.image_digests.first_changed(str(state.get("images", "")))
+        if changed is not None:
+            raise DataError(
+                f"cannot resume: the images of {self._dataset.place(changed)} have changed since the run read them; {_OTHER_DATA}"
+            )
 
     def restore(self, state: SourceState) -> None:
         """Continue exactly where `state()` was called.
@@ -160,6 +167,7 @@ class RowSource(Generic[Item]):
             DataError: the state belongs to another data set
         """
         self.check(state)
+        self._dataset.image_digests.load(str(state.get("images", "")))
         position = {name: value for name, value in state.items() if isinstance(value, int)}
         returned = state["returned"]
         assert isinstance(returned, list)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from fuligo.cli import main
 from fuligo.convert.hf_to_dist import hf_to_dist

@@ -1,6 +1,7 @@
 """Prompts with images: where images come from, and their tokens."""
 
 import base64
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -16,7 +17,8 @@ from fuligo.data import images as module
 from fuligo.data.conversation import ConversationDataset
 from fuligo.data.dataset import PromptDataset, check_file
 from fuligo.data.settings import DataSettings
-from fuligo.errors import DataError
+from fuligo.data.source import PromptSource
+from fuligo.errors import DataChangedError, DataError
 from fuligo.models.vision.processor import MAX_DECODED_PIXELS
 from fuligo.models.vision.prompts import PromptImages
 from tests import tiny_vision
@@ -192,3 +194,61 @@ def test_conversations_train_the_answers_beside_their_images(tmp_path, images):
         assert set(tokens[image.first_token : image.first_token + image.num_tokens]) == {tiny_vision.token_id("<|image_pad|>")}
         assert tokens[image.first_token - 1] == tiny_vision.token_id("<|vision_start|>")
     assert second.first_token > len(sample.prompt_ids), "behind the first answer"
+
+
+def with_files(directory: Path, images: PromptImages, number: int = 12) -> PromptDataset:
+    """Return rows each with an image file of its own; the first eight are read when they are opened."""
+    for row in range(number):
+        (directory / f"{row}.png").write_bytes(PNG)
+    return opened(directory, images, *({"input": f"<image>{row}", "images": [f"{row}.png"]} for row in range(number)))
+
+
+def rewrite(file: Path, content: bytes) -> None:
+    """Write in place, and set the times back."""
+    before = file.stat()
+    file.write_bytes(content)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize("skips_bad_rows", [False, True])
+def test_an_image_that_changes_under_a_run_is_named_when_its_row_is_drawn_again(tmp_path, images, skips_bad_rows, monkeypatch):
+    monkeypatch.setattr("tests.unit.data.test_images.SETTINGS", dataclasses.replace(SETTINGS, skip_bad_rows=skips_bad_rows))
+    source = PromptSource(with_files(tmp_path, images))
+    source.take(12)
+    os.utime(tmp_path / "3.png")
+    rewrite(tmp_path / "10.png", tiny_vision.png(16, 24, seed=9))
+    assert [prompt.row for prompt in source.take(10)] == list(range(10)), "its times alone do not count"
+    with pytest.raises(DataChangedError, match=r"rows\.jsonl, line 11: its images have changed .*10\.png"):
+        source.take(1)
+
+
+@pytest.mark.parametrize(("row", "at_start"), [(2, True), (10, False)])
+def test_an_image_that_changes_before_a_resume_is_named(tmp_path, images, row, at_start):
+    source = PromptSource(with_files(tmp_path, images))
+    source.take(11)
+    state = json.loads(json.dumps(source.state()))
+    again = PromptSource(PromptDataset.open(tmp_path / "rows.jsonl", SETTINGS, tiny_vision.tokenizer(), images))
+    again.restore(state)
+    assert [prompt.row for prompt in again.take(12)] == [11, *range(11)]
+
+    rewrite(tmp_path / f"{row}.png", OTHER)
+    resumed = PromptSource(PromptDataset.open(tmp_path / "rows.jsonl", SETTINGS, tiny_vision.tokenizer(), images))
+    if at_start:
+        with pytest.raises(DataError, match=r"cannot resume: the images of .*rows\.jsonl, line 3 have changed"):
+            resumed.check(state)
+        return
+    resumed.restore(state)
+    with pytest.raises(DataChangedError, match=r"line 11: its images have changed"):
+        resumed.take(12)
+
+
+def test_an_image_that_no_row_has_read_yet_may_still_change(tmp_path, images):
+    source = PromptSource(with_files(tmp_path, images))
+    rewrite(tmp_path / "10.png", OTHER)
+    assert len(source.take(12)) == 12
+
+
+def test_the_state_without_image_files_is_as_before(tmp_path, images):
+    source = PromptSource(opened(tmp_path, images, {"input": "<image>", "images": data_uri(PNG)}))
+    source.take(1)
+    assert "images" not in source.state()

@@ -124,7 +124,7 @@ def _convert_hf_to_dist(plan: conversion.DistPlan) -> None:
 
     from fuligo.convert.hf_to_dist import hf_to_dist
     from fuligo.trainer.ranks.torchrun import share_key, torchrun_place
-    from fuligo.trainer.ranks.world import World, join_world
+    from fuligo.trainer.ranks.world import World, join_world, leave_world
 
     place = torchrun_place()
     if place is None:
@@ -137,8 +137,7 @@ def _convert_hf_to_dist(plan: conversion.DistPlan) -> None:
         hf_to_dist(Path(plan.source), Path(plan.target), world)
         dist.barrier()
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        leave_world()
         del server
 
 

@@ -1,18 +1,21 @@
 """Layers with windows on Megatron-Core (Gemma 3): gradients against the torch trainer, refusals."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch.nn.functional as F
 
 from fuligo.errors import ConfigError
 from fuligo.formats.hugging_face import read_config_json
 from fuligo.layout.megatron import Layout
 from fuligo.models.stated_flags import stated_flags
-from fuligo.trainer.megatron_backend.model_config import transformer_config
-from fuligo.trainer.megatron_backend.settings import OptimizerPlace
+from fuligo.trainer.megatron_backend.model_config import gelu_tanh, transformer_config
+from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, OptimizerPlace
 from fuligo.trainer.objective import LossSettings
 from fuligo.trainer.packing import Capacity
+from fuligo.trainer.ranks.world import World
 from fuligo.types import TrainBatch
 from tests import tiny, train_batches
 from tests.megatron.checkpoints import save_uneven
@@ -95,3 +98,27 @@ def test_what_the_layers_do_not_compute_is_refused(checkpoint: Path, changes: di
     config = json.loads(json.dumps(dict(read_config_json(checkpoint)) | changes))
     with pytest.raises(ConfigError, match=reason):
         stated_flags(config)
+
+
+def count_rotaries(world: World, settings: MegatronTrainerSettings) -> tuple[int, int]:
+    """Return the layers with a rotary embedding of their own, and the different embeddings among them."""
+    from fuligo.trainer.megatron_backend.rotated_attention import WindowRotaryAttention
+    from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
+
+    [chunk] = MegatronRankWorker(settings, world).chunks
+    own = [module._own_rotary for module in chunk.modules() if isinstance(module, WindowRotaryAttention)]
+    return len(own), len(set(own))
+
+
+def test_layers_with_windows_share_their_angles(pool: RankPool, tmp_path: Path) -> None:
+    """Megatron keeps the angles of 32 calls in all: with an embedding in each of more layers it would compute all of them anew."""
+    kinds = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+    checkpoint = tiny.save_checkpoint(tmp_path, "gemma3_text", layers=4, layer_types=kinds, sliding_window=5)
+    assert pool.run(1, count_rotaries, settings_of(checkpoint, Layout())) == [(3, 1)]
+
+
+def test_the_flag_of_another_activation_overrides_the_models(checkpoint: Path) -> None:
+    settings = settings_of(checkpoint, Layout())
+    assert transformer_config(settings).activation_func is gelu_tanh
+    overridden = replace(settings, model_flags={**settings.model_flags, "swiglu": True})
+    assert transformer_config(overridden).activation_func is F.silu

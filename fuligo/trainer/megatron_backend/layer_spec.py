@@ -5,6 +5,7 @@ from typing import Any
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -16,12 +17,13 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, get_transformer_layer_offset
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
 from fuligo.trainer.megatron_backend.core_attention import PackedCoreAttention
 from fuligo.trainer.megatron_backend.latent_attention import latent_attention
 from fuligo.trainer.megatron_backend.mtp import mtp_submodules
-from fuligo.trainer.megatron_backend.rotated_attention import FusedRotationAttention, WindowRotaryAttention
+from fuligo.trainer.megatron_backend.rotated_attention import FusedRotationAttention, WindowRotaryAttention, window_rotary
 from fuligo.trainer.megatron_backend.router import PackedRouter
 from fuligo.trainer.megatron_backend.sandwich_layer import sandwich
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
@@ -93,8 +95,11 @@ def block_spec(
     """
     first = get_transformer_layer_offset(config, vp_stage)
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
+    rotary = window_rotary(config, settings.numerics.window_rotary_base)
     layers = [
-        layer_spec(config, settings, attention_spec(config, settings, modules, number), modules, is_moe=is_moe_layer(config, number))
+        layer_spec(
+            config, settings, attention_spec(config, settings, modules, number, rotary), modules, is_moe=is_moe_layer(config, number)
+        )
         for number in numbers
     ]
     norm: Any = modules.layer_norm(rms_norm=True)
@@ -113,14 +118,24 @@ def mtp_spec(
 
 
 def attention_spec(
-    config: TransformerConfig, settings: MegatronTrainerSettings, modules: BackendSpecProvider, number: int | None
+    config: TransformerConfig,
+    settings: MegatronTrainerSettings,
+    modules: BackendSpecProvider,
+    number: int | None,
+    rotary: RotaryEmbedding | None = None,
 ) -> ModuleSpec:
-    """Return the spec of the attention of a layer, counted from 0 over all stages; None: of an MTP layer."""
+    """Return the spec of the attention of a layer.
+
+    Args:
+        number: counted from 0 over all stages; None: of an MTP layer.
+        rotary: rotary embedding of layers with a window; None: that of all layers.
+    """
     if settings.sparse_layers is not None:
         return sparse_latent_attention(modules, settings.sparse_layers, number)
     if config.multi_latent_attention:
         return latent_attention(modules)
-    return grouped_attention(config, modules, window_rotary_base=settings.numerics.window_rotary_base)
+    has_window = number is not None and is_layer_window_attention(config.window_size, config.window_attn_skip_freq, number + 1)  # pyright: ignore[reportArgumentType]
+    return grouped_attention(config, modules, rotary if has_window else None)
 
 
 def layer_spec(
@@ -143,13 +158,13 @@ def layer_spec(
     return ModuleSpec(module=TransformerLayer, submodules=submodules)
 
 
-def grouped_attention(config: TransformerConfig, modules: BackendSpecProvider, *, window_rotary_base: float | None = None) -> ModuleSpec:
-    """Return the spec of grouped attention; `window_rotary_base` as in `Numerics`."""
+def grouped_attention(config: TransformerConfig, modules: BackendSpecProvider, own_rotary: RotaryEmbedding | None) -> ModuleSpec:
+    """Return the spec of grouped attention, with the model's rotary embedding or the layer's own."""
     head_norm = modules.layer_norm(rms_norm=True, for_qk=True) if config.qk_layernorm else IdentityOp
     fused = modules.column_parallel_layer_norm_linear()
     module, own = SelfAttention, {}
-    if window_rotary_base is not None:
-        module, own = WindowRotaryAttention, {"window_rotary_base": window_rotary_base}
+    if own_rotary is not None:
+        module, own = WindowRotaryAttention, {"rotary": own_rotary}
     elif config.rotary_interleaved and config.apply_rope_fusion:
         module = FusedRotationAttention
     return ModuleSpec(

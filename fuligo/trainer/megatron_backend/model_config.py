@@ -35,7 +35,7 @@ def transformer_config(settings: MegatronTrainerSettings) -> TransformerConfig:
     flags = settings.model_flags
     latent = bool(flags.get("multi_latent_attention"))
     fields = {
-        **_shape(flags, settings.numerics.activation),
+        **_shape(flags, settings.activation),
         # Without a rank queries are projected directly, which is not Megatron's default. Its own `experimental_attention_variant` stays
         # off: its layers are not used, and it refuses context parallelism.
         **({**_given(flags, ("rotary_base", *LATENT_ATTENTION)), "q_lora_rank": flags.get("q_lora_rank")} if latent else {}),
@@ -201,7 +201,7 @@ def _computation(settings: MegatronTrainerSettings) -> Fields:
         "transformer_impl": "transformer_engine" if on_cuda else "local",
         "attention_backend": AttnBackend[settings.attention_backend],
         "apply_rope_fusion": on_cuda and not flags.get("no_rope_fusion") and not flags.get("multi_latent_attention"),
-        "bias_activation_fusion": on_cuda and settings.numerics.activation is Activation.SILU,
+        "bias_activation_fusion": on_cuda and settings.activation is Activation.SILU,
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,

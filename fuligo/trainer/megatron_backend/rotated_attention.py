@@ -4,40 +4,23 @@ from typing import Any
 
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 OutputWithBias = tuple[Tensor, Tensor | None]
 
 
 class WindowRotaryAttention(SelfAttention):
-    """Attention that in layers with a window has a rotary base of its own, and no scaling of positions."""
+    """Attention of a layer with a window, which has a rotary base of its own and no scaling of positions.
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        submodules: SelfAttentionSubmodules,
-        layer_number: int,
-        *args: Any,
-        window_rotary_base: float,
-        pg_collection: ProcessGroupCollection,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(config, submodules, layer_number, *args, pg_collection=pg_collection, **kwargs)
-        self._own_rotary: RotaryEmbedding | None = None
-        if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):  # pyright: ignore[reportArgumentType]
-            assert config.kv_channels is not None
-            self._own_rotary = RotaryEmbedding(
-                config.kv_channels,
-                rotary_percent=1.0,
-                rotary_interleaved=config.rotary_interleaved,
-                rotary_base=window_rotary_base,  # pyright: ignore[reportArgumentType]
-                use_cpu_initialization=bool(config.use_cpu_initialization),
-                cp_group=pg_collection.cp,
-            )
+    Args:
+        rotary: the same object for all such layers: Megatron keeps the angles of its last 32 calls, whichever layers they come from.
+    """
+
+    def __init__(self, *args: Any, rotary: RotaryEmbedding, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._own_rotary = rotary
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # packed sequences only
         self,
@@ -48,12 +31,24 @@ class WindowRotaryAttention(SelfAttention):
         packed_seq_params: PackedSeqParams,
         **kwargs: Any,
     ) -> OutputWithBias:
-        angles = rotary_pos_emb
-        if self._own_rotary is not None:
-            positions = getattr(packed_seq_params, "positions", None)  # of the tokens of a tree
-            angles = self._own_rotary(len(rotary_pos_emb), packed_seq=True)
-            angles = angles if positions is None else angles[positions]
+        positions = getattr(packed_seq_params, "positions", None)  # of the tokens of a tree
+        angles = self._own_rotary(len(rotary_pos_emb), packed_seq=True)
+        angles = angles if positions is None else angles[positions]
         return super().forward(hidden_states, attention_mask, *args, rotary_pos_emb=angles, packed_seq_params=packed_seq_params, **kwargs)
+
+
+def window_rotary(config: TransformerConfig, base: float | None) -> RotaryEmbedding | None:
+    """Build the rotary embedding of all layers with a window; None if they have no base of their own."""
+    if base is None:
+        return None
+    assert config.kv_channels is not None
+    return RotaryEmbedding(
+        config.kv_channels,
+        rotary_percent=1.0,
+        rotary_interleaved=config.rotary_interleaved,
+        rotary_base=base,  # pyright: ignore[reportArgumentType]
+        use_cpu_initialization=bool(config.use_cpu_initialization),
+    )
 
 
 class FusedRotationAttention(SelfAttention):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 from fuligo.layout.megatron import Layout
-from fuligo.models.architecture import Architecture, Numerics
+from fuligo.models.architecture import Activation, Architecture, Numerics
 from fuligo.models.routing import RoutingShape
 from fuligo.trainer.packing import Capacity, Cost, MicroBatchPlan, MicroBatchSchedule, pack
 from fuligo.trainer.ranks.settings import TrainerSettings
@@ -93,6 +93,11 @@ class MegatronTrainerSettings(TrainerSettings):
     """`score` records the routers' choices in the samples; else the samples name them already, and `score` replays them."""
     pad_multiple_tokens: int = 128
     """Packed rows are padded to a multiple of it."""
+
+    @property
+    def activation(self) -> Activation:
+        """Activation of the MLPs; `--override-model-config --swiglu` overrides config.json's."""
+        return Activation.SILU if self.model_flags.get("swiglu") else self.numerics.activation
 
     @property
     def backend_environment(self) -> Mapping[str, str]:

@@ -92,13 +92,12 @@ class Rank:
 
     def leave(self) -> None:
         """Leave the process group; the process may form another one, for the next trainer."""
-        import torch.distributed as dist
+        from fuligo.trainer.ranks import world
 
         if self._worker is not None:
             self._worker.close()
             self._worker = None
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        world.leave_world()
         self.has_left = True
 
     def close_store(self) -> None:

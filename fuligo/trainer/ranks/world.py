@@ -104,6 +104,13 @@ def join_world(rank: int, size: int, device_type: str, *, store: Store, key: byt
     return World(rank, size, device, objects)
 
 
+def leave_world() -> None:
+    """Leave the process group, if this process has joined one; later collectives of the process send plain objects again."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    sign_objects(None)
+
+
 def share_cores(num_processes: int) -> None:
     """Limit torch's threads to this process's share of the usable cores. torch itself knows nothing of a container's quota."""
     torch.set_num_threads(min(torch.get_num_threads(), max(1, num_cores() // num_processes)))

@@ -20,6 +20,7 @@ from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPriva
 from fuligo.engines.host import listening_store
 from fuligo.errors import ConfigError, TrainerError
 from fuligo.trainer.ranks import torchrun
+from fuligo.trainer.ranks.rank import Rank
 from fuligo.trainer.ranks.signed_objects import ForgedObjectError, sign_objects
 from fuligo.trainer.ranks.torchrun import KEY_VARIABLE, TorchrunPlace, share_key
 from fuligo.trainer.ranks.world import Rendezvous, join_world
@@ -78,6 +79,14 @@ def test_a_trainer_of_one_rank_after_one_of_several_is_not_bound_by_their_key() 
     join_world(0, 1, "cpu", store=HashStore(), key=None, timeout_s=60)
     dist.destroy_process_group()
     assert c10d._unpickler is pickle.Unpickler
+
+
+def test_a_process_that_leaves_its_ranks_sends_plain_objects_again() -> None:
+    join_world(0, 1, "cpu", store=HashStore(), key=KEY, timeout_s=60)
+    assert c10d._pickler is not pickle.Pickler
+    Rank(0, 1).leave()
+    assert not dist.is_initialized()
+    assert pickle.loads(sent("a value")) == "a value"
 
 
 def test_the_key_of_ranks_is_new_for_each_rendezvous_and_not_shown() -> None:

@@ -30,11 +30,12 @@ from fuligo.formats.hugging_face import (
     read_model_config,
     read_shapes,
 )
-from fuligo.formats.quantisation import MIXTRAL_EXPERTS, EngineQuantisation
+from fuligo.formats.quantisation import EngineQuantisation
 from fuligo.layout.adapter import AdapterShape
 from fuligo.machine.packages import package_version
 from fuligo.models.adapter_flags import adapter_of
 from fuligo.models.adapter_names import EXPERT_MATRICES
+from fuligo.models.family import StoredExperts
 from fuligo.models.registry import FAMILIES, read_architecture
 
 _EXPERTS = ".experts."
@@ -83,7 +84,9 @@ def _renamed_experts(config: Config, directory: Path) -> Iterator[str]:
     SGLang skips tensors that it does not know, so it would sample with old weights.
     """
     model_type = read_model_config(directory).get("model_type")
-    if config.resolved_train_backend != "torch" or not config.trains or model_type in FAMILIES.keys() - MIXTRAL_EXPERTS:
+    family = FAMILIES.get(str(model_type))
+    has_own_names = family is not None and family.stored_experts is not StoredExperts.MIXTRAL
+    if config.resolved_train_backend != "torch" or not config.trains or has_own_names:
         return
     from fuligo.models.adapter import empty_model
 

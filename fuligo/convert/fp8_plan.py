@@ -14,10 +14,11 @@ from pathlib import Path
 from fuligo.errors import ConfigError
 from fuligo.formats.fp8_shards import Shard, plan_shards, shard_problems, unquantised_modules
 from fuligo.formats.hugging_face import DamagedFileError, is_weight_file, read_config_json, read_stored_tensors
-from fuligo.formats.quantisation import DEFAULT_BLOCK, MIXTRAL_EXPERTS, STRATEGIES, Quantisation, has_whole_experts
+from fuligo.formats.quantisation import DEFAULT_BLOCK, STRATEGIES, Quantisation
 from fuligo.models.architecture import Architecture, Part
+from fuligo.models.family import StoredExperts
 from fuligo.models.hub import model_directory
-from fuligo.models.registry import architecture_of
+from fuligo.models.registry import architecture_of, family_of
 from fuligo.quantities import amount, count, magnitude
 
 CONFIG = "config.json"
@@ -91,7 +92,7 @@ def plan_hf_to_fp8(arguments: Sequence[str]) -> Fp8Plan:
     architecture = architecture_of(values, str(source / CONFIG))
     if architecture.is_quantised or architecture.is_mxfp4:
         raise ConfigError(f"cannot convert --model-dir {source}: it is already quantised; use the bf16 checkpoint it was made from")
-    if has_whole_experts(values) or architecture.model_type in MIXTRAL_EXPERTS:
+    if family_of(architecture).stored_experts is not StoredExperts.APART:
         raise ConfigError(f"cannot convert --model-dir {source}: experts of a {architecture.model_type} model are not supported in FP8")
     rows, columns = options.block_size or DEFAULT_BLOCK
     quantisation = Quantisation(options.strategy, (rows, columns) if options.strategy == "block" else None)

@@ -105,19 +105,6 @@ def is_quantised_matrix(name: str, shape: Shape) -> bool:
     return kind == "weight" and len(shape) == 2 and module.rpartition(".")[2] in _MATRICES
 
 
-WHOLE_EXPERTS = frozenset({"gemma4_text", "gpt_oss"})
-"""Model types whose checkpoints hold all experts of a layer as one tensor, as engines take it."""
-
-
-MIXTRAL_EXPERTS = frozenset({"minimax_m2"})
-"""Model types whose checkpoints name experts as Mixtral's: `block_sparse_moe.experts.0.w1`. transformers' model names them differently."""
-
-
-def has_whole_experts(config_json: Mapping[str, Any]) -> bool:
-    """Return whether the checkpoints of a model do not hold its experts one by one."""
-    return config_json.get("model_type") in WHOLE_EXPERTS
-
-
 @dataclass(frozen=True, slots=True)
 class ExpertPart:
     """Matrix of one expert inside a tensor that fuses all experts of a layer."""

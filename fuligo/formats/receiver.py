@@ -9,7 +9,6 @@ from fuligo.errors import WeightSyncError
 from fuligo.formats.adapter_config import is_adapter_name, stored_name
 from fuligo.formats.checkpoint_form import checkpoint_weights, prediction_prefixes
 from fuligo.formats.payload import NamedTensors
-from fuligo.formats.quantisation import has_whole_experts
 from fuligo.formats.weight_manifest import weights_checksum
 
 
@@ -19,15 +18,18 @@ class WeightStore:
     A weight sync may arrive in several buckets; the last one carries the new version. A sync that begins with tensors of a LoRA adapter
     brings only the adapter, any other brings all weights, the adapter's last. Tensors of MTP layers are skipped, because transformers'
     models do not have them.
+
+    Args:
+        whole_experts: checkpoints of the model hold all experts of a layer as one tensor.
     """
 
-    def __init__(self, module: PreTrainedModel) -> None:
+    def __init__(self, module: PreTrainedModel, *, whole_experts: bool) -> None:
         self.module = module
         self.version = 0
         self.num_loads = 0
         """Buckets and directories loaded so far."""
         self._unused = prediction_prefixes(module.config.to_dict())
-        self._whole_experts = has_whole_experts(module.config.to_dict())
+        self._whole_experts = whole_experts
         self.adapter_digest = _adapter_digest(self._under_all_names())
         """Digest of the adapter at the start, then after the last complete sync; None without one."""
         self._missing: set[str] = set()

@@ -6,9 +6,7 @@ from enum import Enum, StrEnum, auto
 
 from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.models.architecture import Architecture, GroupedAttention, LatentAttention, Layer, LinearAttention, PartKind
-
-FUSED_GATE_UP = frozenset({"glm4"})
-"""Model types whose dense MLP has one layer for gate and up projection, in transformers 5.12.1."""
+from fuligo.models.registry import family_of
 
 
 class InputOf(StrEnum):
@@ -81,7 +79,7 @@ def matrices(layer: Layer, architecture: Architecture) -> Iterator[Matrix]:
         shared = max((part.num_parameters for part in layer.parts if part.kind is PartKind.SHARED_EXPERT), default=0)
         if shared:
             yield from _gated_mlp(hidden, shared // (3 * hidden), "mlp.shared_expert" if has_gate else "mlp.shared_experts")
-    elif architecture.model_type in FUSED_GATE_UP:
+    elif family_of(architecture).fuses_gate_up:
         yield Matrix("gate_up_proj", InputOf.MLP, hidden, 2 * architecture.intermediate_size, "mlp")
         yield Matrix("down_proj", InputOf.DOWN, architecture.intermediate_size, hidden, "mlp")
     else:

@@ -10,18 +10,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from fuligo.models.registry import FAMILIES
 from fuligo.models.sink_attention import TORCH_ASKS_FOR_GQA, VarlenKernel, batched_with_sinks, flash_with_sinks
 
 PACKABLE = {"full_attention", "sliding_attention"}
 """`layer_types` of transformers that this module computes."""
 GATED_DELTA = "linear_attention"
-GATED_DELTA_TYPES = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
-"""Model types whose linear attention `gated_delta` computes; others (OLMo Hybrid) have the same sizes but other convolutions."""
 
 
 def unpackable_layers(config: Any) -> list[str]:
     """Return the sorted `layer_types` of a transformers config that neither this module nor `gated_delta` can compute."""
-    packable = PACKABLE | ({GATED_DELTA} if config.model_type in GATED_DELTA_TYPES else set())
+    # Linear attention of other families (OLMo Hybrid) has the same sizes, but other convolutions.
+    family = FAMILIES.get(config.model_type)
+    packable = PACKABLE | ({GATED_DELTA} if family is not None and family.has_gated_delta else set())
     return sorted(set(getattr(config, "layer_types", None) or ()) - packable)
 
 

@@ -9,7 +9,7 @@ from fuligo.config.passthrough import PassThrough
 from fuligo.errors import ConfigError
 from fuligo.models.architecture import Architecture
 from fuligo.models.config_json import ConfigJson
-from fuligo.models.registry import architecture_of
+from fuligo.models.registry import FAMILIES, architecture_of
 
 SHAPE_KEYS: Mapping[str, str] = {
     "num_layers": "num_hidden_layers",
@@ -45,15 +45,7 @@ EXPERT_KEYS: Mapping[str, str] = {
     "moe_router_topk": "num_experts_per_tok",
     "moe_ffn_hidden_size": "moe_intermediate_size",
 }
-"""In Qwen3's mixture of experts the first key is `num_experts`."""
-
-_SPECS: Mapping[str, str] = {
-    "slime_plugins.models.glm4.get_glm_spec": "glm4",
-    "slime_plugins.models.glm5.glm5.get_glm5_spec": "glm_moe_dsa",
-}
-
-_LATENT = {"deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2"}
-"""Families with latent attention."""
+"""The key of the first is `ModelArgs.num_experts_key`."""
 
 
 def architecture_from_flags(config: Config) -> Architecture | None:
@@ -72,18 +64,16 @@ def architecture_from_flags(config: Config) -> Architecture | None:
             f"cannot read a {family} model from MODEL_ARGS: {', '.join(missing)} missing; "
             "add them, or use --model-config-file with the model's config.json"
         )
-    if family == "glm_moe_dsa":
-        raise ConfigError(
-            "cannot read a model with sparse attention from MODEL_ARGS: no flag says which layers compute their token choice; "
-            "use --model-config-file with the model's config.json"
-        )
+    if (reason := FAMILIES[family].model_args.incomplete_because) is not None:
+        raise ConfigError(f"cannot read a {family} model from MODEL_ARGS: {reason}; use --model-config-file with the model's config.json")
     return architecture_of({"model_type": family, **_as_config_json(given, family)}, "MODEL_ARGS")
 
 
 def overridden(config_json: Mapping[str, Any], config: Config) -> dict[str, Any]:
     """Return the keys of a config.json with the given MODEL_ARGS in place of its own values."""
     values = dict(ConfigJson.of(config_json).values)
-    return values | _as_config_json(config.megatron, str(values.get("model_type")))
+    family = str(values.get("model_type"))
+    return values | (_as_config_json(config.megatron, family) if family in FAMILIES else {})
 
 
 def _family(given: PassThrough) -> str:
@@ -109,32 +99,31 @@ def _family(given: PassThrough) -> str:
 
 def _required(family: str) -> tuple[str, ...]:
     """Return the flags that a family's shapes need."""
-    has_experts = family in {"deepseek_v3", "glm4_moe", "glm_moe_dsa", "qwen3_moe"}
-    latent = tuple(LATENT_ATTENTION_KEYS) if family in _LATENT else ()
-    return (*SHAPE_KEYS, *latent, *((*EXPERT_KEYS, "moe_layer_freq") if has_experts else ()))
+    args = FAMILIES[family].model_args
+    latent = tuple(LATENT_ATTENTION_KEYS) if args.is_latent else ()
+    return (*SHAPE_KEYS, *latent, *((*EXPERT_KEYS, "moe_layer_freq") if args.needs_experts else ()))
 
 
 def _as_config_json(given: PassThrough, family: str) -> dict[str, Any]:
     """Return the given flags as keys of a family's config.json."""
-    keys = {**SHAPE_KEYS, **SPARSE_INDEX_KEYS, **EXPERT_KEYS}
-    keys |= LATENT_ATTENTION_KEYS if family in _LATENT else GROUPED_ATTENTION_KEYS
+    args = FAMILIES[family].model_args
+    keys = {**SHAPE_KEYS, **SPARSE_INDEX_KEYS, **EXPERT_KEYS, "num_experts": args.num_experts_key}
+    keys |= LATENT_ATTENTION_KEYS if args.is_latent else GROUPED_ATTENTION_KEYS
     keys |= {"norm_epsilon": "rms_norm_eps", "rotary_base": "rope_theta", "rotary_percent": "partial_rotary_factor"}
     keys |= {"moe_router_topk_scaling_factor": "routed_scaling_factor", "qk_layernorm": "use_qk_norm"}
-    if family == "qwen3_moe":
-        keys["num_experts"] = "num_experts"
     values = {key: given.get(flag) for flag, key in keys.items() if flag in given}
     if "num_layers" in given:
         # A complete set of MODEL_ARGS: omitted flags are off.
         values.setdefault("num_key_value_heads", given.get("num_attention_heads"))
         values["tie_word_embeddings"] = not given.get("untie_embeddings_and_output_weights")
-        values["attention_bias"] = family not in _LATENT and bool(given.get("add_qkv_bias"))
+        values["attention_bias"] = not args.is_latent and bool(given.get("add_qkv_bias"))
     return values | _experts(given, family)
 
 
 def _experts(given: PassThrough, family: str) -> dict[str, Any]:
     values: dict[str, Any] = {}
     size, shared_size = given.get("moe_ffn_hidden_size"), given.get("moe_shared_expert_intermediate_size") or 0
-    if size is not None and family != "qwen3_moe":
+    if size is not None and not FAMILIES[family].model_args.lists_dense_layers:
         if shared_size % size:
             raise ConfigError(
                 f"--moe-shared-expert-intermediate-size {shared_size} is not a multiple of --moe-ffn-hidden-size {size}: "
@@ -149,7 +138,7 @@ def _experts(given: PassThrough, family: str) -> dict[str, Any]:
     if len(pattern) != num_layers:
         raise ConfigError(f"--moe-layer-freq has {len(pattern)} entries, but --num-layers is {num_layers}; use one entry per layer")
     dense = [number for number, has_experts in enumerate(pattern) if not has_experts]
-    if family == "qwen3_moe":
+    if FAMILIES[family].model_args.lists_dense_layers:
         return values | {"mlp_only_layers": dense, "decoder_sparse_step": 1}
     if dense != list(range(len(dense))):
         raise ConfigError(f"--moe-layer-freq has a dense layer after one with experts; a {family} model has all its dense layers first")
@@ -161,4 +150,5 @@ def spec_family(spec: Sequence[str]) -> str | None:
 
     fuligo builds in the layers of all families and needs no `--spec`.
     """
-    return _SPECS.get(".".join(spec).replace(":", "."))
+    path = ".".join(spec).replace(":", ".")
+    return next((name for name, family in FAMILIES.items() if path in family.model_args.specs), None)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from fuligo.errors import ConfigError
 from fuligo.formats.hugging_face import read_config_json
@@ -30,43 +30,36 @@ from fuligo.models.families import (
     qwen3_next,
     qwen3_vl,
 )
-from fuligo.models.names import ModelNames, NameTable
-from fuligo.models.vision.types import sees_images
-
-
-class Family(Protocol):
-    """Module of a model family."""
-
-    def architecture(self, config: ConfigJson) -> Architecture:
-        """Return the shapes that a config.json describes; raises ConfigError for keys that are missing or contradict each other."""
-        ...
-
-    def names(self, config: ConfigJson, architecture: Architecture) -> NameTable:
-        """Return the names of the weights in the checkpoint and in Megatron."""
-        ...
-
+from fuligo.models.family import Family, StoredExperts
+from fuligo.models.names import ModelNames
+from fuligo.models.vision.types import VISION_TYPES
 
 FAMILIES: Mapping[str, Family] = {
-    "deepseek_v3": deepseek_v3,
-    "deepseek_v32": deepseek_v32,
-    "gemma3_text": gemma3_text,
-    "glm4": glm4,
-    "glm4_moe": glm4_moe,
-    "glm4_moe_lite": glm4_moe_lite,
-    "glm_moe_dsa": glm_moe_dsa,
-    "gpt_oss": gpt_oss,
-    "kimi_k2": kimi_k2,
-    "llama": llama,
-    "mimo": mimo,
-    "minimax_m2": minimax_m2,
-    "qwen2": qwen2,
-    "qwen3": qwen3,
-    "qwen3_5_moe_text": qwen3_5_moe,
-    "qwen3_5_text": qwen3_5,
-    "qwen3_moe": qwen3_moe,
-    "qwen3_next": qwen3_next,
-    "qwen3_vl_text": qwen3_vl,
+    "deepseek_v3": deepseek_v3.FAMILY,
+    "deepseek_v32": deepseek_v32.FAMILY,
+    "gemma3_text": gemma3_text.FAMILY,
+    "glm4": glm4.FAMILY,
+    "glm4_moe": glm4_moe.FAMILY,
+    "glm4_moe_lite": glm4_moe_lite.FAMILY,
+    "glm_moe_dsa": glm_moe_dsa.FAMILY,
+    "gpt_oss": gpt_oss.FAMILY,
+    "kimi_k2": kimi_k2.FAMILY,
+    "llama": llama.FAMILY,
+    "mimo": mimo.FAMILY,
+    "minimax_m2": minimax_m2.FAMILY,
+    "qwen2": qwen2.FAMILY,
+    "qwen3": qwen3.FAMILY,
+    "qwen3_5_moe_text": qwen3_5_moe.FAMILY,
+    "qwen3_5_text": qwen3_5.FAMILY,
+    "qwen3_moe": qwen3_moe.FAMILY,
+    "qwen3_next": qwen3_next.FAMILY,
+    "qwen3_vl_text": qwen3_vl.FAMILY,
 }
+
+
+def family_of(architecture: Architecture) -> Family:
+    """Return the family of a model, which for text and images is that of its language model."""
+    return FAMILIES[VISION_TYPES.get(architecture.model_type, architecture.model_type)]
 
 
 def architecture_of(config_json: Mapping[str, Any], source: str = "config.json") -> Architecture:
@@ -82,21 +75,27 @@ def architecture_of(config_json: Mapping[str, Any], source: str = "config.json")
     family = FAMILIES.get(config.model_type)
     if family is None:
         raise ConfigError(f"{source}: model_type {config.model_type} is not supported; supported are {', '.join(FAMILIES)}")
-    architecture = family.architecture(config)
-    if not sees_images(config_json):
+    architecture, model_type = family.architecture(config), config_json.get("model_type")
+    if model_type not in VISION_TYPES:
         return architecture
+    assert family.vision_tower is not None
     tower = ConfigJson(config_json.get("vision_config") or {}, f"{source}, vision_config")
-    return replace(architecture, model_type=str(config_json["model_type"]), vision_tower=qwen3_vl.vision_tower(tower))
+    return replace(architecture, model_type=model_type, vision_tower=family.vision_tower(tower))
 
 
 def names_of(config_json: Mapping[str, Any], source: str = "config.json") -> ModelNames:
     """Return the names of all weights of the model that a config.json describes, in its checkpoint and in Megatron.
 
     Raises:
-        ConfigError: as `architecture_of`.
+        ConfigError: as `architecture_of`, or the Megatron trainer cannot train the model.
     """
     config, architecture = ConfigJson.of(config_json, source), architecture_of(config_json, source)
-    return ModelNames(architecture, FAMILIES[config.model_type].names(config, architecture))
+    family = FAMILIES[config.model_type]
+    if family.names is None:
+        raise ConfigError(
+            f"cannot name the weights of a {config.model_type} model in Megatron: {family.why_not_megatron}; use --train-backend torch"
+        )
+    return ModelNames(architecture, family.names(config, architecture))
 
 
 def has_linear_attention(config_json: Mapping[str, Any]) -> bool:
@@ -115,15 +114,22 @@ def unshareable_because(config_json: Mapping[str, Any]) -> str | None:
     return None
 
 
-BATCH_INVARIANT_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
-"""Model types with only linear layers, RMSNorms, SwiGLU, rotary embeddings, full attention and Qwen3-MoE's experts."""
+WHOLE_EXPERTS = frozenset({"gemma4_text"})
+"""Types without a family that transformers and engines know, and whose checkpoints hold all experts of a layer as one tensor."""
+
+
+def has_whole_experts(config_json: Mapping[str, Any]) -> bool:
+    """Return whether the checkpoints of a model do not hold its experts one by one."""
+    family = FAMILIES.get(str(config_json.get("model_type")))
+    return config_json.get("model_type") in WHOLE_EXPERTS if family is None else family.stored_experts is StoredExperts.WHOLE
 
 
 def batch_variant_because(config_json: Mapping[str, Any]) -> str | None:
     """Return why `models.invariant_modules` cannot compute a model; None if it can."""
     model_type = config_json.get("model_type")
-    if model_type not in BATCH_INVARIANT_TYPES:
-        return f"model_type {model_type} has layers without batch-invariant operations; supported are {', '.join(BATCH_INVARIANT_TYPES)}"
+    known = [name for name, family in FAMILIES.items() if family.is_batch_invariant]
+    if model_type not in known:
+        return f"model_type {model_type} has layers without batch-invariant operations; supported are {', '.join(known)}"
     if config_json.get("quantization_config"):
         return "its weights are quantised"
     if config_json.get("use_sliding_window") or "sliding_attention" in (config_json.get("layer_types") or ()):

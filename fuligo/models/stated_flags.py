@@ -6,8 +6,7 @@ from typing import Any
 from fuligo.config.layer_pattern import layers_text
 from fuligo.models.architecture import Activation, Architecture, GroupedAttention, LatentAttention, PartKind, SparseIndex
 from fuligo.models.config_json import ConfigJson
-from fuligo.models.families import gpt_oss, minimax_m2, qwen3_next, qwen3_vl
-from fuligo.models.registry import architecture_of
+from fuligo.models.registry import architecture_of, family_of
 
 Flags = dict[str, Any]
 
@@ -36,7 +35,7 @@ def stated_flags(config_json: Mapping[str, Any], source: str = "config.json") ->
     """
     config, architecture = ConfigJson.of(config_json, source), architecture_of(config_json, source)
     attention, numerics = architecture.attention, architecture.numerics
-    reason = why_not_megatron(architecture)
+    reason = family_of(architecture).why_not_megatron
     if reason is not None:
         raise config.contradiction(f"cannot state a {config.model_type} model as Megatron flags: {reason}; use --train-backend torch")
     return {
@@ -61,18 +60,6 @@ def stated_flags(config_json: Mapping[str, Any], source: str = "config.json") ->
         "disable_bias_linear": True,
         **_experts(config, architecture),
     }
-
-
-def why_not_megatron(architecture: Architecture) -> str | None:
-    """Return why the Megatron trainer cannot train a model; None if it can."""
-    attention = architecture.attention
-    if architecture.vision_tower is not None:
-        return qwen3_vl.WHY_NOT_MEGATRON
-    if architecture.linear_attention is not None:
-        return qwen3_next.WHY_NOT_MEGATRON
-    if isinstance(attention, GroupedAttention) and attention.has_sinks:
-        return gpt_oss.WHY_NOT_MEGATRON
-    return minimax_m2.WHY_NOT_MEGATRON if isinstance(attention, GroupedAttention) and attention.norms_span_heads else None
 
 
 def _grouped(config: ConfigJson, architecture: Architecture, attention: GroupedAttention) -> Flags:

@@ -7,9 +7,10 @@ from typing import Any
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 
+from fuligo.models.registry import FAMILIES
 from fuligo.models.vision.types import VISION_TYPES
 
-LOADED_AS: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
+LOADED_AS: Mapping[str, str] = {name: family.loaded_as for name, family in FAMILIES.items() if family.loaded_as is not None}
 """model_type of config.json -> type whose classes load it. `save_pretrained` writes the latter."""
 
 

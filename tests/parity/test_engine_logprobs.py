@@ -16,7 +16,7 @@ from fuligo.engines.embedded.model import EngineModel
 from fuligo.engines.embedded.request import Request
 from fuligo.engines.generation import SamplingParams
 from fuligo.formats.checkpoint_form import checkpoint_weights
-from fuligo.formats.quantisation import has_whole_experts
+from fuligo.models.registry import has_whole_experts
 from tests import tiny
 
 TOLERANCE = 1e-4

@@ -12,10 +12,10 @@ from fuligo.errors import ConfigError, FuligoError
 from fuligo.formats.adapter_config import adapter_directory
 from fuligo.formats.checkpoint_form import prediction_prefixes
 from fuligo.formats.hugging_face import read_config_json
-from fuligo.formats.quantisation import has_whole_experts
 from fuligo.formats.weight_manifest import EngineFormat
 from fuligo.models.adapter_flags import adapter_of
 from fuligo.models.device import Device, Precision, resolve_precision
+from fuligo.models.registry import has_whole_experts
 
 
 class EmbeddedBackend:

@@ -22,13 +22,13 @@ from fuligo.errors import ConfigError
 from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.formats.engine_keys import EngineKeys
 from fuligo.formats.hugging_face import read_config_json
-from fuligo.formats.quantisation import EngineQuantisation, has_whole_experts
+from fuligo.formats.quantisation import EngineQuantisation
 from fuligo.formats.weight_manifest import EngineFormat
 from fuligo.layout.adapter import AdapterShape
 from fuligo.layout.slots import engine_gpus, engine_slots, trainer_slots
 from fuligo.models.adapter_flags import adapter_of
 from fuligo.models.device import Device, Precision, resolve_device
-from fuligo.models.registry import read_architecture
+from fuligo.models.registry import has_whole_experts, read_architecture
 
 LOOPBACK = "127.0.0.1"
 _DTYPES: Mapping[str, Precision] = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16"}

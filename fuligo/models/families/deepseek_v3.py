@@ -2,6 +2,7 @@
 
 from fuligo.models.architecture import Architecture
 from fuligo.models.config_json import ConfigJson
+from fuligo.models.family import Family, ModelArgs
 from fuligo.models.name_parts import latent_attention, moe_table, with_mtp_layers
 from fuligo.models.names import NameTable
 from fuligo.models.parts import latent_attention_parts, moe_architecture, read_latent_attention
@@ -15,3 +16,6 @@ def architecture(config: ConfigJson) -> Architecture:
 
 def names(config: ConfigJson, architecture: Architecture) -> NameTable:
     return with_mtp_layers(moe_table(architecture, latent_attention(architecture), has_expert_bias=True), architecture)
+
+
+FAMILY = Family(architecture=architecture, names=names, model_args=ModelArgs(is_latent=True, needs_experts=True))

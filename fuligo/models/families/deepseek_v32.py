@@ -5,6 +5,7 @@ from dataclasses import replace
 from fuligo.models.architecture import Architecture, LatentAttention, Layer, Part, PartKind, SparseIndex, Split
 from fuligo.models.config_json import ConfigJson
 from fuligo.models.families import deepseek_v3
+from fuligo.models.family import Family, ModelArgs
 from fuligo.models.names import NameTable, Weight
 from fuligo.models.parts import latent_attention_parts, matrix, moe_architecture, read_latent_attention, read_num_dense_layers, vector
 
@@ -65,3 +66,6 @@ def _indexer_parts(index: SparseIndex, heads: LatentAttention, config: ConfigJso
         matrix(PartKind.INDEXER, hidden_size * index.num_heads, Split.REPLICATED, quantisable=False),
         vector(PartKind.INDEXER, 2 * index.head_dim),
     )
+
+
+FAMILY = Family(architecture=architecture, names=names, model_args=ModelArgs(is_latent=True, needs_experts=True))

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from fuligo.models.architecture import Activation, Architecture, Numerics
 from fuligo.models.config_json import ConfigJson
+from fuligo.models.family import Family
 from fuligo.models.name_parts import dense_table, grouped_attention, norm
 from fuligo.models.names import NameTable
 from fuligo.models.parts import dense_architecture
@@ -77,3 +78,6 @@ def _window_rotary_base(config: ConfigJson) -> float:
     if (kind := given.get("rope_type") or "default") != "default":
         raise config.contradiction(f"rope_parameters of {SLIDING} have rope_type {kind!r:.80}; only default is supported")
     return ConfigJson(given, f"{config.source}, rope_parameters of {SLIDING}").number("rope_theta", default=WINDOW_ROTARY_BASE)
+
+
+FAMILY = Family(architecture=architecture, names=names)

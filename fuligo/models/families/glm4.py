@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from fuligo.models.architecture import Architecture, Numerics
 from fuligo.models.config_json import ConfigJson
+from fuligo.models.family import Family, ModelArgs
 from fuligo.models.name_parts import dense_table, gated_mlp, grouped_attention, layer_norms, norm
 from fuligo.models.names import NameTable
 from fuligo.models.parts import dense_architecture
@@ -26,3 +27,11 @@ def names(config: ConfigJson, architecture: Architecture) -> NameTable:
         norms=(*layer_norms(architecture), *norms),
         mlp=gated_mlp(architecture, "mlp", architecture.intermediate_size, is_fused=True),
     )
+
+
+FAMILY = Family(
+    architecture=architecture,
+    names=names,
+    fuses_gate_up=True,
+    model_args=ModelArgs(specs=("slime_plugins.models.glm4.get_glm_spec",)),
+)

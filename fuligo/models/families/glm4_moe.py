@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from fuligo.models.architecture import Architecture, Numerics
 from fuligo.models.config_json import ConfigJson
+from fuligo.models.family import Family, ModelArgs
 from fuligo.models.name_parts import grouped_attention, moe_table, with_mtp_layers
 from fuligo.models.names import NameTable
 from fuligo.models.parts import grouped_attention_parts, moe_architecture, read_grouped_attention
@@ -19,3 +20,6 @@ def architecture(config: ConfigJson) -> Architecture:
 
 def names(config: ConfigJson, architecture: Architecture) -> NameTable:
     return with_mtp_layers(moe_table(architecture, grouped_attention(architecture), has_expert_bias=True), architecture)
+
+
+FAMILY = Family(architecture=architecture, names=names, model_args=ModelArgs(needs_experts=True))

@@ -1,11 +1,11 @@
 """GLM-4.7-Flash: DeepSeek-V3's layers at a small size; the first layer is dense."""
 
+from dataclasses import replace
+
 from fuligo.models.architecture import Architecture
 from fuligo.models.config_json import ConfigJson
-from fuligo.models.families.deepseek_v3 import names
+from fuligo.models.families import deepseek_v3
 from fuligo.models.parts import latent_attention_parts, moe_architecture, read_latent_attention, read_num_dense_layers
-
-__all__ = ["architecture", "names"]
 
 
 def architecture(config: ConfigJson) -> Architecture:
@@ -16,3 +16,6 @@ def architecture(config: ConfigJson) -> Architecture:
         raise config.contradiction(f"first_k_dense_replace {num_dense_layers} needs mlp_layer_types, which transformers reads instead")
     parts = latent_attention_parts(heads, config.count("hidden_size"), bias=config.switch("attention_bias", default=False))
     return moe_architecture(config, heads, parts, num_dense_layers)
+
+
+FAMILY = replace(deepseek_v3.FAMILY, architecture=architecture)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from fuligo.models.architecture import Architecture, Layer, PartKind
 from fuligo.models.config_json import ConfigJson
 from fuligo.models.families import deepseek_v32
-from fuligo.models.names import NameTable
+from fuligo.models.family import Family, ModelArgs
 
 
 def architecture(config: ConfigJson) -> Architecture:
@@ -18,10 +18,6 @@ def architecture(config: ConfigJson) -> Architecture:
     return replace(
         every, layers=tuple(layer if computes else _without_indexer(layer) for layer, computes in zip(every.layers, computing, strict=True))
     )
-
-
-def names(config: ConfigJson, architecture: Architecture) -> NameTable:
-    return deepseek_v32.names(config, architecture)
 
 
 def _without_indexer(layer: Layer) -> Layer:
@@ -50,3 +46,15 @@ def _computing_layers(config: ConfigJson) -> tuple[bool, ...]:
             "the first layer must compute its token choice (indexer_types, index_topk_pattern): no layer below it has one to reuse"
         )
     return computing
+
+
+FAMILY = Family(
+    architecture=architecture,
+    names=deepseek_v32.names,
+    model_args=ModelArgs(
+        is_latent=True,
+        needs_experts=True,
+        specs=("slime_plugins.models.glm5.glm5.get_glm5_spec",),
+        incomplete_because="no flag says which layers compute their token choice",
+    ),
+)

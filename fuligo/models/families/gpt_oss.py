@@ -5,10 +5,9 @@ Published files hold the experts in MXFP4, four bits a weight; a trainer dequant
 
 from dataclasses import replace
 
-from fuligo.errors import ConfigError
 from fuligo.models.architecture import Architecture, Experts, Layer, PartKind, Split
 from fuligo.models.config_json import ConfigJson
-from fuligo.models.names import NameTable
+from fuligo.models.family import Family, StoredExperts
 from fuligo.models.parts import (
     Parts,
     assemble,
@@ -20,7 +19,6 @@ from fuligo.models.parts import (
     vector,
 )
 
-WHY_NOT_MEGATRON = "the Megatron trainer supports neither attention sinks nor experts with biases and clamped activations"
 HEAD_DIM = 64
 WINDOW = 128
 CLAMP = 7.0
@@ -46,10 +44,6 @@ def architecture(config: ConfigJson) -> Architecture:
     return replace(assemble(config, heads, layers, experts=experts), **_quantisation(config))
 
 
-def names(config: ConfigJson, architecture: Architecture) -> NameTable:
-    raise ConfigError(f"cannot name the weights of a {config.model_type} model in Megatron: {WHY_NOT_MEGATRON}; use --train-backend torch")
-
-
 def _expert_biases(experts: Experts, hidden_size: int) -> Parts:
     """Return the biases of the router and of all experts."""
     return (
@@ -62,3 +56,12 @@ def _quantisation(config: ConfigJson) -> dict[str, bool]:
     given = config.values.get("quantization_config")
     is_mxfp4 = isinstance(given, dict) and given.get("quant_method") == "mxfp4"
     return {"is_mxfp4": True, "is_quantised": False} if is_mxfp4 else {}
+
+
+FAMILY = Family(
+    architecture=architecture,
+    why_not_megatron="the Megatron trainer supports neither attention sinks nor experts with biases and clamped activations",
+    stored_experts=StoredExperts.WHOLE,
+    has_window_pool=True,
+    writes_harmony=True,
+)

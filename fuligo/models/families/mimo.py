@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from fuligo.models.architecture import Architecture
 from fuligo.models.config_json import ConfigJson
+from fuligo.models.family import Family
 from fuligo.models.name_parts import dense_table, grouped_attention, mtp_projection, norm
 from fuligo.models.names import Form, NameTable
 from fuligo.models.parts import dense_architecture
@@ -23,3 +24,6 @@ def names(config: ConfigJson, architecture: Architecture) -> NameTable:
     )
     table = dense_table(architecture, grouped_attention(architecture))
     return replace(table, mtp=mtp, mtp_prefix="model.mtp_layers.{mtp}.")
+
+
+FAMILY = Family(architecture=architecture, names=names)

@@ -5,13 +5,11 @@ The MTP layers of the published files are left out, as transformers 5.12.1 leave
 
 from dataclasses import replace
 
-from fuligo.errors import ConfigError
 from fuligo.models.architecture import Architecture
 from fuligo.models.config_json import ConfigJson
-from fuligo.models.names import NameTable
+from fuligo.models.family import Family, StoredExperts
 from fuligo.models.parts import assemble, grouped_attention_parts, moe_layer, norms, read_experts, read_grouped_attention
 
-WHY_NOT_MEGATRON = "its norms of queries and keys span all heads, where those of Megatron-Core 0.16.1 span one"
 HEAD_DIM = 128
 
 
@@ -29,5 +27,8 @@ def architecture(config: ConfigJson) -> Architecture:
     return assemble(config, heads, layers, experts=experts)
 
 
-def names(config: ConfigJson, architecture: Architecture) -> NameTable:
-    raise ConfigError(f"cannot name the weights of a {config.model_type} model in Megatron: {WHY_NOT_MEGATRON}; use --train-backend torch")
+FAMILY = Family(
+    architecture=architecture,
+    why_not_megatron="its norms of queries and keys span all heads, where those of Megatron-Core 0.16.1 span one",
+    stored_experts=StoredExperts.MIXTRAL,
+)

@@ -1,9 +1,10 @@
 """Qwen3.5, language model only, mixture of experts: Qwen3-Next's layers, each with experts."""
 
+from dataclasses import replace
+
 from fuligo.models.architecture import Architecture
 from fuligo.models.config_json import ConfigJson
 from fuligo.models.families import qwen3_next
-from fuligo.models.names import NameTable
 from fuligo.models.parts import read_experts
 
 
@@ -12,5 +13,4 @@ def architecture(config: ConfigJson) -> Architecture:
     return qwen3_next.hybrid_architecture(config, experts, lambda _: True)
 
 
-def names(config: ConfigJson, architecture: Architecture) -> NameTable:
-    return qwen3_next.names(config, architecture)
+FAMILY = replace(qwen3_next.FAMILY, architecture=architecture)

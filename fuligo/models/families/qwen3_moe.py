@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from fuligo.models.architecture import Architecture
 from fuligo.models.config_json import ConfigJson
+from fuligo.models.family import Family, ModelArgs
 from fuligo.models.name_parts import grouped_attention, moe_table
 from fuligo.models.names import NameTable
 from fuligo.models.parts import (
@@ -47,3 +48,11 @@ def architecture(config: ConfigJson) -> Architecture:
 
 def names(config: ConfigJson, architecture: Architecture) -> NameTable:
     return moe_table(architecture, grouped_attention(architecture), has_expert_bias=False)
+
+
+FAMILY = Family(
+    architecture=architecture,
+    names=names,
+    is_batch_invariant=True,
+    model_args=ModelArgs(needs_experts=True, num_experts_key="num_experts", lists_dense_layers=True),
+)

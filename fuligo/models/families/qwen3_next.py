@@ -7,10 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import ceil
 
-from fuligo.errors import ConfigError
 from fuligo.models.architecture import Architecture, Experts, Layer, LinearAttention, PartKind, Split
 from fuligo.models.config_json import ConfigJson
-from fuligo.models.names import NameTable
+from fuligo.models.family import Family
 from fuligo.models.parts import (
     Parts,
     assemble,
@@ -25,7 +24,6 @@ from fuligo.models.parts import (
 )
 
 FULL_ATTENTION_INTERVAL = 4
-WHY_NOT_MEGATRON = "the gated delta net of Megatron-Core 0.16.1 refuses packed sequences"
 
 
 def architecture(config: ConfigJson) -> Architecture:
@@ -37,10 +35,6 @@ def architecture(config: ConfigJson) -> Architecture:
         return number not in dense_numbers and (number + 1) % step == 0
 
     return hybrid_architecture(config, experts, has_experts, has_fused_inputs=True)
-
-
-def names(config: ConfigJson, architecture: Architecture) -> NameTable:
-    raise ConfigError(f"cannot name the weights of a {config.model_type} model in Megatron: {WHY_NOT_MEGATRON}; use --train-backend torch")
 
 
 def hybrid_architecture(
@@ -110,3 +104,10 @@ def _kinds(config: ConfigJson) -> tuple[str, ...]:
     interval = config.count("full_attention_interval", default=FULL_ATTENTION_INTERVAL)
     numbers = range(1, config.count("num_hidden_layers") + 1)
     return tuple("linear_attention" if number % interval else "full_attention" for number in numbers)
+
+
+FAMILY = Family(
+    architecture=architecture,
+    why_not_megatron="the gated delta net of Megatron-Core 0.16.1 refuses packed sequences",
+    has_gated_delta=True,
+)

@@ -1,21 +1,10 @@
 """Qwen3-VL, dense (arXiv 2511.21631): Qwen3 with a vision tower whose features also enter the first layers (DeepStack)."""
 
-from fuligo.errors import ConfigError
-from fuligo.models.architecture import Architecture, Part, PartKind
+from fuligo.models.architecture import Part, PartKind
 from fuligo.models.config_json import ConfigJson
 from fuligo.models.families import qwen3
-from fuligo.models.names import NameTable
+from fuligo.models.family import Family
 from fuligo.models.parts import vector
-
-WHY_NOT_MEGATRON = "the Megatron trainer does not support its vision tower"
-
-
-def architecture(config: ConfigJson) -> Architecture:
-    return qwen3.architecture(config)
-
-
-def names(config: ConfigJson, architecture: Architecture) -> NameTable:
-    raise ConfigError(f"cannot name the weights of a {config.model_type} model in Megatron: {WHY_NOT_MEGATRON}; use --train-backend torch")
 
 
 def vision_tower(config: ConfigJson) -> Part:
@@ -34,3 +23,10 @@ def vision_tower(config: ConfigJson) -> Part:
     num_deep = len(config.indices("deepstack_visual_indexes"))
     total = embeddings + config.count("depth") * block + (1 + num_deep) * merger + 2 * hidden + num_deep * 2 * merged
     return vector(PartKind.VISION_TOWER, total)
+
+
+FAMILY = Family(
+    architecture=qwen3.architecture,
+    why_not_megatron="the Megatron trainer does not support its vision tower",
+    vision_tower=vision_tower,
+)

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-VISION_TYPES = frozenset({"qwen3_vl"})
-"""model_type of config.json; one forward pass (`forward`) and one rule of positions (`positions`) fits them all."""
+VISION_TYPES: Mapping[str, str] = {"qwen3_vl": "qwen3_vl_text"}
+"""model_type of config.json -> that of its language model. One forward pass (`forward`) and one rule of positions (`positions`) fits them
+all."""
 TOWER_PATTERN = r"^model\.visual\."
 """Regular expression of the names of the tower's weights."""
 

@@ -15,6 +15,7 @@ from fuligo.config import Config
 from fuligo.config.server_groups import TEACHER
 from fuligo.config.topology import EngineGroupSpec, policy_model
 from fuligo.models.architecture import Architecture, GroupedAttention, LatentAttention, Part, PartKind, Split
+from fuligo.models.registry import family_of
 from fuligo.planner.gpus import MIB, Gpu
 from fuligo.planner.lengths import longest_sample
 from fuligo.planner.memory.activations import BF16, FP32
@@ -34,8 +35,6 @@ WORKSPACE_BYTES = 512 * MIB
 """Workspace of attention kernels, as reserved by SGLang (`_handle_gpu_memory_settings`)."""
 
 
-_POOLS_OF_WINDOWS = frozenset({"gpt_oss"})
-"""Model types with a pool for the layers with windows (`model_config.is_hybrid_swa_model`); others cache all tokens in every layer."""
 CHOICE_BYTES = 4
 """One expert of one token (int32)."""
 FEWEST_REQUESTS, MOST_REQUESTS = 2048, 4096
@@ -257,7 +256,7 @@ def _cached_layers(spec: EngineGroupSpec, architecture: Architecture) -> float:
     Layers with windows may have a pool of their own, which holds a share of the tokens (`pool_configurator.HybridSWAPoolConfigurator`).
     """
     windowed = architecture.num_windowed_layers
-    if architecture.model_type not in _POOLS_OF_WINDOWS or spec.arguments.get("disable_hybrid_swa_memory"):
+    if not family_of(architecture).has_window_pool or spec.arguments.get("disable_hybrid_swa_memory"):
         return math.ceil(architecture.num_cached_layers / spec.pp_size)
     share = spec.arguments.value("swa_full_tokens_ratio")
     return math.ceil((architecture.num_cached_layers - windowed) / spec.pp_size) + share * math.ceil(windowed / spec.pp_size)

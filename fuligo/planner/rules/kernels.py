@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from fuligo.config.findings import Severity
 from fuligo.config.topology import EngineGroupSpec
 from fuligo.models.architecture import GroupedAttention, LatentAttention
-from fuligo.models.stated_flags import why_not_megatron
+from fuligo.models.registry import family_of
 from fuligo.planner.rules.rule import Violation, rule
 from fuligo.planner.rules.servers import serving_policy, set_argument, shown, where
 from fuligo.planner.subject import Subject
@@ -58,7 +58,7 @@ def kernels_suit_the_attention(subject: Subject) -> Iterator[Violation]:
 @rule("PLAN-TORCH-ONLY", "--train-backend")
 def trainer_computes_the_layers(subject: Subject) -> Iterator[Violation]:
     """Gated delta rules, attention sinks with clamped experts, and norms over all heads (MiniMax-M2) train on the torch trainer only."""
-    reason = why_not_megatron(subject.architecture)
+    reason = family_of(subject.architecture).why_not_megatron
     if subject.is_megatron and reason is not None:
         yield Violation(
             f"--train-backend megatron cannot train a {subject.architecture.model_type} model: {reason}",

@@ -6,7 +6,7 @@ from fuligo.config.findings import Change, Severity
 from fuligo.config.rules.rule import set_flag
 from fuligo.errors import ConfigError
 from fuligo.models.megatron_flags import disagreements
-from fuligo.models.registry import batch_variant_because, unshareable_because
+from fuligo.models.registry import batch_variant_because, family_of, unshareable_because
 from fuligo.planner.rules.rule import Fix, Violation, rule
 from fuligo.planner.rules.servers import running
 from fuligo.planner.subject import Subject
@@ -76,7 +76,7 @@ def engines_take_new_weights(subject: Subject) -> Iterator[Violation]:
 def reward_finds_the_answer(subject: Subject) -> Iterator[Violation]:
     """The reward `deepscaler` looks for an answer after `</think>`, which gpt-oss never writes: all rewards would be 0."""
     reward = subject.config.reward
-    if subject.rollout_architecture.model_type == "gpt_oss" and reward.rm_type == "deepscaler" and reward.custom_rm_path is None:
+    if family_of(subject.rollout_architecture).writes_harmony and reward.rm_type == "deepscaler" and reward.custom_rm_path is None:
         yield Violation(
             "--rm-type deepscaler reads the answer after </think>, and gpt-oss thinks in a channel of the harmony format",
             ((set_flag("rm_type", "math"),),),

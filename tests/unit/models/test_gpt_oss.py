@@ -21,11 +21,11 @@ from fuligo.errors import CheckpointError, ConfigError
 from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.formats.checkpoint_files import TENSORS, record_dtypes
 from fuligo.formats.hugging_face import is_trainable, read_config_json
-from fuligo.formats.quantisation import EngineQuantisation, has_whole_experts
+from fuligo.formats.quantisation import EngineQuantisation
 from fuligo.formats.weight_manifest import EngineAddress, EngineFormat, WeightTarget
 from fuligo.layout.flops import forward_flops
 from fuligo.models.adapter import add_adapter, linear_layers
-from fuligo.models.registry import architecture_of, names_of
+from fuligo.models.registry import architecture_of, has_whole_experts, names_of
 from fuligo.planner.memory.engine import engine_memory
 from fuligo.planner.subject import read_subject
 from fuligo.trainer.torch_backend.model import Policy, check_packed_forward, load_model

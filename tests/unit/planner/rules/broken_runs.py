@@ -9,7 +9,7 @@ from typing import Any
 from fuligo.config.changes import apply_changes
 from fuligo.config.command_line import parse
 from fuligo.config.findings import Change
-from fuligo.models.architecture import Architecture, LinearAttention, PartKind
+from fuligo.models.architecture import Architecture, PartKind
 from fuligo.models.parts import vector
 from fuligo.planner.subject import Subject, read_subject
 
@@ -272,9 +272,9 @@ BROKEN: dict[str, tuple[Run, ...]] = {
         Run(DENSE, "--sglang-attention-backend flashinfer", engine_model={"attention.has_sinks": True}),
     ),
     "PLAN-TORCH-ONLY": (
-        Run(DENSE, trainer_model={"linear_attention": LinearAttention(2, 4, 128, 128, 4, has_fused_inputs=True)}),
-        Run(DENSE, trainer_model={"attention.has_sinks": True}),
-        Run(DENSE, trainer_model={"vision_tower": TOWER}),
+        Run(DENSE, trainer_model={"model_type": "qwen3_next"}),
+        Run(DENSE, trainer_model={"model_type": "gpt_oss"}),
+        Run(DENSE, trainer_model={"model_type": "qwen3_vl"}),
     ),
     "PLAN-VISION-ENGINE": (
         Run(

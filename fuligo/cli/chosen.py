@@ -101,7 +101,7 @@ def with_installed_engine(config: Config, num_gpus: int) -> tuple[Config, list[s
     """
     if not num_gpus or not config.needs_engine or chosen_launcher(config) != "local":
         return config, []
-    if config.cluster.rollout_backend != "auto" or config.resolved_rollout_backend != "embedded":
+    if config.cluster.rollout_backend != "auto" or not config.engine_capabilities.beside_trainer:
         return _with_shared_gpus(config, num_gpus)
     python = config.engine.interpreter
     missing = [
@@ -149,9 +149,9 @@ def lines(choices: tuple[Choice, ...], config: Config) -> Iterator[str]:
 
 def trainer_choice(config: Config) -> Iterator[str]:
     """Yield a line that names the flags by which a run got the Megatron trainer without asking for it."""
-    if config.cluster.train_backend != "auto" or config.resolved_train_backend != "megatron":
-        return
     given = config.given_options(MEGATRON_FLAGS, ["megatron"])
+    if config.cluster.train_backend != "auto" or not given:
+        return
     torch = " (for the torch trainer use --precision bf16)" if "--bf16" in given else ""
     shown = ", ".join(given[:5]) + (f" and {len(given) - 5} more" if len(given) > 5 else "")
     yield f"--train-backend megatron: {shown} {'is a flag' if len(given) == 1 else 'are flags'} of the Megatron trainer{torch}"

@@ -14,8 +14,6 @@ _SHOWN = 3
 
 def unread_arguments(config: Config) -> Iterator[str]:
     """Yield the problem of arguments that would have no effect, if there are any."""
-    if config.resolved_train_backend != "megatron":
-        return
     options = schema("megatron").options
     given = [f"{options.get(name, option_name(name))} {value}" for name, value, _ in not_taken(config.megatron)]
     if given:

@@ -36,7 +36,7 @@ def preflight_problems(config: Config) -> list[str]:
     checks = (
         _secrets,
         weight_problems,
-        _megatron,
+        _trainer,
         _engines,
         data_problems,
         destination_problems,
@@ -70,14 +70,14 @@ def _hooks(config: Config) -> Iterator[str]:
         yield from error.problems
 
 
-def _megatron(config: Config) -> Iterator[str]:
-    """Check what the Megatron trainer needs here; on a cluster only the nodes need its package."""
-    if config.resolved_train_backend != "megatron":
-        return
-    if chosen_launcher(config) == "local" and package_version("megatron-core") is None:
-        yield "--train-backend megatron: the package megatron-core is not installed; pip install 'fuligo[megatron]'"
+def _trainer(config: Config) -> Iterator[str]:
+    """Check what the trainer needs here; on a cluster only the nodes need its packages."""
+    name, trainer = config.resolved_train_backend, config.trainer_capabilities
+    for package in trainer.packages if chosen_launcher(config) == "local" else ():
+        if package_version(package) is None:
+            yield f"--train-backend {name}: the package {package} is not installed; pip install 'fuligo[{name}]'"
     directory = config.model.hf_checkpoint
-    if directory is None or not (Path(directory) / "config.json").is_file():
+    if not trainer.keeps_published_names or directory is None or not (Path(directory) / "config.json").is_file():
         return
     try:
         names_of(read_config_json(Path(directory)), str(Path(directory) / "config.json"))

@@ -15,6 +15,7 @@ from fuligo.checkpoint.location import (
 from fuligo.config import Config
 from fuligo.config.server_groups import TEACHER
 from fuligo.config.topology import engine_groups
+from fuligo.config.trainer_capabilities import TRAINER_CAPABILITIES
 from fuligo.config.vocabulary import vocabulary_difference
 from fuligo.errors import CheckpointError, ConfigError
 from fuligo.formats.adapter_config import AdapterConfig, adapter_directory, is_adapter
@@ -86,7 +87,7 @@ def _renamed_experts(config: Config, directory: Path) -> Iterator[str]:
     model_type = read_model_config(directory).get("model_type")
     family = FAMILIES.get(str(model_type))
     has_own_names = family is not None and family.stored_experts is not StoredExperts.MIXTRAL
-    if config.resolved_train_backend != "torch" or not config.trains or has_own_names:
+    if config.trainer_capabilities.keeps_published_names or not config.trains or has_own_names:
         return
     from fuligo.models.adapter import empty_model
 
@@ -122,7 +123,7 @@ def _first_weights(config: Config, option: str, path: Path) -> Iterator[str]:
 
 
 def _distributed(config: Config, option: str, directory: Path) -> Iterator[str]:
-    if config.resolved_train_backend != "megatron":
+    if not config.trainer_capabilities.loads_distributed:
         yield (
             f"{option} {directory} is a distributed checkpoint, which the Megatron trainer reads and the torch trainer does not; "
             f"make a Hugging Face directory of it: fuligo convert dist-to-hf {directory} --save DIR"
@@ -210,7 +211,7 @@ def _loaded_teacher(config: Config, path: Path, student: Path | None) -> Iterato
     directory = model_directory(weights_directory(path))
     if not is_trainable(directory):
         yield f"{option} {directory} is quantised, which the trainer cannot load: use the unquantised weights"
-    swapped = config.resolved_train_backend == "megatron"
+    swapped = config.trainer_capabilities.swaps_models
     difference = architecture_difference(directory, student) if swapped else vocabulary_difference(directory, student)
     if difference is not None:
         instead = "; the Megatron trainer swaps it with the policy, let an engine serve another one (--opd-teacher-url)" if swapped else ""
@@ -241,8 +242,9 @@ def _resume(config: Config) -> Iterator[str]:
         case None:
             return
     if is_adapter(weights):
-        saved_by = "megatron" if is_distributed(directory) else "torch"
-        if saved_by != config.resolved_train_backend:
+        was_distributed = is_distributed(directory)
+        if was_distributed != config.trainer_capabilities.loads_distributed:
+            saved_by = next(name for name, trainer in TRAINER_CAPABILITIES.items() if trainer.loads_distributed == was_distributed)
             yield f"--load {directory} was saved by the {saved_by} trainer; start from its adapter with --lora-adapter {weights}"
             return
         try:
@@ -253,7 +255,7 @@ def _resume(config: Config) -> Iterator[str]:
     model = model_directory(weights)
     if is_distributed(weights):
         problems = list(_distributed(config, "--load", weights))
-    elif isinstance(start, Checkpoint) and config.resolved_train_backend == "megatron":
+    elif isinstance(start, Checkpoint) and config.trainer_capabilities.loads_distributed:
         problems = [
             f"--load {start.directory} was saved by the torch trainer; use --ref-load with its weights, {weights}, to start from them"
         ]

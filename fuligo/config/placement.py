@@ -9,6 +9,7 @@ from fuligo.config.flags import MEGATRON_FLAGS, SGLANG_FLAGS, flags, name_proble
 from fuligo.config.groups import TypedFlags
 from fuligo.config.passthrough import PassThrough, RouterArguments, SglangArguments
 from fuligo.config.secret import Environment
+from fuligo.config.trainer_capabilities import TRAINER_CAPABILITIES, TrainerCapabilities
 
 REQUESTS_PER_ENGINE = 512
 """Requests in flight per engine where nothing tells how many it runs at a time."""
@@ -86,6 +87,11 @@ class Placement(TypedFlags):
         return "sglang" if sglang else "embedded"
 
     @property
+    def trainer_capabilities(self) -> TrainerCapabilities:
+        """Capabilities of the trainer."""
+        return TRAINER_CAPABILITIES[self.resolved_train_backend]
+
+    @property
     def engine_capabilities(self) -> EngineCapabilities:
         """Capabilities of the rollout backend's engines."""
         return ENGINE_CAPABILITIES[self.resolved_rollout_backend]
@@ -110,7 +116,7 @@ class Placement(TypedFlags):
         """Trainer GPUs per node; on a CPU, trainer processes."""
         if self.cluster.actor_num_gpus_per_node is not None:
             return self.cluster.actor_num_gpus_per_node
-        one = self.resolved_train_backend == "torch" or self.cluster.device == "cpu"
+        one = not self.trainer_capabilities.needs_gpus or self.cluster.device == "cpu"
         return 1 if one else min(8, self.cluster.num_gpus_per_node)
 
     @property
@@ -168,8 +174,6 @@ class Placement(TypedFlags):
     @property
     def resolved_data_parallel_size(self) -> int:
         """Data-parallel size of the trainer, at least 1: GPUs / (TP x PP x CP)."""
-        if self.resolved_train_backend == "torch":
-            return self.num_train_gpus
         sizes = self.parallel
         one_replica = sizes.tensor_model_parallel_size * sizes.pipeline_model_parallel_size * sizes.context_parallel_size
         return max(1, self.num_train_gpus // one_replica)

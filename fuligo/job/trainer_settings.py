@@ -54,16 +54,20 @@ def trainer_settings(
     if config.observability.profile:
         chosen = ProfileSettings(tuple(config.observability.profile), tuple(config.observability.profile_ranks), profile_dir.absolute())
         common = replace(common, profile=chosen)
-    if config.resolved_train_backend == "megatron":
-        from fuligo.job.trainer_settings import megatron_settings
+    return {"torch": torch_settings, "megatron": megatron_settings}[config.resolved_train_backend](config, common)
 
-        return megatron_settings(config, common)
-    given = {each.name: getattr(common, each.name) for each in fields(common)}
+
+def torch_settings(config: Config, common: TrainerSettings) -> TorchTrainerSettings:
+    """Complete the common settings with those of the torch trainer.
+
+    Raises:
+        ConfigError: exact log-probabilities are not to be had on this device
+    """
     return TorchTrainerSettings(
-        **given,
+        **{each.name: getattr(common, each.name) for each in fields(common)},
         gradient_checkpointing=config.model.gradient_checkpointing,
         torch_compile=config.model.torch_compile and not config.train.exact_on_policy,  # compiled layers round differently
-        exact_on_policy=_is_exact(config, device, common.hf_checkpoint),
+        exact_on_policy=_is_exact(config, common.device, common.hf_checkpoint),
     )
 
 
@@ -89,7 +93,7 @@ def _shares_prefixes(config: Config, checkpoint: Path) -> bool:
     Raises:
         ConfigError: it must, and the model's layers cannot
     """
-    if config.train.share_prefixes != "on":
+    if not config.shares_prefixes:
         return False
     config_json = read_config_json(checkpoint)
     because = unshareable_because(config_json)
@@ -201,7 +205,7 @@ def _lora(config: Config, initial_weights: Path) -> LoraSettings | None:
 
 def _capacity(config: Config, max_tokens: int | None) -> Capacity:
     """Return the capacity of a micro-batch. Token limits are per GPU, so ranks that share a sequence hold a multiple."""
-    num_sharing = config.parallel.context_parallel_size if config.resolved_train_backend == "megatron" else 1
+    num_sharing = config.parallel.context_parallel_size
     if config.train.use_dynamic_batch_size:
         return Capacity(max_tokens=None if max_tokens is None else max_tokens * num_sharing)
     if config.train.micro_batch_size is not None:

@@ -82,8 +82,6 @@ def layout_of(config: Config) -> Layout:
         ConfigError: the sizes do not divide the trainer's number of GPUs.
     """
     num_ranks, sizes = config.num_train_gpus, config.parallel
-    if config.resolved_train_backend != "megatron":
-        return Layout(num_ranks=num_ranks)
     tp, cp, pp = sizes.tensor_model_parallel_size, sizes.context_parallel_size, sizes.pipeline_model_parallel_size
     ep, etp = sizes.expert_model_parallel_size, sizes.expert_tensor_parallel_size or tp
     dense = {"--tensor-model-parallel-size": tp, "--context-parallel-size": cp}

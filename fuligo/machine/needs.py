@@ -6,7 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from fuligo.config import Config
-from fuligo.config.schemas import schema
+from fuligo.config.schemas import BACKENDS, schema
 from fuligo.config.topology import engine_groups
 from fuligo.engines.ports import PortClaims
 from fuligo.engines.sglang.server import PORTS_PER_ENGINE
@@ -45,14 +45,13 @@ def num_gpus_of_node(config: Config, machine: Machine) -> int:
 def _packages(config: Config, machine: Machine, versions: Versions) -> Iterator[Finding]:
     """Check the packages of the backends, in the versions whose flags are known; engines may have their own interpreter."""
     here = sys.executable
-    if config.resolved_train_backend == "megatron":
-        yield _package(versions, here, "megatron-core", schema("megatron").version)
-        if num_gpus_of_node(config, machine) > 0:
-            yield _package(versions, here, "transformer-engine")
+    trainer, pinned = config.trainer_capabilities, {schema(group).package: schema(group).version for group in BACKENDS}
+    for package in (*trainer.packages, *(trainer.gpu_packages if num_gpus_of_node(config, machine) > 0 else ())):
+        yield _package(versions, here, package, pinned.get(package))
     if engine_groups(config):
         python = config.engine.interpreter
         for group in ("sglang", "router"):
-            yield _package(versions, python, schema(group).package, schema(group).version, config.engine_environment.settings())
+            yield _package(versions, python, schema(group).package, pinned[schema(group).package], config.engine_environment.settings())
     if config.num_nodes > 1:
         yield _package(versions, here, "ray")
     if config.data.multimodal_keys:
@@ -81,7 +80,7 @@ def _gpus(config: Config, machine: Machine) -> Iterator[Finding]:
     if needed == 0:
         processes = f"{config.total_num_gpus} processes" if config.total_num_gpus > 1 else "1 process"
         found = f"CPU, {processes}" + (" (--device auto finds no GPU)" if asked == "auto" else "")
-        needs_gpus = config.resolved_train_backend == "megatron" and asked == "auto"
+        needs_gpus = config.trainer_capabilities.needs_gpus and asked == "auto"
         yield (
             Finding("device", found, "the Megatron trainer needs GPUs: run fuligo doctor on a node of the cluster")
             if needs_gpus
@@ -105,8 +104,7 @@ def _links(config: Config, machine: Machine) -> Iterator[Finding]:
     """Check the links between GPUs that exchange activations in every layer."""
     here = num_gpus_of_node(config, machine)
     sizes = [("an engine", group.tp_size) for group in engine_groups(config)]
-    if config.resolved_train_backend == "megatron":
-        sizes.append(("--tensor-model-parallel-size", config.parallel.tensor_model_parallel_size))
+    sizes.append(("--tensor-model-parallel-size", config.parallel.tensor_model_parallel_size))
     whose, size = max(sizes, key=lambda entry: entry[1], default=("", 1))
     if min(size, here) < 2 or len(machine.gpus.devices) < 2:
         return

@@ -186,12 +186,12 @@ def _smaller_trainers(subject: Subject) -> Iterator[tuple[tuple[Change, ...], st
     sizes = [tokens for tokens in (4096, 2048, SMALLEST_ROW_TOKENS) if tokens > longest]
     rows = [*sizes, max(longest, SMALLEST_ROW_TOKENS)]
     recompute: tuple[Change, ...] = ()
-    if subject.config.resolved_train_backend != "megatron" and not config.model.gradient_checkpointing:
+    if not subject.is_megatron and not config.model.gradient_checkpointing:
         recompute = (Change(("model", "gradient_checkpointing"), True),)
-    elif subject.config.resolved_train_backend == "megatron" and config.parallel.recompute_granularity != "full":
+    elif subject.is_megatron and config.parallel.recompute_granularity != "full":
         recompute = tuple(Change(("parallel", name), value) for name, value in _RECOMPUTE.items())
     offload: tuple[Change, ...] = ()
-    if subject.config.resolved_train_backend == "megatron" and not config.optimizer.optimizer_cpu_offload:
+    if subject.is_megatron and not config.optimizer.optimizer_cpu_offload:
         names = ("optimizer_cpu_offload", "overlap_cpu_optimizer_d2h_h2d", "use_precision_aware_optimizer")
         offload = tuple(Change(("optimizer", name), True) for name in names)
     for tokens in rows:

@@ -13,16 +13,12 @@ def disk_of_checkpoints(subject: Subject) -> Disk | None:
     config, model = subject.config, subject.architecture
     if config.debug.debug_rollout_only:
         return None
-    megatron = config.resolved_train_backend == "megatron"
+    saved = config.trainer_capabilities.saved_bytes
     if subject.adapter is not None:
-        # Megatron's has the values three times: as the model's, as the optimizer's, and as a PEFT directory.
-        copies = 5 if megatron else 3
-        return _disk(config, FP32 * copies * subject.adapter.num_parameters, FP32 * subject.adapter.num_parameters)
+        return _disk(config, saved.adapter * subject.adapter.num_parameters, FP32 * subject.adapter.num_parameters)
     num_parameters = model.num_parameters + (model.num_mtp_parameters if config.train.mtp_num_layers else 0)
-    # Megatron's checkpoints also hold the weights that the model computes with.
-    weights = FP32 + (BF16 if megatron else 0)
-    trained = (weights + 2 * FP32) * (2 if config.trains_values else 1)
-    reference = (BF16 if megatron else FP32) if config.train.ref_update_interval is not None else 0
+    trained = (saved.weights + 2 * FP32) * (2 if config.trains_values else 1)
+    reference = saved.reference if config.train.ref_update_interval is not None else 0
     return _disk(config, num_parameters * (trained + reference), num_parameters * BF16)
 
 

@@ -67,11 +67,8 @@ def memory_findings(subject: Subject, numbers: Estimate, *, host_memory_given: b
     config, gpus = subject.config, f"--gpu {subject.gpu.name}"
     trainer = [bar for bar in numbers.memory if bar.pipeline_rank is not None and not bar.fits]
     if trainer:
-        flags = ("--tensor-model-parallel-size", "--recompute-granularity", "--max-tokens-per-gpu", "--gpu")
-        if config.resolved_train_backend == "torch":
-            flags = ("--actor-num-gpus-per-node", "--max-tokens-per-gpu", "--gpu")
         worst = max(trainer, key=lambda bar: bar.used_bytes)
-        yield Finding(TRAINER, Severity.ERROR, f"{_excess(worst, of=gpus)}.", flags)
+        yield Finding(TRAINER, Severity.ERROR, f"{_excess(worst, of=gpus)}.", config.trainer_capabilities.memory_flags)
     engine = list(_engine_problems(subject, numbers.memory, numbers.capacities, gpus))
     if engine:
         yield Finding(ENGINE, Severity.ERROR, " ".join(engine), config.engine_capabilities.memory_flags)

@@ -56,7 +56,7 @@ class Subject:
     @property
     def is_megatron(self) -> bool:
         """True if the Megatron trainer is used, so that the flags of the group `parallel` apply."""
-        return self.config.resolved_train_backend == "megatron"
+        return self.config.trainer_capabilities.splits_model
 
     @property
     def teacher(self) -> Self | None:

@@ -116,8 +116,8 @@ def trainer_forward_flops(subject: Subject, shape: Layout) -> float:
 def recomputed_passes(subject: Subject) -> float:
     """Return the recomputed share of the forward pass: all layers with full recomputation, some of them with its block method."""
     config = subject.config
-    if config.resolved_train_backend == "torch":
-        return 1.0 if config.model.gradient_checkpointing else 0.0
+    if config.model.gradient_checkpointing:
+        return 1.0
     flags = config.parallel
     if flags.recompute_granularity != "full":
         return 0.0

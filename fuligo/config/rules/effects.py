@@ -299,7 +299,7 @@ EFFECTS = (
     _effect(
         "PADDING",
         "data_pad_size_multiplier",
-        lambda config: config.resolved_train_backend == "megatron",
+        lambda config: config.trainer_capabilities.pads_rows,
         "with the torch trainer, which does not pad",
         "choose --train-backend megatron",
     ),
@@ -313,14 +313,14 @@ EFFECTS = (
     _effect(
         "COLOCATE",
         "colocate",
-        lambda config: config.resolved_rollout_backend == "sglang" or not config.needs_engine,
+        lambda config: not config.engine_capabilities.beside_trainer or not config.needs_engine,
         "with the embedded engine, which always shares the trainer's first device",
         "choose --rollout-backend sglang",
     ),
     _effect(
         "ENGINES",
         "use_fault_tolerance rollout_health_check_interval rollout_health_check_timeout engine_python engine_env",
-        lambda config: config.resolved_rollout_backend == "sglang" and not config.engine.rollout_external_engine_addrs,
+        lambda config: not config.engine_capabilities.beside_trainer and not config.engine.rollout_external_engine_addrs,
         "without SGLang engines that the run starts",
         "choose --rollout-backend sglang",
     ),

@@ -10,7 +10,7 @@ _OFF = unset_flag("share_prefixes")
 def layers_know_trees(config: Config) -> Violation | None:
     """Reject shared prefixes with custom stages: their attention could read a tree as one sequence without an error."""
     path = config.model.custom_model_provider_path
-    if config.train.share_prefixes != "on" or path is None:
+    if not config.shares_prefixes or path is None:
         return None
     text = f"--share-prefixes on needs the attention of fuligo's own layers, and --custom-model-provider-path {path} may build others"
     return Violation(text, (_OFF,), flags=("--share-prefixes", "--custom-model-provider-path"))
@@ -20,7 +20,7 @@ def layers_know_trees(config: Config) -> Violation | None:
 def kernels_know_trees(config: Config) -> Violation | None:
     """Reject a kernel of TransformerEngine with shared prefixes, which would not be used: its kernels support only sequences."""
     backend = config.parallel.attention_backend
-    if config.train.share_prefixes != "on" or config.resolved_train_backend != "megatron" or backend in ("auto", "local"):
+    if not config.shares_prefixes or config.resolved_train_backend != "megatron" or backend in ("auto", "local"):
         return None
     text = f"--attention-backend {backend} with --share-prefixes on: TransformerEngine's kernels compute sequences, not trees"
     return Violation(text, (_OFF, set_flag("attention_backend", "local")), flags=("--share-prefixes", "--attention-backend"))

@@ -60,7 +60,7 @@ def episodes_have_no_images(config: Config) -> Violation | None:
 @rule("CFG-VISION-PREFIXES", "--multimodal-keys", "--share-prefixes")
 def prefixes_with_images(config: Config) -> Violation | None:
     """Reject shared prefixes with images: prompts with equal tokens may have different images."""
-    if not _has_images(config) or config.train.share_prefixes != "on":
+    if not _has_images(config) or not config.shares_prefixes:
         return None
     return Violation("--share-prefixes on compares tokens, not the images behind them", (unset_flag("share_prefixes"),))
 

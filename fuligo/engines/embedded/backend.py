@@ -63,7 +63,7 @@ class EmbeddedBackend:
         try:
             served = servable_config(str(directory))
         except FuligoError as error:
-            fix = "--rollout-backend sglang" + (" --train-backend megatron" if config.resolved_train_backend == "torch" else "")
+            fix = "--rollout-backend sglang" + ("" if config.trainer_capabilities.splits_model else " --train-backend megatron")
             raise ConfigError(f"the embedded engine cannot serve --hf-checkpoint {directory}; use {fix}: {error}") from error
         return EngineFormat(left_out=prediction_prefixes(served.to_dict()), whole_experts=has_whole_experts(config_json))
 

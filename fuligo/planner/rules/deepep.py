@@ -127,7 +127,7 @@ def nvshmem_leaves_nccl_alone(subject: Subject) -> Iterator[Violation]:
     """DeepEP between nodes runs on NVSHMEM, which must not use NCCL itself."""
     config, name = subject.config, "NVSHMEM_DISABLE_NCCL"
     engines = [spec for spec in with_deepep(subject) if spec.num_gpus_per_engine > config.cluster.num_gpus_per_node]
-    trainer = config.resolved_train_backend == "megatron" and config.parallel.moe_enable_deepep and config.cluster.actor_num_nodes > 1
+    trainer = config.parallel.moe_enable_deepep and config.cluster.actor_num_nodes > 1
     if (not engines and not trainer) or config.cluster.env.get(name) == "1":
         return
     given = config.cluster.env.get(name)

@@ -12,7 +12,7 @@ from fuligo.config.trainer_capabilities import TRAINER_CAPABILITIES
 
 def test_every_backend_has_capabilities() -> None:
     def names(flag: str) -> set[str]:
-        return set(get_args(Cluster.model_fields[flag].annotation)) - {"auto"}
+        return set(get_args(ClusterFlags.model_fields[flag].annotation)) - {"auto"}
 
     assert TRAINER_CAPABILITIES.keys() == names("train_backend")
     assert ENGINE_CAPABILITIES.keys() == names("rollout_backend")

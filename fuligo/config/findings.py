@@ -7,6 +7,8 @@ from typing import Any, Generic, TypeVar
 
 S = TypeVar("S")
 """Type of a rule's subject."""
+F = TypeVar("F")
+"""Type of the parts of a fix."""
 
 
 class Severity(StrEnum):
@@ -47,8 +49,50 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule(Generic[S]):
-    """Check with a stable id, a pure function of its subject (a config or a plan)."""
+class Violation(Generic[F]):
+    """Violation of a rule by its subject."""
+
+    text: str
+    """Flags with their values, and the rule with the numbers of this run; the remedy is in `fix` or `advice`."""
+    fix: tuple[F, ...] = ()
+    """Changes that resolve it together; of a rule of the planner, fixes of which the first that passes all rules is shown."""
+    advice: str = ""
+    """Remedy in words, if no change of flags resolves it."""
+    flags: tuple[str, ...] = ()
+    """Options that the text is about, if they differ from those of the rule."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule(Generic[S, F]):
+    """Check of a subject (a config or a plan)."""
 
     id: str
-    check: Callable[[S], Iterator[Finding]]
+    """Stable name, `CFG-...` or `PLAN-...`."""
+    severity: Severity
+    flags: tuple[str, ...]
+    """Options that the rule is about, as typed."""
+    check: Callable[[S], Violation[F] | Iterator[Violation[F]] | None]
+    """Pure function; the first line of its docstring is the reason."""
+
+    @property
+    def why(self) -> str:
+        """First line of the check's docstring."""
+        return (self.check.__doc__ or "").strip().splitlines()[0]
+
+    def violations(self, subject: S) -> Iterator[Violation[F]]:
+        found = self.check(subject)
+        if isinstance(found, Violation):
+            yield found
+        elif found is not None:
+            yield from found
+
+    def finding(self, violation: Violation[F]) -> Finding:
+        """Return the finding of a violation, without a fix."""
+        return Finding(self.id, self.severity, violation.text, violation.flags or self.flags, advice=violation.advice)
+
+
+def rule(
+    rule_id: str, *options: str, severity: Severity = Severity.ERROR
+) -> Callable[[Callable[[S], Violation[F] | Iterator[Violation[F]] | None]], Rule[S, F]]:
+    """Turn a function into a rule; the first line of its docstring states the reason."""
+    return lambda check: Rule(rule_id, severity, options, check)

@@ -1,10 +1,11 @@
 """Check that the flags of a config fit together. Reads no file (see `fuligo.cli.preflight` for those)."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from fuligo.config import Config
 from fuligo.config.changes import change_text
-from fuligo.config.findings import Finding, Rule, Severity
+from fuligo.config.findings import Change, Finding, Rule, Severity
 from fuligo.config.rules import (
     advice,
     cluster,
@@ -22,7 +23,7 @@ from fuligo.config.rules import (
 from fuligo.errors import ConfigError
 
 _MODULES = (required, combinations, cluster, sizes, routing_replay, distillation, lora, vision, prefixes, exactness, effects, advice)
-RULES: tuple[Rule[Config], ...] = tuple(
+RULES: tuple[Rule[Config, Change], ...] = tuple(
     rule for module in _MODULES for rule in getattr(module, "RULES", vars(module).values()) if isinstance(rule, Rule)
 )
 """All rules that need no facts about the model or the GPUs. The docstring of a rule's `check` gives its reason."""
@@ -59,7 +60,7 @@ def require_no_errors(found: Iterable[Finding], config: Config) -> list[str]:
 
 def findings(config: Config) -> tuple[Finding, ...]:
     """Return the findings of all rules, errors first."""
-    found = [finding for rule in RULES for finding in rule.check(config)]
+    found = [replace(rule.finding(violation), fix=violation.fix) for rule in RULES for violation in rule.violations(config)]
     return tuple(sorted(found, key=lambda finding: finding.severity is not Severity.ERROR))
 
 

@@ -102,10 +102,10 @@ def _without_idle_flags(config: Config) -> tuple[Config, list[str], set[tuple[st
     notes: list[str] = []
     left_out: set[tuple[str, ...]] = set()
     for rule in effects.RULES:
-        for finding in rule.check(config):
-            config = apply_changes(config, finding.fix)
-            notes.append(f"left out: {finding.text}")
-            left_out |= {tuple(map(str, change.path)) for change in finding.fix}
+        for violation in rule.violations(config):
+            config = apply_changes(config, violation.fix)
+            notes.append(f"left out: {violation.text}")
+            left_out |= {tuple(map(str, change.path)) for change in violation.fix}
     return config, notes, left_out
 
 

@@ -3,6 +3,7 @@
 import math
 
 from fuligo.config import Config
+from fuligo.layout.flops import MIN_SAVED_TOKENS
 from fuligo.layout.megatron import Layout
 from fuligo.planner.subject import Subject
 
@@ -12,8 +13,6 @@ ASSUMED_PROMPT_TOKENS = 256
 """Prompt length if the flags set no bound: a mathematics question with its chat template."""
 AVERAGE_OF_LONGEST = 0.5
 """Assumed mean response / longest response."""
-MIN_SAVED_TOKENS = 16
-"""Tokens that a shared prefix must save (`trainer/shared_prefixes.py`)."""
 
 
 def longest_prompt(config: Config) -> int:

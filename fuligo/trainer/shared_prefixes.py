@@ -11,13 +11,9 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from fuligo.layout.flops import MIN_SAVED_TOKENS
 from fuligo.models.token_tree import TokenTree
 from fuligo.types import IntArray, RoutedExperts
-
-MIN_SAVED_TOKENS = 16
-"""Tokens that a fork of the tree must save. Answers with equal first tokens by chance would split it into many short nodes, each with an
-attention call of its own.
-"""
 
 
 @dataclass(slots=True, frozen=True)

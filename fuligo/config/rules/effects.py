@@ -1,14 +1,14 @@
 """Flags that take effect only under a condition; otherwise a value other than the default is an error."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fuligo.algorithms.estimators import ESTIMATORS
 from fuligo.config import Config
-from fuligo.config.findings import Finding, Rule, Severity
+from fuligo.config.findings import Change, Rule, Severity
 from fuligo.config.flags import Kind, flags
 from fuligo.config.rules.required import NUMBERS
-from fuligo.config.rules.rule import unset_flag
+from fuligo.config.rules.rule import Violation, unset_flag
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,17 +327,17 @@ EFFECTS = (
 )
 
 
-def _rule(effect: Effect, earlier: Sequence[Effect]) -> Rule[Config]:
+def _rule(effect: Effect, earlier: Sequence[Effect]) -> Rule[Config, Change]:
     """Return the rule of an effect. A flag that is idle for two reasons is reported for the first."""
 
-    def check(config: Config) -> Iterator[Finding]:
+    def check(config: Config) -> Violation | None:
         if effect.condition(config):
-            return
+            return None
         reported = {name for other in earlier if not other.condition(config) for name in other.names}
         # The default is the neutral value of each of these flags: coefficients 0, switches off, paths not given.
         idle = [flags()[name] for name in effect.names if config.value_of(name) != flags()[name].default and name not in reported]
         if not idle:
-            return
+            return None
         shown = []
         for flag in idle:
             value = config.value_of(flag.name)
@@ -346,10 +346,10 @@ def _rule(effect: Effect, earlier: Sequence[Effect]) -> Rule[Config]:
         have, them = ("has", "it") if len(idle) == 1 else ("have", "them")
         text = f"{' and '.join(shown)} {have} no effect {effect.otherwise}"
         fix, options = tuple(unset_flag(flag.name) for flag in idle), tuple(flag.option for flag in idle)
-        yield Finding(effect.id, Severity.ERROR, text, options, fix, f"to use {them}, {effect.remedy}")
+        return Violation(text, fix, f"to use {them}, {effect.remedy}", options)
 
     check.__doc__ = f"{', '.join(flags()[name].option for name in effect.names)}: no effect {effect.otherwise}."
-    return Rule(effect.id, check)
+    return Rule(effect.id, Severity.ERROR, (), check)
 
 
 RULES = tuple(_rule(effect, EFFECTS[:number]) for number, effect in enumerate(EFFECTS))

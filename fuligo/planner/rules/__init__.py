@@ -1,5 +1,6 @@
 """Rules about a run, its model and its GPUs. Each rule is a pure function with an id; docs/rules.md lists them."""
 
+from fuligo.config.findings import Rule
 from fuligo.planner.rules import (
     deepep,
     engine_sizes,
@@ -15,11 +16,10 @@ from fuligo.planner.rules import (
     trainer_options,
     vision,
 )
-from fuligo.planner.rules.rule import PlannerRule
 
 _MODULES = (
     *(model, parallel, pipeline, trainer_experts, trainer_options),
     *(topology, engine_sizes, deepep, speculative, kernels, server_memory, lengths, vision),
 )
-RULES = tuple(value for module in _MODULES for value in vars(module).values() if isinstance(value, PlannerRule))
+RULES = tuple(value for module in _MODULES for value in vars(module).values() if isinstance(value, Rule))
 """All rules, in the order of the report: module by module, each in the order of its definitions."""

@@ -34,8 +34,7 @@ def _lines() -> Iterator[str]:
     yield "| rule | why |"
     yield "|---|---|"
     for config_rule in CONFIG_RULES:
-        doc = (config_rule.check.__doc__ or "").strip().splitlines()
-        yield f"| `{config_rule.id}` | {doc[0] if doc else ''} |"
+        yield f"| `{config_rule.id}` | {config_rule.why} |"
     yield f"\n`fuligo plan` parses hooks and `fuligo train` imports them: `{MISSING}` means that the module is not on this"
     yield f"machine, `{MISFIT}` that the function is missing or does not take the arguments of its hook."
 

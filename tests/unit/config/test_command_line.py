@@ -274,7 +274,7 @@ def test_no_eval_keeps_a_config_with_a_reward_key_of_evaluations_valid(tmp_path:
     run = "reward: {custom_rm_path: mine.reward, reward_key: score, eval_reward_key: right}\neval: {eval_prompt_data: [a.jsonl]}\n"
     (tmp_path / "run.yaml").write_text(run)
     config = parse(["--config", str(tmp_path / "run.yaml"), "--no-eval"]).config
-    assert not any("eval_reward_key" in str(finding.fix) for rule in effects.RULES for finding in rule.check(config))
+    assert not any("eval_reward_key" in str(finding.fix) for rule in effects.RULES for finding in rule.violations(config))
 
 
 def test_a_flag_replaces_the_file_s_other_way_to_set_the_same(tmp_path: Path) -> None:

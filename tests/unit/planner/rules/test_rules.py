@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from fuligo.config.changes import apply_changes, change_text
+from fuligo.config.findings import Rule
 from fuligo.planner.check import check
 from fuligo.planner.rules import RULES
 from fuligo.planner.rules.reference import reference
-from fuligo.planner.rules.rule import PlannerRule
 from tests.unit.planner.rules.broken_runs import BROKEN, DENSE, DRAFTS, EXAMPLES, FP8, LARGE, MIXTURE, REDUNDANT, SPARSE, Run
 
 _IDS = [rule.id for rule in RULES]
@@ -49,7 +49,7 @@ def test_the_page_of_rules_is_what_the_rules_say() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=_IDS)
-def test_a_rule_says_why_it_is_one(rule: PlannerRule) -> None:
+def test_a_rule_says_why_it_is_one(rule: Rule) -> None:
     assert rule.id.startswith("PLAN-")
     assert rule.why.endswith(".") and len(rule.why) < 160
     assert rule.flags

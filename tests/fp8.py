@@ -4,8 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from fuligo.formats.quantisation import Quantisation
 from tests import tiny
 
 _MLA = {
@@ -87,3 +89,11 @@ def half_steps(values: np.ndarray) -> np.ndarray:
     numbers = e4m3_numbers()
     steps = np.append(np.diff(numbers), numbers[-1] - numbers[-2])
     return steps[np.searchsorted(numbers, np.abs(values))] / 2
+
+
+def dequantise(values: Tensor, scales: Tensor, quantisation: Quantisation) -> Tensor:
+    """Return values * scale as [rows, columns] float32."""
+    height, width = values.shape
+    rows, columns = quantisation.block_of((height, width))
+    of_rows = scales.reshape(-(-height // rows), -1).repeat_interleave(rows, 0)[:height]
+    return values.float() * of_rows.repeat_interleave(columns, 1)[:, :width]

@@ -6,8 +6,6 @@ from fuligo.config.flags import Flag, Kind, flags, passthrough_flags, sections
 from fuligo.config.groups import GROUPS
 from fuligo.config.schemas import BACKENDS
 
-_TEXT_NUMBER = r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"
-"""Numbers such as 1e-6, which YAML reads as text."""
 _TYPES: dict[Kind, dict[str, Any]] = {
     Kind.BOOL: {"type": "boolean"},
     Kind.INT: {"type": "integer"},

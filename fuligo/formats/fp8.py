@@ -1,6 +1,6 @@
 """FP8 (float8 e4m3) quantisation, shared by conversion and weight sync: equal weights give equal bytes on CPU and GPU."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -67,12 +67,10 @@ def fp8_values(weight: Tensor, scales: Tensor, quantisation: Quantisation) -> Te
 
     Float32 rounding can push the quotient slightly above 448, which rounds back to 448; no clamp is needed.
     """
-    return _by_block(torch.div, weight, scales, quantisation).to(FP8)
-
-
-def dequantise(values: Tensor, scales: Tensor, quantisation: Quantisation) -> Tensor:
-    """Return values * scale as [rows, columns] float32."""
-    return _by_block(torch.mul, values, scales, quantisation)
+    height, width = weight.shape
+    blocks = _in_blocks(weight.float(), *quantisation.block_of((height, width)))
+    quotients = blocks / scales.reshape(blocks.shape[0], 1, blocks.shape[2], 1)
+    return quotients.flatten(2).flatten(0, 1)[:height, :width].to(FP8)
 
 
 def quantised_weights(named_weights: NamedTensors, engine: EngineQuantisation) -> Iterator[tuple[str, Tensor]]:
@@ -101,12 +99,3 @@ def _in_blocks(matrix: Tensor, rows: int, columns: int) -> Tensor:
     below, beside = -matrix.shape[0] % rows, -matrix.shape[1] % columns
     padded = F.pad(matrix, (0, beside, 0, below)) if below or beside else matrix
     return padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
-
-
-def _by_block(operation: Callable[[Tensor, Tensor], Tensor], matrix: Tensor, scales: Tensor, quantisation: Quantisation) -> Tensor:
-    """Apply `operation` to each value and the scale of its block, in float32."""
-    height, width = matrix.shape
-    rows, columns = quantisation.block_of((height, width))
-    blocks = _in_blocks(matrix.float(), rows, columns)
-    result = operation(blocks, scales.reshape(blocks.shape[0], 1, blocks.shape[2], 1))
-    return result.flatten(2).flatten(0, 1)[:height, :width]

@@ -48,7 +48,6 @@ CALLED_IN_A_RUN_ALONE = (
 )
 """Hooks that need engines, data or Megatron: only their signature is checked."""
 _LENGTHS = (5, 1, 9, 4)
-_VOCAB_SIZE = 100
 
 
 def check_hooks(config: Config, prompts: list[Prompt] | None = None) -> dict[str, str | None]:

@@ -17,11 +17,6 @@ def is_timing(key: str) -> bool:
     return key in TIMING_KEYS or key.startswith(TIMING_PREFIXES)
 
 
-def without_timings(record: Mapping[str, object]) -> Record:
-    """Return the part of a record that is equal in two runs with the same seed on the same machine."""
-    return {key: value for key, value in record.items() if not is_timing(key)}
-
-
 def step_record(
     step: int,
     policy_version: int,

@@ -7,7 +7,7 @@ made of tmpfs which holds what it is shown, process ids of its own, no network, 
 import ctypes
 import errno
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,13 +140,6 @@ def build_root(root: Root) -> None:
         call("sethostname", b"localhost", 9)
     except OSError as error:
         raise UnavailableError(f"the kernel refuses a mount ({error})") from None
-
-
-def make_links(links: Iterable[str], target: str) -> None:
-    """Let paths that do not exist yet lead to `target`."""
-    for link in links:
-        Path(link).parent.mkdir(parents=True, exist_ok=True)
-        Path(link).symlink_to(target)
 
 
 def make_read_only(path: str, *, executable: bool) -> None:

@@ -130,7 +130,7 @@ async def test_two_ranks_score_train_save_reshard_and_fail_as_one(settings, tmp_
 
 async def test_a_killed_rank_ends_the_step_and_is_named(settings):
     two = await trainer_of(settings, 2)
-    os.kill(two.process_id(1), signal.SIGKILL)
+    os.kill(two.ranks[1].pid, signal.SIGKILL)
     with pytest.raises(TrainerError, match=r"trainer rank 1 on .* ended with exit code -9 \(killed, .*\) during `train`"):
         await two.train(train_batches.batch(train_batches.samples(LENGTHS)))
     await two.close()
@@ -146,7 +146,7 @@ async def test_a_stopped_rank_is_named_while_all_others_wait_for_it(settings, mo
     for _ in range(3):
         await two.train(batch)
     assert not watching.done()
-    stopped = two.process_id(1)
+    stopped = two.ranks[1].pid
     os.kill(stopped, signal.SIGSTOP)
     training = asyncio.create_task(two.train(batch))
     with pytest.raises(TrainerError, match=rf"trainer rank 1 on {socket.gethostname()} has not answered for 5 s .* (during|after) `train`"):
@@ -165,7 +165,7 @@ from fuligo.trainer.ranks.trainer import LocalTrainer
 async def main():
     trainer = LocalTrainer(pickle.loads(bytes.fromhex(sys.argv[1])))
     await trainer.load()
-    print(trainer.process_id(1), flush=True)
+    print(trainer.ranks[1].pid, flush=True)
     await asyncio.sleep(600)
 
 asyncio.run(main())

@@ -13,7 +13,7 @@ from fuligo.trainer.objective import value_metrics
 from fuligo.trainer.packing import Cost
 from fuligo.trainer.ranks import supervision
 from fuligo.trainer.ranks.commands import BeginSave, Command, EndSave, Load, OpenRendezvous, R, SharedCommand, call
-from fuligo.trainer.ranks.connected import ConnectedRank, start_process
+from fuligo.trainer.ranks.connected import start_process
 from fuligo.trainer.ranks.handle import InProcessRank, RankHandle
 from fuligo.trainer.ranks.rank import Rank, RankExecutor
 from fuligo.trainer.ranks.settings import TrainerSettings
@@ -187,12 +187,6 @@ class LocalTrainer(RankedTrainer):
         first = self.ranks[0]
         assert isinstance(first, InProcessRank)
         return first.worker
-
-    def process_id(self, rank: int) -> int:
-        """Return the process id of a rank that this process started."""
-        handle = self.ranks[rank]
-        assert isinstance(handle, ConnectedRank)
-        return handle.pid
 
 
 def _for_ranks(directory: Path) -> Path:

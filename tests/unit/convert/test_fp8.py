@@ -17,12 +17,12 @@ from fuligo.convert.fp8_plan import plan_hf_to_fp8
 from fuligo.errors import CheckpointError, ConfigError
 from fuligo.formats.buckets import as_bytes
 from fuligo.formats.checkpoint_form import checkpoint_weights
-from fuligo.formats.fp8 import dequantise, quantise, quantised_weights
+from fuligo.formats.fp8 import quantise, quantised_weights
 from fuligo.formats.quantisation import EngineQuantisation, Quantisation, is_quantised_matrix
 from fuligo.formats.weight_manifest import EngineFormat, WeightTarget
 from fuligo.trainer.torch_backend.weights import named_weights
 from fuligo.weights.senders import WeightSender
-from tests.fp8 import FAMILIES, save_family
+from tests.fp8 import FAMILIES, dequantise, save_family
 
 Tensors = dict[str, torch.Tensor]
 STRATEGIES = {

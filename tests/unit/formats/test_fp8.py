@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from fuligo.errors import WeightSyncError
 from fuligo.formats.checkpoint_form import checkpoint_weights
-from fuligo.formats.fp8 import dequantise, quantise, quantised_weights
+from fuligo.formats.fp8 import quantise, quantised_weights
 from fuligo.formats.quantisation import EngineQuantisation, Quantisation
-from tests.fp8 import e4m3_numbers, half_steps
+from tests.fp8 import dequantise, e4m3_numbers, half_steps
 
 STRATEGIES = {
     "block": Quantisation("block", (128, 128)),

@@ -11,7 +11,7 @@ import torch
 import fuligo
 from fuligo.algorithms.off_policy import Correction
 from fuligo.observability.jsonl import JsonLines, read_json_lines
-from fuligo.observability.metrics import is_timing, perf_metrics, step_record, without_timings
+from fuligo.observability.metrics import is_timing, perf_metrics, step_record
 from fuligo.rollout.dynamic_sampling import DynamicSampling
 from fuligo.rollout.metrics import RolloutCounts, sample_metrics, sampling_metrics
 from fuligo.trainer.objective import KlLoss, LossInputs, LossSettings, objective
@@ -108,19 +108,6 @@ def test_a_record_is_flat_and_of_plain_numbers(tmp_path: Path) -> None:
     assert {type(value) for value in known.values()} == {int, float}
     assert list(known)[:3] == ["step", "policy_version", "time"]
     assert undocumented(known) == []
-
-
-def test_timings_can_be_removed_from_a_record() -> None:
-    one, other = record(rollout=1.0, train=0.5), record(rollout=1.5, train=0.25)
-    assert one != other
-    assert without_timings(one) == without_timings(other)
-    assert without_timings(one) == {
-        "step": 3,
-        "policy_version": 4,
-        "rollout/reward_mean": 0.1,
-        "rollout/num_groups_kept": 4,
-        "train/loss": 0.25,
-    }
 
 
 @pytest.mark.parametrize("key", [metric.key for metric in METRICS if metric.unit in ("s", "tokens/s")])

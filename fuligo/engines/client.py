@@ -4,19 +4,19 @@ import asyncio
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import numpy as np
 
 from fuligo.engines.answers import Retryable, WeightLabel, parse_generation, parse_load, parse_routing, parse_scores, scoring_body
 from fuligo.engines.connection import DEFAULT, Connection, ControlDeadlines, Deadline, Overdue
 from fuligo.engines.engine import MemoryTag, PauseMode
-from fuligo.engines.generation import EngineLoad, Generation, ModelInfo, RoutingQuery, SamplingParams
+from fuligo.engines.generation import EngineLoad, Generation, ModelInfo, RequestOptions, RoutingQuery, SamplingParams
 from fuligo.engines.image_data import encoded_images
 from fuligo.errors import EngineError
 from fuligo.formats.engine_keys import NO_KEYS, EngineKeys
 from fuligo.formats.weight_manifest import AdapterPayload, WeightsDigest
-from fuligo.types import FloatArray, IntArray, PromptImage, RoutedExperts
+from fuligo.types import FloatArray, IntArray, RoutedExperts
 
 T = TypeVar("T")
 POLICY_ADAPTER = "policy"
@@ -68,19 +68,17 @@ class EngineClient:
         params: SamplingParams,
         *,
         rid: str,
-        priority: int = 0,
-        timeout_s: float | None = None,
         was_aborted: Callable[[], bool] | None = None,
-        routing: RoutingQuery | None = None,
-        images: Sequence[PromptImage] = (),
+        **options: Unpack[RequestOptions],
     ) -> Generation:
+        routing, images = options.get("routing"), options.get("images", ())
         body: dict[str, Any] = {
             # Thousands of requests wait at a time: as a list of numbers, a prompt takes several times the memory.
             "input_ids": np.ascontiguousarray(input_ids, np.int32),
             "sampling_params": params.to_json(),
             "return_logprob": True,
             "logprob_start_len": -1,
-            "priority": priority,
+            "priority": options.get("priority", 0),
         }
         if images:
             body["image_data"] = encoded_images(images)
@@ -108,7 +106,7 @@ class EngineClient:
                     return Generation.aborted(len(input_ids))
                 raise
 
-        return await self._requested(rid, body, attempt, timeout_s)
+        return await self._requested(rid, body, attempt, options.get("timeout_s"))
 
     async def score(self, input_ids: IntArray, num_given: int, *, rid: str, timeout_s: float | None = None) -> FloatArray:
         async def attempt(body: dict[str, Any]) -> FloatArray:

@@ -1,17 +1,17 @@
 """The contract of an inference engine: everything that the rest of the package asks of one.
 
 Rollouts, weight sync, colocation and the teacher depend on this file, not on a backend. `client.EngineClient` is the engine at a URL. What
-differs between backends and must be known before an engine runs is in `config.backends.EngineCapabilities`; how engines are started is in
+differs between backends and must be known before an engine runs is in `config.engine_capabilities`; how engines are started is in
 each backend's `launch` (see `docs/add-an-engine.md`).
 """
 
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from typing import Literal, Protocol, Unpack
 
-from fuligo.engines.generation import EngineLoad, Generation, ModelInfo, RoutingQuery, SamplingParams
+from fuligo.engines.generation import EngineLoad, Generation, ModelInfo, RequestOptions, SamplingParams
 from fuligo.formats.engine_keys import EngineKeys
 from fuligo.formats.weight_manifest import AdapterPayload, WeightsDigest
-from fuligo.types import FloatArray, IntArray, PromptImage
+from fuligo.types import FloatArray, IntArray
 
 PauseMode = Literal["abort", "retract", "in_place"]
 MemoryTag = Literal["weights", "kv_cache"]
@@ -21,17 +21,7 @@ MemoryTag = Literal["weights", "kv_cache"]
 class Engine(Protocol):
     """Engine that samples one continuation: an `InferenceEngine`, or a group of them."""
 
-    async def generate(
-        self,
-        input_ids: IntArray,
-        params: SamplingParams,
-        *,
-        rid: str,
-        priority: int = 0,
-        timeout_s: float | None = None,
-        routing: RoutingQuery | None = None,
-        images: Sequence[PromptImage] = (),
-    ) -> Generation: ...
+    async def generate(self, input_ids: IntArray, params: SamplingParams, *, rid: str, **options: Unpack[RequestOptions]) -> Generation: ...
 
 
 class InferenceEngine(Protocol):
@@ -58,21 +48,15 @@ class InferenceEngine(Protocol):
         params: SamplingParams,
         *,
         rid: str,
-        priority: int = 0,
-        timeout_s: float | None = None,
         was_aborted: Callable[[], bool] | None = None,
-        routing: RoutingQuery | None = None,
-        images: Sequence[PromptImage] = (),
+        **options: Unpack[RequestOptions],
     ) -> Generation:
         """Sample one response.
 
         Args:
             input_ids: [P] prompt, followed by the tokens so far if a response is continued
             rid: request id in the engine; a retry is sent as `<rid>.retry<n>`
-            priority: queued requests start in descending order
             was_aborted: called after a failed attempt; if it returns True, all requests were aborted and the result is empty
-            routing: requests the tokens' experts, from the engine itself, because a router drops the query
-            images: images of the prompt, in the order of their tokens in `input_ids`
         """
         ...
 

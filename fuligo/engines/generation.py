@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypedDict
 
 import numpy as np
 
 from fuligo.models.routing import RoutingShape
-from fuligo.types import FloatArray, IntArray, RoutedExperts
+from fuligo.types import FloatArray, IntArray, PromptImage, RoutedExperts
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -133,6 +133,19 @@ class RoutingQuery:
     def num_missing(self, num_prompt_tokens: int, num_new_tokens: int) -> int:
         """Return how many tokens the answer covers: all others but the last, which went through no layer; 0 if nothing was sampled."""
         return num_prompt_tokens + num_new_tokens - 1 - self.num_known if num_new_tokens else 0
+
+
+class RequestOptions(TypedDict, total=False):
+    """Keyword arguments of `generate` that may be left out."""
+
+    priority: int
+    """Queued requests start in descending order; 0 without it."""
+    timeout_s: float | None
+    """Deadline over all attempts; None: the client's."""
+    routing: RoutingQuery | None
+    """Requests the tokens' experts, from the engine itself, because a router drops the query."""
+    images: Sequence[PromptImage]
+    """Images of the prompt, in the order of their tokens."""
 
 
 @dataclass(slots=True)

@@ -9,16 +9,16 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, Unpack
 
 from fuligo.engines.client import EngineClient
 from fuligo.engines.connection import DEFAULT, ControlDeadlines
 from fuligo.engines.engine import InferenceEngine, MemoryTag, PauseMode
-from fuligo.engines.generation import EngineLoad, Generation, ModelInfo, RoutingQuery, SamplingParams, Served
+from fuligo.engines.generation import EngineLoad, Generation, ModelInfo, RequestOptions, SamplingParams, Served
 from fuligo.errors import EngineError
 from fuligo.formats.engine_keys import NO_KEYS, EngineKeys
 from fuligo.formats.weight_manifest import WeightsDigest
-from fuligo.types import FloatArray, IntArray, PromptImage
+from fuligo.types import FloatArray, IntArray
 
 T = TypeVar("T")
 DIRECT_TIMEOUT_S = 600.0
@@ -124,48 +124,29 @@ class EngineGroup:
         return list(self.clients)
 
     async def generate(
-        self,
-        input_ids: Sequence[int] | IntArray,
-        params: SamplingParams,
-        *,
-        rid: str,
-        priority: int = 0,
-        timeout_s: float | None = None,
-        routing: RoutingQuery | None = None,
-        images: Sequence[PromptImage] = (),
+        self, input_ids: Sequence[int] | IntArray, params: SamplingParams, *, rid: str, **options: Unpack[RequestOptions]
     ) -> Generation:
         """Sample one response; see `InferenceEngine.generate`."""
-        if routing is not None:
-            generation = await self._generate_directly(
-                input_ids, params, routing, rid=rid, priority=priority, timeout_s=timeout_s, images=images
-            )
+        if (routing := options.get("routing")) is not None:
+            generation = await self._generate_directly(routing.affinity, input_ids, params, rid=rid, **options)
         else:
-            generation = await self._generate_somewhere(input_ids, params, rid=rid, priority=priority, timeout_s=timeout_s, images=images)
+            generation = await self._generate_somewhere(input_ids, params, rid=rid, **options)
         self.served = self.served.plus(generation)
         return generation
 
     async def _generate_somewhere(
-        self,
-        input_ids: Sequence[int] | IntArray,
-        params: SamplingParams,
-        *,
-        rid: str,
-        priority: int,
-        timeout_s: float | None,
-        images: Sequence[PromptImage],
+        self, input_ids: Sequence[int] | IntArray, params: SamplingParams, *, rid: str, **options: Unpack[RequestOptions]
     ) -> Generation:
         """Generate through the router, if any. A request that failed while an engine was lost is retried: there may have been no other."""
         while True:
             if self.membership is not None:
-                await self._until_one_serves(timeout_s)
+                await self._until_one_serves(options.get("timeout_s"))
             number, client = (None, self.router) if self.router is not None else next(self._turn)
             # A request that a prefill engine hands over during an abort gets an error as its answer.
             num_aborts, num_lost = self._aborts.number, self._num_lost
             was_aborted = partial(self._aborted_since, num_aborts) if self.split else None
             try:
-                generation = await client.generate(
-                    input_ids, params, rid=rid, priority=priority, timeout_s=timeout_s, was_aborted=was_aborted, images=images
-                )
+                generation = await client.generate(input_ids, params, rid=rid, was_aborted=was_aborted, **options)
             except EngineError:
                 if self._num_lost == num_lost:
                     raise
@@ -191,24 +172,14 @@ class EngineGroup:
         return self._aborts.number > num_aborts
 
     async def _generate_directly(
-        self,
-        input_ids: Sequence[int] | IntArray,
-        params: SamplingParams,
-        routing: RoutingQuery,
-        *,
-        rid: str,
-        priority: int,
-        timeout_s: float | None,
-        images: Sequence[PromptImage],
+        self, affinity: int, input_ids: Sequence[int] | IntArray, params: SamplingParams, *, rid: str, **options: Unpack[RequestOptions]
     ) -> Generation:
         """Generate past the router, which drops the routing query. A request whose engine dies is retried on another."""
         while True:
-            client = await self._by_affinity(routing.affinity, timeout_s)
+            client = await self._by_affinity(affinity, options.get("timeout_s"))
             self._num_direct[client] += 1
             try:
-                generation = await client.generate(
-                    input_ids, params, rid=rid, priority=priority, timeout_s=timeout_s, routing=routing, images=images
-                )
+                generation = await client.generate(input_ids, params, rid=rid, **options)
             except EngineError:
                 if self.membership is None or not await self.membership.is_lost(client):
                     raise

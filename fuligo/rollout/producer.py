@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Literal
+from typing import Literal, Unpack
 
 from fuligo.engines.engine import Engine
-from fuligo.engines.generation import Generation, RoutingQuery, SamplingParams
+from fuligo.engines.generation import Generation, RequestOptions, SamplingParams
 from fuligo.engines.metrics import EngineMonitor
 from fuligo.engines.profiling import EngineProfiler
 from fuligo.rollout.metrics import staleness_metrics
 from fuligo.rollout.protocol import Rollout, RolloutMethod
-from fuligo.types import IntArray, PromptImage
+from fuligo.types import IntArray
 
 PhaseTimer = Callable[[str, int], AbstractContextManager[object]]
 """Times a phase of a step, by name and step."""
@@ -98,21 +98,9 @@ class CountedEngine:
     engine: Engine
     activity: Activity
 
-    async def generate(
-        self,
-        input_ids: IntArray,
-        params: SamplingParams,
-        *,
-        rid: str,
-        priority: int = 0,
-        timeout_s: float | None = None,
-        routing: RoutingQuery | None = None,
-        images: Sequence[PromptImage] = (),
-    ) -> Generation:
+    async def generate(self, input_ids: IntArray, params: SamplingParams, *, rid: str, **options: Unpack[RequestOptions]) -> Generation:
         with self.activity.request():
-            return await self.engine.generate(
-                input_ids, params, rid=rid, priority=priority, timeout_s=timeout_s, routing=routing, images=images
-            )
+            return await self.engine.generate(input_ids, params, rid=rid, **options)
 
 
 class PacedRollouts:

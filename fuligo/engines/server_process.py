@@ -85,60 +85,35 @@ ORPHANS_TIMEOUT_S = 60.0
 """Time for killed processes to end: the kernel first frees their memory, which may be terabytes."""
 
 
-class ServerProcess:
-    """Command under `engines.guard`. It ends with this process, however that ends; `stop` also ends what a killed guard left.
+class LoggedProcess:
+    """Child process with a log, watched until it ends.
 
     Args:
         name: name in messages: `engine 3`, `router`
-        log_file: stdout and stderr; appended to
-        environment: variables in addition to this process's
-        grace_s: time between SIGTERM and SIGKILL
-        secrets: texts that the log must not show
+        log_file: receives stdout and stderr
     """
 
-    def __init__(
-        self,
-        name: str,
-        command: Sequence[str],
-        *,
-        log_file: Path,
-        environment: Mapping[str, str] | None = None,
-        grace_s: float = GRACE_S,
-        secrets: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, name: str, process: subprocess.Popen[bytes], log_file: Path) -> None:
         self.name = name
         self.log_file = log_file
-        self._grace_s = grace_s
-        mark = new_mark()
-        self._mark = mark[MARK]
-        log_file.parent.mkdir(parents=True, exist_ok=True)
-        with log_file.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", guard.__file__, str(grace_s), *command],  # its environment, the command's, may lack fuligo
-                stdin=subprocess.PIPE,  # open as long as this process lives
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **(environment or {}), **mark, **guard.hiding(secrets)},
-                process_group=0,  # Ctrl-C in a terminal reaches only this process
-            )
+        self._process = process
 
     @property
     def pid(self) -> int:
-        """Process id of the guard."""
         return self._process.pid
 
     @property
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def check_alive(self) -> None:
+    def check_alive(self, advice: str = "") -> None:
         """Check that it has not ended.
 
         Raises:
-            EngineError: it has ended; with the last lines of its log
+            EngineError: it has ended; with the last lines of its log, and the advice
         """
         if not self.alive:
-            raise EngineError(f"{self.name} {self._ending()}; its log ({self.log_file}) ends:\n{last_lines(self.log_file)}")
+            raise EngineError(f"{self.name} {self._ending()}; its log ({self.log_file}) ends:\n{last_lines(self.log_file)}{advice}")
 
     async def wait_until(self, ready: Callable[[], Awaitable[bool]], timeout_s: float, *, what: str | None = None) -> None:
         """Return when `ready` returns True.
@@ -162,6 +137,58 @@ class ServerProcess:
         while self.alive:  # noqa: ASYNC110  # the end of a process can only be polled for
             await asyncio.sleep(POLL_S)
 
+    async def terminate(self, timeout_s: float = 15.0) -> None:
+        """Send SIGTERM, and SIGKILL after `timeout_s`; return when it has ended."""
+        if self.alive:
+            self._process.terminate()
+        try:
+            await asyncio.wait_for(self.ended(), timeout_s)
+        except TimeoutError:
+            self._process.kill()
+            await self.ended()
+
+    def _ending(self) -> str:
+        code = self._process.returncode
+        if code in (-signal.SIGKILL, 128 + signal.SIGKILL):
+            return "was killed (out of memory, or by itself after an error)"
+        return f"ended with exit code {code}"
+
+
+class ServerProcess(LoggedProcess):
+    """Command under `engines.guard`. It ends with this process, however that ends; `stop` also ends what a killed guard left.
+
+    Args:
+        name, log_file: as of `LoggedProcess`; the log is appended to
+        environment: variables in addition to this process's
+        grace_s: time between SIGTERM and SIGKILL
+        secrets: texts that the log must not show
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        log_file: Path,
+        environment: Mapping[str, str] | None = None,
+        grace_s: float = GRACE_S,
+        secrets: Sequence[str] = (),
+    ) -> None:
+        self._grace_s = grace_s
+        mark = new_mark()
+        self._mark = mark[MARK]
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        with log_file.open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-I", guard.__file__, str(grace_s), *command],  # its environment, the command's, may lack fuligo
+                stdin=subprocess.PIPE,  # open as long as this process lives
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(environment or {}), **mark, **guard.hiding(secrets)},
+                process_group=0,  # Ctrl-C in a terminal reaches only this process
+            )
+        super().__init__(name, process, log_file)
+
     async def stop(self) -> None:
         """Stop it; return when it and all its children have ended.
 
@@ -177,12 +204,6 @@ class ServerProcess:
             self._process.kill()
             await self.ended()
         await asyncio.to_thread(end_marked, self._mark, self.name, ORPHANS_TIMEOUT_S)
-
-    def _ending(self) -> str:
-        code = self._process.returncode
-        if code in (-signal.SIGKILL, 128 + signal.SIGKILL):
-            return "was killed (out of memory, or by itself after an error)"
-        return f"ended with exit code {code}"
 
 
 def last_lines(log_file: Path) -> str:

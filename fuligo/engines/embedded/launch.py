@@ -1,23 +1,17 @@
 """Process of an embedded engine: its settings, start and stop."""
 
-import asyncio
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from fuligo.engines.server_process import last_lines
-from fuligo.errors import EngineError
+from fuligo.engines.server_process import LoggedProcess
 from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.formats.engine_keys import EngineKeys
 from fuligo.formats.private import private_directory
-
-POLL_S = 0.02
 
 
 @dataclass(slots=True, frozen=True)
@@ -62,19 +56,10 @@ class EmbeddedEngineSettings:
 class EmbeddedEngineProcess:
     """Running engine. It ends with this process, however that ends."""
 
-    def __init__(self, process: subprocess.Popen[bytes], url: str, keys: EngineKeys, log_file: Path) -> None:
-        self._process = process
+    def __init__(self, process: LoggedProcess, url: str, keys: EngineKeys) -> None:
+        self.process = process
         self.url = url
         self.keys = keys
-        self.log_file = log_file
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
 
     async def check_alive(self) -> None:
         """Check that the process has not ended.
@@ -82,21 +67,10 @@ class EmbeddedEngineProcess:
         Raises:
             EngineError: it has ended; with the last lines of its log
         """
-        if not self.alive:
-            code = self._process.returncode
-            why = " (killed, often because memory ran out)" if code == -signal.SIGKILL else ""
-            raise EngineError(
-                f"engine {self.url} ended with exit code {code}{why}; "
-                f"its log ({self.log_file}) ends:\n{last_lines(self.log_file)}\nResume from the last checkpoint."
-            )
+        self.process.check_alive("\nResume from the last checkpoint.")
 
-    async def stop(self, timeout_s: float = 15.0) -> None:
-        """Terminate the engine, and kill it after `timeout_s`."""
-        if self.alive:
-            self._process.terminate()
-        if not await _ended(self._process, timeout_s):
-            self._process.kill()
-            await _ended(self._process, timeout_s)
+    async def stop(self) -> None:
+        await self.process.terminate()
 
 
 async def launch_embedded(settings: EmbeddedEngineSettings) -> EmbeddedEngineProcess:
@@ -118,40 +92,17 @@ async def launch_embedded(settings: EmbeddedEngineSettings) -> EmbeddedEnginePro
                 env={**os.environ, **settings.keys.environment},
                 process_group=0,  # Ctrl-C in a terminal reaches this process only, which stops the engine
             )
+        engine = LoggedProcess(f"the engine for {settings.model_path}", process, settings.log_file)
+
+        async def is_ready() -> bool:
+            return ready_file.exists()
+
         try:
-            port = await _wait_ready(process, ready_file, settings)
+            await engine.wait_until(is_ready, settings.start_timeout_s)
         except BaseException:
             process.kill()
             process.wait()
             raise
-    return EmbeddedEngineProcess(process, f"http://127.0.0.1:{port}", settings.keys, settings.log_file)
-
-
-async def _wait_ready(process: subprocess.Popen[bytes], ready_file: Path, settings: EmbeddedEngineSettings) -> int:
-    deadline = time.monotonic() + settings.start_timeout_s
-    while (port := _read_port(ready_file)) is None:
-        if process.poll() is not None:
-            what = f"ended with exit code {process.returncode} while starting"
-        elif time.monotonic() > deadline:
-            what = f"was not ready within {settings.start_timeout_s:g} s"
-        else:
-            await asyncio.sleep(POLL_S)
-            continue
-        raise EngineError(
-            f"the engine for {settings.model_path} {what}; its log ({settings.log_file}) ends:\n{last_lines(settings.log_file)}"
-        )
-    return port
-
-
-def _read_port(ready_file: Path) -> int | None:
-    """Return the port that the engine wrote when it began to serve; None before."""
-    return int(json.loads(ready_file.read_bytes())["port"]) if ready_file.exists() else None
-
-
-async def _ended(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while process.poll() is None:
-        if time.monotonic() > deadline:
-            return False
-        await asyncio.sleep(POLL_S)
-    return True
+        url = f"http://127.0.0.1:{json.loads(ready_file.read_bytes())['port']}"
+    engine.name = f"engine {url}"
+    return EmbeddedEngineProcess(engine, url, settings.keys)

@@ -51,7 +51,7 @@ async def process(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
     engine = await launch_embedded(settings(checkpoint, tmp_path_factory.mktemp("engine")))
     yield engine
     await engine.stop()
-    assert not engine.alive
+    assert not engine.process.alive
 
 
 @pytest.fixture
@@ -127,13 +127,13 @@ async def test_sigterm_answers_waiting_requests_and_ends_cleanly(checkpoint: Pat
     with interrupt(ignored=True):
         engine = await launch_embedded(settings(checkpoint, tmp_path))
     client = EngineClient(engine.url, engine.keys, retries=0)
-    os.kill(engine.pid, signal.SIGINT)
+    os.kill(engine.process.pid, signal.SIGINT)
     await client.pause("in_place")
     waiting = asyncio.create_task(client.generate([5], SamplingParams(500), rid="w"))
     await until(client, lambda load: load.num_waiting == 1)
     await engine.stop()
     assert (await waiting).finish_reason == "abort"
-    assert engine._process.returncode == 0
+    assert engine.process._process.returncode == 0
     await client.close()
 
 
@@ -144,7 +144,7 @@ from pathlib import Path
 from fuligo.engines.embedded.launch import EmbeddedEngineSettings, launch_embedded
 settings = EmbeddedEngineSettings({str(checkpoint)!r}, Path({str(tmp_path)!r}) / "log", device="cpu", num_threads=1)
 engine = asyncio.run(launch_embedded(settings))
-print(engine.pid, flush=True)
+print(engine.process.pid, flush=True)
 time.sleep(600)
 """
     process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)  # noqa: ASYNC220
@@ -199,7 +199,7 @@ class TestCommand:
     def test_the_ready_file_holds_the_port(self, process: EmbeddedEngineProcess) -> None:
         from fuligo.engines.embedded.serve import _write_whole
 
-        target = process.log_file.parent / "ready.json"
+        target = process.process.log_file.parent / "ready.json"
         _write_whole(target, json.dumps({"port": 1}))
         assert json.loads(target.read_text()) == {"port": 1}
 
@@ -269,10 +269,10 @@ class TestAccess:
             assert (await http.get("/health")).status_code == 200
 
     def test_other_users_cannot_read_the_keys(self, process: EmbeddedEngineProcess) -> None:
-        command = Path(f"/proc/{process.pid}/cmdline").read_text()
+        command = Path(f"/proc/{process.process.pid}/cmdline").read_text()
         for key in (process.keys.requests, process.keys.control):
             assert key not in command
-            assert key not in process.log_file.read_text()
+            assert key not in process.process.log_file.read_text()
 
     @pytest.fixture
     def elsewhere(self, tmp_path: Path) -> Iterator[list[str]]:

@@ -15,8 +15,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 from rich.console import Console
 
-from fuligo.observability.before_after import Answer, BeforeAfter, before_after_table
-from fuligo.observability.progress import Curves, Panel
+from fuligo.observability.progress import Answer, BeforeAfter, Curves, Panel, before_after_table
 
 WIDTH = 104
 NUM_ROWS = 6

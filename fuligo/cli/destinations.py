@@ -10,8 +10,7 @@ from pathlib import Path
 from fuligo.config import Config
 from fuligo.config.flags import flags
 from fuligo.config.topology import engine_groups
-from fuligo.convert.export import export_problem
-from fuligo.convert.push import push_problem
+from fuligo.convert.export import export_problem, push_problem
 from fuligo.data.locate import locate
 from fuligo.data.row_file import PromptPath
 from fuligo.errors import ConfigError, DataError

@@ -89,7 +89,7 @@ def _write_report(run_dir: Path) -> Path:
 
 def _show_answers(console, before, after) -> None:
     """Print one answer to each held-out prompt, before and after."""
-    from fuligo.observability.before_after import Answer, BeforeAfter, before_after_table
+    from fuligo.observability.progress import Answer, BeforeAfter, before_after_table
 
     def answer(group) -> Answer:
         sample = group.samples[0]

@@ -1,5 +1,9 @@
-"""Export of a checkpoint's weights as a Hugging Face directory (--save-hf), in the model's own dtypes; of a LoRA run the PEFT directory."""
+"""Export of a checkpoint's weights as a Hugging Face directory (--save-hf), and its upload (--push-to-hub).
 
+Weights are in the model's own dtypes; of a LoRA run the PEFT directory is exported.
+"""
+
+import logging
 import shutil
 from pathlib import Path
 
@@ -8,6 +12,8 @@ from fuligo.errors import CheckpointError
 from fuligo.formats.adapter_config import is_adapter
 from fuligo.formats.checkpoint_files import UNFINISHED, is_distributed
 from fuligo.formats.disk import sync, sync_tree, writing
+
+logger = logging.getLogger(__name__)
 
 
 def export(checkpoint: Path, target: Path) -> None:
@@ -45,7 +51,7 @@ def export_problem(target: Path) -> str | None:
 
 def _write(checkpoint: Path, new: Path) -> None:
     from fuligo.convert.dist_to_hf import dist_to_hf, write_directory
-    from fuligo.convert.own_dtypes import InOwnDtypes
+    from fuligo.formats.hf_tensors import InOwnDtypes
 
     if is_adapter(weights_of(checkpoint)):
         shutil.copytree(weights_of(checkpoint), new)
@@ -55,3 +61,32 @@ def _write(checkpoint: Path, new: Path) -> None:
     else:
         weights = InOwnDtypes(weights_of(checkpoint))
         write_directory(weights, weights.directory, new, changed={"dtype": str(weights.common).removeprefix("torch.")})
+
+
+def push_problem(name: str) -> str | None:
+    """Return why models cannot be uploaded to `name`; None if the Hub knows the user. Asks the Hub."""
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().whoami()
+    except Exception as error:  # of the library or its network client
+        reason = str(error).strip().partition("\n")[0].partition(". ")[0] or type(error).__name__
+        return f"cannot upload to {name}: {reason}; log in with `hf auth login`, or export HF_TOKEN with a token that may write"
+    return None
+
+
+def push(directory: Path, name: str, *, title: str) -> None:
+    """Upload a Hugging Face directory as one commit; a repository that does not exist is created, private.
+
+    A failure is logged with the command that repeats the upload: the directory stays, and the run continues.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        api.create_repo(name, private=True, exist_ok=True)
+        api.upload_folder(repo_id=name, folder_path=directory, commit_message=title)
+    except Exception as error:  # of the library or its network client
+        logger.error("cannot upload %s to %s: %s; repeat it with: hf upload %s %s", directory, name, error, name, directory)
+    else:
+        logger.info("uploaded %s to %s", directory, name)

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from fuligo.convert.dist_to_hf import FILE_BYTES, write_directory
-from fuligo.convert.own_dtypes import InOwnDtypes
 from fuligo.errors import CheckpointError
 from fuligo.formats.adapter_config import AdapterConfig, adapted_weight
+from fuligo.formats.hf_tensors import InOwnDtypes
 from fuligo.formats.weight_manifest import MergeRounding
 from fuligo.models.adapter import LowRankUpdate, read_adapter_weights, require_fits
 from fuligo.models.experts_adapter import stacked_factors

@@ -8,8 +8,7 @@ import orjson
 
 from fuligo.engines.generation import Tokenizer
 from fuligo.engines.openai_format import InvalidRequest, parse_body
-from fuligo.gateway.completion import Completion, arguments_text
-from fuligo.gateway.dialect import Dialect
+from fuligo.gateway.completion import Completion, Dialect, arguments_text
 from fuligo.types import Messages
 
 _TRANSLATED = {"system", "messages", "tools", "tool_choice", "stop_sequences", "thinking"}

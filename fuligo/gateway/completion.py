@@ -1,9 +1,9 @@
-"""Answers to `/v1/chat/completions`: one JSON object, or the same as server-sent events."""
+"""Answers to `/v1/chat/completions`: one JSON object, or the same as server-sent events; and the other APIs that translate to it."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from fuligo.engines.generation import Tokenizer
 from fuligo.engines.openai_format import DONE, chunk, event, head, usage
@@ -83,3 +83,22 @@ class Completion:
 def arguments_text(arguments: Any) -> str:
     """Return the arguments of a call as OpenAI's APIs write them."""
     return json.dumps(arguments, separators=(",", ":"))
+
+
+class ErrorContent(Protocol):
+    """Content of an error, as the API's clients read it."""
+
+    def __call__(self, message: str, kind: str = ..., *, param: str | None = None, code: str | None = None) -> dict[str, Any]: ...
+
+
+@dataclass(slots=True, frozen=True)
+class Dialect:
+    """API through which agents call the policy: translates its requests to chat completions, and the answers back."""
+
+    read: Callable[[bytes], Mapping[str, Any]]
+    """Turns a request into the body of a request for a chat completion; raises `InvalidRequest`."""
+    body: Callable[[Completion, Tokenizer], dict[str, Any]]
+    """Whole answer."""
+    events: Callable[[Completion, Tokenizer], Iterator[bytes]]
+    """Answer as server-sent events."""
+    error: ErrorContent

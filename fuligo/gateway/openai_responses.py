@@ -9,8 +9,7 @@ import orjson
 
 from fuligo.engines.generation import Tokenizer
 from fuligo.engines.openai_format import InvalidRequest, error_content, parse_body
-from fuligo.gateway.completion import Completion, arguments_text
-from fuligo.gateway.dialect import Dialect
+from fuligo.gateway.completion import Completion, Dialect, arguments_text
 from fuligo.types import Messages
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {

@@ -27,8 +27,7 @@ from fuligo.engines.openai_format import InvalidRequest, error_content, json_res
 from fuligo.engines.stranger_connections import Connection, Strangers, admit
 from fuligo.errors import EngineError
 from fuligo.gateway import anthropic_messages, openai_responses
-from fuligo.gateway.completion import Completion
-from fuligo.gateway.dialect import Dialect, ErrorContent
+from fuligo.gateway.completion import Completion, Dialect, ErrorContent
 from fuligo.gateway.session import ContextFull, Policy, Session, SessionEnded
 
 T = TypeVar("T")

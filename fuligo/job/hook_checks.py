@@ -27,13 +27,12 @@ from fuligo.environments.load import load_environment
 from fuligo.errors import FuligoError, HookError
 from fuligo.job.log_hooks import log_data
 from fuligo.rollout.custom_generate import CustomGenerate
-from fuligo.rollout.data_source import DataSource
 from fuligo.rollout.evaluate import Evaluation
 from fuligo.rollout.filters import all_samples, buffer_filter, group_filter, sample_filter
 from fuligo.rollout.protocol import Draw, RolloutState
 from fuligo.rollout.rewards import CustomReward, RewardRunner, RewardSettings
 from fuligo.rollout.sampler import malformation
-from fuligo.rollout.source import START_ROLLOUT_ID
+from fuligo.rollout.source import START_ROLLOUT_ID, DataSource
 from fuligo.trainer.objective import LossInputs, LossSettings, objective
 from fuligo.trainer.samples import BeforeTrainStep, DataPostProcess, SampleSettings, train_samples
 from fuligo.types import Prompt, Sample, SampleGroup, SampleStatus, TrainSample

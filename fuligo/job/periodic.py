@@ -7,8 +7,7 @@ from typing import Any
 
 from fuligo.checkpoint.state import DriverRng, RunState
 from fuligo.checkpoint.store import CheckpointStore
-from fuligo.convert.export import export
-from fuligo.convert.push import push
+from fuligo.convert.export import export, push
 from fuligo.job.recorder import RunRecorder
 from fuligo.rollout.debug_data import save_rollout
 from fuligo.rollout.evaluate import Evaluates, Evaluation

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, Self
 
+from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.table import Table
@@ -311,3 +312,42 @@ def _shorten(values: Sequence[float], width: int) -> list[float]:
         return list(values)
     edges = [position * len(values) // width for position in range(width + 1)]
     return [sum(values[start:end]) / (end - start) for start, end in itertools.pairwise(edges)]
+
+
+@dataclass(slots=True, frozen=True)
+class Answer:
+    """A response and whether it is right."""
+
+    text: str
+    right: bool
+
+
+@dataclass(slots=True, frozen=True)
+class BeforeAfter:
+    """A held-out prompt with the responses before and after training."""
+
+    prompt: str
+    label: str
+    before: Answer
+    after: Answer
+
+
+def before_after_table(rows: Sequence[BeforeAfter]) -> Table:
+    """Return the table. Right answers are green with a check mark, wrong ones red with a cross, to be readable without colours."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    table.add_column("prompt", overflow="fold", ratio=3)
+    table.add_column("before", overflow="fold", ratio=2)
+    table.add_column("after", overflow="fold", ratio=2)
+    table.add_column("label", overflow="fold", justify="right")
+    for row in rows:
+        table.add_row(Text(_one_line(row.prompt)), _answer(row.before), _answer(row.after), Text(row.label))
+    return table
+
+
+def _answer(answer: Answer) -> Text:
+    mark, style = ("✓", "green") if answer.right else ("✗", "red")
+    return Text(f"{mark} {_one_line(answer.text) or '(nothing)'}", style=style)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -10,12 +10,12 @@ from fuligo.config.hooks import describe_exception
 from fuligo.engines.generation import SamplingParams
 from fuligo.errors import RolloutError
 from fuligo.rollout.custom_generate import complete, default_generate
-from fuligo.rollout.data_source import DataSource
 from fuligo.rollout.metrics import epoch_metric, sample_metrics
 from fuligo.rollout.protocol import GenerateFn, GroupStream, Rollout, RolloutState
 from fuligo.rollout.rewards.failure import RewardFailure
 from fuligo.rollout.rewards.runner import finite
 from fuligo.rollout.sampler import failed, malformation
+from fuligo.rollout.source import DataSource
 from fuligo.rollout.teacher import ServedTeacher
 from fuligo.types import Sample, SampleGroup, SampleStatus
 

@@ -13,7 +13,6 @@ from fuligo.engines.generation import SamplingParams
 from fuligo.engines.group import EngineGroup
 from fuligo.errors import RolloutError
 from fuligo.rollout.aligned_start import aligned_start
-from fuligo.rollout.data_source import DataSource
 from fuligo.rollout.dynamic_sampling import DynamicSampling
 from fuligo.rollout.filters import AllSamples, SampleFilter
 from fuligo.rollout.group_tasks import GroupTasks
@@ -21,6 +20,7 @@ from fuligo.rollout.judging import ABORTED, SURPLUS, FailureWatch, drop_reason, 
 from fuligo.rollout.metrics import RolloutCounts, epoch_metric, sample_metrics, sampling_metrics
 from fuligo.rollout.protocol import Draw, GroupFilter, GroupStream, RewardFn, Rollout, RolloutState, UnfilledRolloutError
 from fuligo.rollout.sampler import Sampler
+from fuligo.rollout.source import DataSource
 from fuligo.types import SampleGroup
 
 logger = logging.getLogger(__name__)

@@ -1,5 +1,6 @@
 """Source of the groups of a rollout: unfinished groups of earlier rollouts, then returned prompts, then the data."""
 
+from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
@@ -9,7 +10,7 @@ import numpy as np
 from fuligo.data.source import PromptSource
 from fuligo.errors import HookError
 from fuligo.rollout.filters import pop_first
-from fuligo.rollout.protocol import BufferFilter, Draw, RolloutState
+from fuligo.rollout.protocol import BufferFilter, Draw, GroupStream, RolloutState
 from fuligo.types import Episode, Prompt, Sample, SampleGroup, SampleStatus
 
 START_ROLLOUT_ID = "start_rollout_id"
@@ -157,3 +158,24 @@ def _prompt(group: SampleGroup) -> Prompt:
     sample = group.samples[0]
     metadata = {key: value for key, value in sample.metadata.items() if key != START_ROLLOUT_ID}
     return Prompt(group.row, sample.prompt, sample.prompt_ids, sample.label, metadata, sample.images)
+
+
+class DataSource:
+    """`data_source` of hooks: groups of fresh or unfinished samples."""
+
+    def __init__(self, source: GroupStream, step: int, policy_version: int, groups: Iterable[SampleGroup] = ()) -> None:
+        self._source = source
+        self._step = step
+        self._policy_version = policy_version
+        self.rows = {group.index: group.row for group in groups}
+        """Row of the data set by group index."""
+
+    def get_samples(self, num_groups: int) -> list[list[Sample]]:
+        """Return the next `num_groups` groups of `--n-samples-per-prompt` samples each."""
+        groups = self._source.draw(num_groups, self._step, self._policy_version).groups
+        self.rows.update((group.index, group.row) for group in groups)
+        return [group.samples for group in groups]
+
+    def add_samples(self, groups: list[list[Sample]]) -> None:
+        """Put back groups; they are drawn again, with their tokens under `--partial-rollout`."""
+        self._source.put_back([SampleGroup(samples[0].group_index, self.rows[samples[0].group_index], samples) for samples in groups])

@@ -15,9 +15,9 @@ from fuligo.formats.hugging_face import read_config_json
 from fuligo.layout.megatron import Layout, layout_of
 from fuligo.models.adapter import read_adapter_weights
 from fuligo.models.registry import architecture_of
-from fuligo.planner.disk import disk_of_checkpoints
 from fuligo.planner.gpus import gpu
 from fuligo.planner.layout import make_layout
+from fuligo.planner.make_plan import disk_of_checkpoints
 from fuligo.planner.memory.trainer import trainer_state
 from fuligo.planner.subject import Subject
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, OptimizerPlace

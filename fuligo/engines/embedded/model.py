@@ -23,14 +23,15 @@ from fuligo.models.cpu_products import speed_up_linear_layers
 from fuligo.models.directory import end_ids, has_tokenizer, load_config, load_tokenizer
 from fuligo.models.invariant_modules import InvariantModel
 from fuligo.models.modules import align_weights, speed_up_rms_norms, take_stated_epsilon
-from fuligo.models.mxfp4 import loading_options, take_dtype
 from fuligo.models.registry import batch_variant_because
 from fuligo.models.transformers_types import (
     LANGUAGE_MODEL_ALONE,
     attention_choice,
     has_unknown_tower,
+    loading_options,
     model_class,
     sees_images,
+    take_dtype,
     text_config,
 )
 from fuligo.models.vision.forward import RowImages, VisionTower

@@ -14,12 +14,11 @@ from fuligo.planner.rules import (
     topology,
     trainer_experts,
     trainer_options,
-    vision,
 )
 
 _MODULES = (
     *(model, parallel, pipeline, trainer_experts, trainer_options),
-    *(topology, engine_sizes, deepep, speculative, kernels, server_memory, lengths, vision),
+    *(topology, engine_sizes, deepep, speculative, kernels, server_memory, lengths),
 )
 RULES = tuple(value for module in _MODULES for value in vars(module).values() if isinstance(value, Rule))
 """All rules, in the order of the report: module by module, each in the order of its definitions."""

@@ -1,9 +1,9 @@
-"""Description of the model, checkpoints, and environment of the run."""
+"""Description of the model, its vision tower, checkpoints, and environment of the run."""
 
 from collections.abc import Iterator, Sequence
 
 from fuligo.config.findings import Change, Severity
-from fuligo.config.rules.rule import set_flag
+from fuligo.config.rules.rule import set_flag, unset_flag
 from fuligo.errors import ConfigError
 from fuligo.models.megatron_flags import disagreements
 from fuligo.models.registry import batch_variant_because, family_of, unshareable_because
@@ -147,3 +147,33 @@ def communication_keeps_its_order(subject: Subject) -> Iterator[Violation]:
             f"{sizes.context_parallel_size} need 1 on {subject.gpu.name}",
             ((Change(("cluster", "env", _CONNECTIONS), "1"),),),
         )
+
+
+@rule("PLAN-VISION-ENGINE", "--rollout-backend")
+def tower_is_served(subject: Subject) -> Iterator[Violation]:
+    """Models with a vision tower have been tested only on the embedded engine."""
+    config, model = subject.config, subject.architecture
+    if model.vision_tower is None or subject.is_megatron or not config.needs_engine or config.engine_capabilities.takes_images:
+        return
+    if config.data.multimodal_keys:  # CFG-VISION-ENGINE says the same
+        return
+    yield Violation(
+        f"--rollout-backend {config.resolved_rollout_backend}: the model ({model.model_type}) has a vision tower, "
+        "which these engines have not been tested with",
+        advice="use --rollout-backend embedded",
+    )
+
+
+@rule("PLAN-VISION-TEXT", "--multimodal-keys", "--freeze-vision-tower")
+def flags_fit_a_model_of_text(subject: Subject) -> Iterator[Violation]:
+    """Images and a frozen tower need a model that has a vision tower."""
+    if subject.architecture.vision_tower is not None:
+        return
+    for name, is_given in (
+        ("multimodal_keys", bool(subject.config.data.multimodal_keys)),
+        ("freeze_vision_tower", subject.config.train.freeze_vision_tower),
+    ):
+        if is_given:
+            option = f"--{name.replace('_', '-')}"
+            text = f"{option}: the model ({subject.architecture.model_type}) is text-only"
+            yield Violation(text, ((unset_flag(name),),), flags=(option,))

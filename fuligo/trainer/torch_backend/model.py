@@ -23,15 +23,16 @@ from fuligo.models.cpu_products import speed_up_linear_layers
 from fuligo.models.gated_delta import gated_delta_modules, pack_gated_delta, sequence_arguments
 from fuligo.models.invariant_modules import InvariantModel
 from fuligo.models.modules import align_weights, speed_up_rms_norms, take_stated_epsilon
-from fuligo.models.mxfp4 import loading_options, take_dtype
 from fuligo.models.registry import batch_variant_because
 from fuligo.models.token_tree import TokenTree
 from fuligo.models.transformers_types import (
     LANGUAGE_MODEL_ALONE,
     attention_choice,
     has_unknown_tower,
+    loading_options,
     model_class,
     read_config,
+    take_dtype,
     text_config,
 )
 from fuligo.models.tree_attention import TreeRow, invariant_tree_attention, tree_attention, tree_row, varlen_tree_attention

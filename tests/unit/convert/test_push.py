@@ -13,7 +13,7 @@ from tests.fake_hub import serve_hub
 PROGRAM = """
 import logging, sys
 from pathlib import Path
-from fuligo.convert.push import push, push_problem
+from fuligo.convert.export import push, push_problem
 logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
 print(push_problem(sys.argv[2]))
 push(Path(sys.argv[1]), sys.argv[2], title="After rollout 3")

@@ -7,8 +7,17 @@ import re
 import pytest
 from rich.console import Console
 
-from fuligo.observability.before_after import Answer, BeforeAfter, before_after_table
-from fuligo.observability.progress import Curves, LiveProgress, Panel, PlainProgress, Progress, open_progress
+from fuligo.observability.progress import (
+    Answer,
+    BeforeAfter,
+    Curves,
+    LiveProgress,
+    Panel,
+    PlainProgress,
+    Progress,
+    before_after_table,
+    open_progress,
+)
 
 
 class Clock:

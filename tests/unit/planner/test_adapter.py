@@ -16,10 +16,9 @@ from fuligo.layout.adapter import AdapterShape
 from fuligo.models.adapter import adapter_tensors, add_adapter
 from fuligo.models.adapter_names import AdapterNames
 from fuligo.models.registry import architecture_of, names_of
-from fuligo.planner.disk import disk_of_checkpoints
 from fuligo.planner.gpus import gpu
 from fuligo.planner.layout import make_layout
-from fuligo.planner.make_plan import make_plan
+from fuligo.planner.make_plan import disk_of_checkpoints, make_plan
 from fuligo.planner.memory.bars import memory_bars
 from fuligo.planner.memory.torch_trainer import adapted_layer_bytes, copied_factor_bytes, torch_trainer_items
 from fuligo.planner.plan import MemoryItem

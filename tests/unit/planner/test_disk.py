@@ -2,7 +2,7 @@
 
 import pytest
 
-from fuligo.planner.disk import disk_of_checkpoints
+from fuligo.planner.make_plan import disk_of_checkpoints
 from fuligo.planner.plan import Disk
 from tests.unit.planner.subjects import GLM4_9B_COLOCATED, facts, subject_of
 

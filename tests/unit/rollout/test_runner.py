@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from fuligo.errors import RolloutError
-from fuligo.rollout.data_source import DataSource
 from fuligo.rollout.protocol import Rollout, UnfilledRolloutError
+from fuligo.rollout.source import DataSource
 from fuligo.types import SampleGroup, SampleStatus
 from tests.unit.rollout.scripted import Rows, ScriptedEngine, ScriptedReward, by_row, drop_rows, rows_where, samples_of, world
 

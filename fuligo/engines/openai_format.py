@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import orjson
@@ -45,6 +45,28 @@ def parse_body(raw: bytes) -> dict[str, Any]:
         if value is not None and type(value) is not kind:
             raise InvalidRequest(f"{name} is {value!r:.50}; it must be {description}", name)
     return body
+
+
+def objects(value: Any, name: str) -> list[dict[str, Any]]:
+    """Return a parameter that must be a list of objects, checked."""
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        raise InvalidRequest(f"{name} is {value!r:.80}; it must be a list of objects", name)
+    return value
+
+
+def joined_text(content: Any, name: str, types: Collection[str], otherwise: str) -> str:
+    """Return the text of a message's content: as it is, or its parts of these types joined.
+
+    Args:
+        otherwise: error for a part of another type, with `{}` in its place
+    """
+    if isinstance(content, str):
+        return content
+    parts = objects(content, name)
+    for part in parts:
+        if part.get("type") not in types or not isinstance(part.get("text"), str):
+            raise InvalidRequest(otherwise.format(f"{part!r:.80}"), name)
+    return "".join(part["text"] for part in parts)
 
 
 def given_max_tokens(body: Mapping[str, Any]) -> int | None:

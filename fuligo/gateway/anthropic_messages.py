@@ -2,18 +2,21 @@
 
 import secrets
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import orjson
 
 from fuligo.engines.generation import Tokenizer
-from fuligo.engines.openai_format import InvalidRequest, parse_body
+from fuligo.engines.openai_format import InvalidRequest, joined_text, objects, parse_body
 from fuligo.gateway.completion import Completion, Dialect, arguments_text
 from fuligo.types import Messages
 
 _TRANSLATED = {"system", "messages", "tools", "tool_choice", "stop_sequences", "thinking"}
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
 _ERRORS = {"server_error": "api_error"}
+
+_text = partial(joined_text, types=("text",), otherwise="a content block is {}; the policy reads text, tool_use, tool_result and thinking")
 
 
 def chat_body(raw: bytes) -> dict[str, Any]:
@@ -23,12 +26,12 @@ def chat_body(raw: bytes) -> dict[str, Any]:
         InvalidRequest: the body is malformed
     """
     body = parse_body(raw)
-    messages = [each for message in _objects(body.get("messages"), "messages") for each in _messages(message)]
+    messages = [each for message in objects(body.get("messages"), "messages") for each in _messages(message)]
     if (system := body.get("system")) is not None:
         messages.insert(0, {"role": "system", "content": _text(system, "system")})
     chat: dict[str, Any] = {name: value for name, value in body.items() if name not in _TRANSLATED} | {"messages": messages}
     if (tools := body.get("tools")) is not None:
-        chat["tools"] = [_tool(tool) for tool in _objects(tools, "tools")]
+        chat["tools"] = [_tool(tool) for tool in objects(tools, "tools")]
     if (stops := body.get("stop_sequences")) is not None:
         chat["stop"] = stops
     if (choice := body.get("tool_choice")) is not None:
@@ -47,7 +50,7 @@ def _messages(message: dict[str, Any]) -> Messages:
         raise InvalidRequest(f"a message has the role {role!r:.40}; it must be user or assistant", "messages")
     if isinstance(content, str):
         return [{"role": role, "content": content}]
-    blocks = _objects(content, "messages")
+    blocks = objects(content, "messages")
     if role == "user":
         results = [block for block in blocks if block.get("type") == "tool_result"]
         said: Messages = [
@@ -68,27 +71,6 @@ def _messages(message: dict[str, Any]) -> Messages:
             for call in calls
         ]
     return [answer]
-
-
-def _text(content: Any, name: str) -> str:
-    """Join text blocks.
-
-    Raises:
-        InvalidRequest: there is something other than text
-    """
-    if isinstance(content, str):
-        return content
-    blocks = _objects(content, name)
-    for block in blocks:
-        if block.get("type") != "text" or not isinstance(block.get("text"), str):
-            raise InvalidRequest(f"a content block is {block!r:.80}; the policy reads text, tool_use, tool_result and thinking", name)
-    return "".join(block["text"] for block in blocks)
-
-
-def _objects(value: Any, name: str) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
-        raise InvalidRequest(f"{name} is {value!r:.80}; it must be a list of objects", name)
-    return value
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:

@@ -3,12 +3,13 @@
 import secrets
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import orjson
 
 from fuligo.engines.generation import Tokenizer
-from fuligo.engines.openai_format import InvalidRequest, error_content, parse_body
+from fuligo.engines.openai_format import InvalidRequest, error_content, joined_text, objects, parse_body
 from fuligo.gateway.completion import Completion, Dialect, arguments_text
 from fuligo.types import Messages
 
@@ -21,6 +22,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Parameters that chat completions lack, and the values, beside null, with which they are accepted."""
 _TRANSLATED = {"input", "instructions", "tools", "max_output_tokens", "previous_response_id", *_NEUTRAL}
+
+_TEXTS = ("input_text", "output_text", "reasoning_text")
+_text = partial(joined_text, name="input", types=_TEXTS, otherwise="a part of the input is {}; the policy reads text")
 
 
 def chat_body(raw: bytes) -> dict[str, Any]:
@@ -41,7 +45,7 @@ def chat_body(raw: bytes) -> dict[str, Any]:
     chat: dict[str, Any] = {name: value for name, value in body.items() if name not in _TRANSLATED} | {"messages": messages}
     chat |= {name: body[name] for name, values in _NEUTRAL.items() if body.get(name) is not None and body[name] not in values}
     if (tools := body.get("tools")) is not None:
-        chat["tools"] = [_tool(tool) for tool in _objects(tools, "tools")]
+        chat["tools"] = [_tool(tool) for tool in objects(tools, "tools")]
     if (limit := body.get("max_output_tokens")) is not None:
         if not isinstance(limit, int) or isinstance(limit, bool):
             raise InvalidRequest(f"max_output_tokens is {limit!r:.50}; it must be an integer", "max_output_tokens")
@@ -53,7 +57,7 @@ def _messages(items: Any) -> Messages:
     """Return items as chat messages; reasoning, text and calls that follow each other are one answer."""
     messages: Messages = []
     answer: dict[str, Any] | None = None
-    for item in _objects(items, "input"):
+    for item in objects(items, "input"):
         kind = item.get("type", "message")
         if kind == "function_call_output":
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": _text(item.get("output"))})
@@ -82,27 +86,6 @@ def _add(answer: dict[str, Any], item: dict[str, Any], kind: str) -> None:
     else:
         function = {"name": item.get("name"), "arguments": item.get("arguments", "{}")}
         answer.setdefault("tool_calls", []).append({"type": "function", "id": item.get("call_id"), "function": function})
-
-
-def _text(content: Any) -> str:
-    """Join text parts.
-
-    Raises:
-        InvalidRequest: there is something other than text
-    """
-    if isinstance(content, str):
-        return content
-    parts = _objects(content, "input")
-    for part in parts:
-        if part.get("type") not in ("input_text", "output_text", "reasoning_text") or not isinstance(part.get("text"), str):
-            raise InvalidRequest(f"a part of the input is {part!r:.80}; the policy reads text", "input")
-    return "".join(part["text"] for part in parts)
-
-
-def _objects(value: Any, name: str) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
-        raise InvalidRequest(f"{name} is {value!r:.80}; it must be a list of objects", name)
-    return value
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from fuligo.environments.load import load_environment
 from fuligo.errors import FuligoError, HookError
 from fuligo.job.log_hooks import log_data
 from fuligo.rollout.custom_generate import CustomGenerate
-from fuligo.rollout.evaluate import Evaluation
+from fuligo.rollout.evaluate import Evaluation, fresh_group
 from fuligo.rollout.filters import all_samples, buffer_filter, group_filter, sample_filter
 from fuligo.rollout.protocol import Draw, RolloutState
 from fuligo.rollout.rewards import CustomReward, RewardRunner, RewardSettings
@@ -99,27 +99,17 @@ def _groups(prompts: list[Prompt]) -> list[SampleGroup]:
     """Return a group of four judged samples for each prompt: two complete, one of a single token, one truncated and partly masked."""
     groups = []
     for number, prompt in enumerate(prompts):
-        samples = []
-        for offset, length in enumerate(_LENGTHS):
-            sample = Sample(
-                number * len(_LENGTHS) + offset,
-                number,
-                prompt.prompt,
-                prompt.prompt_ids,
-                prompt.label,
-                deepcopy(prompt.metadata),
-                images=prompt.images,
-            )
+        group = fresh_group(prompt, number, len(_LENGTHS))
+        for offset, (length, sample) in enumerate(zip(_LENGTHS, group.samples, strict=True)):
             sample.metadata[START_ROLLOUT_ID] = 0
             sample.response_ids = np.arange(length, dtype=np.int32)
             sample.engine_logprobs = np.linspace(-2, -0.1, length, dtype=np.float32)
             sample.loss_mask, sample.versions = np.ones(length, np.int8), np.zeros(length, np.int32)
             sample.response = f"{prompt.label}" if offset == 0 else "I do not know. " * offset
             sample.status, sample.reward = SampleStatus.COMPLETED, float(offset == 0)
-            samples.append(sample)
-        samples[2].status = SampleStatus.TRUNCATED
-        samples[2].loss_mask[3:5] = 0
-        groups.append(SampleGroup(number, prompt.row, samples))
+        group.samples[2].status = SampleStatus.TRUNCATED
+        group.samples[2].loss_mask[3:5] = 0
+        groups.append(group)
     return groups
 
 

@@ -73,6 +73,10 @@ class WeightSyncError(FuligoError):
     """Engine weights that could not be synced, or differ from the trainer's."""
 
 
+class RunsFailedError(FuligoError):
+    """Failure of some of the runs of `fuligo train-many`; names them."""
+
+
 class CheckpointError(FuligoError):
     """Checkpoint that is missing, truncated, or of another architecture; names the directory and the file."""
 

@@ -16,6 +16,7 @@ from fuligo.limits import raise_open_files
 COMMANDS = {
     "quickstart": "train a tiny model with GRPO on this machine: about a minute, no GPU",
     "train": "run a training job: --config run.yaml, flags, or both",
+    "train-many": "train several LoRA runs at once over one trainer and one engine: a.yaml b.yaml, and flags for all",
     "eval": "evaluate a checkpoint without training; takes the arguments of train",
     "plan": "check a job and estimate layout, memory and time without a cluster; takes the arguments of train",
     "convert": "convert checkpoints between Hugging Face, distributed and FP8 formats, or compare two",
@@ -29,6 +30,8 @@ COMMANDS = {
 }
 """Command -> summary. Each is a module here with `main(arguments) -> exit code`, imported on use."""
 
+INTERNAL = ("run-of-many",)
+"""Commands that only fuligo starts."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as in shells: 128 + SIGINT."""
 
@@ -101,7 +104,7 @@ def _run(arguments: list[str]) -> int:
     if command in ("-V", "--version"):
         print(f"fuligo {importlib.metadata.version('fuligo')}")
         return 0
-    if command not in COMMANDS:
+    if command not in COMMANDS and command not in INTERNAL:
         from fuligo.config.flags import did_you_mean, nearest
 
         hint = did_you_mean(nearest(command, COMMANDS)) or f"; the commands are {', '.join(COMMANDS)}"

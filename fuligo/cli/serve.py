@@ -1,15 +1,16 @@
 """`fuligo serve`: the embedded engine behind the subset of SGLang's HTTP API that RL needs."""
 
 import argparse
+import json
 import os
 import secrets
-import select
 import signal
 import socket
 import threading
 import time
 from pathlib import Path
 
+from fuligo.cli.parent import wait_for_end
 from fuligo.errors import ConfigError
 from fuligo.formats.adapter_config import AdapterConfig, adapter_directory
 from fuligo.formats.engine_keys import REQUESTS_VARIABLE, EngineKeys
@@ -48,11 +49,14 @@ def main(argv: list[str]) -> int:
         from fuligo.engines.embedded.model import AdapterSource
         from fuligo.engines.embedded.serve import ServeSettings, serve
 
-    adapter = None
+    adapter, of_runs = None, {}
     if args.adapter is not None:
         adapter = AdapterSource(directory=args.adapter)
     elif args.adapter_shape is not None:
         adapter = AdapterSource(shape=AdapterConfig.from_json(args.adapter_shape))
+    elif args.shapes_of_runs is not None:
+        shapes = json.loads(args.shapes_of_runs)
+        of_runs = {name: AdapterSource(shape=AdapterConfig.from_json(shape)) for name, shape in shapes.items()}
 
     return serve(
         ServeSettings(
@@ -64,6 +68,7 @@ def main(argv: list[str]) -> int:
             num_threads=args.num_threads,
             trust_remote_code=args.trust_remote_code,
             adapter=adapter,
+            adapters_of_runs=of_runs,
             is_batch_invariant=args.batch_invariant,
             ready_file=args.ready_file,
             host=args.host,
@@ -79,6 +84,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model-path", required=True, help="Hugging Face directory, or ORG/NAME on the Hub")
     parser.add_argument("--adapter", type=Path, help="LoRA adapter to apply: a PEFT directory, or a checkpoint of a LoRA run")
     parser.add_argument("--adapter-shape", help=argparse.SUPPRESS)  # JSON of AdapterConfig; a trainer sends the weights
+    parser.add_argument(
+        "--shapes-of-runs", help=argparse.SUPPRESS
+    )  # JSON of such shapes by the name of a run; each run's trainer sends its
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     parser.add_argument("--port", type=int, default=30000, help="port to listen on; 0 takes a free one (%(default)s)")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: CUDA if available")
@@ -136,14 +144,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 def _end_with_parent(pid: int) -> None:
     """Stop this process when process `pid` ends, however it ends."""
-    try:
-        parent = os.pidfd_open(pid)
-        select.select([parent], [], [])
-    except ProcessLookupError:
-        pass  # it has already exited
-    except (AttributeError, OSError):  # no pidfd on this system
-        while os.getppid() == pid:
-            time.sleep(0.5)
+    wait_for_end(pid)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE_S)
     os._exit(1)

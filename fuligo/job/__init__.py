@@ -6,7 +6,8 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,6 +19,7 @@ from fuligo.limits import collector_paused
 
 if TYPE_CHECKING:
     from fuligo.job.evaluation import Evaluated
+    from fuligo.job.lent import LentParts
     from fuligo.job.run import Outcome
 
 T = TypeVar("T")
@@ -50,17 +52,20 @@ def run_job(config: Config) -> int:
     return 0
 
 
-def run_to_end(config: Config) -> Outcome:
+def run_to_end(config: Config, lent: LentParts | None = None) -> Outcome:
     """Run a configuration to its end.
 
     SIGTERM ends it like Ctrl-C: engines and ranks are stopped, and everything recorded stays. --save-on-sigterm saves a checkpoint first.
+
+    Args:
+        lent: trainer and engine that several runs share; None: the run has its own
     """
     with collector_paused():
         from fuligo.job.run import run_config
 
     _keep_private(config)
     termination = Termination(config.checkpoint.save_on_sigterm)
-    return asyncio.run(_run_until_terminated(run_config(config, termination), termination))
+    return asyncio.run(_run_until_terminated(run_config(config, termination, lent), termination))
 
 
 async def run_in_loop(config: Config) -> Outcome:
@@ -69,6 +74,30 @@ async def run_in_loop(config: Config) -> Outcome:
 
     _keep_private(config)
     return await run_config(config, Termination(config.checkpoint.save_on_sigterm))
+
+
+def run_many_to_end(configs: Mapping[str, Config]) -> list[Path]:
+    """Run checked configurations at once, each in a process of its own, over one trainer and one engine; return their run directories.
+
+    Args:
+        configs: by the name of the run
+
+    Raises:
+        RunsFailedError: runs failed; the others have ended by themselves
+        EngineError: the engine did not start, or died
+    """
+    with collector_paused():
+        from fuligo.job.many import run_many
+
+    started = datetime.now()
+    directories = [config.run_directory(started) for config in configs.values()]
+    _keep_private(next(iter(configs.values())))
+    log_file = directories[0].with_name(f"{directories[0].name}.engine.txt")  # the run directories are their processes'
+    try:
+        asyncio.run(run_many(configs, log_file))
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+    return directories
 
 
 def evaluate(config: Config, run_dir: Path) -> Evaluated:

@@ -17,6 +17,7 @@ from fuligo.config.server_groups import TEACHER
 from fuligo.engines.backend import EngineFleet, LaunchedEngines, engine_backend
 from fuligo.engines.client import EngineClient
 from fuligo.engines.connection import ControlDeadlines
+from fuligo.engines.embedded.backend import connect
 from fuligo.engines.engine import InferenceEngine
 from fuligo.engines.generation import RoutingQuery, SamplingParams
 from fuligo.engines.group import EngineGroup
@@ -26,6 +27,7 @@ from fuligo.formats.engine_keys import EngineKeys
 from fuligo.formats.hugging_face import read_model_config
 from fuligo.formats.scratch import scratch_root
 from fuligo.job.colocated import ColocatedDevices, ColocatedWeightSync
+from fuligo.job.lent import LentParts
 from fuligo.job.transport import choose_transport, ranks_beside_engines
 from fuligo.job.watch import while_watching
 from fuligo.models.device import resolve_device, resolve_precision
@@ -107,11 +109,14 @@ class Engines:
             policy.sync_restarted = before
 
 
-async def launch_engines(config: Config, directory: RunDirectory, stack: AsyncExitStack, cluster: RayCluster | None) -> Engines | None:
-    """Start the engines, or connect to external ones; return when they answer. None if the run samples nothing.
+async def launch_engines(
+    config: Config, directory: RunDirectory, stack: AsyncExitStack, cluster: RayCluster | None, lent: LentParts | None = None
+) -> Engines | None:
+    """Start the engines, or connect to external or lent ones; return when they answer. None if the run samples nothing.
 
     Args:
         cluster: machines for the engines; None: this one
+        lent: has the engine, which several runs share; None: this run starts its own
 
     Raises:
         EngineError: an engine did not start, or does not answer
@@ -120,6 +125,9 @@ async def launch_engines(config: Config, directory: RunDirectory, stack: AsyncEx
         return None
     if config.engine.rollout_external_engine_addrs:
         launched = LaunchedEngines(await _connect_external(config, stack))
+    elif lent is not None:
+        engine = await lent.engine()
+        launched = connect(config, engine.url, engine.keys, stack)
     else:
         launched = await engine_backend(config).launch(config, directory.path, stack, cluster)
     await _require_routing(config, launched.group)

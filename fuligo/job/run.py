@@ -20,6 +20,7 @@ from fuligo.errors import CheckpointError, RankError
 from fuligo.job.colocated import ColocatedDevices, ColocatedTrainer, ColocatedWeightSync
 from fuligo.job.engines import Engines, build_weight_sync, find_teacher, launch_engines
 from fuligo.job.join import Joined, join_cluster
+from fuligo.job.lent import LentParts
 from fuligo.job.log_hooks import LogHooks
 from fuligo.job.origin import Origin, named_checkpoints, save_directory
 from fuligo.job.periodic import Evaluate, SaveCheckpoint, SaveDebugRollout, Schedule
@@ -55,14 +56,17 @@ class Outcome:
     """Evaluations since the last restart, in order; the first of a run is of the untrained policy unless that was skipped."""
 
 
-async def run_config(config: Config, termination: Termination) -> Outcome:
+async def run_config(config: Config, termination: Termination, lent: LentParts | None = None) -> Outcome:
     """Run a configuration to its end, or until its termination.
+
+    Args:
+        lent: trainer and engine that several runs share; None: the run has its own
 
     Raises:
         FuligoError: the run failed; everything recorded and saved until then is on disk
     """
     async with AsyncExitStack() as stack:
-        opened = await _open(config, stack)
+        opened = await _open(config, stack, lent)
         origin, num_restarts, max_restarts = opened.origin, 0, config.checkpoint.max_restarts
         while True:
             async with AsyncExitStack() as recording:
@@ -97,7 +101,7 @@ async def _train(begun: Begun, termination: Termination) -> Outcome:
             raise
 
 
-async def _open(config: Config, stack: AsyncExitStack) -> Opened:
+async def _open(config: Config, stack: AsyncExitStack, lent: LentParts | None) -> Opened:
     """Open the run directory and the cluster; begin to start the engines."""
     origin = Origin.find(config)
     run_dir = config.run_directory(datetime.now())
@@ -118,11 +122,11 @@ async def _open(config: Config, stack: AsyncExitStack) -> Opened:
     engines_may_start = asyncio.Event()
     if not joined.config.takes_turns:
         engines_may_start.set()
-    launching = asyncio.create_task(_launch_engines(engines_may_start, joined, directory, stack))
+    launching = asyncio.create_task(_launch_engines(engines_may_start, joined, directory, stack, lent))
     stack.push_async_callback(_cancel, launching)
     await asyncio.sleep(0)  # lets the task start the engine's process, which loads beside all that follows
 
-    return Opened(joined.config, origin, directory, joined.cluster, standbys, store, engines_may_start, launching, stack)
+    return Opened(joined.config, origin, directory, joined.cluster, lent, standbys, store, engines_may_start, launching, stack)
 
 
 def _origin_of_restart(opened: Opened) -> Origin:
@@ -240,9 +244,11 @@ def _report_interruption(config: Config, directory: RunDirectory, kind: type[Bas
         print(f"resume after rollout {iteration} with: {command}", file=sys.stderr)
 
 
-async def _launch_engines(may_start: asyncio.Event, joined: Joined, directory: RunDirectory, stack: AsyncExitStack) -> Engines | None:
+async def _launch_engines(
+    may_start: asyncio.Event, joined: Joined, directory: RunDirectory, stack: AsyncExitStack, lent: LentParts | None
+) -> Engines | None:
     await may_start.wait()
-    return await launch_engines(joined.config, directory, stack, joined.cluster)
+    return await launch_engines(joined.config, directory, stack, joined.cluster, lent)
 
 
 async def _cancel(task: asyncio.Task[Engines | None]) -> None:
@@ -253,7 +259,7 @@ async def _cancel(task: asyncio.Task[Engines | None]) -> None:
 
 async def _load_trainer(begun: Begun, stack: AsyncExitStack) -> Trainer | None:
     """Load the trainer and restore its checkpoint; return None with --debug-rollout-only."""
-    config, origin, cluster = begun.config, begun.origin, begun.opened.cluster
+    config, origin, cluster, lent = begun.config, begun.origin, begun.opened.cluster, begun.opened.lent
     if config.debug.debug_rollout_only:
         return None
     settings = trainer_settings(
@@ -263,12 +269,12 @@ async def _load_trainer(begun: Begun, stack: AsyncExitStack) -> Trainer | None:
         num_rollout=begun.data.num_rollout,
         profile_dir=begun.opened.directory.path / "profile",
     )
-    if cluster is None:
-        from fuligo.trainer.ranks.trainer import LocalTrainer
-
-        trainer = LocalTrainer(settings, begun.opened.standbys)
-    else:
+    if cluster is not None:
         trainer = cluster.trainer(settings, begun.opened.directory.path)
+    else:
+        from fuligo.trainer.ranks.trainer import LocalTrainer, RankedTrainer
+
+        trainer = LocalTrainer(settings, begun.opened.standbys) if lent is None else RankedTrainer(settings, lent.ranks)
     stack.push_async_callback(trainer.close)
     await stack.enter_async_context(while_watching(trainer.watch()))
     await trainer.load()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from fuligo.checkpoint.store import CheckpointStore
 from fuligo.config import Config
 from fuligo.job.engines import Engines
+from fuligo.job.lent import LentParts
 from fuligo.job.origin import Origin
 from fuligo.job.periodic import Evaluate, SaveCheckpoint
 from fuligo.job.recorder import RunRecorder
@@ -35,6 +36,8 @@ class Opened:
     directory: RunDirectory
     cluster: RayCluster | None
     """Nodes of the run; None if everything runs on this machine."""
+    lent: LentParts | None
+    """Trainer and engine that several runs share; None if the run has its own."""
     standbys: StandbyRanks | None
     """Processes for trainers after the first; None without --max-restarts, and on a cluster."""
     store: CheckpointStore | None

@@ -1,6 +1,7 @@
 """Backend `embedded`: one engine in a process beside the driver."""
 
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from fuligo.config import Config
@@ -11,6 +12,7 @@ from fuligo.engines.group import EngineGroup
 from fuligo.errors import ConfigError, FuligoError
 from fuligo.formats.adapter_config import adapter_directory
 from fuligo.formats.checkpoint_form import prediction_prefixes
+from fuligo.formats.engine_keys import EngineKeys
 from fuligo.formats.hugging_face import read_config_json
 from fuligo.formats.weight_manifest import EngineFormat
 from fuligo.models.adapter_flags import adapter_of
@@ -18,40 +20,52 @@ from fuligo.models.device import Device, Precision, resolve_precision
 from fuligo.models.registry import has_whole_experts
 
 
+def settings_of(config: Config, log_file: Path) -> EmbeddedEngineSettings:
+    """Return the settings of the engine's process without an adapter."""
+    assert config.model.hf_checkpoint is not None, "validated"
+    flags = config.engine
+    return EmbeddedEngineSettings(
+        model_path=config.model.hf_checkpoint,
+        log_file=log_file,
+        device=config.cluster.device,
+        dtype=flags.embedded_dtype,
+        max_running_requests=flags.embedded_max_running_requests,
+        max_total_tokens=flags.embedded_max_total_tokens,
+        num_threads=flags.embedded_num_threads,
+        trust_remote_code=config.model.trust_remote_code,
+        start_timeout_s=flags.engine_start_timeout_s,
+    )
+
+
+def connect(config: Config, url: str, keys: EngineKeys, stack: AsyncExitStack) -> LaunchedEngines:
+    """Return a running engine as a run uses it; `stack` closes the connection."""
+    flags, rollout = config.engine, config.rollout
+    group = EngineGroup.connect(
+        [url],
+        keys=keys,
+        retries=rollout.rollout_retries,
+        timeout_s=rollout.rollout_timeout_s,
+        deadlines=ControlDeadlines.of_others(request_timeout_s=rollout.rollout_timeout_s, start_timeout_s=flags.engine_start_timeout_s),
+    )
+    stack.push_async_callback(group.close)
+    return LaunchedEngines(group)
+
+
 class EmbeddedBackend:
     """Implementation of `engines.backend.EngineBackend`."""
 
     async def launch(self, config: Config, directory: Path, stack: AsyncExitStack, hosts: EngineHosts | None) -> LaunchedEngines:
-        assert config.model.hf_checkpoint is not None, "validated"
-        flags, rollout = config.engine, config.rollout
         given = config.lora.lora_adapter
         engine = await launch_embedded(
-            EmbeddedEngineSettings(
-                model_path=config.model.hf_checkpoint,
-                log_file=directory / "engine.txt",
-                device=config.cluster.device,
-                dtype=flags.embedded_dtype,
-                max_running_requests=flags.embedded_max_running_requests,
-                max_total_tokens=flags.embedded_max_total_tokens,
-                num_threads=flags.embedded_num_threads,
-                trust_remote_code=config.model.trust_remote_code,
+            replace(
+                settings_of(config, directory / "engine.txt"),
                 adapter=None if given is None or config.trains else adapter_directory(Path(given)),
                 adapter_shape=adapter_of(config) if config.trains and config.syncs_adapter else None,
                 is_batch_invariant=config.train.exact_on_policy,
-                start_timeout_s=flags.engine_start_timeout_s,
             )
         )
         await stack.enter_async_context(stopped_at_exit(engine))
-        deadlines = ControlDeadlines.of_others(request_timeout_s=rollout.rollout_timeout_s, start_timeout_s=flags.engine_start_timeout_s)
-        group = EngineGroup.connect(
-            [engine.url],
-            keys=engine.keys,
-            retries=rollout.rollout_retries,
-            timeout_s=rollout.rollout_timeout_s,
-            deadlines=deadlines,
-        )
-        stack.push_async_callback(group.close)
-        return LaunchedEngines(group)
+        return connect(config, engine.url, engine.keys, stack)
 
     def engine_format(self, config: Config) -> EngineFormat:
         """Leave out MTP layers, which transformers' models lack, and quantisation."""

@@ -1,9 +1,8 @@
-"""Embedded engine: a thread that steps the scheduler, and the commands that other threads may send it."""
+"""Embedded engine: a scheduler that a thread steps, and the commands that other threads may send it."""
 
 from __future__ import annotations
 
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -16,6 +15,7 @@ from fuligo.engines.embedded.kv_cache import KVCache, length_class
 from fuligo.engines.embedded.model import EngineModel
 from fuligo.engines.embedded.request import Request
 from fuligo.engines.embedded.scheduler import Scheduler
+from fuligo.engines.embedded.thread import EngineThread
 from fuligo.engines.engine import PauseMode
 from fuligo.errors import EngineError
 from fuligo.formats.receiver import NamedTensors, WeightStore
@@ -43,6 +43,7 @@ class EmbeddedEngine:
     Args:
         on_ended: called in the engine's thread with requests that have ended
         on_failure: called in the engine's thread when a step raised; all requests have ended, and the engine accepts no more
+        thread: shared with other engines, which take turns; None: the engine has its own
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class EmbeddedEngine:
         max_total_tokens: int,
         on_ended: Callable[[Sequence[Request]], None],
         on_failure: Callable[[], object],
+        thread: EngineThread | None = None,
     ) -> None:
         self.model = model
         self.max_total_tokens = max_total_tokens
@@ -65,20 +67,19 @@ class EmbeddedEngine:
         self._on_failure = on_failure
         self._incoming: deque[Request] = deque()
         self._commands: deque[Callable[[], None]] = deque()
-        self._wake = threading.Condition()
-        self._stopping = False
         self._paused = False
         self._released = False
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread = EngineThread() if thread is None else thread
+        self._thread.add(self)
+        self._wake = self._thread.wake
 
     def start(self) -> None:
+        """Start the engine's thread, for all engines that share it."""
         self._thread.start()
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        with self._wake:
-            self._stopping = True
-            self._wake.notify()
-        self._thread.join(timeout_s)
+        """Stop the engine's thread, for all engines that share it."""
+        self._thread.stop(timeout_s)
 
     def submit(self, request: Request) -> None:
         """Queue a request.
@@ -199,22 +200,27 @@ class EmbeddedEngine:
             self._wake.notify()
         return future
 
-    def _run(self) -> None:
+    def has_work(self) -> bool:
+        """Return whether a turn would do something; the caller holds the thread's condition."""
+        return bool(self._commands or self._incoming or self._may_step())
+
+    def take_turn(self) -> None:
+        """Run the commands that have arrived, then one step; called by the engine's thread."""
         try:
-            while self._wait_for_work():
-                while self._commands:
-                    command = self._commands.popleft()
-                    self._take_in()  # a command applies to all requests that came before it
-                    command()
-                self._take_in()
-                if self._may_step():
-                    self._end(self._scheduler.step())
-                    self._share_device()
+            while self._commands:
+                command = self._commands.popleft()
+                self._take_in()  # a command applies to all requests that came before it
+                command()
+            self._take_in()
+            if self._may_step():
+                self._end(self._scheduler.step())
+                self._share_device()
         except BaseException as error:
             logger.exception("the engine failed")
             with self._wake:
                 self.failure = error
                 left = [*self._scheduler.abort(lambda _: True, ""), *self._incoming]
+                self._incoming.clear()
             for request in left:
                 request.error = f"the engine failed: {error!r}"
             self._end(left)
@@ -226,20 +232,13 @@ class EmbeddedEngine:
             self._scheduler.cache.release()
             torch.cuda.empty_cache()
 
-    def _wait_for_work(self) -> bool:
-        """Sleep until there is work; return False if the engine is to stop."""
-        with self._wake:
-            while not (self._stopping or self._commands or self._incoming or self._may_step()):
-                self._wake.wait()
-            return not self._stopping
-
     def _take_in(self) -> None:
         with self._wake:
             while self._incoming:
                 self._scheduler.enqueue(self._incoming.popleft())
 
     def _may_step(self) -> bool:
-        held = self._paused or self._released or self.weights.torn
+        held = self.failure is not None or self._paused or self._released or self.weights.torn
         return not held and bool(self._scheduler.waiting or self._scheduler.num_running)
 
     def _end(self, requests: Sequence[Request]) -> None:

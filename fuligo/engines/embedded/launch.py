@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -31,6 +32,8 @@ class EmbeddedEngineSettings:
     """LoRA adapter to apply."""
     adapter_shape: AdapterConfig | None = None
     """Shape of an adapter that a trainer sends; exclusive with `adapter`."""
+    shapes_of_runs: Mapping[str, AdapterConfig] = field(default_factory=dict)
+    """Shapes of the adapters of several runs that share the engine, by the name of the run; exclusive with both."""
     is_batch_invariant: bool = False
     """Log-probabilities depend only on a request's own tokens, to the bit."""
     start_timeout_s: float = 600.0
@@ -47,10 +50,18 @@ class EmbeddedEngineSettings:
             "--num-threads": self.num_threads,
             "--adapter": self.adapter,
             "--adapter-shape": None if self.adapter_shape is None else self.adapter_shape.to_json(),
+            "--shapes-of-runs": json.dumps({name: shape.to_json() for name, shape in self.shapes_of_runs.items()})
+            if self.shapes_of_runs
+            else None,
         }
         switches = ["--trust-remote-code"] if self.trust_remote_code else []
         switches += ["--batch-invariant"] if self.is_batch_invariant else []
         return [*(str(part) for flag, value in given.items() if value is not None for part in (flag, value)), *switches]
+
+
+def run_path(name: str) -> str:
+    """Return the path below which the engine of one of several runs is served."""
+    return f"/runs/{name}"
 
 
 class EmbeddedEngineProcess:

@@ -24,6 +24,7 @@ from fuligo.models.directory import end_ids, has_tokenizer, load_config, load_to
 from fuligo.models.invariant_modules import InvariantModel
 from fuligo.models.modules import align_weights, speed_up_rms_norms, take_stated_epsilon
 from fuligo.models.registry import batch_variant_because
+from fuligo.models.shared_base import SharedBase
 from fuligo.models.transformers_types import (
     LANGUAGE_MODEL_ALONE,
     attention_choice,
@@ -85,11 +86,13 @@ class EngineModel:
         trusts_tokenizer: bool = False,
         adapter: AdapterSource | None = None,
         is_batch_invariant: bool = False,
+        base: SharedBase | None = None,
     ) -> None:
         """Load the model.
 
         Args:
             is_batch_invariant: compute log-probabilities that depend only on a request's own tokens, to the bit.
+            base: base weights to share with other models of the directory
         """
         self.path = path
         self.device = device
@@ -112,6 +115,8 @@ class EngineModel:
         """[N, V] -> [N, V], float32"""
         if adapter is not None:
             adapter.add_to(self.module, dtype)
+        if base is not None:
+            base.give_to(self.module)
         self.module.to(device).eval().requires_grad_(False)
         self.tokenizer = load_tokenizer(path, runs_its_code=trusts_tokenizer) if has_tokenizer(path) else None
         if self.tokenizer is None:

@@ -7,6 +7,7 @@ import logging
 import signal
 import socket
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from fuligo.engines.embedded.engine import EmbeddedEngine
 from fuligo.engines.embedded.http_api import Api, wake
 from fuligo.engines.embedded.kv_cache import length_class
+from fuligo.engines.embedded.launch import run_path
 from fuligo.engines.embedded.model import DTYPES, AdapterSource, EngineModel
+from fuligo.engines.embedded.thread import EngineThread
 from fuligo.engines.host import LOOPBACK, endpoint
 from fuligo.engines.http_access import QuietServer, is_foreign, own_names
 from fuligo.engines.stranger_connections import Connection, Strangers, admit, renew
@@ -32,12 +35,14 @@ from fuligo.errors import ConfigError
 from fuligo.formats.engine_keys import EngineKeys
 from fuligo.formats.scratch import scratch_root
 from fuligo.limits import available_memory_bytes, num_cores, raise_open_files
+from fuligo.models.shared_base import SharedBase
 
 logger = logging.getLogger(__name__)
 GIL_SWITCH_S = 2e-4
 """The compute thread takes the GIL once per operation; at Python's 5 ms a busy event loop would stall it for whole steps."""
 KEEP_ALIVE_S = 600
 SHUTDOWN_S = 5
+STOP_S = 10.0
 MEMORY_SHARE = {"cpu": 0.5, "cuda": 0.4}
 """Fraction of the free memory that running requests may use; the rest covers the space that rows leave behind in shorter pools."""
 
@@ -54,6 +59,8 @@ class ServeSettings:
     num_threads: int | None = None
     trust_remote_code: bool = False
     adapter: AdapterSource | None = None
+    adapters_of_runs: Mapping[str, AdapterSource] = field(default_factory=dict)
+    """Adapters of runs that share this engine, by the name of the run; each is served below `run_path`. Empty: one engine at the root."""
     is_batch_invariant: bool = False
     ready_file: Path | None = None
     host: str = LOOPBACK
@@ -73,27 +80,32 @@ def serve(settings: ServeSettings, listener: socket.socket) -> int:
     torch.set_num_threads(settings.num_threads or max(1, usable - 1))  # the server's event loop needs a core
     # cuDNN's attention builds a plan for every new shape, and every decoding step has new shapes.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    model = _load(settings)
-    gc.freeze()  # keeps modules and model, which live as long as the process, out of full collections of 0.1 s each
-    return uvloop.run(_serve(settings, model, listener))
+    models = _load(settings)
+    gc.freeze()  # keeps modules and models, which live as long as the process, out of full collections of 0.1 s each
+    return uvloop.run(_serve(settings, models, listener))
 
 
-async def _serve(settings: ServeSettings, model: EngineModel, listener: socket.socket) -> int:
+async def _serve(settings: ServeSettings, models: Sequence[EngineModel], listener: socket.socket) -> int:
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
-    engine = EmbeddedEngine(
-        model,
-        max_running_requests=settings.max_running_requests,
-        max_total_tokens=settings.max_total_tokens or affordable_tokens(model, settings.max_running_requests),
-        on_ended=wake,
-        on_failure=lambda: loop.call_soon_threadsafe(stop.set),
-    )
+    max_running, thread = settings.max_running_requests, EngineThread()
+    max_total_tokens = settings.max_total_tokens or affordable_tokens(models[0], max_running, num_engines=len(models))
+    engines = [
+        EmbeddedEngine(
+            model,
+            max_running_requests=max_running,
+            max_total_tokens=max_total_tokens,
+            on_ended=wake,
+            on_failure=lambda: loop.call_soon_threadsafe(_after_failure, engines, stop),
+            thread=thread,
+        )
+        for model in models
+    ]
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # a background job stays one that Ctrl-C does not end
         loop.add_signal_handler(signal.SIGINT, stop.set)
-    allowed = (Path(settings.model_path), scratch_root(), *settings.weight_directories)
     config = uvicorn.Config(
-        protected(Api(engine, allowed).app(), settings.keys, settings.host),
+        _application(settings, engines),
         loop="none",
         http=partial(Connection, Strangers()),  # pyright: ignore[reportArgumentType] - called like a class
         lifespan="off",
@@ -109,46 +121,71 @@ async def _serve(settings: ServeSettings, model: EngineModel, listener: socket.s
     await server.listening.wait()
     if serving.done():
         await serving
-    engine.start()
+    thread.start()
     host, port = listener.getsockname()[:2]
     if settings.ready_file is not None:
         _write_whole(settings.ready_file, json.dumps({"port": port}))
     logger.info("serving %s on http://%s", settings.model_path, endpoint(host, port))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
-    if engine.failure is None:
-        await asyncio.wrap_future(engine.pause("abort"))  # requests in flight are answered with their tokens so far
+    for engine in engines:
+        if engine.failure is None:
+            await asyncio.wrap_future(engine.pause("abort"))  # requests in flight are answered with their tokens so far
     server.should_exit = True
     await serving
-    engine.stop()
-    return 0 if engine.failure is None else 1
+    thread.stop(STOP_S)
+    return 1 if any(engine.failure is not None for engine in engines) else 0
 
 
-def _load(settings: ServeSettings) -> EngineModel:
+def _after_failure(engines: Sequence[EmbeddedEngine], stop: asyncio.Event) -> None:
+    """Stop serving when no engine is left: the failure of one run's is not the others'."""
+    if all(engine.failure is not None for engine in engines):
+        stop.set()
+
+
+def _application(settings: ServeSettings, engines: Sequence[EmbeddedEngine]) -> ASGIApp:
+    """Return the application of one engine, or of the engines of several runs, each below its path."""
+    allowed = (Path(settings.model_path), scratch_root(), *settings.weight_directories)
+    applications = [protected(Api(engine, allowed).app(), settings.keys, settings.host) for engine in engines]
+    if not settings.adapters_of_runs:
+        return applications[0]
+    return below_paths({run_path(name): application for name, application in zip(settings.adapters_of_runs, applications, strict=True)})
+
+
+def _load(settings: ServeSettings) -> list[EngineModel]:
+    """Load the model, once for each run that shares the engine; they have the base weights in common."""
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no CUDA device; use --device cpu")
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if settings.device == "auto" else settings.device)
     dtype = ("bf16" if device.type == "cuda" else "fp32") if settings.dtype == "auto" else settings.dtype
     trusts = settings.trust_remote_code
-    return EngineModel(
-        settings.model_path,
-        device,
-        DTYPES[dtype],
-        trusts_tokenizer=trusts,
-        adapter=settings.adapter,
-        is_batch_invariant=settings.is_batch_invariant,
-    )
+    base = SharedBase() if settings.adapters_of_runs else None
+    return [
+        EngineModel(
+            settings.model_path,
+            device,
+            DTYPES[dtype],
+            trusts_tokenizer=trusts,
+            adapter=adapter,
+            is_batch_invariant=settings.is_batch_invariant,
+            base=base,
+        )
+        for adapter in (settings.adapters_of_runs.values() or [settings.adapter])
+    ]
 
 
-def affordable_tokens(model: EngineModel, max_running_requests: int) -> int:
+def affordable_tokens(model: EngineModel, max_running_requests: int, *, num_engines: int = 1) -> int:
     """Return the tokens of KV cache that the longest requests need, limited to a fraction of the free memory.
+
+    Args:
+        num_engines: engines that have such a cache each
 
     Raises:
         ConfigError: not even the shortest request fits
     """
     device = model.device.type
     free_bytes = torch.cuda.mem_get_info(model.device)[0] if device == "cuda" else available_memory_bytes()
-    fitting = int(MEMORY_SHARE[device] * free_bytes) // model.cache_shape.bytes_per_token(model.dtype)
+    fitting = int(MEMORY_SHARE[device] * free_bytes) // (num_engines * model.cache_shape.bytes_per_token(model.dtype))
     if fitting < length_class(1):
         raise ConfigError(
             f"{free_bytes / 2**20:.0f} MiB of free memory are not enough for a KV cache; free some, or set --max-total-tokens"
@@ -161,6 +198,23 @@ def _write_whole(path: Path, text: str) -> None:
     unfinished = path.with_name(path.name + ".tmp")
     unfinished.write_text(text)
     unfinished.rename(path)
+
+
+def below_paths(applications: Mapping[str, ASGIApp]) -> ASGIApp:
+    """Return an application that passes requests on by the start of their path, which it takes off."""
+
+    async def route(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        for prefix, application in applications.items():
+            if scope["path"].startswith(f"{prefix}/"):
+                await application({**scope, "path": scope["path"].removeprefix(prefix), "raw_path": None}, receive, send)
+                return
+        await _refused(404, "this engine serves several runs, each below a path of its own; there is none at this path")(
+            scope, receive, send
+        )
+
+    return route
 
 
 def protected(app: ASGIApp, keys: EngineKeys, host: str) -> ASGIApp:

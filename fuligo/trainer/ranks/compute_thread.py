@@ -4,7 +4,19 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
+
+
+class Compute(Protocol):
+    """Thread that computes, or a share in one."""
+
+    def submit(self, function: Callable[[], Any], /) -> Future[Any]:
+        """Run the function after those that were submitted before."""
+        ...
+
+    def stop(self) -> None:
+        """End the thread, or the share, when all submitted work is done."""
+        ...
 
 
 class ComputeThread:

@@ -161,6 +161,13 @@ def serve(connection: RankConnection, executor: RankExecutor) -> None:
 
     Where the driver ends without `Leave`, end this process at once, even if it hangs in a collective.
     """
+    answer_commands(connection, executor)
+    if not executor.rank.has_left:
+        os._exit(1)
+
+
+def answer_commands(connection: RankConnection, executor: RankExecutor) -> None:
+    """Answer commands until the other end closes the connection."""
     sending = threading.Lock()
 
     def send(number: int, answered: Future[Answer[Any]]) -> None:
@@ -179,8 +186,6 @@ def serve(connection: RankConnection, executor: RankExecutor) -> None:
     with suppress(EOFError, OSError):
         while True:
             serve_next()
-    if not executor.rank.has_left:
-        os._exit(1)
 
 
 def _has_ended(connection: RankConnection) -> bool:

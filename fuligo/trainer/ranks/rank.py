@@ -11,7 +11,7 @@ from fuligo.engines.host import is_loopback, listening_store, use_loopback_inter
 from fuligo.errors import TrainerError
 from fuligo.limits import collector_paused
 from fuligo.trainer.ranks.commands import Answer, Command, R
-from fuligo.trainer.ranks.compute_thread import ComputeThread
+from fuligo.trainer.ranks.compute_thread import Compute, ComputeThread
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fuligo.trainer.packing import Cost
     from fuligo.trainer.ranks.settings import TrainerSettings
     from fuligo.trainer.ranks.worker import RankWorker
-    from fuligo.trainer.ranks.world import Rendezvous
+    from fuligo.trainer.ranks.world import Rendezvous, World
 
 
 class Rank:
@@ -74,10 +74,18 @@ class Rank:
             raise TrainerError("cannot stand by: an import has initialised CUDA, which takes memory of a GPU")
 
     def load(self, settings: TrainerSettings, rendezvous: Rendezvous | None) -> Cost | None:
+        joined = self.join(settings, rendezvous)
+        from fuligo.trainer.ranks import worker
+
+        self._worker = worker.build_worker(settings, joined)
+        return self._worker.balance_by
+
+    def join(self, settings: TrainerSettings, rendezvous: Rendezvous | None) -> World:
+        """Form the process group with the other ranks, if it needs one."""
         with collector_paused():
             from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-            from fuligo.trainer.ranks import worker, world
+            from fuligo.trainer.ranks import world
 
         joined = world.World()
         if rendezvous is None or is_loopback(rendezvous.host):
@@ -87,8 +95,7 @@ class Rank:
             joined = world.join_trainer(settings, self.number, self._size, store, key)
         else:
             world.share_cores(1)
-        self._worker = worker.build_worker(settings, joined)
-        return self._worker.balance_by
+        return joined
 
     def leave(self) -> None:
         """Leave the process group; the process may form another one, for the next trainer."""
@@ -106,11 +113,15 @@ class Rank:
 
 
 class RankExecutor:
-    """Thread that runs a rank's commands one after another, so that the process answers pings meanwhile."""
+    """Thread that runs a rank's commands one after another, so that the process answers pings meanwhile.
 
-    def __init__(self, rank: Rank) -> None:
+    Args:
+        compute: that thread; None: a new one
+    """
+
+    def __init__(self, rank: Rank, compute: Compute | None = None) -> None:
         self.rank = rank
-        self._compute = ComputeThread(f"trainer-rank-{rank.number}")
+        self._compute = ComputeThread(f"trainer-rank-{rank.number}") if compute is None else compute
 
     def answer(self, command: Callable[[], Command[R]], *, is_queued: bool) -> Future[Answer[R]]:
         """Run a command.

@@ -1,6 +1,6 @@
 """Weights of a model: sharded over the ranks, and by name, gathered from the ranks one parameter at a time."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor, nn
@@ -14,18 +14,24 @@ from fuligo.models.transformers_types import text_config
 from fuligo.trainer.ranks.world import World
 
 
-def shard(policy: nn.Module, layers: Sequence[nn.Module], world: World, *, half_precision: bool) -> None:
+def shard(
+    policy: nn.Module, layers: Sequence[nn.Module], world: World, *, half_precision: bool, whole: Set[nn.Parameter] = frozenset()
+) -> None:
     """Shard the model with FSDP2, a unit for each layer and one for the rest, in place.
 
     Weights stay float32; with `half_precision` a unit is gathered and computes in bfloat16. Gradients are summed over ranks in
     float32, not averaged: the loss is already a share of the global batch's.
+
+    Args:
+        whole: frozen parameters that are not sharded and stay the same objects, in the data type that they are used in
     """
     mesh: DeviceMesh = init_device_mesh(world.device.type, (world.size,))
     dtype = torch.bfloat16 if half_precision else None
     mixed_precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    ignored = set(whole)
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=mixed_precision)
-    fully_shard(policy, mesh=mesh, mp_policy=mixed_precision, reshard_after_forward=False)
+        fully_shard(layer, mesh=mesh, mp_policy=mixed_precision, ignored_params=ignored)
+    fully_shard(policy, mesh=mesh, mp_policy=mixed_precision, reshard_after_forward=False, ignored_params=ignored)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

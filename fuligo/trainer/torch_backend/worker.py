@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fuligo.formats.weight_manifest import Undelivered, WeightManifest, WeightTarget
 from fuligo.models.adapter import adapter_off, set_dropout
+from fuligo.models.shared_base import SharedBase
 from fuligo.models.transformers_types import read_config, sees_images, text_config
 from fuligo.models.vision.processor import ImageProcessor
 from fuligo.trainer.adapter_sender import AdapterSender, base_digest
@@ -52,8 +53,11 @@ PackedT = TypeVar("PackedT", bound=PackedModel)
 class TorchRankWorker:
     """Models, optimizers and counters of one rank, or its shards of them."""
 
-    def __init__(self, settings: TorchTrainerSettings, world: World) -> None:
+    def __init__(self, settings: TorchTrainerSettings, world: World, *, base: SharedBase | None = None) -> None:
         """Load weights and build the optimizers.
+
+        Args:
+            base: base weights to share with the policies of other runs in this process, on a single rank; each has an adapter of its own
 
         Raises:
             CheckpointError: weights cannot be read.
@@ -64,6 +68,7 @@ class TorchRankWorker:
         self.world = world
         torch.manual_seed(settings.seed + world.rank)
         self._base_digest: str | None = None
+        self._shared_base = base
         checkpoint = read_config(settings.hf_checkpoint)
         self._images = ImageProcessor(settings.hf_checkpoint) if sees_images(checkpoint) else None
         self.policy = self._load(settings.initial_weights, trained=True, is_exact=settings.exact_on_policy)
@@ -211,6 +216,8 @@ class TorchRankWorker:
             add_policy_adapter(model, settings.lora, seed=settings.seed)
             if settings.precision == "bf16":
                 store_base_in_half_precision(model)
+            if self._shared_base is not None:
+                self._shared_base.give_to(model, digest=self._base_digest)
         elif trained:
             freeze_parameters(model, settings.trained)
         else:
@@ -227,7 +234,9 @@ class TorchRankWorker:
         if self.settings.compiles_dense_layers and can_compile(model.model):
             model.compile_layers()
         if half_precision or self.world.size > 1:
-            shard(model, model.layers, self.world, half_precision=half_precision)
+            # Sharding copies parameters; those that other runs use, too, stay as they are.
+            whole = set() if self._shared_base is None else self._shared_base.parameters()
+            shard(model, model.layers, self.world, half_precision=half_precision, whole=whole)
         if model.vision is not None:
             model.vision.runs_always = self.world.size > 1
             model.vision.is_frozen = not any(parameter.requires_grad for parameter in model.vision.base.visual.parameters())

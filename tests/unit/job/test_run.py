@@ -39,7 +39,7 @@ class Attempts:
         for name in ("_open", "_begin", "_train"):
             monkeypatch.setattr(sys.modules[run_config.__module__], name, getattr(self, name))
 
-    async def _open(self, config: object, stack: AsyncExitStack) -> Opened:
+    async def _open(self, config: object, stack: AsyncExitStack, lent: None) -> Opened:
         return cast(Opened, SimpleNamespace(origin=self._first, store=self._store))
 
     def _begin(self, opened: Opened, origin: Origin, stack: AsyncExitStack) -> Any:

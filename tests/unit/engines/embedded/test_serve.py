@@ -118,7 +118,7 @@ async def test_a_server_that_cannot_listen_says_so(checkpoint: Path, tmp_path: P
     given = ServeSettings(str(checkpoint), max_total_tokens=1024, ready_file=tmp_path / "ready.json")
     with pytest.raises(OSError, match="Bad file descriptor"):
         async with asyncio.timeout(120):
-            await serve_model(given, EngineModel(str(checkpoint), torch.device("cpu"), torch.float32), listener)
+            await serve_model(given, [EngineModel(str(checkpoint), torch.device("cpu"), torch.float32)], listener)
     assert not (tmp_path / "ready.json").exists()
 
 

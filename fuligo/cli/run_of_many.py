@@ -1,0 +1,41 @@
+"""Process of one of the runs of `fuligo train-many`, which starts it."""
+
+import argparse
+import os
+import pickle
+import threading
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+
+from fuligo.cli.parent import wait_for_end
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the configuration that comes over `--control` with the trainer and the engine that are lent.
+
+    Raises:
+        FuligoError: the run failed; the caller prints it.
+    """
+    parser = argparse.ArgumentParser(prog="fuligo run-of-many", description=__doc__)
+    parser.add_argument("--control", type=int, required=True, help="file descriptor that brings the configuration, then the engine")
+    parser.add_argument("--trainer", type=int, required=True, help="file descriptor that leads to the run's rank in the trainer")
+    parser.add_argument("--parent-pid", type=int, required=True, help="process of all runs")
+    options = parser.parse_args(arguments)
+    threading.Thread(target=_end_with_parent, args=(options.parent_pid,), daemon=True, name="parent watch").start()
+    control = Connection(options.control)
+    config = pickle.loads(control.recv_bytes())
+
+    from rich.console import Console
+
+    from fuligo.job import run_to_end
+    from fuligo.job.lent import LentParts
+
+    outcome = run_to_end(config, LentParts(control, Connection(options.trainer)))
+    Console(highlight=False, soft_wrap=True).print(f"run directory: {outcome.run_dir}", markup=False)
+    return 0
+
+
+def _end_with_parent(pid: int) -> None:
+    """End this process at once when the process of all runs does, so that repeating its command finds no run directory in use."""
+    wait_for_end(pid)
+    os._exit(1)

@@ -1,0 +1,110 @@
+"""Rules on several runs that share a trainer and an engine (`fuligo train-many`): what each must be, and what all must have in common."""
+
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
+from itertools import combinations
+from pathlib import Path
+
+from fuligo.config import Config
+from fuligo.config.flags import flags
+from fuligo.config.launcher import chosen_launcher, world_size
+
+SHARED = (
+    "device",
+    "env",
+    "trust_remote_code",
+    "precision",
+    "embedded_dtype",
+    "embedded_max_running_requests",
+    "embedded_max_total_tokens",
+    "embedded_num_threads",
+    "engine_start_timeout_s",
+    "shared_outputs",
+)
+"""Flags of the processes that all runs share."""
+SHARED_PATHS = ("hf_checkpoint", "ref_load")
+OUTPUTS: Mapping[str, Callable[[Config, datetime], str | None]] = {
+    "--run-dir": lambda config, started: str(config.run_directory(started)),
+    "--save": lambda config, _: config.checkpoint.save,
+    "--save-hf": lambda config, _: config.checkpoint.save_hf,
+    "--push-to-hub": lambda config, _: config.checkpoint.push_to_hub,
+    "--save-debug-rollout-data": lambda config, _: config.debug.save_debug_rollout_data,
+}
+"""Places that a run writes to, by option."""
+
+
+def problems_of_many(configs: Mapping[str, Config], started: datetime) -> list[str]:
+    """Return why these runs cannot share a trainer and an engine, one text each.
+
+    Args:
+        configs: by the name of the run
+        started: names run directories that no flag names
+    """
+    if len(configs) < 2:
+        return ["fuligo train-many trains several runs at once, and was given fewer than two; use fuligo train for one"]
+    if world_size() > 1:
+        return ["fuligo train-many has one trainer process, and torchrun started several; start it without torchrun"]
+    alone = [f"{name}: {problem}" for name, config in configs.items() for problem in _problems_alone(config)]
+    return [*alone, *_clashes(configs), *_same_outputs(configs, started)]
+
+
+def _problems_alone(config: Config) -> Iterator[str]:
+    """Yield why a run cannot share its trainer and its engine with any other."""
+    cannot = "cannot share a trainer and an engine:"
+    if not config.uses_adapter:
+        yield f"{cannot} the run trains all weights; give it an adapter (--lora-rank), or train it alone with fuligo train"
+        return
+    if config.resolved_train_backend != "torch":
+        yield f"{cannot} only the torch trainer holds several adapters; use --train-backend torch"
+    if not config.trains or not config.needs_engine:
+        yield f"{cannot} the run has no {'engine' if config.trains else 'trainer'}; start it alone with fuligo train"
+        return
+    if config.engine.rollout_external_engine_addrs:
+        yield f"{cannot} --rollout-external-engine-addrs names engines of its own; drop it"
+    elif config.resolved_rollout_backend != "embedded":
+        yield f"{cannot} only the embedded engine serves several runs; use --rollout-backend embedded"
+    elif not config.syncs_adapter:
+        yield f"{cannot} --lora-sync {config.lora.lora_sync} would overwrite the base weights of the others; use --lora-sync adapter"
+    if config.num_train_gpus > 1:
+        yield f"{cannot} it has {config.num_train_gpus} trainer ranks; use one (--actor-num-gpus-per-node 1)"
+    if chosen_launcher(config) != "local":
+        yield f"{cannot} it would start on Ray; use --launcher local"
+    if config.checkpoint.max_restarts:
+        yield f"{cannot} --max-restarts {config.checkpoint.max_restarts} replaces the trainer of one run; drop it, and repeat the command"
+
+
+def _clashes(configs: Mapping[str, Config]) -> Iterator[str]:
+    """Yield the flags of the shared processes that differ between the first run and another."""
+    (first, shared), *others = configs.items()
+    for option, of in (
+        *((flags()[name].option, _value(name)) for name in SHARED),
+        *((flags()[name].option, _path(name)) for name in SHARED_PATHS),
+    ):
+        for name, config in others:
+            if of(config) != of(shared):
+                yield f"{option} is {_shown(of(shared))} in {first} and {_shown(of(config))} in {name}; all runs need the same"
+
+
+def _value(name: str) -> Callable[[Config], object]:
+    return lambda config: config.value_of(name)
+
+
+def _path(name: str) -> Callable[[Config], object]:
+    def resolved(config: Config) -> object:
+        given = config.value_of(name)
+        return Path(given).resolve() if isinstance(given, str) else given
+
+    return resolved
+
+
+def _shown(value: object) -> str:
+    return "not set" if value in (None, {}, []) else str(value)
+
+
+def _same_outputs(configs: Mapping[str, Config], started: datetime) -> Iterator[str]:
+    """Yield the places that two runs would write to."""
+    for option, place in OUTPUTS.items():
+        places = {name: written for name, config in configs.items() if (written := place(config, started)) is not None}
+        for (one, written), (other, also) in combinations(places.items(), 2):
+            if Path(written).resolve() == Path(also).resolve():
+                yield f"{one} and {other} would both write to {option} {written}; give each its own"

@@ -1,0 +1,40 @@
+"""Base weights that several models with adapters of their own have in common."""
+
+from torch import nn
+
+from fuligo.errors import CheckpointError
+from fuligo.formats.adapter_config import is_adapter_name, stored_name
+
+
+class SharedBase:
+    """Frozen base weights in memory once, for models that differ in their adapters only."""
+
+    def __init__(self) -> None:
+        self._weights: dict[str, nn.Parameter] = {}
+        """Parameters of the first model by their names without an adapter; a tied one under each of its names."""
+        self._digest: str | None = None
+
+    def give_to(self, model: nn.Module, *, digest: str | None = None) -> None:
+        """Replace the base weights of a model by those of the first model that came here, which keeps its own.
+
+        Args:
+            digest: of the model's base weights; None if they need not be compared
+
+        Raises:
+            CheckpointError: the model has other base weights than the first.
+        """
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        own = {stored_name(name): name for name in parameters if not is_adapter_name(stored_name(name))}
+        if not self._weights:
+            self._weights = {stored: parameters[name] for stored, name in own.items()}
+            self._digest = digest
+            return
+        if digest != self._digest or own.keys() != self._weights.keys():
+            raise CheckpointError("cannot share base weights: this run has others than the first; give all runs the same --hf-checkpoint")
+        for stored, name in own.items():
+            module, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(module), attribute, self._weights[stored])
+
+    def parameters(self) -> set[nn.Parameter]:
+        """Return the shared parameters, each once."""
+        return set(self._weights.values())

@@ -6,8 +6,9 @@ if TYPE_CHECKING:
     from fuligo.api import configure as configure
     from fuligo.api import train as train
     from fuligo.api import train_async as train_async
+    from fuligo.api import train_many as train_many
 
-__all__ = ["configure", "train", "train_async"]
+__all__ = ["configure", "train", "train_async", "train_many"]
 
 
 def __getattr__(name: str) -> Any:

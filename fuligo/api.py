@@ -1,9 +1,9 @@
-"""Runs from Python: `fuligo.train` and `fuligo.train_async`, with the flags of `fuligo train` as keyword arguments."""
+"""Runs from Python with the flags of `fuligo train` as keyword arguments: `fuligo.train`, `train_async` and `train_many`."""
 
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,6 +94,32 @@ def train(config: Config | str | Path | None = None, /, **flags: Any) -> "Outcom
     raise RuntimeError("cannot call fuligo.train in a running event loop, such as a notebook's; write: await fuligo.train_async(...)")
 
 
+def train_many(configs: Sequence[Config | str | Path], *, resume: bool = False) -> list[Path]:
+    """Train several LoRA adapters at once over one trainer and one engine, like `fuligo train-many`; return their run directories.
+
+    Args:
+        configs: a config for each run, or the YAML file of one
+        resume: continue each run from its own checkpoints; complete ones are left out, also of the result
+
+    Raises:
+        RunsFailedError: some runs failed; the others have ended by themselves.
+        FuligoError: bad input, or a failure of the shared trainer or engine.
+    """
+    from fuligo.cli.train_many import prepare_many
+    from fuligo.job import run_many_to_end
+
+    given = [config if isinstance(config, Config) else configure(config) for config in configs]
+    named = {f"run {number}": config for number, config in enumerate(given)}
+    local = [f"{name}: {problem}" for name, config in named.items() for problem in _local_functions(config)]
+    if local:
+        raise ConfigError(
+            f"{', '.join(local)}: the processes of the runs cannot import a lambda, a closure or a notebook's function; move it to a module"
+        )
+    prepared = prepare_many(named, resumes=resume)
+    with _own_umask():
+        return run_many_to_end(prepared)
+
+
 async def train_async(config: Config | str | Path | None = None, /, **flags: Any) -> "Outcome":
     """Train in the running event loop, as in a notebook; cancelling it ends the run like Ctrl-C. See `train`.
 
@@ -116,15 +142,20 @@ def _prepared(config: Config | str | Path | None, flags: dict[str, Any]) -> Conf
             raise ConfigError(f"cannot combine a Config with {', '.join(flags)}: a Config is complete; pass flags to fuligo.configure")
     else:
         config = configure(config, **flags)
-    given = {name: config.value_of(name) for name in HOOKS}
-    paths = [(name, path) for name, value in given.items() for path in (value if isinstance(value, list) else [value])]
-    local = [f"{name}={path}" for name, path in paths if str(path).startswith(f"{MODULE}.")]
+    local = _local_functions(config)
     if local and (chosen_launcher(config) != "local" or config.num_train_gpus > 1 or config.checkpoint.max_restarts):
         raise ConfigError(
             f"{', '.join(local)}: other processes of this run cannot import a lambda, a closure or a notebook's function; move it to a "
             "module, or run on this machine with one trainer process"
         )
     return prepare(config)
+
+
+def _local_functions(config: Config) -> list[str]:
+    """Return the hooks that only this process can import, as `flag=path`."""
+    given = {name: config.value_of(name) for name in HOOKS}
+    paths = [(name, path) for name, value in given.items() for path in (value if isinstance(value, list) else [value])]
+    return [f"{name}={path}" for name, path in paths if str(path).startswith(f"{MODULE}.")]
 
 
 @contextmanager

@@ -19,6 +19,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="fuligo run-of-many", description=__doc__)
     parser.add_argument("--control", type=int, required=True, help="file descriptor that brings the configuration, then the engine")
     parser.add_argument("--trainer", type=int, required=True, help="file descriptor that leads to the run's rank in the trainer")
+    parser.add_argument("--num-runs", type=int, required=True, help="runs that share them")
     parser.add_argument("--parent-pid", type=int, required=True, help="process of all runs")
     options = parser.parse_args(arguments)
     threading.Thread(target=_end_with_parent, args=(options.parent_pid,), daemon=True, name="parent watch").start()
@@ -30,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     from fuligo.job import run_to_end
     from fuligo.job.lent import LentParts
 
-    outcome = run_to_end(config, LentParts(control, Connection(options.trainer)))
+    outcome = run_to_end(config, LentParts(control, Connection(options.trainer), options.num_runs))
     Console(highlight=False, soft_wrap=True).print(f"run directory: {outcome.run_dir}", markup=False)
     return 0
 

@@ -15,16 +15,19 @@ from fuligo.errors import ConfigError
 from fuligo.limits import collector_paused
 from fuligo.models.hub import located
 
-USAGE = """\
-usage: fuligo train-many A.yaml B.yaml ... [--flag value ...]
+RESUME = "--resume"
+USAGE = f"""\
+usage: fuligo train-many A.yaml B.yaml ... [{RESUME}] [--flag value ...]
 
 Trains several LoRA adapters at once. Each file is the config of one run, as for `fuligo train --config`, with a run directory, data and a
 reward of its own. All runs share one copy of the base weights in one torch trainer, and one embedded engine. Flags after the files hold for
 all runs. A run that fails ends alone; the exit code is then 1.
 
+{RESUME} continues each run from its own checkpoints, starts those that have none, and skips those that are complete.
+
 More: docs/lora.md, fuligo train --help
 """
-EMPTY: Mapping[str, Sequence[str]] = {}
+NO_WARNINGS: Mapping[str, Sequence[str]] = {}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -37,16 +40,16 @@ def main(arguments: Sequence[str]) -> int:
     if asked_for_help(arguments) is not None:
         print(USAGE, end="")
         return 0
+    resumes, arguments = RESUME in arguments, [argument for argument in arguments if argument != RESUME]
     files = list(takewhile(lambda argument: not argument.startswith("-"), arguments))
-    given = arguments[len(files) :]
-    if any(argument.partition("=")[0] == CONFIG_OPTION for argument in given):
-        raise ConfigError(f"{CONFIG_OPTION}: fuligo train-many takes config files without an option: fuligo train-many A.yaml B.yaml")
     with collector_paused():
-        parsed = _read(files, given)
-        checked = prepare_many({name: each.config for name, each in parsed.items()}, {name: each.warnings for name, each in parsed.items()})
-    from fuligo.job import run_many_to_end
+        parsed = _read(files, arguments[len(files) :])
+        warnings = {name: each.warnings for name, each in parsed.items()}
+        configs = prepare_many({name: each.config for name, each in parsed.items()}, warnings, resumes=resumes)
+    if configs:
+        from fuligo.job import run_many_to_end
 
-    run_many_to_end(checked)
+        run_many_to_end(configs)
     return 0
 
 
@@ -56,36 +59,45 @@ def _read(files: Sequence[str], flags: Sequence[str]) -> dict[str, Parsed]:
     Raises:
         ConfigError: a file or a flag is wrong.
     """
-    stems = Counter(Path(file).stem for file in files)
+    if len(files) < 2:
+        raise ConfigError("fuligo train-many takes the config files of several runs, A.yaml B.yaml ...; use fuligo train for one")
+    if any(flag.partition("=")[0] == CONFIG_OPTION for flag in flags):
+        raise ConfigError(f"{CONFIG_OPTION}: fuligo train-many takes config files without an option: fuligo train-many A.yaml B.yaml")
     if twice := [file for file, number in Counter(files).items() if number > 1]:
         raise ConfigError(f"{twice[0]} is given twice; each run needs a config of its own")
+    stems = Counter(Path(file).stem for file in files)
     names = [Path(file).stem if stems[Path(file).stem] == 1 else file for file in files]
     return {name: parse([CONFIG_OPTION, file, *flags]) for name, file in zip(names, files, strict=True)}
 
 
-def prepare_many(configs: Mapping[str, Config], warnings: Mapping[str, Sequence[str]] = EMPTY) -> dict[str, Config]:
+def prepare_many(
+    configs: Mapping[str, Config], warnings: Mapping[str, Sequence[str]] = NO_WARNINGS, *, resumes: bool = False
+) -> dict[str, Config]:
     """Check that runs can share a trainer and an engine, and each as `fuligo train` does; return the configs to run.
 
     Args:
         configs: by the name of the run
         warnings: about their flags, likewise
+        resumes: continue each run from its own checkpoints; complete ones are left out
 
     Raises:
         ConfigError: a run cannot start, or the runs do not fit together; names all problems found.
     """
     started = datetime.now()
     # Before each is checked by itself, which may take its time, and with the values that were chosen then.
-    _require_fit({name: located(config) for name, config in configs.items()}, started)
+    given = {name: located(config) for name, config in configs.items()}
+    _require_fit(given, started)
     prepared: dict[str, Config] = {}
     problems: list[str] = []
-    for name, config in configs.items():
+    for name, config in (_resumed(given) if resumes else given).items():
         try:
             prepared[name] = prepare(config, warnings.get(name, ()))
         except ConfigError as error:
             problems += [f"{name}: {problem}" for problem in error.problems]
     if problems:
         raise ConfigError(*problems)
-    _require_fit(prepared, started)
+    if prepared:
+        _require_fit(prepared, started)
     return prepared
 
 
@@ -93,3 +105,27 @@ def _require_fit(configs: Mapping[str, Config], started: datetime) -> None:
     problems = problems_of_many(configs, started)
     if problems:
         raise ConfigError(*problems)
+
+
+def _resumed(configs: Mapping[str, Config]) -> dict[str, Config]:
+    """Return the configs of the runs that are not complete, each with --load of its own checkpoints if there are any.
+
+    Raises:
+        ConfigError: a run has no name by which its directory is found again.
+    """
+    from fuligo.checkpoint.location import newest_iteration
+    from fuligo.cli.console import show_choice
+    from fuligo.job.origin import save_directory
+
+    left: dict[str, Config] = {}
+    for name, config in configs.items():
+        if config.observability.run_dir is None and config.observability.name is None:
+            raise ConfigError(f"{name}: {RESUME} cannot find a run directory that has its start time as its name; give it with --run-dir")
+        saved = save_directory(config, config.run_directory(datetime.now()))
+        iteration, num_rollout = newest_iteration(saved) if saved.is_dir() else None, config.data.num_rollout
+        if iteration is not None and num_rollout is not None and iteration >= num_rollout:
+            show_choice(f"{name} is left out: it is complete ({iteration} of {num_rollout} rollouts)")
+            continue
+        load = config.checkpoint.load if iteration is None and config.checkpoint.load is not None else str(saved)
+        left[name] = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"load": load})})
+    return left

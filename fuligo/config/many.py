@@ -40,10 +40,8 @@ def problems_of_many(configs: Mapping[str, Config], started: datetime) -> list[s
         configs: by the name of the run
         started: names run directories that no flag names
     """
-    if len(configs) < 2:
-        return ["fuligo train-many trains several runs at once, and was given fewer than two; use fuligo train for one"]
     if world_size() > 1:
-        return ["fuligo train-many has one trainer process, and torchrun started several; start it without torchrun"]
+        return ["cannot share a trainer that torchrun started: there is one trainer process; start without torchrun"]
     alone = [f"{name}: {problem}" for name, config in configs.items() for problem in _problems_alone(config)]
     return [*alone, *_clashes(configs), *_same_outputs(configs, started)]
 
@@ -56,14 +54,14 @@ def _problems_alone(config: Config) -> Iterator[str]:
         return
     if config.resolved_train_backend != "torch":
         yield f"{cannot} only the torch trainer holds several adapters; use --train-backend torch"
-    if not config.trains or not config.needs_engine:
-        yield f"{cannot} the run has no {'engine' if config.trains else 'trainer'}; start it alone with fuligo train"
+    if not config.trains:
+        yield f"{cannot} --debug-rollout-only trains nothing; start it alone with fuligo train"
         return
     if config.engine.rollout_external_engine_addrs:
         yield f"{cannot} --rollout-external-engine-addrs names engines of its own; drop it"
-    elif config.resolved_rollout_backend != "embedded":
+    elif config.needs_engine and config.resolved_rollout_backend != "embedded":
         yield f"{cannot} only the embedded engine serves several runs; use --rollout-backend embedded"
-    elif not config.syncs_adapter:
+    elif config.needs_engine and not config.syncs_adapter:
         yield f"{cannot} --lora-sync {config.lora.lora_sync} would overwrite the base weights of the others; use --lora-sync adapter"
     if config.num_train_gpus > 1:
         yield f"{cannot} it has {config.num_train_gpus} trainer ranks; use one (--actor-num-gpus-per-node 1)"

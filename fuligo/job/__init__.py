@@ -91,6 +91,8 @@ def run_many_to_end(configs: Mapping[str, Config]) -> list[Path]:
 
     started = datetime.now()
     directories = [config.run_directory(started) for config in configs.values()]
+    if not configs:
+        return []
     _keep_private(next(iter(configs.values())))
     log_file = directories[0].with_name(f"{directories[0].name}.engine.txt")  # the run directories are their processes'
     try:

@@ -27,9 +27,11 @@ class LentParts:
     Args:
         control: brings the engine once it serves
         trainer: leads to the run's rank
+        num_runs: runs that share them
     """
 
-    def __init__(self, control: Connection, trainer: Connection) -> None:
+    def __init__(self, control: Connection, trainer: Connection, num_runs: int) -> None:
+        self.num_runs = num_runs
         self._control = control
         self._trainer = trainer
         self._engine: LentEngine | None = None

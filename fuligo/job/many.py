@@ -23,7 +23,7 @@ from typing import IO
 from fuligo.config import Config
 from fuligo.engines.backend import stopped_at_exit
 from fuligo.engines.embedded.backend import settings_of
-from fuligo.engines.embedded.launch import EmbeddedEngineSettings, launch_embedded, run_path
+from fuligo.engines.embedded.launch import launch_embedded, run_path
 from fuligo.errors import FuligoError, RunsFailedError
 from fuligo.job.lent import LentEngine
 from fuligo.models.adapter_flags import adapter_of
@@ -66,34 +66,44 @@ async def run_many(configs: Mapping[str, Config], log_file: Path) -> None:
     async with AsyncExitStack() as stack:
         trainer = SharedTrainer()
         stack.callback(trainer.stop)
-        runs = [await _start(name, config, trainer, stack) for name, config in configs.items()]
-        ends = [asyncio.create_task(_ended(run)) for run in runs]
+        runs = [await _start(name, config, len(configs), trainer, stack) for name, config in configs.items()]
+        ends = asyncio.gather(*(_ended(run) for run in runs))
         with _signals_passed_to(runs) as received:
             try:
-                engine = await launch_embedded(_engine_settings(list(configs.values()), log_file))
-                await stack.enter_async_context(stopped_at_exit(engine))
-                for number, run in enumerate(runs):
-                    run.send(LentEngine(engine.url + run_path(str(number)), engine.keys))
-                codes = await asyncio.gather(*ends)
+                await _lend_engine(runs, list(configs.values()), log_file, stack)
+                codes = await asyncio.shield(ends)
             except asyncio.CancelledError:
-                await _interrupt(runs, ends)
+                for run in runs:
+                    run.signal(signal.SIGINT)
+                await ends
                 raise
             except FuligoError:
                 for run in runs:
                     run.signal(signal.SIGKILL)
-                await asyncio.gather(*ends)
+                await ends
                 raise
-        if received and all(code in (0, INTERRUPTED) for code in codes):
+        if received and all(code in (0, INTERRUPTED, -signal.SIGTERM) for code in codes):  # a run that was still starting was killed by it
             raise asyncio.CancelledError
         _require_success(dict(zip(configs, codes, strict=True)))
 
 
-def _engine_settings(configs: Sequence[Config], log_file: Path) -> EmbeddedEngineSettings:
-    shapes = {str(number): shape for number, config in enumerate(configs) if (shape := adapter_of(config)) is not None}
-    return replace(settings_of(configs[0], log_file), shapes_of_runs=shapes)
+async def _lend_engine(runs: Sequence[RunProcess], configs: Sequence[Config], log_file: Path, stack: AsyncExitStack) -> None:
+    """Start the engine and tell each run that samples where it serves its adapter.
+
+    Raises:
+        EngineError: it did not start; with the last lines of its log
+    """
+    shapes = {str(number): adapter_of(config) for number, config in enumerate(configs) if config.needs_engine}
+    if not shapes:
+        return
+    of_runs = {number: shape for number, shape in shapes.items() if shape is not None}
+    engine = await launch_embedded(replace(settings_of(configs[0], log_file), shapes_of_runs=of_runs))
+    await stack.enter_async_context(stopped_at_exit(engine))
+    for number in of_runs:
+        runs[int(number)].send(LentEngine(engine.url + run_path(number), engine.keys))
 
 
-async def _start(name: str, config: Config, trainer: SharedTrainer, stack: AsyncExitStack) -> RunProcess:
+async def _start(name: str, config: Config, num_runs: int, trainer: SharedTrainer, stack: AsyncExitStack) -> RunProcess:
     """Start the process of a run, and answer the commands that it gives the trainer."""
     with ExitStack() as theirs:
         (control, their_control), (commands, their_commands) = socket.socketpair(), socket.socketpair()
@@ -102,7 +112,7 @@ async def _start(name: str, config: Config, trainer: SharedTrainer, stack: Async
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             *("-m", "fuligo", "run-of-many", "--control", str(given[0].fileno()), "--trainer", str(given[1].fileno())),
-            *("--parent-pid", str(os.getpid())),
+            *("--num-runs", str(num_runs), "--parent-pid", str(os.getpid())),
             pass_fds=[end.fileno() for end in given],
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
@@ -163,13 +173,6 @@ def _signals_passed_to(runs: Sequence[RunProcess]) -> Iterator[list[signal.Signa
         loop.remove_signal_handler(signal.SIGTERM)
 
 
-async def _interrupt(runs: Sequence[RunProcess], ends: Sequence[asyncio.Task[int]]) -> None:
-    """End all runs as Ctrl-C ends one, and wait for them."""
-    for run in runs:
-        run.signal(signal.SIGINT)
-    await asyncio.gather(*ends, return_exceptions=True)
-
-
 def _require_success(codes: Mapping[str, int]) -> None:
     """Check that all runs ended with exit code 0.
 
@@ -179,6 +182,6 @@ def _require_success(codes: Mapping[str, int]) -> None:
     failed = [f"{name} ({f'exit code {code}' if code >= 0 else f'killed by signal {-code}'})" for name, code in codes.items() if code != 0]
     if failed:
         raise RunsFailedError(
-            f"{len(failed)} of {len(codes)} runs failed: {', '.join(failed)}; their errors are above. Repeat the command with --load and "
-            "the checkpoints of each run in its config to resume those that have not ended"
+            f"{len(failed)} of {len(codes)} runs failed: {', '.join(failed)}; their errors are above. Resume them with the same "
+            "command and --resume, which skips complete runs"
         )

@@ -8,7 +8,7 @@ import gc
 import logging
 import sys
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -274,7 +274,10 @@ async def _load_trainer(begun: Begun, stack: AsyncExitStack) -> Trainer | None:
     else:
         from fuligo.trainer.ranks.trainer import LocalTrainer, RankedTrainer
 
-        trainer = LocalTrainer(settings, begun.opened.standbys) if lent is None else RankedTrainer(settings, lent.ranks)
+        if lent is None:
+            trainer = LocalTrainer(settings, begun.opened.standbys)
+        else:  # a command waits for those of the other runs
+            trainer = RankedTrainer(replace(settings, command_timeout_s=settings.command_timeout_s * lent.num_runs), lent.ranks)
     stack.push_async_callback(trainer.close)
     await stack.enter_async_context(while_watching(trainer.watch()))
     await trainer.load()

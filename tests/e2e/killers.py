@@ -95,3 +95,9 @@ def kill_ranks(args, rollout_id: int, batch) -> None:
                 ranks[int(rank)] if "ray::TrainerRank" in family[ranks[0]] else ranks[0]
             )  # in the order of their start; a standby follows its rank
             threading.Timer(random.random() * 0.02, os.kill, (pid, signal.SIGKILL)).start()
+
+
+def kill_all_runs(args, rollout_id: int, batch) -> None:
+    """Kill the process that all runs of `fuligo train-many` share, in the training step of rollout KILL_ALL_AT."""
+    if os.environ.get("KILL_ALL_AT") == str(rollout_id):
+        os.kill(os.getppid(), signal.SIGKILL)

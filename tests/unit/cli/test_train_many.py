@@ -1,0 +1,104 @@
+"""Arguments of `fuligo train-many`, and what it refuses before anything starts."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fuligo
+from fuligo.cli.train_many import main, prepare_many
+from fuligo.config.command_line import parse
+from fuligo.config.files import save_yaml
+from fuligo.errors import ConfigError
+from tests import tiny
+from tests.unit.config.conftest import config_with
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def files(checkpoint: Path, tmp_path: Path) -> list[str]:
+    """Write the configs of two runs that start as they are; return their paths."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"text": "what is 1 + 1?", "label": "2"}\n')
+    given = {
+        "device": "cpu",
+        "rollout_max_response_len": 12,
+        "hf_checkpoint": str(checkpoint),
+        "prompt_data": [str(prompts)],
+        "input_key": "text",
+        "lora_rank": 2,
+        "lr": 1e-4,
+    }
+    written = []
+    for name in ("a", "b"):
+        save_yaml(config_with(**given, run_dir=str(tmp_path / "runs" / name)), tmp_path / f"{name}.yaml")
+        written.append(str(tmp_path / f"{name}.yaml"))
+    return written
+
+
+def prepared(files: list[str], *flags: str, **options: Any) -> dict[str, Any]:
+    return prepare_many({Path(file).stem: parse(["--config", file, *flags]).config for file in files}, **options)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_fewer_than_two_files_are_refused(files: list[str], number: int) -> None:
+    with pytest.raises(ConfigError, match="use fuligo train for one"):
+        main(files[:number])
+
+
+def test_a_file_given_twice_is_refused(files: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"a\.yaml is given twice"):
+        main([files[0], files[0]])
+
+
+def test_config_as_an_option_is_refused(files: list[str]) -> None:
+    with pytest.raises(ConfigError, match="takes config files without an option"):
+        main([*files, "--config", files[0]])
+
+
+def test_flags_after_the_files_hold_for_all_runs(files: list[str]) -> None:
+    configs = prepared(files, "--num-rollout", "3")
+    assert [(name, config.data.num_rollout) for name, config in configs.items()] == [("a", 3), ("b", 3)]
+    with pytest.raises(ConfigError, match="a and b would both write to --run-dir"):
+        main([*files, "--run-dir", "runs/one"])
+
+
+def test_the_problems_of_all_runs_are_named_with_the_run(files: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        prepared(files, "--prompt-data", "missing.jsonl")
+    assert {problem[:3] for problem in caught.value.problems} == {"a: ", "b: "}
+    assert all("missing.jsonl" in problem for problem in caught.value.problems)
+
+
+def test_runs_that_do_not_fit_together_are_refused_before_their_files_are_read(files: list[str]) -> None:
+    with pytest.raises(ConfigError, match="use --lora-sync adapter") as caught:
+        prepared(files, "--prompt-data", "missing.jsonl", "--lora-sync", "merged")
+    assert not any("missing.jsonl" in problem for problem in caught.value.problems)
+
+
+def test_resume_loads_each_run_s_own_checkpoints_and_leaves_complete_runs_out(files: list[str], tmp_path: Path) -> None:
+    done = tmp_path / "runs" / "a" / "checkpoints"
+    done.mkdir(parents=True)
+    (done / "latest_checkpointed_iteration.txt").write_text("10")
+    configs = prepared(files, resumes=True)
+    assert {name: config.checkpoint.load for name, config in configs.items()} == {"b": str(tmp_path / "runs" / "b" / "checkpoints")}
+
+
+def test_resume_needs_a_directory_with_a_name(files: list[str]) -> None:
+    with pytest.raises(ConfigError, match="a: --resume cannot find a run directory"):
+        prepared([files[0]], "--run-dir", "none", resumes=True)
+
+
+def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    assert "A.yaml B.yaml ... [--resume] [--flag value ...]" in capsys.readouterr().out
+
+
+def test_functions_that_the_processes_of_runs_cannot_import_are_refused(files: list[str]) -> None:
+    configs = [fuligo.configure(file, rm_type=None, custom_rm_path=lambda args, sample: 1.0) for file in files]
+    with pytest.raises(ConfigError, match=r"run 0: custom_rm_path=fuligo\.callables.*; move it to a module"):
+        fuligo.train_many(configs)

@@ -1,0 +1,107 @@
+"""Trainer that several runs share: their commands interleave, and each computes as alone."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from fuligo.errors import TrainerError
+from fuligo.formats.adapter_config import AdapterConfig
+from fuligo.models.adapter import adapter_tensors, base_tensors
+from fuligo.trainer.objective import LossSettings
+from fuligo.trainer.ranks.commands import Command, Leave, Load, call
+from fuligo.trainer.ranks.rank import Rank, RankExecutor
+from fuligo.trainer.ranks.settings import LearningRateSchedule, LoraSettings, OptimizerSettings
+from fuligo.trainer.ranks.shared import SharedTrainer
+from fuligo.trainer.ranks.worker import RankWorker
+from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
+from tests import shares, train_batches
+
+LENGTHS = [(4, 9), (1, 3), (6, 9), (2, 4)]
+
+
+@pytest.fixture
+def settings(checkpoint) -> list[TorchTrainerSettings]:
+    """Return the settings of two runs; dropout reads the global random state in every step."""
+    optimizer = OptimizerSettings(LearningRateSchedule(peak=1e-2))
+    wide = AdapterConfig(rank=4, alpha=8.0, dropout=0.5)
+    narrow = AdapterConfig(rank=2, alpha=8.0, target_modules=("q_proj",), dropout=0.2)
+    first = TorchTrainerSettings(checkpoint, checkpoint, optimizer, lora=LoraSettings(wide), loss=LossSettings(loss_type="sft_loss"))
+    return [first, replace(first, lora=LoraSettings(narrow), seed=7)]
+
+
+@pytest.fixture
+def trainer() -> Iterator[SharedTrainer]:
+    shared = SharedTrainer()
+    yield shared
+    shared.stop()
+
+
+def run(executor: RankExecutor, command: Command[Any]) -> Any:
+    answer = executor.answer(lambda: command, is_queued=True).result(120)
+    if answer.error is not None:
+        raise answer.error
+    return answer.value
+
+
+def train(executor: RankExecutor, seed: int) -> None:
+    worker: Any = executor.rank.worker
+    run(executor, call(RankWorker.train, shares.to_train(worker, train_batches.batch(train_batches.samples(LENGTHS, seed=seed)))))
+
+
+def adapter(executor: RankExecutor) -> dict[str, torch.Tensor]:
+    worker: Any = executor.rank.worker
+    return {name: tensor.detach().clone() for name, tensor in adapter_tensors(worker.policy.model).items()}
+
+
+def test_runs_in_turns_train_as_alone(trainer: SharedTrainer, settings: list[TorchTrainerSettings]) -> None:
+    alone = []
+    for each in settings:
+        executor = RankExecutor(Rank(0, 1))
+        run(executor, Load(each, None))
+        for seed in range(3):
+            train(executor, seed)
+        alone.append(adapter(executor))
+        executor.stop()
+    together = [trainer.executor() for _ in settings]
+    for executor, each in zip(together, settings, strict=True):
+        run(executor, Load(each, None))
+    for seed in range(3):
+        for executor in together:
+            train(executor, seed)
+    for executor, expected in zip(together, alone, strict=True):
+        for name, tensor in adapter(executor).items():
+            assert torch.equal(tensor, expected[name]), name
+
+
+def test_the_base_is_in_memory_once(trainer: SharedTrainer, settings: list[TorchTrainerSettings]) -> None:
+    executors = [trainer.executor() for _ in settings]
+    for executor, each in zip(executors, settings, strict=True):
+        run(executor, Load(each, None))
+    workers: list[Any] = [executor.rank.worker for executor in executors]
+    first, second = ({tensor.data_ptr() for tensor in base_tensors(worker.policy.model).values()} for worker in workers)
+    assert first == second
+
+
+def test_a_run_that_ends_leaves_the_others(trainer: SharedTrainer, settings: list[TorchTrainerSettings]) -> None:
+    """With `Leave`, or without it because its process was killed."""
+    executors = [trainer.executor() for _ in range(3)]
+    for executor in executors:
+        run(executor, Load(settings[0], None))
+    run(executors[0], Leave())
+    executors[0].stop()
+    trainer.release(executors[1])
+    train(executors[2], seed=0)
+    assert all(executor.rank.has_left for executor in executors[:2])
+
+
+def test_other_base_weights_and_full_training_are_refused(
+    trainer: SharedTrainer, settings: list[TorchTrainerSettings], reference_checkpoint
+) -> None:
+    run(trainer.executor(), Load(settings[0], None))
+    with pytest.raises(TrainerError, match="only runs that train a LoRA adapter"):
+        run(trainer.executor(), Load(replace(settings[0], lora=None), None))
+    with pytest.raises(Exception, match="give all runs the same --hf-checkpoint"):
+        run(trainer.executor(), Load(replace(settings[0], initial_weights=reference_checkpoint), None))

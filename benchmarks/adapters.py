@@ -8,13 +8,15 @@ after `--` go to all runs and override those of the job, for example on one GPU:
 
     python benchmarks/adapters.py --runs 8 -- --hf-checkpoint MODEL --device cuda --rollout-backend embedded
 
-samples/s excludes the first two steps of each run; "with start" is the time of the whole commands. Each way is the best of its rounds.
+samples/s excludes the first two steps of each run; "with start" is the time of the whole commands. Each way
+is the best of its rounds.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import resource
 import subprocess
 import sys
 import tempfile
@@ -51,6 +53,8 @@ class Figures:
     samples_per_s: float
     seconds: float
     """Time of the commands, with start and end."""
+    cpu_seconds: float
+    """CPU time of all their processes, which does not depend on what else the machine does."""
 
 
 def timed_steps(run_dir: Path) -> list[dict]:
@@ -61,6 +65,12 @@ def timed_steps(run_dir: Path) -> list[dict]:
 
 def num_samples(records: Sequence[dict]) -> float:
     return sum(record["rollout/num_groups_kept"] for record in records[1:]) * SAMPLES_PER_PROMPT
+
+
+def cpu_seconds() -> float:
+    """Return the CPU time of the child processes that have ended, and of theirs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def write_configs(number: int, options: argparse.Namespace, directory: Path) -> list[Path]:
@@ -87,16 +97,16 @@ def write_configs(number: int, options: argparse.Namespace, directory: Path) -> 
 
 def measured(commands: Sequence[Sequence[str]], run_dirs: Sequence[Path]) -> Figures:
     """Run commands one after the other; return the throughput of their runs, which overlap if there is one command."""
-    started = time.monotonic()
+    started, used = time.monotonic(), cpu_seconds()
     for command in commands:
         subprocess.run([sys.executable, "-m", "fuligo", *command], check=True, stdout=subprocess.DEVNULL)
-    seconds = time.monotonic() - started
+    seconds, used = time.monotonic() - started, cpu_seconds() - used
     steps = [timed_steps(run_dir) for run_dir in run_dirs]
     if len(commands) == 1:
         elapsed_s = max(records[-1]["time"] for records in steps) - min(records[0]["time"] for records in steps)
     else:
         elapsed_s = sum(records[-1]["time"] - records[0]["time"] for records in steps)
-    return Figures(sum(map(num_samples, steps)) / elapsed_s, seconds)
+    return Figures(sum(map(num_samples, steps)) / elapsed_s, seconds, used)
 
 
 def compare(number: int, options: argparse.Namespace, directory: Path) -> tuple[Figures, Figures]:
@@ -116,14 +126,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1, help="rounds of each comparison")
     parser.add_argument("flags", nargs="*", help="flags of fuligo train, after --")
     options = parser.parse_args()
-    print(f"{'runs':>4} {'alone samples/s':>15} {'together':>9} {'ratio':>6} {'alone with start':>16} {'together':>9} {'ratio':>6}")
+    print("      samples per second          with start                  CPU time")
+    print("runs  alone together ratio        alone  together ratio       alone  together")
     with tempfile.TemporaryDirectory() as directory:
         for number in options.runs:
             rounds = [compare(number, options, Path(directory) / f"{number}-{each}") for each in range(options.rounds)]
             alone, together = (max(way, key=lambda figures: figures.samples_per_s) for way in zip(*rounds, strict=True))
             print(
-                f"{number:4} {alone.samples_per_s:15.1f} {together.samples_per_s:9.1f} {together.samples_per_s / alone.samples_per_s:6.2f} "
-                f"{alone.seconds:14.1f} s {together.seconds:7.1f} s {alone.seconds / together.seconds:6.2f}",
+                f"{number:4} {alone.samples_per_s:6.1f} {together.samples_per_s:8.1f} {together.samples_per_s / alone.samples_per_s:5.2f} "
+                f"{alone.seconds:10.1f} s {together.seconds:7.1f} s {alone.seconds / together.seconds:5.2f} "
+                f"{alone.cpu_seconds:9.1f} s {together.cpu_seconds:7.1f} s",
                 flush=True,
             )
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 
@@ -14,14 +15,15 @@ SHARED = (
     "env",
     "trust_remote_code",
     "precision",
-    "embedded_dtype",
-    "embedded_max_running_requests",
-    "embedded_max_total_tokens",
-    "embedded_num_threads",
-    "engine_start_timeout_s",
+    "rollout_num_gpus",
+    "rollout_num_gpus_per_engine",
+    "num_gpus_per_node",
     "shared_outputs",
+    *(name for name, flag in flags().items() if flag.group == "engine"),
 )
-"""Flags of the processes that all runs share."""
+"""Flags of the processes that all runs share, those of the engines among them."""
+SHARED_ARGUMENTS = ("sglang", "router")
+"""Groups of pass-through arguments of the engines."""
 SHARED_PATHS = ("hf_checkpoint", "ref_load")
 OUTPUTS: Mapping[str, Callable[[Config, datetime], str | None]] = {
     "--run-dir": lambda config, started: str(config.run_directory(started)),
@@ -43,7 +45,7 @@ def problems_of_many(configs: Mapping[str, Config], started: datetime) -> list[s
     if world_size() > 1:
         return ["cannot share a trainer that torchrun started: there is one trainer process; start without torchrun"]
     alone = [f"{name}: {problem}" for name, config in configs.items() for problem in _problems_alone(config)]
-    return [*alone, *_clashes(configs), *_same_outputs(configs, started)]
+    return alone or [*_clashes(configs), *_same_outputs(configs, started)]
 
 
 def _problems_alone(config: Config) -> Iterator[str]:
@@ -59,10 +61,12 @@ def _problems_alone(config: Config) -> Iterator[str]:
         return
     if config.engine.rollout_external_engine_addrs:
         yield f"{cannot} --rollout-external-engine-addrs names engines of its own; drop it"
-    elif config.needs_engine and config.resolved_rollout_backend != "embedded":
-        yield f"{cannot} only the embedded engine serves several runs; use --rollout-backend embedded"
+    elif config.takes_turns:
+        yield f"{cannot} with --colocate the engines would release their memory while others sample; give them GPUs of their own"
     elif config.needs_engine and not config.syncs_adapter:
         yield f"{cannot} --lora-sync {config.lora.lora_sync} would overwrite the base weights of the others; use --lora-sync adapter"
+    if config.engine.use_fault_tolerance:
+        yield f"{cannot} --use-fault-tolerance would restart an engine for one run; drop it, and repeat the command with --resume"
     if config.num_train_gpus > 1:
         yield f"{cannot} it has {config.num_train_gpus} trainer ranks; use one (--actor-num-gpus-per-node 1)"
     if chosen_launcher(config) != "local":
@@ -74,29 +78,29 @@ def _problems_alone(config: Config) -> Iterator[str]:
 def _clashes(configs: Mapping[str, Config]) -> Iterator[str]:
     """Yield the flags of the shared processes that differ between the first run and another."""
     (first, shared), *others = configs.items()
-    for option, of in (
-        *((flags()[name].option, _value(name)) for name in SHARED),
-        *((flags()[name].option, _path(name)) for name in SHARED_PATHS),
-    ):
+    compared: dict[str, Callable[[Config], object]] = {
+        **{flags()[name].option: partial(Config.value_of, name=name) for name in SHARED},
+        "--rollout-backend": lambda config: config.resolved_rollout_backend,
+        **{flags()[name].option: partial(_path, name=name) for name in SHARED_PATHS},
+        **{f"--{group}-*": partial(_arguments, group=group) for group in SHARED_ARGUMENTS},
+    }
+    for option, of in compared.items():
         for name, config in others:
             if of(config) != of(shared):
                 yield f"{option} is {_shown(of(shared))} in {first} and {_shown(of(config))} in {name}; all runs need the same"
 
 
-def _value(name: str) -> Callable[[Config], object]:
-    return lambda config: config.value_of(name)
+def _path(config: Config, name: str) -> object:
+    given = config.value_of(name)
+    return Path(given).resolve() if isinstance(given, str) else given
 
 
-def _path(name: str) -> Callable[[Config], object]:
-    def resolved(config: Config) -> object:
-        given = config.value_of(name)
-        return Path(given).resolve() if isinstance(given, str) else given
-
-    return resolved
+def _arguments(config: Config, group: str) -> object:
+    return dict(getattr(config, group).items())
 
 
 def _shown(value: object) -> str:
-    return "not set" if value in (None, {}, []) else str(value)
+    return "not set" if value is None or value == [] else str(value)
 
 
 def _same_outputs(configs: Mapping[str, Config], started: datetime) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Contract of an engine backend, the folder behind `--rollout-backend NAME`: it starts engines and states the form of their weights."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -13,6 +13,7 @@ from fuligo.engines.engine import InferenceEngine
 from fuligo.engines.group import EngineGroup
 from fuligo.engines.sglang.server import EnginePlace, Server, ServerSettings
 from fuligo.errors import EngineError, FuligoError
+from fuligo.formats.engine_keys import EngineKeys
 from fuligo.formats.weight_manifest import EngineFormat
 from fuligo.models.device import Device, Precision
 
@@ -85,6 +86,38 @@ class LaunchedEngines:
     """Routers that take requests for each model, for hooks."""
 
 
+@dataclass(slots=True, frozen=True)
+class LentEngine:
+    """Address of an engine that several runs share, or of its router, for one of them."""
+
+    url: str
+    keys: EngineKeys
+    number: int | None = None
+    """Index among the engines; None if there is one, and for a router."""
+    num_ranks: int = 1
+    """Tensor-parallel processes."""
+
+
+@dataclass(slots=True, frozen=True)
+class LentEngines:
+    """Engines that several runs share, for one of them; plain data for its process."""
+
+    run: str
+    """Name of the run in the engines."""
+    engines: tuple[LentEngine, ...]
+    router: LentEngine | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class SharedEngines:
+    """Engines that a backend started for several runs."""
+
+    lent: tuple[LentEngines, ...]
+    """Parts of the runs, in their order."""
+    fleet: EngineFleet | None = None
+    """Their supervisor; None if the runs notice themselves that an engine has died."""
+
+
 class EngineHosts(Protocol):
     """Machines of a cluster that run engines."""
 
@@ -111,6 +144,23 @@ class EngineBackend(Protocol):
         Raises:
             EngineError: an engine did not start
         """
+        ...
+
+    async def launch_shared(self, configs: Sequence[Config], directory: Path, stack: AsyncExitStack) -> SharedEngines:
+        """Start engines on this machine for several runs, each with an adapter; return when they answer.
+
+        Args:
+            configs: of the runs; they agree on everything that the engines need
+            directory: directory of the engines' logs, which exists
+            stack: stops the engines when it closes
+
+        Raises:
+            EngineError: an engine did not start
+        """
+        ...
+
+    def connect(self, config: Config, lent: LentEngines, stack: AsyncExitStack) -> LaunchedEngines:
+        """Return shared engines as one of the runs uses them; `stack` closes the connections."""
         ...
 
     def engine_format(self, config: Config) -> EngineFormat:

@@ -58,6 +58,7 @@ class EngineClient:
         self.retries = retries
         self.timeout_s = timeout_s
         self.deadlines = deadlines
+        self.run: str | None = None
         self.is_overdue = False
         self._adapter = adapter
         self._connection = Connection(self.url, keys)

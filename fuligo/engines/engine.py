@@ -39,6 +39,8 @@ class InferenceEngine(Protocol):
     """Restarts before this one."""
     number: int | None
     """Index among the engines of the run; None if the run did not start it."""
+    run: str | None
+    """Name of the run among those that share the engine, under which it holds the run's adapter; None: one run has the engine."""
     is_overdue: bool
     """A control call missed its deadline: the engine's state (paused, released, which weights) is unknown."""
 

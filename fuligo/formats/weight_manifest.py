@@ -90,6 +90,8 @@ class EngineAddress:
     keys: EngineKeys = NO_KEYS
     trainer_ranks: tuple[int, ...] = ()
     """tensor transport: trainer ranks on the GPUs of the engine's ranks, in order; empty if the engine has its own GPUs."""
+    run: str | None = None
+    """Name of the run among those that share the engine; see `InferenceEngine`."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -94,9 +94,11 @@ def run_many_to_end(configs: Mapping[str, Config]) -> list[Path]:
     if not configs:
         return []
     _keep_private(next(iter(configs.values())))
-    log_file = directories[0].with_name(f"{directories[0].name}.engine.txt")  # the run directories are their processes'
+    logs = directories[0].with_name(f"{directories[0].name}.engines")  # the run directories are their processes'
+    if any(config.needs_engine for config in configs.values()):
+        logs.mkdir(parents=True, exist_ok=True)
     try:
-        asyncio.run(run_many(configs, log_file))
+        asyncio.run(run_many(configs, logs))
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
     return directories

@@ -17,7 +17,6 @@ from fuligo.config.server_groups import TEACHER
 from fuligo.engines.backend import EngineFleet, LaunchedEngines, engine_backend
 from fuligo.engines.client import EngineClient
 from fuligo.engines.connection import ControlDeadlines
-from fuligo.engines.embedded.backend import connect
 from fuligo.engines.engine import InferenceEngine
 from fuligo.engines.generation import RoutingQuery, SamplingParams
 from fuligo.engines.group import EngineGroup
@@ -116,7 +115,7 @@ async def launch_engines(
 
     Args:
         cluster: machines for the engines; None: this one
-        lent: has the engine, which several runs share; None: this run starts its own
+        lent: has the engines, which several runs share; None: this run starts its own
 
     Raises:
         EngineError: an engine did not start, or does not answer
@@ -126,8 +125,7 @@ async def launch_engines(
     if config.engine.rollout_external_engine_addrs:
         launched = LaunchedEngines(await _connect_external(config, stack))
     elif lent is not None:
-        engine = await lent.engine()
-        launched = connect(config, engine.url, engine.keys, stack)
+        launched = engine_backend(config).connect(config, await lent.engines(), stack)
     else:
         launched = await engine_backend(config).launch(config, directory.path, stack, cluster)
     await _require_routing(config, launched.group)

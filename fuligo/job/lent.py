@@ -4,28 +4,19 @@ import asyncio
 import pickle
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
+from fuligo.engines.backend import LentEngines
 from fuligo.errors import EngineError
-from fuligo.formats.engine_keys import EngineKeys
 from fuligo.trainer.ranks.connected import ConnectedRank
 from fuligo.trainer.ranks.handle import RankHandle
-
-
-@dataclass(slots=True, frozen=True)
-class LentEngine:
-    """Engine of one run in the process that serves all."""
-
-    url: str
-    keys: EngineKeys
 
 
 class LentParts:
     """Parts that the process of all runs lends to the process of one.
 
     Args:
-        control: brings the engine once it serves
+        control: brings the engines once they serve
         trainer: leads to the run's rank
         num_runs: runs that share them
     """
@@ -34,21 +25,21 @@ class LentParts:
         self.num_runs = num_runs
         self._control = control
         self._trainer = trainer
-        self._engine: LentEngine | None = None
+        self._engines: LentEngines | None = None
 
-    async def engine(self) -> LentEngine:
-        """Return the engine when it serves.
+    async def engines(self) -> LentEngines:
+        """Return the engines when they serve.
 
         Raises:
             EngineError: the process of all runs has ended
         """
-        if self._engine is None:
+        if self._engines is None:
             try:
-                self._engine = pickle.loads(await asyncio.to_thread(self._control.recv_bytes))
+                self._engines = pickle.loads(await asyncio.to_thread(self._control.recv_bytes))
             except (EOFError, OSError) as error:
-                raise EngineError("the process that all runs share ended before its engine served; see its output") from error
-        assert self._engine is not None
-        return self._engine
+                raise EngineError("the process that all runs share ended before its engines served; see its output") from error
+        assert self._engines is not None
+        return self._engines
 
     async def ranks(self) -> Sequence[RankHandle]:
         """Return the run's rank in the trainer of all runs."""

@@ -15,18 +15,15 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO
 
 from fuligo.config import Config
-from fuligo.engines.backend import stopped_at_exit
-from fuligo.engines.embedded.backend import settings_of
-from fuligo.engines.embedded.launch import launch_embedded, run_path
+from fuligo.engines.backend import engine_backend
 from fuligo.errors import FuligoError, RunsFailedError
-from fuligo.job.lent import LentEngine
-from fuligo.models.adapter_flags import adapter_of
+from fuligo.job.watch import while_watching
 from fuligo.trainer.ranks.connected import answer_commands
 from fuligo.trainer.ranks.shared import SharedTrainer
 
@@ -41,7 +38,7 @@ class RunProcess:
     name: str
     process: asyncio.subprocess.Process
     control: Connection
-    """Brings the configuration, then the engine."""
+    """Brings the configuration, then the engines."""
 
     def send(self, message: object) -> None:
         with suppress(OSError):  # a run that has ended; its exit code tells
@@ -52,12 +49,12 @@ class RunProcess:
             self.process.send_signal(number)
 
 
-async def run_many(configs: Mapping[str, Config], log_file: Path) -> None:
+async def run_many(configs: Mapping[str, Config], logs: Path) -> None:
     """Run all configurations to their ends; SIGTERM and cancellation end them as they end a run alone.
 
     Args:
         configs: checked, by the name of the run
-        log_file: receives the output of the engine
+        logs: directory of the engines' logs
 
     Raises:
         RunsFailedError: runs failed; the others have ended by themselves
@@ -70,7 +67,7 @@ async def run_many(configs: Mapping[str, Config], log_file: Path) -> None:
         ends = asyncio.gather(*(_ended(run) for run in runs))
         with _signals_passed_to(runs) as received:
             try:
-                await _lend_engine(runs, list(configs.values()), log_file, stack)
+                await _lend_engines(runs, list(configs.values()), logs, stack)
                 codes = await asyncio.shield(ends)
             except asyncio.CancelledError:
                 for run in runs:
@@ -87,20 +84,21 @@ async def run_many(configs: Mapping[str, Config], log_file: Path) -> None:
         _require_success(dict(zip(configs, codes, strict=True)))
 
 
-async def _lend_engine(runs: Sequence[RunProcess], configs: Sequence[Config], log_file: Path, stack: AsyncExitStack) -> None:
-    """Start the engine and tell each run that samples where it serves its adapter.
+async def _lend_engines(runs: Sequence[RunProcess], configs: Sequence[Config], logs: Path, stack: AsyncExitStack) -> None:
+    """Start the engines, have their supervision end the runs with them, and tell each run that samples how it reaches them.
 
     Raises:
-        EngineError: it did not start; with the last lines of its log
+        EngineError: one did not start; with the last lines of its log
     """
-    shapes = {str(number): adapter_of(config) for number, config in enumerate(configs) if config.needs_engine}
-    if not shapes:
+    sampling = [(run, config) for run, config in zip(runs, configs, strict=True) if config.needs_engine]
+    if not sampling:
         return
-    of_runs = {number: shape for number, shape in shapes.items() if shape is not None}
-    engine = await launch_embedded(replace(settings_of(configs[0], log_file), shapes_of_runs=of_runs))
-    await stack.enter_async_context(stopped_at_exit(engine))
-    for number in of_runs:
-        runs[int(number)].send(LentEngine(engine.url + run_path(number), engine.keys))
+    of_runs = [config for _, config in sampling]
+    shared = await engine_backend(of_runs[0]).launch_shared(of_runs, logs, stack)
+    if shared.fleet is not None:
+        await stack.enter_async_context(while_watching(shared.fleet.watch()))
+    for (run, _), lent in zip(sampling, shared.lent, strict=True):
+        run.send(lent)
 
 
 async def _start(name: str, config: Config, num_runs: int, trainer: SharedTrainer, stack: AsyncExitStack) -> RunProcess:

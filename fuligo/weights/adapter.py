@@ -5,10 +5,11 @@ import asyncio
 from torch import Tensor
 
 from fuligo.engines.client import EngineClient
+from fuligo.engines.shared_client import RunRequests, SharedEngineClient
 from fuligo.errors import EngineError
 from fuligo.formats.adapter_config import AdapterConfig, adapted_weight
 from fuligo.formats.payload import named_payload
-from fuligo.formats.weight_manifest import AdapterPayload, Undelivered, WeightManifest, WeightTarget, weights_checksum
+from fuligo.formats.weight_manifest import AdapterPayload, EngineAddress, Undelivered, WeightManifest, WeightTarget, weights_checksum
 
 
 def send_adapter(tensors: list[tuple[str, Tensor]], config: AdapterConfig, target: WeightTarget) -> WeightManifest | Undelivered:
@@ -38,8 +39,14 @@ def send_adapter(tensors: list[tuple[str, Tensor]], config: AdapterConfig, targe
     )
 
 
+def _client(engine: EngineAddress) -> EngineClient:
+    if engine.run is None:
+        return EngineClient(engine.url, engine.keys, number=engine.number)
+    return SharedEngineClient(engine.url, RunRequests(engine.run), keys=engine.keys, number=engine.number)
+
+
 async def _load(adapter: AdapterPayload, target: WeightTarget) -> None:
-    clients = [EngineClient(engine.url, engine.keys, number=engine.number) for engine in target.engines]
+    clients = [_client(engine) for engine in target.engines]
     try:
         outcomes = await asyncio.gather(*(client.load_adapter(adapter, target.version) for client in clients), return_exceptions=True)
     finally:

@@ -254,7 +254,7 @@ class WeightSync:
 
     def _address(self, client: InferenceEngine) -> EngineAddress:
         ranks = () if client.number is None else self._settings.trainer_ranks.get(client.number, ())
-        return EngineAddress(client.url, client.num_ranks, client.start, client.number, client.keys, ranks)
+        return EngineAddress(client.url, client.num_ranks, client.start, client.number, client.keys, ranks, client.run)
 
 
 class VersionCounter:

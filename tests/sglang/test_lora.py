@@ -31,7 +31,7 @@ CONFIG = AdapterConfig(rank=4, alpha=16.0, rank_stabilised=True)
 
 @pytest_asyncio.fixture
 async def server(checkpoint: Path, claims: PortClaims, tmp_path: Path) -> AsyncIterator[SGLangServer]:
-    settings = {"arguments": adapter_arguments(CONFIG, checkpoint, device="cpu"), "environment": PLAIN_MEMORY, "keys": KEYS, "number": 0}
+    settings = {"arguments": adapter_arguments([CONFIG], checkpoint, device="cpu"), "environment": PLAIN_MEMORY, "keys": KEYS, "number": 0}
     server = SGLangServer(server_settings("engine", checkpoint, claims, tmp_path / "engine.txt", **settings))
     try:
         await server.wait_ready()

@@ -1,54 +1,23 @@
 """Backend `embedded`: one engine in a process beside the driver."""
 
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
 from fuligo.config import Config
-from fuligo.engines.backend import EngineHosts, LaunchedEngines, stopped_at_exit
+from fuligo.engines.backend import EngineHosts, LaunchedEngines, LentEngine, LentEngines, SharedEngines, stopped_at_exit
 from fuligo.engines.connection import ControlDeadlines
-from fuligo.engines.embedded.launch import EmbeddedEngineSettings, launch_embedded
+from fuligo.engines.embedded.launch import EmbeddedEngineSettings, launch_embedded, run_path
 from fuligo.engines.group import EngineGroup
 from fuligo.errors import ConfigError, FuligoError
 from fuligo.formats.adapter_config import adapter_directory
 from fuligo.formats.checkpoint_form import prediction_prefixes
-from fuligo.formats.engine_keys import EngineKeys
 from fuligo.formats.hugging_face import read_config_json
 from fuligo.formats.weight_manifest import EngineFormat
 from fuligo.models.adapter_flags import adapter_of
 from fuligo.models.device import Device, Precision, resolve_precision
 from fuligo.models.registry import has_whole_experts
-
-
-def settings_of(config: Config, log_file: Path) -> EmbeddedEngineSettings:
-    """Return the settings of the engine's process without an adapter."""
-    assert config.model.hf_checkpoint is not None, "validated"
-    flags = config.engine
-    return EmbeddedEngineSettings(
-        model_path=config.model.hf_checkpoint,
-        log_file=log_file,
-        device=config.cluster.device,
-        dtype=flags.embedded_dtype,
-        max_running_requests=flags.embedded_max_running_requests,
-        max_total_tokens=flags.embedded_max_total_tokens,
-        num_threads=flags.embedded_num_threads,
-        trust_remote_code=config.model.trust_remote_code,
-        start_timeout_s=flags.engine_start_timeout_s,
-    )
-
-
-def connect(config: Config, url: str, keys: EngineKeys, stack: AsyncExitStack) -> LaunchedEngines:
-    """Return a running engine as a run uses it; `stack` closes the connection."""
-    flags, rollout = config.engine, config.rollout
-    group = EngineGroup.connect(
-        [url],
-        keys=keys,
-        retries=rollout.rollout_retries,
-        timeout_s=rollout.rollout_timeout_s,
-        deadlines=ControlDeadlines.of_others(request_timeout_s=rollout.rollout_timeout_s, start_timeout_s=flags.engine_start_timeout_s),
-    )
-    stack.push_async_callback(group.close)
-    return LaunchedEngines(group)
 
 
 class EmbeddedBackend:
@@ -58,14 +27,34 @@ class EmbeddedBackend:
         given = config.lora.lora_adapter
         engine = await launch_embedded(
             replace(
-                settings_of(config, directory / "engine.txt"),
+                _settings(config, directory / "engine.txt"),
                 adapter=None if given is None or config.trains else adapter_directory(Path(given)),
                 adapter_shape=adapter_of(config) if config.trains and config.syncs_adapter else None,
                 is_batch_invariant=config.train.exact_on_policy,
             )
         )
         await stack.enter_async_context(stopped_at_exit(engine))
-        return connect(config, engine.url, engine.keys, stack)
+        return self.connect(config, LentEngines("", (LentEngine(engine.url, engine.keys),)), stack)
+
+    async def launch_shared(self, configs: Sequence[Config], directory: Path, stack: AsyncExitStack) -> SharedEngines:
+        """Start one process with an engine for each run, over one copy of the base weights."""
+        shapes = {str(number): shape for number, config in enumerate(configs) if (shape := adapter_of(config)) is not None}
+        engine = await launch_embedded(replace(_settings(configs[0], directory / "engine.txt"), shapes_of_runs=shapes))
+        await stack.enter_async_context(stopped_at_exit(engine))
+        return SharedEngines(tuple(LentEngines(run, (LentEngine(engine.url + run_path(run), engine.keys),)) for run in shapes))
+
+    def connect(self, config: Config, lent: LentEngines, stack: AsyncExitStack) -> LaunchedEngines:
+        flags, rollout = config.engine, config.rollout
+        [engine] = lent.engines
+        group = EngineGroup.connect(
+            [engine.url],
+            keys=engine.keys,
+            retries=rollout.rollout_retries,
+            timeout_s=rollout.rollout_timeout_s,
+            deadlines=ControlDeadlines.of_others(request_timeout_s=rollout.rollout_timeout_s, start_timeout_s=flags.engine_start_timeout_s),
+        )
+        stack.push_async_callback(group.close)
+        return LaunchedEngines(group)
 
     def engine_format(self, config: Config) -> EngineFormat:
         """Leave out MTP layers, which transformers' models lack, and quantisation."""
@@ -86,3 +75,20 @@ class EmbeddedBackend:
 
 
 BACKEND = EmbeddedBackend()
+
+
+def _settings(config: Config, log_file: Path) -> EmbeddedEngineSettings:
+    """Return the settings of the engine's process without an adapter."""
+    assert config.model.hf_checkpoint is not None, "validated"
+    flags = config.engine
+    return EmbeddedEngineSettings(
+        model_path=config.model.hf_checkpoint,
+        log_file=log_file,
+        device=config.cluster.device,
+        dtype=flags.embedded_dtype,
+        max_running_requests=flags.embedded_max_running_requests,
+        max_total_tokens=flags.embedded_max_total_tokens,
+        num_threads=flags.embedded_num_threads,
+        trust_remote_code=config.model.trust_remote_code,
+        start_timeout_s=flags.engine_start_timeout_s,
+    )

@@ -11,13 +11,15 @@ from fuligo.config import Config
 from fuligo.config.config import ServedModel
 from fuligo.config.secret import reveal
 from fuligo.config.topology import EngineGroupSpec, engine_groups, policy_model
-from fuligo.engines.backend import EngineHosts, LaunchedEngines, stopped_at_exit
+from fuligo.engines.backend import EngineHosts, LaunchedEngines, LentEngine, LentEngines, SharedEngines, stopped_at_exit
 from fuligo.engines.client import POLICY_ADAPTER
 from fuligo.engines.connection import ControlDeadlines
+from fuligo.engines.group import EngineGroup
 from fuligo.engines.ports import PortClaims
 from fuligo.engines.sglang.fleet import Fleet, FleetSettings
 from fuligo.engines.sglang.router import RouterSettings
 from fuligo.engines.sglang.server import CPU_ARGUMENTS, EnginePlace, ServerPorts, ServerSettings, SGLangServer
+from fuligo.engines.shared_client import RunRequests, SharedEngineClient
 from fuligo.errors import ConfigError
 from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.formats.engine_keys import EngineKeys
@@ -60,6 +62,32 @@ class SGLangBackend:
         policy = fleets.pop(policy_model(config))
         return LaunchedEngines(policy.group, policy, fleets, served)
 
+    async def launch_shared(self, configs: Sequence[Config], directory: Path, stack: AsyncExitStack) -> SharedEngines:
+        """Start one fleet whose servers take the adapters of all runs; a batch holds requests of any of them."""
+        claims = stack.enter_context(PortClaims())
+        adapters = [adapter for config in configs if (adapter := adapter_of(config)) is not None]
+        [settings] = fleet_settings(configs[0], directory, local_places(configs[0], claims), claims, adapters).values()
+        fleet = await Fleet.launch(settings)
+        await stack.enter_async_context(stopped_at_exit(fleet))
+        engines = tuple(LentEngine(each.url, each.keys, each.number, each.tp_size) for each in settings.servers)
+        router = LentEngine(fleet.router.url, fleet.router.keys)
+        return SharedEngines(tuple(LentEngines(str(number), engines, router) for number in range(len(configs))), fleet)
+
+    def connect(self, config: Config, lent: LentEngines, stack: AsyncExitStack) -> LaunchedEngines:
+        requests = RunRequests(lent.run)
+        given = {"retries": config.rollout.rollout_retries, "timeout_s": config.rollout.rollout_timeout_s}
+        given["deadlines"] = ControlDeadlines.of_watched(
+            health_timeout_s=config.engine.rollout_health_check_timeout, start_timeout_s=config.engine.engine_start_timeout_s
+        )
+        clients = [
+            SharedEngineClient(each.url, requests, keys=each.keys, number=each.number, num_ranks=each.num_ranks, **given)
+            for each in lent.engines
+        ]
+        assert lent.router is not None, "a fleet has one"
+        group = EngineGroup(clients, SharedEngineClient(lent.router.url, requests, keys=lent.router.keys, **given))
+        stack.push_async_callback(group.close)
+        return LaunchedEngines(group)
+
     def engine_format(self, config: Config) -> EngineFormat:
         """Send weights quantised as the checkpoint is."""
         assert config.model.hf_checkpoint is not None, "validated"
@@ -77,15 +105,21 @@ class SGLangBackend:
 BACKEND = SGLangBackend()
 
 
-def fleet_settings(config: Config, directory: Path, places: Sequence[EnginePlace], claims: PortClaims) -> dict[str, FleetSettings]:
+def fleet_settings(
+    config: Config, directory: Path, places: Sequence[EnginePlace], claims: PortClaims, adapters: Sequence[AdapterConfig] | None = None
+) -> dict[str, FleetSettings]:
     """Return the settings of each model's fleet; each has a router of its own.
 
     Args:
         places: places of the engines of all models, in order
         claims: ports of this machine, for the routers; open as long as the fleets run
+        adapters: that the policy's engines take by name; None: the run's own, if it has one
     """
+    if adapters is None:
+        own = adapter_of(config) if config.syncs_adapter else None
+        adapters = [] if own is None else [own]
     servers: dict[str, list[ServerSettings]] = {}
-    for group, server in _servers(config, directory, places):
+    for group, server in _servers(config, directory, places, adapters):
         servers.setdefault(group.model, []).append(server)
     return {model: _fleet_of(config, directory, model, its_servers, claims) for model, its_servers in servers.items()}
 
@@ -140,12 +174,14 @@ def local_places(config: Config, claims: PortClaims) -> list[EnginePlace]:
     ]
 
 
-def _servers(config: Config, directory: Path, places: Sequence[EnginePlace]) -> Iterator[tuple[EngineGroupSpec, ServerSettings]]:
+def _servers(
+    config: Config, directory: Path, places: Sequence[EnginePlace], adapters: Sequence[AdapterConfig]
+) -> Iterator[tuple[EngineGroupSpec, ServerSettings]]:
     groups = [group for group in engine_groups(config) for _ in range(group.num_engines)]
     for number, (group, place) in enumerate(zip(groups, places, strict=True)):
         assert group.model_path is not None, "validated"
         assert group.worker_type != "placeholder", "a placeholder has no engines"
-        arguments = {**_own_arguments(config, group), **dict(group.arguments.items())}
+        arguments = {**_own_arguments(config, group, adapters), **dict(group.arguments.items())}
         server = ServerSettings(
             keys=_taken_keys(arguments),
             name=f"engine {number}",
@@ -174,17 +210,16 @@ def _taken_keys(arguments: dict[str, Any]) -> EngineKeys:
     return EngineKeys(reveal(arguments.pop("api_key", new.requests)), reveal(arguments.pop("admin_api_key", new.control)))
 
 
-def _own_arguments(config: Config, group: EngineGroupSpec) -> dict[str, Any]:
+def _own_arguments(config: Config, group: EngineGroupSpec, adapters: Sequence[AdapterConfig]) -> dict[str, Any]:
     """Return the arguments that the run itself needs; flags of the user override them.
 
     With --colocate, SGLang releases memory only with its memory saver, and weights that are never synced need a copy in host memory.
     """
     is_policy = group.model == policy_model(config)
     arguments: dict[str, Any] = {"enable_return_routed_experts": True} if config.replays_engine_routing and is_policy else {}
-    if config.syncs_adapter and is_policy:
-        adapter = adapter_of(config)
-        assert adapter is not None and config.model.hf_checkpoint is not None, "validated"
-        arguments |= adapter_arguments(adapter, Path(config.model.hf_checkpoint), device=resolve_device(config))
+    if adapters and is_policy:
+        assert config.model.hf_checkpoint is not None, "validated"
+        arguments |= adapter_arguments(adapters, Path(config.model.hf_checkpoint), device=resolve_device(config))
     if config.model.trust_remote_code:
         arguments |= {"trust_remote_code": True}
     if config.shares_gpus and resolve_device(config) == "cuda":
@@ -192,16 +227,18 @@ def _own_arguments(config: Config, group: EngineGroupSpec) -> dict[str, Any]:
     return arguments
 
 
-def adapter_arguments(adapter: AdapterConfig, model: Path, *, device: Device) -> dict[str, Any]:
-    """Return the arguments of a server that takes one adapter of this shape for the model of a directory.
+def adapter_arguments(adapters: Sequence[AdapterConfig], model: Path, *, device: Device) -> dict[str, Any]:
+    """Return the arguments of a server that takes an adapter of each of these shapes for the model of a directory.
 
-    A batch holds requests of two adapters: the run's own, and none.
+    A batch holds requests of all of them, and of none.
 
     Raises:
         ConfigError: the family of the model is unknown, so that its layers are, too
     """
-    names = AdapterShape(adapter, read_architecture(model)).names
-    arguments = {"enable_lora": True, "max_lora_rank": adapter.rank, "lora_target_modules": list(names), "max_loras_per_batch": 2}
+    architecture = read_architecture(model)
+    names = list(dict.fromkeys(name for adapter in adapters for name in AdapterShape(adapter, architecture).names))
+    rank = max(adapter.rank for adapter in adapters)
+    arguments = {"enable_lora": True, "max_lora_rank": rank, "lora_target_modules": names, "max_loras_per_batch": len(adapters) + 1}
     return {**arguments, "lora_strict_loading": True, **({"lora_backend": "torch_native"} if device == "cpu" else {})}
 
 

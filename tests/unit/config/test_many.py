@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from fuligo.config import Config
-from fuligo.config.many import SHARED, SHARED_PATHS, problems_of_many
-from tests.unit.config.conftest import config_with
+from fuligo.config.flags import flags
+from fuligo.config.many import SHARED, problems_of_many
+from tests.unit.config.conftest import config_of, config_with
 
 STARTED = datetime(2026, 1, 2, 3, 4, 5)
 
@@ -38,7 +39,7 @@ def test_runs_that_sample_nothing_need_no_engine() -> None:
         ({"train_backend": "megatron", "rollout_backend": "embedded"}, "use --train-backend torch"),
         ({"debug_rollout_only": True}, "--debug-rollout-only trains nothing"),
         ({"rollout_external_engine_addrs": ["10.0.0.1:30000"]}, "names engines of its own"),
-        ({"rollout_backend": "sglang", "rollout_num_gpus": 1}, "use --rollout-backend embedded"),
+        ({"use_fault_tolerance": True}, "--use-fault-tolerance would restart an engine for one run"),
         ({"lora_sync": "merged"}, "would overwrite the base weights of the others"),
         ({"actor_num_gpus_per_node": 2}, "it has 2 trainer ranks; use one"),
         ({"launcher": "ray"}, "use --launcher local"),
@@ -60,9 +61,8 @@ def test_a_run_that_cannot_share_is_named_with_its_reason(changes: dict[str, Any
         ("precision", "bf16"),
         ("embedded_dtype", "bf16"),
         ("embedded_max_running_requests", 8),
-        ("embedded_max_total_tokens", 4096),
-        ("embedded_num_threads", 3),
         ("engine_start_timeout_s", 7.0),
+        ("engine_python", "python3"),
         ("shared_outputs", True),
         ("hf_checkpoint", "models/other"),
         ("ref_load", "models/other"),
@@ -73,9 +73,30 @@ def test_flags_of_the_shared_processes_agree(name: str, value: object) -> None:
     assert re.fullmatch(rf"--{name.replace('_', '-')} is .* in a and .* in b; all runs need the same", problem)
 
 
-def test_every_shared_flag_is_tested() -> None:
-    (mark,) = test_flags_of_the_shared_processes_agree.pytestmark  # pyright: ignore[reportFunctionMemberAccess]
-    assert [name for name, _ in mark.args[1]] == [*SHARED, *SHARED_PATHS]
+def test_every_flag_of_engines_is_shared() -> None:
+    assert {name for name, flag in flags().items() if flag.group == "engine"} <= set(SHARED)
+
+
+SGLANG = {"rollout_backend": "sglang", "rollout_num_gpus": 1, "lora_sync": "adapter", "train_backend": "torch"}
+
+
+def sglang_problems(**changes: Any) -> list[str]:
+    """Return the problems of two runs with SGLang's engines; changes of pass-through arguments come as `sglang_...`."""
+    first, second = ({"device": "cpu", "lora_rank": 4, **SGLANG, "run_dir": name} for name in ("a", "b"))
+    return problems_of_many({"a": config_of(first), "b": config_of({**second, **changes})}, STARTED)
+
+
+def test_runs_share_sglang_s_engines_if_they_agree_on_their_arguments() -> None:
+    assert sglang_problems() == []
+    assert sglang_problems(sglang_context_length=512) == ["--sglang-* is {} in a and {'context_length': 512} in b; all runs need the same"]
+    (merged,) = sglang_problems(lora_sync="auto")
+    assert merged.startswith("b: cannot share a trainer and an engine: --lora-sync auto would overwrite the base weights")
+
+
+def test_engines_in_turns_with_the_trainer_are_refused() -> None:
+    in_turns = {**SGLANG, "rollout_num_gpus": None, "colocate": True, "device": "cuda"}
+    found = problems_of_many({name: run(name, **in_turns) for name in ("a", "b")}, STARTED)
+    assert any("with --colocate the engines would release their memory while others sample" in problem for problem in found)
 
 
 def test_one_model_may_have_two_spellings() -> None:

@@ -1,0 +1,153 @@
+"""Client of an SGLang engine that several runs share: each run has an adapter of its own, whose name changes with its version.
+
+SGLang pauses, aborts and labels for all requests alike, so a run's client does these for the run's requests alone: it holds new ones back
+while the run's adapter changes, ends those in flight by their ids, and finds the version in the adapter's name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Self, TypeVar
+
+from fuligo.engines.client import EngineClient
+from fuligo.engines.connection import Overdue
+from fuligo.engines.engine import PauseMode
+from fuligo.engines.generation import Generation, ModelInfo
+from fuligo.errors import EngineError
+from fuligo.formats.weight_manifest import AdapterPayload
+
+T = TypeVar("T")
+ABORT_AGAIN_S = 0.2
+"""Interval between aborts; each catches requests that were on their way during the one before."""
+
+
+@dataclass(slots=True, frozen=True)
+class AdapterLabel:
+    """Name of a run's adapter in the engines: `2/40#DIGEST` is version 40 of run 2."""
+
+    run: str
+    version: int
+    digest: str
+
+    def __str__(self) -> str:
+        return f"{self.run}/{self.version}#{self.digest}"
+
+    @classmethod
+    def parse(cls, name: str) -> Self | None:
+        """Return the label, or None if this is another name, such as the base model's."""
+        run, _, rest = name.partition("/")
+        version, _, digest = rest.partition("#")
+        return cls(run, int(version), digest) if version.isdecimal() and digest and "/" not in rest else None
+
+
+@dataclass(slots=True)
+class RunRequests:
+    """Requests of one run, which all its clients share."""
+
+    run: str
+    """Name of the run; part of its adapter's name and of its requests' ids."""
+    label: AdapterLabel | None = None
+    """Adapter that requests use; None before the first sync."""
+    in_flight: set[str] = field(default_factory=set)
+    """Ids of the requests that were sent and not answered."""
+    may_start: asyncio.Event = field(default_factory=asyncio.Event)
+    """Cleared while the run has paused the engines."""
+
+    def __post_init__(self) -> None:
+        self.may_start.set()
+
+
+class SharedEngineClient(EngineClient):
+    """Implementation of `engine.InferenceEngine` for one of the runs that share an engine, or its router.
+
+    Args:
+        requests: of the run
+        given: arguments of `EngineClient`
+    """
+
+    def __init__(self, url: str, requests: RunRequests, **given: Any) -> None:
+        super().__init__(url, **given)
+        self.run: str | None = requests.run
+        self._requests = requests
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Hold the run's new requests back; `abort` also ends those in flight, other modes let them end."""
+        self._requests.may_start.clear()
+        if mode != "abort":
+            return
+        try:
+            async with asyncio.timeout(self.deadlines.step.seconds):
+                while self._requests.in_flight:
+                    await self.abort_all()
+                    await asyncio.sleep(ABORT_AGAIN_S)
+        except TimeoutError as error:
+            self.is_overdue = True
+            raise Overdue(
+                f"engine {self.url}: {len(self._requests.in_flight)} requests did not end within {self.deadlines.step.seconds:g} s of "
+                "their abort"
+            ) from error
+
+    async def resume(self) -> None:
+        self._requests.may_start.set()
+
+    async def abort_all(self) -> None:
+        """End the run's requests."""
+        await asyncio.gather(*(self._call("POST", "/abort_request", {"rid": rid}) for rid in list(self._requests.in_flight)))
+
+    async def flush_cache(self) -> None:
+        """Do nothing: SGLang keeps a cache for each adapter that it loads, and drops it with the adapter."""
+
+    async def model_info(self) -> ModelInfo:
+        answer = await self._call("GET", "/model_info")
+        labels = await self._labels()
+        if len(labels) > 1:
+            raise EngineError(
+                f"engine {self.url} holds {len(labels)} adapters of run {self.run}: {', '.join(map(str, labels))}; restart it"
+            )
+        self._requests.label = label = labels[0] if labels else None
+        try:
+            path = str(answer["model_path"])
+        except (KeyError, TypeError) as error:
+            raise self._malformed("/model_info", answer) from error
+        return ModelInfo(path, 0, None, None) if label is None else ModelInfo(path, label.version, None, label.digest)
+
+    async def load_adapter(self, adapter: AdapterPayload, version: int) -> None:
+        within = self.deadlines.bucket
+        for label in await self._labels():  # SGLang waits for the requests that use it, which the run's pause has ended
+            await self._call("POST", "/unload_lora_adapter", {"lora_name": str(label)}, within=within, retries=0)
+        name = str(AdapterLabel(self._requests.run, version, adapter.digest))
+        body = {"lora_name": name, "config_dict": adapter.config, "serialized_tensors": adapter.tensors}
+        await self._call("POST", "/load_lora_adapter_from_tensors", body, within=within, retries=0)
+
+    async def _labels(self) -> list[AdapterLabel]:
+        """Return the adapters of the run that the engine holds."""
+        loaded = await self._call("GET", "/v1/models")
+        try:
+            labels = [AdapterLabel.parse(str(model["id"])) for model in loaded["data"]]
+        except (KeyError, TypeError) as error:
+            raise self._malformed("/v1/models", loaded) from error
+        return [label for label in labels if label is not None and label.run == self.run]
+
+    async def _requested(
+        self, rid: str, body: dict[str, Any], attempt: Callable[[dict[str, Any]], Awaitable[T]], timeout_s: float | None
+    ) -> T:
+        """Make attempts at a request, each with the adapter that the run has then."""
+        requests = self._requests
+
+        async def with_adapter(body: dict[str, Any]) -> T:
+            await requests.may_start.wait()
+            label = requests.label
+            if label is None:
+                raise EngineError(f"engine {self.url}: request {rid} of run {self.run} came before its adapter")
+            requests.in_flight.add(body["rid"])
+            try:
+                answer = await attempt({**body, "lora_path": str(label)})
+            finally:
+                requests.in_flight.discard(body["rid"])
+            if isinstance(answer, Generation):
+                answer.weight_version = label.version
+            return answer
+
+        return await super()._requested(f"{self.run}/{rid}", body, with_adapter, timeout_s)

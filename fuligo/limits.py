@@ -24,6 +24,13 @@ def num_cores(system: Path = SYSTEM) -> int:
     return max(1, min([affinity, *(int(quota) for quota in _cpu_quotas(system))]))
 
 
+def half_the_cores() -> int:
+    """Return the threads of one of two sides that compute at the same time: with more threads than cores, each operation waits for a thread
+    that has no core.
+    """
+    return max(1, num_cores() // 2)
+
+
 def memory_bytes(system: Path = SYSTEM) -> int:
     """Return the memory of the machine, or the smallest limit of this process's cgroups."""
     return min([_meminfo_bytes("MemTotal", system), *(limit for limit, _ in _memory_limits(system))])

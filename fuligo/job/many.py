@@ -24,6 +24,8 @@ from fuligo.config import Config
 from fuligo.engines.backend import engine_backend
 from fuligo.errors import FuligoError, RunsFailedError
 from fuligo.job.watch import while_watching
+from fuligo.limits import half_the_cores
+from fuligo.models.device import resolve_device
 from fuligo.trainer.ranks.connected import answer_commands
 from fuligo.trainer.ranks.shared import SharedTrainer
 
@@ -61,7 +63,8 @@ async def run_many(configs: Mapping[str, Config], logs: Path) -> None:
         EngineError: the engine did not start, or died
     """
     async with AsyncExitStack() as stack:
-        trainer = SharedTrainer()
+        on_cpu = resolve_device(next(iter(configs.values()))) == "cpu"
+        trainer = SharedTrainer(max_threads=half_the_cores() if on_cpu else None)
         stack.callback(trainer.stop)
         runs = [await _start(name, config, len(configs), trainer, stack) for name, config in configs.items()]
         ends = asyncio.gather(*(_ended(run) for run in runs))

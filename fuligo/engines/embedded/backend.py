@@ -15,8 +15,9 @@ from fuligo.formats.adapter_config import adapter_directory
 from fuligo.formats.checkpoint_form import prediction_prefixes
 from fuligo.formats.hugging_face import read_config_json
 from fuligo.formats.weight_manifest import EngineFormat
+from fuligo.limits import half_the_cores
 from fuligo.models.adapter_flags import adapter_of
-from fuligo.models.device import Device, Precision, resolve_precision
+from fuligo.models.device import Device, Precision, resolve_device, resolve_precision
 from fuligo.models.registry import has_whole_experts
 
 
@@ -39,7 +40,10 @@ class EmbeddedBackend:
     async def launch_shared(self, configs: Sequence[Config], directory: Path, stack: AsyncExitStack) -> SharedEngines:
         """Start one process with an engine for each run, over one copy of the base weights."""
         shapes = {str(number): shape for number, config in enumerate(configs) if (shape := adapter_of(config)) is not None}
-        engine = await launch_embedded(replace(_settings(configs[0], directory / "engine.txt"), shapes_of_runs=shapes))
+        settings = replace(_settings(configs[0], directory / "engine.txt"), shapes_of_runs=shapes)
+        if settings.num_threads is None and resolve_device(configs[0]) == "cpu":
+            settings = replace(settings, num_threads=half_the_cores())  # the trainer computes at the same time
+        engine = await launch_embedded(settings)
         await stack.enter_async_context(stopped_at_exit(engine))
         return SharedEngines(tuple(LentEngines(run, (LentEngine(engine.url + run_path(run), engine.keys),)) for run in shapes))
 

@@ -23,9 +23,14 @@ if TYPE_CHECKING:
 
 
 class SharedTrainer:
-    """Process's trainer of several runs. Their commands run one at a time, in the order in which they arrive."""
+    """Process's trainer of several runs. Their commands run one at a time, in the order in which they arrive.
 
-    def __init__(self) -> None:
+    Args:
+        max_threads: CPU threads of the computation; None: those of a trainer alone
+    """
+
+    def __init__(self, max_threads: int | None = None) -> None:
+        self._max_threads = max_threads
         self._compute = ComputeThread("shared-trainer")
         self._world: World | None = None
         self._base: SharedBase | None = None
@@ -37,7 +42,11 @@ class SharedTrainer:
     def world(self, join: Callable[[], World]) -> World:
         """Return the process's place, which the first run joins for all."""
         if self._world is None:
+            import torch
+
             self._world = join()
+            if self._max_threads is not None:
+                torch.set_num_threads(min(torch.get_num_threads(), self._max_threads))
         return self._world
 
     def base(self) -> SharedBase:

@@ -30,8 +30,7 @@ class ScriptedEngine(Connection):
                 self.bodies.append(body)
                 self.running[body["rid"]] = ended = asyncio.get_running_loop().create_future()
                 reason = await ended
-                meta: dict[str, Any] = {"finish_reason": {"type": reason}, "prompt_tokens": 1, "weight_version": "0@0"}
-                meta["output_token_logprobs"] = [(-1.0, 5, None)]
+                meta = {
                     "finish_reason": {"type": reason},
                     "prompt_tokens": 1,
                     "output_token_logprobs": [(-1.0, 5, None)],

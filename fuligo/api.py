@@ -83,15 +83,13 @@ def train(config: Config | str | Path | None = None, /, **flags: Any) -> "Outcom
         RuntimeError: an event loop is running, as in a notebook; await `train_async` there.
         FuligoError: bad input, or a failure at run time; everything recorded and saved until then is on disk.
     """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        from fuligo.job import run_to_end
+    if _in_running_loop():
+        raise RuntimeError("cannot call fuligo.train in a running event loop, such as a notebook's; write: await fuligo.train_async(...)")
+    from fuligo.job import run_to_end
 
-        prepared = _prepared(config, flags)
-        with _own_umask():
-            return run_to_end(prepared)
-    raise RuntimeError("cannot call fuligo.train in a running event loop, such as a notebook's; write: await fuligo.train_async(...)")
+    prepared = _prepared(config, flags)
+    with _own_umask():
+        return run_to_end(prepared)
 
 
 def train_many(configs: Sequence[Config | str | Path], *, resume: bool = False) -> list[Path]:
@@ -102,9 +100,15 @@ def train_many(configs: Sequence[Config | str | Path], *, resume: bool = False) 
         resume: continue each run from its own checkpoints; complete ones are left out, also of the result
 
     Raises:
+        RuntimeError: an event loop is running, as in a notebook; await `asyncio.to_thread(fuligo.train_many, ...)` there.
         RunsFailedError: some runs failed; the others have ended by themselves.
         FuligoError: bad input, or a failure of the shared trainer or engine.
     """
+    if _in_running_loop():
+        raise RuntimeError(
+            "cannot call fuligo.train_many in a running event loop, such as a notebook's; write: await asyncio.to_thread("
+            "fuligo.train_many, [...])"
+        )
     from fuligo.cli.train_many import prepare_many
     from fuligo.job import run_many_to_end
 
@@ -149,6 +153,14 @@ def _prepared(config: Config | str | Path | None, flags: dict[str, Any]) -> Conf
             "module, or run on this machine with one trainer process"
         )
     return prepare(config)
+
+
+def _in_running_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _local_functions(config: Config) -> list[str]:

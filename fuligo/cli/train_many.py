@@ -59,8 +59,6 @@ def _read(files: Sequence[str], flags: Sequence[str]) -> dict[str, Parsed]:
     Raises:
         ConfigError: a file or a flag is wrong.
     """
-    if len(files) < 2:
-        raise ConfigError("fuligo train-many takes the config files of several runs, A.yaml B.yaml ...; use fuligo train for one")
     if any(flag.partition("=")[0] == CONFIG_OPTION for flag in flags):
         raise ConfigError(f"{CONFIG_OPTION}: fuligo train-many takes config files without an option: fuligo train-many A.yaml B.yaml")
     if twice := [file for file, number in Counter(files).items() if number > 1]:
@@ -83,6 +81,8 @@ def prepare_many(
     Raises:
         ConfigError: a run cannot start, or the runs do not fit together; names all problems found.
     """
+    if len(configs) < 2:
+        raise ConfigError("fuligo train-many takes the configs of several runs, A.yaml B.yaml ...; use fuligo train for one")
     started = datetime.now()
     # Before each is checked by itself, which may take its time, and with the values that were chosen then.
     given = {name: located(config) for name, config in configs.items()}

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 from fuligo.config.command_line import parse
 from fuligo.config.files import save_yaml
 from fuligo.job.many import INTERRUPTED
-from tests.e2e.command import fuligo, succeed
+from tests.e2e.command import environment, fuligo, succeed
 from tests.e2e.conftest import Job, Start
 from tests.e2e.processes import alive, descendants
 from tests.e2e.records import TOKENS, evaluations, json_lines, metrics, sample_rows
@@ -48,6 +50,7 @@ def write_run(job: Job, prompts: Path) -> WriteRun:
     def write(directory: Path, name: str, **changes: object) -> Path:
         held_out = {"eval_prompt_data": ["held_out", f"{prompts}@[0:4]"]} if "eval_interval" in RUNS[name] else {}
         _, *flags = job(**{**COMMON, **RUNS[name], **held_out, "run_dir": directory / name, **changes})
+        directory.mkdir(exist_ok=True)
         file = directory / f"{name}.yaml"
         save_yaml(parse(flags).config, file)
         return file
@@ -85,6 +88,14 @@ def test_each_of_several_runs_equals_the_run_alone(alone: Path, write_run: Write
         assert_equal(tmp_path / name, alone / name)
 
 
+def test_runs_in_half_precision_equal_runs_alone(write_run: WriteRun, tmp_path: Path) -> None:
+    """FSDP then shards the adapter alone, and the base stays as it is."""
+    half = {"precision": "bf16", "embedded_dtype": "bf16"}
+    succeed("train", "--config", write_run(tmp_path / "alone", "narrow", **half))
+    succeed("train-many", *(write_run(tmp_path / "together", name, **half) for name in ("wide", "narrow")))
+    assert_equal(tmp_path / "together" / "narrow", tmp_path / "alone" / "narrow")
+
+
 def test_killed_and_resumed_runs_equal_uninterrupted_ones(alone: Path, write_run: WriteRun, tmp_path: Path) -> None:
     """The process that all share is killed in a training step, and the same command resumes each run from where it was."""
     command = ["train-many", *(write_run(tmp_path, name) for name in RUNS), "--resume"]
@@ -114,6 +125,15 @@ def test_a_run_that_is_killed_ends_alone(alone: Path, write_run: WriteRun, tmp_p
     done = fuligo("train-many", killed, write_run(tmp_path, "narrow"), KILL_AT="train:1")
     assert done.returncode == 1, done.stderr
     assert "1 of 2 runs failed: wide (killed by signal 9)" in done.stderr
+    assert_equal(tmp_path / "narrow", alone / "narrow")
+
+
+def test_runs_from_python(alone: Path, write_run: WriteRun, tmp_path: Path) -> None:
+    files = [str(write_run(tmp_path, name)) for name in ("narrow", "judged")]
+    program = f"import asyncio, fuligo; print(asyncio.run(asyncio.to_thread(fuligo.train_many, {files}))[1])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment(), timeout=480, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == str(tmp_path / "judged")
     assert_equal(tmp_path / "narrow", alone / "narrow")
 
 

@@ -67,6 +67,8 @@ def test_a_function_that_cannot_travel_is_refused(flags: dict) -> None:
 async def test_in_a_running_loop_train_names_the_other_call() -> None:
     with pytest.raises(RuntimeError, match=r"await fuligo\.train_async"):
         fuligo.train()
+    with pytest.raises(RuntimeError, match=r"await asyncio\.to_thread\(fuligo\.train_many"):
+        fuligo.train_many([])
 
 
 def test_a_run_in_a_running_loop_returns_its_outcome(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def test_debugging_shows_the_traceback(command, monkeypatch: pytest.MonkeyPatch)
         cli.main(["doctor"])
 
 
-@pytest.mark.parametrize(("typed", "hint"), [("trian", "did you mean train?"), ("zzz", "the commands are quickstart, train")])
+@pytest.mark.parametrize(("typed", "hint"), [("trian", "did you mean train or train-many?"), ("zzz", "the commands are quickstart, train")])
 def test_an_unknown_command_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str], typed: str, hint: str) -> None:
     assert cli.main([typed]) == 2
     assert hint in capsys.readouterr().err

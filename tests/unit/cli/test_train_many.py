@@ -90,12 +90,20 @@ def test_resume_loads_each_run_s_own_checkpoints_and_leaves_complete_runs_out(fi
 
 def test_resume_needs_a_directory_with_a_name(files: list[str]) -> None:
     with pytest.raises(ConfigError, match="a: --resume cannot find a run directory"):
-        prepared([files[0]], "--run-dir", "none", resumes=True)
+        prepare_many(
+            {"a": parse(["--config", files[0], "--run-dir", "none"]).config, "b": parse(["--config", files[1]]).config}, resumes=True
+        )
 
 
 def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     assert "A.yaml B.yaml ... [--resume] [--flag value ...]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_from_python_fewer_than_two_configs_are_refused(files: list[str], number: int) -> None:
+    with pytest.raises(ConfigError, match="use fuligo train for one"):
+        fuligo.train_many(files[:number])
 
 
 def test_functions_that_the_processes_of_runs_cannot_import_are_refused(files: list[str]) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -9,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fuligo.errors import TrainerError
 from fuligo.limits import collector_paused
-from fuligo.trainer.ranks.compute_thread import ComputeThread
+from fuligo.trainer.ranks.commands import Answer, Command, R
 from fuligo.trainer.ranks.rank import Rank, RankExecutor
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 
@@ -22,8 +25,14 @@ if TYPE_CHECKING:
     from fuligo.trainer.ranks.world import Rendezvous, World
 
 
+PHASES = ("score", "train")
+"""Commands that another command of the same step follows at once: `train` follows `score`, and `send_weights` follows `train`."""
+KEEP_TURN_S = 1.0
+"""Time that the trainer waits for it while other runs wait; longer than a driver takes between two phases."""
+
+
 class SharedTrainer:
-    """Process's trainer of several runs. Their commands run one at a time, in the order in which they arrive.
+    """Process's trainer of several runs, whose commands run one at a time.
 
     Args:
         max_threads: CPU threads of the computation; None: those of a trainer alone
@@ -31,13 +40,13 @@ class SharedTrainer:
 
     def __init__(self, max_threads: int | None = None) -> None:
         self._max_threads = max_threads
-        self._compute = ComputeThread("shared-trainer")
+        self._compute = TurnThread()
         self._world: World | None = None
         self._base: SharedBase | None = None
 
     def executor(self) -> RankExecutor:
         """Return the executor of one more run's rank."""
-        return RankExecutor(SharedRank(self), RunThread(self._compute))
+        return SharedExecutor(SharedRank(self), RunShare(self._compute))
 
     def world(self, join: Callable[[], World]) -> World:
         """Return the process's place, which the first run joins for all."""
@@ -58,7 +67,7 @@ class SharedTrainer:
 
     def release(self, executor: RankExecutor) -> None:
         """Free the adapter and optimizer of a run that has ended, also one that was killed."""
-        self._compute.submit(executor.rank.leave)
+        self._compute.submit(RunShare(self._compute), executor.rank.leave)
 
     def stop(self) -> None:
         self._compute.stop()
@@ -89,21 +98,106 @@ class SharedRank(Rank):
         self.has_left = True
 
 
-class RunThread:
-    """Share of one run in a compute thread: its functions find the global random state as they left it."""
+class SharedExecutor(RankExecutor):
+    """Executor of one run's rank, which notes whether the run is within a step."""
 
-    def __init__(self, thread: ComputeThread) -> None:
+    def __init__(self, rank: Rank, share: RunShare) -> None:
+        super().__init__(rank, share)
+        self._share = share
+
+    def _run(self, command: Callable[[], Command[R]]) -> Answer[R]:
+        def noted() -> Command[R]:
+            work = command()
+            if work.is_queued:
+                self._share.is_in_step = work.name in PHASES
+            return work
+
+        return super()._run(noted)
+
+
+class TurnThread:
+    """Thread that computes for several runs, in the order in which they ask, except that a run keeps its turn from one phase of its step to
+    the next.
+
+    Otherwise the weight sync of one run would wait for the training of another, and both would then sample at the same time while the
+    trainer has nothing to do.
+    """
+
+    def __init__(self) -> None:
+        self._wake = threading.Condition()
+        self._waiting: deque[tuple[RunShare, Callable[[], Any], Future[Any]]] = deque()
+        self._keeper: RunShare | None = None
+        """Run that has just computed and is about to ask again; None: the first that waits is next."""
+        self._keeps_until_s = 0.0
+        self._stopping = False
+        threading.Thread(target=self._run, name="shared-trainer", daemon=True).start()
+
+    def submit(self, share: RunShare, function: Callable[[], Any]) -> Future[Any]:
+        """Run a function of a run when it is its turn."""
+        future: Future[Any] = Future()
+        with self._wake:
+            self._waiting.append((share, function, future))
+            self._wake.notify()
+        return future
+
+    def stop(self) -> None:
+        """End the thread when all submitted work is done."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+
+    def _run(self) -> None:
+        while self._run_next():
+            pass
+
+    def _run_next(self) -> bool:
+        """Run one function; in a function so that what the work refers to, such as a rollout's samples, is freed when it returns."""
+        work = self._next()
+        if work is None:
+            return False
+        share, function, future = work
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(share.run(function))
+            except BaseException as error:  # raised to the caller that waits
+                future.set_exception(error)
+        self._keeper = share if share.is_in_step else None
+        self._keeps_until_s = time.monotonic() + KEEP_TURN_S
+        return True
+
+    def _next(self) -> tuple[RunShare, Callable[[], Any], Future[Any]] | None:
+        with self._wake:
+            while True:
+                own = next((work for work in self._waiting if work[0] is self._keeper), None)
+                left_s = self._keeps_until_s - time.monotonic()
+                if own is None and self._waiting and (self._keeper is None or left_s <= 0):
+                    own = self._waiting[0]
+                if own is not None:
+                    self._waiting.remove(own)
+                    return own
+                if self._stopping:
+                    return None
+                self._wake.wait(left_s if self._waiting else None)
+
+
+class RunShare:
+    """Share of one run in the thread: its functions find the global random state as they left it."""
+
+    def __init__(self, thread: TurnThread) -> None:
         self._thread = thread
         self._state: Mapping[str, Tensor] | None = None
         """State after the last function; None before the first."""
+        self.is_in_step = False
+        """The last function was a phase of a step that another follows."""
 
     def submit(self, function: Callable[[], Any]) -> Future[Any]:
-        return self._thread.submit(lambda: self._run(function))
+        return self._thread.submit(self, function)
 
     def stop(self) -> None:
         """Do nothing: the thread is the other runs', too."""
 
-    def _run(self, function: Callable[[], Any]) -> Any:
+    def run(self, function: Callable[[], Any]) -> Any:
+        """Run a function of the run; called by the thread."""
         with self._own_random_state():
             return function()
 

@@ -1,5 +1,6 @@
 """Trainer that several runs share: their commands interleave, and each computes as alone."""
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,10 +12,10 @@ from fuligo.errors import TrainerError
 from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.models.adapter import adapter_tensors, base_tensors
 from fuligo.trainer.objective import LossSettings
-from fuligo.trainer.ranks.commands import Command, Leave, Load, call
+from fuligo.trainer.ranks.commands import Command, Leave, Load, Ping, call
 from fuligo.trainer.ranks.rank import Rank, RankExecutor
 from fuligo.trainer.ranks.settings import LearningRateSchedule, LoraSettings, OptimizerSettings
-from fuligo.trainer.ranks.shared import SharedTrainer
+from fuligo.trainer.ranks.shared import RunShare, SharedTrainer, TurnThread
 from fuligo.trainer.ranks.worker import RankWorker
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 from tests import shares, train_batches
@@ -105,3 +106,52 @@ def test_other_base_weights_and_full_training_are_refused(
         run(trainer.executor(), Load(replace(settings[0], lora=None), None))
     with pytest.raises(Exception, match="give all runs the same --hf-checkpoint"):
         run(trainer.executor(), Load(replace(settings[0], initial_weights=reference_checkpoint), None))
+
+
+def test_a_run_keeps_its_turn_from_training_to_its_sync() -> None:
+    """Though another run has been waiting; after the sync, the first that waits is next."""
+    thread = TurnThread()
+    first, second = RunShare(thread), RunShare(thread)
+    order: list[str] = []
+    trained = threading.Event()
+
+    def train(share: RunShare, name: str) -> None:
+        share.is_in_step = True
+        order.append(f"train {name}")
+        if name == "first":
+            trained.wait(60)
+
+    def sync(share: RunShare, name: str) -> None:
+        share.is_in_step = False
+        order.append(f"sync {name}")
+
+    training = first.submit(lambda: train(first, "first"))
+    waiting = second.submit(lambda: train(second, "second"))
+    trained.set()
+    training.result(60)
+    done = [first.submit(lambda: sync(first, "first")), waiting, second.submit(lambda: sync(second, "second"))]
+    for future in done:
+        future.result(60)
+    thread.stop()
+    assert order == ["train first", "sync first", "train second", "sync second"]
+
+
+def test_a_run_that_does_not_come_back_loses_its_turn() -> None:
+    thread = TurnThread()
+    gone, other = RunShare(thread), RunShare(thread)
+    gone.is_in_step = True
+    gone.submit(lambda: None).result(60)
+    assert other.submit(lambda: "next").result(60) == "next"
+    thread.stop()
+
+
+def test_which_commands_another_follows(trainer: SharedTrainer, settings: list[TorchTrainerSettings], tmp_path) -> None:
+    executor: Any = trainer.executor()
+    run(executor, Load(settings[0], None))
+    assert not executor._share.is_in_step
+    train(executor, seed=0)
+    assert executor._share.is_in_step
+    executor.answer(Ping, is_queued=False).result(60)
+    assert executor._share.is_in_step
+    run(executor, call(RankWorker.save, tmp_path / "saved"))
+    assert not executor._share.is_in_step

@@ -220,7 +220,7 @@ def _add_update(linear: nn.Module, inputs: tuple[Tensor, ...], output: tuple[Ten
 def _allow_float32(linear: nn.Module) -> None:
     """Keep a layer of TransformerEngine from refusing the adapter's float32: it compares all parameters with its first input's type."""
     if hasattr(linear, "activation_dtype"):
-        linear.activation_dtype = cast(Tensor, linear.weight).dtype  # pyright: ignore[reportAttributeAccessIssue]
+        cast(Any, linear).activation_dtype = cast(Tensor, linear.weight).dtype
 
 
 def _with_gradient(embedding: nn.Module, inputs: object, output: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ class SamplingParams:
             if name not in NEUTRAL:
                 raise ValueError(f"sampling_params.{name} is not known; known parameters: {sorted(FIELD_RULES)}")
             if body[name] not in NEUTRAL[name]:
-                raise ValueError(f"sampling_params.{name} is not supported; leave it out or set it to {NEUTRAL[name][-1]!r}")
+                raise ValueError(f"sampling_params.{name} is not supported; remove it or set it to {NEUTRAL[name][-1]!r}")
         values: dict[str, Any] = {"max_new_tokens": DEFAULT_MAX_NEW_TOKENS}
         for name, (types, valid, rule) in FIELD_RULES.items():
             value = body.get(name)

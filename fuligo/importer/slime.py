@@ -16,7 +16,7 @@ from fuligo.importer.calls import Training
 
 _MEGATRON_DROPOUT = "0.1"
 
-_LEAVE_IT_OUT = "leave it out: "
+_LEAVE_IT_OUT = "remove it: "
 _OF_OBSERVERS = {name: advice for name, advice in OF_SLIME.items() if advice is PROFILE or name.startswith("wandb_")}
 """Flags that choose what is recorded of a run, not what it trains."""
 LEFT_OUT = {
@@ -126,7 +126,7 @@ def _distillation(line: _Line) -> None:
 
 
 def _concurrency(line: _Line) -> None:
-    """Multiply slime's limit of requests, which is per engine, by the engines; leave it out above the size of a wave."""
+    """Multiply slime's limit of requests, which is per engine, by the engines; remove it above the size of a wave."""
     if _is_sft(line) or line.has("rollout_concurrency"):
         return
     given = line.number("sglang_server_concurrency", 0)

@@ -41,7 +41,7 @@ def run_job(config: Config) -> int:
         place.read_key()  # a missing one is found before the engines start
         if config.checkpoint.max_restarts > 0:
             raise ConfigError(
-                f"--max-restarts {config.checkpoint.max_restarts}: this run cannot replace ranks that torchrun started; leave it out and "
+                f"--max-restarts {config.checkpoint.max_restarts}: this run cannot replace ranks that torchrun started; remove it and "
                 "give torchrun its own --max-restarts, or start without torchrun"
             )
     if place is not None and place.rank > 0:

@@ -224,7 +224,7 @@ class PeftTargets:
         if adapter.dropout and (matrices or adapter.adapts_experts):
             raise ConfigError(
                 f"--lora-dropout {adapter.dropout}: PEFT defines none for the MLPs of an MoE model, such as "
-                f"{matrices[0] if matrices else 'its experts'}; leave it out, or adapt other layers (--lora-target-modules)"
+                f"{matrices[0] if matrices else 'its experts'}; remove it, or adapt other layers (--lora-target-modules)"
             )
         partly = {_ending(layer) for layer in layers if not adapter.adapts(layer)}
         return cls(modules, sorted({f"{layer if _ending(layer) in partly else _ending(layer)}.weight" for layer in matrices}))

@@ -1,4 +1,4 @@
-"""Qwen3-Next: three layers of gated delta rules (arXiv 2412.06464) to one of gated attention; routed experts and a gated shared one.
+"""Qwen3-Next: three Gated DeltaNet layers (arXiv 2412.06464) to one of gated attention; routed experts and a gated shared one.
 
 The MTP layer of the published files is left out, as transformers 5.12.1 leaves it out.
 """
@@ -40,7 +40,7 @@ def architecture(config: ConfigJson) -> Architecture:
 def hybrid_architecture(
     config: ConfigJson, experts: Experts | None, has_experts: Callable[[int], bool], *, has_fused_inputs: bool = False
 ) -> Architecture:
-    """Return the architecture of a family with gated delta rules among full attention.
+    """Return the architecture of a family with Gated DeltaNet layers among full attention.
 
     Args:
         has_experts: whether the layer of a number has experts.

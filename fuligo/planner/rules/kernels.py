@@ -57,7 +57,7 @@ def kernels_suit_the_attention(subject: Subject) -> Iterator[Violation]:
 
 @rule("PLAN-TORCH-ONLY", "--train-backend")
 def trainer_computes_the_layers(subject: Subject) -> Iterator[Violation]:
-    """Gated delta rules, attention sinks with clamped experts, and norms over all heads (MiniMax-M2) train on the torch trainer only."""
+    """Gated DeltaNet, attention sinks with clamped experts, and norms over all heads (MiniMax-M2) train on the torch trainer only."""
     reason = family_of(subject.architecture).why_not_megatron
     if subject.is_megatron and reason is not None:
         yield Violation(

@@ -101,7 +101,7 @@ def _precisions(settings: MegatronTrainerSettings) -> dict[str, Any]:
     if settings.device == "cpu":
         low = [option_name(name) for name, dtype in dtypes.items() if dtype != torch.float32]
         if low:
-            raise ConfigError(f"{', '.join(low)}: on a CPU the optimizer's state is float32; leave it out, or train on GPUs")
+            raise ConfigError(f"{', '.join(low)}: on a CPU the optimizer's state is float32; remove it, or train on GPUs")
         return {}
     return {"use_precision_aware_optimizer": True, "store_param_remainders": flags.get("store_param_remainders", True), **dtypes}
 

@@ -201,7 +201,7 @@ def refuse_unsupported_routing(config: TransformerConfig) -> None:
     }
     for flag, (value, reason) in refused.items():
         if value:
-            raise ConfigError(f"{flag} {value}: {reason}; leave it out")
+            raise ConfigError(f"{flag} {value}: {reason}; remove it")
     is_balanced = has_balance_loss(config) or (config.moe_router_enable_expert_bias and config.moe_router_bias_update_rate)
     if config.recompute_method == "block" and is_balanced:
         raise ConfigError(

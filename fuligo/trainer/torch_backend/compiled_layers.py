@@ -21,7 +21,7 @@ COMPILED_KINDS = 32
 def can_compile(model: PreTrainedModel) -> bool:
     """Return whether layers can be compiled.
 
-    Sizes of experts depend on the data, heads of latent attention differ, gated delta rules run per sequence, towers per image, and
+    Sizes of experts depend on the data, heads of latent attention differ, Gated DeltaNet runs per sequence, towers per image, and
     layers that share keys and values hand them on through a dictionary.
     """
     if sees_images(model.config) or getattr(model.config, "num_kv_shared_layers", 0):

@@ -246,7 +246,7 @@ def read_model(directory: Path) -> tuple[PreTrainedModel, dict[str, str]]:
         if unknown := unpackable_layers(text_config(config)):
             raise TrainerError(
                 f"{config.model_type}: layers of type {', '.join(unknown)} are not supported by the torch trainer's packed attention,"
-                " which supports full_attention, sliding_attention and gated delta rules. Choose another model."
+                " which supports full_attention, sliding_attention and Gated DeltaNet layers. Choose another model."
             )
         loaded: Any = model_class(config).from_pretrained(
             directory,

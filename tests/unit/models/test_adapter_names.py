@@ -44,7 +44,7 @@ def test_layers_with_names_of_experts_are_parameters_for_peft() -> None:
     )
     with pytest.raises(ConfigError, match=r"--lora-dropout 0\.1: PEFT defines none for the MLPs of an MoE model"):
         peft_targets(model, AdapterConfig(3, 6.0, dropout=0.1))
-    with pytest.raises(ConfigError, match="such as its experts; leave it out"):
+    with pytest.raises(ConfigError, match="such as its experts; remove it"):
         peft_targets(model, AdapterConfig(3, 6.0, ("q_proj",), dropout=0.1, adapts_experts=True))
 
 

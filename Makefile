@@ -21,6 +21,7 @@ install-dev: .venv/.installed-dev
 
 .venv/.installed: pyproject.toml requirements/constraints.txt requirements/hashed/base.txt
 	@test -n "$(PYTHON)" || { echo "fuligo needs Python 3.11 or 3.12 on the PATH (or: make PYTHON=/path/to/python3.11)"; exit 1; }
+	@test ! -e .venv/.for-gpus || { echo "pyproject.toml or requirements/ have changed since make install-gpu; run it again"; exit 1; }
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	.venv/bin/python $(HASHED)/base.txt
 	.venv/bin/python $(PIP) --constraint requirements/constraints.txt torch==$(TORCH)
@@ -50,7 +51,7 @@ install-gpu:
 	.venv/bin/python $(HASHED)/gpu.txt --requirement requirements/hashed/ray.txt
 	.venv/bin/python $(PIP) --no-deps --no-build-isolation --editable .
 	test -z "$(MEGATRON)" || .venv/bin/python $(HASHED)/megatron-gpu.txt --no-build-isolation
-	touch .venv/.installed
+	touch .venv/.for-gpus .venv/.installed
 	test -x .venv-sglang/bin/python || $(PYTHON) -m venv .venv-sglang
 	.venv-sglang/bin/python $(HASHED)/sglang-gpu.txt
 	touch .venv-sglang/.installed

@@ -47,8 +47,8 @@ MEGATRON_FLAGS = (
     "custom_model_provider_path",
 )
 """Flags that only the Megatron trainer reads; the whole group `megatron` belongs to it as well."""
-TORCH_FLAGS = ("gradient_checkpointing", "torch_compile", "freeze_vision_tower")
-"""Flags that only the torch trainer reads."""
+TORCH_FLAGS = ("gradient_checkpointing", "freeze_vision_tower")
+"""Flags that only the torch trainer reads. It also reads `torch_compile`, whose only other value turns something off."""
 SGLANG_FLAGS = ("rollout_num_gpus", "rollout_num_gpus_per_engine", "sglang_config")
 """Flags that only SGLang engines read; the groups `sglang` and `router` belong to them as well."""
 EMBEDDED_FLAGS = ("embedded_max_running_requests", "embedded_max_total_tokens", "embedded_dtype", "embedded_num_threads")

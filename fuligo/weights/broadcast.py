@@ -130,6 +130,8 @@ class BroadcastGroup:
                 torch.cuda.synchronize(row.device)
 
         self._together(send, engines_receive(), f"take a bucket of {row.numel()} bytes")
+        if version is not None:
+            self._loop.run(self._close_connections())
 
     def _together(self, own_part: Callable[[], T], engines_part: Coroutine[Any, Any, None], what: str) -> T:
         """Run both parts at once, because each waits for the other; the first failure ends the wait.
@@ -179,9 +181,9 @@ class BroadcastGroup:
             self._store = None  # engines that still wait for others to join get an error
             await asyncio.gather(*(self._leave(client) for client in self._clients), return_exceptions=True)
 
-        self._loop.run(engines_leave())
-        self._loop.run(self._close_connections())
-        self._loop.close()
+        with self._loop:  # closes it
+            self._loop.run(engines_leave())
+            self._loop.run(self._close_connections())
 
     async def _leave(self, client: InferenceEngine) -> None:
         """Have an engine leave the group.

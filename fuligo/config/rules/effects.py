@@ -82,13 +82,6 @@ EFFECTS = (
         "without both a trainer and an engine",
         "remove --debug-rollout-only or --debug-train-only",
     ),
-    _effect(
-        "COMPILE",
-        "torch_compile",
-        lambda config: config.cluster.device != "cpu" and config.model.precision != "fp32",
-        "on a CPU or in float32",
-        "use --device cuda --precision bf16",
-    ),
     _needs("SFT-TURNS", "sft_rewritten_turns", "loss_type", "sft_loss"),
     _needs("KL-LOSS", "kl_loss_coef use_unbiased_kl", "use_kl_loss"),
     _estimator_needs("KL-COEF", "kl_coef", "uses_kl_coef", further=" or set --use-kl-loss --kl-loss-coef"),

@@ -110,11 +110,11 @@ def _gathered(subject: Subject) -> MemoryItem:
 
 
 def compiles_layers(subject: Subject) -> bool:
-    """Return whether the trainer compiles the layers: those of dense models with grouped heads, in bf16."""
+    """Return whether the trainer compiles the layers: those of dense models of text with grouped heads, in bf16."""
     architecture, config = subject.architecture, subject.config
     is_wanted = config.model.torch_compile and not config.train.exact_on_policy
     is_dense = architecture.experts is None and isinstance(architecture.attention, GroupedAttention) and not architecture.num_linear_layers
-    return is_wanted and is_dense and compute_bytes(subject) == BF16
+    return is_wanted and is_dense and architecture.vision_tower is None and compute_bytes(subject) == BF16
 
 
 def _activations(subject: Subject) -> MemoryItem:

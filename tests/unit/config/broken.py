@@ -296,7 +296,6 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
             "--tensor-model-parallel-size and --sequence-parallel are flags of the Megatron trainer, but the run has --train-backend torch",
         ),
         ({**SGLANG, "train_backend": "megatron", "gradient_checkpointing": True}, "Megatron has --recompute-granularity full"),
-        ({**SGLANG, "train_backend": "megatron", "torch_compile": False}, "--torch-compile can be used with the torch trainer only"),
         ({**SGLANG, "train_backend": "torch", "megatron_swiglu": True}, "--swiglu is a flag of the Megatron trainer"),
     ],
     "CFG-ROLLOUT-BACKEND": [

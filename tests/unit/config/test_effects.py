@@ -56,7 +56,6 @@ NO_EFFECT: dict[str, list[tuple[Any, Values]]] = {
     "mask_offpolicy_in_partial_rollout": [(True, {}), (True, {"partial_rollout": True, "async_mode": "full", "max_staleness": 2})],
     "max_staleness": [(2, {}), (2, {"partial_rollout": True, "data_source_path": "my.Source"})],
     "exact_on_policy": [(True, {"loss_type": "sft_loss"}), (True, {"debug_rollout_only": True})],
-    "torch_compile": [(False, {"device": "cpu"}), (False, {"device": "cuda", "precision": "fp32"})],
     "max_restarts": [(2, {"debug_rollout_only": True})],
     "rm_type": [("math", {name: "my.hook"}) for name in ("custom_rm_path", "agent", "environment")],
     "custom_rm_path": [("my.reward", {name: "my.hook", "rm_type": None}) for name in ("agent", "environment")],

@@ -1,19 +1,23 @@
 """Activations of the torch trainer against tensors saved by autograd in its own models."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Glm4Config, Glm4MoeConfig, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Glm4Config, Glm4MoeConfig, LlamaConfig, Qwen3Config
 
 from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.layout.adapter import AdapterShape
 from fuligo.models.adapter import add_adapter
 from fuligo.models.modules import speed_up_rms_norms
 from fuligo.models.registry import architecture_of
-from fuligo.planner.memory.torch_trainer import compiled_layer_bytes, layer_bytes
+from fuligo.planner.memory.torch_trainer import compiled_layer_bytes, compiles_layers, layer_bytes
 from fuligo.trainer.torch_backend import model as torch_model
+from fuligo.trainer.torch_backend.compiled_layers import can_compile
+from tests import tiny, tiny_vision
+from tests.unit.planner.subjects import subject_of
 
 TOKENS = 128
 SHAPE: dict[str, Any] = {
@@ -93,3 +97,12 @@ def test_a_compiled_layer_keeps_the_outputs_of_a_too(make: Any) -> None:
     measured, fewer = (saved_bytes(config, torch.bfloat16, compiled=True, adapter=adapter.config) for config in (two, one))
     planned = compiled_layer_bytes(adapter.architecture.layers[0], adapter.architecture, adapter) * TOKENS
     assert planned == pytest.approx(measured - fewer, rel=0.001)
+
+
+@pytest.mark.parametrize("family", [*tiny.FAMILIES, "qwen3_vl"])
+def test_the_plan_expects_compiled_layers_where_the_trainer_compiles(family: str) -> None:
+    config = tiny_vision.model_config() if family == "qwen3_vl" else tiny.model_config(family)
+    with torch.device("meta"):
+        model = (AutoModelForImageTextToText if family == "qwen3_vl" else AutoModelForCausalLM).from_config(config)
+    subject = subject_of("--train-backend torch --precision bf16", "qwen3-4b")
+    assert compiles_layers(replace(subject, architecture=architecture_of(config.to_dict()))) is can_compile(model)

@@ -77,7 +77,7 @@ def train(config: Config | str | Path | None = None, /, **flags: Any) -> "Outcom
 
     Args:
         config: a config, or the YAML file of one.
-        flags: see `configure`; not beside a `Config`.
+        flags: see `configure`; not together with a `Config`.
 
     Raises:
         RuntimeError: an event loop is running, as in a notebook; await `train_async` there.

@@ -114,7 +114,7 @@ def _run(arguments: list[str]) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("fuligo"):
             raise
-        # Printed plainly: the packages that format other errors may be missing, too.
+        # Printed plainly: the packages that format other errors may also be missing.
         print(
             f"error: {sys.executable} has no package {error.name}: use the Python that fuligo is installed in, or install the package",
             file=sys.stderr,

@@ -1,6 +1,6 @@
 """`fuligo convert`: a checkpoint from one format to another, or two compared.
 
-Each conversion has a parser of its own; heavy packages are imported once its arguments are known to be right.
+Each conversion has its own parser; heavy packages are imported once its arguments are known to be right.
 """
 
 import argparse
@@ -179,7 +179,7 @@ def _value_to_hf_parser() -> argparse.ArgumentParser:
         "value-to-hf",
         "Convert the value model of a checkpoint to a Hugging Face directory, a token classifier with one label.",
         ("checkpoint", "checkpoint of either trainer, a directory of them (the newest is taken), or its critic/"),
-        model="directory or ORG/NAME on the Hub with config.json and tokenizer (default: those beside the weights)",
+        model="directory or ORG/NAME on the Hub with config.json and tokenizer (default: those next to the weights)",
     )
 
 

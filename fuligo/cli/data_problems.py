@@ -18,7 +18,7 @@ from fuligo.rollout.eval_sets import eval_set_specs
 from fuligo.rollout.rewards.rows import unjudged
 
 _EVAL_SET_KEYS = {"input_key", "label_key", "metadata_key", "tool_key", "apply_chat_template"}
-"""Settings that an evaluation data set may override."""
+"""Settings that an evaluation dataset may override."""
 
 
 def data_problems(config: Config, *, missing_is_fine: bool = False) -> Iterator[str]:
@@ -43,16 +43,16 @@ def data_problems(config: Config, *, missing_is_fine: bool = False) -> Iterator[
         return
     for spec in specs:
         keys = spec.model_dump(include=_EVAL_SET_KEYS, exclude_none=True)
-        given, settings, here = f"evaluation data set {spec.name}", replace(data_settings(config), **keys), is_here(spec.path)
+        given, settings, here = f"evaluation dataset {spec.name}", replace(data_settings(config), **keys), is_here(spec.path)
         if here:
             yield from _file(given, spec.path, settings)
         by_hook = config.rollout.custom_generate_function_path or config.rollout.agent or config.rollout.environment
         if here and spec.custom_reward_path(config) is None and by_hook is None:
             yield from _judged(given, spec.path, settings, spec.rm_type or config.reward.rm_type)
         if config.rollout.environment and (spec.rm_type or spec.custom_rm_path):
-            yield f"evaluation data set {spec.name}: --environment gives its reward; remove rm_type and custom_rm_path"
+            yield f"evaluation dataset {spec.name}: --environment gives its reward; remove rm_type and custom_rm_path"
         if config.is_unjudged and not (spec.rm_type or spec.custom_rm_path or spec.metadata_key):
-            yield f"evaluation data set {spec.name}: its responses have no reward; set its rm_type, or --rm-type for the whole run"
+            yield f"evaluation dataset {spec.name}: its responses have no reward; set its rm_type, or --rm-type for the whole run"
         if spec.custom_rm_path is not None:
             yield from hook_problem("custom_rm_path", spec.custom_rm_path)
 

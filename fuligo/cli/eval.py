@@ -25,7 +25,7 @@ TRAINING_RULES = {"CFG-DATA-MISSING", "CFG-MAX-TOKENS", "CFG-RUN-LENGTH"}
 _USAGE = """\
 fuligo eval [--config FILE] [--load DIR [--ckpt-step N]] [--flag VALUE ...]
 
-Evaluates the data sets of --eval-prompt-data or --eval-config, as a run does between its steps, and prints the metrics.
+Evaluates the datasets of --eval-prompt-data or --eval-config, as a run does between its steps, and prints the metrics.
 The weights are those of the newest checkpoint of --load, or of --ckpt-step; without --load, those of --hf-checkpoint.
 Takes the arguments of fuligo train; arguments that only training needs may be left out. Metrics and every sample go to --run-dir
 (default runs/eval-<time>), which must be new.
@@ -107,7 +107,7 @@ def run_directory(config: Config, started: datetime) -> Path:
 
 
 def _show(evaluated: Evaluated, *, of_others: bool) -> None:
-    """Print the metrics of every data set.
+    """Print the metrics of every dataset.
 
     Args:
         of_others: the engines are external and keep their weights.
@@ -116,7 +116,7 @@ def _show(evaluated: Evaluated, *, of_others: bool) -> None:
     from rich.table import Table
 
     console = Console(highlight=False, soft_wrap=True)
-    table = Table("data set", "metric", "value", box=None, pad_edge=False)
+    table = Table("dataset", "metric", "value", box=None, pad_edge=False)
     table.columns[-1].justify = "right"
     for key, value in evaluated.evaluation.metrics.items():
         _, data_set, metric = key.split("/", 2)

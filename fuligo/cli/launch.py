@@ -114,6 +114,11 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--name", help="name of this machine in Ray (default: its address)")
     made.add_argument("--slots", type=int, default=8, help="GPUs of this machine (8)")
-    made.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cpu: slots are processes")
+    made.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="device to train on (default: auto); with cpu, --slots counts processes, not GPUs",
+    )
     made.add_argument("--attached", action="store_true", help="exit when standard input closes")
     return made

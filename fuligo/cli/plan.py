@@ -110,7 +110,7 @@ def _refused_at_start(config: Config) -> Iterator[Finding]:
 
 
 def _short_of_disk(plan: Plan, config: Config) -> Iterator[Finding]:
-    """Yield a warning if checkpoints do not fit on this machine's disk, where the model lies on it, too."""
+    """Yield a warning if checkpoints do not fit on this machine's disk, where the model also lies on it."""
     model = config.model.hf_checkpoint
     if plan.disk is None or model is None or not Path(model).is_dir():
         return

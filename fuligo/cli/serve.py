@@ -115,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _keys() -> EngineKeys:
-    """Return the keys of the environment; without any, print a random one."""
+    """Return the engine keys from the environment; if there are none, generate a random key and print it."""
     keys = EngineKeys.taken_from_environment()
     if not keys.requests:
         key = secrets.token_hex(32)

@@ -19,9 +19,9 @@ RESUME = "--resume"
 USAGE = f"""\
 usage: fuligo train-many A.yaml B.yaml ... [{RESUME}] [--flag value ...]
 
-Trains several LoRA adapters at once. Each file is the config of one run, as for `fuligo train --config`, with a run directory, data and a
-reward of its own. All runs share one copy of the base weights in one torch trainer, and one embedded engine. Flags after the files hold for
-all runs. A run that fails ends alone; the exit code is then 1.
+Trains several LoRA adapters at once. Each file is the config of one run, as for `fuligo train --config`, with its own run
+directory, data and reward. All runs share one copy of the base weights in one torch trainer, and one embedded engine. Flags after the files
+hold for all runs. A run that fails ends alone; the exit code is then 1.
 
 {RESUME} continues each run from its own checkpoints, starts those that have none, and skips those that are complete.
 
@@ -62,7 +62,7 @@ def _read(files: Sequence[str], flags: Sequence[str]) -> dict[str, Parsed]:
     if any(flag.partition("=")[0] == CONFIG_OPTION for flag in flags):
         raise ConfigError(f"{CONFIG_OPTION}: fuligo train-many takes config files without an option: fuligo train-many A.yaml B.yaml")
     if twice := [file for file, number in Counter(files).items() if number > 1]:
-        raise ConfigError(f"{twice[0]} is given twice; each run needs a config of its own")
+        raise ConfigError(f"{twice[0]} is given twice; each run needs its own config")
     stems = Counter(Path(file).stem for file in files)
     names = [Path(file).stem if stems[Path(file).stem] == 1 else file for file in files]
     return {name: parse([CONFIG_OPTION, file, *flags]) for name, file in zip(names, files, strict=True)}

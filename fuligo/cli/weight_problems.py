@@ -70,7 +70,7 @@ def _weights(config: Config) -> Iterator[str]:
             yield f"--ref-load: {difference}"
     first = "--hf-checkpoint" if config.checkpoint.ref_load is None else "--ref-load"
     if first in sound and not is_trainable(sound[first]):
-        yield f"{first} {sound[first]} is quantised, training cannot start from it: use the unquantised weights with --ref-load"
+        yield f"{first} {sound[first]} is quantized, training cannot start from it: use the unquantized weights with --ref-load"
     if "--hf-checkpoint" in sound and _syncs_quantised(config):
         try:
             EngineQuantisation.read(sound["--hf-checkpoint"])
@@ -210,7 +210,7 @@ def _loaded_teacher(config: Config, path: Path, student: Path | None) -> Iterato
         return
     directory = model_directory(weights_directory(path))
     if not is_trainable(directory):
-        yield f"{option} {directory} is quantised, which the trainer cannot load: use the unquantised weights"
+        yield f"{option} {directory} is quantized, which the trainer cannot load: use the unquantized weights"
     swapped = config.trainer_capabilities.swaps_models
     difference = architecture_difference(directory, student) if swapped else vocabulary_difference(directory, student)
     if difference is not None:
@@ -262,7 +262,7 @@ def _resume(config: Config) -> Iterator[str]:
     else:
         problems = [f"--load: {text}" for text in checkpoint_problems(model)]
     if not problems and not is_distributed(weights) and not is_trainable(model):
-        problems = [f"--load {model} is quantised, training cannot start from it: use the unquantised weights"]
+        problems = [f"--load {model} is quantized, training cannot start from it: use the unquantized weights"]
     yield from problems
     if problems or policy is None:
         return
@@ -297,8 +297,8 @@ def _adapter(config: Config) -> Iterator[str]:
     directory = config.model.hf_checkpoint
     if _syncs_quantised(config) and directory is not None and is_quantised(Path(directory)):
         yield (
-            f"--hf-checkpoint {directory} is quantised: merged into FP8 weights, most of an adapter's update would be rounded away; "
-            "let the engines serve the unquantised weights"
+            f"--hf-checkpoint {directory} is quantized: merged into FP8 weights, most of an adapter's update would be rounded away; "
+            "let the engines serve the unquantized weights"
         )
     if adapter is not None and adapter.adapts_experts and config.syncs_adapter and config.engine_capabilities.names_adapters:
         yield "--lora-sync adapter: SGLang's format of experts' adapters differs from PEFT's; use --lora-sync merged"

@@ -47,7 +47,7 @@ def read_hostfile(path: Path, *, default_slots: int) -> list[Host]:
     try:
         text = path.read_text()
     except OSError as error:
-        raise ConfigError(f"--hostfile {path}: {error.strerror}") from error
+        raise ConfigError(f"cannot read --hostfile {path}: {error.strerror}") from error
     hosts: list[Host] = []
     for number, line in enumerate(text.splitlines(), 1):
         entry = line.partition("#")[0].strip()

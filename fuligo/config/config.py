@@ -141,7 +141,7 @@ class Config(Placement):
 
     @property
     def trains_values(self) -> bool:
-        """True if the run trains a value model beside the policy."""
+        """True if the run trains a value model in addition to the policy."""
         return ESTIMATORS[self.algorithm.advantage_estimator].uses_values and not self.is_sft
 
     @property
@@ -156,7 +156,7 @@ class Config(Placement):
             self.train.enable_mtp_training,
             self.megatron.get("moe_aux_loss_coeff"),
             self.megatron.get("moe_router_bias_update_rate"),
-            self.model.custom_model_provider_path,  # its layers may have a loss of their own
+            self.model.custom_model_provider_path,  # its layers may have their own loss
         )
         return flags.loss_type == "policy_loss" and not any(others)
 
@@ -202,7 +202,7 @@ class Config(Placement):
         if self.sglang.value("dp_size") != 1 or self.sglang.value("pp_size") != 1:
             return "SGLang loads adapters only with --sglang-dp-size 1 and --sglang-pp-size 1"
         if self.engine.sglang_config is not None:
-            return "the servers of --sglang-config have arguments of their own"
+            return "the servers of --sglang-config have their own arguments"
         return ""
 
     @property

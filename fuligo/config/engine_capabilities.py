@@ -9,7 +9,7 @@ class EngineCapabilities:
     """Properties of a backend's engines."""
 
     beside_trainer: bool
-    """One engine, in a process beside the driver and on the trainer's first GPU; otherwise servers in groups, each with its own GPUs."""
+    """One engine in a process on the driver's node, on the trainer's first GPU; otherwise servers in groups, each with its own GPUs."""
     releases_memory: bool
     """With --colocate, engines free their GPU memory while the trainer works; otherwise they are small enough to stay."""
     reports_checksum: bool
@@ -21,7 +21,7 @@ class EngineCapabilities:
     is_reproducible: bool
     """Tokens depend only on the requests, not on when they arrive, so that rollouts can be repeated exactly."""
     writes_profiles: bool
-    """Engines have a profiler of their own (--profile)."""
+    """Engines have their own profiler (--profile)."""
     applies_adapters: bool
     """Engines accept a LoRA adapter by itself and apply it to each token; otherwise they need weights that it is merged into."""
     names_adapters: bool

@@ -55,7 +55,7 @@ class Violation(Generic[F]):
     text: str
     """Flags with their values, and the rule with the numbers of this run; the remedy is in `fix` or `advice`."""
     fix: tuple[F, ...] = ()
-    """Changes that resolve it together; of a rule of the planner, fixes of which the first that passes all rules is shown."""
+    """Changes that resolve it together. A planner rule lists alternative fixes; the first that passes all rules is shown."""
     advice: str = ""
     """Remedy in words, if no change of flags resolves it."""
     flags: tuple[str, ...] = ()

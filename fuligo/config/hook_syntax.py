@@ -80,7 +80,7 @@ def _problem(file: Path, name: str, spec: HookSpec) -> str | None:
     except SyntaxError as error:
         return f"{file}:{error.lineno} is not valid Python: {error.msg}"
     except (OSError, ValueError) as error:
-        return f"{file} cannot be read: {error}"
+        return f"cannot read {file}: {error}"
     found = {node.name: node for node in tree.body if isinstance(node, Function | ast.ClassDef)}
     node = found.get(name)
     if node is None:

@@ -42,7 +42,7 @@ def _group(name: str, members: dict[str, Flag]) -> dict[str, Any]:
     return {
         "description": doc,
         "type": ["object", "null"],
-        # Aliases and deprecated names of a backend's arguments are accepted in a file, too.
+        # Aliases and deprecated names of a backend's arguments are also accepted in a file.
         "additionalProperties": name in BACKENDS,
         "properties": {member: _property(flag) for member, flag in members.items()},
     }

@@ -8,7 +8,7 @@ from fuligo.config import Config
 from fuligo.errors import ConfigError
 
 _OF_TORCHRUN = ("RANK", "MASTER_ADDR", "MASTER_PORT")
-"""Variables that torchrun sets beside WORLD_SIZE."""
+"""Variables that torchrun sets in addition to WORLD_SIZE."""
 ADDRESS_VARIABLE = "RAY_ADDRESS"
 """Environment variable with the address of a running cluster; set by the user, by `fuligo launch`, and by Ray within a job."""
 

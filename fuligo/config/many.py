@@ -60,9 +60,9 @@ def _problems_alone(config: Config) -> Iterator[str]:
         yield f"{cannot} --debug-rollout-only trains nothing; start it alone with fuligo train"
         return
     if config.engine.rollout_external_engine_addrs:
-        yield f"{cannot} --rollout-external-engine-addrs names engines of its own; drop it"
+        yield f"{cannot} --rollout-external-engine-addrs names its own engines; drop it"
     elif config.takes_turns:
-        yield f"{cannot} with --colocate the engines would release their memory while others sample; give them GPUs of their own"
+        yield f"{cannot} with --colocate the engines would release their memory while others sample; give them their own GPUs"
     elif config.needs_engine and not config.syncs_adapter:
         yield f"{cannot} --lora-sync {config.lora.lora_sync} would overwrite the base weights of the others; use --lora-sync adapter"
     if config.engine.use_fault_tolerance:

@@ -68,7 +68,7 @@ TRAINER_CAPABILITIES: Mapping[str, TrainerCapabilities] = {
         packages=("megatron-core",),
         gpu_packages=("transformer-engine",),
         memory_flags=("--tensor-model-parallel-size", "--recompute-granularity", "--max-tokens-per-gpu", "--gpu"),
-        # The weights that the model computes with are saved, too. An adapter's are those of model and optimizer and a PEFT directory.
+        # The weights that the model computes with are also saved. An adapter's are those of model and optimizer and a PEFT directory.
         saved_bytes=SavedBytes(weights=6, adapter=20, reference=2),
     ),
 }

@@ -68,7 +68,7 @@ def load(text: str) -> Any:
 
 
 def yaml_problem(error: Exception) -> str:
-    """Return what is wrong with a file and where; without its text, which may hold keys."""
+    """Describe a YAML error and its position, without quoting the file, which may contain secrets."""
     if not isinstance(error, yaml.MarkedYAMLError):
         return " ".join(str(error).split())
     mark = error.problem_mark or error.context_mark

@@ -199,7 +199,7 @@ def _folders(script: Path, root: Path | None, maps: Mapping[str, Path], host_fil
         folders.append((str(Path(host_file).resolve()), os.path.normpath(Path(host_file).absolute())))
     for _, target in folders:
         if any(Path(system).is_relative_to(target) or Path(target).is_relative_to(system) for system in _SYSTEM_FOLDERS):
-            raise ConfigError(f"cannot show {target} in the sandbox: it is a system folder; choose another one for --root or --map")
+            raise ConfigError(f"cannot mount {target} in the sandbox: it is a system folder; choose another one for --root or --map")
     return sorted(dict.fromkeys(folders), key=lambda folder: folder[1])
 
 

@@ -36,7 +36,7 @@ _DEFAULT_FUNCTIONS = {
 
 @dataclass(slots=True)
 class _Line:
-    """A command line while it is translated: flat name -> values; of a flag given twice, both stay."""
+    """A command line while it is translated: flat name -> values; a flag given twice keeps both."""
 
     given: list[tuple[str, list[str]]]
     notes: list[str] = field(default_factory=list)

@@ -77,7 +77,7 @@ async def run_in_loop(config: Config) -> Outcome:
 
 
 def run_many_to_end(configs: Mapping[str, Config]) -> list[Path]:
-    """Run checked configurations at once, each in a process of its own, over one trainer and one engine; return their run directories.
+    """Run checked configurations at once, each in its own process, over one trainer and one engine; return their run directories.
 
     Args:
         configs: by the name of the run

@@ -80,7 +80,7 @@ class ColocatedDevices:
         await self._load_trainer()
 
     async def to_both(self) -> None:
-        """Load the trainer beside the engines' weights."""
+        """Load the trainer while the engines keep their weights."""
         await self._hold_starts()
         await self._release("kv_cache")
         await _to_its_end(self._resume("weights"))
@@ -88,7 +88,7 @@ class ColocatedDevices:
 
     async def to_engines(self) -> None:
         """Offload the trainer; the engines sample."""
-        assert "weights" in self._held, "cannot sample before a weight sync: the memory of the weights is uninitialised"
+        assert "weights" in self._held, "cannot sample before a weight sync: the memory of the weights is uninitialized"
         await self._offload_trainer()
         if "kv_cache" not in self._held:
             await _to_its_end(self._resume_sampling())

@@ -152,7 +152,7 @@ async def _require_changes(config: Config, engines: EngineGroup) -> None:
     """Check that external engines take syncs without the unchanged tensors, if the run sends such.
 
     Raises:
-        ConfigError: one is `fuligo serve`, which is recognised by its count of syncs
+        ConfigError: one is `fuligo serve`, which is recognized by its count of syncs
     """
     if config.weight_sync.update_weight_mode != "delta" or not config.trains:
         return

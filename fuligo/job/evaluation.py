@@ -55,7 +55,7 @@ class Evaluated:
 
 
 async def evaluate_config(config: Config, run_dir: Path) -> Evaluated:
-    """Serve the weights and evaluate every data set.
+    """Serve the weights and evaluate every dataset.
 
     Args:
         run_dir: new or empty; receives the metrics and every sample, in the form of a run's evaluations

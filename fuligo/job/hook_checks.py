@@ -92,7 +92,7 @@ def check_hook(flag_name: str, hook: Hook | str, config: Config | None = None, p
     except FuligoError:
         raise
     except Exception as error:
-        raise HookError(f"{flags()[flag_name].option}: {type(error).__name__}: {error}") from error
+        raise HookError(f"cannot use {flags()[flag_name].option}: {type(error).__name__}: {error}") from error
 
 
 def _groups(prompts: list[Prompt]) -> list[SampleGroup]:

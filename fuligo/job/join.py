@@ -34,7 +34,7 @@ async def join_cluster(config: Config, weights: Sequence[Path], directory: RunDi
     """Join the Ray cluster if the run uses one.
 
     Args:
-        weights: directories that its nodes read, beside the models of the engines
+        weights: directories that its nodes read, in addition to the models of the engines
         stack: leaves the cluster when it closes
 
     Raises:

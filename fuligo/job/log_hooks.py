@@ -64,7 +64,7 @@ class LogHooks:
             return Logged(rollout.metrics)
 
     def evaluation(self, num_rollouts: int, evaluation: Evaluation) -> Logged:
-        """Call the function of evaluations with rewards, truncation and samples of every data set; it may add metrics."""
+        """Call the function of evaluations with rewards, truncation and samples of every dataset; it may add metrics."""
         if self.of_evaluation is None:
             return Logged(dict(evaluation.metrics))
         metrics = dict(evaluation.metrics)
@@ -78,7 +78,7 @@ class LogHooks:
 
 
 def log_data(evaluation: Evaluation, reward_key: str | None) -> dict[str, dict[str, list[Any]]]:
-    """Return rewards, truncation and samples of every data set, as the log function of evaluations gets them."""
+    """Return rewards, truncation and samples of every dataset, as the log function of evaluations gets them."""
     data: dict[str, dict[str, list[Any]]] = {}
     for name, groups in evaluation.groups.items():
         samples = [sample for group in groups for sample in group.samples if sample.reward is not None]

@@ -1,6 +1,6 @@
 """Several runs at once over one copy of the base weights: a trainer in this process, one engine, and a process for each run.
 
-Each run is a driver of its own, with its configuration, data, rewards, records and checkpoints, so that one which fails does not disturb
+Each run has its own driver, with its configuration, data, rewards, records and checkpoints, so that one which fails does not disturb
 the others. It differs from a run alone only in that its trainer rank and its engine are lent (`job.lent`).
 """
 
@@ -109,7 +109,7 @@ async def _start(name: str, config: Config, num_runs: int, trainer: SharedTraine
     with ExitStack() as theirs:
         (control, their_control), (commands, their_commands) = socket.socketpair(), socket.socketpair()
         given = [theirs.enter_context(end) for end in (their_control, their_commands)]
-        # In a process group of its own: Ctrl-C in a terminal reaches this process, which passes it on.
+        # In its own process group: Ctrl-C in a terminal reaches this process, which passes it on.
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             *("-m", "fuligo", "run-of-many", "--control", str(given[0].fileno()), "--trainer", str(given[1].fileno())),

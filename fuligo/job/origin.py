@@ -36,7 +36,7 @@ class Origin:
 
     @classmethod
     def find(cls, config: Config) -> Origin:
-        """Find the origin from `--load` and the flags of the first weights.
+        """Determine the origin from `--load` and the flags for the initial weights.
 
         Raises:
             CheckpointError: `--load` cannot be resumed, or `--ref-load` has damaged checkpoints

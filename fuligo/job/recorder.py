@@ -86,7 +86,7 @@ class RunRecorder:
         self._tell_alarms()
 
     def _tell_alarms(self) -> None:
-        """Log each alarm of the page of `fuligo view` when it begins, so that the console shows it, too."""
+        """Log each alarm of the page of `fuligo view` when it begins, so that the console also shows it."""
         self._columns.update()
         for alarm in alarms(self._columns):
             if alarm.ongoing and alarm.severity != "note" and (alarm.key, alarm.first_step) not in self._alarms_told:

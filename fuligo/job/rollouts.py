@@ -170,7 +170,7 @@ def build_eval_only(
     """Build the evaluator of a run that samples nothing else; None without evaluation data.
 
     Raises:
-        ConfigError, DataError, HookError: a data set or its settings are wrong
+        ConfigError, DataError, HookError: a dataset or its settings are wrong
     """
     reward = reward_runner(config)
     stack.push_async_callback(reward.close)

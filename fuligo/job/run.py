@@ -124,7 +124,7 @@ async def _open(config: Config, stack: AsyncExitStack, lent: LentParts | None) -
         engines_may_start.set()
     launching = asyncio.create_task(_launch_engines(engines_may_start, joined, directory, stack, lent))
     stack.push_async_callback(_cancel, launching)
-    await asyncio.sleep(0)  # lets the task start the engine's process, which loads beside all that follows
+    await asyncio.sleep(0)  # lets the task start the engine's process, which loads in parallel with all that follows
 
     return Opened(joined.config, origin, directory, joined.cluster, lent, standbys, store, engines_may_start, launching, stack)
 

@@ -55,7 +55,9 @@ def _reaching(config: Config, cluster: RayCluster | None) -> Transport:
             )
         return asked
     if beside and not one_machine:
-        raise ConfigError("the embedded engine runs beside the driver, but trainer rank 0 is on another node: use --rollout-backend sglang")
+        raise ConfigError(
+            "the embedded engine runs on the driver's node, but trainer rank 0 is on another node: use --rollout-backend sglang"
+        )
     if not beside and resolve_device(config) == "cuda" and not config.cluster.colocate and not config.syncs_adapter:
         return "nccl"
     return "tensor" if one_machine else "gloo"
@@ -71,7 +73,7 @@ def _to_engines_elsewhere(transport: Transport, cluster: RayCluster | None) -> T
 
 
 def _served_by_rank_0(config: Config) -> list[int]:
-    """Return the numbers of the policy's engines that have GPUs of their own."""
+    """Return the numbers of the policy's engines that have their own GPUs."""
     policy = policy_model(config)
     models = [group.model for group in engine_groups(config) for _ in range(group.num_engines)]
     beside = ranks_beside_engines(config)

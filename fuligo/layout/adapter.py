@@ -119,7 +119,7 @@ def _latent(heads: LatentAttention, hidden: int) -> Iterator[Matrix]:
 
 @dataclass(frozen=True, slots=True)
 class AdapterShape:
-    """Adapter of a run on a model."""
+    """Matrices that a run's LoRA adapter adds to a model, and their parameter counts."""
 
     config: AdapterConfig
     architecture: Architecture

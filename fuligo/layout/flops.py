@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from fuligo.models.architecture import Architecture, GroupedAttention
 
 MIN_SAVED_TOKENS = 16
-"""Tokens that a fork of the tree must save. Answers with equal first tokens by chance would split it into many short nodes, each with an
-attention call of its own.
+"""Tokens that a fork of the tree must save. Answers with equal first tokens by chance would split it into many short nodes, each with
+its own attention call.
 """
 
 

@@ -88,7 +88,7 @@ def _engine_choices(subject: Subject) -> Iterator[Choice]:
         requests, reason = _requests(subject, spec, memory, num_engines)
         in_flight += requests * spec.num_engines
         if memory.settings.uses_deepep or spec.arguments.get("speculative_algorithm") is not None:
-            continue  # their graphs and requests follow other limits, which have rules of their own
+            continue  # their graphs and requests follow other limits, which have their own rules
         changes = []
         if spec.arguments.get("max_running_requests") is None:
             changes.append(_argument(spec, "max_running_requests", requests))

@@ -13,7 +13,7 @@ MEMORY_TOLERANCE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """Published figures of a GPU model; the data sheet is named beside each entry."""
+    """Published figures of a GPU model; the data sheet is named next to each entry."""
 
     name: str
     """Value of `--gpu`, such as `h100-80`."""

@@ -1,4 +1,4 @@
-"""Plan as JSON, for other programs and for the page; the schema is `plan.schema.json` beside this file, documented in docs/plan.md."""
+"""Plan as JSON, for other programs and for the page; the schema is `plan.schema.json` next to this file, documented in docs/plan.md."""
 
 import json
 from collections.abc import Sequence

@@ -71,7 +71,7 @@ def computed_tokens(config: Config, shape: Layout) -> float:
 
 
 def copied_keys_per_token(config: Config, shape: Layout) -> float:
-    """Return the keys that attention reads per token of a row beside the token's own: shared prompts are copied for every answer."""
+    """Return the keys that attention reads per token of a row besides the token's own: shared prompts are copied for every answer."""
     return (average_prompt(config) + average_response(config)) / computed_tokens(config, shape) - 1
 
 

@@ -1,4 +1,4 @@
-"""Plan as text: placement, memory, one step, findings. Bars are coloured blocks, or letters without colour."""
+"""Plan as text: placement, memory, one step, findings. Bars are colored blocks, or letters without color."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -166,7 +166,7 @@ def _is_gpu(bar: MemoryBar) -> bool:
 
 
 def _merge_equal_stages(bars: Sequence[MemoryBar]) -> list[MemoryBar]:
-    """Merge neighbouring pipeline stages with equal bars into one, such as `trainer stages 1-6`."""
+    """Merge neighboring pipeline stages with equal bars into one, such as `trainer stages 1-6`."""
     merged: list[MemoryBar] = []
     for (_, _, first_rank), group in groupby(bars, lambda bar: (bar.items, bar.capacity_bytes, bar.pipeline_rank is None)):
         alike = list(group)
@@ -245,16 +245,16 @@ _KNOWN = {
     "trainer": ("t", "bright_cyan"),
     "teacher": ("T", "bright_blue"),
 }
-"""Letter and colour of common memory parts and of the lanes of a step."""
+"""Letter and color of common memory parts and of the lanes of a step."""
 _OTHER_COLOURS = ("bright_white", "bright_blue")
 _BLOCK = "█"
 
 
 class Palette:
-    """Letter and colour of each name."""
+    """Letter and color of each name."""
 
     def __init__(self, names: Iterable[str], *, coloured: bool) -> None:
-        """Assign letters and colours; without colour, bars consist of letters."""
+        """Assign letters and colors; without color, bars consist of letters."""
         self._coloured = coloured
         self._letters: dict[str, str] = {}
         self._styles: dict[str, str] = {}

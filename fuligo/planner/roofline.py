@@ -46,7 +46,7 @@ def step_seconds(phases: tuple[Phase, ...]) -> float:
 
 
 def assumptions(subject: Subject, layout: ClusterLayout) -> tuple[str, ...]:
-    """Return the assumptions of the estimates, beside each phase's note."""
+    """Return the assumptions of the estimates, in addition to each phase's note."""
     config = subject.config
     stated = [
         f"Responses average {average_response(config)} tokens, {AVERAGE_OF_LONGEST:.0%} of the longest, spread evenly; "

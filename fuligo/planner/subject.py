@@ -39,7 +39,7 @@ class Subject:
     own_teacher: Architecture | None = None
     """Model of `--opd-teacher-load`, if its config.json is on this machine."""
     other_served: Mapping[str, Architecture] = field(default_factory=dict)
-    """Models of `--sglang-config` with a path of their own, by that path, if known on this machine."""
+    """Models of `--sglang-config` with their own path, by that path, if known on this machine."""
     adapter_config: AdapterConfig | None = None
     """LoRA adapter that is trained instead of the weights; None without one."""
 

@@ -35,7 +35,7 @@ class Remedy:
 
 
 def remedies(subject: Subject, host_memory_bytes: int | None = None) -> tuple[Remedy, ...]:
-    """Return changes that make the run fit (the host, too, if its memory is given): single ones, or pairs if no single one is enough."""
+    """Return changes that make the run fit (also on the host, if its memory is given): single ones, or pairs if no single one is enough."""
     now = estimate(subject, host_memory_bytes)
     if now.fits:
         return ()

@@ -116,14 +116,14 @@ class EngineFlags(FlagGroup):
     )
     engine_python: str | None = flag(
         None,
-        "Python interpreter with SGLang and its router (default: the one that runs fuligo, or .venv-sglang beside it)",
+        "Python interpreter with SGLang and its router (default: the one that runs fuligo, or .venv-sglang next to it)",
         path=True,
     )
     engine_env: Environment = flag(Environment(), "environment variables of engines and router, given as --env, which they override")
 
     @property
     def interpreter(self) -> str:
-        """Return the Python interpreter of SGLang and its router; `make install-gpu` gives them an environment beside fuligo's."""
+        """Return the Python interpreter of SGLang and its router; `make install-gpu` gives them an environment next to fuligo's."""
         beside = Path(sys.prefix).parent / ".venv-sglang" / "bin" / "python"
         if self.engine_python is None and find_spec("sglang") is None and beside.is_file():
             return str(beside)

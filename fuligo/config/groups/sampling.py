@@ -13,7 +13,7 @@ class DataFlags(FlagGroup):
 
     prompt_data: list[str] = slime(
         [],
-        "prompt files: .jsonl, .parquet, .arrow, .csv, patterns of them, folders that `datasets` saved, data sets on the Hub as "
+        "prompt files: .jsonl, .parquet, .arrow, .csv, patterns of them, folders that `datasets` saved, datasets on the Hub as "
         "ORG/NAME:SPLIT or ORG/NAME:CONFIG:SPLIT; each with an optional slice: FILE@[a:b]",
         path=True,
     )
@@ -35,7 +35,7 @@ class DataFlags(FlagGroup):
     sft_rewritten_turns: Literal["per-turn", "rendered", "refuse"] = flag(
         "per-turn",
         "supervised conversations whose earlier assistant turns the chat template renders differently once later ones follow: per-turn "
-        "trains each turn as the model writes it, in a sample of its own; rendered trains the form in the whole conversation",
+        "trains each turn as the model writes it, in its own sample; rendered trains the form in the whole conversation",
     )
     rollout_max_prompt_len: int | None = slime(None, "drop and count longer prompts", unit="tokens", ge=1)
     data_source_path: str | None = slime(None, "hook: class with get_samples, add_samples, save, load, __len__")
@@ -64,7 +64,7 @@ class RolloutFlags(FlagGroup):
     dynamic_sampling_filter_path: str | None = slime(None, "hook: keep or drop a finished group")
     max_sampling_waves: int = flag(100, "sampling waves after which a rollout that is still not full ends the run", ge=1)
     sampling_order: Literal["first-finished", "submission"] = flag(
-        "first-finished", "order in which groups fill a rollout; first-finished favours short answers, submission does not"
+        "first-finished", "order in which groups fill a rollout; first-finished favors short answers, submission does not"
     )
     partial_rollout: bool = slime(False, "keep aborted samples and continue them in a later rollout")
     buffer_filter_path: str | None = slime(None, "hook: choose groups from the buffer of partial rollouts (default pop_first)")
@@ -129,7 +129,7 @@ class EvalFlags(FlagGroup):
 
     eval_interval: int | None = slime(None, "rollouts between evaluations; the last rollout is always evaluated", unit="rollouts", ge=1)
     eval_prompt_data: list[str] = slime([], "NAME PATH pairs; a single PATH gets the name aime", path=True)
-    eval_config: str | None = slime(None, "YAML file of data sets, each with its own sampling settings and reward", path=True)
+    eval_config: str | None = slime(None, "YAML file of datasets, each with its own sampling settings and reward", path=True)
     eval_function_path: str | None = slime(
         None, "hook: (args, rollout_id, data_source, evaluation=True) -> {name: samples}, replaces the evaluation"
     )

@@ -10,7 +10,7 @@ from fuligo.config.secret import Url
 class AlgorithmFlags(FlagGroup):
     """Advantages and loss."""
 
-    loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = slime("policy_loss", "loss to minimise")
+    loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = slime("policy_loss", "loss to minimize")
     advantage_estimator: EstimatorName = slime("grpo", "estimator that turns rewards into advantages")
     disable_grpo_std_normalization: bool = slime(False, "subtract the group mean, but do not divide by the standard deviation")
     disable_rewards_normalization: bool = slime(False, "use raw rewards, without a group baseline")
@@ -19,7 +19,7 @@ class AlgorithmFlags(FlagGroup):
     turn_rewards: bool = flag(
         False, "place the reward of each turn of an environment at the end of that turn, in place of their sum at the end of the episode"
     )
-    lambd: float = slime(1.0, "lambda of generalised advantage estimation", ge=0, le=1)
+    lambd: float = slime(1.0, "lambda of generalized advantage estimation", ge=0, le=1)
     value_clip: float = slime(0.2, "clip distance of the value loss", gt=0)
     num_critic_only_steps: int = slime(0, "rollouts at the start in which only the value model learns", unit="rollouts", ge=0)
     eps_clip: float = slime(0.2, "lower clip distance of the ratio", ge=0)
@@ -129,7 +129,7 @@ class LoraFlags(FlagGroup):
     lora_alpha: float = flag(32.0, "the adapter's output is scaled by alpha / rank", gt=0)
     lora_dropout: float = flag(0.0, "dropout of the adapter's inputs, in supervised fine-tuning", ge=0, lt=1)
     lora_target_modules: list[str] = flag([], "layers to adapt, such as q_proj v_proj (default: all linear layers except the output layer)")
-    lora_experts: bool = flag(False, "adapt all experts of an MoE model, too, each with an A and B of its own")
+    lora_experts: bool = flag(False, "also adapt all experts of an MoE model, each with its own A and B")
     lora_use_rslora: bool = flag(False, "scale by alpha / sqrt(rank) instead (rsLoRA)")
     lora_adapter: str | None = flag(
         None, "adapter to start from, a PEFT directory, which also gives rank, alpha and layers; fuligo eval applies it", path=True

@@ -26,7 +26,7 @@ OF_SLIME = {
     "change samples with --rollout-sample-filter-path or --rollout-data-postprocess-path, and rewards with "
     "--custom-reward-post-process-path",
     "custom_megatron_init_path": "fuligo has no such hook; --custom-model-provider-path is called on every rank "
-    "once Megatron is initialised, and builds the model",
+    "once Megatron is initialized, and builds the model",
     "custom_megatron_before_log_prob_hook_path": "fuligo has no such hook: log-probabilities are computed before "
     "training only where an algorithm needs them; --rollout-data-postprocess-path is called after that, without the model",
     "custom_megatron_before_train_step_hook_path": "use --before-train-step-path; it is called once per rollout, with the batch "

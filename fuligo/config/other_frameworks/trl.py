@@ -82,7 +82,7 @@ OF_TRL = {
     "eval_strategy": "use --eval-interval, in rollouts",
     "do_eval": "use --eval-interval, in rollouts",
     "eval_on_start": "remove it: a run evaluates before it trains, unless --skip-eval-before-train is given",
-    "per_device_eval_batch_size": "remove it: --rollout-concurrency limits the requests of an evaluation, too",
+    "per_device_eval_batch_size": "remove it: --rollout-concurrency also limits the requests of an evaluation",
     "logging_dir": TENSORBOARD,
     "logging_first_step": "remove it: every step is recorded",
     "log_completions": SAMPLES,

@@ -90,7 +90,7 @@ OF_VERL = {
     "filter_overlong_prompts": "use --rollout-max-prompt-len, which drops longer prompts",
     "filter_overlong_prompts_workers": "remove it: prompts are measured as they are drawn",
     "return_raw_chat": "remove it: sample.prompt holds the messages",
-    "val_batch_size": "remove it: --rollout-concurrency limits the requests of an evaluation, too",
+    "val_batch_size": "remove it: --rollout-concurrency also limits the requests of an evaluation",
     "gen_batch_size": "use --over-sampling-batch-size, in prompts",
     "custom_cls.path": "use --data-source-path",
     "custom_cls.name": "use --data-source-path",

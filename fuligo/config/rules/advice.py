@@ -15,7 +15,7 @@ _WIDE_FOR_A_MEAN = 0.05
 
 @rule("CFG-MODEL-CONFIG", "--model-config-file", "--hf-checkpoint", severity=Severity.WARNING)
 def unread_model_config(config: Config) -> Violation | None:
-    """Warn about a --model-config-file beside a checkpoint on this machine, whose own config.json counts."""
+    """Warn about a --model-config-file given with a checkpoint on this machine, whose own config.json counts."""
     given, checkpoint = config.model.model_config_file, config.model.hf_checkpoint
     if given is None or checkpoint is None or not (own := Path(checkpoint) / "config.json").is_file():
         return None
@@ -132,7 +132,7 @@ def learning_rate_is_plausible(config: Config) -> Violation | None:
         return None
     given = " and ".join(f"{name} {rate:g}" for name, rate in high.items())
     text = f"{given}: the weights will most likely be destroyed in the first step; policies are trained with 1e-7 to 1e-4"
-    return Violation(text, advice="lower it", flags=tuple(high))
+    return Violation(text, advice=f"lower {' and '.join(high)} to 1e-4 or less", flags=tuple(high))
 
 
 @rule("CFG-CRITIC-ONLY", "--num-critic-only-steps", "--num-rollout", severity=Severity.WARNING)
@@ -184,7 +184,7 @@ def idle_shared_gpus(config: Config) -> Violation | None:
 
 @rule("CFG-DRAFT-WEIGHTS", "--enable-mtp-training", "--update-weight-transport", severity=Severity.WARNING)
 def trained_mtp_with_broadcast(config: Config) -> Violation | None:
-    """Warn about trained MTP layers with a broadcast: SGLang 0.5.15 updates the served model, not the draft built from its MTP layers."""
+    """Warn if trained MTP layers are synced by broadcast: SGLang 0.5.15 updates the served model, not the draft model built from them."""
     transport, cluster = config.weight_sync.update_weight_transport, config.cluster
     chosen = not cluster.colocate and cluster.device != "cpu" and not config.engine.rollout_external_engine_addrs
     if not config.train.enable_mtp_training or not (transport in ("nccl", "gloo") or (transport == "auto" and chosen)):

@@ -131,7 +131,7 @@ def shared_engines_get_weights_each_step(config: Config) -> Violation | None:
     """Reject engines on shared GPUs that would need weights when none are synced: between two syncs, or after the restart of a pair."""
     if not config.cluster.colocate or not config.engine_capabilities.releases_memory:
         return None
-    remedy = "give the engines GPUs of their own (--rollout-num-gpus)"
+    remedy = "give the engines their own GPUs (--rollout-num-gpus)"
     interval = config.weight_sync.update_weights_interval
     decoding = [group.model for group in engine_groups(config) if group.worker_type == "decode"]
     if config.engine.use_fault_tolerance and decoding and policy_model(config) in decoding:

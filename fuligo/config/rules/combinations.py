@@ -73,24 +73,24 @@ def weights_match_entries(config: Config) -> Violation | None:
 
 @rule("CFG-EVAL-DATA", "--eval-prompt-data")
 def eval_data_are_named(config: Config) -> Violation | None:
-    """Require a unique, valid name per evaluation data set, because metrics carry it."""
+    """Require a unique, valid name per evaluation dataset, because metrics carry it."""
     given = config.eval.eval_prompt_data
     if len(given) > 1 and len(given) % 2:
         text = f"--eval-prompt-data takes NAME PATH pairs or a single PATH, got {len(given)} values: {' '.join(given)}"
         return Violation(text, advice="put a name before every path")
     names = given[::2] if len(given) > 1 else []
     if odd := [name for name in names if not re.fullmatch(EVAL_NAME, name)]:
-        text = f"--eval-prompt-data: {odd[0]!r} cannot name a data set: its metrics would be eval/<name>/..."
+        text = f"--eval-prompt-data: {odd[0]!r} cannot name a dataset: its metrics would be eval/<name>/..."
         return Violation(text, advice="write NAME, then PATH; a name contains no slash and no space")
     twice = sorted({name for name in names if names.count(name) > 1})
     if not twice:
         return None
-    return Violation(f"--eval-prompt-data names {', '.join(twice)} more than once", advice="give every data set a unique name")
+    return Violation(f"--eval-prompt-data names {', '.join(twice)} more than once", advice="give every dataset a unique name")
 
 
 @rule("CFG-ENVIRONMENT", "--environment", "--custom-generate-function-path", "--rollout-function-path", "--eval-function-path")
 def one_way_to_generate(config: Config) -> Violation | None:
-    """Reject an environment beside a hook that samples in its place."""
+    """Reject an environment together with a hook that samples in its place."""
     if config.rollout.environment is None:
         return None
     names = ("custom_generate_function_path", "agent", "rollout_function_path", "eval_function_path")
@@ -258,7 +258,7 @@ def environment_names_are_names(config: Config) -> Violation | None:
 
 @rule("CFG-TURN-REWARDS", "--turn-rewards")
 def turn_rewards_are_all_rewards(config: Config) -> Violation | None:
-    """Reject rewards of whole responses beside rewards by turn."""
+    """Reject rewards of whole responses together with rewards by turn."""
     others = ("extra_rm_path", "custom_reward_post_process_path")
     found = next((name for name in others if getattr(config.reward, name)), None)
     if not config.algorithm.turn_rewards or found is None:

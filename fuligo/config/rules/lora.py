@@ -57,7 +57,7 @@ def layers_are_those_of_fuligo(config: Config) -> Violation | None:
 
 @rule("CFG-LORA-SHAPE", "--lora-adapter", "--lora-rank", "--lora-alpha", "--lora-target-modules", "--lora-experts", "--lora-use-rslora")
 def shape_is_given_once(config: Config) -> Violation | None:
-    """Reject a shape beside --lora-adapter, whose adapter_config.json has it."""
+    """Reject a shape given with --lora-adapter, whose adapter_config.json has it."""
     given = [name for name in _SHAPE if config.value_of(name) != flags()[name].default]
     if config.lora.lora_adapter is None or not given:
         return None

@@ -41,7 +41,7 @@ def prompts_are_given(config: Config) -> Violation | None:
     elsewhere = config.data.data_source_path or config.rollout.rollout_function_path or config.debug.debug_train_only
     if config.data.prompt_data or elsewhere:
         return None
-    return Violation("--prompt-data is missing", advice="set it to prompt files, or to a data set on the Hub")
+    return Violation("--prompt-data is missing", advice="set it to prompt files, or to a dataset on the Hub")
 
 
 @rule("CFG-RUN-LENGTH", "--num-rollout", "--num-epoch")
@@ -65,7 +65,7 @@ def reward_is_given(config: Config) -> Violation | None:
     reward, rollout = config.reward, config.rollout
     judged = reward.rm_type or reward.custom_rm_path or config.data.metadata_key
     judged_by_hook = rollout.custom_generate_function_path or rollout.agent or rollout.environment or rollout.rollout_function_path
-    # Data sets of --eval-config may have rewards of their own.
+    # Datasets of --eval-config may have their own rewards.
     needs_none = not config.eval.eval_prompt_data if config.algorithm.use_opd else config.is_sft and not config.has_eval
     if judged or judged_by_hook or config.debug.debug_train_only or needs_none:
         return None

@@ -1,6 +1,6 @@
 """Schemas of the arguments of SGLang, sglang-router and Megatron-Core, so that checking them needs none of these packages.
 
-`scripts/generate_schemas.py` writes the JSON files beside this one from the installed packages; see docs/passthrough.md.
+`scripts/generate_schemas.py` writes the JSON files next to this one from the installed packages; see docs/passthrough.md.
 """
 
 import functools

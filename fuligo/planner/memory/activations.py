@@ -80,7 +80,7 @@ def _key_value_elements(architecture: Architecture, shape: Layout) -> float:
 
 
 def num_output_norms(layer: Layer, hidden_size: int) -> int:
-    """Return the number of norms beside those before attention and MLP (GLM-4 norms their outputs); each keeps only its input."""
+    """Return the number of norms besides those before attention and MLP (GLM-4 norms their outputs); each keeps only its input."""
     sizes = [part.num_parameters for part in layer.parts if part.kind is PartKind.NORM]
     return max(0, sum(size // hidden_size for size in sizes if size % hidden_size == 0) - 2)
 
@@ -150,7 +150,7 @@ def _normed_latents(architecture: Architecture) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Adapter:
-    """Bytes that the matrices of an adapter keep beside those below them: inputs of A, which some share, and outputs of A."""
+    """Bytes that an adapter's matrices keep in addition to the base matrices: inputs of A, which some share, and outputs of A."""
 
     norm_outputs: float = 0.0
     """Outputs of the norms before attention and MLP."""
@@ -224,7 +224,7 @@ def _dropped_by_modules(config: Config, architecture: Architecture, shape: Layou
 
 
 def chunks_in_flight(shape: Layout, pipeline_rank: int, num_micro_batches: int) -> int:
-    """Return the largest number of forward passes of one (virtual) stage that wait for their backward pass.
+    """Return the largest number of forward passes of one (virtual) stage whose activations are kept for the backward pass.
 
     As in Megatron-Core's schedules (`pipeline_parallel/schedules.get_pp_rank_microbatches`): those of the warm-up, and the current one.
     """

@@ -20,9 +20,9 @@ do not fill (without expandable segments it can be far more: GMLake, arXiv 2401.
 TRAINER_WORKSPACE_BYTES = 400 * MIB
 """Tensors that no formula covers: workspaces of Transformer Engine and cuBLAS, the micro-batch. 0.3 to 0.55 GiB in all runs."""
 TRAINER_HELD_BYTES = 7500 * MIB
-"""Constant part of the 4.8 to 13.3 GiB that the process holds beside its tensors, NCCL and CUDA's context; the rest is `FRAGMENTATION`. It
-depends on neither model nor layout: free blocks of PyTorch's allocator, and CUDA memory for the kernels of Transformer Engine and Triton
-(not measured separately)."""
+"""Constant part of the 4.8 to 13.3 GiB that the process holds in addition to its tensors, NCCL and CUDA's context; the rest is
+`FRAGMENTATION`. It depends on neither model nor layout: free blocks of PyTorch's allocator, and CUDA memory for the kernels of Transformer
+Engine and Triton (not measured separately)."""
 TRAINER_LEFT_BYTES = 4464 * MIB
 """Additional memory of an offloaded trainer after its first training step: memory of an H200 in rollouts after the first step of a
 4B model less that in the first rollout (docs/benchmarks-gpu.md, "Leaving a GPU to the engines")."""

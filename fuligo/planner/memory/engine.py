@@ -26,7 +26,7 @@ from fuligo.planner.subject import Subject
 from fuligo.quantities import amount
 
 FP8_BLOCK = 128 * 128
-"""Weights that share one fp32 scale in a block-quantised checkpoint."""
+"""Weights that share one fp32 scale in a block-quantized checkpoint."""
 MXFP4_BYTES = 17 / 32
 """A weight in MXFP4: four bits, and eight for the scale of each 32."""
 INDEX_BLOCK = 128
@@ -136,7 +136,7 @@ class EngineMemory:
 
 
 def engine_memory(spec: EngineGroupSpec, architecture: Architecture, gpu: Gpu, resident: int, config: Config) -> EngineMemory:
-    """Return how a server of a group divides its GPUs' memory beside `resident` bytes of an offloaded, colocated trainer."""
+    """Return how a server of a group divides its GPUs' memory, next to `resident` bytes of an offloaded, colocated trainer."""
     settings = server_settings(spec, architecture, gpu)
     before = CUDA_CONTEXT_BYTES + _communication_bytes(spec) + resident
     static = round(settings.mem_fraction_static * (gpu.memory_bytes - before))
@@ -172,7 +172,7 @@ def engine_items(spec: EngineGroupSpec, memory: EngineMemory, trainer_bytes: int
     """Return the parts of the peak of a GPU of a group."""
     settings, architecture = memory.settings, memory.architecture
     sizes = f"TP {spec.tp_size}" + (f", DP attention {spec.dp_size}" if spec.dp_size > 1 else "") + f", EP {spec.ep_size}"
-    stored = "FP8 where quantised" if is_fp8(spec, architecture) else "experts in MXFP4" if architecture.is_mxfp4 else "bf16"
+    stored = "FP8 where quantized" if is_fp8(spec, architecture) else "experts in MXFP4" if architecture.is_mxfp4 else "bf16"
     items = [MemoryItem("weights", memory.weights, f"{billions(architecture.num_parameters)} parameters over {sizes}; {stored}")]
     if memory.draft_weights:
         items.append(MemoryItem("draft_weights", memory.draft_weights, "the model's own MTP layers"))
@@ -253,7 +253,7 @@ def _holder(spec: EngineGroupSpec, architecture: Architecture, settings: ServerS
 def _cached_layers(spec: EngineGroupSpec, architecture: Architecture) -> float:
     """Return the layers on one rank with keys and values of every token.
 
-    Layers with windows may have a pool of their own, which holds a share of the tokens (`pool_configurator.HybridSWAPoolConfigurator`).
+    Layers with windows may have their own pool, which holds a share of the tokens (`pool_configurator.HybridSWAPoolConfigurator`).
     """
     windowed = architecture.num_windowed_layers
     if not family_of(architecture).has_window_pool or spec.arguments.get("disable_hybrid_swa_memory"):

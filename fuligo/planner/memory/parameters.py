@@ -97,7 +97,7 @@ def _outer(architecture: Architecture, shape: Layout, stages: Iterable[Stage]) -
             held += local_parameters([architecture.final_norm], shape)
             if architecture.head is not None:
                 held += local_parameters([architecture.head], shape)
-            elif not stage.has_embedding:  # a tied embedding has a copy of its own on the last stage
+            elif not stage.has_embedding:  # a tied embedding has its own copy on the last stage
                 held += local_parameters([architecture.embedding], shape)
     return held
 

@@ -15,8 +15,8 @@ from fuligo.quantities import amount, count
 
 BETWEEN_ACTIVATIONS = 0.18
 BETWEEN_GATHERED = 2.6
-"""Memory that PyTorch's allocator holds beside tensors, as shares of the activations and of the gathered units, which come and go among
-them. Fitted to four runs on an H200 (tests/unit/planner/test_measured.py)."""
+"""Memory that PyTorch's allocator holds in addition to tensors, as shares of the activations and of the gathered units, which come and
+go among them. Fitted to four runs on an H200 (tests/unit/planner/test_measured.py)."""
 
 
 def torch_trainer_items(subject: Subject) -> tuple[MemoryItem, ...]:
@@ -197,7 +197,7 @@ def adapted_layer_bytes(layer: Layer, adapter: AdapterShape, size: int) -> float
     else:
         kept += size * 3 * architecture.intermediate_size
     adapted = adapter.adapted(layer)
-    if config.dropout:  # each has a mask and an input of its own
+    if config.dropout:  # each has its own mask and input
         inputs = sum((size + 1) * matrix.inputs for matrix in adapted)
     else:
         inputs = size * sum({matrix.source: matrix.inputs for matrix in adapted if matrix.source is not InputOf.OUTPUT}.values())

@@ -139,7 +139,7 @@ def _fragmentation(moving: int) -> MemoryItem:
     """Return the fragmentation caused by `moving` bytes of temporary tensors, at most as large as these."""
     held = min(moving, TRAINER_HELD_BYTES + round(FRAGMENTATION * moving))
     share = f"{FRAGMENTATION:.0%} of the activations' {amount(moving)}"
-    note = f"held by PyTorch and CUDA beside tensors: {amount(TRAINER_HELD_BYTES)} and {share}, at most as much as these"
+    note = f"held by PyTorch and CUDA in addition to tensors: {amount(TRAINER_HELD_BYTES)} and {share}, at most as much as these"
     return MemoryItem("fragmentation", held, note)
 
 
@@ -193,7 +193,7 @@ def _value_items(subject: Subject, shape: Layout, stages: list[Stage]) -> Iterat
 
 
 def _activations(subject: Subject, shape: Layout, stages: list[Stage], pipeline_rank: int) -> list[MemoryItem]:
-    """Return the activations that wait for their backward pass, and the largest temporary tensors beside them."""
+    """Return the activations kept for the backward pass, and the largest temporary tensors allocated at the same time."""
     config, architecture = subject.config, subject.architecture
     tokens = micro_batch_tokens(config, shape)
     in_flight = chunks_in_flight(shape, pipeline_rank, num_micro_batches(subject, shape))

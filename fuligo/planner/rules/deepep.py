@@ -140,14 +140,14 @@ def nvshmem_leaves_nccl_alone(subject: Subject) -> Iterator[Violation]:
 
 @rule("PLAN-DEEPEP-FP8-CHANNEL", "--sglang-moe-a2a-backend", "--hf-checkpoint")
 def deepep_takes_blocks(subject: Subject) -> Iterator[Violation]:
-    """SGLang's DeepEP path takes FP8 weights quantised in blocks, not per channel or tensor."""
+    """SGLang's DeepEP path takes FP8 weights quantized in blocks, not per channel or tensor."""
     quantisation = quantisation_of(subject)
     if quantisation is None or "weight_block_size" in quantisation:
         return
     for spec in with_deepep(subject):
         method = quantisation.get("quant_method", "unknown")
         yield Violation(
-            f"{shown(spec, 'moe_a2a_backend')}{where(spec)}: the FP8 weights of --hf-checkpoint are not quantised in blocks "
+            f"{shown(spec, 'moe_a2a_backend')}{where(spec)}: the FP8 weights of --hf-checkpoint are not quantized in blocks "
             f"(quant_method {method}), which DeepEP needs",
             ((set_argument(subject, spec, "moe_a2a_backend", None),),),
             "convert the checkpoint: tools/convert_hf_to_fp8.py --strategy block --block-size 128 128",
@@ -156,7 +156,7 @@ def deepep_takes_blocks(subject: Subject) -> Iterator[Violation]:
 
 @rule("PLAN-FP8-BLOCKS", "--rollout-num-gpus-per-engine", "--sglang-ep-size", "--hf-checkpoint")
 def shares_are_whole_blocks(subject: Subject) -> Iterator[Violation]:
-    """A GPU's share of a block-quantised matrix must be a whole number of blocks."""
+    """A GPU's share of a block-quantized matrix must be a whole number of blocks."""
     architecture, quantisation = subject.rollout_architecture, quantisation_of(subject)
     block = _block_size(quantisation)
     if block is None:
@@ -178,7 +178,7 @@ def shares_are_whole_blocks(subject: Subject) -> Iterator[Violation]:
 
 
 def quantisation_of(subject: Subject) -> dict[str, object] | None:
-    """Return the quantization_config of the engines' checkpoint, or None if it is not quantised or not known."""
+    """Return the quantization_config of the engines' checkpoint, or None if it is not quantized or not known."""
     found = subject.engine_config_json
     value = None if found is None else found.values.get("quantization_config")
     return value if isinstance(value, dict) else None

@@ -73,7 +73,7 @@ def samples_fit_the_context(subject: Subject) -> Iterator[Violation]:
 
 @rule("PLAN-MAX-TOKENS", "--max-tokens-per-gpu", "--rollout-max-response-len", severity=Severity.WARNING)
 def micro_batches_hold_the_longest_sample(subject: Subject) -> Iterator[Violation]:
-    """Samples are never truncated: one that exceeds the micro-batch limit becomes a micro-batch of its own and needs more memory."""
+    """Samples are never truncated: one that exceeds the micro-batch limit becomes a separate micro-batch and needs more memory."""
     config, tokens = subject.config, subject.config.train.max_tokens_per_gpu
     unknown = config.is_sft and config.max_sample_tokens is None  # the lengths of conversations are known from the file only
     if not config.train.use_dynamic_batch_size or tokens is None or unknown:
@@ -85,7 +85,7 @@ def micro_batches_hold_the_longest_sample(subject: Subject) -> Iterator[Violatio
     times = f" x --context-parallel-size {cp} = {tokens * cp}" if cp > 1 else ""
     yield Violation(
         f"--max-tokens-per-gpu {tokens}{times} is smaller than the longest sample ({longest} tokens: {_of_what(config)}), which "
-        f"becomes a micro-batch of its own{_activations(subject)}",
+        f"becomes a separate micro-batch{_activations(subject)}",
         ((set_flag("max_tokens_per_gpu", -(-longest // cp)),),),
         "plan for that memory, raise --context-parallel-size, or shorten responses",
     )

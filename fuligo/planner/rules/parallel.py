@@ -88,7 +88,7 @@ def sizes_divide_gpus(subject: Subject) -> Iterator[Violation]:
 
 @rule("PLAN-EXPERT-GPUS", "--expert-tensor-parallel-size", "--expert-model-parallel-size", "--pipeline-model-parallel-size", *_GPUS)
 def expert_sizes_divide_gpus(subject: Subject) -> Iterator[Violation]:
-    """Experts have a rank grid of their own over the same GPUs, so ETP x EP x PP must divide them too."""
+    """Experts have their own rank grid over the same GPUs, so ETP x EP x PP must divide them too."""
     config = subject.config
     if not subject.is_megatron or not dense_sizes_divide(config):
         return

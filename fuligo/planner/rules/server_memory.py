@@ -15,7 +15,7 @@ from fuligo.planner.server_settings import SPECULATIVE_REQUESTS, max_running_req
 from fuligo.planner.subject import Subject
 
 MAX_SHARED_FRACTION = 0.8
-"""Largest share of a GPU's memory for an engine beside a trainer; Megatron, NCCL and CUDA keep the rest while offloaded."""
+"""Largest share of a GPU's memory for an engine colocated with a trainer; Megatron, NCCL and CUDA keep the rest while offloaded."""
 _PAGE_SIZES = {"flashmla": 64, "cutlass_mla": 128}
 """Attention backend -> page size that it forces."""
 _DSA_PAGE = 64

@@ -92,7 +92,7 @@ def chain_has_a_token_more_than_steps(subject: Subject) -> Iterator[Violation]:
 
 @rule("PLAN-SPEC-TREE-SIZE", *(f"--sglang-{name.replace('_', '-')}" for name in _TREE))
 def tree_has_so_many_tokens(subject: Subject) -> Iterator[Violation]:
-    """The tokens to verify come from the tree, which has topk + (steps - 1) topk^2 nodes beside its root."""
+    """The tokens to verify come from the tree, which has topk + (steps - 1) topk^2 nodes besides its root."""
     for spec in running(subject):
         steps, branches, tokens = _tree_of(spec).values()
         if _algorithm(spec) is None or steps is None or branches is None or tokens is None or branches == 1:

@@ -96,7 +96,7 @@ def pipeline_divides_engine(subject: Subject) -> Iterator[Violation]:
         if spec.num_gpus_per_engine % spec.pp_size:
             sizes = nearest_first(spec.pp_size, divisors(spec.num_gpus_per_engine))
             yield Violation(
-                f"{shown(spec, 'pp_size')}{where(spec)} does not divide an engine's GPUs, {engine_size(subject, spec)}",
+                f"{shown(spec, 'pp_size')}{where(spec)} does not divide {engine_size(subject, spec)}",
                 tuple((set_argument(subject, spec, "pp_size", size),) for size in sizes),
             )
 

@@ -65,7 +65,7 @@ def test_a_load_without_a_checkpoint(given: list[str], tmp_path: Path) -> None:
 def test_every_problem_on_disk_is_named(given: list[str], tmp_path: Path) -> None:
     (tmp_path / "test.jsonl").write_text("{")
     said = refused(*given[:-2], "--custom-rm-path", "no.such", "--load", tmp_path / "none")
-    assert all(part in said for part in ("evaluation data set aime", "--load", "no.such"))
+    assert all(part in said for part in ("evaluation dataset aime", "--load", "no.such"))
 
 
 def test_engines_of_others_have_the_weights_that_they_have(given: list[str], tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_code_of_a_checkpoint_runs_only_with_a_flag(with_code: Path, tmp_path: P
     change_config(with_code, model_type="odd", auto_map={"AutoConfig": "code.Odd", "AutoModelForCausalLM": "code.Odd"})
     (problem,) = [text for text in problems(with_code) if "code" in text]
     assert "transformers has no model type 'odd', and fuligo runs no model code of a checkpoint" in problem
-    with pytest.raises(CheckpointError, match="cannot be loaded"):
+    with pytest.raises(CheckpointError, match="cannot load"):
         load_model(with_code)
     (with_code / "config.json").write_text('{"model_type": "arcee"}')  # transformers knows no tokenizer for it
     with pytest.raises(ConfigError, match="it needs Python code of that directory; read the code, then use --trust-remote-code"):
@@ -242,7 +242,7 @@ def test_rows_that_the_reward_cannot_judge_are_refused_unless_a_hook_judges(mode
     (problem,) = found("--prompt-data", str(file), "--rm-type", "gpqa")
     assert problem.startswith("--prompt-data: ") and refused in problem and "--skip-bad-rows" in problem
     (problem,) = found("--prompt-data", f"{file}@[:1]", "--rm-type", "gpqa", "--eval-prompt-data", str(file))
-    assert problem.startswith("evaluation data set aime: ") and refused in problem
+    assert problem.startswith("evaluation dataset aime: ") and refused in problem
     for more in (["--rm-type", "f1"], ["--rm-type", "gpqa", "--skip-bad-rows"], ["--rm-type", "gpqa", "--loss-type", "sft_loss"]):
         assert found("--prompt-data", str(file), *more) == []
 
@@ -289,7 +289,7 @@ def test_an_evaluation_has_rewards_of_its_own_if_training_has_only_a_teacher(mod
     judged = {"name": "judged", "path": str(prompts), "rm_type": "math", "label_key": "label"}
     (tmp_path / "eval.yaml").write_text(json.dumps({"eval": {"datasets": [judged, {"name": "open", "path": str(prompts)}]}}))
     (problem,) = problems(model, "--use-opd", "--opd-teacher-load", model, "--eval-config", tmp_path / "eval.yaml")
-    assert problem.startswith("evaluation data set open: its responses have no reward")
+    assert problem.startswith("evaluation dataset open: its responses have no reward")
 
 
 def test_first_weights_of_a_value_model_are_of_the_policys_model(model: Path, dist: Path, tmp_path: Path):

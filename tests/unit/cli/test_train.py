@@ -82,7 +82,7 @@ def test_warnings_are_shown_and_the_job_starts(train: Train, started: list[Confi
         ({"prompt_data": "nowhere.jsonl"}, ["--prompt-data", "nowhere.jsonl"]),
         ({"label_key": "answer"}, ["--prompt-data", "answer", "prompts.jsonl"]),
         ({"input_key": "question"}, ["--prompt-data", "question"]),
-        ({"eval_prompt_data": "held-out nowhere.jsonl"}, ["evaluation data set held-out", "nowhere.jsonl"]),
+        ({"eval_prompt_data": "held-out nowhere.jsonl"}, ["evaluation dataset held-out", "nowhere.jsonl"]),
         ({"eval_config": "nowhere.yaml"}, ["--eval-config", "nowhere.yaml"]),
         ({"custom_rm_path": "nowhere.reward", "rm_type": ""}, ["--custom-rm-path nowhere.reward", "there is no module nowhere"]),
         ({"rm_type": "dapo"}, ["--reward-key"]),
@@ -149,7 +149,7 @@ def test_the_data_sets_of_an_eval_config_are_checked(train: Train, tmp_path: Pat
     (tmp_path / "eval.yaml").write_text(f"eval: {{datasets: [{entries}, {{name: fine, path: prompts.jsonl}}]}}")
     code, shown = train(eval_config="eval.yaml")
     assert code == 2 and shown.startswith("error: 3 problems\n")
-    assert all(text in shown for text in ("data set lost: ", "data set other: ", "--custom-rm-path nowhere.reward"))
+    assert all(text in shown for text in ("dataset lost: ", "dataset other: ", "--custom-rm-path nowhere.reward"))
 
 
 def test_everything_wrong_on_disk_is_reported_at_once(train: Train) -> None:
@@ -200,11 +200,11 @@ def quantised_copy(model: Path, directory: Path, **described: object) -> str:
 def test_training_does_not_start_from_quantised_weights(train: Train, model: Path, tmp_path: Path) -> None:
     quantised = quantised_copy(model, tmp_path / "quantised")
     code, shown = train(hf_checkpoint=quantised)
-    assert code == 2 and "quantised" in shown and "--ref-load" in shown
+    assert code == 2 and "FP8 weights" in shown and "--ref-load" in shown
     assert train(hf_checkpoint=quantised, ref_load=str(model))[0] == 0
     for flag in ("ref_load", "load"):
         code, shown = train(**{flag: quantised})
-        assert code == 2 and f"--{flag.replace('_', '-')} quantised is quantised, training cannot start from it" in shown
+        assert code == 2 and f"--{flag.replace('_', '-')} quantised is quantized, training cannot start from it" in shown
 
 
 def test_engines_take_new_weights_only_in_fp8_blocks(train: Train, model: Path, tmp_path: Path) -> None:

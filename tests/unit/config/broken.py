@@ -211,7 +211,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
     "CFG-EVAL-DATA": [
         ({"eval_prompt_data": ["a", "a.jsonl", "b"]}, "got 3 values"),
         ({"eval_prompt_data": ["a", "a.jsonl", "a", "b.jsonl"]}, "names a more than once"),
-        ({"eval_prompt_data": ["data/a.jsonl", "a"]}, "'data/a.jsonl' cannot name a data set"),
+        ({"eval_prompt_data": ["data/a.jsonl", "a"]}, "'data/a.jsonl' cannot name a dataset"),
     ],
     "CFG-STOP-ESCAPE": [({"rollout_stop": ["</s>", "\\n\\n"]}, "--rollout-stop '\\n\\n' is a backslash and a letter")],
     "CFG-STOP-TOKEN": [

@@ -38,7 +38,7 @@ def test_runs_that_sample_nothing_need_no_engine() -> None:
         ({"lora_rank": None}, "trains all weights; give it an adapter (--lora-rank)"),
         ({"train_backend": "megatron", "rollout_backend": "embedded"}, "use --train-backend torch"),
         ({"debug_rollout_only": True}, "--debug-rollout-only trains nothing"),
-        ({"rollout_external_engine_addrs": ["10.0.0.1:30000"]}, "names engines of its own"),
+        ({"rollout_external_engine_addrs": ["10.0.0.1:30000"]}, "names its own engines"),
         ({"use_fault_tolerance": True}, "--use-fault-tolerance would restart an engine for one run"),
         ({"lora_sync": "merged"}, "would overwrite the base weights of the others"),
         ({"actor_num_gpus_per_node": 2}, "it has 2 trainer ranks; use one"),

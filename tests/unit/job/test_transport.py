@@ -54,7 +54,7 @@ def test_auto_is_a_transport_that_reaches_the_engines(words: list[str], cluster:
         (ELSEWHERE, "a directory on the driver's machine"),
         ([*SGLANG, "--update-weight-transport", "disk"], "goes through the memory of one machine"),
         ([*SGLANG, "--update-weight-transport", "tensor"], "goes through the memory of one machine"),
-        ([], "the embedded engine runs beside the driver"),
+        ([], "the embedded engine runs on the driver's node"),
     ],
 )
 def test_a_transport_that_does_not_reach_the_engines_is_refused(words: list[str], problem: str):

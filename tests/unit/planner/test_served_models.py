@@ -135,7 +135,7 @@ def test_in_asynchronous_modes_the_sync_waits_for_the_teacher(tmp_path: Path) ->
 
 
 def test_the_policy_is_sampled_from_by_its_own_engines(tmp_path: Path) -> None:
-    """A frozen copy of the first weights takes no part in the rollout but has a bar."""
+    """A frozen copy of the initial weights takes no part in the rollout but has a bar."""
     alone = f"{SEPARATE.replace('--use-opd', '')} --rollout-num-gpus 2".replace("--rollout-num-gpus 4 ", "")
     beside = estimate(subject_with(*served(tmp_path, SEPARATE.replace("--use-opd", ""), "/models/policy", name="first")))
     assert phase(beside, "rollout") == phase(estimate(subject_with(*DATA.split(), *alone.split())), "rollout")

@@ -53,10 +53,10 @@ class PromptImage:
 
 @dataclass(slots=True, frozen=True)
 class Prompt:
-    """One row of a data set, ready for sampling."""
+    """One row of a dataset, ready for sampling."""
 
     row: int
-    """Row number in the data set (0-based, after slicing); the same in every epoch."""
+    """Row number in the dataset (0-based, after slicing); the same in every epoch."""
     prompt: str | Messages
     """Text, or the chat messages before the template is applied."""
     prompt_ids: IntArray
@@ -174,7 +174,7 @@ class Sample:
     """[P]"""
     label: Any = None
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Columns of the data set, and data of hooks. `start_rollout_id` is the rollout in which generation began."""
+    """Columns of the dataset, and data of hooks. `start_rollout_id` is the rollout in which generation began."""
     images: tuple[PromptImage, ...] = ()
     """Images of the prompt, in the order of their tokens."""
 
@@ -254,7 +254,7 @@ class SampleGroup:
     index: int
     """The samples' `group_index`."""
     row: int
-    """Row of the prompt in the data set."""
+    """Row of the prompt in the dataset."""
     samples: list[Sample]
     kept: bool = True
     """False: recorded but not trained on (dropped by a filter, surplus, aborted)."""

@@ -35,7 +35,7 @@ class Estimator(ABC):
     needs_whitening: ClassVar[bool] = False
     """Requires --normalize-advantages."""
     has_dual_clip: ClassVar[bool] = True
-    """Its policy loss honours `Clip.dual` (--eps-clip-c)."""
+    """Its policy loss honors `Clip.dual` (--eps-clip-c)."""
     ratio_level: ClassVar[Literal["token", "sequence"]] = "token"
     """The probability ratio that the policy loss clips."""
 

@@ -174,7 +174,7 @@ def _limit(series: Any) -> Any:
         with mpmath.workdps(digits):
             try:
                 values.append(extrapolate(term, [int(start), mpmath.inf], method="r+s"))
-            except (ArithmeticError, ValueError, TypeError, NoConvergence):  # the terms are no numbers, or do not converge
+            except (ArithmeticError, ValueError, TypeError, NoConvergence):  # the terms are not numbers, or do not converge
                 return None
     if not all(map(mpmath.isfinite, values)) or abs(values[1] - values[0]) > abs(values[0]) * mpmath.mpf(10) ** -30:
         return None

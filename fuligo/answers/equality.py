@@ -231,7 +231,7 @@ def _difference(sides: Sequence[str]) -> str:
 
 
 def _is_system(collection: Collection) -> bool:
-    """Return whether a list gives values to several names, so that its order matters beside values without names."""
+    """Return whether a list gives values to several names, so that its order matters next to values without names."""
     names = {item.name for item in collection.items if isinstance(item, Assignment)}
     return len(names) > 1
 

@@ -106,7 +106,7 @@ def _is_unit(text: str, *, spaced: bool) -> bool:
 
 
 def canonical_unit(text: str) -> str:
-    """Return one name for the spellings of a unit; of a counted thing, its last word in the singular."""
+    """Return one name for the spellings of a unit; for a counted thing, its last word in the singular."""
     text = re.sub(r"[\s{}]+", " ", text).strip().replace(" ^ ", "^").replace(" ^", "^").replace("^ ", "^")
     if text.casefold() in _DROPPED or re.fullmatch(r"units?\^\d", text.casefold()):
         return ""

@@ -50,7 +50,7 @@ class AssistantTurns:
 
         Args:
             rewritten: treatment of a conversation whose earlier turns the template renders differently once later ones follow:
-                `per-turn` trains each turn in a sequence of its own, as the model writes it; `rendered` trains the form that the whole
+                `per-turn` trains each turn in its own sequence, as the model writes it; `rendered` trains the form that the whole
                 conversation shows.
 
         Raises:

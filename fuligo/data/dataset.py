@@ -173,7 +173,7 @@ class Dataset(Generic[Item]):
         try:
             item, num_tokens = self._make(row, fields)
         except DataError as error:
-            raise DataError(f"{self._rows.place(row)}: {error}") from error
+            raise DataError(f"cannot use {self._rows.place(row)}: {error}") from error
         limit = self.settings.max_prompt_tokens
         if limit is not None and num_tokens > limit:
             raise PromptTooLongError(f"{self._rows.place(row)}: {num_tokens} tokens, more than --rollout-max-prompt-len {limit}")
@@ -218,7 +218,7 @@ class Dataset(Generic[Item]):
         try:
             self._images.decode(item.images)
         except DataError as error:
-            raise DataError(f"{self._rows.place(row)}: {error}") from error
+            raise DataError(f"cannot use {self._rows.place(row)}: {error}") from error
 
     def _check_first_rows(self, paths: str | Path | Sequence[str]) -> None:
         usable = 0

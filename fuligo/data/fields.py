@@ -48,7 +48,7 @@ def read_fields(row: dict[str, Any], settings: DataSettings, place: Callable[[],
             images=_images(row, settings, prompt, directory),
         )
     except DataError as error:
-        raise DataError(f"{place()}: {error}") from None
+        raise DataError(f"cannot use {place()}: {error}") from None
 
 
 def _value(row: dict[str, Any], key: str, flag: str) -> Any:

@@ -30,7 +30,7 @@ class RawImage:
     """File, or column and number, for error messages."""
     data: bytes = field(repr=False)
     is_file: bool = False
-    """It comes from a file of its own."""
+    """It comes from its own file."""
 
 
 class Placed(Protocol):
@@ -153,7 +153,7 @@ def check_texts(messages: Messages, image_token: str) -> None:
 
 
 def with_image_parts(messages: Messages) -> Messages:
-    """Return messages whose placeholders are parts of their own, as chat templates of models with images read them."""
+    """Return messages whose placeholders are separate parts, as chat templates of models with images read them."""
     return [
         {**message, "content": _parts(message["content"])} if PLACEHOLDER in (message.get("content") or "") else message
         for message in messages

@@ -1,4 +1,4 @@
-"""Files that an entry of --prompt-data names: a file, a pattern, a folder that `datasets` saved, or a data set on the Hub."""
+"""Files that an entry of --prompt-data names: a file, a pattern, a folder that `datasets` saved, or a dataset on the Hub."""
 
 import functools
 import glob
@@ -27,7 +27,7 @@ def locate(text: str) -> list[Path]:
     if path.exists() or path.is_symlink():
         return [path]
     if _PATTERN.search(text):
-        matches = sorted(glob.glob(text, recursive=True))  # noqa: PTH207  # absolute patterns, too
+        matches = sorted(glob.glob(text, recursive=True))  # noqa: PTH207  # `text` may be absolute
         if not matches:
             raise DataError(f"no file matches {text} (looked in {Path.cwd()})")
         return [file for match in matches for file in locate(match)]
@@ -95,7 +95,7 @@ def _load(text: str) -> list[Path]:
     if split not in splits:
         told = "choose one" if split is None else f"{split} is none of them"
         first = ":".join([name, *([] if config is None else [config]), splits[0]])
-        raise DataError(f"{text}: the data set has the splits {', '.join(splits)}; {told}, such as {first}")
+        raise DataError(f"{text}: the dataset has the splits {', '.join(splits)}; {told}, such as {first}")
     loaded: Any = builder.as_dataset(split=split)
     return [Path(file["filename"]) for file in loaded.cache_files]
 
@@ -105,6 +105,7 @@ def _refused(text: str, name: str, error: Exception) -> str:
     if "Config name is missing" in reason or "BuilderConfig" in reason:
         return f"{text}: {reason}; write {name}:CONFIG:SPLIT"
     return (
-        f"{text} is no file here (looked in {Path.cwd()}), and cannot be loaded from the Hub: {reason}. Check its name; a private data set "
-        f"needs `hf auth login` or HF_TOKEN; without a network, download it beforehand, into the same HF_HOME, with load_dataset({name!r})"
+        f"{text} is not a file here (looked in {Path.cwd()}), and cannot be loaded from the Hub: {reason}. Check its name; a private "
+        f"dataset needs `hf auth login` or HF_TOKEN; without a network, download it beforehand, into the same HF_HOME, with "
+        f"load_dataset({name!r})"
     )

@@ -1,4 +1,4 @@
-"""Prompt file under a descriptor of its own, whose content must stay the same as long as a run reads it."""
+"""Prompt file, held open under its own descriptor, whose content must stay the same as long as a run reads it."""
 
 import hashlib
 import os

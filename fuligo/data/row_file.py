@@ -77,7 +77,7 @@ class PromptPath:
     """Entry of --prompt-data and slice of its rows, with Python's meaning of negative and open ends."""
 
     path: str
-    """File, pattern, folder or data set on the Hub; see `locate`."""
+    """File, pattern, folder or dataset on the Hub; see `locate`."""
     rows: slice
 
     @classmethod

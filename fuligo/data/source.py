@@ -91,7 +91,7 @@ class PromptOrder:
 
 
 class RowSource(Generic[Item]):
-    """Source of the items of a data set, epoch after epoch; returned rows come first."""
+    """Source of the items of a dataset, epoch after epoch; returned rows come first."""
 
     def __init__(self, dataset: Dataset[Item]) -> None:
         settings = dataset.settings
@@ -138,20 +138,20 @@ class RowSource(Generic[Item]):
         }
 
     def check(self, state: SourceState) -> None:
-        """Check that the state belongs to this data set.
+        """Check that the state belongs to this dataset.
 
         Raises:
-            DataError: the data sets differ
+            DataError: the datasets differ
         """
         if state.get("num_rows") != len(self):
             raise DataError(
-                f"cannot resume: the data set has {len(self)} rows, the checkpoint's had {state.get('num_rows', 'none')}; {_OTHER_DATA}"
+                f"cannot resume: the dataset has {len(self)} rows, the checkpoint's had {state.get('num_rows', 'none')}; {_OTHER_DATA}"
             )
         if "digest" not in state:
             logger.warning("the checkpoint has no digest of its prompt file: only the number of rows was compared")
         elif state["digest"] != self._digest:
             raise DataError(
-                f"cannot resume: the data set has {len(self)} rows like the checkpoint's, but different content "
+                f"cannot resume: the dataset has {len(self)} rows like the checkpoint's, but different content "
                 f"(digest {self._digest}, the checkpoint's is {state['digest']}); {_OTHER_DATA}"
             )
         changed = self._dataset.image_digests.first_changed(str(state.get("images", "")))
@@ -164,7 +164,7 @@ class RowSource(Generic[Item]):
         """Continue exactly where `state()` was called.
 
         Raises:
-            DataError: the state belongs to another data set
+            DataError: the state belongs to another dataset
         """
         self.check(state)
         self._dataset.image_digests.load(str(state.get("images", "")))

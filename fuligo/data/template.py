@@ -21,7 +21,7 @@ _RESERVED = frozenset({"tokenize", "return_dict", "return_tensors", "return_assi
 def no_chat_template(model: str) -> str:
     """Return the error for a model whose tokenizer has no chat template."""
     return (
-        f"--apply-chat-template: the tokenizer of {model} has no chat template; use a chat model, add a template beside its tokenizer "
+        f"--apply-chat-template: the tokenizer of {model} has no chat template; use a chat model, add a template next to its tokenizer "
         "(chat_template.jinja), or remove the flag and write prompts as text"
     )
 

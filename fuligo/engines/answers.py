@@ -53,7 +53,7 @@ class WeightLabel:
 
 
 def parse_generation(answer: Any) -> Generation:
-    """Return a checked answer of `/generate`.
+    """Return a checked answer from `/generate`.
 
     Raises:
         Retryable: the answer is malformed
@@ -95,7 +95,7 @@ def parse_generation(answer: Any) -> Generation:
 
 
 def parse_routing(answer: Any, query: RoutingQuery, num_prompt_tokens: int) -> RoutedExperts:
-    """Return the experts [n, M, K] of the queried tokens from a checked answer of `/generate`.
+    """Return the experts [n, M, K] of the queried tokens from a checked answer from `/generate`.
 
     Raises:
         ValueError: they are missing, or the model's routers cannot choose them
@@ -105,7 +105,7 @@ def parse_routing(answer: Any, query: RoutingQuery, num_prompt_tokens: int) -> R
 
 
 def parse_load(ranks: Sequence[Mapping[str, Any]]) -> EngineLoad:
-    """Return the load summed over the data-parallel ranks in an answer of `/v1/loads`.
+    """Return the load summed over the data-parallel ranks in an answer from `/v1/loads`.
 
     Raises:
         KeyError, TypeError, AttributeError: the answer is malformed
@@ -153,5 +153,5 @@ def parse_scores(answer: Any, scored_ids: IntArray) -> FloatArray:
     if len(ids) != len(scored_ids) or ((ids != scored_ids) & (ids != 0)).any():
         raise Retryable("input_token_logprobs and input_ids have different tokens")
     if not np.isfinite(logprobs).all() or (logprobs > MAX_LOGPROB).any():
-        raise Retryable("a log-probability of the input is not a finite number <= 0")
+        raise Retryable("an input log-probability is positive or not finite")
     return logprobs

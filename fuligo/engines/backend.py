@@ -52,7 +52,7 @@ class EngineFleet(Protocol):
     group: EngineGroup
     sync_restarted: SyncRestarted
     devices: SharedDevices | None
-    """Devices shared with a trainer; None if the engines have devices of their own."""
+    """Devices shared with a trainer; None if the engines have their own devices."""
 
     @property
     def url(self) -> str:

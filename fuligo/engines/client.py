@@ -155,7 +155,7 @@ class EngineClient:
         try:
             self.num_ranks = int(answer["tp_size"])
         except (KeyError, TypeError, ValueError) as error:
-            raise EngineError(f"engine {self.url}: the answer of /server_info has no tp_size: {answer!r:.200}") from error
+            raise EngineError(f"engine {self.url}: the answer from /server_info has no tp_size: {answer!r:.200}") from error
 
     async def load(self, *, retries: int | None = None) -> EngineLoad:
         answer = await self._call("GET", "/v1/loads", retries=retries)
@@ -252,7 +252,7 @@ class EngineClient:
     async def _requested(
         self, rid: str, body: dict[str, Any], attempt: Callable[[dict[str, Any]], Awaitable[T]], timeout_s: float | None
     ) -> T:
-        """Make attempts at a request for tokens or log-probabilities, each under an id of its own."""
+        """Make attempts at a request for tokens or log-probabilities, each under its own id."""
         numbers = itertools.count()
 
         async def named() -> T:
@@ -268,7 +268,7 @@ class EngineClient:
             # In a thread, because the experts of a long response are a hundred megabytes.
             return await asyncio.to_thread(parse_routing, answer, query, num_prompt_tokens)
         except ValueError as error:
-            raise EngineError(f"engine {self.url}: {error}") from error
+            raise EngineError(f"engine {self.url}: malformed answer from /generate: {error}") from error
 
     def _label(self, version: int) -> str:
         return str(WeightLabel(version, self.number))
@@ -280,7 +280,7 @@ class EngineClient:
     async def _call(
         self, method: str, path: str, body: dict[str, Any] | None = None, *, within: Deadline | None = None, retries: int | None = None
     ) -> Any:
-        """Make a control call; by default within the time that the scheduler has for one between two steps."""
+        """Make a control call. `within` defaults to the deadline for calls that the scheduler handles between two steps."""
         retries = self.retries if retries is None else retries
         within = within or self.deadlines.step
         try:
@@ -294,7 +294,7 @@ class EngineClient:
         return answer
 
     def _malformed(self, path: str, answer: Any) -> EngineError:
-        return EngineError(f"engine {self.url}: malformed answer of {path}: {answer!r:.200}")
+        return EngineError(f"engine {self.url}: malformed answer from {path}: {answer!r:.200}")
 
 
 def _tags(tag: MemoryTag | None) -> dict[str, Any]:

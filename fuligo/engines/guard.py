@@ -1,6 +1,6 @@
 """Guard process that cleans up whatever a command leaves behind: `python -I guard.py GRACE_S COMMAND ...`.
 
-Inference servers start processes of their own and stop them only if they end normally. The guard leads the command's process group, adopts
+Inference servers start their own processes and stop them only if they end normally. The guard leads the command's process group, adopts
 every orphan below it, and ends them all when the command ends, on SIGTERM, or when its standard input closes, which happens however its
 parent dies. It also removes their files in shared memory: torch and multiprocessing leave that to helper processes, which are killed too.
 If the guard itself is killed, the kernel kills the command; `engines.server_process` finds what else is left.

@@ -1,4 +1,4 @@
-"""Server in a process of its own: started under a guard, watched, logged, and stopped with all its children."""
+"""Server in its own process: started under a guard, watched, logged, and stopped with all its children."""
 
 import asyncio
 import json

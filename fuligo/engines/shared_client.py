@@ -1,4 +1,4 @@
-"""Client of an SGLang engine that several runs share: each run has an adapter of its own, whose name changes with its version.
+"""Client of an SGLang engine that several runs share: each run has its own adapter, whose name changes with its version.
 
 SGLang pauses, aborts and labels for all requests alike, so a run's client does these for the run's requests alone: it holds new ones back
 while the run's adapter changes, ends those in flight by their ids, and finds the version in the adapter's name.

@@ -32,7 +32,7 @@ def load_environment(path: str, settings: dict[str, Any]) -> EnvironmentFactory:
     """
     kind: Any = load_hook("environment", path)
     if (problem := environment_problem(kind)) is not None:
-        raise HookError(f"--environment {path}: {problem}")
+        raise HookError(f"cannot use --environment {path}: {problem}")
     try:
         return EnvironmentFactory(kind, kind.Settings.model_validate(settings))
     except ValidationError as error:

@@ -74,7 +74,7 @@ class Renderer:
         self._texts = RenderedTexts()
         self._decode = decoder(tokenizer)
         self.format = response_format(template.source)
-        """Format in which tool calls are parsed, unless the tokenizer has a schema of its own."""
+        """Format in which tool calls are parsed, unless the tokenizer has its own schema."""
         own_schema = getattr(tokenizer, "response_schema", None)
         self._schema = own_schema or self.format.schema
         self._call_form = self._find_call_form()

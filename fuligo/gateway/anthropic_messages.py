@@ -16,7 +16,9 @@ _TRANSLATED = {"system", "messages", "tools", "tool_choice", "stop_sequences", "
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
 _ERRORS = {"server_error": "api_error"}
 
-_text = partial(joined_text, types=("text",), otherwise="a content block is {}; the policy reads text, tool_use, tool_result and thinking")
+_text = partial(
+    joined_text, types=("text",), otherwise="a content block is {}; only text, tool_use, tool_result and thinking are supported"
+)
 
 
 def chat_body(raw: bytes) -> dict[str, Any]:
@@ -44,7 +46,7 @@ def chat_body(raw: bytes) -> dict[str, Any]:
 
 
 def _messages(message: dict[str, Any]) -> Messages:
-    """Return the chat messages of one message: results of tools are messages of their own, before the text beside them."""
+    """Return the chat messages of one message: each tool result is its own message, before the text that it came with."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant"):
         raise InvalidRequest(f"a message has the role {role!r:.40}; it must be user or assistant", "messages")

@@ -1,4 +1,4 @@
-"""Requests of agents as chat completions, checked: parameters that training can honour are accepted, all others are refused by name."""
+"""Requests of agents as chat completions, checked: parameters that training can honor are accepted, all others are refused by name."""
 
 import json
 from collections.abc import Mapping
@@ -152,7 +152,7 @@ def _call(call: Any) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             parsed = json.loads(arguments or "{}")  # as the policy's calls are parsed, whose integers may have any size
-            json.dumps(parsed, ensure_ascii=False).encode()  # escapes that are no text stay as they came
+            json.dumps(parsed, ensure_ascii=False).encode()  # escapes that are not text stay as they came
         except (ValueError, RecursionError):
             parsed = None
         arguments = parsed if isinstance(parsed, dict) else arguments

@@ -22,7 +22,7 @@ class Completion:
     num_prompt_tokens: int
     served_name: str
     stop: str = ""
-    """Text from the stop string on, which was cut off; empty if none ended the answer."""
+    """Text stripped from the end of the content, from the stop string on; empty if no stop string ended the answer."""
 
     @property
     def model(self) -> str:

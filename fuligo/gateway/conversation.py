@@ -99,7 +99,7 @@ class Conversation:
 
         Args:
             answer: the message as it is returned
-            stop: string that was cut off its content
+            stop: stop string that was stripped from the end of the content
         """
         content = answer.get("content") or ""
         for text, with_reasoning in product({content, content + stop}, (False, True)):

@@ -20,11 +20,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "include": ([],),
     "reasoning": ({},),
 }
-"""Parameters that chat completions lack, and the values, beside null, with which they are accepted."""
+"""Parameters that chat completions lack, and the values, besides null, with which they are accepted."""
 _TRANSLATED = {"input", "instructions", "tools", "max_output_tokens", "previous_response_id", *_NEUTRAL}
 
 _TEXTS = ("input_text", "output_text", "reasoning_text")
-_text = partial(joined_text, name="input", types=_TEXTS, otherwise="a part of the input is {}; the policy reads text")
+_text = partial(joined_text, name="input", types=_TEXTS, otherwise="a part of the input is {}; only text is supported")
 
 
 def chat_body(raw: bytes) -> dict[str, Any]:
@@ -67,7 +67,8 @@ def _messages(items: Any) -> Messages:
             answer = None
         elif kind not in ("message", "reasoning", "function_call"):
             raise InvalidRequest(
-                f"an item of the input is of type {kind!r:.40}; the policy reads messages, reasoning and functions", "input"
+                f"an input item has type {kind!r:.40}; supported types are message, reasoning, function_call and function_call_output",
+                "input",
             )
         else:
             if answer is None or (kind == "reasoning" and (answer["content"] or "tool_calls" in answer)):

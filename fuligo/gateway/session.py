@@ -143,7 +143,7 @@ class Session:
             read: turns its bytes into the body of a request for a chat completion; raises `InvalidRequest`
 
         Raises:
-            InvalidRequest: it is malformed, or training cannot honour it
+            InvalidRequest: it is malformed, or training cannot honor it
             EngineError: no engine answered
             SessionEnded: the session ended before the answer was complete
         """
@@ -166,7 +166,7 @@ class Session:
         try:
             place = self.conversation.find(request.messages, request.tools)
         except (orjson.JSONEncodeError, RecursionError) as error:
-            raise InvalidRequest(f"messages or tools cannot be read: {error}; nest them less deeply", "messages") from error
+            raise InvalidRequest(f"cannot read messages or tools: {error}; nest them less deeply", "messages") from error
         try:
             if is_long:
                 parent, context = await asyncio.to_thread(self._context, place, request)
@@ -193,7 +193,7 @@ class Session:
         return None, as_ids(renderer.prompt(request.messages, request.tools))
 
     def _limited(self, params: SamplingParams, place: Place, num_prompt_tokens: int) -> SamplingParams:
-        """Return the parameters with the room that the context leaves, and a seed of their own for every request of the session."""
+        """Return the parameters with the room that the context leaves, and a separate seed for every request of the session."""
         limit = self.policy.max_context_len
         room = params.max_new_tokens if limit is None else limit - num_prompt_tokens
         if room < 1:
@@ -261,7 +261,7 @@ class Session:
             self.interrupted.set()
 
     def _messages_of(self, turn: AssistantTurn, request: ChatRequest, sampled: Sampled) -> tuple[dict[str, Any], dict[str, Any], str]:
-        """Return the answer as it is rendered and as the agent sees it, and the stop string that was cut off.
+        """Return the answer as it is rendered and as the agent sees it, and the stop string that was stripped from its end.
 
         An agent that offered no tools gets calls as text, because it did not ask for any.
         """

@@ -1,4 +1,4 @@
-"""Memory and utilisation of this machine's GPUs over time: `perf/gpu*` of a step, read by one `nvidia-smi` beside the run."""
+"""Memory and utilization of this machine's GPUs over time: `perf/gpu*` of a step, read by one `nvidia-smi` process during the run."""
 
 import logging
 import os
@@ -73,7 +73,7 @@ def _known(metrics: Mapping[str, float | None]) -> dict[str, float]:
 class GpuMonitor:
     """One `nvidia-smi` process that prints a reading of every GPU at an interval, and a thread that collects them.
 
-    If this process dies, the next print fails and ends `nvidia-smi`, too.
+    If this process dies, the next print fails, which also ends `nvidia-smi`.
     """
 
     def __init__(self, process: subprocess.Popen[str], visible: str | None) -> None:

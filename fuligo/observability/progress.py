@@ -72,7 +72,7 @@ class Progress:
         """Show that a step is complete."""
 
     def evaluation(self, num_rollouts: int, metrics: Record, first: Record | None) -> None:
-        """Show the metrics `eval/*` after `num_rollouts` rollouts beside those of the run's first evaluation."""
+        """Show the metrics `eval/*` after `num_rollouts` rollouts next to those of the run's first evaluation."""
 
 
 def open_progress(
@@ -146,7 +146,7 @@ class Curves:
     length: list[float] = field(default_factory=list)
     latest: Record = field(default_factory=dict)
     evaluated: dict[str, str] = field(default_factory=dict)
-    """Latest evaluation as text, by name of the data set."""
+    """Latest evaluation as text, by name of the dataset."""
     doing: tuple[str, int] | None = None
     doing_since_s: float = 0.0
     begun_s: float = 0.0
@@ -265,7 +265,7 @@ def _field(record: Record, name: str, key: str, spec: str, unit: str = "") -> st
 
 
 def _evaluated(metrics: Record, first: Record | None) -> dict[str, str]:
-    """Return `mean@4 0.350 -> 0.960` for each data set, with the number of failed samples if there are any."""
+    """Return `mean@4 0.350 -> 0.960` for each dataset, with the number of failed samples if there are any."""
     texts = {}
     for key, value in metrics.items():
         name, _, metric = key.removeprefix("eval/").rpartition("/")
@@ -333,7 +333,7 @@ class BeforeAfter:
 
 
 def before_after_table(rows: Sequence[BeforeAfter]) -> Table:
-    """Return the table. Right answers are green with a check mark, wrong ones red with a cross, to be readable without colours."""
+    """Return the table. Right answers are green with a check mark, wrong ones red with a cross, to be readable without colors."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
     table.add_column("prompt", overflow="fold", ratio=3)
     table.add_column("before", overflow="fold", ratio=2)

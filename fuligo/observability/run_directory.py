@@ -73,7 +73,7 @@ class RunDirectory:
             run = cls(path)
             save_yaml(config, run.config_file)
         except OSError as error:
-            raise ConfigError(f"the run directory {path} cannot be written: {error.strerror}; choose another with --run-dir") from None
+            raise ConfigError(f"cannot write the run directory {path}: {error.strerror}; choose another with --run-dir") from None
         return run
 
     def record(self, record: Record) -> None:
@@ -100,7 +100,7 @@ class RunDirectory:
 
         Args:
             num_rollouts: complete rollouts; 0 is the untrained policy.
-            groups: groups by name of the data set, which becomes the column `dataset`.
+            groups: groups by name of the dataset, which becomes the column `dataset`.
             record: `eval/*` metrics.
             reward_key: key of the value to report if rewards are dicts.
         """
@@ -146,7 +146,7 @@ def _check(path: Path, *, resume: bool) -> None:
     try:
         names = sorted(entry.name for entry in path.iterdir())
     except OSError as error:
-        raise ConfigError(f"the run directory {path} cannot be read: {error.strerror}; choose another with --run-dir") from None
+        raise ConfigError(f"cannot read the run directory {path}: {error.strerror}; choose another with --run-dir") from None
     if foreign := [name for name in names if is_foreign_link(path / name)]:
         raise ConfigError(
             f"--run-dir {path} has links of another user ({', '.join(foreign[:3])}), through which this run would overwrite files; "

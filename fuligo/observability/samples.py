@@ -1,7 +1,7 @@
 """Sample files (`samples/rollout_000123.parquet`): every sample of a rollout with everything known about it, token by token.
 
 Columns are built from flat arrays, so that a rollout of thousands of samples takes milliseconds. Row groups of at most 64 let a reader
-fetch one sample without reading the file. Properties to search by have columns of their own, so that a search reads no tokens.
+fetch one sample without reading the file. Properties to search by have their own columns, so that a search reads no tokens.
 """
 
 import hashlib
@@ -240,7 +240,7 @@ def _prompt_keys(groups: Sequence[SampleGroup]) -> list[int]:
 
 
 def _text(value: Any) -> str | None:
-    """Return a string as it is, with escapes for what is no text (half of a surrogate pair), and JSON of any other value."""
+    """Return a string as it is, with escapes for what is not text (half of a surrogate pair), and JSON of any other value."""
     if value is None:
         return None
     return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else _json(value)

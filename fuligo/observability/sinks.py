@@ -116,7 +116,7 @@ class WandbSink:
                 settings=wandb.Settings(x_disable_meta=True),  # the metadata hold the command line, which may hold keys
             )
         except wandb.Error as error:
-            raise ConfigError(f"--use-wandb: {error}; run `wandb login`, or use --wandb-mode offline") from None
+            raise ConfigError(f"cannot start wandb: {error}; run `wandb login`, or use --wandb-mode offline") from None
         self._run.define_metric("*", step_metric="step")
 
     def write(self, record: Record) -> None:

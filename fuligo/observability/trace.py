@@ -42,7 +42,7 @@ OTHER_PID = 5
 RANK_PID = 1_000
 """Process of trainer rank 0; the other ranks follow."""
 ENGINE_PID = 1_000_000
-"""Process of engine 0; the other engines follow. Spans whose engine is not known have a process of their own."""
+"""Process of engine 0; the other engines follow. Spans whose engine is not known have their own process."""
 BEGIN = "phase_begins"
 """Event at the beginning of a phase, whose end is not known yet; trace viewers ignore it."""
 SEND = "send"
@@ -83,13 +83,13 @@ _current_phase: ContextVar[Phase | None] = ContextVar("current_phase", default=N
 
 
 class Trace:
-    """Writer of a trace. Safe to use from several tasks and threads; phases that overlap get tracks of their own."""
+    """Writer of a trace. Safe to use from several tasks and threads; phases that overlap get their own tracks."""
 
     def __init__(self, path: Path, *, max_bytes: int = 64 * 1024**2) -> None:
         """Open a trace.
 
         Args:
-            path: continued if it exists.
+            path: file to write; appended to if it exists.
             max_bytes: size beyond which only phases are written.
         """
         self.on_phase: PhaseListener | None = None

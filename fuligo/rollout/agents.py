@@ -46,7 +46,7 @@ class AgentGenerate:
     """
 
     agent: Hook
-    """`(session, row) -> reward`, async, or plain and run in a thread of its own."""
+    """`(session, row) -> reward`, async, or plain and run in its own thread."""
     gateway: Gateway
     tokenizer: Tokenizer
     _: KW_ONLY
@@ -206,7 +206,7 @@ async def _called(call: Callable[[Session, Row], Awaitable[Reward | None]], sess
 
 
 def in_thread(function: Callable[[Session, Row], Any]) -> Callable[[Session, Row], Awaitable[Any]]:
-    """Return a plain function as an async one. Each call has a daemon thread of its own, so that a hanging agent does not keep the process
+    """Return a plain function as an async one. Each call has its own daemon thread, so that a hanging agent does not keep the process
     alive.
     """
 

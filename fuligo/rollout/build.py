@@ -192,10 +192,10 @@ def build_evaluator(
 
     Args:
         generate: `Sampling.generate`
-        reward: the training reward, for data sets without one of their own
+        reward: the training reward, for datasets without one of their own
 
     Raises:
-        ConfigError, DataError, HookError: a data set or its settings are wrong
+        ConfigError, DataError, HookError: a dataset or its settings are wrong
     """
     specs = eval_set_specs(config)
     hook = hook_of(config, "eval_function_path")

@@ -160,7 +160,9 @@ class ContinuousRunner:
             return
         drawn = self._parts.source.draw(limit - num_pending, self._next_step, version).groups
         if not drawn and num_pending < self._parts.flags.rollout_batch_size:
-            raise RolloutError(f"cannot fill rollout {self._next_step}: the data source has no prompts left")
+            raise RolloutError(
+                f"cannot fill rollout {self._next_step}: the data source has no prompts left; lower --num-rollout or provide more prompts"
+            )
         for group in drawn:
             self._tasks.start(group)
 

@@ -27,14 +27,14 @@ class EvalData:
         return list(self._sets)
 
     def get_samples(self, name: str) -> list[list[Sample]]:
-        """Return the prompts of a data set, a group of pending samples for each."""
+        """Return the prompts of a dataset, a group of pending samples for each."""
         eval_set = self._sets[name]
         return [fresh_group(deepcopy(prompt), i, eval_set.num_samples).samples for i, prompt in enumerate(eval_set.prompts)]
 
 
 @dataclass(eq=False)
 class CustomEvaluator:
-    """Evaluations of the user's function, which returns finished samples with rewards by data set. Implements `Evaluates`.
+    """Evaluations of the user's function, which returns finished samples with rewards by dataset. Implements `Evaluates`.
 
     The function may call `custom_generate.continue_sample` to generate.
     """
@@ -58,7 +58,7 @@ class CustomEvaluator:
         """Call the function and compute the metrics of what it returns.
 
         Raises:
-            RolloutError: the function raised, did not return samples by name, or every sample of a data set failed
+            RolloutError: the function raised, did not return samples by name, or every sample of a dataset failed
         """
         try:
             with default_generate(self.generate, self.params):
@@ -88,5 +88,5 @@ def _checked(result: Any) -> dict[str, list[Sample]]:
     if not fits or not all(isinstance(samples, list) and samples for samples in result.values()):
         raise RolloutError(f"--eval-function-path must return a dict of data-set names and non-empty lists of Sample; got {result!r:.200}")
     if not all(isinstance(sample, Sample) for samples in result.values() for sample in samples):
-        raise RolloutError(f"--eval-function-path must return lists of Sample by data set; got {result!r:.200}")
+        raise RolloutError(f"--eval-function-path must return lists of Sample by dataset; got {result!r:.200}")
     return result

@@ -28,7 +28,7 @@ class DynamicSampling:
     """Number of waves after which the rollout fails."""
     _: KW_ONLY
     in_submission_order: bool = False
-    """False: the groups that finish first fill the rollout, which favours short answers. True: the groups submitted first fill it, however
+    """False: the groups that finish first fill the rollout, which favors short answers. True: the groups submitted first fill it, however
     long they take; only dropped ones are skipped."""
 
     def __post_init__(self) -> None:

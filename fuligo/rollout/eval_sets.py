@@ -1,9 +1,9 @@
-"""Evaluation data sets and their settings, from `--eval-prompt-data` or `--eval-config`.
+"""Evaluation datasets and their settings, from `--eval-prompt-data` or `--eval-config`.
 
 The YAML file:
 
     eval:
-      defaults: {n_samples_per_eval_prompt: 4, temperature: 0.6}    # for all data sets; optional
+      defaults: {n_samples_per_eval_prompt: 4, temperature: 0.6}    # for all datasets; optional
       datasets:
         - {name: aime, path: aime.jsonl, rm_type: deepscaler, n_samples_per_eval_prompt: 16}
         - {name: gsm8k, path: gsm8k.parquet, label_key: answer}
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class EvalSetSpec(FlagGroup):
-    """Settings of one data set; None is inherited."""
+    """Settings of one dataset; None is inherited."""
 
     name: str = flag("", "name in the metrics", min_length=1, pattern=EVAL_NAME)
     path: list[str] = flag([], "file or files, as --prompt-data takes them", min_length=1)
@@ -95,17 +95,17 @@ class EvalSetSpec(FlagGroup):
 
 
 def eval_set_specs(config: Config) -> list[EvalSetSpec]:
-    """Read the settings of all data sets.
+    """Read the settings of all datasets.
 
     Raises:
-        ConfigError: the file cannot be read or has another form, lists a data set twice, or names an unknown reward
+        ConfigError: the file cannot be read or has another form, lists a dataset twice, or names an unknown reward
     """
     specs = [EvalSetSpec(name=name, path=[path]) for name, path in config.eval_data_sets.items()]
     if config.eval.eval_config is not None:
         specs += _read(Path(config.eval.eval_config))
     names = [spec.name for spec in specs]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(f"evaluation data sets need different names; listed twice: {', '.join(twice)}")
+        raise ConfigError(f"evaluation datasets need different names; listed twice: {', '.join(twice)}")
     if problems := [problem for spec in specs for problem in _reward_problem(config, spec)]:
         raise ConfigError(*problems)
     return specs
@@ -116,19 +116,19 @@ def _reward_problem(config: Config, spec: EvalSetSpec) -> Iterator[str]:
         settings = spec.reward_settings(config)
         settings.check()
     except ConfigError as error:
-        yield f"evaluation data set {spec.name}: {error}"
+        yield f"evaluation dataset {spec.name}: {error}"
         return
     label_key, metadata_key = spec.label_key or config.data.label_key, spec.metadata_key or config.data.metadata_key
     lacking = settings.rm_type and lacking_column(settings.rm_type, label_key=label_key, metadata_key=metadata_key)
     if lacking:
-        yield f"evaluation data set {spec.name}: {lacking[0]}; {lacking[1]}"
+        yield f"evaluation dataset {spec.name}: {lacking[0]}; {lacking[1]}"
 
 
 def _read(path: Path) -> list[EvalSetSpec]:
     try:
         content = load(read_yaml_text(path))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--eval-config {path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        raise ConfigError(f"cannot read --eval-config {path}: {getattr(error, 'strerror', None) or error}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"--eval-config {path}: not a YAML file: {yaml_problem(error)}") from error
     section = content.get("eval") if isinstance(content, dict) else None
@@ -139,7 +139,7 @@ def _read(path: Path) -> list[EvalSetSpec]:
         raise ConfigError(f"--eval-config {path}: `defaults` and each entry of `datasets` must be a mapping")
     problems: list[str] = []
     specs = [
-        _spec({**defaults, **entry}, f"--eval-config {path}: data set {number}", problems)
+        _spec({**defaults, **entry}, f"--eval-config {path}: dataset {number}", problems)
         for number, entry in enumerate(section["datasets"], 1)
     ]
     if problems:

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, frozen=True)
 class EvalSet:
-    """One data set with its sampling parameters and reward."""
+    """One dataset with its sampling parameters and reward."""
 
     name: str
     prompts: Sequence[Prompt]
@@ -46,7 +46,7 @@ class Evaluation:
     metrics: dict[str, float]
     """`eval/<name>/*`"""
     groups: dict[str, list[SampleGroup]] = field(repr=False)
-    """Groups of each data set, in its order."""
+    """Groups of each dataset, in its order."""
 
 
 class Evaluates(Protocol):
@@ -95,7 +95,7 @@ class Evaluator:
         self._on_close = on_close
 
     async def close(self) -> None:
-        """Close the rewards of the data sets."""
+        """Close the rewards of the datasets."""
         for close in self._on_close:
             await close()
 
@@ -143,7 +143,7 @@ class Evaluator:
 
 
 def eval_metrics(name: str, num_samples: int, reward_key: str | None, groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """Return a data set's scores of prompts, parts of rewards, lengths and truncation. Failed samples count in `num_failed` only.
+    """Return a dataset's scores of prompts, parts of rewards, lengths and truncation. Failed samples count in `num_failed` only.
 
     Raises:
         RolloutError: no sample was judged

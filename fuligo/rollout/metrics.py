@@ -57,7 +57,7 @@ def sample_metrics(
 
 
 def staleness_metrics(groups: Sequence[SampleGroup], policy_version: int) -> dict[str, float]:
-    """Return how many versions the tokens of kept groups are older than weights of this version."""
+    """Return the mean and maximum policy lag of the kept groups' samples, in versions relative to `policy_version`."""
     samples = usable(sample for group in groups if group.kept for sample in group.samples)
     return _named(
         {

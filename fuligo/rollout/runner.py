@@ -143,7 +143,9 @@ class RolloutRunner:
     async def _start_wave(self, run: _Run, tasks: GroupTasks) -> None:
         draw = self._parts.source.draw(self._wave_size, run.step, run.version)
         if not draw.groups:
-            raise RolloutError(f"cannot fill rollout {run.step}: the data source has no prompts left")
+            raise RolloutError(
+                f"cannot fill rollout {run.step}: the data source has no prompts left; lower --num-rollout or provide more prompts"
+            )
         run.add(draw)
         aligned = self._aligned_waves and tasks.idle
         async with aligned_start(self._parts.engines, draw.groups) if aligned else nullcontext():

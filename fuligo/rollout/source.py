@@ -168,7 +168,7 @@ class DataSource:
         self._step = step
         self._policy_version = policy_version
         self.rows = {group.index: group.row for group in groups}
-        """Row of the data set by group index."""
+        """Row of the dataset by group index."""
 
     def get_samples(self, num_groups: int) -> list[list[Sample]]:
         """Return the next `num_groups` groups of `--n-samples-per-prompt` samples each."""

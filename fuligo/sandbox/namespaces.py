@@ -1,7 +1,7 @@
 """Namespaces and the root file system of a sandbox.
 
 A process calls `enter`, forks the first process of the new PID namespace, and that one calls `build_root`. What runs in there has a root
-made of tmpfs which holds what it is shown, process ids of its own, no network, and no way to further namespaces.
+made of tmpfs which holds what it is shown, its own process ids, no network, and no way to further namespaces.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ _SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE = 442, -100, 0x8000
 
 @dataclass(frozen=True, slots=True)
 class Root:
-    """Part of this machine that a sandbox shows, besides harmless devices and a /proc of its own."""
+    """Part of this machine that a sandbox shows, besides harmless devices and its own /proc."""
 
     binds: Sequence[tuple[str, str]]
     """(file or folder of this machine, path in the sandbox), read-only."""

@@ -93,7 +93,7 @@ class BroadcastGroup:
                     [],
                     dist.Backend(backend),
                     PrefixStore(self.name, store),
-                    group_name=self.name,  # pyright: ignore[reportArgumentType]  # SGLang passes a plain string, too
+                    group_name=self.name,  # pyright: ignore[reportArgumentType]  # SGLang also passes a plain string
                     timeout=TIMEOUT,
                 )
             assert isinstance(group, dist.ProcessGroup)

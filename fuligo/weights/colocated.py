@@ -38,7 +38,7 @@ class TrainerRanks:
 
 @dataclass(slots=True, frozen=True)
 class OwnEngine:
-    """Engine on the GPUs of this rank and its neighbours."""
+    """Engine on the GPUs of this rank and its neighbors."""
 
     engine: EngineAddress
     ranks: TrainerRanks

@@ -44,7 +44,7 @@ class WeightSender:
             What was sent, or why an engine did not load it, whichever rank sent it; None on a rank that sends nothing.
 
         Raises:
-            WeightSyncError: a weight to be quantised is not finite, or the memory or disk on the way is full
+            WeightSyncError: a weight to be quantized is not finite, or the memory or disk on the way is full
         """
         sent = self._send(named_weights, target)
         if any(engine.trainer_ranks for engine in target.engines):

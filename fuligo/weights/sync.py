@@ -31,11 +31,11 @@ class WeightSyncSettings:
     changes_only: bool
     """Send only tensors that changed since the last sync."""
     model_files: Path
-    """disk: Hugging Face directory whose config and tokenizer are copied beside the weights."""
+    """disk: Hugging Face directory whose config and tokenizer are copied next to the weights."""
     scratch: Path
     """disk: parent of the directories in which weights are written for the engines."""
     trainer_ranks: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """tensor: trainer ranks beside each engine on the trainer's GPUs, by engine number; see `EngineAddress`."""
+    """tensor: trainer ranks that share GPUs with each engine, by engine number; see `EngineAddress`."""
 
 
 class WeightSync:

@@ -282,7 +282,7 @@ class TestDamage:
         problems = page.locator(".notes")
         expect(problems).to_contain_text("trace.json is missing")
         expect(problems).to_contain_text("config.yaml is missing")
-        expect(problems).to_contain_text("samples of step 2 cannot be read")
+        expect(problems).to_contain_text("cannot read the samples of step 2")
         expect(page.locator(".card").nth(0)).to_contain_text("4")
         page.get_by_role("link", name="Samples").click()
         found(page, 48)

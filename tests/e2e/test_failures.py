@@ -118,7 +118,7 @@ def test_a_prompt_file_truncated_under_a_run_ends_it_with_one_sentence(suffix: s
     lines = prompts.read_text().splitlines()
     if suffix == "jsonl":
         data.write_text("\n".join([lines[1], lines[0], *lines[2:]]) + "\n")
-        assert "cannot resume: the data set has 40 rows like the checkpoint's, but different content" in fail(2, *command)
+        assert "cannot resume: the dataset has 40 rows like the checkpoint's, but different content" in fail(2, *command)
     write()
     succeed(*command)
     assert [record["step"] for record in metrics(run_dir)] == [0, 1]

@@ -1,4 +1,4 @@
-"""Clipped importance-sampling policy optimisation (CISPO): MiniMax-M1 2025, arXiv:2506.13585.
+"""Clipped importance-sampling policy optimization (CISPO): MiniMax-M1 2025, arXiv:2506.13585.
 
 Advantages: GRPO's.
 Loss: -sg[clip(r, 1 - low, 1 + high)] A logprobs with r = exp(logprobs - old_logprobs). This is REINFORCE with a clipped weight, so every

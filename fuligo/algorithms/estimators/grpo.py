@@ -1,4 +1,4 @@
-"""Group relative policy optimisation (GRPO): Shao et al. 2024, DeepSeekMath, arXiv:2402.03300.
+"""Group relative policy optimization (GRPO): Shao et al. 2024, DeepSeekMath, arXiv:2402.03300.
 
 A = (r - mean of the group) / (std of the group + epsilon), the same for all tokens of a response.
 Loss: PPO's clipped token ratio.

@@ -1,4 +1,4 @@
-"""Group sequence policy optimisation (GSPO): Zheng et al. 2025, arXiv:2507.18071.
+"""Group sequence policy optimization (GSPO): Zheng et al. 2025, arXiv:2507.18071.
 
 Advantages: GRPO's.
 Loss: PPO's surrogate with the sequence ratio s = exp(mean over the sample's unmasked tokens of logprobs - old_logprobs) at every token. The

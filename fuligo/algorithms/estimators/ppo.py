@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Ppo(Estimator):
-    """Generalised advantage estimation with a value model."""
+    """Generalized advantage estimation with a value model."""
 
     uses_kl_coef = True
     uses_gamma = True
@@ -41,7 +41,7 @@ class Ppo(Estimator):
 
 
 def generalised_advantages(rewards: ArrayLike, values: ArrayLike, loss_mask: MaskArray, *, gamma: float, lambd: float) -> Float64Array:
-    """Return [R] generalised advantages of the trained tokens, 0 at masked ones, from three [R]; V_t is the value before token t.
+    """Return [R] generalized advantages of the trained tokens, 0 at masked ones, from three [R]; V_t is the value before token t.
 
     t + 1 is the next trained token: masked tokens (such as tool output) are not decisions, so nothing is discounted over them and their
     values are not read. After the last trained token V = A = 0, also where the response was truncated.

@@ -76,7 +76,7 @@ class AttentionPlan:
         return None if segment.equal else self._keys_after(segment)[1][:, None]
 
     def _keys_after(self, segment: Segment) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys' positions [longest], and [n, longest] True at those after the row's own."""
+        """Return the key positions [longest], and a mask [n, longest] that is True at keys after each row's own position."""
         keys = torch.arange(segment.longest, device=segment.positions.device)
         return keys, keys > segment.positions[:, None]
 

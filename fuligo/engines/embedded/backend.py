@@ -1,4 +1,4 @@
-"""Backend `embedded`: one engine in a process beside the driver."""
+"""Backend `embedded`: one engine in its own process on the driver's node."""
 
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -61,12 +61,12 @@ class EmbeddedBackend:
         return LaunchedEngines(group)
 
     def engine_format(self, config: Config) -> EngineFormat:
-        """Leave out MTP layers, which transformers' models lack, and quantisation."""
+        """Leave out MTP layers, which transformers' models lack, and quantization."""
         from fuligo.engines.embedded.model import servable_config
 
         assert config.model.hf_checkpoint is not None, "validated"
         directory = Path(config.model.hf_checkpoint)
-        config_json = read_config_json(directory)  # a missing file is no fault of the engine
+        config_json = read_config_json(directory)  # a missing file is not the engine's fault
         try:
             served = servable_config(str(directory))
         except FuligoError as error:

@@ -20,7 +20,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def add(self, engine: EmbeddedEngine) -> None:
-        """Step an engine, too; called before `start`."""
+        """Also step an engine; called before `start`."""
         self._engines.append(engine)
 
     def start(self) -> None:

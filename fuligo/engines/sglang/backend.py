@@ -89,7 +89,7 @@ class SGLangBackend:
         return LaunchedEngines(group)
 
     def engine_format(self, config: Config) -> EngineFormat:
-        """Send weights quantised as the checkpoint is."""
+        """Send weights quantized as the checkpoint is."""
         assert config.model.hf_checkpoint is not None, "validated"
         directory = Path(config.model.hf_checkpoint)
         return EngineFormat(quantisation=EngineQuantisation.read(directory), whole_experts=has_whole_experts(read_config_json(directory)))
@@ -108,7 +108,7 @@ BACKEND = SGLangBackend()
 def fleet_settings(
     config: Config, directory: Path, places: Sequence[EnginePlace], claims: PortClaims, adapters: Sequence[AdapterConfig] | None = None
 ) -> dict[str, FleetSettings]:
-    """Return the settings of each model's fleet; each has a router of its own.
+    """Return the settings of each model's fleet; each has its own router.
 
     Args:
         places: places of the engines of all models, in order
@@ -233,7 +233,7 @@ def adapter_arguments(adapters: Sequence[AdapterConfig], model: Path, *, device:
     A batch holds requests of all of them, and of none.
 
     Raises:
-        ConfigError: the family of the model is unknown, so that its layers are, too
+        ConfigError: the family of the model is unknown, so its layers are also unknown
     """
     architecture = read_architecture(model)
     names = list(dict.fromkeys(name for adapter in adapters for name in AdapterShape(adapter, architecture).names))

@@ -1,6 +1,6 @@
 """sglang-router, the process that gives many engines one address: its start, and the calls that add and remove engines.
 
-Behaviour of 0.3.2: adding and removing a worker is asynchronous (202), an unanswered request is retried on another worker, control calls
+Behavior of 0.3.2: adding and removing a worker is asynchronous (202), an unanswered request is retried on another worker, control calls
 are not forwarded to the engines, and fields of `/generate` that its own schema lacks are dropped.
 """
 
@@ -165,10 +165,12 @@ class Router:
                 session.request(method, self.url + path, json=body) as response,
             ):
                 if response.status >= 300:
-                    raise EngineError(f"router {self.url}: {method} {path}: status {response.status}: {(await response.text())[:500]}")
+                    raise EngineError(
+                        f"router {self.url} answered {method} {path} with status {response.status}: {(await response.text())[:500]}"
+                    )
                 return await response.json()
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise EngineError(f"router {self.url}: {method} {path}: {type(error).__name__}: {error}") from error
+            raise EngineError(f"cannot reach router {self.url} ({method} {path}): {type(error).__name__}: {error}") from error
 
 
 async def launch_router(settings: RouterSettings) -> Router:

@@ -263,8 +263,8 @@ async def require_key(settings: ServerSettings) -> None:
         finally:
             await client.close()
         raise EngineError(
-            f"cannot use {settings.name} ({settings.url}): it accepts requests without its key, so that anyone could change its weights; "
-            f"use the SGLang that fuligo is tested with (its log: {settings.log_file})"
+            f"cannot use {settings.name} ({settings.url}): it accepts requests without its key, so anyone could change its weights; "
+            f"install the SGLang version that fuligo supports (engine log: {settings.log_file})"
         )
 
 

@@ -64,7 +64,7 @@ class McpTool:
 
 
 class McpServer:
-    """Connection to a server. One task of its own opens and closes it, since the library demands that."""
+    """Connection to a server. A dedicated task opens and closes it, since the library demands that."""
 
     def __init__(self, settings: McpSettings) -> None:
         self._settings = settings

@@ -3,7 +3,7 @@
     python -m fuligo.environments.adapters.reasoning_gym leg_counting --size 1000 --seed 1 > train.jsonl
     fuligo train --prompt-data train.jsonl --custom-rm-path fuligo.environments.adapters.reasoning_gym.reward ...
 
-A row names its task (data set, configuration, index) in its metadata; the reward generates the task again, as its verifier needs it with
+A row names its task (dataset, configuration, index) in its metadata; the reward generates the task again, as its verifier needs it with
 types that JSON does not keep.
 """
 
@@ -30,20 +30,20 @@ class Task(BaseModel):
 
     dataset: str
     config: str
-    """JSON of the data set's configuration, seed and size included."""
+    """JSON of the dataset's configuration, seed and size included."""
     index: int
 
 
 def rows(dataset: str, config: Mapping[str, Any], *, style: str = "default") -> Iterator[dict[str, Any]]:
-    """Yield the rows of a data set: `prompt`, `label` and `metadata`.
+    """Yield the rows of a dataset: `prompt`, `label` and `metadata`.
 
     Args:
         dataset: name, such as `leg_counting`
-        config: arguments of the data set; `size` and `seed` among them
+        config: arguments of the dataset; `size` and `seed` among them
         style: system prompt that asks for <answer> tags, one of `reasoning_gym.utils.SYSTEM_PROMPTS`
 
     Raises:
-        ConfigError: the package, the data set or the style does not exist, or the configuration is wrong.
+        ConfigError: the package, the dataset or the style does not exist, or the configuration is wrong.
     """
     text = orjson.dumps(dict(config), option=orjson.OPT_SORT_KEYS).decode()
     generated = _dataset(dataset, text)
@@ -89,16 +89,16 @@ def _dataset(name: str, config: str) -> Any:
     try:
         return reasoning_gym.create_dataset(name, **orjson.loads(config))
     except (ValueError, TypeError, AssertionError) as error:
-        raise ConfigError(f"cannot create the reasoning-gym data set {name!r} with {config}: {error}") from None
+        raise ConfigError(f"cannot create the reasoning-gym dataset {name!r} with {config}: {error}") from None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the rows of a data set as JSON lines."""
+    """Print the rows of a dataset as JSON lines."""
     parser = argparse.ArgumentParser(prog="python -m fuligo.environments.adapters.reasoning_gym", description=main.__doc__)
     parser.add_argument("dataset", help="such as leg_counting")
     parser.add_argument("--size", type=int, default=1000, help="number of tasks (default: 1000)")
     parser.add_argument("--seed", type=int, default=1, help="take another one for evaluation (default: 1)")
-    parser.add_argument("--config", type=orjson.loads, default={}, metavar="JSON", help="further arguments of the data set")
+    parser.add_argument("--config", type=orjson.loads, default={}, metavar="JSON", help="further arguments of the dataset")
     parser.add_argument("--style", default="default", help="system prompt: default, simple, direct, ...")
     chosen = parser.parse_args(arguments)
     try:

@@ -19,7 +19,7 @@ from fuligo.errors import ConfigError
 
 
 class TextArenaSettings(EnvironmentSettings):
-    """The game, and what it is made with."""
+    """Game and its constructor arguments."""
 
     game: str
     """Name in TextArena's registry, such as `GuessTheNumber-v0`."""

@@ -1,6 +1,6 @@
 """Python interpreter in a sandbox, as a tool.
 
-Programs run in processes of their own without network, files of the machine, or secrets (`fuligo.sandbox.interpreter`). One helper
+Programs run in their own processes without network, files of the machine, or secrets (`fuligo.sandbox.interpreter`). One helper
 process with the modules imported serves all episodes of a run; a session, one for each call or for each episode, is a fork of it.
 """
 
@@ -46,7 +46,7 @@ class PythonSettings(BaseModel):
     cpu_s: float = Field(default=10.0, gt=0)
     """CPU time of one call, of all its processes together."""
     memory_mb: int = Field(default=512, ge=16)
-    """Memory of all processes of a program together [MiB], beside that of the interpreter itself."""
+    """Memory of all processes of a program together [MiB], in addition to that of the interpreter itself."""
     disk_mb: int = Field(default=64, ge=1)
     """Size of the private file system in memory [MiB]."""
     output_bytes: int = Field(default=16_384, ge=64)
@@ -108,7 +108,7 @@ class Interpreters:
         if "problem" in answer:
             self.close()
             raise ConfigError(
-                f"cannot start the Python tool: {answer['problem']}; install the package beside fuligo or remove it from `modules`"
+                f"cannot start the Python tool: {answer['problem']}; install it in fuligo's environment or remove it from `modules`"
             )
 
     def close(self) -> None:

@@ -49,7 +49,7 @@ class _Watch:
     """Template over the facts of `_facts`."""
     lasting: int = 1
     excused: Callable[[MetricColumns], list[bool]] | None = None
-    """Rows at which a bad value is no fault; None: at none."""
+    """Rows at which a bad value is not a fault; None: at none."""
 
 
 def alarms(metrics: MetricColumns) -> list[Alarm]:

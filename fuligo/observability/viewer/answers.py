@@ -185,7 +185,7 @@ def sample_answer(run: RunReader, step: int, row: int, of: SampleSet = "train") 
         return None
     if mine is None or whole is None:
         return None
-    # The data sets of an evaluation number their groups independently.
+    # The datasets of an evaluation number their groups independently.
     members = [mine]
     if mine["group"] is not None:
         of_group = rows.filter(pc.field("group") == mine["group"])

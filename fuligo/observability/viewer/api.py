@@ -29,7 +29,7 @@ _HEADERS = ((b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-r
 class Access:
     """Middleware that rejects requests without the token, which moves from the address (`?token=`) to a cookie.
 
-    A local page needs it, too. Other users of the machine reach its loopback interface, and so do foreign pages in a browser of this
+    A local page also needs it. Other users of the machine reach its loopback interface, and so do foreign pages in a browser of this
     machine, under a name of theirs that resolves to it (DNS rebinding); the browser sends them no cookie of this host.
     """
 

@@ -10,7 +10,7 @@ from fuligo.observability.viewer.trace_reader import PhaseEvent
 Interval = tuple[float, float]
 """Start and end, seconds since the epoch."""
 PRIORITY = ("sync", "train", "score", "save", "eval", "record")
-"""Phases by priority: of several at the same time, the first is the cause. A rollout that runs beside training comes last."""
+"""Phases by priority: if several run at the same time, the first is the cause. A rollout that runs during training comes last."""
 ROLLOUT = "rollout"
 SAMPLING = "sampling"
 STRAGGLERS = "last samples"

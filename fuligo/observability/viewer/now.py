@@ -51,7 +51,7 @@ def current_activity(metrics: MetricColumns, num_rollouts: int | None, trace: Tr
 
 
 def _rank(phase: tuple[str, int]) -> int:
-    """Return the sort key of a phase. A rollout runs beside other phases and counts only if there is no other."""
+    """Return the sort key of a phase. A rollout runs in parallel with other phases and counts only if there is no other."""
     name = phase[0]
     return PRIORITY.index(name) if name in PRIORITY else len(PRIORITY) + (name == ROLLOUT)
 

@@ -57,7 +57,7 @@ def write_report(runs: Sequence[RunReader], path: Path, size: ReportSize | None 
         unfinished.write_bytes(data)
         unfinished.replace(path)
     except OSError as error:
-        raise ConfigError(f"--export {path} cannot be written: {error.strerror}; choose another path") from None
+        raise ConfigError(f"cannot write --export {path}: {error.strerror}; choose another path") from None
     return len(data)
 
 

@@ -88,7 +88,7 @@ class RunReader:
 
     @property
     def datasets(self) -> list[str]:
-        """Names of the data sets that are evaluated: `held_out` of `eval/held_out/mean@1`."""
+        """Names of the datasets that are evaluated: `held_out` of `eval/held_out/mean@1`."""
         keys = [key.split("/") for key in self.evaluations.columns]
         return list(dict.fromkeys("/".join(parts[1:-1]) for parts in keys if len(parts) > 2 and parts[0] == "eval"))
 
@@ -128,9 +128,9 @@ class RunReader:
         for index, what in ((self.samples, "step"), (self.eval_samples, "evaluation")):
             damaged = dict(index.damaged)
             for step, problem in sorted(damaged.items())[:3]:
-                texts.append(f"samples of {what} {step} cannot be read: {problem}")
+                texts.append(f"cannot read the samples of {what} {step}: {problem}")
             if len(damaged) > 3:
-                texts.append(f"samples of {len(damaged) - 3} more {what}s cannot be read")
+                texts.append(f"cannot read the samples of {len(damaged) - 3} more {what}s")
         return texts
 
     def alarms(self) -> list[Alarm]:
@@ -172,7 +172,7 @@ class RunReader:
         return None if before is None else int(before) - round(ahead)
 
     def causes(self) -> list[tuple[int, list[Cause]]]:
-        """Return the causes of every step, from phases only. They are cached until a phase is added to a step or its neighbours."""
+        """Return the causes of every step, from phases only. They are cached until a phase is added to a step or its neighbors."""
         with self.lock:
             result = []
             for value in self.metrics.steps:

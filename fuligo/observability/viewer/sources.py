@@ -10,7 +10,7 @@ Source = Literal["sampled", "appended", "template"]
 """Policy; text of a tool or user in a later turn; text that the chat template put around it."""
 _ROLE = r"(?:system|developer|user|assistant|model|tool|ipython|observation|function|environment)"
 _BETWEEN = re.compile(rf"\s*{_ROLE}?\s*")
-"""Text between two markers that is no message: a role's name, or space."""
+"""Text between two markers that is not a message: a role's name, or space."""
 _HEADER = re.compile(rf"{_ROLE}\n+|\s+")
 """Begin of a text after a marker that the template wrote: `tool\\n`."""
 
@@ -57,7 +57,7 @@ def token_sources(
 ) -> list[Source]:
     """Return the source of each token of a response.
 
-    Between sampled turns, markers belong to the template, and so do a role's name and the space beside them.
+    Between sampled turns, markers belong to the template, and so do a role's name and the space next to them.
 
     Args:
         texts: text of each token; None without a tokenizer, where appended and template are not told apart.

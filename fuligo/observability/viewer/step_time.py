@@ -108,7 +108,7 @@ def step_time(metrics: MetricColumns, trace: TraceReader, step: int, files: dict
     """Return the timeline of a step; None if it was not recorded.
 
     Args:
-        files: sample files of the step and of its neighbours, as far as they exist.
+        files: sample files of the step and of its neighbors, as far as they exist.
     """
     window = step_window(metrics, trace, step)
     if window is None:

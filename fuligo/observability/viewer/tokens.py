@@ -39,7 +39,7 @@ class TokenTexts:
         return None if tokenizer is None else tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def markers(self, ids: Sequence[int]) -> list[bool]:
-        """Return which tokens are no part of ordinary text but were added to the vocabulary, as `<|im_start|>` was."""
+        """Return which tokens are not part of ordinary text but were added to the vocabulary, as `<|im_start|>` was."""
         tokenizer = self._found()
         added = set() if tokenizer is None else set(tokenizer.get_added_tokens_decoder())
         return [token in added for token in ids]

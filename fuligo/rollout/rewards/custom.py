@@ -76,7 +76,7 @@ class CustomReward:
 
 
 async def in_daemon_thread(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Run a function in a thread of its own and return its result.
+    """Run a function in its own thread and return its result.
 
     Unlike with `asyncio.to_thread`, a call that never returns blocks neither a thread pool nor the exit of the process.
     """

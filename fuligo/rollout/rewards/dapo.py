@@ -1,6 +1,6 @@
-"""DAPO's reward: the answer line, normalised as text and compared character by character.
+"""DAPO's reward: the answer line, normalized as text and compared character by character.
 
-Yu et al. 2025, "DAPO: An Open-Source LLM Reinforcement Learning System at Scale"; the normalisation is that of Minerva (Lewkowycz et al.
+Yu et al. 2025, "DAPO: An Open-Source LLM Reinforcement Learning System at Scale"; the normalization is that of Minerva (Lewkowycz et al.
 2022, appendix D.1) in the variant that DAPO's released reward uses.
 """
 
@@ -86,12 +86,12 @@ def normalise(answer: str) -> str:
 
 
 def dapo_reward(answer: str | None, golds: list[str]) -> dict[str, float | str]:
-    """Return `score` (1 or -1, the reward that DAPO trains on), `acc` (1 or 0) and `pred` (the normalised answer)."""
+    """Return `score` (1 or -1, the reward that DAPO trains on), `acc` (1 or 0) and `pred` (the normalized answer)."""
     pred = "[INVALID]" if answer is None else normalise(answer[-DAPO_TAIL_CHARS:])
     correct = answer is not None and any(_equal(answer, pred, gold) for gold in golds)
     return {"score": 1.0 if correct else -1.0, "acc": float(correct), "pred": pred}
 
 
 def _equal(answer: str, pred: str, gold: str) -> bool:
-    """Compare normalised texts, or the texts themselves if nothing is left of the label (`cents` is a unit)."""
+    """Compare normalized texts, or the texts themselves if nothing is left of the label (`cents` is a unit)."""
     return pred == normal if (normal := normalise(gold)) else answer.strip() == gold.strip()

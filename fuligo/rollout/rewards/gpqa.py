@@ -196,5 +196,5 @@ def _bare(text: str) -> str:
 
 
 def _folded(text: str) -> str:
-    """Normalise a text for comparison: lower case, single spaces, no markup and no final full stop."""
+    """Normalize a text for comparison: lower case, single spaces, no markup and no final full stop."""
     return " ".join(_bare(text).casefold().split()).rstrip(" .")

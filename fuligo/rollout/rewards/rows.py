@@ -37,7 +37,7 @@ def _problem(rows: Rows, row: int, rm_type: str | None) -> str | None:
     try:
         fields = rows[row]
     except DataError:
-        return None  # reported when the data set is read
+        return None  # reported when the dataset is read
     return row_problem(fields.label, fields.metadata, rm_type)
 
 

@@ -120,7 +120,7 @@ class WorkerPool:
         """Store the settings; no process starts before the first request.
 
         Args:
-            judge: file beside this one with `prepare()` and `judge(**request) -> bool`.
+            judge: file next to this one with `prepare()` and `judge(**request) -> bool`.
             num_workers: None: one per core, at most 4.
             timeout_s: seconds per request.
         """

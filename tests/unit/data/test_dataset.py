@@ -132,7 +132,7 @@ def test_the_bos_token_is_added_once_where_the_tokenizer_adds_one(write_rows: Wr
 def test_a_bad_row_is_refused_when_the_file_is_opened(
     write_rows: Write, tokenizer: PreTrainedTokenizerFast, row: Any, settings: DataSettings, problem: str
 ) -> None:
-    """`check_file`, which needs no tokenizer, and the data set agree."""
+    """`check_file`, which needs no tokenizer, and the dataset agree."""
     path = write_rows(row)
     for attempt in (lambda: check_file(path, settings), lambda: PromptDataset.open(path, settings, tokenizer)):
         with pytest.raises(DataError) as raised:

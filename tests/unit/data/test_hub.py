@@ -69,6 +69,6 @@ def test_what_is_missing_is_named_with_the_remedy(hub: FakeHub, tmp_path: Path) 
     assert "the splits train, test; choose one, such as acme/sums:train" in several
     assert "the splits train, test; dev is none of them" in unknown
     assert "['main', 'hard']" in config and "write acme/two:CONFIG:SPLIT" in config
-    assert "acme/nothing:train is no file here" in nothing and "HF_TOKEN" in nothing
+    assert "acme/nothing:train is not a file here" in nothing and "HF_TOKEN" in nothing
     (offline,) = read(hub.environment(tmp_path / "other", HF_HUB_OFFLINE="1"), "acme/sums:train")
     assert "OfflineModeIsEnabled" in offline["error"] and "the same HF_HOME" in offline["error"]

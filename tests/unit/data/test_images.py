@@ -136,7 +136,7 @@ def test_a_large_file_is_not_read(tmp_path, monkeypatch):
     ],
 )
 def test_an_unreadable_image_names_its_row(tmp_path, images, data, reason):
-    with pytest.raises(DataError, match=f"rows.jsonl, line 1: image 1 of 'images'.*{reason}"):
+    with pytest.raises(DataError, match=f"rows.jsonl, line 1: cannot process image 1 of 'images'.*{reason}"):
         opened(tmp_path, images, {"input": "<image>how many", "images": [data_uri(data)]})
 
 

@@ -1,4 +1,4 @@
-"""Entries of --prompt-data: files, patterns, folders of `datasets`; several of them as one data set."""
+"""Entries of --prompt-data: files, patterns, folders of `datasets`; several of them as one dataset."""
 
 import json
 from pathlib import Path

@@ -121,7 +121,7 @@ def test_a_file_whose_rows_became_unusable_ends_the_run_instead_of_looping(
 
 def test_a_state_of_other_data_is_refused(dataset: PromptDataset, write_rows: Write, tokenizer: PreTrainedTokenizerFast) -> None:
     other = PromptSource(PromptDataset.open(write_rows({"input": "a"}), DataSettings(), tokenizer))
-    with pytest.raises(DataError, match="the data set has 1 rows, the checkpoint's had 7"):
+    with pytest.raises(DataError, match="the dataset has 1 rows, the checkpoint's had 7"):
         other.restore(PromptSource(dataset).state())
 
 
@@ -134,7 +134,7 @@ def test_a_state_of_other_content_with_as_many_rows_is_refused(
     path = write_rows({"input": "a"}, {"input": "b"}, {"input": "c"})
     state = source(f"{path}@[:2]").state()
     source(f"{path}@[0:2]").restore(state)
-    with pytest.raises(DataError, match="the data set has 2 rows like the checkpoint's, but different content"):
+    with pytest.raises(DataError, match="the dataset has 2 rows like the checkpoint's, but different content"):
         source(f"{path}@[1:]").restore(state)
     path.write_text(path.read_text().replace("b", "x"))
     with pytest.raises(

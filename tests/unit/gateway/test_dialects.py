@@ -165,7 +165,7 @@ async def test_anthropics_client_reads_refusals(changes: dict[str, Any], reason:
         ({"reasoning": {"effort": "high"}}, "reasoning=.* is not supported"),
         ({"text": {"format": {"type": "json_object"}}}, "text=.* is not supported"),
         ({"tools": [{"type": "web_search"}]}, "a tool is"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "an item of the input is of type 'item_reference'"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "an input item has type 'item_reference'"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "a part of the input is"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Test world without models: an engine with scripted tokens, a data set of numbered rows, rewards by row.
+"""Test world without models: an engine with scripted tokens, a dataset of numbered rows, rewards by row.
 
 A prompt is `[row]`. Sample `index` of that row wants `lengths(row, index)` tokens; token t of it is `token(index, t)`. The engine
 makes one token per tick of the event loop, so the lengths decide which sample finishes first.

@@ -21,7 +21,7 @@ def custom(hook) -> CustomEvaluator:
 
 
 async def own(args, rollout_id, data_source, evaluation=False):
-    """Answer every prompt of every data set; the first response to each is right."""
+    """Answer every prompt of every dataset; the first response to each is right."""
     assert evaluation
     result = {}
     for name in data_source.names:

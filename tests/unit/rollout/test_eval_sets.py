@@ -1,4 +1,4 @@
-"""Evaluation data sets from flags and from a YAML file."""
+"""Evaluation datasets from flags and from a YAML file."""
 
 from pathlib import Path
 
@@ -56,19 +56,19 @@ def test_an_entry_overrides_the_defaults_and_they_override_the_flags(tmp_path: P
 @pytest.mark.parametrize(
     ("yaml", "message"),
     [
-        ("eval: {datasets: [{name: a, path: p, temprature: 1}]}", r"data set 1: unknown key temprature.*temperature"),
-        ("eval: {datasets: [{name: a, path: p, top_p: 2}]}", r"data set 1: top_p: .*less than or equal to 1 \(given: 2\)"),
-        ("eval: {datasets: [{path: p}]}", r"data set 1: name"),
-        ("eval: {datasets: [{name: a/b, path: p}]}", r"data set 1: name"),
+        ("eval: {datasets: [{name: a, path: p, temprature: 1}]}", r"dataset 1: unknown key temprature.*temperature"),
+        ("eval: {datasets: [{name: a, path: p, top_p: 2}]}", r"dataset 1: top_p: .*less than or equal to 1 \(given: 2\)"),
+        ("eval: {datasets: [{path: p}]}", r"dataset 1: name"),
+        ("eval: {datasets: [{name: a/b, path: p}]}", r"dataset 1: name"),
         ("eval: {datasets: [{name: a, path: p}, {name: a, path: q}]}", r"different names; listed twice: a"),
         ("eval: {datasets: {a: p}}", r"it must hold `eval:`"),
         ("eval: {datasets: [], more: 1}", r"it must hold `eval:`"),
         ("[1, 2]", r"it must hold `eval:`"),
         ("eval: {datasets: [a]}", r"must be a mapping"),
         ("eval: {datasets: [", r"not a YAML file"),
-        ("eval: {datasets: [{name: a, path: p, rm_type: deepscalar}]}", r"data set a: --rm-type deepscalar.*did you mean deepscaler"),
-        ("eval: {datasets: [{name: a, path: p, rm_type: dapo}]}", r"data set a: --rm-type dapo returns a dict"),
-        ("eval: {datasets: [{name: a, path: p, rm_type: remote_rm}]}", r"data set a: --rm-type remote_rm needs --rm-url"),
+        ("eval: {datasets: [{name: a, path: p, rm_type: deepscalar}]}", r"dataset a: --rm-type deepscalar.*did you mean deepscaler"),
+        ("eval: {datasets: [{name: a, path: p, rm_type: dapo}]}", r"dataset a: --rm-type dapo returns a dict"),
+        ("eval: {datasets: [{name: a, path: p, rm_type: remote_rm}]}", r"dataset a: --rm-type remote_rm needs --rm-url"),
     ],
 )
 def test_a_wrong_file_is_refused_with_the_place_and_the_rule(tmp_path: Path, yaml: str, message: str):
@@ -81,7 +81,7 @@ def test_a_reward_that_compares_needs_a_label(tmp_path: Path):
     with pytest.raises(ConfigError) as caught:
         eval_set_specs(config(tmp_path, yaml))
     assert caught.value.problems == (
-        "evaluation data set a: --rm-type math compares responses with a label; name its column with --label-key",
+        "evaluation dataset a: --rm-type math compares responses with a label; name its column with --label-key",
     )
 
 
@@ -101,5 +101,5 @@ def test_all_problems_are_reported_at_once(tmp_path: Path):
 
 
 def test_a_missing_file_is_named(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"none\.yaml: cannot be read"):
+    with pytest.raises(ConfigError, match=r"cannot read --eval-config .*none\.yaml: "):
         eval_set_specs(config(tmp_path, eval_config=str(tmp_path / "none.yaml")))

@@ -42,9 +42,9 @@ def test_answer_without_tags_scores_as_no_answer():
 
 
 def test_mistakes_are_refused_with_the_fix():
-    with pytest.raises(ConfigError, match=r"cannot create the reasoning-gym data set 'leg_countin'"):
+    with pytest.raises(ConfigError, match=r"cannot create the reasoning-gym dataset 'leg_countin'"):
         next(adapter.rows("leg_countin", {}))
-    with pytest.raises(ConfigError, match=r"cannot create the reasoning-gym data set 'leg_counting' with .*legs"):
+    with pytest.raises(ConfigError, match=r"cannot create the reasoning-gym dataset 'leg_counting' with .*legs"):
         next(adapter.rows("leg_counting", {"legs": 1}))
     with pytest.raises(ConfigError, match="the styles are DeepSeekZero, default"):
         next(adapter.rows("leg_counting", {"size": 1}, style="x"))

@@ -75,7 +75,7 @@ def write_step(run: RunDirectory, step: int) -> None:
 
 
 def write_evaluation(run: RunDirectory, num_rollouts: int, mean: float) -> None:
-    """Write an evaluation of two data sets with one group each, both with the same group index."""
+    """Write an evaluation of two datasets with one group each, both with the same group index."""
     groups = {name: [SampleGroup(0, 0, [_held_out(at, name, at < 4 * mean) for at in range(4)])] for name in EVAL_SETS}
     run.write_evaluation(num_rollouts, groups, {f"eval/{name}/mean@1": mean for name in EVAL_SETS})
 

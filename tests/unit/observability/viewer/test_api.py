@@ -48,7 +48,7 @@ def test_samples_of_evaluations_are_filtered_by_data_set(client: TestClient) -> 
     ]
     sample = client.get("/api/sample", params={"run": "recorded", "of": "eval", "step": NUM_STEPS, "row": 5}).json()
     assert sample["dataset"] == "long_sums"
-    assert [member["row"] for member in sample["members"]] == [4, 5, 6, 7], "the other data set has the same group index"
+    assert [member["row"] for member in sample["members"]] == [4, 5, 6, 7], "the other dataset has the same group index"
     history = client.get("/api/history", params={"run": "recorded", "of": "eval", "prompt": sample["prompt_key"]}).json()
     assert [row["step"] for row in history["rows"]] == [0] * 4 + [NUM_STEPS] * 4
     assert client.get("/api/runs").json()["runs"][0]["datasets"] == ["held_out", "long_sums"]

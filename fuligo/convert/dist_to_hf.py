@@ -40,7 +40,7 @@ def dist_to_hf(source: Path, target: Path, *, model: Path | None = None, file_by
         source: a distributed checkpoint.
         target: a new or empty directory.
         model: Hugging Face directory to take config.json and tokenizer from; None takes those in the checkpoint.
-        file_bytes: size of a file of weights, and so of the memory needed; a larger tensor gets a file of its own.
+        file_bytes: size of a file of weights, and so of the memory needed; a larger tensor gets its own file.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or the target cannot be written.

@@ -1,6 +1,6 @@
 """Export of a checkpoint's weights as a Hugging Face directory (--save-hf), and its upload (--push-to-hub).
 
-Weights are in the model's own dtypes; of a LoRA run the PEFT directory is exported.
+Weights are in the model's own dtypes. A LoRA run exports its PEFT directory.
 """
 
 import logging
@@ -25,7 +25,7 @@ def export(checkpoint: Path, target: Path) -> None:
     """
     problem = export_problem(target)
     if problem is not None:
-        raise CheckpointError(f"--save-hf: {problem}")
+        raise CheckpointError(f"{problem} (--save-hf)")
     new, old = (target.with_name(f"{UNFINISHED}{state}_{target.name}") for state in ("new", "old"))
     try:
         with writing(target):

@@ -136,7 +136,7 @@ def _copied(tensor: TargetTensor, place: int, file: BinaryIO) -> Iterator[Piece]
 
 
 def _quantised(tensor: TargetTensor, shard: Shard, places: dict[str, int], file: BinaryIO) -> Iterator[Piece]:
-    """Quantise whole blocks of rows at a time; a per-tensor scale takes a first pass over the tensor."""
+    """Quantize whole blocks of rows at a time; a per-tensor scale takes a first pass over the tensor."""
     quantisation = shard.quantisation
     values_place, scales_place = places[tensor.name], places[quantisation.scale_name(tensor.name)]
     try:
@@ -153,7 +153,7 @@ def _quantised(tensor: TargetTensor, shard: Shard, places: dict[str, int], file:
                 yield scales_place, (written := _bytes(scales))
                 scales_place += len(written)
     except ValueError as error:
-        raise CheckpointError(f"cannot quantise {tensor.name} in {file.name}: {error}") from None
+        raise CheckpointError(f"cannot quantize {tensor.name} in {file.name}: {error}") from None
 
 
 def _rows(tensor: TargetTensor, shard: Shard, file: BinaryIO) -> Iterator[Tensor]:

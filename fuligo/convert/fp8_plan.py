@@ -1,6 +1,6 @@
-"""Plan of a conversion to FP8: arguments, tensors to quantise, and checks of both directories.
+"""Plan of a conversion to FP8: arguments, tensors to quantize, and checks of both directories.
 
-Norms, embeddings, the head, routers, the projection of MTP layers and `weights_proj` of sparse indexers are not quantised.
+Norms, embeddings, the head, routers, the projection of MTP layers and `weights_proj` of sparse indexers are not quantized.
 """
 
 import argparse
@@ -38,14 +38,14 @@ class Fp8Plan:
     num_workers: int
     """Number of files converted concurrently."""
     num_quantised: int
-    """Number of parameters to quantise."""
+    """Number of parameters to quantize."""
     num_kept: int
     source_bytes: int
     target_bytes: int
     shards: tuple[Shard, ...]
     """Files to write; empty if the source has only a config.json: such a plan is an estimate and cannot be carried out."""
     other_files: tuple[str, ...]
-    """Files to copy, relative to the source: tokenizer, chat template, licence, ..."""
+    """Files to copy, relative to the source: tokenizer, chat template, license, ..."""
 
     @property
     def has_index(self) -> bool:
@@ -65,7 +65,7 @@ class Fp8Plan:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the conversion's options."""
-    made = argparse.ArgumentParser("fuligo convert fp8", description="Quantise a Hugging Face checkpoint to FP8.", allow_abbrev=False)
+    made = argparse.ArgumentParser("fuligo convert fp8", description="Quantize a Hugging Face checkpoint to FP8.", allow_abbrev=False)
     made.add_argument("--model-dir", type=Path, required=True, help="Hugging Face directory in bf16, or ORG/NAME on the Hub")
     made.add_argument(
         "--save-dir", type=Path, required=True, help="new or empty directory, or one with an interrupted conversion to continue"
@@ -81,7 +81,7 @@ def plan_hf_to_fp8(arguments: Sequence[str]) -> Fp8Plan:
     """Plan the conversion with these arguments.
 
     Raises:
-        ConfigError: options exclude each other; the source is no checkpoint, damaged, already quantised, or has shapes that the format
+        ConfigError: options exclude each other; the source is not a checkpoint, damaged, already quantized, or has shapes that the format
             does not support; or the target holds something else or has too little space.
     """
     options = parser().parse_args(arguments)
@@ -91,7 +91,7 @@ def plan_hf_to_fp8(arguments: Sequence[str]) -> Fp8Plan:
     values = read_config_json(source)
     architecture = architecture_of(values, str(source / CONFIG))
     if architecture.is_quantised or architecture.is_mxfp4:
-        raise ConfigError(f"cannot convert --model-dir {source}: it is already quantised; use the bf16 checkpoint it was made from")
+        raise ConfigError(f"cannot convert --model-dir {source}: it is already quantized; use the bf16 checkpoint it was made from")
     if family_of(architecture).stored_experts is not StoredExperts.APART:
         raise ConfigError(f"cannot convert --model-dir {source}: experts of a {architecture.model_type} model are not supported in FP8")
     rows, columns = options.block_size or DEFAULT_BLOCK
@@ -119,7 +119,7 @@ def _plan_of_files(source: Path, target: Path, quantisation: Quantisation, num_w
     try:
         stored = read_stored_tensors(source)
     except DamagedFileError as error:
-        raise ConfigError(f"--model-dir: {error}") from None
+        raise ConfigError(f"cannot convert --model-dir {source}: {error}") from None
     shards = plan_shards(stored, quantisation)
     _raise(f"--model-dir {source}: {problem}" for problem in shard_problems(shards, quantisation))
     tensors = [tensor for shard in shards for tensor in shard.tensors]

@@ -58,7 +58,7 @@ def mxfp4_to_bf16(source: Path, target: Path, *, file_bytes: int = FILE_BYTES) -
     Args:
         source: Hugging Face directory with experts in MXFP4.
         target: a new or empty directory.
-        file_bytes: size of a file of weights, and so of the memory needed; a larger tensor gets a file of its own.
+        file_bytes: size of a file of weights, and so of the memory needed; a larger tensor gets its own file.
 
     Raises:
         CheckpointError: the source is not in MXFP4, or damaged, or the target cannot be written.
@@ -69,6 +69,6 @@ def mxfp4_to_bf16(source: Path, target: Path, *, file_bytes: int = FILE_BYTES) -
         raise CheckpointError(str(error)) from None
     if method != MXFP4:
         raise CheckpointError(
-            f"cannot convert {source}: its config.json states {method or 'no'} quantisation, not {MXFP4}; use it as it is"
+            f"cannot convert {source}: its config.json states {method or 'no'} quantization, not {MXFP4}; use it as it is"
         )
     write_directory(DequantisedTensors(source), source, target, changed={"dtype": "bfloat16"}, file_bytes=file_bytes)

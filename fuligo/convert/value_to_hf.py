@@ -22,7 +22,7 @@ def value_to_hf(given: Path, target: Path, *, model: Path | None = None, file_by
     Args:
         given: a training checkpoint of either trainer, a directory of them (the newest is used), or a value model itself.
         target: a new or empty directory.
-        model: directory to take config.json and tokenizer from; None takes those beside the weights.
+        model: directory to take config.json and tokenizer from; None takes those next to the weights.
         file_bytes: see `dist_to_hf`.
 
     Returns:
@@ -76,11 +76,11 @@ class _Classifier:
         """Map the names.
 
         Raises:
-            CheckpointError: a tensor is quantised.
+            CheckpointError: a tensor is quantized.
         """
         quantised = sorted(weights.shapes.keys() - weights.dtypes.keys())
         if quantised:
-            raise CheckpointError(f"cannot export {quantised[0]}: it is quantised; use the value model that a trainer saved")
+            raise CheckpointError(f"cannot export {quantised[0]}: it is quantized; use the value model that a trainer saved")
         self._weights = weights
         self._sources = {_SCORE if name == _HEAD else name: name for name in weights.shapes}
         self.shapes = {name: weights.shapes[source] for name, source in self._sources.items()} | {_BIAS: (1,)}

@@ -1,4 +1,4 @@
-"""Configuration of a LoRA adapter as PEFT stores it beside the adapter's weights. Imports neither torch nor PEFT."""
+"""Configuration of a LoRA adapter as PEFT stores it next to the adapter's weights. Imports neither torch nor PEFT."""
 
 import json
 import math
@@ -108,7 +108,7 @@ class AdapterConfig:
     """Scale by alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732) instead of alpha / rank."""
     dropout: float = 0.0
     adapts_experts: bool = False
-    """Every expert's matrices have an A and B of their own, too: `gate_up_proj`, gate and up projection as one matrix, and `down_proj`."""
+    """Every expert's matrices also have their own A and B: `gate_up_proj`, gate and up projection as one matrix, and `down_proj`."""
     base: str = ""
     """Model that the adapter was trained on, as its file names it."""
 
@@ -200,7 +200,7 @@ def _unsupported(fields: dict[str, Any]) -> str:
         found.append("target_parameters")
     if fields.get("bias", "none") != "none":
         found.append("bias")
-    if fields.get("init_lora_weights", True) not in (True, False, None, "gaussian"):  # may have changed the base, too
+    if fields.get("init_lora_weights", True) not in (True, False, None, "gaussian"):  # may also have changed the base
         found.append("init_lora_weights")
     return f"{found[0]} {fields[found[0]]!r}" if found else ""
 

@@ -50,7 +50,7 @@ _STATED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 def copy_model_files(source: Path, target: Path) -> None:
     """Copy config.json, tokenizer and the like from a Hugging Face directory; record names and dtypes of its weights.
 
-    The copied config.json has no `quantization_config`: a trainer saves unquantised weights even if engines use FP8.
+    The copied config.json has no `quantization_config`: a trainer saves unquantized weights even if engines use FP8.
 
     Args:
         source: a Hugging Face directory, or such a copy.
@@ -91,7 +91,7 @@ def drop_quantisation(file: Path) -> dict[str, Any]:
 
 
 def _before_quantisation(dtypes: dict[str, str], config: dict[str, Any]) -> dict[str, str]:
-    """Return the dtypes before quantisation: FP8 and MXFP4 tensors get the dtype that config.json states (else bf16), scales go."""
+    """Return the dtypes before quantization: FP8 and MXFP4 tensors get the dtype that config.json states (else bf16), scales go."""
     stated = _STATED.get(str(config.get("dtype") or config.get("torch_dtype")), "BF16")
     quantised = {name for name, dtype in dtypes.items() if dtype == FP8_DTYPE}
     scales = {f"{name}{suffix}" for name in quantised for suffix in ("_scale_inv", "_scale")}

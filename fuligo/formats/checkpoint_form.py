@@ -15,7 +15,7 @@ def checkpoint_weights(named_weights: Iterable[tuple[str, Tensor]], *, whole_exp
     """Split fused expert tensors into the per-expert matrices of a checkpoint (as views); pass other tensors through.
 
     Args:
-        whole_experts: the checkpoint has all experts as one tensor, too.
+        whole_experts: the checkpoint also has all experts as one tensor.
     """
     for name, weight in named_weights:
         parts = [] if whole_experts else expert_parts(name, tuple(weight.shape))

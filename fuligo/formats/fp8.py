@@ -1,4 +1,4 @@
-"""FP8 (float8 e4m3) quantisation, shared by conversion and weight sync: equal weights give equal bytes on CPU and GPU."""
+"""FP8 (float8 e4m3) quantization, shared by conversion and weight sync: equal weights give equal bytes on CPU and GPU."""
 
 from collections.abc import Iterator
 
@@ -89,7 +89,7 @@ def quantised_weights(named_weights: NamedTensors, engine: EngineQuantisation) -
         try:
             values, scales = quantise(weight, engine.quantisation)
         except ValueError as error:
-            raise WeightSyncError(f"cannot quantise {name} for the engines: {error}") from None
+            raise WeightSyncError(f"cannot quantize {name} for the engines: {error}") from None
         yield name, values
         yield engine.quantisation.scale_name(name), scales
 

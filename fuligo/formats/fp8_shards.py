@@ -12,7 +12,7 @@ from fuligo.formats.quantisation import Quantisation, expert_parts, is_quantised
 FP8_DTYPE = "F8_E4M3"
 SCALE_DTYPE = "F32"
 _FLOATS = {"BF16": 2, "F16": 2, "F32": 4}
-"""Dtypes that can be quantised, with their size in bytes."""
+"""Dtypes that can be quantized, with their size in bytes."""
 _JOINED = {"q_proj": 1, "k_proj": 1, "v_proj": 1, "q_a_proj": 1, "gate_proj": 1, "up_proj": 1, "gate_up_proj": 2}
 """Modules that engines fuse with others along rows, with the number of parts in each; no block may span two parts."""
 _SHOWN = 3
@@ -105,14 +105,14 @@ def shard_problems(shards: tuple[Shard, ...], quantisation: Quantisation) -> Ite
     """Yield the reasons why engines could not load the result."""
     tensors = [tensor for shard in shards for tensor in shard.tensors]
     if any(tensor.source.dtype.startswith("F8") for tensor in tensors):
-        yield "the checkpoint is already quantised (FP8 tensors); use the bf16 checkpoint it was made from"
+        yield "the checkpoint is already quantized (FP8 tensors); use the bf16 checkpoint it was made from"
         return
     matrices = [tensor for tensor in tensors if tensor.is_quantised]
     if not matrices:
-        yield "the checkpoint has nothing to quantise: no tensor is a matrix of an attention or MLP layer"
+        yield "the checkpoint has nothing to quantize: no tensor is a matrix of an attention or MLP layer"
     other_types = [f"{tensor.name} ({tensor.source.dtype})" for tensor in matrices if tensor.source.dtype not in _FLOATS]
     if other_types:
-        yield f"cannot quantise {_listed(other_types)}: the dtype must be one of {', '.join(_FLOATS)}"
+        yield f"cannot quantize {_listed(other_types)}: the dtype must be one of {', '.join(_FLOATS)}"
     if quantisation.block_size is not None:
         rows = quantisation.block_size[0]
         spanned = [f"{tensor.name} {list(tensor.shape)}" for tensor in matrices if _part_rows(tensor) % rows]
@@ -129,7 +129,7 @@ def shard_problems(shards: tuple[Shard, ...], quantisation: Quantisation) -> Ite
 
 
 def unquantised_modules(shards: tuple[Shard, ...]) -> list[str]:
-    """Return the modules with a matrix that is not quantised."""
+    """Return the modules with a matrix that is not quantized."""
     return [
         tensor.name.removesuffix(".weight")
         for shard in shards

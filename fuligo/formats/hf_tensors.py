@@ -32,7 +32,7 @@ class HuggingFaceTensors:
         self.directory = directory
         self.shapes = {name: tensor.shape for name, tensor in self._stored.items()}
         self.dtypes = {name: DTYPES[tensor.dtype] for name, tensor in self._stored.items() if tensor.dtype in DTYPES}
-        """Dtypes by name, without tensors of other (quantised) types."""
+        """Dtypes by name, without tensors of other (quantized) types."""
 
     def read(self, name: str) -> Tensor:
         """Return a whole tensor on the CPU.

@@ -138,7 +138,7 @@ def is_weight_file(file: Path) -> bool:
 
 
 def is_quantised(directory: Path) -> bool:
-    """Return True if the weights are stored quantised.
+    """Return True if the weights are stored quantized.
 
     Raises:
         DamagedFileError: config.json is missing or unreadable.
@@ -147,7 +147,7 @@ def is_quantised(directory: Path) -> bool:
 
 
 def quantisation_method(directory: Path) -> str | None:
-    """Return `quant_method` of the weights; None if they are not quantised.
+    """Return `quant_method` of the weights; None if they are not quantized.
 
     Raises:
         DamagedFileError: config.json is missing or unreadable.
@@ -157,7 +157,7 @@ def quantisation_method(directory: Path) -> str | None:
 
 
 def is_trainable(directory: Path) -> bool:
-    """Return whether a trainer can load the weights: they are not quantised, or in MXFP4.
+    """Return whether a trainer can load the weights: they are not quantized, or in MXFP4.
 
     Raises:
         DamagedFileError: config.json is missing or unreadable.
@@ -166,7 +166,7 @@ def is_trainable(directory: Path) -> bool:
 
 
 def read_model_config(directory: Path) -> dict[str, Any]:
-    """Read config.json; of a multi-modal model return the language model's part.
+    """Read config.json; return the language model's part if the model is multi-modal.
 
     Raises:
         DamagedFileError: it is missing or unreadable.
@@ -190,7 +190,7 @@ def read_config_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ConfigError(f"{file} does not exist; use a model's config.json, or the directory that holds it") from None
     except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"cannot read {file}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is not valid JSON ({error}); copy or download it again") from None
     if not isinstance(content, dict):
@@ -291,7 +291,7 @@ def _contradictions(config: dict[str, Any], shapes: dict[str, Shape], may_be_val
             continue
         if name.endswith(("embed_tokens.weight", "lm_head.weight")) and None not in (hidden, vocab) and shape != (vocab, hidden):
             yield f"{name} has shape {list(shape)}, but config.json says [vocab_size {vocab}, hidden_size {hidden}]"
-        # Quantised matrices may be packed into other shapes.
+        # Quantized matrices may be packed into other shapes.
         comparable = name.endswith("layers.0.self_attn.q_proj.weight") and not config.get("quantization_config")
         if comparable and hidden is not None and shape[-1] != hidden:
             yield f"{name} has shape {list(shape)}, but config.json says hidden_size {hidden}"
@@ -307,6 +307,6 @@ def _read_json(file: Path) -> Any:
     except FileNotFoundError:
         raise DamagedFileError(f"{file} is missing; the directory must be a Hugging Face checkpoint") from None
     except OSError as error:
-        raise DamagedFileError(f"{file} cannot be read: {error.strerror}") from None
+        raise DamagedFileError(f"cannot read {file}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise DamagedFileError(f"{file} is not valid JSON ({error}); copy or download it again") from None

@@ -3,7 +3,7 @@
 A payload is base64 of a pickled list of (name, tensor). Tensors are passed as handles (a file in shared memory on a CPU, CUDA IPC handles
 on a GPU), so sender and receiver must share a machine. The unpickler admits only what rebuilds a tensor: a payload cannot run other code.
 
-torch's own CPU sharing is not used: its daemon beside the sender lives as long as any receiver, and so would outlive the run if engines
+torch's own CPU sharing is not used: its daemon next to the sender lives as long as any receiver, and so would outlive the run if engines
 are started by somebody else.
 """
 

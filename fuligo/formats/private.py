@@ -15,7 +15,7 @@ from pathlib import Path
 def private_directory(prefix: str, root: Path | None = None) -> Iterator[Path]:
     """Yield a new directory under `root` (default: the temporary directory) that no other user can enter, and delete it at the end.
 
-    This process holds a lock on it that ends with the process, so directories that a killed process left behind are recognised and deleted
+    This process holds a lock on it that ends with the process, so directories that a killed process left behind are recognized and deleted
     first. What other users have put under `root` is neither followed nor waited for.
 
     Raises:

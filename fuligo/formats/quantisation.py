@@ -1,4 +1,4 @@
-"""Format of FP8 checkpoints: quantised tensors, names of scales, and `quantization_config` in config.json. Pure Python.
+"""Format of FP8 checkpoints: quantized tensors, names of scales, and `quantization_config` in config.json. Pure Python.
 
 Values are float8 e4m3 times the scale of their block (tiles of a matrix as in DeepSeek-V3, arXiv 2412.19437, section 3.3). Block scales
 follow the published DeepSeek, Qwen and GLM checkpoints (`quant_method` fp8), channel and tensor scales compressed-tensors; transformers
@@ -33,7 +33,7 @@ _MATRICES = {
     *("wq_b", "wk"),  # the indexer of sparse attention
     *("gate_proj", "up_proj", "down_proj", "gate_up_proj"),
 }
-"""Modules whose weight is quantised; norms, embeddings, the head, routers, `eh_proj` and `weights_proj` are not."""
+"""Modules whose weight is quantized; norms, embeddings, the head, routers, `eh_proj` and `weights_proj` are not."""
 _FUSED_EXPERTS = re.compile(r"(?P<experts>.+\.experts)\.(?P<projection>gate_up_proj|down_proj)")
 _NEVER = "lm_head"
 """Excluded explicitly even if tied to the embedding: transformers would otherwise create an FP8 layer."""
@@ -73,7 +73,7 @@ class Quantisation:
         """Return the `quantization_config` of config.json.
 
         Args:
-            unquantised: modules with a matrix that is not quantised.
+            unquantised: modules with a matrix that is not quantized.
         """
         kept = sorted({*unquantised, _NEVER})
         if self.block_size is not None:
@@ -136,7 +136,7 @@ def expert_parts(name: str, shape: Shape) -> list[ExpertPart]:
 
 @dataclass(frozen=True, slots=True)
 class EngineQuantisation:
-    """Quantisation of the checkpoint that engines were started from; synced weights must use the same."""
+    """Quantization of the checkpoint that engines were started from; synced weights must use the same."""
 
     quantisation: Quantisation
     names: frozenset[str]
@@ -144,10 +144,10 @@ class EngineQuantisation:
 
     @classmethod
     def read(cls, directory: Path) -> EngineQuantisation | None:
-        """Read the quantisation of a Hugging Face directory; None if it is not quantised.
+        """Read the quantization of a Hugging Face directory; None if it is not quantized.
 
         Raises:
-            ConfigError: the directory is damaged, or quantised in a way for which engines accept no new weights (not by blocks).
+            ConfigError: the directory is damaged, or quantized in a way for which engines accept no new weights (not by blocks).
         """
         config = read_config_json(directory).get("quantization_config")
         if config is None:
@@ -166,12 +166,12 @@ class EngineQuantisation:
 
 
 def _published_blocks(config: Any, directory: Path) -> Quantisation:
-    """Return the block quantisation of a config.json.
+    """Return the block quantization of a config.json.
 
     SGLang transposes weights with channel or tensor scales on loading and cannot update them in place.
 
     Raises:
-        ConfigError: the checkpoint uses another quantisation.
+        ConfigError: the checkpoint uses another quantization.
     """
     expected = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "scale_fmt": "float"}
     values = config if isinstance(config, Mapping) else {}
@@ -186,7 +186,7 @@ def _published_blocks(config: Any, directory: Path) -> Quantisation:
         other.append("no weight_block_size of two numbers")
     if other:
         raise ConfigError(
-            f"cannot sync weights to engines on {directory}: its quantisation does not support updates ({', '.join(other)}); "
+            f"cannot sync weights to engines on {directory}: its quantization does not support updates ({', '.join(other)}); "
             "convert the bf16 checkpoint with fuligo convert fp8 --strategy block"
         )
     rows, columns = values["weight_block_size"]

@@ -1,6 +1,6 @@
 """Shards of tensors and their writer to a distributed checkpoint.
 
-The format is `torch.distributed.checkpoint`'s (Megatron-Core's torch_dist): every rank writes its shards to files of its own, `.metadata`
+The format is `torch.distributed.checkpoint`'s (Megatron-Core's torch_dist): every rank writes its shards to its own files, `.metadata`
 indexes them, and a shard of any other shape is read from those it overlaps.
 """
 

@@ -68,7 +68,7 @@ class EngineFormat:
     left_out: tuple[str, ...] = ()
     """Name prefixes of tensors that engines do not use."""
     quantisation: EngineQuantisation | None = None
-    """Quantisation of the engines' checkpoint; None if it is not quantised."""
+    """Quantization of the engines' checkpoint; None if it is not quantized."""
     whole_experts: bool = False
     """Engines take all experts of a layer as one tensor, as the model has them; False: one by one."""
 

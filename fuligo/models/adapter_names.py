@@ -76,7 +76,7 @@ class ExpertsFactor(Weight):
 
 @dataclass(slots=True, frozen=True)
 class AdaptedExperts:
-    """Matrix of all experts of a layer with low-rank updates; each expert has an A and a B of its own."""
+    """Matrix of all experts of a layer with low-rank updates; each expert has its own A and B."""
 
     weight: Weight
     """Megatron's matrix of the first expert."""

@@ -46,7 +46,7 @@ class Part:
     num_parameters: int
     split: Split
     quantisable: bool
-    """Stored in FP8 in a block-quantised checkpoint (norms, embeddings, heads, routers, `eh_proj` are not)."""
+    """Stored in FP8 in a block-quantized checkpoint (norms, embeddings, heads, routers, `eh_proj` are not)."""
     is_matmul: bool = True
     """Each parameter costs two FLOPs per token in the forward pass (norms and the embedding lookup do not)."""
 
@@ -129,7 +129,7 @@ class SparseIndex:
     head_dim: int
     top_k: int
     rotary_interleaved: bool = False
-    """True: rotary pairs are neighbouring elements of a head; False: one of the first half with one of the second."""
+    """True: rotary pairs are neighboring elements of a head; False: one of the first half with one of the second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ class Numerics:
 
     activation: Activation = Activation.SILU
     norms_outputs: bool = False
-    """The outputs of attention and MLP have norms, too, before they are added."""
+    """The outputs of attention and MLP also have norms, before they are added."""
     norms_around_zero: bool = False
     """Norms multiply by one plus their weight."""
     embedding_scale: float = 1.0
@@ -170,7 +170,7 @@ class Numerics:
     rotary_share: float = 1.0
     """Rotated part of a head where config.json has no partial_rotary_factor."""
     rotary_interleaved: bool = False
-    """Rotary pairs are neighbouring elements of a head; False: one of the first half with one of the second."""
+    """Rotary pairs are neighboring elements of a head; False: one of the first half with one of the second."""
     rotary_base: float = 10_000
     """Rotary base where config.json has none."""
     window_rotary_base: float | None = None

@@ -38,7 +38,7 @@ def packed_attention(
 ) -> Tensor:
     """Compute causal softmax attention within each sequence, with grouped query heads (query head h reads key head h * Hkv // H).
 
-    On CUDA in half precision one varlen flash kernel handles all sequences. Elsewhere neighbouring sequences of equal length share one
+    On CUDA in half precision one varlen flash kernel handles all sequences. Elsewhere neighboring sequences of equal length share one
     batched SDPA call on views, so sorting by length gives few calls and no padding.
 
     Args:
@@ -65,7 +65,7 @@ def packed_attention(
 
 @functools.lru_cache(maxsize=64)
 def equal_length_runs(cu_seqlens: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Return (number of sequences, length) of every run of neighbours with equal lengths."""
+    """Return (number of sequences, length) of every run of neighbors with equal lengths."""
     lengths = [end - start for start, end in pairwise(cu_seqlens)]
     return [(len(list(run)), length) for length, run in groupby(lengths) if length > 0]
 
@@ -79,7 +79,7 @@ def _batched(
     if sinks is not None:
         return batched_with_sinks(q, k, v, sinks, scale=scale, visible=band).transpose(1, 2).flatten(0, 1)
     gqa = query.size(1) != key.size(1)
-    if gqa and query.is_cuda:  # the float32 kernels have no grouped heads; without this SDPA would materialise all scores
+    if gqa and query.is_cuda:  # the float32 kernels have no grouped heads; without this SDPA would materialize all scores
         repeats = query.size(1) // key.size(1)
         k, v, gqa = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1), False
     if band is not None:

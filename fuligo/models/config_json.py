@@ -112,7 +112,7 @@ class ConfigJson:
     def _rotary(self, key: str) -> Any:
         """Return a value of `rope_parameters` (transformers 5), `rope_scaling`, or the top level.
 
-        Where layers of several types have settings of their own, those of full attention count.
+        Where layers of several types have their own settings, those of full attention count.
         """
         for given in (self.values.get("rope_parameters"), self.values.get("rope_scaling")):
             group = given.get("full_attention", given) if isinstance(given, Mapping) else None
@@ -138,5 +138,5 @@ class ConfigJson:
 
     @property
     def is_quantised(self) -> bool:
-        """The checkpoint stores quantised weights."""
+        """The checkpoint stores quantized weights."""
         return self.values.get("quantization_config") is not None

@@ -1,7 +1,7 @@
-"""LoRA of MoE experts, as PEFT's `target_parameters` define it: every expert's matrix has an A and a B of its own.
+"""LoRA of MoE experts, as PEFT's `target_parameters` define it: every expert's matrix has its own A and B.
 
 PEFT's own layers add B A to the stacked weights before every pass: in bf16 that rounds small updates away, and it needs memory for all
-experts. Here the tokens of an expert pass through its A and B beside its matrices.
+experts. Here the tokens of an expert pass through its A and B in addition to its matrices.
 """
 
 from collections.abc import Iterator

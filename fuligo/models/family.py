@@ -60,7 +60,7 @@ class Family:
     """All its layers have batch-invariant operations for `--exact-on-policy`: linear layers, RMSNorms, SwiGLU, rotary embeddings, full
     attention, Qwen3-MoE's experts."""
     has_window_pool: bool = False
-    """SGLang keeps the cache of layers with windows in a pool of its own; else all layers cache all tokens."""
+    """SGLang keeps the cache of layers with windows in its own pool; else all layers cache all tokens."""
     writes_harmony: bool = False
     """Answers come in channels of the harmony format, not after `</think>`."""
     model_args: ModelArgs = ModelArgs()

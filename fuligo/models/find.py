@@ -25,7 +25,7 @@ class FoundConfigJson:
 def find_architectures(config: Config) -> tuple[Architecture, Architecture]:
     """Return the trainer's model and the engines' model; their shapes are equal unless `--ref-load` is another Hugging Face directory.
 
-    The trainer's is never quantised; with `--override-model-config` the MODEL_ARGS override its config.json.
+    The trainer's is never quantized; with `--override-model-config` the MODEL_ARGS override its config.json.
 
     Raises:
         ConfigError: no source describes the model, or its source is invalid.
@@ -52,7 +52,7 @@ def find_teacher_architecture(config: Config) -> Architecture | None:
 
 
 def find_served_architectures(config: Config) -> dict[str, Architecture]:
-    """Return the shapes of the models of `--sglang-config` that have a path of their own, by that path.
+    """Return the shapes of the models of `--sglang-config` that have their own path, by that path.
 
     Models without a config.json on this machine, or of an unknown family, are left out: SGLang serves more families than fuligo trains.
     """

@@ -1,7 +1,7 @@
 """Gated delta rule (arXiv 2412.06464) over packed sequences: neither state nor convolution passes from one sequence to the next.
 
 transformers' modules keep their two operations as attributes and hand them `seq_idx` and `cu_seq_lens_q` of the model's forward. The
-kernels of causal-conv1d and flash-linear-attention, which transformers uses if they are installed, honour both. Its own functions in plain
+kernels of causal-conv1d and flash-linear-attention, which transformers uses if they are installed, honor both. Its own functions in plain
 torch ignore them; this module replaces those.
 """
 
@@ -104,7 +104,7 @@ def packed_rule(
     output_final_state: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Apply `rule` to each sequence; neighbours of equal length share a call.
+    """Apply `rule` to each sequence; neighbors of equal length share a call.
 
     Args:
         query, key: [1, T, H, Dk]

@@ -68,7 +68,7 @@ class HubModel:
 
 
 def model_directory(path: Path, *, weights: bool) -> Path:
-    """Return the directory of a model: the path itself, or that of the Hub's cache if it is a name on the Hub, which is downloaded.
+    """Return the local directory of a model; download it to the Hub cache if `path` is a Hub repository name.
 
     Args:
         weights: download everything; else only config.json and the tokenizer.

@@ -86,7 +86,7 @@ def grouped_attention(architecture: Architecture) -> Weights:
 def latent_attention(architecture: Architecture) -> Weights:
     """Return the down-projections, their norms, the up-projections and the output projection.
 
-    The two down-projections are neighbours, since engines fuse them and accept both only in one call (SGLang 0.5.15.post1,
+    The two down-projections are neighbors, since engines fuse them and accept both only in one call (SGLang 0.5.15.post1,
     `deepseek_common/deepseek_weight_loader.py`).
     """
     heads, hidden = architecture.attention, architecture.hidden_size

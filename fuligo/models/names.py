@@ -83,7 +83,7 @@ class NameTable:
     indexer: Weights = ()
     """Additional weights of a layer that computes its token choice (sparse attention)."""
     mtp: Weights = ()
-    """Additional weights of an MTP layer, beside those of the layer that it contains."""
+    """Additional weights of an MTP layer, besides those of the layer that it contains."""
     mtp_prefix: str = "model.layers.{layer}."
     """Prefix of MTP layers in the checkpoint: `{layer}` continues the numbers of the other layers, `{mtp}` starts at 0."""
     mtp_copies: tuple[str, ...] = ()
@@ -156,7 +156,7 @@ class ModelNames:
 
 
 def value_names(policy: ModelNames) -> ModelNames:
-    """Return the names of the value model beside a policy, which has an output layer of one row instead of the head."""
+    """Return the names of the value model of a policy, which has an output layer of one row instead of the head."""
     head = Weight(HEAD, ("lm_head.weight",), (1, policy.architecture.hidden_size))
     table = replace(policy.table, model=(*(weight for weight in policy.table.model if weight.megatron != HEAD), head))
     return ModelNames(replace(policy.architecture, tied_embeddings=False), table)

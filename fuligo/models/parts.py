@@ -29,7 +29,7 @@ def matrix(kind: PartKind, num_parameters: int, split: Split, quantisable: bool 
 
 
 def vector(kind: PartKind, num_parameters: int, split: Split = Split.REPLICATED) -> Part:
-    """Return a part of biases or norm weights: never quantised, no matrix product."""
+    """Return a part of biases or norm weights: never quantized, no matrix product."""
     return Part(kind, num_parameters, split, quantisable=False, is_matmul=False)
 
 

@@ -131,7 +131,7 @@ def batch_variant_because(config_json: Mapping[str, Any]) -> str | None:
     if model_type not in known:
         return f"model_type {model_type} has layers without batch-invariant operations; supported are {', '.join(known)}"
     if config_json.get("quantization_config"):
-        return "its weights are quantised"
+        return "its weights are quantized"
     if config_json.get("use_sliding_window") or "sliding_attention" in (config_json.get("layer_types") or ()):
         return "it has sliding windows"
     if (activation := config_json.get("hidden_act", "silu")) not in ("silu", "swish"):

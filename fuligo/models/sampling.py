@@ -58,7 +58,7 @@ def inverse_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return [N] numbers in [0, 1), each a hash of its seed and position (the finaliser of SplitMix64, Steele et al. 2014)."""
+    """Return [N] numbers in [0, 1), each a hash of its seed and position (the finalizer of SplitMix64, Steele et al. 2014)."""
     mixed = _splitmix64(_splitmix64(seeds) ^ positions.astype(np.uint64))
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 

@@ -1,4 +1,4 @@
-"""Base weights that several models with adapters of their own have in common."""
+"""Base weights that several models, each with its own adapter, have in common."""
 
 from torch import nn
 

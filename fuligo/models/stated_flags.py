@@ -21,7 +21,7 @@ _YARN = {
 """Flag -> key of the rotary settings."""
 
 _LLAMA_3 = {"original_max_position_embeddings": 8192, "low_freq_factor": 1, "high_freq_factor": 4}
-"""Constants of Megatron's `--use-rope-scaling`, beside the factor (`RotaryEmbedding._apply_scaling`)."""
+"""Constants of Megatron's `--use-rope-scaling`, besides the factor (`RotaryEmbedding._apply_scaling`)."""
 
 
 def stated_flags(config_json: Mapping[str, Any], source: str = "config.json") -> Flags:
@@ -149,11 +149,11 @@ def _experts(config: ConfigJson, architecture: Architecture) -> Flags:
         "moe_ffn_hidden_size": experts.intermediate_size,
     }
     if experts.has_softmax_router:
-        # Normalised over the chosen experts, softmax before and after the choice give equal weights.
+        # Normalized over the chosen experts, softmax before and after the choice give equal weights.
         pre_softmax = {} if config.switch("norm_topk_prob", default=False) else {"moe_router_pre_softmax": True}
         return flags | {"moe_router_score_function": "softmax"} | pre_softmax
     if not config.switch("norm_topk_prob", default=True):
-        raise config.contradiction("norm_topk_prob is false; Megatron always normalises the chosen sigmoid scores")
+        raise config.contradiction("norm_topk_prob is false; Megatron always normalizes the chosen sigmoid scores")
     num_groups = config.count("n_group", default=1)
     shared_size = experts.num_shared_experts * experts.intermediate_size
     return {

@@ -1,4 +1,4 @@
-"""Model types as transformers knows them: published ones that 5.12.1 lacks, and models with a vision tower beside the language model."""
+"""Model types as transformers knows them: published ones that 5.12.1 lacks, and models that combine a vision tower and a language model."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +21,7 @@ LOADED_AS: Mapping[str, str] = {name: family.loaded_as for name, family in FAMIL
 def read_config(directory: str | Path) -> Any:
     """Return the config of a checkpoint as transformers reads it, without running code of the directory.
 
-    Afterwards transformers loads the checkpoint's weights, too.
+    Afterwards transformers also loads the checkpoint's weights.
 
     Raises:
         OSError: there is no config.json.
@@ -38,7 +38,7 @@ def sees_images(config: Any) -> bool:
 
 
 def has_unknown_tower(config: Any) -> bool:
-    """Return whether a config describes a model of text and images that fuligo does not support; its parts have configs of their own."""
+    """Return whether a config describes a model of text and images that fuligo does not support; its parts have their own configs."""
     return not sees_images(config) and not hasattr(config, "vocab_size") and hasattr(config, "vision_config")
 
 
@@ -72,7 +72,7 @@ def register_types() -> None:
 
 
 def loading_options(config: Any) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained` that make transformers dequantise MXFP4 to bfloat16; empty for other checkpoints."""
+    """Return the arguments of `from_pretrained` that make transformers dequantize MXFP4 to bfloat16; empty for other checkpoints."""
     return {"quantization_config": Mxfp4Config(dequantize=True)} if _is_mxfp4(config) else {}
 
 

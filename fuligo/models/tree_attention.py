@@ -152,7 +152,7 @@ def _attend(
     if sinks is not None:
         return batched_with_sinks(q, k, v, sinks, scale=scale, visible=mask).transpose(1, 2)
     gqa = q.size(1) != k.size(1)
-    if gqa and query.is_cuda:  # the float32 kernels have no grouped heads; without this SDPA would materialise all scores
+    if gqa and query.is_cuda:  # the float32 kernels have no grouped heads; without this SDPA would materialize all scores
         repeats = q.size(1) // k.size(1)
         k, v, gqa = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1), False
     if mask is None:

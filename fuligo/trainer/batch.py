@@ -114,7 +114,7 @@ def pack_tokens(samples: Sequence[TrainSample], device: torch.device, *, shared:
 
 
 def _positions(samples: Sequence[TrainSample], first_new: Sequence[int]) -> np.ndarray:
-    """Return [T] positions of the tokens that the row holds, or [3, T] if a sample has images."""
+    """Return the row's position ids: [T], or [3, T] if a sample has images."""
     lengths, images = [len(sample.tokens) - 1 for sample in samples], [sample.images for sample in samples]
     if any(first_new):
         assert not any(images), "prefixes are not shared where samples have images"

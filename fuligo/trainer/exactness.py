@@ -34,8 +34,8 @@ def require_exact(batch: TrainBatch, result: StepResult, version: int) -> None:
     raise TrainerError(
         f"cannot keep --exact-on-policy: sample {sample.index} (prompt {sample.group_index}), response token {token}: the "
         f"engine's log-probability is {sample.engine_logprobs[token]:.9g}, the trainer's {own:.9g}; {len(differing):,} of {num_compared:,} "
-        f"tokens of policy version {version} differ. Sample with --rollout-temperature in hooks and agents, too; drop "
-        "--exact-on-policy to continue despite the difference"
+        f"tokens of policy version {version} differ. Make sure that hooks and agents also sample at "
+        "--rollout-temperature, or drop --exact-on-policy to accept the difference"
     )
 
 

@@ -18,7 +18,7 @@ Cost = Callable[[int], float]
 
 @dataclass(slots=True, frozen=True)
 class MicroBatchPlan:
-    """Samples that go through the model together: shortest first, so that equal lengths are neighbours, or as neighbours in a trie."""
+    """Samples that go through the model together: shortest first, so that equal lengths are neighbors, or as neighbors in a trie."""
 
     samples: tuple[int, ...]
     """Positions in the list of lengths; never empty."""
@@ -39,7 +39,7 @@ class MicroBatchSchedule:
 
 @dataclass(slots=True, frozen=True)
 class Capacity:
-    """Limits of one micro-batch. A sample over `max_tokens` is a micro-batch of its own; None means no limit."""
+    """Limits of one micro-batch. A sample over `max_tokens` is a separate micro-batch; None means no limit."""
 
     max_tokens: int | None = None
     max_samples: int | None = None

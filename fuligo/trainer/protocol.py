@@ -11,7 +11,7 @@ class Trainer(WeightSource, Protocol):
     """Trainer of a policy. Every method is a coroutine that returns when all ranks are done, and leaves the event loop free meanwhile."""
 
     async def load(self) -> None:
-        """Build the policy, the reference, teacher and value model where they are needed, and optimizers; load the first weights."""
+        """Build the policy, the reference, teacher and value model where they are needed, and optimizers; load the initial weights."""
         ...
 
     async def score(self, samples: list[TrainSample]) -> list[TrainSample]:

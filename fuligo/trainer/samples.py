@@ -23,7 +23,7 @@ class SampleSettings:
     reward_key: str | None = None
     """Key of the value to learn from if a reward is a dict."""
     post_process: RewardPostProcess | None = None
-    """Its second list replaces the rewards and their normalisation by the estimator, but not whitening."""
+    """Its second list replaces the rewards and their normalization by the estimator, but not whitening."""
     needs_routing: bool = False
     """The experts of every token that a trained token depends on must be known."""
     needs_teacher: bool = False

@@ -1,7 +1,7 @@
 """Prefixes that samples share, and the row of a micro-batch that holds each of them once.
 
 Samples in lexicographic order form a trie: it is enough to know how many tokens each sample shares with the one before it. What a set of
-neighbours costs together follows: f(length) of each sample, less f(shared), for tokens as for FLOPs. Pure.
+neighbors costs together follows: f(length) of each sample, less f(shared), for tokens as for FLOPs. Pure.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from fuligo.types import IntArray, RoutedExperts
 
 @dataclass(slots=True, frozen=True)
 class SharedPrefixes:
-    """Trie of sequences: those that share a prefix are neighbours."""
+    """Trie of sequences: those that share a prefix are neighbors."""
 
     order: tuple[int, ...]
     """[S] positions of the sequences, in lexicographic order."""
@@ -76,7 +76,7 @@ def _worthwhile(shared: list[int], min_saved: int) -> list[int]:
     """Lower `shared` at forks that save fewer than `min_saved` tokens to the depth of the fork above them."""
     kept = [0] * len(shared)
     parts = [(0, len(shared), 0)] if shared else []
-    while parts:  # neighbours start to end - 1, which share at least `depth` tokens
+    while parts:  # neighbors start to end - 1, which share at least `depth` tokens
         start, end, depth = parts.pop()
         if end - start < 2:
             continue

@@ -81,7 +81,7 @@ class StepSamples:
 
 @dataclass(slots=True)
 class StepGradients:
-    """Results of a rank's passes beside the gradients, which the backend keeps with its parameters."""
+    """Results of a rank's passes besides the gradients, which the backend keeps with its parameters."""
 
     sums: MetricSums
     """This rank's sums."""

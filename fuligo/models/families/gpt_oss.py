@@ -1,6 +1,6 @@
 """gpt-oss (arXiv 2508.10925): sliding windows in every other layer, attention sinks, experts with biases and a clamped SwiGLU.
 
-Published files hold the experts in MXFP4, four bits a weight; a trainer dequantises them to bfloat16.
+Published files hold the experts in MXFP4, four bits a weight; a trainer dequantizes them to bfloat16.
 """
 
 from dataclasses import replace

@@ -139,7 +139,7 @@ class VisionTower:
         try:
             patches = self.processor.patches(image.data, image.digest)
         except DataError as error:
-            raise DataError(f"{image.source}: {error}") from error
+            raise DataError(f"cannot process {image.source}: {error}") from error
         side = self.processor.merge_size
         rows, columns = patches.num_rows // side, patches.num_columns // side
         if (rows, columns) != (image.num_rows, image.num_columns):

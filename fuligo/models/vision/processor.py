@@ -1,4 +1,4 @@
-"""Images as the vision tower sees them: decoded, resized, normalised and cut into patches, the same in every process.
+"""Images as the vision tower sees them: decoded, resized, normalized and cut into patches, the same in every process.
 
 transformers' image processor on Pillow computes them, because it needs no torchvision and one result serves trainer and embedded engine.
 """

@@ -56,7 +56,7 @@ class PromptImages:
             try:
                 grids.append(self._processor.grid(image.data))
             except DataError as error:
-                raise DataError(f"{image.source}: {error}") from error
+                raise DataError(f"cannot process {image.source}: {error}") from error
         whole, origins = expanded(ids, grids, self._image_token_id)
         sources, contents = [image.source for image in images], [image.data for image in images]
         placed = place_images(whole, contents, grids, self._image_token_id, sources)
@@ -67,7 +67,7 @@ class PromptImages:
             try:
                 self._processor.patches(image.data, image.digest)
             except DataError as error:
-                raise DataError(f"{image.source}: {error}") from error
+                raise DataError(f"cannot process {image.source}: {error}") from error
 
     @property
     def token_id(self) -> int:

@@ -31,10 +31,10 @@ class Critic(BaseCritic):
     """Critic that learns the returns of the policy's samples."""
 
     def __init__(self, settings: CriticSettings, policy: MegatronTrainerSettings, names: ModelNames, world: World) -> None:
-        """Load the first weights and build the optimizer.
+        """Load the initial weights and build the optimizer.
 
         Raises:
-            CheckpointError: the first weights cannot be read, or are not of the policy's architecture.
+            CheckpointError: the initial weights cannot be read, or are not of the policy's architecture.
         """
         self.names = value_names(names)
         self._model = replace(  # no tied head, no MTP layers, all parameters trained, and routers that choose by themselves

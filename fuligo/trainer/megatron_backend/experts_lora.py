@@ -1,4 +1,4 @@
-"""LoRA on the experts of Megatron's MoE layers, as PEFT's `target_parameters` define it: each expert has an A and a B of its own.
+"""LoRA on the experts of Megatron's MoE layers, as PEFT's `target_parameters` define it: each expert has its own A and B.
 
 Gate and up projection are one matrix of the adapter's rank. The experts of a rank are stacked in one parameter for A and one for B.
 """

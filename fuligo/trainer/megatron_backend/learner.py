@@ -1,4 +1,4 @@
-"""Model in training: its stages in Megatron's data parallelism, which sums gradients over ranks in buffers, its optimizer and counters."""
+"""Learner: stages wrapped in Megatron's DistributedDataParallel, their optimizer, and step counters."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +20,7 @@ class Learner:
     """Learner of the policy or of a value model.
 
     Args:
-        chunks: this rank's stages with their first weights, their frozen parameters frozen.
+        chunks: this rank's stages with their initial weights, their frozen parameters frozen.
         whose: owner for error messages if there is more than one model: `of the value model`.
     """
 

@@ -1,7 +1,7 @@
 """Multi-token prediction (MTP; DeepSeek-V3, arXiv 2412.19437, section 2.2): layers that each predict one token further, and their loss.
 
 Megatron-Core's layers (transformer/multi_token_prediction.py) are used with tokens that are shifted while the row is packed, sequence by
-sequence: its own shift communicates with the context-parallel neighbours for every sequence, and its loss has no token weights.
+sequence: its own shift communicates with the context-parallel neighbors for every sequence, and its loss has no token weights.
 """
 
 from collections.abc import Callable

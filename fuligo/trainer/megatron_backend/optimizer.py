@@ -31,7 +31,7 @@ def freeze_parameters(chunks: Sequence[nn.Module], weights: Sequence[Weight], tr
         ConfigError: the lists do not fit the model, or would train a part of one of Megatron's matrices.
     """
     names = {weight.megatron: (weight.megatron, *weight.checkpoint) for weight in weights}
-    names.setdefault(HEAD, names[EMBEDDING])  # where both are one, the last stage has a copy of its own
+    names.setdefault(HEAD, names[EMBEDDING])  # where both are one, the last stage has its own copy
     chosen = trained_names(names, trained)
     _require_whole(weights, trained)
     for name, parameter in local_weights(chunks).items():

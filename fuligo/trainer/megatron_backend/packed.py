@@ -2,7 +2,7 @@
 
 Indices are computed on the host with NumPy: torch wakes its threads for every operation, which costs more than the operation.
 
-Padding follows the tokens of its sequence, or is a sequence of its own at the end of the row: under a causal mask no token sees it.
+Padding follows the tokens of its sequence, or is a separate sequence at the end of the row: under a causal mask no token sees it.
 
 A row that holds shared prefixes once is one sequence to Megatron, cut over the ranks as one. Its tree tells attention what each token sees,
 and its positions tell the rotary embedding where each token is in its samples.
@@ -96,7 +96,7 @@ def pack_row(
         cp_rank: from 0 to `layout.cp` - 1.
         pad_multiple: T is a multiple of it.
         num_tokens: T, if micro-batches or ranks must agree on it; at least `Layout.row_tokens` of each. None: that of this one.
-        counts: False for a repeated micro-batch, whose tokens are padding to the routers, too.
+        counts: False for a repeated micro-batch, whose tokens are also padding to the routers.
     """
     device = tokens.input_ids.device
     bounds = np.array(tokens.cu_seqlens if tokens.tree is None else (0, tokens.num_tokens))

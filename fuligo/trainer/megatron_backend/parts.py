@@ -134,7 +134,7 @@ class ParameterState:
         return isinstance(self.optimizer, DistributedOptimizer)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return [end - start] float32 of each of `STATES`: live memory, or copies if the optimizer has a format of its own."""
+        """Return [end - start] float32 of each of `STATES`: live memory, or copies if the optimizer has its own format."""
         held = self._held()
         return {name: held[name].detach().view(-1) for name in STATES}
 

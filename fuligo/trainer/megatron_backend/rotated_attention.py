@@ -12,7 +12,7 @@ OutputWithBias = tuple[Tensor, Tensor | None]
 
 
 class WindowRotaryAttention(SelfAttention):
-    """Attention of a layer with a window, which has a rotary base of its own and no scaling of positions.
+    """Attention of a layer with a window, which has its own rotary base and no scaling of positions.
 
     Args:
         rotary: the same object for all such layers: Megatron keeps the angles of its last 32 calls, whichever layers they come from.

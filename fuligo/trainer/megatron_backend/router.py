@@ -66,7 +66,7 @@ class PackedRouter(TopKRouter):
         return probs, routing_map
 
     def get_aux_loss_coeff(self, aux_loss_type: str) -> float:
-        """Return None, so that Megatron adds no auxiliary loss beside that of `routing`."""
+        """Return None, so that Megatron adds no auxiliary loss besides that of `routing`."""
         return 0.0
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
@@ -85,7 +85,7 @@ class PackedRouter(TopKRouter):
     def _balance_loss(self, logits: Tensor, members: Tensor) -> Tensor:
         """Return this rank's part of sum_s n_s / n_step * E / (k * n_s^2) * sum_e count_se * score_se, over the groups s of `members`.
 
-        Counts and n_s are of all ranks that share the row; scores are those of this rank's tokens.
+        Counts and n_s are summed over the ranks that share the row; scores cover only this rank's tokens.
         """
         chosen, scores = compute_routing_scores_for_aux_loss(logits, self.topk, self.score_function)
         weights = members.to(scores.dtype)
@@ -194,7 +194,7 @@ def refuse_unsupported_routing(config: TransformerConfig) -> None:
                 "the expert bias (--moe-router-bias-update-rate) or not at all (none)"
             )
     refused = {
-        "--moe-expert-capacity-factor": (config.moe_expert_capacity_factor, "a token's experts would depend on its neighbours in the row"),
+        "--moe-expert-capacity-factor": (config.moe_expert_capacity_factor, "a token's experts would depend on its neighbors in the row"),
         "--moe-input-jitter-eps": (config.moe_input_jitter_eps, "log-probabilities would depend on chance"),
         "--moe-router-force-load-balancing": (config.moe_router_force_load_balancing, "log-probabilities would depend on chance"),
         "--moe-z-loss-coeff": (config.moe_z_loss_coeff, "Megatron scales it for gradients that are divided by the number of tokens"),
@@ -216,5 +216,5 @@ def refuse_unsupported_routing(config: TransformerConfig) -> None:
         )
     if top_k == 1 and config.moe_router_score_function == "sigmoid":
         raise ConfigError(
-            "num_experts_per_tok 1 with sigmoid scores: Megatron does not normalise the weight of a single expert, the model does"
+            "num_experts_per_tok 1 with sigmoid scores: Megatron does not normalize the weight of a single expert, the model does"
         )

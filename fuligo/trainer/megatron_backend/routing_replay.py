@@ -220,7 +220,7 @@ def recorded_parts(
         source = tp_slice(row.source, tp_group, sequence_parallel=sequence_parallel).numpy()
         experts = torch.stack([records[layer].choices[number] for layer in layers], dim=1).cpu().numpy()
         for position, slots in zip(samples, tokens.slots, strict=True):
-            places = np.full(tokens.num_tokens + 1, -1)  # of the row's tokens in the sample; of padding, too
+            places = np.full(tokens.num_tokens + 1, -1)  # of the row's tokens in the sample; also covers padding
             places[slots] = np.arange(len(slots))
             own = places[source] >= 0
             parts[position] = RecordedPart(len(slots), places[source[own]], layers, experts[own])

@@ -1,4 +1,4 @@
-"""Layer of GLM-4 and Gemma 3 for Megatron: the outputs of attention and MLP have norms, too."""
+"""Layer of GLM-4 and Gemma 3 for Megatron: the outputs of attention and MLP also have norms."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields

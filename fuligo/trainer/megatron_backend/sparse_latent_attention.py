@@ -35,7 +35,7 @@ _KEY_NORM_EPSILON = 1e-6
 
 
 def sparse_latent_attention(modules: BackendSpecProvider, sparse: SparseLayers, number: int | None) -> ModuleSpec:
-    """Return the spec of the attention of a layer, counted from 0; None: of an MTP layer, which computes a choice of its own."""
+    """Return the spec of the attention of a layer, counted from 0; None means an MTP layer, which computes its own choice."""
     dense = latent_attention(modules, norms_apart=True)
     assert isinstance(dense.submodules, MLASelfAttentionSubmodules)
     dense.submodules.core_attention = dense.submodules.linear_kv_up_proj = IdentityOp  # `SparseLatentAttention` makes its own
@@ -236,7 +236,7 @@ def rotate(values: Tensor, angles: Tensor, mscale: float, *, interleaved: bool) 
         values: [n, H, D]
         angles: [n, P / 2] float32
         mscale: factor of rotated elements (YaRN).
-        interleaved: pairs are neighbours; else element i and i + P / 2. The result has all first elements before all second ones: where
+        interleaved: pairs are neighbors; else element i and i + P / 2. The result has all first elements before all second ones: where
             queries and keys are treated alike, no product of them changes.
     """
     size = 2 * angles.size(-1)

@@ -10,7 +10,7 @@ critic/                   the same of a value model, if there is one
 adapter/                  of a LoRA run: the adapter in float32 as a PEFT directory; *.distcp then hold the adapter and its optimizer's
                           state alone, and none of the base weights
 
-Only an adapter is gathered. Of other weights, one of the ranks that hold the same part writes it; a data-parallel rank's share of the
+Only an adapter is gathered. Each part of the other weights is written by one of the ranks that hold it; a data-parallel rank's share of the
 optimizer's state, a range of each flattened weight, is written as the few rectangles that it consists of.
 """
 
@@ -117,7 +117,7 @@ class CheckpointWriter:
         """
         if self._thread is None:
             self._thread = ComputeThread("checkpoint writer")
-            # Groups of their own, so that the writers' collectives do not mix with the trainer's.
+            # Separate groups, so that the writers' collectives do not mix with the trainer's.
             self._group = dist.new_group(backend="gloo") if self._world.size > 1 else None  # pyright: ignore[reportAttributeAccessIssue]
         self._write_small_files(states, model_files)
         copies = {directory: [shard.on_cpu() for shard in _shards(state)] for directory, state in states.items()}
@@ -323,7 +323,7 @@ def _check_shapes(tensors: DistributedTensors, expected: Mapping[str, tuple[int,
 
 
 def _write_small_files(directory: Path, state: MegatronState, world: World, model_files: Path) -> None:
-    # Beside torch's, the state of Megatron's parallel regions.
+    # In addition to torch's, the state of Megatron's parallel regions.
     write_random_state(directory, world, {_TRACKER + name: tensor.cpu() for name, tensor in _tracker().get_states().items()})
     if world.rank == 0:
         write_format(directory)

@@ -282,7 +282,7 @@ class MegatronRankWorker:
             self.reference.copy_from(self.chunks)
 
     def _states(self, directory: Path) -> dict[Path, MegatronState]:
-        """Return the states by directory in the checkpoint: the value model's is a checkpoint of its own inside the policy's."""
+        """Return the states by directory in the checkpoint: the value model has its own checkpoint inside the policy's."""
         changes = self.reference is not None and self.settings.ref_update_interval is not None
         reference = self.reference.tensors if self.reference is not None and changes else None
         learner = self._learner

@@ -33,7 +33,7 @@ class Command(ABC, Generic[R_co]):
     name: str
     """As errors and logs name it."""
     is_queued: ClassVar[bool] = True
-    """Runs in the rank's compute thread after the commands before it; else at once, in a thread of its own."""
+    """Runs in the rank's compute thread after the commands before it; else at once, in its own thread."""
 
     @abstractmethod
     def run(self, rank: Rank) -> R_co | None:

@@ -148,7 +148,7 @@ def start_process(rank: int, size: int, host: str) -> ConnectedRank:
     """Start a rank as a child process; returns before it is ready. The child ends when this process does."""
     ours, theirs = socket.socketpair()
     arguments = ["--rank", str(rank), "--size", str(size), "--connection", str(theirs.fileno())]
-    # In a process group of its own: Ctrl-C in a terminal reaches only the driver, which decides what ends when.
+    # In its own process group: Ctrl-C in a terminal reaches only the driver, which decides what ends when.
     process = subprocess.Popen(
         [sys.executable, "-m", "fuligo.trainer.ranks.rank_process", *arguments], process_group=0, pass_fds=[theirs.fileno()]
     )

@@ -61,7 +61,7 @@ class Rank:
         """Import the worker's modules, in the environment that `load` would import them in.
 
         Raises:
-            TrainerError: an import initialised CUDA; GPU memory belongs to the rank that computes.
+            TrainerError: an import initialized CUDA; GPU memory belongs to the rank that computes.
         """
         with collector_paused():
             import torch
@@ -71,7 +71,7 @@ class Rank:
             world.set_environment(settings)
             worker.import_worker(settings)
         if torch.cuda.is_initialized():
-            raise TrainerError("cannot stand by: an import has initialised CUDA, which takes memory of a GPU")
+            raise TrainerError("cannot stand by: an import has initialized CUDA, which takes memory of a GPU")
 
     def load(self, settings: TrainerSettings, rendezvous: Rendezvous | None) -> Cost | None:
         joined = self.join(settings, rendezvous)

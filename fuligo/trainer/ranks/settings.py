@@ -73,7 +73,7 @@ class LoraSettings:
 
 @dataclass(slots=True, frozen=True)
 class CriticSettings:
-    """Value model beside the policy, on the same ranks and of the same architecture; all its parameters are trained."""
+    """Value model in addition to the policy, on the same ranks and of the same architecture; all its parameters are trained."""
 
     initial_weights: Path
     """Hugging Face directory, or distributed checkpoint (Megatron). An output layer of one row is its head; any other is left out, and the
@@ -95,7 +95,7 @@ class TrainerSettings:
     hf_checkpoint: Path
     """Directory of the tokenizer files and of the data type that weights are sent in."""
     initial_weights: Path
-    """Hugging Face directory of the first weights, or distributed checkpoint (Megatron)."""
+    """Hugging Face directory of the initial weights, or distributed checkpoint (Megatron)."""
     optimizer: OptimizerSettings
     loss: LossSettings = field(default_factory=LossSettings)
     reference_weights: Path | None = None

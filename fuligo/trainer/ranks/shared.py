@@ -194,7 +194,7 @@ class RunShare:
         return self._thread.submit(self, function)
 
     def stop(self) -> None:
-        """Do nothing: the thread is the other runs', too."""
+        """Do nothing: the other runs also use the thread."""
 
     def run(self, function: Callable[[], Any]) -> Any:
         """Run a function of the run; called by the thread."""

@@ -31,7 +31,7 @@ class SignedConnection:
     key of this connection and direction. A message from another connection, an earlier one, or one too long is refused before it is read.
 
     Args:
-        stream: connected to the peer, which makes one of these, too
+        stream: connected to the peer, which also makes one of these
         key: secret of the run
         side: this process's
     """

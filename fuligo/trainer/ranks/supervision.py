@@ -69,7 +69,7 @@ async def heartbeat(rank: RankHandle, phase: str, *, has_answered: bool = True) 
     """Return whether the rank answers a ping.
 
     Args:
-        has_answered: the rank answered an earlier ping; else it may be starting, and its silence is no error.
+        has_answered: the rank answered an earlier ping; else it may be starting, and its silence is not an error.
 
     Raises:
         RankError: the rank is gone or has stopped answering.

@@ -166,7 +166,7 @@ class LocalTrainer(RankedTrainer):
     """Trainer whose rank 0 computes in this process; the others are its child processes, or torchrun started them.
 
     Args:
-        standbys: source of the ranks' processes, so that any rank can be replaced; then rank 0 is a child process, too
+        standbys: source of the ranks' processes, so that any rank can be replaced; then rank 0 is also a child process
     """
 
     def __init__(self, settings: TrainerSettings, standbys: StandbyRanks | None = None) -> None:

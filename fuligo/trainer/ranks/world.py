@@ -28,7 +28,7 @@ class Rendezvous:
     """Secret of the ranks, with which they sign the objects of collectives. It reaches them with `Load`, never through the store."""
 
     def connect(self, *, timeout: timedelta = timedelta(seconds=300)) -> TCPStore:
-        """Open a connection of its own: a blocking wait on one connection does not hold up another."""
+        """Open a separate connection: a blocking wait on one connection does not hold up another."""
         return TCPStore(self.host, self.port, is_master=False, timeout=timeout)
 
 

@@ -40,8 +40,8 @@ def compile_layers(layers: Iterable[nn.Module]) -> None:
 def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a layer's forward for any number of tokens.
 
-    Only that number is a variable of the code. `dynamic=True` would make variables of the head size, the norms' epsilon and an adapter's
-    scaling, too, and the compiler takes minutes to simplify what follows from them.
+    Only that number is a variable of the code. `dynamic=True` would also make variables of the head size, the norms' epsilon and an
+    adapter's scaling, and the compiler takes minutes to simplify what follows from them.
     """
     compiled = torch.compile(forward)
 

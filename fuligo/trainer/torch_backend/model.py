@@ -260,7 +260,7 @@ def read_model(directory: Path) -> tuple[PreTrainedModel, dict[str, str]]:
         model, info = loaded
         take_dtype(model, config, torch.float32)
     except (OSError, ValueError, SafetensorError) as error:
-        raise CheckpointError(f"{directory}: cannot be loaded as a Hugging Face causal language model: {error}") from error
+        raise CheckpointError(f"cannot load {directory} as a Hugging Face causal language model: {error}") from error
     finally:
         set_verbosity(verbosity)
     for module in model.modules():

@@ -71,7 +71,7 @@ def save_state(directory: Path, state: TrainingState, *, model_files: Path, worl
 
     Args:
         directory: is created; the caller gives it its final name when it is complete.
-        model_files: Hugging Face directory whose tokenizer files go beside the weights.
+        model_files: Hugging Face directory whose tokenizer files go next to the weights.
     """
     for part in _parts(state):
         if world.rank == 0:

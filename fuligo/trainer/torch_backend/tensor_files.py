@@ -20,7 +20,7 @@ SHARD_BYTES = 4 * 1024**3
 def write_tensors(directory: Path, named_tensors: Iterable[tuple[str, Tensor]], *, stem: str = "model") -> None:
     """Write `<stem>-00000.safetensors`, ... and `<stem>.safetensors.index.json` into `directory`, which is created.
 
-    Host memory holds at most one shard of tensors; of a GPU's tensors one at a time is copied.
+    Host memory holds at most one shard of tensors; a GPU's tensors are copied one at a time.
 
     Raises:
         CheckpointError: a file cannot be written.
@@ -34,7 +34,7 @@ def write_tensors(directory: Path, named_tensors: Iterable[tuple[str, Tensor]], 
         try:
             save_file({name: tensor.contiguous() for name, tensor in bucket}, directory / file, metadata={"format": "pt"})
         except SafetensorError as error:  # includes errors of the disk
-            raise CheckpointError(f"{directory / file}: {error}") from error
+            raise CheckpointError(f"cannot write {directory / file}: {error}") from error
         weight_map |= {name: file for name, _ in bucket}
         num_bytes += sum(tensor.nbytes for _, tensor in bucket)
     index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}

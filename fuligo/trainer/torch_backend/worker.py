@@ -57,7 +57,7 @@ class TorchRankWorker:
         """Load weights and build the optimizers.
 
         Args:
-            base: base weights to share with the policies of other runs in this process, on a single rank; each has an adapter of its own
+            base: base weights to share with the policies of other runs in this process, on a single rank; each has its own adapter
 
         Raises:
             CheckpointError: weights cannot be read.
@@ -234,7 +234,7 @@ class TorchRankWorker:
         if self.settings.compiles_dense_layers and can_compile(model.model):
             model.compile_layers()
         if half_precision or self.world.size > 1:
-            # Sharding copies parameters; those that other runs use, too, stay as they are.
+            # Sharding copies parameters; those that other runs also use stay as they are.
             whole = set() if self._shared_base is None else self._shared_base.parameters()
             shard(model, model.layers, self.world, half_precision=half_precision, whole=whole)
         if model.vision is not None:

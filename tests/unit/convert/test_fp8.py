@@ -132,7 +132,7 @@ class TestResult:
 
     def test_a_converted_checkpoint_is_not_converted_again(self, model: Path, tmp_path: Path):
         converted(model, tmp_path / "once")
-        with pytest.raises(ConfigError, match="is already quantised"):
+        with pytest.raises(ConfigError, match="is already quantized"):
             converted(tmp_path / "once", tmp_path / "twice")
 
 
@@ -179,7 +179,7 @@ class TestCutOff:
         weights["model.layers.0.mlp.up_proj.weight"][3, 4] = torch.inf
         save_file(weights, source / "model.safetensors")
         (source / "config.json").write_text((model / "config.json").read_text())
-        with pytest.raises(CheckpointError, match=r"cannot quantise model\.layers\.0\.mlp\.up_proj\.weight in .* NaN"):
+        with pytest.raises(CheckpointError, match=r"cannot quantize model\.layers\.0\.mlp\.up_proj\.weight in .* NaN"):
             converted(source, tmp_path / "out")
         assert not list((tmp_path / "out").glob("[!.]*"))
 

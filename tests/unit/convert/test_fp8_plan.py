@@ -107,7 +107,7 @@ def test_vectors_stay_as_they_are(name: str, shape: tuple[int, ...]):
         (["--save-dir", str(GLM45 / "fp8")], "contain one another"),
         (["--save-dir", str(GLM45.parent)], "contain one another"),
         (["--model-dir", "nowhere"], "has no config.json"),
-        (["--model-dir", str(GLM45.with_name("model-fp8"))], "is already quantised"),
+        (["--model-dir", str(GLM45.with_name("model-fp8"))], "is already quantized"),
     ],
 )
 def test_what_does_not_go_together(given: list[str], problem: str):
@@ -137,7 +137,7 @@ class TestUnfitSources:
         weights = load_file(model / "model.safetensors")
         name = "model.layers.0.mlp.up_proj.weight"
         save_file({**weights, name: weights[name].to(torch.float8_e4m3fn)}, model / "model.safetensors")
-        assert "already quantised" in refusal(model=model)
+        assert "already quantized" in refusal(model=model)
 
     def test_matrices_that_are_no_floats(self, model: Path):
         weights = load_file(model / "model.safetensors")

@@ -126,5 +126,5 @@ class TestStream:
 
     def test_a_weight_that_is_not_finite_is_named(self):
         stream = quantised_weights([("a.weight", torch.full((2, 2), torch.nan))], EngineQuantisation(BLOCKS, frozenset({"a.weight"})))
-        with pytest.raises(WeightSyncError, match=r"cannot quantise a\.weight for the engines"):
+        with pytest.raises(WeightSyncError, match=r"cannot quantize a\.weight for the engines"):
             list(stream)

@@ -174,7 +174,7 @@ def test_mxfp4_becomes_bfloat16_as_the_format_defines_it(mxfp4: Path, tmp_path: 
             assert (tensor.double().numpy() == dequantised(stored[f"{name}_blocks"], stored[f"{name}_scales"])).all()
     config = read_config_json(tmp_path / "bf16")
     assert "quantization_config" not in config and config["dtype"] == "bfloat16"
-    with pytest.raises(CheckpointError, match="states no quantisation"):
+    with pytest.raises(CheckpointError, match="states no quantization"):
         mxfp4_to_bf16(tmp_path / "bf16", tmp_path / "again")
 
     for directory in (mxfp4, tmp_path / "bf16"):  # loaded by itself, it is the same

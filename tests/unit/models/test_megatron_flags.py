@@ -200,7 +200,7 @@ def test_a_frequency_of_windows_counts_layers_without_one() -> None:
             r"Megatron has no flags for the rotary scaling of this qwen3 model \(llama3\)",
         ),
         ("glm5.2-744b", {"attention_bias": True}, "Megatron's latent attention has no biases"),
-        ("glm4.5-355b", {"norm_topk_prob": False}, "Megatron always normalises"),
+        ("glm4.5-355b", {"norm_topk_prob": False}, "Megatron always normalizes"),
     ],
 )
 def test_what_megatron_has_no_flag_for_is_refused(recipe: str, changed: dict[str, Any], text: str) -> None:

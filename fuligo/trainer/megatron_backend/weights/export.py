@@ -35,7 +35,7 @@ def named_weights(
     """Yield names and full tensors as in the checkpoint, on every rank; each once, in the same order everywhere.
 
     A collective: every rank iterates to the end. A tensor may be the model's own memory: callers must neither change nor keep it.
-    Beside what the caller keeps, at most two batches of `gather_bytes` exist (or one larger tensor, twice).
+    In addition to what the caller keeps, at most two batches of `gather_bytes` exist (or one larger tensor, twice).
 
     Args:
         names: names of the model's weights, or of its adapter's.

@@ -60,7 +60,7 @@ def load_hugging_face(chunks: Sequence[nn.Module], directory: Path, *, is_value_
             try:
                 _fill(tensor, weight, stored.parts(weight), names.architecture, groups)
             except (OSError, SafetensorError, _ShapeError) as error:
-                raise CheckpointError(f"{directory}: {', '.join(weight.checkpoint)} cannot be loaded: {error}") from error
+                raise CheckpointError(f"cannot load {', '.join(weight.checkpoint)} from {directory}: {error}") from error
             require_finite_weights([(", ".join(weight.checkpoint), tensor)], directory)
 
         started = time.perf_counter()

@@ -126,7 +126,7 @@ def has_value_head(directory: Path) -> bool:
 
 def _read_headers(directory: Path, names: ModelNames, num_mtp_layers: int) -> dict[str, StoredTensor]:
     if names.architecture.is_quantised:
-        raise CheckpointError(f"{directory} stores quantised weights, which training cannot start from; use the checkpoint in bf16")
+        raise CheckpointError(f"{directory} stores quantized weights, which training cannot start from; use the checkpoint in bf16")
     if num_mtp_layers > len(names.architecture.mtp_layers):
         raise CheckpointError(f"--mtp-num-layers {num_mtp_layers}: {directory} has {len(names.architecture.mtp_layers)} MTP layers")
     try:

@@ -1,4 +1,4 @@
-"""Samples per second of several LoRA runs at once (`fuligo train-many`) beside the same runs one after another (`fuligo train`).
+"""Samples per second of several LoRA runs at once (`fuligo train-many`) compared with the same runs one after another (`fuligo train`).
 
     python benchmarks/adapters.py [--runs 2 4] [--steps 8] [--rounds 1] [-- FLAGS of fuligo train]
 
@@ -74,7 +74,7 @@ def cpu_seconds() -> float:
 
 
 def write_configs(number: int, options: argparse.Namespace, directory: Path) -> list[Path]:
-    """Write the configs of the runs, which write to directories beside them."""
+    """Write the configs of the runs, which write to directories next to them."""
     from fuligo.config.command_line import parse
     from fuligo.config.files import save_yaml
 

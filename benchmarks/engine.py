@@ -1,4 +1,4 @@
-"""Tokens per second of the embedded engine over HTTP, beside transformers' `generate` and, if given, SGLang on a CPU.
+"""Tokens per second of the embedded engine over HTTP, compared with transformers' `generate` and, if given, SGLang on a CPU.
 
     python benchmarks/engine.py [--requests 1 16 256] [--threads N] [--repeats 3] [--engine-python .venv-sglang/bin/python]
 
@@ -36,7 +36,7 @@ VOCAB_SIZE = 512
 PROMPT_TOKENS = 16
 EQUAL_TOKENS = 32
 TORCHVISION_STUB = Path(__file__).parents[1] / "tests" / "sglang" / "stubs"
-"""Stub of torchvision, which SGLang imports; the published one does not load beside a CPU build of torch."""
+"""Stub of torchvision, which SGLang imports; the published one does not load with a CPU build of torch."""
 
 
 @dataclass(slots=True)

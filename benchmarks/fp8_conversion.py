@@ -1,4 +1,4 @@
-"""MB/s and peak memory of `fuligo convert fp8`, beside a plain copy of the same checkpoint.
+"""MB/s and peak memory of `fuligo convert fp8`, compared with a plain copy of the same checkpoint.
 
     python benchmarks/fp8_conversion.py [--megabytes 800] [--files 4] [--workers 1 2] [--repeats 2] [--directory DIR]
 

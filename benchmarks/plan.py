@@ -1,4 +1,4 @@
-"""Seconds of a `fuligo plan` process, beside an idle interpreter and one that only imports torch.
+"""Seconds of a `fuligo plan` process, compared with an idle interpreter and one that only imports torch.
 
     python benchmarks/plan.py [--repeats 5] [--config FILE]
 

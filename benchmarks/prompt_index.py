@@ -1,4 +1,4 @@
-"""Time and memory to open a large jsonl file: the index of `fuligo.data` beside a list of all rows, each in its own process.
+"""Time and memory to open a large jsonl file: the index of `fuligo.data` compared with a list of all rows, each in its own process.
 
 python benchmarks/prompt_index.py [--rows 1000000] [--row-bytes 1000]
 """

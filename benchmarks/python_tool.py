@@ -14,7 +14,7 @@ CODE = "print(sum(n * n for n in range(1000)))"
 
 
 async def fresh(settings: PythonSettings) -> None:
-    """Run one program in a sandbox of its own."""
+    """Run one program in its own sandbox."""
     session = PythonSession(settings)
     assert (await session.run(CODE)).output == "332833500\n"
     session.close()

@@ -1,4 +1,4 @@
-"""The same reinforcement learning by fuligo and by its peers, beside each other: speed, memory, and seconds to a reward.
+"""The same reinforcement learning by fuligo and by its peers, compared: speed, memory, and seconds to a reward.
 
     python examples/smollm2/fetch.py models/smollm2
     python benchmarks/race.py                                              # one GPU: fuligo and TRL with `generate`
@@ -251,7 +251,7 @@ def show(results: dict[str, dict[str, float | None]]) -> None:
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the competitor ends, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the competitor also ends
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "competitors", nargs="*", default=["fuligo", "trl-generate"], metavar="COMPETITOR", help=f"of {', '.join(COMPETITORS)}"

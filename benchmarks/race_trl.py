@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer as a competitor of `race.py`, in an environment of its own: race_trl.py WORK.json STEPS.jsonl {generate,vllm}."""
+"""TRL's GRPOTrainer as a competitor of `race.py`, in its own environment: race_trl.py WORK.json STEPS.jsonl {generate,vllm}."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Tokens per second of rollouts through the whole stack, beside the same requests sent directly by SGLang's own benchmark client.
+"""Tokens per second of rollouts through the whole stack, compared with the same requests sent directly by SGLang's own benchmark client.
 
     python benchmarks/rollout_overhead.py --engine-python .venv-sglang/bin/python [--requests 256] [--prompt-tokens 64] [--tokens 64]
     python benchmarks/rollout_overhead.py --engine-python /envs/sglang/bin/python --device cuda --model Qwen/Qwen3-0.6B --tokens 512 \
@@ -37,7 +37,7 @@ from fuligo.engines.sglang.server import ServerPorts, ServerSettings
 from fuligo.types import IntArray
 
 TORCHVISION_STUB = Path(__file__).parents[1] / "tests" / "sglang" / "stubs"
-"""Stub of torchvision, which SGLang imports; the published one does not load beside a CPU build of torch."""
+"""Stub of torchvision, which SGLang imports; the published one does not load with a CPU build of torch."""
 HOST = "127.0.0.1"
 Turn = Callable[[int], Awaitable[float]]
 """Function from the number of the turn to tokens per second."""

@@ -1,4 +1,4 @@
-"""Tokens per second of whole rollouts with many requests, beside SGLang's offline engine with the same requests.
+"""Tokens per second of whole rollouts with many requests, compared with SGLang's offline engine with the same requests.
 
     python benchmarks/rollout_waves.py --engine-python python3 --device cuda --model MODEL --questions gsm8k/train.jsonl \
         --waves 64x16:1024 128x16:1024 --tokens 320 --offline
@@ -35,7 +35,7 @@ from fuligo.engines.sglang.server import CPU_ARGUMENTS, CPU_ENVIRONMENT, OWN_ARG
 from fuligo.types import IntArray
 
 TORCHVISION_STUB = Path(__file__).parents[1] / "tests" / "sglang" / "stubs"
-"""Stub of torchvision, which SGLang imports; the published one does not load beside a CPU build of torch."""
+"""Stub of torchvision, which SGLang imports; the published one does not load with a CPU build of torch."""
 HOST = "127.0.0.1"
 
 

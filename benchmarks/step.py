@@ -1,4 +1,4 @@
-"""Seconds of a GRPO step beside TRL's GRPOTrainer on a CPU: same model, prompts, numbers of tokens, samples per prompt and loss.
+"""Seconds of a GRPO step compared with TRL's GRPOTrainer on a CPU: same model, prompts, numbers of tokens, samples per prompt and loss.
 
     python benchmarks/step.py [--steps 12] [--rounds 2] [--threads N]
 

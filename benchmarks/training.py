@@ -1,4 +1,4 @@
-"""Speed and memory of the trainers on the GPUs of one machine: tokens/s, FLOP/s, peak memory beside the plan, export.
+"""Speed and memory of the trainers on the GPUs of one machine: tokens/s, FLOP/s, peak memory next to the plan, export.
 
     python benchmarks/training.py                       # all cases that fit this machine's GPUs
     python benchmarks/training.py dense moe-ep2         # these cases
@@ -7,7 +7,7 @@
 A case is a model of a published shape with random weights and as many layers as fit, trained by the rank workers of `fuligo train`: packed
 rows of mixed lengths, forward, backward, optimizer step. FLOPs are three forward passes of the model, without recomputation, with half of
 the causal attention and the head for response tokens only. The share refers to 790 TFLOP/s, the rate of an 8192 x 8192 x 8192 bf16 matrix
-product on an H200. Peak memory is the maximum that PyTorch reserved plus what the process holds beside it; the plan assumes that all rows
+product on an H200. Peak memory is the maximum that PyTorch reserved plus what the process holds in addition; the plan assumes that all rows
 are as long as the longest.
 """
 

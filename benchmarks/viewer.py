@@ -3,8 +3,8 @@
 python benchmarks/viewer.py [--steps 2000] [--samples 256] [--tokens 64]
 
 The script writes a synthetic run (some minutes and gigabytes at full size), then serves it with `fuligo view` in its own process. A request
-that costs nothing is timed beside the others as a baseline. CPU time of the server covers all its threads (Linux), and is comparable on a
-busy machine, too.
+that costs nothing is timed next to the others as a baseline. CPU time of the server covers all its threads (Linux), and is also comparable
+on a busy machine.
 """
 
 import argparse

@@ -33,7 +33,7 @@ def panel(run_dir: Path, title: str) -> Panel:
 
 
 def answers(evaluation: Path) -> dict[str, tuple[str, Answer]]:
-    """Question -> (label, first answer) of an evaluation, in the order of the data set."""
+    """Question -> (label, first answer) of an evaluation, in the order of the dataset."""
     first: dict[str, tuple[str, Answer]] = {}
     for row in pq.read_table(evaluation, columns=["prompt", "label", "response", "reward"]).to_pylist():
         question = json.loads(row["prompt"])[-1]["content"]

@@ -34,11 +34,11 @@ def test_samples_of_evaluations(open_view: OpenPage) -> None:
     page.locator(".choice").get_by_text("Evaluations").click()
     found(page, 16)  # the advantage filter is gone, because evaluations are not trained on
     assert "of=eval" in page.url and "advantage" not in page.url
-    page.get_by_label("Data set").select_option("long_sums")
+    page.get_by_label("Dataset").select_option("long_sums")
     found(page, 8)
     page.locator(".line.sample").first.click()
     expect(page.locator(".sample-facts")).to_contain_text(f"after{NUM_STEPS} rollouts")
-    expect(page.locator(".sample-facts")).to_contain_text("data setlong_sums")
+    expect(page.locator(".sample-facts")).to_contain_text("datasetlong_sums")
     expect(page.locator(".member")).to_have_count(4)
     expect(page.locator(".history button")).to_have_text(["after 0: 0.25", f"after {NUM_STEPS}: 0.75"])
     page.reload()

@@ -74,7 +74,7 @@ function colourSwitch(changed) {
   return element(
     "fieldset",
     { class: "switch" },
-    element("legend", {}, "Colour by"),
+    element("legend", {}, "Color by"),
     options.map(([value, label, name]) =>
       element(
         "label",

@@ -1,4 +1,4 @@
-"""Data sets of the Hub, from a server on this machine and then only from the cache."""
+"""Datasets of the Hub, from a server on this machine and then only from the cache."""
 
 import json
 import os

@@ -120,7 +120,7 @@ class ScriptedEngine:
 
 
 class Rows:
-    """Data set of `num_rows` numbered rows in their order, epoch after epoch."""
+    """Dataset of `num_rows` numbered rows in their order, epoch after epoch."""
 
     def __init__(self, num_rows: int = 1000) -> None:
         self.num_rows = num_rows

@@ -57,7 +57,7 @@ class Prompts {
         ? choice("Prompts of", "of", sets, this.of, (of) => go({ of: of === "train" ? null : of, dataset: null }))
         : "",
       this.of === "eval" && !isReport && run.datasets.length > 1
-        ? choice("Data set", "dataset", [["", "all"], ...run.datasets.map(twice)], param("dataset") ?? "", (dataset) => go({ dataset }))
+        ? choice("Dataset", "dataset", [["", "all"], ...run.datasets.map(twice)], param("dataset") ?? "", (dataset) => go({ dataset }))
         : "",
     );
   }

@@ -62,7 +62,7 @@ class SampleView {
       ["label", sample.label === null ? null : sample.label],
       ["images", sample.images?.length ? sample.images.join(", ") : null],
       this.of() === "eval" ? ["after", count(sample.step, "rollout")] : ["step", sample.step],
-      ["data set", sample.dataset],
+      ["dataset", sample.dataset],
       ["engine", enginesOf(sample)],
       [
         "group",

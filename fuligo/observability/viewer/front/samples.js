@@ -228,7 +228,7 @@ class Samples {
         ofTraining && menu("kept", "Trained on", KEPT, param("kept") ?? ""),
         ofTraining && number("staleness_min", "Stale by", "≥", "Stale by at least"),
         ofTraining && this.run.engines.length > 1 && menu("engine", "Engine", [["", "any"], ...this.run.engines.map(twice)], param("engine") ?? ""),
-        !ofTraining && this.run.datasets.length > 1 && menu("dataset", "Data set", [["", "any"], ...this.run.datasets.map(twice)], param("dataset") ?? ""),
+        !ofTraining && this.run.datasets.length > 1 && menu("dataset", "Dataset", [["", "any"], ...this.run.datasets.map(twice)], param("dataset") ?? ""),
         number("group", "Group", "any"),
         menu("order", "Order", this.orders, param("order") ?? "newest"),
         element(

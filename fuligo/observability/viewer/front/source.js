@@ -46,7 +46,7 @@ const FROM_REPORT = {
     const rows = embedded.samples[run][of].filter((row) => row.prompt_key === prompt).sort(ordering("oldest"));
     return { total: rows.length, rows, indexed: [1, 1] };
   },
-  // A report has the first prompts of every order, of all data sets together.
+  // A report has the first prompts of every order, of all datasets together.
   prompts: ({ run, of, order, offset, limit }) => {
     const key = order.replace(/^-/, "");
     const sign = order.startsWith("-") ? -1 : 1;

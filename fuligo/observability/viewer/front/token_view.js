@@ -89,7 +89,7 @@ class TokenView {
     this.choice.replaceChildren(
       this.available.length
         ? choice(
-            "Colour by",
+            "Color by",
             "colour",
             this.available.map(({ key, title }) => [key, title]),
             chosen.key,
@@ -118,7 +118,7 @@ class TokenView {
     const text =
       key === "mask"
         ? `${known.filter((value) => value > 0).length} of ${known.length} tokens are trained`
-        : `${chosen.lead}; full colour at ${figure(most, 3)}`;
+        : `${chosen.lead}; full color at ${figure(most, 3)}`;
     this.legend.replaceChildren(
       key === "mask" ? "" : element("span", { class: `ramp ${chosen.signed ? "signed" : ""}` }),
       element("span", {}, text),

@@ -3,6 +3,7 @@
 import argparse
 import os
 import pickle
+import signal
 import threading
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
@@ -22,6 +23,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--num-runs", type=int, required=True, help="runs that share them")
     parser.add_argument("--parent-pid", type=int, required=True, help="process of all runs")
     options = parser.parse_args(arguments)
+    for descriptor in (options.control, options.trainer):
+        os.set_inheritable(descriptor, False)  # else the children of hooks would keep them open, and could command the trainer
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored below nohup; the process of all runs ends this one with it
     threading.Thread(target=_end_with_parent, args=(options.parent_pid,), daemon=True, name="parent watch").start()
     control = Connection(options.control)
     config = pickle.loads(control.recv_bytes())

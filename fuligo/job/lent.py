@@ -8,6 +8,7 @@ from multiprocessing.connection import Connection
 
 from fuligo.engines.backend import LentEngines
 from fuligo.errors import EngineError
+from fuligo.trainer.ranks.compute_thread import ComputeThread
 from fuligo.trainer.ranks.connected import ConnectedRank
 from fuligo.trainer.ranks.handle import RankHandle
 
@@ -30,12 +31,15 @@ class LentParts:
     async def engines(self) -> LentEngines:
         """Return the engines when they serve.
 
+        They are awaited in a daemon thread: asyncio waits at its end for the threads of `to_thread`, and an interrupted run would not end.
+
         Raises:
             EngineError: the process of all runs has ended
         """
         if self._engines is None:
             try:
-                self._engines = pickle.loads(await asyncio.to_thread(self._control.recv_bytes))
+                received = ComputeThread("shared engines").submit(self._control.recv_bytes)
+                self._engines = pickle.loads(await asyncio.wrap_future(received))
             except (EOFError, OSError) as error:
                 raise EngineError("the process that all runs share ended before its engines served; see its output") from error
         assert self._engines is not None

@@ -18,7 +18,7 @@ from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from fuligo.config import Config
 from fuligo.engines.backend import engine_backend
@@ -31,6 +31,8 @@ from fuligo.trainer.ranks.shared import SharedTrainer
 
 INTERRUPTED = 130
 """Exit code of a run that a signal ended, as `fuligo train` has it."""
+LAST_OUTPUT_S = 1.0
+"""Time to show the last output of a run that has ended; a process that a hook left running may keep its pipes open for longer."""
 
 
 @dataclass(slots=True)
@@ -41,6 +43,8 @@ class RunProcess:
     process: asyncio.subprocess.Process
     control: Connection
     """Brings the configuration, then the engines."""
+    output: asyncio.StreamReader
+    errors: asyncio.StreamReader
 
     def send(self, message: object) -> None:
         with suppress(OSError):  # a run that has ended; its exit code tells
@@ -70,7 +74,7 @@ async def run_many(configs: Mapping[str, Config], logs: Path) -> None:
         ends = asyncio.gather(*(_ended(run) for run in runs))
         with _signals_passed_to(runs) as received:
             try:
-                await _lend_engines(runs, list(configs.values()), logs, stack)
+                await _lend_engines(runs, list(configs.values()), logs, ends, stack)
                 codes = await asyncio.shield(ends)
             except asyncio.CancelledError:
                 for run in runs:
@@ -82,13 +86,18 @@ async def run_many(configs: Mapping[str, Config], logs: Path) -> None:
                     run.signal(signal.SIGKILL)
                 await ends
                 raise
-        if received and all(code in (0, INTERRUPTED, -signal.SIGTERM) for code in codes):  # a run that was still starting was killed by it
+        _require_success(dict(zip(configs, codes, strict=True)), is_terminated=bool(received))
+        if received:
             raise asyncio.CancelledError
-        _require_success(dict(zip(configs, codes, strict=True)))
 
 
-async def _lend_engines(runs: Sequence[RunProcess], configs: Sequence[Config], logs: Path, stack: AsyncExitStack) -> None:
+async def _lend_engines(
+    runs: Sequence[RunProcess], configs: Sequence[Config], logs: Path, ends: asyncio.Future[list[int]], stack: AsyncExitStack
+) -> None:
     """Start the engines, have their supervision end the runs with them, and tell each run that samples how it reaches them.
+
+    Args:
+        ends: done when all runs have ended, which ends the start of the engines, too
 
     Raises:
         EngineError: one did not start; with the last lines of its log
@@ -97,7 +106,15 @@ async def _lend_engines(runs: Sequence[RunProcess], configs: Sequence[Config], l
     if not sampling:
         return
     of_runs = [config for _, config in sampling]
-    shared = await engine_backend(of_runs[0]).launch_shared(of_runs, logs, stack)
+    launching = asyncio.create_task(engine_backend(of_runs[0]).launch_shared(of_runs, logs, stack))
+    try:
+        await asyncio.wait((launching, ends), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        launching.cancel()  # no-op if it is done
+        await asyncio.gather(launching, return_exceptions=True)
+    if ends.done():
+        return
+    shared = launching.result()
     if shared.fleet is not None:
         await stack.enter_async_context(while_watching(shared.fleet.watch()))
     for (run, _), lent in zip(sampling, shared.lent, strict=True):
@@ -109,6 +126,7 @@ async def _start(name: str, config: Config, num_runs: int, trainer: SharedTraine
     with ExitStack() as theirs:
         (control, their_control), (commands, their_commands) = socket.socketpair(), socket.socketpair()
         given = [theirs.enter_context(end) for end in (their_control, their_commands)]
+        (output, write_output), (errors, write_errors) = await _pipe(stack, theirs), await _pipe(stack, theirs)
         # In its own process group: Ctrl-C in a terminal reaches this process, which passes it on.
         process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -116,11 +134,11 @@ async def _start(name: str, config: Config, num_runs: int, trainer: SharedTraine
             *("--num-runs", str(num_runs), "--parent-pid", str(os.getpid())),
             pass_fds=[end.fileno() for end in given],
             stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
+            stdout=write_output,
+            stderr=write_errors,
             process_group=0,
         )
-    run = RunProcess(name, process, Connection(control.detach()))
+    run = RunProcess(name, process, Connection(control.detach()), output, errors)
     stack.callback(run.control.close)
     stack.callback(run.signal, signal.SIGKILL)
     run.send(config)
@@ -136,21 +154,57 @@ async def _start(name: str, config: Config, num_runs: int, trainer: SharedTraine
     return run
 
 
+async def _pipe(stack: AsyncExitStack, theirs: ExitStack) -> tuple[asyncio.StreamReader, int]:
+    """Return a pipe's reader, which `stack` closes, and the descriptor of its other end, which `theirs` closes.
+
+    With pipes of asyncio's own, `Process.wait` waits until every process that has inherited them has ended.
+    """
+    read_end, write_end = os.pipe()
+    theirs.callback(os.close, write_end)
+    reader = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_end, "rb", buffering=0)
+    )
+    stack.callback(transport.close)
+    return reader, write_end
+
+
 async def _ended(run: RunProcess) -> int:
     """Show the output of a run, each line with its name, until it ends; return its exit code, negative for a signal."""
-    assert run.process.stdout is not None and run.process.stderr is not None
-    await asyncio.gather(_show(run.name, run.process.stdout, sys.stdout), _show(run.name, run.process.stderr, sys.stderr))
-    return await run.process.wait()
+    exited = asyncio.ensure_future(run.process.wait())
+    showing = {asyncio.ensure_future(_show(run.name, *shown)) for shown in ((run.output, sys.stdout), (run.errors, sys.stderr))}
+    pending: set[asyncio.Future[Any]] = {exited, *showing}
+    try:
+        while not exited.done():
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for each in done:
+                each.result()  # raises where this process cannot write what it shows
+        if left := pending & showing:
+            await asyncio.wait(left, timeout=LAST_OUTPUT_S)
+    finally:
+        for each in pending:
+            each.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+    return exited.result()
 
 
 async def _show(name: str, output: asyncio.StreamReader, shown_on: IO[str]) -> None:
     unfinished = b""
-    while read := await output.read(1 << 16):
-        *lines, unfinished = (unfinished + read).split(b"\n")
-        for line in lines:
-            print(f"[{name}] {line.decode(errors='replace')}", file=shown_on, flush=True)
-    if unfinished:
-        print(f"[{name}] {unfinished.decode(errors='replace')}", file=shown_on, flush=True)
+    try:
+        while read := await output.read(1 << 16):
+            *lines, unfinished = (unfinished + read).split(b"\n")
+            for line in lines:
+                _show_line(name, line, shown_on)
+    finally:
+        if unfinished:
+            _show_line(name, unfinished, shown_on)
+
+
+def _show_line(name: str, line: bytes, shown_on: IO[str]) -> None:
+    """Show a line, with escapes for bytes that are not text and for characters that the stream's encoding lacks."""
+    encoding = shown_on.encoding or "utf-8"
+    text = f"[{name}] {line.decode(errors='backslashreplace')}"
+    print(text.encode(encoding, errors="backslashreplace").decode(encoding), file=shown_on, flush=True)
 
 
 @contextmanager
@@ -174,15 +228,22 @@ def _signals_passed_to(runs: Sequence[RunProcess]) -> Iterator[list[signal.Signa
         loop.remove_signal_handler(signal.SIGTERM)
 
 
-def _require_success(codes: Mapping[str, int]) -> None:
-    """Check that all runs ended with exit code 0.
+def _require_success(codes: Mapping[str, int], *, is_terminated: bool = False) -> None:
+    """Check that all runs ended with exit code 0, or by the SIGTERM that all of them received.
 
     Raises:
         RunsFailedError: some did not
     """
-    failed = [f"{name} ({f'exit code {code}' if code >= 0 else f'killed by signal {-code}'})" for name, code in codes.items() if code != 0]
+    ended_well = (0, INTERRUPTED, -signal.SIGTERM) if is_terminated else (0,)  # a run that was still starting was killed by the signal
+    failed = [
+        f"{name} ({f'exit code {code}' if code >= 0 else f'killed by signal {-code}'})"
+        for name, code in codes.items()
+        if code not in ended_well
+    ]
     if failed:
+        interrupted = sum(code != 0 for code in codes.values()) - len(failed)
         raise RunsFailedError(
-            f"{len(failed)} of {len(codes)} runs failed: {', '.join(failed)}; their errors are above. Resume them with the same "
-            "command and --resume, which skips complete runs"
+            f"{len(failed)} of {len(codes)} runs failed: {', '.join(failed)}; their errors are above"
+            f"{f'; SIGTERM ended {interrupted} more' if interrupted else ''}. Resume them with the same command and --resume, which skips "
+            "complete runs"
         )

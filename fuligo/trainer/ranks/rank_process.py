@@ -1,6 +1,7 @@
 """Process of a rank that the driver started: `python -m fuligo.trainer.ranks.rank_process ...`."""
 
 import argparse
+import os
 from multiprocessing.connection import Connection
 
 
@@ -11,6 +12,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, required=True)
     parser.add_argument("--connection", type=int, required=True, help="file descriptor of the socket to the driver")
     options = parser.parse_args()
+    os.set_inheritable(options.connection, False)  # else children of hooks would keep it open
 
     from fuligo.trainer.ranks.connected import serve
     from fuligo.trainer.ranks.rank import Rank, RankExecutor

@@ -121,7 +121,7 @@ def train_many(configs: Sequence[Config | str | Path], *, resume: bool = False) 
         )
     prepared = prepare_many(named, resumes=resume)
     with _own_umask():
-        return run_many_to_end(prepared)
+        return run_many_to_end(prepared, resume=resume)
 
 
 async def train_async(config: Config | str | Path | None = None, /, **flags: Any) -> "Outcome":

@@ -21,6 +21,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--control", type=int, required=True, help="file descriptor that brings the configuration, then the engine")
     parser.add_argument("--trainer", type=int, required=True, help="file descriptor that leads to the run's rank in the trainer")
     parser.add_argument("--num-runs", type=int, required=True, help="runs that share them")
+    parser.add_argument("--resume", action="store_true", help="the run may replace recorded steps if it has no checkpoint")
     parser.add_argument("--parent-pid", type=int, required=True, help="process of all runs")
     options = parser.parse_args(arguments)
     for descriptor in (options.control, options.trainer):
@@ -35,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     from fuligo.job import run_to_end
     from fuligo.job.lent import LentParts
 
-    outcome = run_to_end(config, LentParts(control, Connection(options.trainer), options.num_runs))
+    outcome = run_to_end(config, LentParts(control, Connection(options.trainer), options.num_runs, resume=options.resume))
     Console(highlight=False, soft_wrap=True).print(f"run directory: {outcome.run_dir}", markup=False)
     return 0
 

@@ -1,5 +1,6 @@
 """`fuligo train-many`: several LoRA runs at once over one trainer and one engine."""
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -49,12 +50,12 @@ def main(arguments: Sequence[str]) -> int:
     if configs:
         from fuligo.job import run_many_to_end
 
-        run_many_to_end(configs)
+        run_many_to_end(configs, resume=resumes)
     return 0
 
 
 def _read(files: Sequence[str], flags: Sequence[str]) -> dict[str, Parsed]:
-    """Read the configs with the flags, by the names of their files, which are whole paths where two files have one name.
+    """Read the configs with the flags, by the names of their files, which are whole paths for all where two files have one name.
 
     Raises:
         ConfigError: a file or a flag is wrong.
@@ -63,8 +64,8 @@ def _read(files: Sequence[str], flags: Sequence[str]) -> dict[str, Parsed]:
         raise ConfigError(f"{CONFIG_OPTION}: fuligo train-many takes config files without an option: fuligo train-many A.yaml B.yaml")
     if twice := [file for file, number in Counter(files).items() if number > 1]:
         raise ConfigError(f"{twice[0]} is given twice; each run needs its own config")
-    stems = Counter(Path(file).stem for file in files)
-    names = [Path(file).stem if stems[Path(file).stem] == 1 else file for file in files]
+    stems = [Path(file).stem for file in files]
+    names = stems if len(set(stems)) == len(stems) else files
     return {name: parse([CONFIG_OPTION, file, *flags]) for name, file in zip(names, files, strict=True)}
 
 
@@ -86,6 +87,8 @@ def prepare_many(
     started = datetime.now()
     # Before each is checked by itself, which may take its time, and with the values that were chosen then.
     given = {name: located(config) for name, config in configs.items()}
+    if not resumes:
+        given = _with_directories(given, started)
     _require_fit(given, started)
     prepared: dict[str, Config] = {}
     problems: list[str] = []
@@ -107,11 +110,22 @@ def _require_fit(configs: Mapping[str, Config], started: datetime) -> None:
         raise ConfigError(*problems)
 
 
+def _with_directories(configs: Mapping[str, Config], started: datetime) -> dict[str, Config]:
+    """Return the configs with a directory for each run that has none: its process would choose one by its own start time."""
+    return {
+        name: _changed(config, "observability", run_dir=str(config.run_directory(started)) + re.sub(r"[^\w.]+", "-", f"-{name}"))
+        if config.observability.run_dir is None and config.observability.name is None
+        else config
+        for name, config in configs.items()
+    }
+
+
 def _resumed(configs: Mapping[str, Config]) -> dict[str, Config]:
     """Return the configs of the runs that are not complete, each with --load of its own checkpoints if there are any.
 
     Raises:
         ConfigError: a run has no name by which its directory is found again.
+        FuligoError: the data of a run, by which --num-epoch is counted, cannot be read.
     """
     from fuligo.checkpoint.location import newest_iteration
     from fuligo.cli.console import show_choice
@@ -122,10 +136,25 @@ def _resumed(configs: Mapping[str, Config]) -> dict[str, Config]:
         if config.observability.run_dir is None and config.observability.name is None:
             raise ConfigError(f"{name}: {RESUME} cannot find a run directory that has its start time as its name; give it with --run-dir")
         saved = save_directory(config, config.run_directory(datetime.now()))
-        iteration, num_rollout = newest_iteration(saved) if saved.is_dir() else None, config.data.num_rollout
-        if iteration is not None and num_rollout is not None and iteration >= num_rollout:
+        iteration = newest_iteration(saved) if saved.is_dir() else None
+        if iteration is not None and iteration >= (num_rollout := _num_rollout(config)):
             show_choice(f"{name} is left out: it is complete ({iteration} of {num_rollout} rollouts)")
-            continue
-        load = config.checkpoint.load if iteration is None and config.checkpoint.load is not None else str(saved)
-        left[name] = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"load": load})})
+        elif iteration is not None:
+            left[name] = _changed(config, "checkpoint", load=str(saved), ckpt_step=None)
+        else:
+            left[name] = config if config.checkpoint.load is not None else _changed(config, "checkpoint", load=str(saved))
     return left
+
+
+def _num_rollout(config: Config) -> int:
+    """Return the rollouts of a run; --num-epoch is counted with its data."""
+    if config.data.num_rollout is not None:
+        return config.data.num_rollout
+    from fuligo.job.rollouts import RunData
+
+    return RunData.open(config).num_rollout
+
+
+def _changed(config: Config, group: str, **values: object) -> Config:
+    """Return the config with other values of flags in a group."""
+    return config.model_copy(update={group: getattr(config, group).model_copy(update=values)})

@@ -25,14 +25,13 @@ SHARED = (
 SHARED_ARGUMENTS = ("sglang", "router")
 """Groups of pass-through arguments of the engines."""
 SHARED_PATHS = ("hf_checkpoint", "ref_load")
-OUTPUTS: Mapping[str, Callable[[Config, datetime], str | None]] = {
+PATHS_WRITTEN: Mapping[str, Callable[[Config, datetime], str | None]] = {
     "--run-dir": lambda config, started: str(config.run_directory(started)),
-    "--save": lambda config, _: config.checkpoint.save,
+    "--save": lambda config, started: config.checkpoint.save or str(config.run_directory(started) / "checkpoints"),
     "--save-hf": lambda config, _: config.checkpoint.save_hf,
-    "--push-to-hub": lambda config, _: config.checkpoint.push_to_hub,
     "--save-debug-rollout-data": lambda config, _: config.debug.save_debug_rollout_data,
 }
-"""Places that a run writes to, by option."""
+"""Paths that a run writes to, by option."""
 
 
 def problems_of_many(configs: Mapping[str, Config], started: datetime) -> list[str]:
@@ -104,9 +103,18 @@ def _shown(value: object) -> str:
 
 
 def _same_outputs(configs: Mapping[str, Config], started: datetime) -> Iterator[str]:
-    """Yield the places that two runs would write to."""
-    for option, place in OUTPUTS.items():
-        places = {name: written for name, config in configs.items() if (written := place(config, started)) is not None}
-        for (one, written), (other, also) in combinations(places.items(), 2):
-            if Path(written).resolve() == Path(also).resolve():
-                yield f"{one} and {other} would both write to {option} {written}; give each its own"
+    """Yield the places that two runs would write to, also by different options."""
+    for (one, config), (other, compared) in combinations(configs.items(), 2):
+        theirs = _paths_written(compared, started)
+        for option, written in _paths_written(config, started).items():
+            also = next((each for each, path in theirs.items() if Path(path).resolve() == Path(written).resolve()), None)
+            if also is None or (option == also == "--save" and config.checkpoint.save is compared.checkpoint.save is None):
+                continue  # the defaults are the same where the run directories are
+            of_other = "" if also == option else f" ({also} of {other})"
+            yield f"{one} and {other} would both write to {option} {written}{of_other}; give each its own"
+        if (hub := config.checkpoint.push_to_hub) is not None and hub == compared.checkpoint.push_to_hub:
+            yield f"{one} and {other} would both write to --push-to-hub {hub}; give each its own"
+
+
+def _paths_written(config: Config, started: datetime) -> dict[str, str]:
+    return {option: path for option, of in PATHS_WRITTEN.items() if (path := of(config, started)) is not None}

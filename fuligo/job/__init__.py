@@ -76,11 +76,12 @@ async def run_in_loop(config: Config) -> Outcome:
     return await run_config(config, Termination(config.checkpoint.save_on_sigterm))
 
 
-def run_many_to_end(configs: Mapping[str, Config]) -> list[Path]:
+def run_many_to_end(configs: Mapping[str, Config], *, resume: bool = False) -> list[Path]:
     """Run checked configurations at once, each in its own process, over one trainer and one engine; return their run directories.
 
     Args:
-        configs: by the name of the run
+        configs: by the name of the run; each names its run directory
+        resume: runs that have saved nothing yet begin again, and replace the steps that they have recorded
 
     Raises:
         RunsFailedError: runs failed; the others have ended by themselves
@@ -94,11 +95,12 @@ def run_many_to_end(configs: Mapping[str, Config]) -> list[Path]:
     if not configs:
         return []
     _keep_private(next(iter(configs.values())))
-    logs = directories[0].with_name(f"{directories[0].name}.engines")  # the run directories are their processes'
+    first = directories[0].resolve()  # `.` has no name
+    logs = first.with_name(f"{first.name}.engines")  # the run directories are their processes'
     if any(config.needs_engine for config in configs.values()):
         logs.mkdir(parents=True, exist_ok=True)
     try:
-        asyncio.run(run_many(configs, logs))
+        asyncio.run(run_many(configs, logs, resume=resume))
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
     return directories

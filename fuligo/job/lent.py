@@ -20,10 +20,12 @@ class LentParts:
         control: brings the engines once they serve
         trainer: leads to the run's rank
         num_runs: runs that share them
+        resume: the run may replace the steps that it has recorded, though it has no checkpoint
     """
 
-    def __init__(self, control: Connection, trainer: Connection, num_runs: int) -> None:
+    def __init__(self, control: Connection, trainer: Connection, num_runs: int, *, resume: bool = False) -> None:
         self.num_runs = num_runs
+        self.resume = resume
         self._control = control
         self._trainer = trainer
         self._engines: LentEngines | None = None

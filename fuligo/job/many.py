@@ -55,12 +55,13 @@ class RunProcess:
             self.process.send_signal(number)
 
 
-async def run_many(configs: Mapping[str, Config], logs: Path) -> None:
+async def run_many(configs: Mapping[str, Config], logs: Path, *, resume: bool = False) -> None:
     """Run all configurations to their ends; SIGTERM and cancellation end them as they end a run alone.
 
     Args:
         configs: checked, by the name of the run
         logs: directory of the engines' logs
+        resume: a run without a checkpoint of its own replaces the steps that it has recorded
 
     Raises:
         RunsFailedError: runs failed; the others have ended by themselves
@@ -70,7 +71,8 @@ async def run_many(configs: Mapping[str, Config], logs: Path) -> None:
         on_cpu = resolve_device(next(iter(configs.values()))) == "cpu"
         trainer = SharedTrainer(max_threads=half_the_cores() if on_cpu else None)
         stack.callback(trainer.stop)
-        runs = [await _start(name, config, len(configs), trainer, stack) for name, config in configs.items()]
+        options = ["--num-runs", str(len(configs)), *(["--resume"] if resume else [])]
+        runs = [await _start(name, config, options, trainer, stack) for name, config in configs.items()]
         ends = asyncio.gather(*(_ended(run) for run in runs))
         with _signals_passed_to(runs) as received:
             try:
@@ -121,7 +123,7 @@ async def _lend_engines(
         run.send(lent)
 
 
-async def _start(name: str, config: Config, num_runs: int, trainer: SharedTrainer, stack: AsyncExitStack) -> RunProcess:
+async def _start(name: str, config: Config, options: Sequence[str], trainer: SharedTrainer, stack: AsyncExitStack) -> RunProcess:
     """Start the process of a run, and answer the commands that it gives the trainer."""
     with ExitStack() as theirs:
         (control, their_control), (commands, their_commands) = socket.socketpair(), socket.socketpair()
@@ -131,7 +133,7 @@ async def _start(name: str, config: Config, num_runs: int, trainer: SharedTraine
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             *("-m", "fuligo", "run-of-many", "--control", str(given[0].fileno()), "--trainer", str(given[1].fileno())),
-            *("--num-runs", str(num_runs), "--parent-pid", str(os.getpid())),
+            *("--parent-pid", str(os.getpid()), *options),
             pass_fds=[end.fileno() for end in given],
             stdin=asyncio.subprocess.DEVNULL,
             stdout=write_output,

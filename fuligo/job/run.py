@@ -105,7 +105,7 @@ async def _open(config: Config, stack: AsyncExitStack, lent: LentParts | None) -
     """Open the run directory and the cluster; begin to start the engines."""
     origin = Origin.find(config)
     run_dir = config.run_directory(datetime.now())
-    directory = RunDirectory.create(run_dir, config, resume=origin.may_cut_back(config, run_dir))
+    directory = RunDirectory.create(run_dir, config, resume=(lent is not None and lent.resume) or origin.may_cut_back(config, run_dir))
     stack.callback(directory.close)
     stack.push(partial(_report_interruption, config, directory))
     store = None

@@ -107,6 +107,19 @@ def test_killed_and_resumed_runs_equal_uninterrupted_ones(alone: Path, write_run
     assert succeed(*command) == "", "all are complete"
 
 
+def test_a_run_that_begins_with_other_weights_is_resumed_before_its_first_checkpoint(
+    checkpoint: Path, write_run: WriteRun, tmp_path: Path
+) -> None:
+    """It replaces the steps that it has recorded."""
+    begins = {"load": checkpoint, "save_interval": 1000}
+    command = ["train-many", *(write_run(tmp_path, name, **begins) for name in ("wide", "narrow")), "--resume"]
+    assert fuligo(*command, KILL_ALL_AT="1").returncode == -signal.SIGKILL
+    assert len(metrics(tmp_path / "wide")) == 1
+    succeed(*command)
+    for name in ("wide", "narrow"):
+        assert len(metrics(tmp_path / name)) == NUM_ROLLOUTS
+
+
 def test_a_run_that_fails_ends_alone(alone: Path, write_run: WriteRun, tmp_path: Path) -> None:
     """Runs that sample ahead go on, too; their log-probabilities depend on arrival times by rounding, as alone."""
     broken = write_run(tmp_path, "wide", custom_rm_path="tests.e2e.rewards.fails_on_all")

@@ -1,15 +1,21 @@
 """Arguments of `fuligo train-many`, and what it refuses before anything starts."""
 
+import re
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import fuligo
+from fuligo import job
+from fuligo.cli.train_many import _read as read
+from fuligo.cli.train_many import _resumed as in_progress
 from fuligo.cli.train_many import main, prepare_many
 from fuligo.config.command_line import parse
 from fuligo.config.files import save_yaml
 from fuligo.errors import ConfigError
+from fuligo.job import many
 from tests import tiny
 from tests.unit.config.conftest import config_with
 
@@ -55,6 +61,38 @@ def test_a_file_given_twice_is_refused(files: list[str]) -> None:
         main([files[0], files[0]])
 
 
+def test_each_file_is_a_run_also_where_names_look_like_others(files: list[str], tmp_path: Path) -> None:
+    names = ("b.yml", "d/b.yaml", "z/b.yml.yaml")
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(Path(files[0]).read_bytes())
+    given = [str(tmp_path / name) for name in names]
+    assert list(read(given, ())) == given
+
+
+def test_runs_without_a_directory_get_one_each(files: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It is fixed here: the process of each run would name it by its own start time."""
+    monkeypatch.chdir(tmp_path)
+    configs = prepared(files, "--run-dir", "none")
+    directories = [config.run_directory(datetime(2000, 1, 1)) for config in configs.values()]
+    assert [re.sub(r"\d", "0", str(directory)) for directory in directories] == ["runs/0000-00-00-000000-a", "runs/0000-00-00-000000-b"]
+
+
+def test_the_engines_logs_lie_beside_the_first_run_also_below_the_working_directory(
+    files: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def run_many(configs: object, logs: Path, *, resume: bool) -> None:
+        begun.append((logs, resume))
+
+    begun: list[object] = []
+    monkeypatch.setattr(many, "run_many", run_many)
+    monkeypatch.setattr(job, "_keep_private", lambda _: None)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    job.run_many_to_end({"a": parse(["--config", files[0], "--run-dir", "."]).config}, resume=True)
+    assert begun == [(tmp_path / "here.engines", True)]
+
+
 def test_config_as_an_option_is_refused(files: list[str]) -> None:
     with pytest.raises(ConfigError, match="takes config files without an option"):
         main([*files, "--config", files[0]])
@@ -86,6 +124,25 @@ def test_resume_loads_each_run_s_own_checkpoints_and_leaves_complete_runs_out(fi
     (done / "latest_checkpointed_iteration.txt").write_text("10")
     configs = prepared(files, resumes=True)
     assert {name: config.checkpoint.load for name, config in configs.items()} == {"b": str(tmp_path / "runs" / "b" / "checkpoints")}
+
+
+def test_resume_counts_the_rollouts_of_epochs(files: list[str], tmp_path: Path) -> None:
+    """One prompt in batches of one: two epochs are two rollouts."""
+    done = tmp_path / "runs" / "a" / "checkpoints"
+    done.mkdir(parents=True)
+    (done / "latest_checkpointed_iteration.txt").write_text("2")
+    assert list(prepared(files, "--num-epoch", "2", "--rollout-batch-size", "1", resumes=True)) == ["b"]
+
+
+def test_resume_of_a_run_s_own_checkpoints_takes_the_newest(files: list[str], tmp_path: Path) -> None:
+    """Not --ckpt-step, which belongs to the --load that the run began with."""
+    done = tmp_path / "runs" / "a" / "checkpoints"
+    done.mkdir(parents=True)
+    (done / "latest_checkpointed_iteration.txt").write_text("2")
+    configs = {Path(file).stem: parse(["--config", file, "--load", "first", "--ckpt-step", "5"]).config.checkpoint for file in files}
+    resumed = in_progress({Path(file).stem: parse(["--config", file, "--load", "first", "--ckpt-step", "5"]).config for file in files})
+    assert (resumed["a"].checkpoint.load, resumed["a"].checkpoint.ckpt_step) == (str(done), None)
+    assert resumed["b"].checkpoint == configs["b"]
 
 
 def test_resume_needs_a_directory_with_a_name(files: list[str]) -> None:

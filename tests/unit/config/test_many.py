@@ -116,6 +116,10 @@ def test_one_model_may_have_two_spellings() -> None:
             {"save_debug_rollout_data": "d/{rollout_id}.pt"},
             "--save-debug-rollout-data d/",
         ),
+        ({"save": "runs/b/checkpoints"}, {}, "--save runs/b/checkpoints; give"),
+        ({}, {"save": "runs/a/checkpoints"}, "--save runs/a/checkpoints; give"),
+        ({"save_hf": "saved"}, {"save": "saved"}, "--save-hf saved (--save of b)"),
+        ({"save": "runs/b"}, {}, "--save runs/b (--run-dir of b)"),
     ],
 )
 def test_two_runs_do_not_write_to_one_place(changes: dict[str, Any], other: dict[str, Any], place: str) -> None:

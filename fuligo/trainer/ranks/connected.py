@@ -168,14 +168,13 @@ def serve(connection: RankConnection, executor: RankExecutor) -> None:
 
 def answer_commands(connection: RankConnection, executor: RankExecutor) -> None:
     """Answer commands until the other end closes the connection."""
-    sending = threading.Lock()
+    sender = ComputeThread(f"answers-of-rank-{executor.rank.number}")
+    """Separate thread, because a driver that is stopped reads nothing and blocks the writer; other runs may share the compute thread."""
 
     def send(number: int, answered: Future[Answer[Any]]) -> None:
-        if answered.result().error is not None and _has_ended(connection):
-            return  # a collective noticed first that the driver was killed; nobody needs its traceback
-        message = pickle.dumps((number, answered.result().for_driver(executor.rank.number)))
-        with sending, suppress(OSError):
-            connection.send_bytes(message)
+        answer = answered.result()
+        message = pickle.dumps((number, answer.for_driver(executor.rank.number)))
+        sender.submit(partial(_send_answer, connection, message, is_error=answer.error is not None))
 
     def serve_next() -> None:
         """Begin one command; in a function so that the loop keeps no reference to its samples while it waits for the next."""
@@ -186,6 +185,14 @@ def answer_commands(connection: RankConnection, executor: RankExecutor) -> None:
     with suppress(EOFError, OSError):
         while True:
             serve_next()
+    sender.stop()
+
+
+def _send_answer(connection: RankConnection, message: bytes, *, is_error: bool) -> None:
+    if is_error and _has_ended(connection):
+        return  # a collective noticed first that the driver was killed; nobody needs its traceback
+    with suppress(OSError):
+        connection.send_bytes(message)
 
 
 def _has_ended(connection: RankConnection) -> bool:

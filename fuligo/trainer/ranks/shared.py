@@ -39,6 +39,8 @@ class SharedTrainer:
     """
 
     def __init__(self, max_threads: int | None = None) -> None:
+        self.num_runs = 0
+        """Runs that have an executor, also those that have ended."""
         self._max_threads = max_threads
         self._compute = TurnThread()
         self._world: World | None = None
@@ -46,6 +48,7 @@ class SharedTrainer:
 
     def executor(self) -> RankExecutor:
         """Return the executor of one more run's rank."""
+        self.num_runs += 1
         return SharedExecutor(SharedRank(self), RunShare(self._compute))
 
     def world(self, join: Callable[[], World]) -> World:
@@ -85,8 +88,10 @@ class SharedRank(Rank):
             raise TrainerError("cannot share a trainer: only runs that train a LoRA adapter with the torch trainer can; train it alone")
         joined = self._trainer.world(lambda: self.join(settings, rendezvous))
         with collector_paused():
+            from fuligo.trainer.torch_backend.compiled_layers import allow_compiled_kinds
             from fuligo.trainer.torch_backend.worker import TorchRankWorker
 
+        allow_compiled_kinds(self._trainer.num_runs)
         self._worker = TorchRankWorker(settings, joined, base=self._trainer.base())
         return self._worker.balance_by
 
@@ -170,7 +175,7 @@ class TurnThread:
             while True:
                 own = next((work for work in self._waiting if work[0] is self._keeper), None)
                 left_s = self._keeps_until_s - time.monotonic()
-                if own is None and self._waiting and (self._keeper is None or left_s <= 0):
+                if own is None and self._waiting and (self._keeper is None or left_s <= 0 or self._stopping):
                     own = self._waiting[0]
                 if own is not None:
                     self._waiting.remove(own)

@@ -15,7 +15,7 @@ from fuligo.models.tree_attention import TreeRow
 RowT = TypeVar("RowT", VarlenRow, TreeRow)
 
 COMPILED_KINDS = 32
-"""Compiled variants of a layer's code: kinds of layers, with and without gradient, of policy, reference, teacher and value model."""
+"""Compiled variants of a layer in a run: kinds of layers, with and without gradient, of policy, reference, teacher and value model."""
 
 
 def can_compile(model: PreTrainedModel) -> bool:
@@ -30,9 +30,20 @@ def can_compile(model: PreTrainedModel) -> bool:
     return not has_experts and not gated_delta_modules(model) and getattr(model.config, "kv_lora_rank", None) is None
 
 
+def allow_compiled_kinds(num_runs: int) -> None:
+    """Let the layers of several runs' models in this process be compiled: their adapters differ, and the code of a layer is one.
+
+    Beyond the limit, torch would run a layer without compilation, with a warning only.
+    """
+    limits = torch._dynamo.config
+    limits.recompile_limit = COMPILED_KINDS * num_runs
+    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, limits.recompile_limit)
+
+
 def compile_layers(layers: Iterable[nn.Module]) -> None:
     """Compile the forward pass of every layer at its first call; layers of the same kind share the code."""
-    torch._dynamo.config.recompile_limit = COMPILED_KINDS
+    if torch._dynamo.config.recompile_limit < COMPILED_KINDS:
+        allow_compiled_kinds(num_runs=1)
     for layer in layers:
         layer.forward = _compiled(layer.forward)
 

@@ -1,8 +1,12 @@
 """Trainer that several runs share: their commands interleave, and each computes as alone."""
 
+import pickle
+import socket
+import struct
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -13,10 +17,12 @@ from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.models.adapter import adapter_tensors, base_tensors
 from fuligo.trainer.objective import LossSettings
 from fuligo.trainer.ranks.commands import Command, Leave, Load, Ping, call
+from fuligo.trainer.ranks.connected import answer_commands
 from fuligo.trainer.ranks.rank import Rank, RankExecutor
 from fuligo.trainer.ranks.settings import LearningRateSchedule, LoraSettings, OptimizerSettings
 from fuligo.trainer.ranks.shared import RunShare, SharedTrainer, TurnThread
 from fuligo.trainer.ranks.worker import RankWorker
+from fuligo.trainer.torch_backend.compiled_layers import COMPILED_KINDS, compile_layers
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 from tests import shares, train_batches
 
@@ -40,8 +46,15 @@ def trainer() -> Iterator[SharedTrainer]:
     shared.stop()
 
 
+class LargeAnswer(Command[bytes]):
+    name = "large answer"
+
+    def run(self, rank: Rank) -> bytes:
+        return bytes(1 << 24)
+
+
 def run(executor: RankExecutor, command: Command[Any]) -> Any:
-    answer = executor.answer(lambda: command, is_queued=True).result(120)
+    answer = executor.answer(lambda: command, is_queued=True).result(30)
     if answer.error is not None:
         raise answer.error
     return answer.value
@@ -84,6 +97,20 @@ def test_the_base_is_in_memory_once(trainer: SharedTrainer, settings: list[Torch
     workers: list[Any] = [executor.rank.worker for executor in executors]
     first, second = ({tensor.data_ptr() for tensor in base_tensors(worker.policy.model).values()} for worker in workers)
     assert first == second
+
+
+def test_layers_of_every_run_may_be_compiled(trainer: SharedTrainer, settings: list[TorchTrainerSettings]) -> None:
+    """torch compares its limits with the number of compiled variants of a layer's code, which all runs have in common."""
+    executors: list[Any] = [trainer.executor() for _ in range(10)]
+
+    def limits() -> tuple[int, int]:
+        compile_layers([])  # a model that loads later keeps them
+        return torch._dynamo.config.recompile_limit, torch._dynamo.config.accumulated_recompile_limit
+
+    with torch._dynamo.config.patch(recompile_limit=8, accumulated_recompile_limit=256):
+        run(executors[0], Load(settings[0], None))
+        in_thread = executors[0]._share.submit(limits).result(30)  # each thread has limits of its own
+    assert in_thread == (10 * COMPILED_KINDS, 10 * COMPILED_KINDS)
 
 
 def test_a_run_that_ends_leaves_the_others(trainer: SharedTrainer, settings: list[TorchTrainerSettings]) -> None:
@@ -143,6 +170,30 @@ def test_a_run_that_does_not_come_back_loses_its_turn() -> None:
     gone.submit(lambda: None).result(60)
     assert other.submit(lambda: "next").result(60) == "next"
     thread.stop()
+
+
+def test_work_that_waits_for_a_turn_is_done_before_the_thread_ends() -> None:
+    thread = TurnThread()
+    keeper, other = RunShare(thread), RunShare(thread)
+    keeper.is_in_step = True
+    keeper.submit(lambda: None).result(60)
+    waiting = other.submit(lambda: "done")
+    thread.stop()
+    assert waiting.result(10) == "done"
+
+
+def test_a_run_that_is_stopped_does_not_stop_the_others(trainer: SharedTrainer) -> None:
+    """It reads no answers; theirs are larger than the buffer of its connection."""
+    stopped, other = trainer.executor(), trainer.executor()
+    ours, theirs = (Connection(end.detach()) for end in socket.socketpair())
+    threading.Thread(target=answer_commands, args=(theirs, stopped), daemon=True).start()
+    ours.send_bytes(struct.pack("!q?", 0, True))
+    ours.send_bytes(pickle.dumps(LargeAnswer()))
+    assert ours.poll(60), "the answer has begun"
+    assert run(other, LargeAnswer()) == LargeAnswer().run(other.rank)
+    number, answer = pickle.loads(ours.recv_bytes())
+    assert (number, answer.value) == (0, LargeAnswer().run(other.rank))
+    ours.close()
 
 
 def test_which_commands_another_follows(trainer: SharedTrainer, settings: list[TorchTrainerSettings], tmp_path) -> None:

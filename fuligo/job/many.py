@@ -18,7 +18,7 @@ from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, TextIO
 
 from fuligo.config import Config
 from fuligo.engines.backend import engine_backend
@@ -190,7 +190,7 @@ async def _ended(run: RunProcess) -> int:
     return exited.result()
 
 
-async def _show(name: str, output: asyncio.StreamReader, shown_on: IO[str]) -> None:
+async def _show(name: str, output: asyncio.StreamReader, shown_on: TextIO) -> None:
     unfinished = b""
     try:
         while read := await output.read(1 << 16):
@@ -202,7 +202,7 @@ async def _show(name: str, output: asyncio.StreamReader, shown_on: IO[str]) -> N
             _show_line(name, unfinished, shown_on)
 
 
-def _show_line(name: str, line: bytes, shown_on: IO[str]) -> None:
+def _show_line(name: str, line: bytes, shown_on: TextIO) -> None:
     """Show a line, with escapes for bytes that are not text and for characters that the stream's encoding lacks."""
     encoding = shown_on.encoding or "utf-8"
     text = f"[{name}] {line.decode(errors='backslashreplace')}"

@@ -173,8 +173,15 @@ def answer_commands(connection: RankConnection, executor: RankExecutor) -> None:
 
     def send(number: int, answered: Future[Answer[Any]]) -> None:
         answer = answered.result()
-        message = pickle.dumps((number, answer.for_driver(executor.rank.number)))
-        sender.submit(partial(_send_answer, connection, message, is_error=answer.error is not None))
+        if answer.error is not None:
+            sender.submit(partial(send_error, number, answer))
+            return
+        message = pickle.dumps((number, answer.for_driver(executor.rank.number)))  # before the next command changes what it refers to
+        sender.submit(partial(_send_answer, connection, message))
+
+    def send_error(number: int, answer: Answer[Any]) -> None:
+        if not _has_ended(connection):  # a collective noticed first that the driver was killed; nobody needs its traceback
+            _send_answer(connection, pickle.dumps((number, answer.for_driver(executor.rank.number))))
 
     def serve_next() -> None:
         """Begin one command; in a function so that the loop keeps no reference to its samples while it waits for the next."""
@@ -188,9 +195,7 @@ def answer_commands(connection: RankConnection, executor: RankExecutor) -> None:
     sender.stop()
 
 
-def _send_answer(connection: RankConnection, message: bytes, *, is_error: bool) -> None:
-    if is_error and _has_ended(connection):
-        return  # a collective noticed first that the driver was killed; nobody needs its traceback
+def _send_answer(connection: RankConnection, message: bytes) -> None:
     with suppress(OSError):
         connection.send_bytes(message)
 

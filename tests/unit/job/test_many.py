@@ -105,7 +105,7 @@ class Engines:
         on_start: called when their start has begun
     """
 
-    def __init__(self, on_start: Callable[[], None]) -> None:
+    def __init__(self, on_start: Callable[[], object]) -> None:
         self.is_cancelled = False
         self._on_start = on_start
 
@@ -126,9 +126,9 @@ def run_scripts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RunScripts:
         left = iter(scripts.values())
         monkeypatch.setattr(asyncio, "create_subprocess_exec", lambda *_, **options: start("sh", "-c", next(left), **options))
         monkeypatch.setattr(many, "engine_backend", lambda _: engines)
-        config = SimpleNamespace(needs_engine=engines is not None)
+        configs: Any = dict.fromkeys(scripts, SimpleNamespace(needs_engine=engines is not None))
         monkeypatch.setattr(many, "resolve_device", lambda _: "cpu")
-        await asyncio.wait_for(run_many(dict.fromkeys(scripts, config), tmp_path), 30)
+        await asyncio.wait_for(run_many(configs, tmp_path), 30)
 
     return run
 

@@ -1,5 +1,6 @@
-"""Process of a rank whose driver is gone."""
+"""Process of a rank: its connection to the driver, and its end without one."""
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,23 @@ driver.send_bytes(struct.pack("!q?", 0, True))
 driver.send_bytes(b"train")
 serve(Connection(ours.detach()), Executor())
 """
+
+REPORT = """
+import os, sys
+from fuligo.trainer.ranks import connected, rank_process
+
+connected.serve = lambda connection, executor: print(os.get_inheritable(connection.fileno()))
+rank_process.main()
+"""
+
+
+def test_children_of_hooks_do_not_get_the_connection() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        arguments = ["--rank", "0", "--size", "1", "--connection", str(theirs.fileno())]
+        command = [sys.executable, "-c", REPORT, *arguments]
+        done = subprocess.run(command, pass_fds=[theirs.fileno()], capture_output=True, text=True, timeout=240, check=False)
+    assert done.stdout == "False\n", done.stderr
 
 
 def test_a_rank_of_a_killed_driver_ends_without_a_traceback(tmp_path: Path) -> None:

@@ -31,8 +31,8 @@ def test_the_last_id_of_a_vocabulary_is_reported_as_0() -> None:
         ({"meta_info": {"input_token_logprobs": None}}, "no log-probabilities"),
         (answer((-0.5, 9)), "different tokens"),
         (answer((-0.5, 9), (-0.5, 8)), "different tokens"),
-        (answer((None, 8), (-0.5, 9)), "not a finite number"),
-        (answer((-0.5, 8), (0.5, 9)), "not a finite number"),
+        (answer((None, 8), (-0.5, 9)), "positive or not finite"),
+        (answer((-0.5, 8), (0.5, 9)), "positive or not finite"),
     ],
 )
 def test_an_answer_that_makes_no_sense_is_asked_for_again(broken: Any, text: str) -> None:

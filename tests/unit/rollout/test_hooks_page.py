@@ -18,7 +18,7 @@ EXAMPLES = {
     "rollout_function_path": "one_by_one",
     "custom_reward_post_process_path": "post_process",
     "before_train_step_path": "before_train",
-    "custom_advantage_function_path": "centred",
+    "custom_advantage_function_path": "centered",
     "custom_loss_function_path": "reinforce",
     "custom_tis_function_path": "squared_weights",
     "custom_model_provider_path": "soft_capped",

@@ -192,7 +192,7 @@ class TestModules:
         assert "ModuleNotFoundError" in (await session.run("import fuligo.types")).output
 
     def test_that_do_not_exist_are_refused(self):
-        with pytest.raises(ConfigError, match=r"import numpyy: ModuleNotFoundError.*install the package"):
+        with pytest.raises(ConfigError, match=r"import numpyy: ModuleNotFoundError.*install it"):
             check_sandbox(PythonSettings(modules=("numpyy",)))
 
 

@@ -162,9 +162,8 @@ class BroadcastGroup:
         try:
             if time.monotonic() - self._last_call_s > IDLE_S:
                 self._loop.run(self._close_connections())
-            result = self._loop.run(both())
-            self._last_call_s = time.monotonic()
-            return result
+            self._last_call_s = time.monotonic()  # not its end: an engine that answers before the others is idle meanwhile
+            return self._loop.run(both())
         except (EngineError, RuntimeError, TimeoutError) as error:
             urls = ", ".join(engine.url for engine in self.engines)
             cause = str(error) or f"timed out after {TIMEOUT.total_seconds():g} s"

@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from typing import TypedDict
 
+FILES = ("train.jsonl", "test.jsonl")
 INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 _CALCULATION = re.compile(r"<<[^>]*>>")
@@ -60,8 +61,10 @@ def main() -> None:
     parser.add_argument("source", type=Path, help="directory with train.jsonl and test.jsonl")
     parser.add_argument("target", type=Path, help="directory to write the prompt files to")
     arguments = parser.parse_args()
+    if missing := [name for name in FILES if not (arguments.source / name).is_file()]:
+        parser.error(f"cannot read {arguments.source / missing[0]}: no such file; give the directory with {' and '.join(FILES)}")
     arguments.target.mkdir(parents=True, exist_ok=True)
-    for name in ("train.jsonl", "test.jsonl"):
+    for name in FILES:
         count = convert_file(arguments.source / name, arguments.target / name)
         print(f"{arguments.target / name}: {count} prompts")
 

@@ -61,7 +61,7 @@ async def run_many(configs: Mapping[str, Config], logs: Path, *, resume: bool = 
     Args:
         configs: checked, by the name of the run
         logs: directory of the engines' logs
-        resume: a run without a checkpoint of its own replaces the steps that it has recorded
+        resume: a run without its own checkpoint replaces the steps that it has recorded
 
     Raises:
         RunsFailedError: runs failed; the others have ended by themselves
@@ -99,7 +99,7 @@ async def _lend_engines(
     """Start the engines, have their supervision end the runs with them, and tell each run that samples how it reaches them.
 
     Args:
-        ends: done when all runs have ended, which ends the start of the engines, too
+        ends: done when all runs have ended, which also cancels the start of the engines
 
     Raises:
         EngineError: one did not start; with the last lines of its log

@@ -15,11 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
-from torch.nn.attention.varlen import varlen_attn
 
 from fuligo.models.attention import size_tensor
 from fuligo.models.batch_invariant import causal_attention
-from fuligo.models.sink_attention import TORCH_ASKS_FOR_GQA, VarlenKernel, batched_with_sinks, flash_with_sinks
+from fuligo.models.sink_attention import VarlenKernel, batched_with_sinks, flash_with_sinks
 from fuligo.models.token_tree import NodeShape, TokenTree
 
 CUDA_KERNEL: Literal["varlen", "flex"] = "varlen"
@@ -62,16 +61,48 @@ def varlen_tree_attention(
     """Compute what `tree_attention` does with one flash kernel, on CUDA in half precision; `torch.compile` can trace it.
 
     The keys of shared prefixes are copied for each branch, as an unshared row has them: sharing saves everything except attention.
+    Without sinks the copies are not kept, since those of long episodes would take most of the memory: the backward pass makes them again.
     """
-    keys, values = take_rows(key, row.path_tokens), take_rows(value, row.path_tokens)
     longest, longest_path = row.longest.size(0), row.longest_path.size(0)
     if sinks is not None:
         kernel = VarlenKernel(row.starts, row.path_starts, longest, longest_path, scale, window)
-        return flash_with_sinks(kernel, query, keys, values, sinks)
-    options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
-    if query.size(1) != key.size(1) and TORCH_ASKS_FOR_GQA:
-        options["enable_gqa"] = True
-    return varlen_attn(query, keys, values, row.starts, row.path_starts, longest, longest_path, **options)  # pyright: ignore[reportReturnType]  # no aux asked for
+        return flash_with_sinks(kernel, query, take_rows(key, row.path_tokens), take_rows(value, row.path_tokens), sinks)
+    result: Tensor = _PathAttention.apply(
+        query, key, value, row.starts, row.path_starts, row.path_tokens, longest, longest_path, scale, window
+    )
+    return result
+
+
+class _PathAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        starts: Tensor,
+        path_starts: Tensor,
+        path_tokens: Tensor,
+        longest: int,
+        longest_path: int,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        kernel = VarlenKernel(starts, path_starts, longest, longest_path, scale, window)
+        out, log_sum_exp = kernel.forward(query, key.index_select(0, path_tokens), value.index_select(0, path_tokens))
+        ctx.save_for_backward(query, key, value, out, log_sum_exp, starts, path_starts, path_tokens)
+        ctx.longest, ctx.longest_path, ctx.scale, ctx.window = longest, longest_path, scale, window
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        query, key, value, out, log_sum_exp, starts, path_starts, path_tokens = ctx.saved_tensors
+        kernel = VarlenKernel(starts, path_starts, ctx.longest, ctx.longest_path, ctx.scale, ctx.window)
+        keys, values = key.index_select(0, path_tokens), value.index_select(0, path_tokens)
+        of_query, of_keys, of_values = kernel.backward(grad, query, keys, values, out, log_sum_exp)
+        of_key, of_value = (_add_rows(each, path_tokens, key.size(0)) for each in (of_keys, of_values))
+        return of_query, of_key, of_value, *[None] * 7
 
 
 def take_rows(x: Tensor, rows: Tensor) -> Tensor:
@@ -91,8 +122,13 @@ class _TakeRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (rows,) = ctx.saved_tensors
-        total = torch.zeros(ctx.num_rows, *grad.shape[1:], dtype=torch.float32, device=grad.device)
-        return total.index_add_(0, rows, grad.float()).to(grad.dtype), None
+        return _add_rows(grad, rows, ctx.num_rows), None
+
+
+def _add_rows(grad: Tensor, rows: Tensor, num_rows: int) -> Tensor:
+    """Add gradients of selected rows up, in float32."""
+    total = torch.zeros(num_rows, *grad.shape[1:], dtype=torch.float32, device=grad.device)
+    return total.index_add_(0, rows, grad.float()).to(grad.dtype)
 
 
 def tree_attention(

@@ -17,6 +17,7 @@ from torch._dynamo.utils import counters
 from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.models import attention, tree_attention
 from fuligo.models.adapter import adapter_tensors
+from fuligo.models.sink_attention import VarlenKernel
 from fuligo.trainer.ranks.settings import LearningRateSchedule, LoraSettings, OptimizerSettings
 from fuligo.trainer.ranks.world import World
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
@@ -41,13 +42,45 @@ def dense_attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Compute what the varlen kernel does: causal attention within sequences, aligned at their ends."""
-    (of_query, from_end_q), (of_key, from_end_k) = _places(query, cu_seq_q), _places(key, cu_seq_k)
-    mask = (of_query[:, None] == of_key) & (from_end_k >= from_end_q[:, None])
-    if window_size[0] >= 0:
-        mask &= from_end_k <= from_end_q[:, None] + window_size[0]
+    mask = _mask(query, key, cu_seq_q, cu_seq_k, window_size[0] + 1 or None)
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)[0].transpose(0, 1)
     return out + 0 * torch.zeros(max_q + max_k).sum()  # so that the lengths are part of the graph
+
+
+class DenseKernel(VarlenKernel):
+    """Dense attention with the log-sum-exp of its scores, and the gradients by their formulas."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self._scores(query, key)
+        out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), self._for_each_head(value, query))
+        return out + 0 * torch.zeros(self.longest + self.longest_keys).sum(), scores.logsumexp(-1).transpose(0, 1)
+
+    def backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum_exp: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        weights = (self._scores(query, key) - log_sum_exp.transpose(0, 1)[..., None]).exp()
+        keys, values = (self._for_each_head(x, query) for x in (key, value))
+        of_weights = torch.einsum("qhd,khd->hqk", grad, values) - (grad * out).sum(-1).transpose(0, 1)[..., None]
+        of_scores = self.scale * weights * of_weights
+        of_keys, of_values = torch.einsum("hqk,qhd->khd", of_scores, query), torch.einsum("hqk,qhd->khd", weights, grad)
+        grouped = (key.size(1), query.size(1) // key.size(1))
+        return torch.einsum("hqk,khd->qhd", of_scores, keys), of_keys.unflatten(1, grouped).sum(2), of_values.unflatten(1, grouped).sum(2)
+
+    def _scores(self, query: Tensor, key: Tensor) -> Tensor:
+        scores = self.scale * torch.einsum("qhd,khd->hqk", query, self._for_each_head(key, query))
+        return scores.masked_fill(~_mask(query, key, self.starts, self.key_starts, self.window), -torch.inf)
+
+    @staticmethod
+    def _for_each_head(x: Tensor, query: Tensor) -> Tensor:
+        return x.repeat_interleave(query.size(1) // x.size(1), dim=1)
+
+
+def _mask(query: Tensor, key: Tensor, starts: Tensor, key_starts: Tensor, window: int | None) -> Tensor:
+    """Return the [Q, K] mask, True where the query attends to the key."""
+    (of_query, from_end_q), (of_key, from_end_k) = _places(query, starts), _places(key, key_starts)
+    mask = (of_query[:, None] == of_key) & (from_end_k >= from_end_q[:, None])
+    return mask if window is None else mask & (from_end_k <= from_end_q[:, None] + window - 1)
 
 
 def _places(x: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,8 +92,8 @@ def _places(x: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.fixture(autouse=True)
 def traced_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (attention, tree_attention):
-        monkeypatch.setattr(module, "varlen_attn", dense_attention)
+    monkeypatch.setattr(attention, "varlen_attn", dense_attention)
+    monkeypatch.setattr(tree_attention, "VarlenKernel", DenseKernel)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
 

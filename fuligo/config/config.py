@@ -54,8 +54,9 @@ class Config(Placement):
 
     @property
     def shares_prefixes(self) -> bool:
-        """True if the trainer computes a common prefix of samples once."""
-        return self.train.share_prefixes == "on"
+        """True if the trainer computes a common prefix of samples once; with `auto`, where the model's layers can."""
+        choice = self.train.share_prefixes
+        return choice == "on" or (choice == "auto" and self.trainer_capabilities.shares_prefixes and not self.data.multimodal_keys)
 
     @property
     def samples_per_rollout(self) -> int:

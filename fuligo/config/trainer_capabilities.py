@@ -32,6 +32,8 @@ class TrainerCapabilities:
     """Flags of the group `parallel` split the model over ranks; otherwise each rank computes all layers of its rows."""
     pads_rows: bool
     """Rows are padded to a multiple of tokens (--data-pad-size-multiplier)."""
+    shares_prefixes: bool
+    """--share-prefixes auto is on: sharing was never slower where it was measured (docs/trainer.md)."""
     needs_gpus: bool
     """Made for GPUs; on a CPU it runs for tests only, if --device cpu asks for it."""
     packages: tuple[str, ...]
@@ -51,6 +53,7 @@ TRAINER_CAPABILITIES: Mapping[str, TrainerCapabilities] = {
         swaps_models=False,
         splits_model=False,
         pads_rows=False,
+        shares_prefixes=True,
         needs_gpus=False,
         packages=(),
         gpu_packages=(),
@@ -64,6 +67,7 @@ TRAINER_CAPABILITIES: Mapping[str, TrainerCapabilities] = {
         swaps_models=True,
         splits_model=True,
         pads_rows=True,
+        shares_prefixes=False,
         needs_gpus=True,
         packages=("megatron-core",),
         gpu_packages=("transformer-engine",),

@@ -97,6 +97,8 @@ def _shares_prefixes(config: Config, checkpoint: Path) -> bool:
         return False
     config_json = read_config_json(checkpoint)
     because = unshareable_because(config_json)
+    if because is not None and config.train.share_prefixes == "auto":
+        return False
     if because is not None:
         raise ConfigError(f"cannot use --share-prefixes on for {config_json.get('model_type')}: {because}; drop the flag")
     return True

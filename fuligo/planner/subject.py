@@ -5,6 +5,8 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 from fuligo.config import Config
+from fuligo.config.changes import apply_changes
+from fuligo.config.rules.rule import set_flag
 from fuligo.config.topology import EngineGroupSpec
 from fuligo.errors import CheckpointError, ConfigError
 from fuligo.formats.adapter_config import AdapterConfig
@@ -19,6 +21,7 @@ from fuligo.models.find import (
     find_teacher_architecture,
     find_trainer_config_json,
 )
+from fuligo.models.registry import unshareable_because
 from fuligo.planner.gpus import Gpu, gpu
 
 
@@ -83,12 +86,15 @@ def read_subject(config: Config, gpu_name: str) -> Subject:
         ConfigError: the GPU or the model's shape is unknown, or `--lora-adapter` cannot be read.
     """
     trained, served = find_architectures(config)
+    trainer_config_json = find_trainer_config_json(config)
+    if config.train.share_prefixes == "auto" and trainer_config_json is not None and unshareable_because(trainer_config_json.values):
+        config = apply_changes(config, [set_flag("share_prefixes", "off")])
     return Subject(
         config,
         trained,
         served,
         gpu(gpu_name),
-        find_trainer_config_json(config),
+        trainer_config_json,
         find_engine_config_json(config),
         find_teacher_architecture(config),
         find_served_architectures(config),

@@ -94,7 +94,8 @@ class TrainFlags(FlagGroup):
     log_probs_chunk_size: int = slime(4096, "tokens whose logits are in memory at a time", unit="tokens", ge=1)
     share_prefixes: Literal["auto", "on", "off"] = flag(
         "auto",
-        "compute a common prefix of a micro-batch's samples once: a prompt once for all its answers; auto: off until it is measured",
+        "compute a common prefix of a micro-batch's samples once: a prompt once for all its answers; auto: with the torch trainer, if the "
+        "model's layers can and prompts have no images",
     )
     exact_on_policy: bool = flag(
         False,

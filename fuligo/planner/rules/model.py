@@ -106,7 +106,7 @@ def layers_have_batch_invariant_operations(subject: Subject) -> Iterator[Violati
 def layers_compute_trees(subject: Subject) -> Iterator[Violation]:
     """Shared prefixes need layers in which several samples can read one prefix."""
     found = subject.trainer_config_json
-    if found is None or not subject.config.shares_prefixes:
+    if found is None or subject.config.train.share_prefixes != "on":
         return
     because = unshareable_because(found.values)
     if because is not None:

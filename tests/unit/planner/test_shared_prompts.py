@@ -59,7 +59,10 @@ def test_as_many_answers_share_a_prompt_as_a_row_holds(limit: str, num_together:
 @pytest.mark.parametrize("flags", [TORCH, MEGATRON], ids=["torch", "megatron"])
 def test_shared_prompts_cost_less_time_and_rows(flags: str) -> None:
     limit = "--use-dynamic-batch-size --max-tokens-per-gpu 2048 --rollout-max-response-len 120"
-    plain, shared = (subject_of(f"{flags} {limit} --n-samples-per-prompt 8 {more}", "glm4-9b") for more in ("", "--share-prefixes on"))
+    plain, shared = (
+        subject_of(f"{flags} {limit} --n-samples-per-prompt 8 {more}", "glm4-9b")
+        for more in ("--share-prefixes off", "--share-prefixes on")
+    )
     shape = layout_of(plain.config)
     assert samples_per_tree(plain.config, shape) == 1 and copied_keys_per_token(plain.config, shape) == 0
     assert trainer_forward_flops(plain, shape) == rollout_forward_flops(plain) == rollout_forward_flops(shared)
@@ -71,12 +74,18 @@ def test_shared_prompts_cost_less_time_and_rows(flags: str) -> None:
 
 def test_a_row_keeps_the_copied_keys() -> None:
     limit = "--use-dynamic-batch-size --max-tokens-per-gpu 2048"
-    plain, shared = (subject_of(f"{TORCH} {limit} --n-samples-per-prompt 8 {more}", "glm4-9b") for more in ("", "--share-prefixes on"))
+    plain, shared = (
+        subject_of(f"{TORCH} {limit} --n-samples-per-prompt 8 {more}", "glm4-9b")
+        for more in ("--share-prefixes off", "--share-prefixes on")
+    )
     before, after = (next(item for item in torch_trainer_items(subject) if item.name == "activations") for subject in (plain, shared))
     architecture, shape = shared.architecture, layout_of(shared.config)
     copies = 2 * 2048 * copied_elements(architecture, shape, shared.config) * architecture.num_layers
     assert after.num_bytes - before.num_bytes == pytest.approx(copies, rel=1e-6) and copies > 0
-    plain, shared = (subject_of(f"{MEGATRON} {limit} --n-samples-per-prompt 8 {more}", "glm4-9b") for more in ("", "--share-prefixes on"))
+    plain, shared = (
+        subject_of(f"{MEGATRON} {limit} --n-samples-per-prompt 8 {more}", "glm4-9b")
+        for more in ("--share-prefixes off", "--share-prefixes on")
+    )
     ours = [layer_bytes(s.architecture.layers[0], s.architecture, layout_of(s.config), s.config) for s in (plain, shared)]
     added = 2 * copied_elements(shared.architecture, layout_of(shared.config), shared.config)
     assert ours[1].whole - ours[0].whole == pytest.approx(added) and ours[1].stored - ours[0].stored == pytest.approx(added)

@@ -9,7 +9,7 @@ from fuligo.config.groups import RolloutFlags
 from fuligo.engines.generation import SamplingParams
 from fuligo.engines.group import EngineGroup
 from fuligo.rollout.generate import SingleTurn
-from fuligo.rollout.protocol import Rollout
+from fuligo.rollout.protocol import GenerateFn, Rollout
 from fuligo.rollout.runner import RolloutRunner, RunnerParts
 from fuligo.rollout.sampler import Sampler
 from fuligo.rollout.source import GroupSource
@@ -54,8 +54,9 @@ def build_runner(
     num_tokens: int,
     concurrency: int | None = None,
     ignore_eos: bool = True,
+    generate: GenerateFn | None = None,
 ) -> RolloutRunner:
-    """Build a runner that samples `num_tokens` tokens `samples_per_prompt` times per prompt, by default all at once."""
+    """Build a runner that samples `num_tokens` tokens `samples_per_prompt` times per prompt, by default all at once and in one turn."""
     num_requests = concurrency or len(prompt_ids) * samples_per_prompt
     flags = RolloutFlags(
         rollout_batch_size=len(prompt_ids),
@@ -63,7 +64,7 @@ def build_runner(
         rollout_max_response_len=num_tokens,
     )
     sampler = Sampler(
-        SingleTurn(engines, tokenizer, timeout_s=TIMEOUT_S),
+        generate or SingleTurn(engines, tokenizer, timeout_s=TIMEOUT_S),
         seed=0,
         stream="train",
         turns=Turns(num_requests),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -12,10 +12,17 @@ from fuligo.errors import ConfigError, DataError
 from fuligo.types import IntArray, Messages
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _RESERVED = frozenset({"tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask", "padding", "truncation", "max_length"})
+
+
+class Decodes(Protocol):
+    """Tokenizer that turns ids into text."""
+
+    def decode(self, token_ids: Any, skip_special_tokens: bool = False) -> Any: ...
 
 
 def no_chat_template(model: str) -> str:
@@ -85,12 +92,29 @@ def rendered_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
     """Return a function from ids to their text, special tokens included."""
+    if (backend := _backend(tokenizer)) is not None:
+        return lambda ids: backend.decode(ids, skip_special_tokens=False)
+    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def response_decoder(tokenizer: Decodes) -> Callable[[list[int]], str]:
+    """Return a function from ids to the text of a response: without special tokens, cleaned up if the tokenizer says so."""
+    backend = _backend(tokenizer)
+    if backend is not None and not getattr(tokenizer, "clean_up_tokenization_spaces", False):
+        return lambda ids: backend.decode(ids, skip_special_tokens=True)
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def _backend(tokenizer: Decodes) -> Tokenizer | None:
+    """Return the tokenizer behind a fast one, whose own method is faster: transformers checks the type of every id.
+
+    None if the tokenizer decodes in another way.
+    """
     from transformers import PreTrainedTokenizerFast
 
     if isinstance(tokenizer, PreTrainedTokenizerFast) and type(tokenizer)._decode is PreTrainedTokenizerFast._decode:
-        backend = tokenizer.backend_tokenizer  # its own method is faster: transformers checks the type of every id
-        return lambda ids: backend.decode(ids, skip_special_tokens=False)
-    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return tokenizer.backend_tokenizer
+    return None
 
 
 def plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections.abc import Callable
 from copy import copy
 from dataclasses import KW_ONLY, dataclass, field, replace
 
 import numpy as np
 
 from fuligo.config.groups import RolloutFlags
+from fuligo.data.template import response_decoder
 from fuligo.engines.engine import Engine
 from fuligo.engines.generation import FinishReason, Generation, RoutingQuery, SamplingParams, Tokenizer, trim
 from fuligo.errors import EngineError
@@ -41,6 +43,10 @@ class SingleTurn:
     routing: RoutingShape | None = None
     """Request the experts of every token; None does not."""
     _num_requests: itertools.count = field(default_factory=itertools.count, init=False)
+    _text_of: Callable[[list[int]], str] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._text_of = response_decoder(self.tokenizer)
 
     def without_routing(self) -> SingleTurn:
         """Return a copy for responses that are not trained on; request ids come from the same counter."""
@@ -105,8 +111,8 @@ class SingleTurn:
 
     async def _decode(self, ids: IntArray) -> str:
         if len(ids) <= MAX_TOKENS_DECODED_INLINE:
-            return self.tokenizer.decode(ids.tolist(), skip_special_tokens=True)
-        return await asyncio.to_thread(self.tokenizer.decode, ids.tolist(), skip_special_tokens=True)
+            return self._text_of(ids.tolist())
+        return await asyncio.to_thread(self._text_of, ids.tolist())
 
 
 def append(sample: Sample, generation: Generation) -> None:

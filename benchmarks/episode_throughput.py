@@ -2,7 +2,7 @@ r"""Tokens per second of episodes of several turns, compared with a bare client 
 
     python benchmarks/episode_throughput.py --engine-python .venv-sglang/bin/python [--prompts 8 --samples 2 --turns 3 --tokens 32]
     python benchmarks/episode_throughput.py --engine-python python3 --device cuda --model models/smollm2 --prompts 64 --samples 8 \
-        --tokens 256 --sglang '{"attention_backend": "triton", "sampling_backend": "pytorch", "dtype": "bfloat16"}'
+        --tokens 512 --sglang '{"attention_backend": "triton", "sampling_backend": "pytorch", "dtype": "bfloat16"}'
 
 One or more engines behind one router. In turns, `--repeats` times, with the order of the two exchanged every time:
 

@@ -9,24 +9,26 @@ PANELS = {
     "trained on long questions": {"long": (0.139, 0.330, 0.385, 0.410), "short": (0.297, None, None, 0.551)},
     "trained on long questions, LoRA": {"short": (0.297, 0.398, 0.568, None), "long": (0.160, 0.361, 0.594, None)},
 }
-COLOURS = {"short": "#2a78d6", "long": "#c2571a"}
+COLOURS = {"short": "#2a78d6", "long": "#c2571a", "tool called": "#2a78d6", "right answers": "#c2571a"}
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM, GAP = 250, 190, 34, 40, 30, 34
 
 
-def panel(title: str, curves: dict[str, tuple[float | None, ...]], x0: float) -> list[str]:
+def panel(title: str, curves: dict[str, tuple[float | None, ...]], x0: float, rollouts: tuple[int, ...] = ROLLOUTS) -> list[str]:
+    """Return the elements of one diagram: shares by name, after the numbers of rollouts."""
+
     def place(rollout: float, value: float) -> tuple[float, float]:
-        return x0 + WIDTH * rollout / ROLLOUTS[-1], TOP + HEIGHT * (1 - value)
+        return x0 + WIDTH * rollout / rollouts[-1], TOP + HEIGHT * (1 - value)
 
     lines = [f'<text x="{x0}" y="18" class="title">{title}</text>']
     for value in (0, 0.25, 0.5, 0.75, 1):
         _, y = place(0, value)
         lines.append(f'<line x1="{x0}" x2="{x0 + WIDTH}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
         lines.append(f'<text x="{x0 - 6}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>')
-    for rollout in ROLLOUTS:
+    for rollout in rollouts:
         x, y = place(rollout, 0)
         lines.append(f'<text x="{x:.1f}" y="{y + 16:.1f}" text-anchor="middle">{rollout}</text>')
     for name, values in curves.items():
-        points = [place(rollout, value) for rollout, value in zip(ROLLOUTS, values, strict=True) if value is not None]
+        points = [place(rollout, value) for rollout, value in zip(rollouts, values, strict=True) if value is not None]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         lines.append(f'<polyline points="{path}" fill="none" stroke="{COLOURS[name]}" stroke-width="2"/>')
         lines += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{COLOURS[name]}"/>' for x, y in points]
@@ -37,13 +39,17 @@ def panel(title: str, curves: dict[str, tuple[float | None, ...]], x0: float) ->
     return lines
 
 
+def picture(panels: list[list[str]]) -> str:
+    """Return the SVG of diagrams side by side."""
+    body = [line for lines in panels for line in lines]
+    width, height = LEFT + len(panels) * (WIDTH + GAP + LEFT) - GAP, TOP + HEIGHT + BOTTOM
+    style = "text{font:12px sans-serif;fill:#57606a}.title{font-weight:bold}.grid{stroke:#8c959f;stroke-opacity:.3}"
+    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"><style>{style}</style>', *body, "</svg>\n"])
+
+
 def main() -> None:
     step = WIDTH + GAP + LEFT
-    body = [line for i, (title, curves) in enumerate(PANELS.items()) for line in panel(title, curves, LEFT + i * step)]
-    width, height = LEFT + len(PANELS) * step - GAP, TOP + HEIGHT + BOTTOM
-    style = "text{font:12px sans-serif;fill:#57606a}.title{font-weight:bold}.grid{stroke:#8c959f;stroke-opacity:.3}"
-    text = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"><style>{style}</style>', *body, "</svg>"]
-    Path(sys.argv[1]).write_text("\n".join(text) + "\n")
+    Path(sys.argv[1]).write_text(picture([panel(title, curves, LEFT + i * step) for i, (title, curves) in enumerate(PANELS.items())]))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import pytest
 from examples.calculator.environment import Calculator, Settings
 from examples.warm_start import CHAT_TEMPLATE
 from examples.word_problems import make_data
+from fuligo.config.files import load_yaml
 from fuligo.environments import AssistantTurn, Row, ToolCall
 from tests import tiny
 
@@ -49,3 +50,11 @@ def test_the_model_gets_a_template_that_shows_tools(directory: Path):
     from transformers import AutoTokenizer
 
     assert AutoTokenizer.from_pretrained(directory / "model").chat_template == CHAT_TEMPLATE
+
+
+def test_grpo_starts_from_the_last_checkpoint_of_the_warm_start():
+    folder = Path(make_data.__file__).parent
+    warm_start, config = load_yaml(folder / "sft.yaml"), load_yaml(folder / "config.yaml")
+    assert warm_start.data.num_rollout * warm_start.rollout.rollout_batch_size == make_data.NUM_SHOWN
+    assert config.model.hf_checkpoint == f"runs/word-problems-sft/checkpoints/iter_{warm_start.data.num_rollout:07d}/hf"
+    assert config.rollout.environment.endswith("/calculator/environment.py:Calculator")

@@ -2,9 +2,10 @@
 
     python -m examples.word_problems.make_data models/smollm2 data/word_problems
 
-`shown.jsonl` has answers to imitate: three in ten call the calculator, the others guess. `train.jsonl` and `test.jsonl` have problems and
-their results; names and things of the test problems are in no other file. `model` is the given model with the chat template of the other
-examples with tools, for models whose own template shows none. The same command writes the same files.
+`shown.jsonl` has answers to imitate: one in five calls the calculator, the others guess. `train.jsonl` and `test.jsonl` have problems and
+their results: of the four kinds whose answers are shown, and of two more. Names and things of the test problems are in no other file.
+`model` is the given model with the chat template of the other examples with tools, for models whose own template shows none. The same
+command writes the same files.
 """
 
 import ast
@@ -18,7 +19,7 @@ from examples.calculator.environment import value
 from examples.warm_start import CHAT_TEMPLATE, Row, conversation, mixed, tool_answer, tool_definition, write_rows
 
 NUM_SHOWN, NUM_TRAIN, NUM_TEST = 384, 2_000, 128
-SHARE_WITH_TOOL = 0.3
+SHARE_WITH_TOOL = 0.2
 TOOL = tool_definition("calculator", "expression")
 NAMES = "Ada Ben Clara David Elena Felix Grace Hugo Ines Jonas Karim Lena Mateo Nora Oskar Priya Rosa Samir Tara Viktor"
 THINGS = "apples books candles coins cups eggs flowers lamps letters marbles nails onions pears pencils plates rolls shells stamps tickets"
@@ -33,12 +34,14 @@ PROBLEMS = (
     ("{name} brings {a} {things} to each of {b} friends, of whom {c} do not want any. How many {things} are taken?", "{a} * ({b} - {c})"),
 )
 """Problems, and the expressions that solve them."""
+NUM_SHOWN_KINDS = 4
+"""The other kinds of problems are in no conversation: what to type for them is learned from rewards."""
 
 
-def problem(rng: random.Random, *, is_test: bool) -> tuple[str, str, int]:
-    """Draw a problem; return it with its expression and result."""
+def problem(rng: random.Random, *, is_test: bool, num_kinds: int = len(PROBLEMS)) -> tuple[str, str, int]:
+    """Draw a problem of one of the first `num_kinds` kinds; return it with its expression and result."""
     words = slice(-NUM_TEST_WORDS, None) if is_test else slice(None, -NUM_TEST_WORDS)
-    text, expression = rng.choice(PROBLEMS)
+    text, expression = rng.choice(PROBLEMS[:num_kinds])
     numbers = {key: rng.randint(12, 97) for key in "abd"} | {"c": rng.randint(2, 11)}
     solution = expression.format(**numbers)
     question = text.format(name=rng.choice(NAMES.split()[words]), things=rng.choice(THINGS.split()[words]), **numbers)
@@ -47,7 +50,7 @@ def problem(rng: random.Random, *, is_test: bool) -> tuple[str, str, int]:
 
 def shown(rng: random.Random) -> tuple[Row, Row]:
     """Draw a problem; return an answer that calls the calculator, and one that guesses a number of the right size."""
-    question, expression, result = problem(rng, is_test=False)
+    question, expression, result = problem(rng, is_test=False, num_kinds=NUM_SHOWN_KINDS)
     guess = str(round(result * rng.uniform(0.8, 1.2)))
     calls = tool_answer("calculator", {"expression": expression}, str(result), str(result))
     return conversation(question, calls, [TOOL]), conversation(question, [{"role": "assistant", "content": guess}], [TOOL])

@@ -55,7 +55,9 @@ class Wave:
 
 
 def variables(args: argparse.Namespace) -> dict[str, str]:
-    return {"PYTHONPATH": str(TORCHVISION_STUB)} if args.device == "cpu" else {}
+    # SGLang pins the memory of adapters, which needs a GPU.
+    plain_memory = {"FULIGO_TEST_PLAIN_MEMORY": "1"} if getattr(args, "lora_rank", None) else {}
+    return {"PYTHONPATH": str(TORCHVISION_STUB), **plain_memory} if args.device == "cpu" else {}
 
 
 @asynccontextmanager

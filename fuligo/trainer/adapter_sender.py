@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Protocol
@@ -12,12 +12,13 @@ from torch import Tensor
 
 from fuligo.errors import CheckpointError
 from fuligo.formats.adapter_config import ADAPTER, AdapterConfig
+from fuligo.formats.host_copies import host_copies
 from fuligo.formats.weight_manifest import (
     EngineAddress,
     MergeRounding,
     Undelivered,
     WeightManifest,
-    WeightsChecksum,
+    WeightsDigest,
     WeightTarget,
     weights_checksum,
 )
@@ -79,19 +80,20 @@ class AdapterSender:
             trained = weights_checksum(self._policy.adapter())
             return replace(sent, merged=weights.rounding, trained=trained) if isinstance(sent, WeightManifest) else sent
         if self._named is not None:
-            tensors = [(name, tensor.cpu()) for name, tensor in self._policy.adapter()]
-            return send_adapter(tensors, self._named, target) if self._world.rank == 0 else None
+            tensors = list(self._policy.adapter())
+            return send_adapter(host_copies(tensors), self._named, target) if self._world.rank == 0 else None
         receivers = frozenset(target.engines)
         lacks_base = not receivers <= self._with_base or target.with_checksum  # the checksum is one of all weights
         needs_base = self._world.sum(torch.tensor([float(self._world.rank == 0 and lacks_base)])).item() > 0
         base = self._policy.base() if needs_base else iter(())
-        digest = WeightsChecksum()
-        sent = self._sender.send(chain(base, _digested(self._policy.adapter(), digest)), target)
+        adapter = _Digested(self._policy)
+        sent = self._sender.send(chain(base, adapter.tensors()), target)
         urls = {engine.url for engine in receivers}
         others = frozenset(engine for engine in self._with_base if engine.url not in urls)
         self._with_base = others | receivers if isinstance(sent, WeightManifest) else others
-        trained = digest.result()
-        return replace(sent, adapter=trained.checksum, trained=trained) if isinstance(sent, WeightManifest) else sent
+        if not isinstance(sent, WeightManifest):
+            return sent
+        return replace(sent, adapter=adapter.digest.checksum, trained=adapter.digest)
 
 
 def base_digest(weights: Iterable[tuple[str, Tensor]]) -> str:
@@ -136,7 +138,15 @@ def require_scaling(checkpoint: Path, scaling: float) -> None:
         )
 
 
-def _digested(tensors: Iterator[tuple[str, Tensor]], digest: WeightsChecksum) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in tensors:
-        digest.update(name, tensor)
-        yield name, tensor
+@dataclass(slots=True)
+class _Digested:
+    """Adapter of a policy and the digest of what was iterated over."""
+
+    policy: AdaptedPolicy
+    digest: WeightsDigest = field(init=False)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the adapter's tensors, gathered together: their digests are computed on several cores. A collective."""
+        gathered = list(self.policy.adapter())
+        self.digest = weights_checksum(gathered)
+        yield from gathered

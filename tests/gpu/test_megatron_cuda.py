@@ -170,6 +170,7 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
         ("glm4", "tp2", ()), ("qwen3_moe", "ep2", ()), ("qwen3_moe", "tp2-ep2", ()), ("glm4_moe_lite", "tp2", ()),
         ("glm4_moe_lite", "pp2", ()), ("glm4_moe_lite", "cp2", ()), ("gemma3_text", "cp2", ()),
         ("qwen3", "tp2", LORA), ("qwen3_moe", "ep2", LORA), ("qwen3_moe", "tp2-ep2", LORA), ("qwen3_moe", "pp2-vpp2", LORA),
+        ("qwen3_moe", "ep2", (*LORA, "--lora-experts")),
     ],
 )  # fmt: skip
 async def test_two_gpus_train_as_one(tmp_path: Path, family: str, layout: str, flags: tuple[str, ...]) -> None:
@@ -210,8 +211,12 @@ async def test_engines_receive_the_weights_that_were_loaded(tmp_path: Path) -> N
         torch.testing.assert_close(sent[name], tensor.to(sent[name].dtype), rtol=0.01, atol=1e-6)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "glm4_moe_lite", "gemma3_text"])
-async def test_an_adapter_trains_and_its_merged_weights_say_the_same(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "flags"),
+    [("qwen3", ()), ("qwen3_moe", ()), ("glm4_moe_lite", ()), ("gemma3_text", ()), ("qwen3_moe", ("--lora-experts",))],
+    ids=["qwen3", "qwen3_moe", "glm4_moe_lite", "gemma3_text", "qwen3_moe-experts"],
+)
+async def test_an_adapter_trains_and_its_merged_weights_say_the_same(tmp_path: Path, family: str, flags: tuple[str, ...]) -> None:
     """The trainer's log-probabilities after two steps are those of transformers with the merged weights that engines get."""
     checkpoint = save(tmp_path / "model", family)
     batch = train_batches.batch(train_batches.samples(LENGTHS))
@@ -219,7 +224,7 @@ async def test_an_adapter_trains_and_its_merged_weights_say_the_same(tmp_path: P
     merged.mkdir()
     for file in checkpoint.glob("*.json"):
         shutil.copy(file, merged)
-    async with trainer(checkpoint, *family_flags(family), *LORA, "--lr", "2e-2") as megatron:
+    async with trainer(checkpoint, *family_flags(family), *LORA, *flags, "--lr", "2e-2") as megatron:
         before = await megatron.logprobs(batch.samples)
         for _ in range(2):
             metrics = (await megatron.train(batch)).metrics

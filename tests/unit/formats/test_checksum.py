@@ -1,5 +1,7 @@
+import pytest
 import torch
 
+from fuligo.formats import weight_manifest
 from fuligo.formats.weight_manifest import WeightsChecksum, weights_checksum
 
 TENSORS = [("a", torch.arange(6.0).view(2, 3)), ("b", torch.ones(4, dtype=torch.bfloat16)), ("c", torch.empty(0))]
@@ -13,6 +15,17 @@ def test_order_does_not_matter_and_one_at_a_time_is_the_same() -> None:
         one_by_one.update(name, tensor)
     assert one_by_one.result() == whole
     assert (whole.num_tensors, whole.num_bytes) == (3, 6 * 4 + 4 * 2)
+
+
+def test_many_tensors_on_several_threads_have_the_digest_of_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [(f"w{i}", torch.full((100 + i, 7), float(i)).to([torch.float32, torch.bfloat16][i % 2])) for i in range(40)]
+    one_by_one = WeightsChecksum()
+    for name, tensor in tensors:
+        one_by_one.update(name, tensor)
+    for smallest, at_once in ((0, 2**28), (0, 10_000), (2**30, 2**28)):
+        monkeypatch.setattr(weight_manifest, "SMALLEST_SHARED", smallest)
+        monkeypatch.setattr(weight_manifest, "DIGESTED_AT_ONCE", at_once)
+        assert weights_checksum(iter(tensors)) == one_by_one.result()
 
 
 def test_name_shape_type_and_bytes_all_count() -> None:

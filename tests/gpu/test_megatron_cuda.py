@@ -159,6 +159,13 @@ async def assert_trains_the_same(
     assert_near(two_after, one_after, mean=max(0.03, 0.1 * float(changed)), largest=2 * largest)
 
 
+def case_id(value: object) -> str | None:
+    """Return the id of a case's flags, by which `-k adapter` selects those with LoRA."""
+    if not isinstance(value, tuple):
+        return None
+    return "all" if not value else "adapter-experts" if "--lora-experts" in value else "adapter"
+
+
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
@@ -172,6 +179,7 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
         ("qwen3", "tp2", LORA), ("qwen3_moe", "ep2", LORA), ("qwen3_moe", "tp2-ep2", LORA), ("qwen3_moe", "pp2-vpp2", LORA),
         ("qwen3_moe", "ep2", (*LORA, "--lora-experts")),
     ],
+    ids=case_id,
 )  # fmt: skip
 async def test_two_gpus_train_as_one(tmp_path: Path, family: str, layout: str, flags: tuple[str, ...]) -> None:
     batch = train_batches.batch(train_batches.samples(LENGTHS))

@@ -290,7 +290,7 @@ def require_fits(tensors: Mapping[str, Tensor], config: AdapterConfig, adapter: 
     the model.
 
     Raises:
-        CheckpointError: they are not
+        CheckpointError: they do not
     """
     try:
         model = empty_adapted_model(config, base)
@@ -325,7 +325,7 @@ def require_shapes(tensors: Mapping[str, Tensor], wanted: Mapping[str, list[int]
     """Check names and shapes of an adapter's tensors.
 
     Raises:
-        CheckpointError: they are not as wanted.
+        CheckpointError: they differ from `wanted`.
     """
     held = {name: list(tensor.shape) for name, tensor in tensors.items()}
     for name in sorted(wanted.keys() | held.keys()):

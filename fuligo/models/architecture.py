@@ -28,7 +28,7 @@ class PartKind(StrEnum):
     LINEAR_ATTENTION = "linear_attention"
     """Gated delta rule, in place of attention."""
     INDEXER = "indexer"
-    """Chooses the tokens to attend to in sparse attention (DSA)."""
+    """Indexer, which chooses the tokens to attend to in sparse attention (DSA)."""
     DENSE_MLP = "dense_mlp"
     ROUTER = "router"
     SHARED_EXPERT = "shared_expert"
@@ -95,7 +95,7 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True)
 class LinearAttention:
-    """Gated delta rule (arXiv 2412.06464) with a short convolution; a request keeps one state per layer, however long it is."""
+    """Gated delta rule (arXiv 2412.06464) with a short convolution; a request keeps one state per layer, whatever its length."""
 
     num_key_heads: int
     num_value_heads: int
@@ -230,7 +230,7 @@ class Architecture:
     linear_attention: LinearAttention | None = None
     """Sizes of the layers with linear attention; None: all have `attention`."""
     is_mxfp4: bool = False
-    """The checkpoint stores the routed experts in MXFP4: four bits a weight, and eight for each 32."""
+    """The checkpoint stores the routed experts in MXFP4: four bits per weight, and eight for every 32 weights."""
     numerics: Numerics = Numerics()
     vision_tower: Part | None = None
     """All weights that turn images into embeddings; None for a text-only model."""

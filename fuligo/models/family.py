@@ -48,9 +48,9 @@ class Family:
     why_not_megatron: str | None = None
     """Why the Megatron trainer cannot train the family."""
     vision_tower: Callable[[ConfigJson], Part] | None = None
-    """Read the `vision_config` of a model of text and images."""
+    """Read the `vision_config` of a vision-language model."""
     loaded_as: str | None = None
-    """Type whose classes of transformers load the checkpoints, where there are none of the family's own name."""
+    """Model type whose classes in transformers load the checkpoints; None if the family has its own."""
     stored_experts: StoredExperts = StoredExperts.APART
     fuses_gate_up: bool = False
     """transformers' dense MLP has one layer for gate and up projection."""

@@ -45,7 +45,7 @@ EXPERT_KEYS: Mapping[str, str] = {
     "moe_router_topk": "num_experts_per_tok",
     "moe_ffn_hidden_size": "moe_intermediate_size",
 }
-"""The key of the first is `ModelArgs.num_experts_key`."""
+"""Megatron flag of experts -> key of config.json; that of the first flag is `ModelArgs.num_experts_key`."""
 
 
 def architecture_from_flags(config: Config) -> Architecture | None:

@@ -18,7 +18,7 @@ class SharedBase:
         """Replace the base weights of a model by those of the first model that came here, which keeps its own.
 
         Args:
-            digest: of the model's base weights; None if they need not be compared
+            digest: digest of the model's base weights; None if they need not be compared
 
         Raises:
             CheckpointError: the model has other base weights than the first.
@@ -30,7 +30,9 @@ class SharedBase:
             self._digest = digest
             return
         if digest != self._digest or own.keys() != self._weights.keys():
-            raise CheckpointError("cannot share base weights: this run has others than the first; give all runs the same --hf-checkpoint")
+            raise CheckpointError(
+                "cannot share base weights: those of this run differ from those of the first; give all runs the same --hf-checkpoint"
+            )
         for stored, name in own.items():
             module, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(module), attribute, self._weights[stored])

@@ -92,7 +92,7 @@ def _latent(config: ConfigJson, attention: LatentAttention) -> Flags:
 
 
 def _sparse(index: SparseIndex) -> Flags:
-    """Return the flags of sparse attention. None says which layers compute their token choice; config.json does."""
+    """Return the flags of sparse attention. No flag says which layers compute their token choice; only config.json does."""
     return {
         "experimental_attention_variant": "dsa",
         "dsa_indexer_n_heads": index.num_heads,
@@ -102,7 +102,7 @@ def _sparse(index: SparseIndex) -> Flags:
 
 
 def _windows(architecture: Architecture) -> Flags:
-    """Return the flags of layers with a window, which are alike."""
+    """Return the flags of layers with a window, which all have the same one."""
     windows = {layer.window for layer in architecture.layers} - {None}
     if not windows:
         return {}

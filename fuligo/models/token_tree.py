@@ -36,7 +36,7 @@ class TokenTree:
         return self.starts[-1]
 
     def with_padding(self, num_tokens: int) -> "TokenTree":
-        """Return the tree of a row of `num_tokens` tokens, of which those behind this one's see only each other."""
+        """Return the tree of a row padded to `num_tokens` tokens; the added tokens see only each other."""
         if num_tokens == self.num_tokens:
             return self
         return TokenTree((*self.starts, num_tokens), (*self.parents, -1))

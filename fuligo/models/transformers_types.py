@@ -33,12 +33,12 @@ def read_config(directory: str | Path) -> Any:
 
 
 def sees_images(config: Any) -> bool:
-    """Return whether a config describes a model of text and images that fuligo supports."""
+    """Return whether a config describes a vision-language model that fuligo supports."""
     return config.model_type in VISION_TYPES
 
 
 def has_unknown_tower(config: Any) -> bool:
-    """Return whether a config describes a model of text and images that fuligo does not support; its parts have their own configs."""
+    """Return whether a config describes a vision-language model that fuligo does not support; its parts have their own configs."""
     return not sees_images(config) and not hasattr(config, "vocab_size") and hasattr(config, "vision_config")
 
 

@@ -35,8 +35,8 @@ class AdapterRecord:
     def check(self, version: int, adapter: WeightsDigest) -> None:
         """Check that a version that is sent again, as after a resume, has the adapter that it had before; record it if it is new.
 
-        A digest in another data type, as after a change of --precision, cannot be compared. A run directory whose only version this is has
-        samples of none: an attempt with another checkpoint ended before its first step.
+        A digest in another data type, as after a change of --precision, cannot be compared. The only version of a run directory is
+        replaced: it has no samples yet, because an attempt with another checkpoint ended before its first step.
 
         Raises:
             WeightSyncError: it has another adapter

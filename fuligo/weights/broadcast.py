@@ -33,7 +33,7 @@ TIMEOUT = timedelta(seconds=BUCKET.seconds)
 LEAVE_TIMEOUT_S = 15.0
 """Limit for an engine to leave a group. In NCCL an engine waits for a dead peer forever; it does not leave and must be restarted."""
 IDLE_S = 2.0
-"""Time after which connections are made anew: engines close idle ones after 5 s, which goes unnoticed while the event loop stands."""
+"""Time after which connections are made anew: engines close idle ones after 5 s, which goes unnoticed while the event loop is blocked."""
 _numbers = count()
 T = TypeVar("T")
 

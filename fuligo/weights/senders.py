@@ -161,7 +161,7 @@ def _share(bucket: Bucket, engines: tuple[EngineAddress, ...], version: int | No
 def for_one_receiver(bucket: Bucket) -> Bucket:
     """Return a bucket with copies of the tensors that a rank of an engine overwrites while others read them.
 
-    Of gpt-oss, all tensor-parallel ranks but the first set the biases of the experts' outputs to zero where they lie, since ranks add
+    Of gpt-oss, all tensor-parallel ranks but the first set the biases of the experts' outputs to zero in place, since ranks add
     their outputs up (SGLang 0.5.15.post1, `models/gpt_oss.py`, `_load_normal_weights`).
     """
     return [(name, tensor.clone() if name.endswith(".experts.down_proj_bias") else tensor) for name, tensor in bucket]

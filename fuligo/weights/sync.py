@@ -39,7 +39,7 @@ class WeightSyncSettings:
 
 
 class WeightSync:
-    """Sends the trainer's weights to the engines and counts `policy_version`: pause, send, flush, check, resume.
+    """Weight sync that sends the trainer's weights to the engines and counts `policy_version`: pause, send, flush, check, resume.
 
     Args:
         proof: checks after each weight sync that the engines hold what was sent

@@ -1,1 +1,1 @@
-"""Models of text and images: their images as pixels, the positions of image tokens, and the forward pass with the vision tower."""
+"""Vision-language models: their images as pixels, the positions of image tokens, and the forward pass with the vision tower."""

@@ -1,4 +1,4 @@
-"""Forward pass of a model of text and images over rows of packed tokens: the tower, then the language model on mixed embeddings.
+"""Forward pass of a vision-language model over rows of packed tokens: the tower, then the language model on mixed embeddings.
 
 transformers finds image tokens by their id; here they are given by position, because a model may also sample that id as text.
 """

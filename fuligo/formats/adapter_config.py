@@ -78,7 +78,7 @@ def peft_name(layer: str, factor: str) -> str:
 
 
 def is_target(layer: str, target: str) -> bool:
-    """Return whether `target` is the layer's name, or a part of it after a dot to its end, as PEFT matches them."""
+    """Return whether `target` is the layer's name or a suffix of it that follows a dot, as PEFT matches them."""
     return layer == target or layer.endswith(f".{target}")
 
 
@@ -147,7 +147,9 @@ class AdapterConfig:
                 raise ValueError(f"it is {type(fields).__name__}, not an object of fields")
             kind = fields["peft_type"]
             if kind != "LORA":
-                raise CheckpointError(f"cannot load {directory}: it is a {kind} adapter, and fuligo loads LoRA adapters; use one of those")
+                raise CheckpointError(
+                    f"cannot load {directory}: it is a {kind} adapter, but fuligo loads only LoRA adapters; use a LoRA adapter"
+                )
             if unknown := _unsupported(fields):
                 raise CheckpointError(f"cannot load {directory}: {unknown} of {ADAPTER_CONFIG} is not supported; use a plain adapter")
             targets, parameters = fields["target_modules"], fields.get("target_parameters") or []
@@ -181,7 +183,7 @@ def _number(fields: dict[str, Any], name: str, *, at_least: float = -math.inf, a
 
     Raises:
         KeyError: it is missing
-        ValueError: it is none, or beyond the bounds
+        ValueError: it is not a number, or is out of bounds
     """
     value = fields[name]
     is_number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)

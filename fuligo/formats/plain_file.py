@@ -52,7 +52,7 @@ def read_plain_text(file: Path) -> str:
 
 
 def unreadable_files(directory: Path, max_text_bytes: float = MAX_TEXT_BYTES) -> Iterator[str]:
-    """Describe what would hold up a library that reads the files of a directory, or fill its memory: pipes, devices, endless texts."""
+    """Describe what would block a library that reads the files of a directory, or fill its memory: pipes, devices, endless texts."""
     with os.scandir(directory) as entries:
         for entry in sorted(entries, key=lambda each: each.name):
             try:

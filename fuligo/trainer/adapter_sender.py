@@ -133,7 +133,7 @@ def require_scaling(checkpoint: Path, scaling: float) -> None:
     if saved.scaling != scaling:
         variant = " --lora-use-rslora" if saved.rank_stabilised else " and without --lora-use-rslora"
         raise CheckpointError(
-            f"cannot resume {checkpoint}: its adapter was trained with the scale {saved.scaling:g}, and this run has {scaling:g}; use "
+            f"cannot resume {checkpoint}: its adapter was trained with the scale {saved.scaling:g}, but this run has {scaling:g}; use "
             f"--lora-alpha {saved.alpha:g}{variant}"
         )
 

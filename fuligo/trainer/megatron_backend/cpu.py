@@ -1,6 +1,6 @@
 """Megatron-Core on a CPU: patches that turn its uses of CUDA into uses of this process's device.
 
-fuligo replaces parts of other packages nowhere else. Megatron-Core 0.16.1 was seen to need each of these patches.
+fuligo replaces parts of other packages nowhere else. Megatron-Core 0.16.1 needs each of these patches.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ def run_on_cpu() -> None:
 
 
 def _replace_devices() -> None:
-    """Replace `torch.cuda.current_device()`, `device="cuda"` and `.cuda()`, which are all over Megatron."""
+    """Replace `torch.cuda.current_device()`, `device="cuda"` and `.cuda()`, which Megatron uses throughout."""
     # `with torch.device(...)` knows factories by a set that it builds once; here, while they are the originals.
     _device._device_constructors()
     torch.cuda.current_device = lambda: CPU  # pyright: ignore[reportAttributeAccessIssue]

@@ -32,7 +32,7 @@ _OPTIMIZER = (
 )  # fmt: skip
 _STAGES = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 READ = frozenset((*_MODEL, *LATENT_ATTENTION, "num_experts", *EXPERTS, *_OPTIMIZER, *_STAGES))
-"""Accepted with any value."""
+"""Arguments accepted with any value."""
 
 DECIDED: Mapping[str, object] = {
     "attention_dropout": 0.0,
@@ -49,7 +49,7 @@ DECIDED: Mapping[str, object] = {
     "bf16": True,
     "ckpt_format": "torch_dist",
 }
-"""Accepted only with the value that the trainer uses anyway."""
+"""Arguments accepted only with the value that the trainer uses anyway."""
 
 _CHECKED = frozenset({"spec", "experimental_attention_variant"})
 """Compared with config.json (`models.megatron_flags`), otherwise without effect."""

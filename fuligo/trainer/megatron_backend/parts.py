@@ -26,7 +26,7 @@ class LocalPart:
     """Rectangular part of a weight, and its place in the rank's tensor."""
 
     shard: Shard
-    """Its data is a view of the model's memory."""
+    """Shard whose data is a view of the model's memory."""
     start: int
     """Elements of the rank's flattened tensor before it."""
 

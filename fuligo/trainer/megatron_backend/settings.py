@@ -43,7 +43,7 @@ class SparseLayers:
     computing: frozenset[int]
     """Layers that compute their token choice, counted from 0; each other layer takes the choice of the nearest of them below."""
     rotary_interleaved: bool
-    """As `SparseIndex` has it."""
+    """As in `SparseIndex`."""
 
     @classmethod
     def of(cls, architecture: Architecture) -> Self | None:

@@ -54,7 +54,7 @@ class MegatronRankWorker:
 
         Raises:
             CheckpointError: weights cannot be read.
-            ConfigError: Megatron cannot build the model or arrange the ranks so, or the lists of trained parameters do not fit the model.
+            ConfigError: Megatron cannot build the model or arrange the ranks in this layout, or the lists of trained parameters do not fit.
         """
         self.settings = settings
         self.world = world
@@ -211,7 +211,7 @@ class MegatronRankWorker:
         """Adapt the layers of the policy, which freezes its weights.
 
         Raises:
-            ConfigError: the model cannot be adapted so.
+            ConfigError: the model cannot be adapted in this way.
             CheckpointError: the adapter to start from is damaged, or is another model's.
         """
         names = AdapterNames.of(self.names, lora.adapter, num_tensor_ranks=self.settings.layout.tp)

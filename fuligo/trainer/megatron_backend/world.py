@@ -18,7 +18,7 @@ def join_megatron(layout: Layout, world: World, seed: int, *, timeout_s: float =
         timeout_s: deadline of every operation of a group, rounded up to minutes.
 
     Raises:
-        ConfigError: the ranks cannot be arranged so.
+        ConfigError: the ranks cannot be arranged in this layout.
     """
     assert layout.num_ranks == world.size
     if world.device.type == "cpu":

@@ -71,7 +71,7 @@ class Rank:
             world.set_environment(settings)
             worker.import_worker(settings)
         if torch.cuda.is_initialized():
-            raise TrainerError("cannot stand by: an import has initialized CUDA, which takes memory of a GPU")
+            raise TrainerError("cannot start a standby rank: an import has initialized CUDA, which takes GPU memory")
 
     def load(self, settings: TrainerSettings, rendezvous: Rendezvous | None) -> Cost | None:
         joined = self.join(settings, rendezvous)

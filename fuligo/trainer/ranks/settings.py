@@ -115,7 +115,7 @@ class TrainerSettings:
     score_capacity: Capacity = field(default_factory=Capacity)
     """Limits of a micro-batch without gradient."""
     shares_prefixes: bool = False
-    """A micro-batch holds a prefix that several samples have once."""
+    """A micro-batch holds a prefix that several samples share only once."""
     chunk_tokens: int = 4096
     """Tokens whose logits exist at a time."""
     balance_data: bool = False

@@ -43,7 +43,7 @@ def sign_objects(key: bytes | None) -> None:
         return
 
     class SignedPickler:
-        """Stands for `pickle.Pickler`."""
+        """Replacement for `pickle.Pickler` that signs objects."""
 
         def __init__(self, stream: io.BytesIO) -> None:
             self._stream = stream
@@ -53,7 +53,7 @@ def sign_objects(key: bytes | None) -> None:
             self._stream.write(_signature(key, body) + body)
 
     class SignedUnpickler:
-        """Stands for `pickle.Unpickler`."""
+        """Replacement for `pickle.Unpickler` that verifies signatures."""
 
         def __init__(self, stream: io.BytesIO) -> None:
             self._stream = stream

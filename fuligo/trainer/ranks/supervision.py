@@ -22,7 +22,7 @@ def lost(rank: RankHandle, phase: str, how: str) -> RankError:
 
     Args:
         phase: "during `train`"
-        how: verb phrase, "is gone"
+        how: verb phrase, "was lost"
     """
     return RankError(
         f"trainer rank {rank.rank} on {rank.host} {how} {phase}",

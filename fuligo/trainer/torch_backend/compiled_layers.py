@@ -31,7 +31,7 @@ def can_compile(model: PreTrainedModel) -> bool:
 
 
 def allow_compiled_kinds(num_runs: int) -> None:
-    """Let the layers of several runs' models in this process be compiled: their adapters differ, and the code of a layer is one.
+    """Allow as many compiled variants of a layer as the models of several runs in this process need: their adapters differ.
 
     Beyond the limit, torch would run a layer without compilation, with a warning only.
     """

@@ -93,13 +93,13 @@ class AssistantTurns:
         """Check that every turn continues its generation prompt.
 
         Raises:
-            DataError: one does not
+            DataError: a turn does not
         """
         for turn, (opened, closed) in zip(self._turns, spans, strict=True):
             if not closed.startswith(opened):
                 raise DataError(
                     f"message {turn + 1} of {len(self._messages)}: cannot find the tokens of this assistant turn: the chat template does "
-                    "not continue its generation prompt with it; use the turn the thinking that the prompt opens, choose "
+                    "not continue its generation prompt with it; give the turn the thinking that the prompt opens, choose "
                     "--sft-rewritten-turns rendered, or use a template with {% generation %} marks"
                 )
 

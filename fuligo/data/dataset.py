@@ -91,7 +91,7 @@ class Rows:
             yield from range(start, min(end, start + _ROWS_CHECKED))
 
     def digest(self) -> str:
-        """Return a digest of the files' content and of which of their rows are selected."""
+        """Return a digest of the files' content and of the selection of their rows."""
         digests = [f"{piece.file.content.digest()}[{piece.selected.start}:{piece.selected.stop}]" for piece in self._pieces]
         return digests[0] if len(digests) == 1 else hashlib.blake2b(",".join(digests).encode(), digest_size=16).hexdigest()
 

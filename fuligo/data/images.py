@@ -66,7 +66,7 @@ class ImagePlacer(Protocol):
         """Check that images can be decoded.
 
         Raises:
-            DataError: one cannot
+            DataError: an image cannot be decoded
         """
         ...
 
@@ -116,7 +116,7 @@ def _read_file(path: Path, name: str) -> RawImage:
         return RawImage(str(path), data, is_file=True)
     except OSError as error:
         raise DataError(
-            f"{name}: cannot read {path!s:.200}: {error.strerror or error}; base64 needs data:image/png;base64, before it"
+            f"{name}: cannot read {path!s:.200}: {error.strerror or error}; if it is base64, put data:image/png;base64, before it"
         ) from error
 
 

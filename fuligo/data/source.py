@@ -15,7 +15,7 @@ from fuligo.types import Prompt
 
 SourceState = dict[str, int | str | list[int]]
 """State for a checkpoint: `num_rows` of an epoch, `digest` of files and weights, `epoch`, `offset`, `returned`, and the counts
-`dropped_too_long` and `bad_rows`; `images`, the digests of image files that have been read, where rows have such."""
+`dropped_too_long` and `bad_rows`; `images`, the digests of image files that have been read, if rows have images."""
 
 _OTHER_DATA = (
     "resume with the same --prompt-data and --prompt-data-weights, or start a new run from the checkpoint's weights with --ref-load"

@@ -12,7 +12,7 @@ from fuligo.engines.generation import EngineLoad, Generation, RoutingQuery
 from fuligo.types import FloatArray, IntArray, RoutedExperts
 
 MAX_LOGPROB = 1e-3
-"""Rounding can put the log-probability of a certain token slightly above 0."""
+"""Largest log-probability in an answer: rounding can put that of a token with probability 1 slightly above 0."""
 
 
 class Retryable(Exception):

@@ -30,7 +30,7 @@ class SharedDevices(Protocol):
         ...
 
     async def wait_for_room(self) -> None:
-        """Return when an engine may start: it sizes its cache by the free memory, so the trainer must hold none."""
+        """Return when an engine may start: it sizes its cache by the free memory, so the trainer must have released its own."""
         ...
 
     async def align(self, client: InferenceEngine, group: EngineGroup) -> None:
@@ -43,7 +43,7 @@ class SharedDevices(Protocol):
 
 
 SyncRestarted = Callable[[InferenceEngine], Awaitable[bool]]
-"""Sends a restarted engine the current weights; returns False if that must wait for the next weight sync."""
+"""Callback that sends a restarted engine the current weights; returns False if that must wait for the next weight sync."""
 
 
 class EngineFleet(Protocol):
@@ -93,7 +93,7 @@ class LentEngine:
     url: str
     keys: EngineKeys
     number: int | None = None
-    """Index among the engines; None if there is one, and for a router."""
+    """Index among the engines; None for a single engine or a router."""
     num_ranks: int = 1
     """Tensor-parallel processes."""
 
@@ -131,7 +131,7 @@ class EngineHosts(Protocol):
 
 
 class EngineBackend(Protocol):
-    """Backend; `config.engine_capabilities` has its facts."""
+    """Engine backend; `config.engine_capabilities` has its facts."""
 
     async def launch(self, config: Config, directory: Path, stack: AsyncExitStack, hosts: EngineHosts | None) -> LaunchedEngines:
         """Start the engines of a run; return when they answer.
@@ -150,7 +150,7 @@ class EngineBackend(Protocol):
         """Start engines on this machine for several runs, each with an adapter; return when they answer.
 
         Args:
-            configs: of the runs; they agree on everything that the engines need
+            configs: configs of the runs; they agree on everything that the engines need
             directory: directory of the engines' logs, which exists
             stack: stops the engines when it closes
 

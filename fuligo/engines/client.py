@@ -1,4 +1,4 @@
-"""HTTP client of an engine: the only caller of the SGLang API. Token ids go in and come out; text is for people."""
+"""HTTP client of an engine: the only caller of the SGLang API. Requests and answers hold token ids; text is only for display."""
 
 import asyncio
 import itertools
@@ -22,7 +22,7 @@ T = TypeVar("T")
 POLICY_ADAPTER = "policy"
 """Name of the adapter that a trainer sends to engines that know adapters by name."""
 IDLE_WITHIN_S = 30
-"""Time for the step that an engine has in flight when its last request is answered."""
+"""Time within which an engine finishes the step that is in flight when its last request is answered."""
 
 
 class EngineClient:
@@ -92,7 +92,7 @@ class EngineClient:
             generation = parse_generation(answer)
             if images and generation.prompt_tokens != len(input_ids):  # SGLang makes its own ids of the text and the images
                 raise EngineError(
-                    f"engine {self.url}: request {rid} has {len(input_ids)} tokens with its images, and the engine counts "
+                    f"engine {self.url}: request {rid} has {len(input_ids)} tokens with its images, but the engine counts "
                     f"{generation.prompt_tokens}; its image processor or its tokenization differs from the trainer's"
                 )
             if routing is not None:

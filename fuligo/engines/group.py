@@ -24,7 +24,7 @@ T = TypeVar("T")
 DIRECT_TIMEOUT_S = 600.0
 """Time for an engine to come back if the request has no deadline of its own."""
 WAIT_S = 0.1
-"""Interval between checks for one."""
+"""Interval between checks whether an engine has come back."""
 MAX_AHEAD = 8
 """Number of requests by which an engine may exceed the least busy one before balance overrides affinity."""
 
@@ -137,7 +137,7 @@ class EngineGroup:
     async def _generate_somewhere(
         self, input_ids: Sequence[int] | IntArray, params: SamplingParams, *, rid: str, **options: Unpack[RequestOptions]
     ) -> Generation:
-        """Generate through the router, if any. A request that failed while an engine was lost is retried: there may have been no other."""
+        """Generate through the router, if any. A request that failed while an engine was lost is retried: it may have been the last."""
         while True:
             if self.membership is not None:
                 await self._until_one_serves(options.get("timeout_s"))

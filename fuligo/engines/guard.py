@@ -133,7 +133,7 @@ def _end(child: subprocess.Popen[bytes], grace_s: float) -> int:
 
 
 def _remove(files: Iterable[Path]) -> None:
-    """Delete the files that belong to this user; anybody may create others under such names."""
+    """Delete those of the files that belong to this user; other users may create files with such names."""
     for file in files:
         with suppress(OSError):
             status = file.lstat()

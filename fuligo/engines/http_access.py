@@ -32,7 +32,7 @@ def own_names(host: str) -> frozenset[str]:
 
 
 def is_foreign(host_header: str, names: frozenset[str]) -> bool:
-    """Return whether a Host header is neither an address nor in `names`, as of a page whose own name resolves to this machine."""
+    """Return whether a Host header is neither an address nor in `names`, as of a web page whose own name resolves to this machine."""
     name = host_header[1:].partition("]")[0] if host_header.startswith("[") else host_header.partition(":")[0]
     return name.lower() not in names and not _is_address(name)
 

@@ -16,7 +16,7 @@ from fuligo.errors import EngineError
 logger = logging.getLogger(__name__)
 
 LONGEST_S = 10.0
-"""Time of a rollout that is profiled, from its begin: the trace of minutes is too large to open."""
+"""Longest time that is profiled, from the start of a rollout: a trace of minutes is too large to open."""
 
 
 @dataclass(slots=True, frozen=True)

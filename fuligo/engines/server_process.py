@@ -69,7 +69,7 @@ def _marked(mark: str) -> Iterator[int]:
 
 
 def _birth(pid: int) -> str | None:
-    """Return the start time of a process, which tells it from later ones with its number; None when it has ended."""
+    """Return the start time of a process, which distinguishes it from later ones with the same id; None when it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -107,7 +107,7 @@ class LoggedProcess:
         return self._process.poll() is None
 
     def check_alive(self, advice: str = "") -> None:
-        """Check that it has not ended.
+        """Check that the process has not ended.
 
         Raises:
             EngineError: it has ended; with the last lines of its log, and the advice

@@ -1,7 +1,7 @@
 """Client of an SGLang engine that several runs share: each run has its own adapter, whose name changes with its version.
 
-SGLang pauses, aborts and labels for all requests alike, so a run's client does these for the run's requests alone: it holds new ones back
-while the run's adapter changes, ends those in flight by their ids, and finds the version in the adapter's name.
+SGLang pauses, aborts and labels all requests at once, so a run's client does this for the run's own requests: it holds back new ones while
+the run's adapter changes, ends those in flight by their ids, and finds the version in the adapter's name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fuligo.formats.weight_manifest import AdapterPayload
 
 T = TypeVar("T")
 ABORT_AGAIN_S = 0.2
-"""Interval between aborts; each catches requests that were on their way during the one before."""
+"""Interval between aborts; each catches requests that were on their way during the previous one."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -63,7 +63,7 @@ class SharedEngineClient(EngineClient):
     """Implementation of `engine.InferenceEngine` for one of the runs that share an engine, or its router.
 
     Args:
-        requests: of the run
+        requests: requests of the run
         given: arguments of `EngineClient`
     """
 
@@ -140,7 +140,7 @@ class SharedEngineClient(EngineClient):
             await requests.may_start.wait()
             label = requests.label
             if label is None:
-                raise EngineError(f"engine {self.url}: request {rid} of run {self.run} came before its adapter")
+                raise EngineError(f"engine {self.url}: request {rid} of run {self.run} arrived before its adapter")
             requests.in_flight.add(body["rid"])
             try:
                 answer = await attempt({**body, "lora_path": str(label)})

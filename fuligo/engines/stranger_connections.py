@@ -33,7 +33,7 @@ class Strangers:
             timer.cancel()
 
     def renew(self, connection: "Connection") -> None:
-        """Give a watched connection its whole time again."""
+        """Reset the time limit of a watched connection."""
         if connection in self._connections:
             self._connections.pop(connection).cancel()
             self.add(connection)
@@ -80,7 +80,7 @@ class Connection(HttpToolsProtocol):
         self._strangers.remove(self)
 
     def renew(self) -> None:
-        """Start the time and the bytes anew."""
+        """Reset the limits of time and bytes."""
         self._num_bytes = 0
         self._strangers.renew(self)
 
@@ -92,6 +92,6 @@ def admit(scope: Scope) -> None:
 
 
 def renew(scope: Scope) -> None:
-    """Start the limits of the connection of a request that needs no key anew, so that probes may keep a connection."""
+    """Reset the limits of a connection after a request that needs no key, so that probes may keep their connection."""
     if (connection := scope.get(_ENTRY)) is not None:
         connection.renew()

@@ -19,7 +19,7 @@ class EnvironmentSettings(BaseModel):
 
 
 UNKNOWN_TOOL = "unknown"
-"""Name, in results and metrics, of all tools that the model calls and nobody offered."""
+"""Name, in results and metrics, of all tools that the model calls but was not offered."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -83,7 +83,7 @@ class AssistantTurn:
 
 @dataclass(slots=True, frozen=True)
 class Row:
-    """Row of the data that one episode is about."""
+    """Row of the data for one episode."""
 
     prompt: str | Messages
     label: Any
@@ -121,7 +121,7 @@ class ToolResult:
     """Outcome of one call of a tool."""
 
     name: str
-    """Name of a tool, never one that the model made up: metrics bear it."""
+    """Name of a tool, never one that the model made up, because metrics contain it."""
     text: str
     failed: bool = False
     seconds: float = 0.0

@@ -29,7 +29,7 @@ class RenderedTexts:
         self._lock = threading.Lock()
 
     def add(self, messages: Messages, tools: Sequence[Tool], text: str) -> None:
-        """Remember the text of a conversation, unless its messages are more than JSON holds."""
+        """Remember the text of a conversation, unless its messages cannot be written as JSON."""
         key = _key(messages, tools)
         if key is None or len(text) > self._max_chars:
             return

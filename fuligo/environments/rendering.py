@@ -125,8 +125,8 @@ class Renderer:
             new: messages that follow
 
         Returns:
-            None if the template renders differently what is there already (it drops thinking, or ends the turn with another token):
-            then the conversation must be rendered again.
+            None if the template renders the earlier conversation differently (it drops thinking, or ends the turn with another token),
+            which must then be rendered again.
 
         Raises:
             DataError: the template rejects the messages
@@ -168,7 +168,7 @@ class Renderer:
         return AssistantTurn(content, reasoning, calls, problems, num_tokens=len(sampled), truncated=end is None)
 
     def _after_turn(self, rest: str, text: str, opened: bool) -> list[int] | None:
-        """Return the ids from the end of a turn on, if the template renders the turn in other words that mean the same.
+        """Return the ids from the end of a turn on, if the template renders the turn differently but with the same meaning.
 
         Args:
             rest: the template's text from the beginning of the turn on

@@ -34,12 +34,12 @@ def _schema(calls: str, items: dict[str, Any], removed: str | None = None) -> di
 
 
 def _tagged(name: str, argument: str, frame: tuple[str, ...]) -> dict[str, Any]:
-    """Return the schema of a call whose name and arguments stand in tags, the arguments as text.
+    """Return the schema of a call whose name and arguments are in tags, the arguments as text.
 
     Args:
         argument: regular expression of one argument, with the groups `key` and `value`; it stops before the next one begins, so that
             reading a turn that repeats itself takes no longer than its length
-        frame: regular expressions of what stands around the arguments
+        frame: regular expressions of the text around the arguments
     """
     arguments = {"type": "object", "x-regex-key-value": argument, "additionalProperties": {"type": "string"}}
     rest = {"type": "string", "x-regex-substitutions": [[each, ""] for each in (argument, *frame)]}

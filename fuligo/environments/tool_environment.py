@@ -31,7 +31,7 @@ class RunsTool(Protocol):
         ...
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
-        """Run the tool. What it raises is told to the model and counted as a failed call."""
+        """Run the tool. An exception is reported to the model and counted as a failed call."""
         ...
 
 

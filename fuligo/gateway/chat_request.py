@@ -35,7 +35,7 @@ _SAMPLING = {
     "presence_penalty": "",
     "repetition_penalty": "",
 }
-"""Parameters that shape the distribution, and their field in `SamplingParams`; empty: a rollout has none."""
+"""Parameters that shape the distribution, and their field in `SamplingParams`; empty: it has no such field."""
 _NO_PENALTY = {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1}
 _MAX_STOPS = 16
 
@@ -66,7 +66,7 @@ def parse_chat_request(body: Mapping[str, Any], rollout: SamplingParams, *, repl
         replaces: take the rollout's parameters where the request has others, instead of refusing it
 
     Raises:
-        InvalidRequest: the body is malformed, or asks for what cannot be trained on
+        InvalidRequest: the body is malformed, or asks for something that cannot be trained on
     """
     params, num_replaced = _params(body, rollout, replaces)
     for name, value in body.items():

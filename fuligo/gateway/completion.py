@@ -96,7 +96,7 @@ class Dialect:
     """API through which agents call the policy: translates its requests to chat completions, and the answers back."""
 
     read: Callable[[bytes], Mapping[str, Any]]
-    """Turns a request into the body of a request for a chat completion; raises `InvalidRequest`."""
+    """Function that turns a request into the body of a request for a chat completion; raises `InvalidRequest`."""
     body: Callable[[Completion, Tokenizer], dict[str, Any]]
     """Whole answer."""
     events: Callable[[Completion, Tokenizer], Iterator[bytes]]

@@ -79,9 +79,9 @@ class Conversation:
     """
 
     turns: list[Turn] = field(default_factory=list)
-    """In the order in which their answers were complete."""
+    """Turns in the order in which their answers were completed."""
     _known: dict[bytes, Turn] = field(default_factory=dict)
-    """Turns by the digest of what leads to them, with every spelling of the answer."""
+    """Turns by the digest of the messages up to and including them, under every spelling of the answer."""
 
     def find(self, messages: Messages, tools: Sequence[Tool]) -> Place:
         """Find the longest known prefix of a request."""

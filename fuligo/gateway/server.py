@@ -50,7 +50,7 @@ NO_RETRY = {"x-should-retry": "false"}
 
 
 class Gateway:
-    """Server that gives every session a base URL and a random key, and answers only with both.
+    """Server that gives every session a base URL and a random key, and answers only requests with both.
 
     Args:
         host: name or address to listen on
@@ -145,7 +145,7 @@ class Gateway:
         except ClientDisconnect:
             return
         except Exception:
-            logger.exception("the gateway failed at a request")
+            logger.exception("the gateway failed to handle a request")
             response = _error(500, "the gateway failed at this request; its log has the reason", "server_error")
         await response(scope, receive, send)
 

@@ -198,7 +198,7 @@ def _reward(episode: Episode) -> Reward | None:
 
 
 async def _called(call: Callable[[Session, Row], Awaitable[Reward | None]], session: Session, row: Row) -> Reward | None:
-    """Call the agent; a function that stops iteration or cancels itself fails like any other."""
+    """Call the agent; a function that raises StopIteration or cancels itself fails like any other."""
     try:
         return await call(session, row)
     except (StopIteration, SystemExit, KeyboardInterrupt) as error:

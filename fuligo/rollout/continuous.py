@@ -29,7 +29,7 @@ class Admission:
     """Limit on the groups that may have begun, so that none is too old when it is trained.
 
     Groups are trained in the order in which they began, `batch_size` per rollout, and the version of the weights rises after every
-    `update_interval` rollouts. A group that begins at version v may therefore stand only so far back in the queue that its rollout is
+    `update_interval` rollouts. A group that begins at version v may therefore be only so far back in the queue that its rollout is
     trained by version v + K. With an update after every rollout this is the rule of AReaL (arXiv 2505.24298, staleness-aware
     training): number of groups begun <= (version + K + 1) * batch size.
     """
@@ -57,7 +57,7 @@ class Admission:
 
 
 class ContinuousRunner:
-    """Makes the rollouts of `--async-mode full`. Implements `RolloutMethod`.
+    """Runner of the rollouts of `--async-mode full`. Implements `RolloutMethod`.
 
     A weight sync interrupts generation, which continues with the new weights. No group is handed out with a token that is more than
     `--max-staleness` versions older than the weights that train on it. `Admission` makes such groups rare; one that is too old

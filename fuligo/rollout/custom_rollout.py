@@ -47,7 +47,7 @@ class CustomRollout:
     vocab_size: int | None = None
     """Vocabulary size of the model; None if unknown."""
     teacher: ServedTeacher | None = None
-    """Scores the returned samples."""
+    """Teacher that scores the returned samples; None without one."""
 
     def restore(self, state: RolloutState) -> None:
         self.source.restore(state)

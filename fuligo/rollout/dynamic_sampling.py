@@ -13,7 +13,8 @@ from fuligo.errors import RolloutError
 
 HOPELESS_ROLLOUTS = 10
 HOPELESS_GROUPS = 64
-"""Dropped groups, in rollouts and at least in groups, after which a rollout that kept none fails; `--max-sampling-waves` bounds others."""
+"""A rollout that has kept no group fails after so many dropped rollouts, and at least so many dropped groups. `--max-sampling-waves` bounds
+all others."""
 
 
 @dataclass(eq=False)

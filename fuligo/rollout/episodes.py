@@ -51,7 +51,7 @@ class Limits:
 class Episodes:
     """`GenerateFn` and `Interruptible` that makes an environment for every sample, in which the model and the environment take turns.
 
-    Sampled ids stay as they are; the template renders what stands between them. Where it rewrites history, the sample ends and a new one
+    Sampled ids stay as they are; the template renders the text between them. Where it rewrites history, the sample ends and a new one
     of the same index begins with the conversation as it is rendered then.
     """
 

@@ -44,7 +44,7 @@ class EvalSetSpec(FlagGroup):
     max_response_len: int | None = flag(None, "longest response", unit="tokens", ge=1)
     temperature: float | None = flag(None, "sampling temperature; 0 always takes the most likely token", ge=0)
     top_p: float | None = flag(None, "nucleus sampling", gt=0, le=1)
-    top_k: int | None = flag(None, "sample among the k most likely tokens; -1 among all", ge=-1)
+    top_k: int | None = flag(None, "sample from the k most likely tokens; -1 keeps all", ge=-1)
     rm_type: str | None = flag(None, "reward")
     custom_rm_path: str | None = flag(None, "hook: reward")
     reward_key: str | None = flag(None, "value of a dict reward to report")

@@ -60,7 +60,7 @@ class Evaluates(Protocol):
 
 
 class Evaluator:
-    """Samples every set with the current weights of the engines. A sample has the same random numbers in every evaluation.
+    """Evaluator that samples every set with the current weights of the engines. A sample has the same random numbers in every evaluation.
 
     Rollouts may be sampled concurrently: requests that the end of a rollout aborts are continued.
 

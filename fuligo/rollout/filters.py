@@ -18,7 +18,7 @@ MIN_REWARD_STD = 1e-6
 AllSamples = Callable[[list[SampleGroup], Any], None]
 """(all groups of a rollout, data source) -> None."""
 SampleFilter = Callable[[list[SampleGroup]], None]
-"""Changes the samples of the kept groups in place."""
+"""Hook that changes the samples of the kept groups in place."""
 
 
 def check_reward_nonzero_std(args: Any, samples: list[Sample], **kwargs: Any) -> bool:

@@ -30,7 +30,7 @@ STATUS_BY_FINISH_REASON: dict[FinishReason, SampleStatus] = {
 
 @dataclass(eq=False)
 class SingleTurn:
-    """Sends prompt and response so far to the engine and appends the new tokens."""
+    """Generator that sends prompt and response so far to the engine and appends the new tokens."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -41,7 +41,7 @@ class SingleTurn:
     max_context_len: int | None = None
     """Longest prompt + response, in tokens."""
     routing: RoutingShape | None = None
-    """Request the experts of every token; None does not."""
+    """Shape of the experts to request for every token; None: they are not requested."""
     _num_requests: itertools.count = field(default_factory=itertools.count, init=False)
     _text_of: Callable[[list[int]], str] = field(init=False, repr=False)
 

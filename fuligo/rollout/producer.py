@@ -18,24 +18,24 @@ from fuligo.rollout.protocol import Rollout, RolloutMethod
 from fuligo.types import IntArray
 
 PhaseTimer = Callable[[str, int], AbstractContextManager[object]]
-"""Times a phase of a step, by name and step."""
+"""Timer of a phase of a step, by name and step."""
 
 
 @dataclass(eq=False)
 class RolloutProducer:
-    """Produces the rollout of a step by one method and measures it."""
+    """Producer of a step's rollout by one method, which it also measures."""
 
     method: RolloutMethod
-    """Makes the rollout."""
+    """Method that makes the rollout."""
     _: KW_ONLY
     phase: PhaseTimer
-    """Times it as the phase `rollout` of the step."""
+    """Timer of the phase `rollout` of the step."""
     activity: Activity | None = None
-    """Counts the requests of the rollouts; None if nothing is sampled."""
+    """Counter of the requests of the rollouts; None if nothing is sampled."""
     monitor: EngineMonitor | None = None
-    """Polls the engines; None without engines."""
+    """Poll of the engines; None without engines."""
     profiler: EngineProfiler | None = None
-    """Profiles the engines in chosen rollouts; None without --profile."""
+    """Profiler of the engines in chosen rollouts; None without --profile."""
     _started: bool = field(default=False, init=False)
 
     async def produce(self, step: int) -> Rollout:

@@ -29,7 +29,7 @@ class RolloutMethod(Protocol):
 
 
 class GenerateFn(Protocol):
-    """Turns a pending sample into a finished (or aborted, or failed) one. Rollout code knows engines only through this.
+    """Function that turns a pending sample into a finished (or aborted, or failed) one. Rollout code knows engines only through this.
 
     It may return several samples (a conversation cut into pieces), which keep the `index`. Samples are changed in place. Tokens
     generated before an abort are kept and continued.
@@ -48,7 +48,7 @@ class Interruptible(Protocol):
 
 
 class RewardFn(Protocol):
-    """Sets `reward` on every finished sample of a group. Never raises: if a reward fails, it marks the sample failed."""
+    """Function that sets `reward` on every finished sample of a group. Never raises: if a reward fails, it marks the sample failed."""
 
     async def __call__(self, group: SampleGroup) -> None: ...
 
@@ -72,7 +72,7 @@ class GroupStream(Protocol):
 
 
 GroupFilter = Callable[[list[Sample]], str | None]
-"""Judges the usable samples of a group; returns the reason to drop the group, or None to keep it."""
+"""Function that judges the usable samples of a group; returns the reason to drop the group, or None to keep it."""
 
 BufferFilter = Callable[[int, list[list[Sample]], int], list[list[Sample]]]
 """`(rollout_id, buffer, num_groups)`: removes at most `num_groups` groups from the buffer and returns them."""

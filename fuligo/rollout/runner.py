@@ -33,11 +33,11 @@ class RunnerParts:
     source: GroupStream
     """Source of groups, which takes unfinished ones back."""
     sampler: Sampler
-    """Generates one sample."""
+    """Sampler that generates one sample."""
     reward: RewardFn
-    """Judges the samples of a finished group."""
+    """Reward that judges the samples of a finished group."""
     engines: EngineGroup
-    """For abort and the aligned start."""
+    """Engines, for abort and the aligned start."""
     params: SamplingParams
     """Sampling parameters of every sample."""
     flags: RolloutFlags
@@ -49,11 +49,11 @@ class RunnerParts:
     pass_key: str | None = None
     """Value of a dict reward by which a sample passes, as in evaluations."""
     group_filter: GroupFilter | None = None
-    """Keeps or drops a finished group (dynamic sampling)."""
+    """Filter that keeps or drops a finished group (dynamic sampling)."""
     sample_filter: SampleFilter | None = None
-    """Sees all groups that are handed out and changes their samples in place."""
+    """Hook that sees all groups that are handed out and changes their samples in place."""
     all_samples: AllSamples | None = None
-    """Sees all groups of a rollout, dropped ones too, after the sample filter."""
+    """Hook that sees all groups of a rollout, dropped ones too, after the sample filter."""
     policy_version: Callable[[], int] = lambda: 0
     """Version of the weights in the engines."""
 
@@ -71,7 +71,7 @@ class RunnerParts:
 
 
 class RolloutRunner:
-    """Makes rollouts of the groups of a `GroupStream`, one at a time. Implements `RolloutMethod`.
+    """Runner of rollouts of the groups of a `GroupStream`, one at a time. Implements `RolloutMethod`.
 
     Args:
         aligned_waves: pause the engine until a whole wave has arrived, so that equal seeds give bitwise equal tokens

@@ -19,7 +19,7 @@ POP_FIRST = partial(pop_first, None)
 
 @dataclass(eq=False)
 class GroupSource:
-    """Numbers the samples and groups of the whole run, and holds the partial-rollout buffer. Implements `GroupStream`."""
+    """Source that numbers the samples and groups of the whole run, and holds the partial-rollout buffer. Implements `GroupStream`."""
 
     prompts: PromptSource
     """The data in its order."""
@@ -29,7 +29,7 @@ class GroupSource:
     partial_rollout: bool = False
     """`put_back` keeps groups with their tokens; otherwise only their prompts are drawn again."""
     buffer_filter: BufferFilter = POP_FIRST
-    """Chooses the groups to continue."""
+    """Filter that chooses the groups to continue."""
     mask_offpolicy: bool = False
     """Do not train on tokens of earlier rollouts."""
     max_staleness: int | None = None

@@ -14,10 +14,10 @@ from fuligo.types import Sample, SampleGroup, SampleStatus, Span
 
 @dataclass(eq=False)
 class ServedTeacher:
-    """Sets `teacher_logprobs` of finished samples. An error that outlasts the retries makes its sample failed."""
+    """Scorer that sets `teacher_logprobs` of finished samples. An error that outlasts the retries makes its sample failed."""
 
     scorer: EngineGroup | InferenceEngine
-    """Serves the teacher."""
+    """Engine or engines that serve the teacher."""
     _: KW_ONLY
     timeout_s: float
     """Deadline of one sample, retries included."""

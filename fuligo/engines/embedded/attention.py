@@ -71,7 +71,7 @@ class AttentionPlan:
         return self._masks[key]
 
     def hidden(self, number: int) -> torch.Tensor | None:
-        """Return [n, 1, longest] True at the keys that rows of a decode segment do not have; None if all rows have all."""
+        """Return [n, 1, longest] True at the keys that rows of a decode segment do not have; None if every row has all of them."""
         segment = self.segments[number]
         return None if segment.equal else self._keys_after(segment)[1][:, None]
 

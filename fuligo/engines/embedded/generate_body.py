@@ -1,4 +1,4 @@
-"""`/generate` on the server's side, in SGLang's names: a body to requests, an ended request to its answer."""
+"""Server side of `/generate`, with SGLang's names: parses a body into requests, and builds the answer of an ended request."""
 
 import asyncio
 import secrets
@@ -72,7 +72,9 @@ def parse_requests(raw: bytes, model: EngineModel, new_waiter: Callable[[], Any]
         if name not in NEUTRAL:
             raise ValueError(f"{name} is not known")
         if body[name] not in NEUTRAL[name]:
-            raise ValueError(f"{name}={body[name]!r:.50} is not supported by the embedded engine; token ids go in (input_ids) and come out")
+            raise ValueError(
+                f"{name}={body[name]!r:.50} is not supported by the embedded engine, which takes (input_ids) and returns token ids"
+            )
     ids, params, rids, priority = (body.get(name) for name in (*PER_REQUEST, "priority"))
     score_start = body.get("logprob_start_len")
     if not isinstance(score_start, int | None):

@@ -191,7 +191,7 @@ class Api:
         """Return the directory of new weights, with links resolved.
 
         Raises:
-            EngineError: it is none of those that this engine may read, or another user's
+            EngineError: this engine may not read it, or it belongs to another user
         """
         directory = Path(path).resolve()
         if not any(directory.is_relative_to(allowed) for allowed in self._weight_directories):

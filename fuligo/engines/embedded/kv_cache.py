@@ -178,7 +178,7 @@ class KVCache:
                 del self._pools[pool.capacity]
 
     def scrub(self) -> None:
-        """Zero all values that are not finite: a masked key has weight 0, but 0 times infinity is not 0 in rows that are used again."""
+        """Zero all values that are not finite: a masked key has weight 0, but 0 times infinity is not 0 in reused rows."""
         for pool in self._pools.values():
             pool.store.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
             if pool.recurrent is not None:

@@ -228,7 +228,7 @@ def _require_batch_invariant(path: str, config: Any, device: torch.device, adapt
     if because is None and adapter is not None:
         because = "it has a LoRA adapter"
     if because is None and device.type != "cpu":
-        because = f"batch-invariant operations are proved only for CPUs, not for {device.type}"
+        because = f"batch-invariant operations are verified only on CPUs, not on {device.type}"
     if because is not None:
         raise EngineError(f"cannot serve --model-path {path} with --batch-invariant: {because}; drop --batch-invariant")
 

@@ -22,7 +22,7 @@ _INCOMPLETE = "\ufffd"
 POLL_S = 0.02
 """Interval at which a stream looks for new tokens."""
 _SAMPLING = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "seed": "sampling_seed", "stop": "stop"}
-"""OpenAI's names, and SGLang's additions to them, by which the engine calls them."""
+"""Parameter of OpenAI's API, or SGLang's addition to it -> the engine's name for it."""
 _OTHERS = {"model", "messages", "prompt", "tools", "n", "max_tokens", "max_completion_tokens", "stream", "stream_options", "user"}
 _OTHERS |= {"chat_template_kwargs", "ignore_eos"}
 _NEUTRAL = {"frequency_penalty": 0, "presence_penalty": 0, "logprobs": False, "top_logprobs": 0, "logit_bias": {}, "echo": False}
@@ -70,7 +70,7 @@ class OpenAiApi:
         """Return the body of the engine's own `/generate`.
 
         Raises:
-            ValueError, DataError, ConfigError: the body is malformed, or asks for what the engine does not do.
+            ValueError, DataError, ConfigError: the body is malformed, or asks for something that the engine does not support.
         """
         for name, value in body.items():
             if name not in _SAMPLING and name not in _OTHERS and (name not in _NEUTRAL or value not in (None, _NEUTRAL[name])):

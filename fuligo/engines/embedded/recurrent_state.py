@@ -1,4 +1,4 @@
-"""State that layers of linear attention keep per request: the last inputs of a convolution, and a matrix per head, however long it is."""
+"""State that layers of linear attention keep per request, whatever its length: the last inputs of a convolution, and a matrix per head."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -138,7 +138,7 @@ async def _serve(settings: ServeSettings, models: Sequence[EngineModel], listene
 
 
 def _after_failure(engines: Sequence[EmbeddedEngine], stop: asyncio.Event) -> None:
-    """Stop serving when no engine is left: the failure of one run's is not the others'."""
+    """Stop serving when no engine is left: the failure of one run's engine does not end the others."""
     if all(engine.failure is not None for engine in engines):
         stop.set()
 
@@ -178,7 +178,7 @@ def affordable_tokens(model: EngineModel, max_running_requests: int, *, num_engi
     """Return the tokens of KV cache that the longest requests need, limited to a fraction of the free memory.
 
     Args:
-        num_engines: engines that have such a cache each
+        num_engines: engines, each of which has such a cache
 
     Raises:
         ConfigError: not even the shortest request fits
@@ -201,7 +201,7 @@ def _write_whole(path: Path, text: str) -> None:
 
 
 def below_paths(applications: Mapping[str, ASGIApp]) -> ASGIApp:
-    """Return an application that passes requests on by the start of their path, which it takes off."""
+    """Return an application that passes requests on by the prefix of their path, which it removes."""
 
     async def route(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -14,7 +14,7 @@ class EngineThread:
 
     def __init__(self) -> None:
         self.wake = threading.Condition()
-        """Guards what other threads hand to the engines; notified when there is work."""
+        """Condition that guards what other threads hand to the engines; notified when there is work."""
         self._engines: list[EmbeddedEngine] = []
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)

@@ -1,1 +1,1 @@
-"""SGLang servers, as processes. Nothing here imports sglang: it is launched, and talked to over HTTP."""
+"""SGLang servers, as processes. Nothing here imports sglang: it is launched as a process and called over HTTP."""

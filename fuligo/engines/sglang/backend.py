@@ -113,7 +113,7 @@ def fleet_settings(
     Args:
         places: places of the engines of all models, in order
         claims: ports of this machine, for the routers; open as long as the fleets run
-        adapters: that the policy's engines take by name; None: the run's own, if it has one
+        adapters: adapters that the policy's engines take by name; None: the run's own, if it has one
     """
     if adapters is None:
         own = adapter_of(config) if config.syncs_adapter else None

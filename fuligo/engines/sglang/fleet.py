@@ -24,7 +24,7 @@ WATCH_S = 0.5
 MAX_RESTARTS = 3
 """Restarts of one engine, or of the router, in one run."""
 Start = Callable[[ServerSettings], Server]
-"""Begins to start an engine on this machine or on its node."""
+"""Function that begins to start an engine on this machine or on its node."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -262,7 +262,7 @@ class Fleet:
                 return
 
     async def _start_new(self, engine: FleetEngine) -> None:
-        """Start a new process for an engine and line it up for weights.
+        """Start a new process for an engine and queue the engine for weights.
 
         Raises:
             EngineError: it did not start

@@ -27,7 +27,7 @@ sys.argv += ["--api-key", os.environ.pop("{KEY_VARIABLE}")]
 from sglang_router.launch_router import main
 main()
 """
-"""Starts the router with a key from the environment: other users could read it on the command line.
+"""Program that starts the router with a key from the environment: other users could read it on the command line.
 
 The router imports SGLang and torch, if installed, for tracing that it does not use: seconds of CPU time and hundreds of megabytes while
 the engines start on the same cores. It also runs without them."""
@@ -55,7 +55,7 @@ class RouterSettings:
     environment: Environment = field(default_factory=Environment)
     start_timeout_s: float = 60.0
     key: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
-    """Secret that all its callers show."""
+    """Secret that all its callers send."""
 
     @property
     def keys(self) -> EngineKeys:
@@ -104,7 +104,7 @@ class Router:
     async def add(
         self, url: str, key: str, *, worker_type: WorkerType = "regular", bootstrap_port: int | None = None, timeout_s: float = 60.0
     ) -> None:
-        """Return when the router sends requests to the engine at `url`.
+        """Add the engine at `url`; return when the router sends requests to it.
 
         Args:
             key: key that the router's requests to the engine carry
@@ -124,7 +124,7 @@ class Router:
         await self.process.wait_until(serving, timeout_s, what=f"the router did not add engine {url}")
 
     async def remove(self, url: str, *, timeout_s: float = 60.0) -> None:
-        """Return when the router sends nothing to `url` any more; no-op if it does not know the engine."""
+        """Remove the engine at `url`; return when the router sends nothing to it any more. No-op if the router does not know it."""
         for worker in await self.workers():
             if worker.url == url:
                 await self._request("DELETE", f"/workers/{worker.id}")
@@ -140,11 +140,11 @@ class Router:
         return [Worker(worker["id"], worker["url"], worker["is_healthy"]) for worker in answer["workers"]]
 
     async def stop(self) -> None:
-        """Stop it; return when its process has ended."""
+        """Stop the router; return when its process has ended."""
         await self.process.stop()
 
     async def answers(self) -> bool:
-        """Return whether it answers; it may have no engines yet."""
+        """Return whether the router answers; it may have no engines yet."""
         try:
             await self._request("GET", "/workers")
         except EngineError:
@@ -155,7 +155,7 @@ class Router:
         """Make a call to the router's own API.
 
         Raises:
-            EngineError: no answer, or not a success
+            EngineError: the router did not answer, or answered with an error
         """
         timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
         headers = self.keys.headers(method, path)

@@ -38,9 +38,9 @@ auth.add_api_key_middleware = protect
 auth.app_has_admin_force_endpoints = lambda app: True
 runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 """
-"""Starts `sglang.launch_server` with keys from the environment. As arguments (`--api-key`) other users could read them, SGLang 0.5.15 would
-write them to its log, and `/server_info` would tell the control key to everybody who has the other. It would also let the key for requests
-load adapters."""
+"""Program that starts `sglang.launch_server` with keys from the environment. If they were arguments (`--api-key`), other users could read
+them, SGLang 0.5.15 would write them to its log, and `/server_info` would tell the control key to everyone who has the other. SGLang would
+also let the key for requests load adapters."""
 OWN_ENVIRONMENT = {
     # With SGLang's 5 s, requests after 5 s of training would meet connections that are just closing, which the router counts as failures.
     "SGLANG_TIMEOUT_KEEP_ALIVE": "600",
@@ -61,7 +61,7 @@ CPU_ARGUMENTS: dict[str, Any] = {
 }
 """Arguments with which SGLang 0.5.15 serves on a CPU without its kernels; the user's flags override them."""
 OWN_ARGUMENTS: dict[str, Any] = {"grammar_backend": "none", "skip_server_warmup": True, "log_level_http": "warning"}
-"""Rollouts need no grammars, the first rollout warms the engine up, and a log line per request is too much."""
+"""Arguments of every engine: rollouts need no grammars, the first rollout warms the engine up, and a log line per request is too much."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -32,11 +32,11 @@ class McpSettings(BaseModel):
     command: str | None = None
     args: tuple[str, ...] = ()
     env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of the command. It sees no others of fuligo's but PATH, HOME and the like."""
+    """Environment variables of the command. Of fuligo's own variables it inherits only PATH, HOME and the like."""
     url: str | None = None
     """Address of a server that speaks streamable HTTP."""
     timeout_s: float = Field(default=30.0, gt=0)
-    """Time to connect, and of each call."""
+    """Time limit for connecting, and for each call."""
 
     @model_validator(mode="after")
     def _names_one_server(self) -> "McpSettings":

@@ -3,8 +3,8 @@
     python -m fuligo.environments.adapters.reasoning_gym leg_counting --size 1000 --seed 1 > train.jsonl
     fuligo train --prompt-data train.jsonl --custom-rm-path fuligo.environments.adapters.reasoning_gym.reward ...
 
-A row names its task (dataset, configuration, index) in its metadata; the reward generates the task again, as its verifier needs it with
-types that JSON does not keep.
+A row names its task (dataset, configuration, index) in its metadata; the reward generates the task again, because its verifier
+needs types that JSON does not keep.
 """
 
 import argparse
@@ -95,9 +95,9 @@ def _dataset(name: str, config: str) -> Any:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the rows of a dataset as JSON lines."""
     parser = argparse.ArgumentParser(prog="python -m fuligo.environments.adapters.reasoning_gym", description=main.__doc__)
-    parser.add_argument("dataset", help="such as leg_counting")
+    parser.add_argument("dataset", help="name of the dataset, such as leg_counting")
     parser.add_argument("--size", type=int, default=1000, help="number of tasks (default: 1000)")
-    parser.add_argument("--seed", type=int, default=1, help="take another one for evaluation (default: 1)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the dataset; use another one for evaluation (default: 1)")
     parser.add_argument("--config", type=orjson.loads, default={}, metavar="JSON", help="further arguments of the dataset")
     parser.add_argument("--style", default="default", help="system prompt: default, simple, direct, ...")
     chosen = parser.parse_args(arguments)

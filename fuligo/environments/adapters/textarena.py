@@ -28,7 +28,7 @@ class TextArenaSettings(EnvironmentSettings):
 
 
 class TextArena(Environment):
-    """One game. Its reward comes with its end; `game/invalid_move` is 1 if a move against the rules ended it."""
+    """One game. Its reward is given at the end; `game/invalid_move` is 1 if an invalid move ended the game."""
 
     Settings: ClassVar[type[EnvironmentSettings]] = TextArenaSettings
 

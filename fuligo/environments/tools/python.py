@@ -253,7 +253,7 @@ class PythonTool:
 
 
 def _end_note(result: PythonResult, settings: PythonSettings) -> str:
-    """Return a sentence for the model where a program did not run to its end."""
+    """Return a sentence for the model if a program did not run to its end."""
     reasons = {
         "time": f"it ran for more than {settings.timeout_s:g} s",
         "cpu": f"it used more than {settings.cpu_s:g} s of CPU time",
@@ -270,7 +270,7 @@ def _end_note(result: PythonResult, settings: PythonSettings) -> str:
 
 
 def check_sandbox(settings: PythonSettings) -> None:
-    """Run an empty program, to find out before anything expensive starts that this machine cannot.
+    """Run an empty program, to check before anything expensive starts that this machine can run programs.
 
     Raises:
         ConfigError: no sandbox can be built here, or a module cannot be imported.

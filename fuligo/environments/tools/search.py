@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _TEXT_FILES = {".txt", ".md"}
 _FORMAT = b"1"
-"""Version of what the cache holds."""
+"""Version of the cache's format."""
 
 
 class SearchSettings(BaseModel):
@@ -118,7 +118,7 @@ class SearchIndex:
             shutil.rmtree(unfinished, ignore_errors=True)
 
     def _digest(self) -> str:
-        """Return a name for the index that differs if anything does on which the index depends."""
+        """Return a name for the index that changes with everything that the index depends on."""
         digest = hashlib.sha256(orjson.dumps([_FORMAT.decode(), self._library.__version__, self._stopwords]))
         for document in self.documents:
             digest.update(orjson.dumps([document.title, document.text]))
@@ -153,7 +153,7 @@ def _document(line: str, place: str) -> Document:
     try:
         row: Any = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        raise DataError(f"{place}: not JSON ({error}); write one object a line") from None
+        raise DataError(f"{place}: not JSON ({error}); write one object per line") from None
     text = row.get("text", row.get("contents")) if isinstance(row, dict) else None
     if not isinstance(text, str) or not isinstance(title := row.get("title", ""), str):
         raise DataError(f"{place}: a document is an object with the string `text` or `contents`, and optionally `title`")

@@ -23,7 +23,7 @@ from fuligo.types import Sample, SampleGroup, SampleStatus, Span
 
 @dataclass(slots=True, frozen=True)
 class ExtraReward:
-    """Further reward (`--extra-rm-path`), added to the reward of a sample."""
+    """Additional reward (`--extra-rm-path`), added to the reward of a sample."""
 
     name: str
     """Name of the function; the sample's metric is `reward_<name>`."""
@@ -109,7 +109,7 @@ class RewardRunner:
         return await rule.judge(rule.extract(sample.response), sample, self._services)
 
     async def _add_extra(self, sample: Sample, reward: float | dict[str, Any]) -> None:
-        """Add the weighted further rewards to the reward; record it and each of them as metrics of the sample."""
+        """Add the weighted additional rewards to the reward; record it and each of them as metrics of the sample."""
         parts = await asyncio.gather(*(extra.function(sample) for extra in self._extra))
         key = self._settings.reward_key
         total = main = reward_number(reward, key)
@@ -165,7 +165,7 @@ class RewardRunner:
 
 
 def reward_number(reward: float | dict[str, Any], key: str | None) -> float:
-    """Return the number to add further rewards to.
+    """Return the number to which additional rewards are added.
 
     Raises:
         RewardFailure: the reward is a dict and no key names its number.

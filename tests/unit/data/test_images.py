@@ -100,7 +100,7 @@ def test_images_come_from_files_uris_and_the_columns_of_datasets(tmp_path, image
         ({"images": [data_uri(PNG)] * 2}, "has 2 images, but the prompt contains <image> 1 times"),
         ({"images": ["data:image/png;base64,#"]}, "without valid base64"),
         ({"images": ["data:image/png;base64,\u00e9"]}, "without valid base64"),
-        ({"images": ["iVBORw0KGgo" * 400]}, "cannot read .{200}: .*base64 needs data:image/png;base64, before it"),
+        ({"images": ["iVBORw0KGgo" * 400]}, "cannot read .{200}: .*if it is base64, put data:image/png;base64, before it"),
         ({}, "no key 'images' \\(--multimodal-keys\\)"),
     ],
 )

@@ -155,7 +155,7 @@ async def test_images_go_along_and_an_engine_that_counts_other_tokens_is_refused
     images = (PromptImage("a.png", b"png", "digest", 0, 1, 1),)
     await client.generate([1, 2], PARAMS, rid="s7")
     await client.generate([1, 2], PARAMS, rid="s8", images=images)
-    with pytest.raises(EngineError, match="request s9 has 3 tokens with its images, and the engine counts 2"):
+    with pytest.raises(EngineError, match="request s9 has 3 tokens with its images, but the engine counts 2"):
         await client.generate([1, 2, 3], PARAMS, rid="s9", images=images)
     assert sent == [None, *[["data:image;base64,cG5n"]] * 2]
 

@@ -53,7 +53,7 @@ def program(argv: Sequence[str] | None = None) -> NoReturn:
     except BrokenPipeError:
         if not _reader_left():
             raise
-        print("error: nobody reads standard output any more (as after `| head`); stopped", file=sys.stderr, flush=True)
+        print("error: standard output was closed by its reader (as `| head` does); stopped", file=sys.stderr, flush=True)
         os._exit(1)  # without a last write of what is left in the buffer
     if any(thread.daemon for thread in threading.enumerate()):
         sys.stderr.flush()
@@ -62,7 +62,7 @@ def program(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _reader_left() -> bool:
-    """Return whether standard output is a pipe that nobody reads any more."""
+    """Return whether standard output is a pipe whose reader has closed it."""
     output = select.poll()
     output.register(sys.stdout.fileno(), 0)
     return any(event & select.POLLERR for _, event in output.poll(0))

@@ -81,7 +81,7 @@ def chosen_for_evaluation(config: Config) -> Checked:
 
 
 def find_devices(config: Config) -> tuple[Gpu, ...]:
-    """Return the GPUs of this machine that CUDA_VISIBLE_DEVICES leaves; none for a run on a CPU."""
+    """Return the GPUs of this machine that CUDA_VISIBLE_DEVICES leaves visible; none for a run on a CPU."""
     if config.cluster.device == "cpu":
         return ()
     devices = parse_devices(nvidia_smi(*GPU_QUERY))
@@ -95,7 +95,7 @@ def find_devices(config: Config) -> tuple[Gpu, ...]:
 
 
 def with_installed_engine(config: Config, num_gpus: int) -> tuple[Config, list[str]]:
-    """Return the config with SGLang as engine if it is installed and no flag chooses an engine, and a line about it.
+    """Return the config with SGLang as engine if it is installed and no flag chooses an engine, and a line that says so.
 
     On a single GPU trainer and engine take turns; else the engine gets one of its own.
     """

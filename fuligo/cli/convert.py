@@ -1,6 +1,6 @@
 """`fuligo convert`: a checkpoint from one format to another, or two compared.
 
-Each conversion has its own parser; heavy packages are imported once its arguments are known to be right.
+Each conversion has its own parser; heavy packages are imported after its arguments have been checked.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def _parser(name: str, description: str, *positional: tuple[str, str], save: boo
     """Build the parser that most conversions share.
 
     Args:
-        positional: names and helps of the positional arguments.
+        positional: names and help texts of the positional arguments.
         model: help of `--hf-checkpoint`.
     """
     made = argparse.ArgumentParser(f"fuligo convert {name}", description=description, allow_abbrev=False)
@@ -109,13 +109,13 @@ def hf_to_dist(arguments: Sequence[str]) -> int:
 
 
 def _downloaded(source: str) -> Path:
-    """Return the source; if it is in the Hub's cache, with its weights."""
+    """Return the directory of the source; download a model on the Hub with its weights."""
     model = HubModel.parse(source)
     return Path(source) if model is None else model.download()
 
 
 def _small_model(path: Path | None) -> Path | None:
-    """Return the directory of `--hf-checkpoint` where only config.json and tokenizer are read; it may be a name on the Hub."""
+    """Return the directory of `--hf-checkpoint`, which may be a name on the Hub, with config.json and tokenizer but without weights."""
     return None if path is None else model_directory(path, weights=False)
 
 

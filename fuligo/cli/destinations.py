@@ -21,7 +21,7 @@ _MODEL_OPTIONS = ("--hf-checkpoint", "--load", "--ref-load", "--critic-load", "-
 
 
 def destination_problems(config: Config) -> Iterator[str]:
-    """Yield why the run cannot write, or must not write, where the flags say."""
+    """Yield the reasons why the run cannot or must not write to the paths that the flags name."""
     observability = config.observability
     run_directory = Path(observability.run_dir) if observability.run_dir is not None else Path("runs") / (observability.name or "")
     # {rollout_id} is in the last parts of these paths: the directory before it must be writable.
@@ -50,7 +50,7 @@ def _export(config: Config, target: Path) -> Iterator[str]:
 
 
 def _named_paths(config: Config) -> Iterator[tuple[str, Path]]:
-    """Yield the option and the path of every file and directory that the flags name, but for --save-hf."""
+    """Yield the option and the path of every file and directory that the flags name, except --save-hf."""
     for name, flag in flags().items():
         value = config.value_of(name) if flag.is_path and name != "save_hf" else None
         for path in value if isinstance(value, list) else [value]:
@@ -62,7 +62,7 @@ def _named_paths(config: Config) -> Iterator[tuple[str, Path]]:
 
 
 def _local_files(entry: str) -> list[Path]:
-    """Return the files of an entry of --prompt-data; the entry itself where it names none."""
+    """Return the files of an entry of --prompt-data; the entry itself if it names none."""
     path = PromptPath.parse(entry).path
     try:
         return locate(path)

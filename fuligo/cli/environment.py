@@ -1,4 +1,4 @@
-"""Environment of `--env` in the process of a command, before it imports anything of the user's."""
+"""Environment of `--env` in the process of a command, before it imports any user code."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ from fuligo.config import Config
 def apply_environment(config: Config) -> None:
     """Set the variables of `--env`, and search the directories of its PYTHONPATH for modules, as Python does when it starts.
 
-    A value that is to come from an unset variable is left out here; the checks before the start report it.
+    A value that refers to an unset variable is left out here; the checks before the start report it.
     """
     given = {name: value for name in config.cluster.env if (value := config.cluster.env.get(name)) is not None}
     os.environ.update(given)

@@ -1,4 +1,4 @@
-"""End of the process that started this one."""
+"""Detection of the end of the process that started this one."""
 
 import os
 import select

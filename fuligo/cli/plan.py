@@ -52,7 +52,7 @@ class Options:
     gpu: str | None = None
     """Value of --gpu; None for the GPUs of this machine, or without any `DEFAULT_GPU`."""
     host_memory_bytes: int | None = None
-    """Memory of one node; None for that of the vendor's servers."""
+    """Memory of one node; None: as in the vendor's servers."""
     json_file: str | None = None
     """File to write; `-` for standard output."""
     html_file: str | None = None
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _no_gpu(device: str | None) -> str:
-    """Describe which GPU a plan is for that no --gpu names, on a machine without a known one."""
+    """Describe the GPU that the plan assumes without --gpu, on a machine without a known GPU."""
     reason = "this machine has no GPU" if device is None else f"this machine's GPU ({device}) is unknown to the planner"
     return f"{reason}: planned for {DEFAULT_GPU}; name yours with --gpu, such as h200-141"
 
@@ -110,7 +110,7 @@ def _refused_at_start(config: Config) -> Iterator[Finding]:
 
 
 def _short_of_disk(plan: Plan, config: Config) -> Iterator[Finding]:
-    """Yield a warning if checkpoints do not fit on this machine's disk, where the model also lies on it."""
+    """Yield a warning if checkpoints do not fit on this machine's disk; only if the model is also on it."""
     model = config.model.hf_checkpoint
     if plan.disk is None or model is None or not Path(model).is_dir():
         return

@@ -54,14 +54,14 @@ def evaluation_problems(config: Config) -> list[str]:
 
 
 def _secrets(config: Config) -> Iterator[str]:
-    """Check that the values which a file leaves to the environment are there."""
+    """Check that the environment variables to which secret values refer are set."""
     for option, secret in config.secrets():
         if secret.value is None:
-            yield f"{option}: {secret} stands for the environment variable {secret.variable}, which is not set; export it"
+            yield f"{option}: {secret} refers to the environment variable {secret.variable}, which is not set; export it"
 
 
 def _hooks(config: Config) -> Iterator[str]:
-    """Check that hooks can be imported and have the entries that they read of args."""
+    """Check that hooks can be imported, and that `--custom-config-path` can be read."""
     yield from hook_problems(config)
     yield from environment_problems(config)
     try:

@@ -12,7 +12,7 @@ from fuligo.cli.parent import wait_for_end
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the configuration that comes over `--control` with the trainer and the engine that are lent.
+    """Run the configuration that comes over `--control` with the shared trainer and engine.
 
     Raises:
         FuligoError: the run failed; the caller prints it.

@@ -92,7 +92,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: CUDA if available")
     parser.add_argument("--dtype", choices=["auto", "fp32", "bf16"], default="auto", help="auto: bf16 on CUDA, fp32 on a CPU")
     parser.add_argument("--max-running-requests", type=_positive, default=256, help="requests decoded together (%(default)s)")
-    parser.add_argument("--max-total-tokens", type=_positive, help="tokens of the KV cache (default: what the free memory allows)")
+    parser.add_argument(
+        "--max-total-tokens", type=_positive, help="capacity of the KV cache in tokens (default: as many as fit into free memory)"
+    )
     parser.add_argument("--num-threads", type=_positive, help="CPU threads (default: all cores)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code from the directory if its tokenizer needs it")
     parser.add_argument(

@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _read(files: Sequence[str], flags: Sequence[str]) -> dict[str, Parsed]:
-    """Read the configs with the flags, by the names of their files, which are whole paths for all where two files have one name.
+    """Read the config files with the flags; return them by file name, or by path if two files have the same name.
 
     Raises:
         ConfigError: a file or a flag is wrong.
@@ -72,11 +72,11 @@ def _read(files: Sequence[str], flags: Sequence[str]) -> dict[str, Parsed]:
 def prepare_many(
     configs: Mapping[str, Config], warnings: Mapping[str, Sequence[str]] = NO_WARNINGS, *, resumes: bool = False
 ) -> dict[str, Config]:
-    """Check that runs can share a trainer and an engine, and each as `fuligo train` does; return the configs to run.
+    """Check that runs can share a trainer and an engine, check each as `fuligo train` does, and return the configs to run.
 
     Args:
         configs: by the name of the run
-        warnings: about their flags, likewise
+        warnings: about their flags, by the name of the run
         resumes: continue each run from its own checkpoints; complete ones are left out
 
     Raises:
@@ -134,7 +134,7 @@ def _resumed(configs: Mapping[str, Config]) -> dict[str, Config]:
     left: dict[str, Config] = {}
     for name, config in configs.items():
         if config.observability.run_dir is None and config.observability.name is None:
-            raise ConfigError(f"{name}: {RESUME} cannot find a run directory that has its start time as its name; give it with --run-dir")
+            raise ConfigError(f"{name}: {RESUME} cannot find a run directory that is named after its start time; give it with --run-dir")
         saved = save_directory(config, config.run_directory(datetime.now()))
         iteration = newest_iteration(saved) if saved.is_dir() else None
         if iteration is not None and iteration >= (num_rollout := _num_rollout(config)):

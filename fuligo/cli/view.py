@@ -13,7 +13,7 @@ from fuligo.errors import ConfigError
 DEFAULT_PORT = 6780
 BACKLOG = 128
 TOKEN_VARIABLE = "FULIGO_VIEW_TOKEN"
-"""Other users of the machine can read command lines, but not environments."""
+"""Environment variable with the token: other users of the machine can read command lines, but not environments."""
 _DESCRIPTION = "Show curves, samples, step time and health of runs, live or finished, on a local page."
 
 

@@ -1,4 +1,4 @@
-"""Checks of the weights that a config names, before any model loads: where a run starts, its teacher, its adapter."""
+"""Checks of the weights that a config names, before any model loads: initial weights, checkpoint to resume, teacher, adapter."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -135,7 +135,7 @@ def _distributed(config: Config, option: str, directory: Path) -> Iterator[str]:
 
 
 def _remote_code(config: Config) -> Iterator[str]:
-    """Check that model and tokenizer load without code of the checkpoint, if it brings any."""
+    """Check that model and tokenizer load without the checkpoint's own code, if it has any."""
     if config.model.hf_checkpoint is not None:
         yield from _code_of("--hf-checkpoint", Path(config.model.hf_checkpoint), config)
 
@@ -275,7 +275,7 @@ def _resume(config: Config) -> Iterator[str]:
 
 
 def _other_training(checkpoint: Path, *, holds_adapter: bool) -> str:
-    """Return the problem of a checkpoint with an adapter where weights are trained, or the other way round."""
+    """Return the problem of a checkpoint that holds an adapter if the run trains all weights, or the reverse."""
     if holds_adapter:
         return f"--load {checkpoint} holds a LoRA adapter, and this run trains all weights; add the --lora-* flags that it was trained with"
     weights = weights_of(checkpoint)

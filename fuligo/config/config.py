@@ -23,7 +23,7 @@ class ServedModel:
 
     url: str
     key: str = field(repr=False)
-    """Secret that callers show: `Authorization: Bearer KEY`."""
+    """Secret that callers send: `Authorization: Bearer KEY`."""
 
 
 class Config(Placement):

@@ -15,7 +15,7 @@ class EngineCapabilities:
     reports_checksum: bool
     """Engines hold tensors with the names and types in which they are sent, and report a checksum of them."""
     serves_quantised: bool
-    """Engines on an FP8 checkpoint take FP8 weights; otherwise they load and take the weights that it stands for."""
+    """Engines on an FP8 checkpoint take FP8 weights; otherwise they load and take dequantized weights."""
     records_routing: bool
     """Engines report the experts of every token (--use-rollout-routing-replay)."""
     is_reproducible: bool
@@ -68,4 +68,4 @@ ENGINE_CAPABILITIES: Mapping[str, EngineCapabilities] = {
         memory_flags=("--sglang-mem-fraction-static", "--rollout-num-gpus-per-engine"),
     ),
 }
-"""By value of --rollout-backend; `engines/NAME/backend.py` implements each."""
+"""Capabilities by value of --rollout-backend; `engines/NAME/backend.py` implements each backend."""

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from fuligo.config.secret import is_secret_option
 
 PREFIXES = {"sglang": "sglang_", "router": "router_"}
-"""Group -> prefix of its flags on the command line; a file holds them without it."""
+"""Group -> prefix of its flags on the command line; a config file has no prefixes."""
 _WORD = re.compile(r"[a-z0-9]+")
 
 

@@ -48,7 +48,7 @@ MEGATRON_FLAGS = (
 )
 """Flags that only the Megatron trainer reads; the whole group `megatron` belongs to it as well."""
 TORCH_FLAGS = ("gradient_checkpointing", "freeze_vision_tower")
-"""Flags that only the torch trainer reads. It also reads `torch_compile`, whose only other value turns something off."""
+"""Flags that only the torch trainer reads. `torch_compile` is not listed: its only other value is off."""
 SGLANG_FLAGS = ("rollout_num_gpus", "rollout_num_gpus_per_engine", "sglang_config")
 """Flags that only SGLang engines read; the groups `sglang` and `router` belong to them as well."""
 EMBEDDED_FLAGS = ("embedded_max_running_requests", "embedded_max_total_tokens", "embedded_dtype", "embedded_num_threads")
@@ -101,7 +101,7 @@ def refusal(backend: Schema, name: str) -> str | None:
 
 
 def suggest_options(typed: str) -> str:
-    """Return `; did you mean --lr (optimizer)?` for a misspelt flag, one of another backend, or one without its prefix; or nothing."""
+    """Return `; did you mean --lr (optimizer)?` for a flag that is misspelled, of another backend, or lacks its prefix; else nothing."""
     name = typed.strip("-").replace("-", "_")
     return did_you_mean(f"{flag.option} ({flag.group})" for flag in _similar(name))
 

@@ -23,7 +23,7 @@ class HookShape:
 
 @dataclass(frozen=True, slots=True)
 class HookSpec:
-    """Call of one kind of hook."""
+    """Call signature of one kind of hook."""
 
     parameters: tuple[str, ...]
     """Positional arguments, in order; a hook may name them as it likes."""

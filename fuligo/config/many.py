@@ -1,4 +1,4 @@
-"""Rules on several runs that share a trainer and an engine (`fuligo train-many`): what each must be, and what all must have in common."""
+"""Rules on several runs that share a trainer and an engine (`fuligo train-many`): each run alone, and settings that must be equal."""
 
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
@@ -39,7 +39,7 @@ def problems_of_many(configs: Mapping[str, Config], started: datetime) -> list[s
 
     Args:
         configs: by the name of the run
-        started: names run directories that no flag names
+        started: start time, the default name of a run directory
     """
     if world_size() > 1:
         return ["cannot share a trainer that torchrun started: there is one trainer process; start without torchrun"]

@@ -12,7 +12,7 @@ from fuligo.config.secret import Environment
 from fuligo.config.trainer_capabilities import TRAINER_CAPABILITIES, TrainerCapabilities
 
 REQUESTS_PER_ENGINE = 512
-"""Requests in flight per engine where nothing tells how many it runs at a time."""
+"""Requests in flight per engine if it is not known how many it runs at a time."""
 
 
 class MegatronArguments(PassThrough):

@@ -1,6 +1,6 @@
 """Values that a run uses and never writes: keys, passwords, URLs that hold one, and environment variables of unknown meaning.
 
-What is written and printed instead is `${NAME}`, which also reads: the value is that of the environment variable NAME.
+Files and messages show `${NAME}` instead. When a config is read, `${NAME}` is the value of the environment variable NAME.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SETTINGS = re.compile(
     r"NCCL_|NUMEXPR_|NVIDIA_|NVSHMEM_|NVTE_|OMP_|OMPI_|OPENBLAS_|PATH$|PYTHON|PYTORCH_|RAY_|SGLANG_|SGL_|SOCKET_IFNAME$|TOKENIZERS_|TORCH_|"
     r"TORCHINDUCTOR_|TMPDIR$|TP_SOCKET_|TRANSFORMERS_|TRITON_|UCX_|VLLM_|WANDB_(MODE|DIR|PROJECT|ENTITY)$|XLA_|no_proxy$|NO_PROXY$)"
 )
-"""Names of variables that tune libraries: their values belong into the record of a run, and no library takes a key there."""
+"""Names of variables that tune libraries: their values belong in the record of a run, and no library takes a key there."""
 
 
 class Secret:
@@ -43,7 +43,7 @@ class Secret:
         """Return the text.
 
         Raises:
-            ConfigError: it is to come from an environment variable that is not set.
+        ConfigError: it refers to an environment variable that is not set.
         """
         if self.value is None:
             raise ConfigError(f"cannot read {self}: the environment variable {self.variable} is not set; export it")
@@ -119,7 +119,7 @@ class Environment:
     @overload
     def get(self, name: str, default: str) -> str: ...
     def get(self, name: str, default: str | None = None) -> str | None:
-        """Return a value; the default if it is not given, or if it is to come from a variable that is not set."""
+        """Return a value; the default if it is not given, or if it refers to a variable that is not set."""
         value = self._values.get(name)
         known = value.value if isinstance(value, Secret) else value
         return default if known is None else known
@@ -128,7 +128,7 @@ class Environment:
         """Return all values, for the environment of a process.
 
         Raises:
-            ConfigError: one is to come from an environment variable that is not set.
+            ConfigError: one refers to an environment variable that is not set.
         """
         return {name: reveal(value) for name, value in self._values.items()}
 

@@ -21,7 +21,7 @@ class TrainerCapabilities:
     """Properties of a trainer."""
 
     loads_distributed: bool
-    """Checkpoints are distributed ones; otherwise they hold Hugging Face directories, which are all that is read."""
+    """Checkpoints are distributed ones; otherwise they hold Hugging Face directories, the only format that the trainer reads."""
     keeps_published_names: bool
     """Weights are sent to engines under the names of the checkpoint; otherwise under those of transformers' model."""
     sends_adapters: bool
@@ -76,4 +76,4 @@ TRAINER_CAPABILITIES: Mapping[str, TrainerCapabilities] = {
         saved_bytes=SavedBytes(weights=6, adapter=20, reference=2),
     ),
 }
-"""By value of --train-backend."""
+"""Capabilities by value of --train-backend."""

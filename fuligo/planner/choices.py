@@ -23,7 +23,7 @@ from fuligo.planner.subject import Subject
 from fuligo.quantities import count, gibibytes, magnitude
 
 MAX_REQUESTS = 1024
-"""Requests that an attention replica runs at a time at most: the largest measured batch (docs/benchmarks-gpu.md). At this size decoding of
+"""Most requests that an attention replica runs at a time: the largest measured batch (docs/benchmarks-gpu.md). At this size decoding of
 a 135M model is bound by SGLang's scheduler process, and of a 4B model by the bandwidth of its KV cache."""
 MIN_REQUESTS = 256
 """Requests for which an engine has graphs even if a wave is smaller: evaluations send more. SGLang's own default on large GPUs."""

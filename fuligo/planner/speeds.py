@@ -17,7 +17,7 @@ WITH_EP = 195 / 405 / WITH_EXPERTS
 TORCH_TRAINER = 450e12 / PEAK_MEASURED_ON
 """The torch trainer on an H200 with compiled layers, in the same case as the Megatron trainer."""
 TORCH_EAGER = 170e12 / PEAK_MEASURED_ON
-"""The same without: Qwen3 of 0.6B, packed rows of 13.3k tokens."""
+"""The torch trainer without compiled layers: Qwen3-0.6B, packed rows of 13.3k tokens."""
 PREFILL = DENSE_ONE_GPU
 """Efficiency of an engine's prefill, assumed equal to a dense trainer's."""
 

@@ -1,4 +1,4 @@
-"""The shapes example: a model of text and images, from pictures in a parquet file to a reward that rises."""
+"""The shapes example: a vision-language model, from pictures in a parquet file to a reward that rises."""
 
 from pathlib import Path
 

@@ -36,7 +36,7 @@ class ClusterFlags(FlagGroup):
     colocate: bool = slime(False, "trainer and engines share GPUs and take turns; each is offloaded while the other works")
     hostfile: str | None = slime(None, "file with the nodes of the cluster for fuligo launch, one `address slots=8` per line", path=True)
     env: Environment = slime(
-        Environment(), "environment variables of all processes: a JSON object, or the name of one to take from this environment"
+        Environment(), "environment variables of all processes: a JSON object, or the name of a variable to copy from this environment"
     )
 
 
@@ -119,7 +119,7 @@ class EngineFlags(FlagGroup):
         "Python interpreter with SGLang and its router (default: the one that runs fuligo, or .venv-sglang next to it)",
         path=True,
     )
-    engine_env: Environment = flag(Environment(), "environment variables of engines and router, given as --env, which they override")
+    engine_env: Environment = flag(Environment(), "environment variables of engines and router, in the form of --env; they override it")
 
     @property
     def interpreter(self) -> str:
@@ -136,7 +136,7 @@ class WeightSyncFlags(FlagGroup):
     update_weight_transport: Literal["auto", "tensor", "nccl", "gloo", "disk"] = slime(
         "auto", "auto: tensor for shared GPUs or processes, nccl to separate SGLang GPUs, else disk"
     )
-    update_weight_mode: Literal["full", "delta"] = slime("full", "send all weights, or what changed since the last weight sync")
+    update_weight_mode: Literal["full", "delta"] = slime("full", "send all weights, or only those that changed since the last weight sync")
     update_weight_buffer_size: int = slime(512 * 1024**2, "size of one bucket of weights", unit="bytes", ge=1)
     update_weights_interval: int = slime(1, "rollouts between weight syncs", unit="rollouts", ge=1)
     check_weight_update_equal: bool = slime(False, "after each weight sync, verify that the engine's weights equal the trainer's")
@@ -149,7 +149,7 @@ class ObservabilityFlags(FlagGroup):
     name: str | None = flag(None, "run name (default: date and time)")
     progress: Literal["auto", "rich", "plain", "none"] = flag("auto", "console display; auto: rich on a terminal, plain elsewhere")
     shared_outputs: bool = flag(
-        False, "let other users read what the run writes, as the umask says (default: only its own user, since samples may be confidential)"
+        False, "let other users read the run's files, as far as the umask allows (default: private, since samples may be confidential)"
     )
     save_samples: bool = flag(True, "write samples/rollout_*.parquet (true or false)")
     use_tensorboard: bool = flag(False, "also write TensorBoard events to the run directory")
@@ -162,16 +162,16 @@ class ObservabilityFlags(FlagGroup):
     tracking_project: str = flag("fuligo", "Trackio's project, or MLflow's experiment")
     profile: list[int] = flag(
         [],
-        "rollouts to profile, in RUN_DIR/profile: traces of training and of SGLang's engines, on GPUs a snapshot of the memory",
+        "rollouts to profile; RUN_DIR/profile gets traces of training and of SGLang engines, and on GPUs a memory snapshot",
     )
     profile_ranks: list[int] = flag([0], "trainer ranks to profile")
     custom_rollout_log_function_path: str | None = slime(
-        None, "hook: (rollout_id, args, samples, metrics, rollout_time) -> True to keep the rollout's metrics from trackers"
+        None, "hook: (rollout_id, args, samples, metrics, rollout_time) -> True: do not report the rollout to trackers"
     )
     custom_eval_rollout_log_function_path: str | None = slime(
-        None, "hook: (rollout_id, args, data, metrics) -> True to keep the evaluation's metrics from trackers"
+        None, "hook: (rollout_id, args, data, metrics) -> True: do not report the evaluation to trackers"
     )
-    custom_config_path: str | None = slime(None, "YAML file of further attributes of args, for hooks", path=True)
+    custom_config_path: str | None = slime(None, "YAML file with additional attributes of args, for hooks", path=True)
     sink_path: str | None = flag(None, "hook: class (args, run_dir) whose write(record) receives every step and evaluation")
 
 

@@ -34,8 +34,8 @@ class DataFlags(FlagGroup):
     skip_bad_rows: bool = flag(False, "skip and count malformed rows instead of rejecting the file")
     sft_rewritten_turns: Literal["per-turn", "rendered", "refuse"] = flag(
         "per-turn",
-        "supervised conversations whose earlier assistant turns the chat template renders differently once later ones follow: per-turn "
-        "trains each turn as the model writes it, in its own sample; rendered trains the form in the whole conversation",
+        "SFT if the chat template rewrites earlier assistant turns: per-turn trains each turn as the model writes it, in its own sample; "
+        "rendered trains the whole conversation as rendered; refuse ends the run",
     )
     rollout_max_prompt_len: int | None = slime(None, "drop and count longer prompts", unit="tokens", ge=1)
     data_source_path: str | None = slime(None, "hook: class with get_samples, add_samples, save, load, __len__")
@@ -62,7 +62,7 @@ class RolloutFlags(FlagGroup):
     rollout_stop_token_ids: list[int] = slime([], "token ids that end a response")
     over_sampling_batch_size: int | None = slime(None, "prompts per sampling wave (default --rollout-batch-size)", unit="prompts", ge=1)
     dynamic_sampling_filter_path: str | None = slime(None, "hook: keep or drop a finished group")
-    max_sampling_waves: int = flag(100, "sampling waves after which a rollout that is still not full ends the run", ge=1)
+    max_sampling_waves: int = flag(100, "maximum sampling waves per rollout; a rollout that is still not full then ends the run", ge=1)
     sampling_order: Literal["first-finished", "submission"] = flag(
         "first-finished", "order in which groups fill a rollout; first-finished favors short answers, submission does not"
     )
@@ -80,18 +80,16 @@ class RolloutFlags(FlagGroup):
     rollout_retries: int = flag(3, "retries of a request that failed in an engine", ge=0)
     custom_generate_function_path: str | None = slime(None, "hook: async (args, sample, sampling_params) -> Sample | list[Sample]")
     agent: str | None = flag(
-        None, "hook: async or plain (session, row) -> reward, an agent that talks to the policy by OpenAI's API at session.base_url"
+        None, "hook: async or plain (session, row) -> reward, an agent that calls the policy through the OpenAI API at session.base_url"
     )
-    agent_timeout_s: float = flag(600.0, "deadline of an agent for one sample, without interruptions", unit="s", gt=0)
+    agent_timeout_s: float = flag(600.0, "deadline of an agent for one sample; interruptions do not count", unit="s", gt=0)
     agent_sampling: Literal["refuse", "replace"] = flag(
         "refuse", "requests of agents with another temperature, top_p or penalty than the rollout's: refuse them, or replace the value"
     )
-    agent_host: str = flag("127.0.0.1", "address on which agents reach the policy; another than loopback for agents on other machines")
-    environment: str | None = flag(
-        None, "hook: class with reset, step, close, the environment in which every sample is an episode", path=True
-    )
+    agent_host: str = flag("127.0.0.1", "address at which agents reach the policy; for agents on other machines it must not be loopback")
+    environment: str | None = flag(None, "hook: environment class with reset, step, close; every sample is an episode", path=True)
     environment_settings: dict[str, Any] = flag({}, "settings of the environment, as a JSON object")
-    max_turns: int = flag(16, "turns of the model after which an episode ends", unit="turns", ge=1)
+    max_turns: int = flag(16, "maximum number of model turns in an episode", unit="turns", ge=1)
     turn_timeout_s: float = flag(60.0, "deadline for each call of the environment", unit="s", gt=0)
     episode_timeout_s: float | None = flag(None, "deadline for an episode (default --rollout-timeout-s)", unit="s", gt=0)
     rollout_function_path: str | None = slime(None, "hook: (args, rollout_id, data_source, evaluation=False), replaces sampling")
@@ -112,8 +110,8 @@ class RewardFlags(FlagGroup):
     rm_retries: int = flag(3, "retries of a remote reward", ge=0)
     rm_num_workers: int | None = flag(None, "processes that compute rewards (default: up to 4, depending on cores)", ge=1)
     custom_rm_path: str | None = slime(None, "hook: async (args, sample) -> float | dict")
-    extra_rm_path: list[str] = flag([], "hook: functions (args, sample) -> float, further rewards that are added to the reward of training")
-    extra_rm_weights: list[float] = flag([], "weight of each further reward (default 1); the reward itself has 1")
+    extra_rm_path: list[str] = flag([], "hooks: (args, sample) -> float, additional rewards that are added to the training reward")
+    extra_rm_weights: list[float] = flag([], "weight of each additional reward (default 1; the main reward has weight 1)")
     group_rm: bool = slime(False, "call the custom reward with the samples of a group; it returns a list")
     reward_key: str | None = slime(None, "key of the value to learn from, if the reward is a dict")
     eval_reward_key: str | None = slime(None, "key of the value to report in evaluations (default --reward-key)")
@@ -138,7 +136,7 @@ class EvalFlags(FlagGroup):
     eval_temperature: float | None = slime(None, "sampling temperature; 0 is greedy", ge=0)
     eval_top_p: float | None = slime(None, "nucleus sampling", gt=0, le=1)
     eval_top_k: int | None = slime(None, "top-k sampling", ge=-1)
-    eval: bool = flag(True, "evaluate if there is data for it; --no-eval drops all other flags of evaluation, those of a file too")
+    eval: bool = flag(True, "evaluate if there is data for it; --no-eval drops all other evaluation flags, including those of a file")
     skip_eval_before_train: bool = slime(False, "skip the evaluation before the first step")
 
     @model_validator(mode="before")

@@ -17,7 +17,7 @@ class AlgorithmFlags(FlagGroup):
     normalize_advantages: bool = slime(False, "whiten advantages over all unmasked tokens of the rollout")
     gamma: float = slime(1.0, "discount per token", ge=0, le=1)
     turn_rewards: bool = flag(
-        False, "place the reward of each turn of an environment at the end of that turn, in place of their sum at the end of the episode"
+        False, "place the reward of each turn of an environment at the end of that turn, instead of their sum at the end of the episode"
     )
     lambd: float = slime(1.0, "lambda of generalized advantage estimation", ge=0, le=1)
     value_clip: float = slime(0.2, "clip distance of the value loss", gt=0)
@@ -94,12 +94,12 @@ class TrainFlags(FlagGroup):
     log_probs_chunk_size: int = slime(4096, "tokens whose logits are in memory at a time", unit="tokens", ge=1)
     share_prefixes: Literal["auto", "on", "off"] = flag(
         "auto",
-        "compute a common prefix of a micro-batch's samples once: a prompt once for all its answers; auto: with the torch trainer, if the "
-        "model's layers can and prompts have no images",
+        "compute a prefix that samples of a micro-batch share only once, such as the prompt of several responses; auto: with the torch "
+        "trainer, if the model's layers support it and prompts have no images",
     )
     exact_on_policy: bool = flag(
         False,
-        "compute log-probabilities that equal the engine's to the bit, and end the run if one differs (Llama, Qwen2, Qwen3 and "
+        "compute log-probabilities that equal the engine's bitwise, and end the run if one differs (Llama, Qwen2, Qwen3 and "
         "Qwen3-MoE on a CPU with the torch trainer and the embedded engine)",
     )
     data_pad_size_multiplier: int = slime(128, "pad packed rows to a multiple of this", unit="tokens", ge=1)
@@ -109,7 +109,7 @@ class TrainFlags(FlagGroup):
         [], "regexes of parameters to train, by their names in the checkpoint (or in Megatron); all others are frozen"
     )
     freeze_params_name_list: list[str] = slime([], "regexes of parameters to freeze, by the same names")
-    freeze_vision_tower: bool = flag(False, "freeze the vision tower of a model of text and images; by default it is trained")
+    freeze_vision_tower: bool = flag(False, "freeze the vision tower of a vision-language model (default: train it)")
     mtp_num_layers: int | None = megatron(None, "layers for multi-token prediction (MTP) to load", unit="layers", ge=0)
     enable_mtp_training: bool = slime(False, "train the MTP layers; otherwise they stay frozen")
     mtp_loss_scaling_factor: float = megatron(0.2, "weight of the MTP loss", ge=0)
@@ -128,7 +128,7 @@ class LoraFlags(FlagGroup):
 
     lora_rank: int | None = flag(None, "train an adapter of this rank instead of the weights (8 to 64 for RL)", ge=1)
     lora_alpha: float = flag(32.0, "the adapter's output is scaled by alpha / rank", gt=0)
-    lora_dropout: float = flag(0.0, "dropout of the adapter's inputs, in supervised fine-tuning", ge=0, lt=1)
+    lora_dropout: float = flag(0.0, "dropout on the adapter's inputs (supervised fine-tuning only)", ge=0, lt=1)
     lora_target_modules: list[str] = flag([], "layers to adapt, such as q_proj v_proj (default: all linear layers except the output layer)")
     lora_experts: bool = flag(False, "also adapt all experts of an MoE model, each with its own A and B")
     lora_use_rslora: bool = flag(False, "scale by alpha / sqrt(rank) instead (rsLoRA)")
@@ -136,7 +136,7 @@ class LoraFlags(FlagGroup):
         None, "adapter to start from, a PEFT directory, which also gives rank, alpha and layers; fuligo eval applies it", path=True
     )
     lora_sync: Literal["auto", "adapter", "merged"] = flag(
-        "auto", "what engines receive: the adapter, or weights with the adapter merged into them; auto: adapter where the engine applies it"
+        "auto", "send engines the adapter, or weights with the adapter merged in; auto: the adapter if the engine can apply it"
     )
 
 

@@ -44,7 +44,7 @@ _GUESSED = {
 """Names that people try first."""
 
 MOVED = OF_SLIME | {name: advice for name, advice in OF_VERL.items() if "." not in name} | OF_TRL | _GUESSED
-"""Flat name of a setting that slime, TRL or verl have, or that people try, and fuligo has not -> what to use instead."""
+"""Flat name of a setting that slime, TRL or verl has (or that people guess) and fuligo lacks -> what to use instead."""
 
 
 def elsewhere(name: str) -> str:
@@ -59,7 +59,7 @@ def elsewhere(name: str) -> str:
 
 
 def _of_verl(parts: list[str]) -> str:
-    """Return the advice for the longest end of a dotted name that is known, for its innermost section, or a flag of the same name."""
+    """Return the advice for the longest known suffix of a dotted name, for its innermost section, or for a flag of the same name."""
     for first, part in enumerate(parts):
         ending = ".".join(parts[first:])
         if ending in OF_VERL:

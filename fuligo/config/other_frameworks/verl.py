@@ -169,7 +169,7 @@ OF_VERL = {
     "partial_pretrain": MODEL,
     "messages_key": "use --input-key",
 }
-"""verl's settings, named by as many of the last parts as make them unambiguous."""
+"""verl's settings, each by the shortest unambiguous suffix of its dotted name."""
 
 SECTIONS = {
     "critic": "remove it: the value model has the policy's layout and batches (its own: --critic-lr, --critic-load)",

@@ -164,7 +164,7 @@ def intervals_longer_than_the_run(config: Config) -> Violation | None:
 
 @rule("CFG-RESTART-FROM-0", "--max-restarts", "--save-interval", severity=Severity.WARNING)
 def restarts_without_checkpoints(config: Config) -> Violation | None:
-    """Warn about restarts of a run that saves only at its end: each begins the run again."""
+    """Warn about restarts of a run that saves only at its end: each starts over from the beginning."""
     flags = config.checkpoint
     if not flags.max_restarts or flags.save_interval is not None or not config.trains:
         return None

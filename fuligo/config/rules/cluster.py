@@ -128,7 +128,7 @@ def nodes_are_started_by_launch(config: Config) -> Violation | None:
 
 @rule("CFG-COLOCATE-SYNC", "--colocate")
 def shared_engines_get_weights_each_step(config: Config) -> Violation | None:
-    """Reject engines on shared GPUs that would need weights when none are synced: between two syncs, or after the restart of a pair."""
+    """Reject engines on shared GPUs that would run without current weights: between two syncs, or after a prefill-decode pair restarts."""
     if not config.cluster.colocate or not config.engine_capabilities.releases_memory:
         return None
     remedy = "give the engines their own GPUs (--rollout-num-gpus)"

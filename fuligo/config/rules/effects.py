@@ -189,7 +189,7 @@ EFFECTS = (
         "rm_type custom_rm_path group_rm",
         lambda config: config.rollout.environment is None,
         "with --environment, which gives the reward",
-        "remove --environment; further rewards can be added by --extra-rm-path",
+        "remove --environment; additional rewards can be added with --extra-rm-path",
     ),
     _effect(
         "CUSTOM-REWARD",

@@ -14,7 +14,7 @@ _SGLANG_SIDE = (
 
 @rule("CFG-EXACT-BACKENDS", "--exact-on-policy", "--train-backend", "--rollout-backend", "--device")
 def backends_compute_alike(config: Config) -> Violation | None:
-    """Require the torch trainer and the embedded engine on a CPU for exact log-probabilities; no other pair is proved equal."""
+    """Require the torch trainer and the embedded engine on a CPU for exact log-probabilities; no other pair is verified to be equal."""
     if not config.train.exact_on_policy:
         return None
     if config.resolved_train_backend == "megatron":
@@ -24,7 +24,7 @@ def backends_compute_alike(config: Config) -> Violation | None:
         text = "SGLang's deterministic mode is not proved to be bitwise equal to the torch trainer"
         return Violation(f"--exact-on-policy: {text}", (_OFF,), _SGLANG_SIDE, flags=("--exact-on-policy", "--rollout-backend"))
     if config.cluster.device == "cuda":
-        text = "--device cuda with --exact-on-policy: batch-invariant operations are proved only for CPUs"
+        text = "--device cuda with --exact-on-policy: batch-invariant operations are verified only on CPUs"
         return Violation(text, (_OFF,), flags=("--exact-on-policy", "--device"))
     return None
 

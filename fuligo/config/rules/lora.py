@@ -29,7 +29,7 @@ def router_correction_stays(config: Config) -> Violation | None:
 
 @rule("CFG-LORA-OVERLAP", "--lora-rank", "--lora-adapter", "--moe-shared-expert-overlap")
 def shared_experts_exchange_in_their_layers(config: Config) -> Violation | None:
-    """Reject overlapped shared experts with LoRA: their layers then leave the exchange among TP ranks to others, and A needs its result."""
+    """Reject overlapped shared experts with LoRA: their layers then skip the exchange among TP ranks, whose result A needs."""
     if not (config.uses_adapter and config.trains and config.megatron.get("moe_shared_expert_overlap")):
         return None
     text = "--moe-shared-expert-overlap moves the exchange among TP ranks out of the layers that LoRA adapts"

@@ -1,4 +1,4 @@
-"""Rules on --share-prefixes: rows that hold a prefix once need attention that knows trees."""
+"""Rules on --share-prefixes: rows that hold a prefix once need attention that supports token trees."""
 
 from fuligo.config import Config
 from fuligo.config.rules.rule import Violation, rule, set_flag, unset_flag

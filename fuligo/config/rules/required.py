@@ -75,7 +75,7 @@ def reward_is_given(config: Config) -> Violation | None:
 
 @rule("CFG-REWARD-WEIGHTS", "--extra-rm-path", "--extra-rm-weights")
 def every_further_reward_has_a_weight(config: Config) -> Violation | None:
-    """Require a weight for every further reward, and the reward that they are added to."""
+    """Require a weight for every additional reward, and a main reward to which they are added."""
     paths, weights = config.reward.extra_rm_path, config.reward.extra_rm_weights
     if weights and paths and len(weights) != len(paths):
         return Violation(
@@ -164,7 +164,7 @@ def micro_batches_have_a_limit(config: Config) -> Violation | None:
         return None
     tokens = -(-(config.max_sample_tokens or _TOKENS) // config.parallel.context_parallel_size)
     return Violation(
-        "--use-dynamic-batch-size packs up to a limit of tokens a rank, --max-tokens-per-gpu, also on CPUs",
+        "--use-dynamic-batch-size packs up to a limit of tokens per rank, --max-tokens-per-gpu, also on CPUs",
         (set_flag("max_tokens_per_gpu", tokens),),
     )
 

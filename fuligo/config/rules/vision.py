@@ -1,4 +1,4 @@
-"""Rules on images in prompts: what supports them so far."""
+"""Rules on images in prompts: which trainers, engines and flags support them."""
 
 from fuligo.config import Config
 from fuligo.config.rules.rule import Violation, rule, set_flag, unset_flag

@@ -337,7 +337,7 @@ def _communication_bytes(spec: EngineGroupSpec) -> int:
 
 
 def embedded_items(subject: Subject) -> tuple[MemoryItem, ...]:
-    """Return the items of its process: weights and the full KV cache."""
+    """Return the items of the embedded engine's process: weights and the full KV cache."""
     architecture = subject.rollout_architecture
     size = FP32 if subject.config.engine.embedded_dtype == "fp32" else BF16
     tokens = embedded_kv_tokens(subject)

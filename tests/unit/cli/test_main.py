@@ -130,4 +130,4 @@ def test_output_that_nobody_reads_ends_the_command_without_a_traceback() -> None
     )
     os.close(writing)
     assert done.returncode == 1
-    assert done.stderr == "error: nobody reads standard output any more (as after `| head`); stopped\n"
+    assert done.stderr == "error: standard output was closed by its reader (as `| head` does); stopped\n"

@@ -80,7 +80,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
         ({"rollout_external_engine_addrs": ["h:1"], "exact_on_policy": True}, "SGLang's deterministic mode"),
         (
             {"device": "cuda", "exact_on_policy": True},
-            "--device cuda with --exact-on-policy: batch-invariant operations are proved only for CPUs",
+            "--device cuda with --exact-on-policy: batch-invariant operations are verified only on CPUs",
         ),
     ],
     "CFG-EXACT-POLICY": [

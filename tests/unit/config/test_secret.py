@@ -55,8 +55,8 @@ def test_a_resume_takes_the_secrets_from_the_environment(tmp_path: Path, monkeyp
     missing = load_yaml(tmp_path / "config.yaml")
     problems = [problem for problem in preflight_problems(missing) if "environment variable" in problem]
     assert problems == [
-        "--env: ${MY_SETTING} stands for the environment variable MY_SETTING, which is not set; export it",
-        "--sglang-api-key: ${SGLANG_API_KEY} stands for the environment variable SGLANG_API_KEY, which is not set; export it",
+        "--env: ${MY_SETTING} refers to the environment variable MY_SETTING, which is not set; export it",
+        "--sglang-api-key: ${SGLANG_API_KEY} refers to the environment variable SGLANG_API_KEY, which is not set; export it",
     ]
     with pytest.raises(ConfigError, match=r"cannot read \$\{MY_SETTING\}: the environment variable MY_SETTING is not set"):
         missing.cluster.env.reveal()

@@ -16,7 +16,7 @@ def register(name: str, function: Callable[..., Any]) -> str:
         attribute = f"{name}_{number}"
         if held.setdefault(attribute, function) is function:
             return f"{MODULE}.{attribute}"
-    raise AssertionError("unreachable: one name more than functions is always free")
+    raise AssertionError("unreachable: one of these names is always free")
 
 
 def __getattr__(name: str) -> NoReturn:

@@ -56,7 +56,7 @@ class TrainerError(FuligoError):
 
 
 class RankError(TrainerError):
-    """Trainer rank that was lost, hangs or crashed, for no reason that a new trainer would meet again for certain (--max-restarts)."""
+    """Trainer rank that was lost, hangs or crashed for a reason that may not recur in a restarted trainer (--max-restarts)."""
 
     def __init__(self, event: str, advice: str) -> None:
         """Create the error.

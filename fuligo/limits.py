@@ -11,7 +11,7 @@ SYSTEM = Path("/")
 MAX_OPEN_FILES = 2**20
 """Larger hard limits (containers have up to 2^30) are not used up: programs that close every possible descriptor would take minutes."""
 UNLIMITED_BYTES = 2**60
-"""Limits of cgroup v1 above this mean none."""
+"""Limits of cgroup v1 above this mean that there is no limit."""
 
 
 def num_cores(system: Path = SYSTEM) -> int:
@@ -25,8 +25,8 @@ def num_cores(system: Path = SYSTEM) -> int:
 
 
 def half_the_cores() -> int:
-    """Return the threads of one of two sides that compute at the same time: with more threads than cores, each operation waits for a thread
-    that has no core.
+    """Return the number of threads for each of two sides that compute at the same time: with more threads than cores, each operation waits
+    for a thread that has no core.
     """
     return max(1, num_cores() // 2)
 

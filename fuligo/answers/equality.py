@@ -12,7 +12,7 @@ MAX_CHARS = 2000
 """A longer answer equals another one only by its spelling."""
 
 Algebra = Callable[[str, str], bool]
-"""Decides whether two expressions in normal spelling are equal."""
+"""Function that decides whether two expressions in normal spelling are equal."""
 
 
 class NeedsAlgebraError(Exception):

@@ -193,7 +193,7 @@ def replaced_iterations(directory: Path) -> list[int]:
 
 
 def _require_plain_files(directory: Path) -> None:
-    """Check that no pipe or device stands in a directory of checkpoints, where reading would wait for its writer.
+    """Check that a directory of checkpoints holds no pipe or device, because reading one would block.
 
     Raises:
         CheckpointError: one does.

@@ -91,7 +91,7 @@ class CheckpointStore:
             raise _unwritable(self.directory, error) from None
 
     async def save(self, iteration: int, write: Callable[[Path], Awaitable[None]], state: RunState) -> Path:
-        """Save `state` after `iteration` rollouts, and what `write` puts into its directory; it returns when all of that is on disk.
+        """Save `state` after `iteration` rollouts, and what `write` puts into the directory; return when all of it is on disk.
 
         Raises:
             CheckpointWriteError: writing failed (a full disk, for instance); earlier checkpoints are untouched.
@@ -106,7 +106,7 @@ class CheckpointStore:
         Args:
             iteration: number of complete rollouts.
             write: begins the trainer's part; the run may continue when it returns.
-            wait: returns when that is on disk.
+            wait: returns when the trainer's part is on disk.
 
         Returns:
             Task for the rest of the save; its result is the checkpoint's path.

@@ -34,7 +34,7 @@ class Node:
     agent: Any
     """Handle of its `NodeAgent`."""
     gpus: tuple[str, ...]
-    """The run's share by slot, each as CUDA_VISIBLE_DEVICES calls it; empty on a CPU."""
+    """GPUs of the run by slot, each as CUDA_VISIBLE_DEVICES names it; empty on a CPU."""
 
 
 class RayCluster:
@@ -133,7 +133,7 @@ class RayCluster:
 
 
 def require_hosts(bundles: Sequence[Bundle], living: Collection[str]) -> None:
-    """Check that the host of every rank is still there: Ray would let an actor wait for a lost one, and each restart with it.
+    """Check that the host of every rank is still there: Ray would let actors, and so every restart, wait for a lost host.
 
     Args:
         bundles: those of the ranks, in order
@@ -146,7 +146,7 @@ def require_hosts(bundles: Sequence[Bundle], living: Collection[str]) -> None:
         if bundle.node_id not in living:
             raise TrainerError(
                 f"cannot start trainer rank {rank} on {bundle.host}: the host has left the Ray cluster or does not answer; bring it back, "
-                "or take another or fewer (--hostfile, --actor-num-nodes), and resume"
+                "or use another host or fewer hosts (--hostfile, --actor-num-nodes), and resume"
             )
 
 

@@ -21,7 +21,7 @@ from fuligo.limits import num_cores
 ANSWER_TIMEOUT_S = 10.0
 LOOPBACK = "127.0.0.1"
 _RAY_OPTIONS: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "logging_level": logging.ERROR}
-"""Ranks and engines write to their own logs."""
+"""Options of `ray.init` that leave logging to fuligo: ranks and engines write to their own logs."""
 
 
 @asynccontextmanager

@@ -44,7 +44,7 @@ class RemoteServer:
             for number, part in enumerate(parts)
         ]
         self._endings = [asyncio.create_task(self._ending(number)) for number in range(len(parts))]
-        """Each is done when its part has ended; the result says how."""
+        """One task per part, done when the part has ended; its result says how the part ended."""
 
     @property
     def url(self) -> str:

@@ -15,10 +15,10 @@ GRACE_S = 40.0
 """Seconds in which Ray's workers, and the engines under them, shut down."""
 START_TIMEOUT_S = 120.0
 AGENT_PORTS = ("dashboard-agent-grpc-port", "dashboard-agent-listen-port", "metrics-export-port", "runtime-env-agent-port")
-"""Ports of Ray's agents. Left to choose them, the agents must have done so within 15 s, or the node ends: busy machines and slow disks take
-longer for their imports."""
+"""Ports of Ray's agents. A node whose agents choose their own ports ends if that takes more than 15 s, and on a busy machine or a slow disk
+their imports alone take longer."""
 MAX_ROOT_LENGTH = 8
-"""Characters of the path of a temporary directory under which the paths of Ray's sockets have at most 107."""
+"""Longest path of a temporary directory, in characters, with which the paths of Ray's sockets stay within 107."""
 
 
 def head_command(port: int, claims: PortClaims, *, num_cpus: int, num_gpus: int | None, host: str | None = None) -> list[str]:
@@ -39,7 +39,7 @@ def worker_command(address: str, claims: PortClaims, *, name: str, num_cpus: int
     Args:
         address: `host:port` of the head
         claims: open as long as the worker runs
-        name: under which Ray lists the node
+        name: name of the node in Ray
         host: this machine's address, as the other nodes reach it
     """
     options = {"address": address, "node-name": name, "num-cpus": num_cpus, "num-gpus": num_gpus, "node-ip-address": host}
@@ -58,7 +58,7 @@ def session_root() -> Path:
 
 
 _HEALTH_TIMEOUT = "RAY_health_check_timeout_ms"
-"""Ray counts a host as lost after five checks, 3 s apart, without an answer: after 40 s, as long as a silent rank has, instead of 65."""
+"""Timeout of one health check. Ray gives up a host after five unanswered checks, 3 s apart: after 40 s, like a silent rank, and not 65."""
 
 
 def start_node(name: str, command: list[str], log_file: Path, environment: Mapping[str, str]) -> ServerProcess:

@@ -42,7 +42,7 @@ class TrainerRank:
         self._executor = RankExecutor(Rank(rank, size, host=host))
 
     async def run(self, command: Command[R]) -> Answer[R]:
-        """Run a command. Its arrays lie in Ray's object store, shared by the ranks of a node: none can be written to."""
+        """Run a command. Its arrays are read-only: they are in Ray's object store, which the ranks of a node share."""
         answered = self._executor.answer(lambda: command, is_queued=command.is_queued)
         return (await asyncio.wrap_future(answered)).for_driver(self._rank)
 
@@ -63,7 +63,7 @@ class ActorRank(RankHandle):
         try:
             return await self._actor.run.remote(command.encoded(ray.put))
         except RayError as error:
-            raise RankLostError(f"is gone ({reason(error)})") from None
+            raise RankLostError(f"was lost ({reason(error)})") from None
 
     async def close(self, *, failed: bool) -> None:
         if not failed:

@@ -9,7 +9,7 @@ from fuligo.config.launcher import ADDRESS_VARIABLE
 TOKEN_VARIABLE = "RAY_AUTH_TOKEN"
 
 GUARDS_LIVE = {"RAY_kill_child_processes_on_worker_exit": "0"}
-"""For actors: engines run under a guard that shuts them down cleanly, which it could not do if Ray killed it."""
+"""Variables for actors: keep Ray from killing the guard of an engine, which shuts the engine down cleanly."""
 
 
 def prepare_environment(*, several_nodes: bool, environment: MutableMapping[str, str] = os.environ) -> None:

@@ -46,7 +46,7 @@ class NodeAgent:
         self._servers: dict[str, SGLangServer] = {}
 
     async def gpus(self) -> tuple[str, ...]:
-        """Return the GPUs of the node's share by slot, each as CUDA_VISIBLE_DEVICES calls it."""
+        """Return the GPUs of the node's share by slot, each as CUDA_VISIBLE_DEVICES names it."""
         return self._gpus
 
     async def claim_engine_ports(self) -> ServerPorts:

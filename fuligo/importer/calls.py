@@ -35,7 +35,7 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A `ray job submit`."""
+    """Call of `ray job submit`."""
 
     environment: dict[str, str]
     """`env_vars` of `--runtime-env-json`."""
@@ -45,7 +45,7 @@ class Submission:
 
 
 def find_training(words: Sequence[str]) -> Training | None:
-    """Return the training job that a command starts, None where it starts none."""
+    """Return the training job that a command starts; None if it starts none."""
     if PurePosixPath(words[0]).name == "fuligo":
         return Training(tuple(words[2:]), is_slime=False) if words[1:2] == ("train",) else None
     if PurePosixPath(words[0]).name in _NO_LAUNCHERS:
@@ -199,7 +199,7 @@ class Findings:
 
     launches: list[Launch] = field(default_factory=list)
     notes: dict[str, None] = field(default_factory=dict)
-    """In order, each once: a loop over hosts says the same for every host."""
+    """Notes in order, each only once, because a loop over hosts repeats them for every host."""
 
     def note(self, call: Call, text: str) -> None:
         self.notes[f"{call.place}: {text}"] = None

@@ -1,4 +1,4 @@
-"""From a launch script to the training job that it starts."""
+"""Run of a launch script in the sandbox, which finds the training job that the script starts."""
 
 import json
 import os
@@ -21,7 +21,7 @@ CALLERS_VARIABLES = frozenset({
     "BASE_DIR", "MASTER_ADDR", "MASTER_PORT", "HOSTFILE", "SOCKET_IFNAME", "NODE_RANK", "WORLD_SIZE", "WORKER_IP", "NNODES", "NUM_NODES",
     "NUM_GPUS", "BASE_FOLDER", "MODEL_DIR", "DATA_DIR", "MLP_WORKER_0_HOST", "MLP_SOCKET_IFNAME", "HOME", "USER",
 })  # fmt: skip
-"""Variables of the caller that the script sees. Others (keys, tokens) only where `--env` names them: the result is printed."""
+"""Variables of the caller that the script sees. It sees others (keys, tokens) only if `--env` names them, because the result is printed."""
 
 _STATE = "/run/import-script"
 _SYSTEM_FOLDERS = (
@@ -75,7 +75,7 @@ class ImportedScript:
     """The script."""
 
     def place_of(self, option: str) -> str:
-        """Return where an option stands in the script, `run.sh line 34`; else where the job is started: it may come from a sourced file."""
+        """Return the place of an option in the script, `run.sh line 34`; that of the job's start if a sourced file has the option."""
         word = re.compile(rf"(?<![\w-]){re.escape(option)}(?![\w-])")
         lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines()
         found = [
@@ -140,7 +140,7 @@ def import_script(
     if not script.is_file():
         raise ConfigError(f"{script} does not exist")
     if script.stat().st_size > _MAX_SCRIPT_BYTES:
-        raise ConfigError(f"{script}: more than {_MAX_SCRIPT_BYTES:,} bytes are too many for a launch script")
+        raise ConfigError(f"{script} has more than {_MAX_SCRIPT_BYTES:,} bytes, too many for a launch script")
     allowed = {name: value for name, value in (environment or {}).items() if name in CALLERS_VARIABLES} | dict(given or {})
     folders = _folders(script, root, maps or {}, allowed.get("HOSTFILE"))
     named = dict.fromkeys(_INTERPRETER.findall(script.read_text(encoding="utf-8", errors="replace")))
@@ -276,7 +276,7 @@ def _start(job: Mapping[str, Any], task: _Script) -> dict[str, Any]:
 
 
 def _interpreters(report: Mapping[str, Any]) -> list[str]:
-    """Return absolute paths that the script called in vain and that name a stand-in: `/opt/conda/bin/python`."""
+    """Return the absolute paths that the script tried to call in vain and that name a stand-in: `/opt/conda/bin/python`."""
     refused = [program for _, _, program in _NOT_EXECUTED.findall(report["output"])]
     missing = dict.fromkeys([*_MISSING.findall(report["output"]), *refused])
     return [path for path in missing if path.startswith("/") and re.sub(r"[\d.]+$", "", Path(path).name) in RECORDED]
@@ -309,7 +309,7 @@ def _how_to_set(name: str, script: Path) -> str:
 
 
 def _check(report: Mapping[str, Any]) -> None:
-    """Refuse a script of which bash ran only a part.
+    """Refuse a script that bash ran only in part.
 
     Raises:
         ConfigError: a syntax error, or a sourced file that does not exist.

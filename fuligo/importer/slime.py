@@ -1,4 +1,4 @@
-"""slime's command lines as fuligo's: other names, functions of slime that are settings here, and defaults that differ."""
+"""Translation of slime's command lines to fuligo's: other names, functions of slime that are settings here, and defaults that differ."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ exit 0
 """
 _SYSTEM_PATH = "/usr/bin:/bin:/usr/local/bin:/run/current-system/sw/bin"
 _WITH_NVLINK, _WITHOUT_NVLINK = "GPU0\tX\tNV18", "GPU0\tX\tPHB"
-"""Replies of `nvidia-smi topo -m`, as far as scripts count the word NV18 in it (an H100 node has 18 links a GPU)."""
+"""Replies of `nvidia-smi topo -m`, reduced to the word NV18 that scripts count (an H100 has 18 links)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Trainer and engines on the same devices (--colocate): each releases its memory while the other works.
 
-The loop does not know: a trainer and a weight sync that take turns stand in for the real ones.
+The loop is not aware of this: it gets a trainer and a weight sync that take the devices before they work.
 
     phase             trainer                  engines
     sampling          offloaded                weights and KV cache

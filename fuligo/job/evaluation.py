@@ -86,11 +86,13 @@ async def evaluate_config(config: Config, run_dir: Path) -> Evaluated:
 
 
 def _served(config: Config, weights: Path, target: Path, stack: AsyncExitStack) -> Config:
-    """Return the config whose engines load the weights to evaluate: a model, or an adapter, which other engines get merged at `target`.
+    """Return the config whose engines load the weights to evaluate: a model, or an adapter.
+
+    Engines that cannot apply an adapter get a merged model, written to `target`.
 
     Raises:
         CheckpointError: the weights are damaged
-        ConfigError: the base model of an adapter is not here
+        ConfigError: the base model of an adapter is not on this machine
     """
     given = config.lora.lora_adapter
     adapter = weights if is_adapter(weights) else None if given is None else adapter_directory(Path(given))

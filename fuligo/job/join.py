@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, frozen=True)
 class Joined:
-    """Cluster of a run, and the configuration that holds on it."""
+    """Cluster of a run, and the configuration of the run on it."""
 
     config: Config
     """`--device auto` is resolved by the cluster."""

@@ -30,7 +30,7 @@ from fuligo.trainer.ranks.connected import answer_commands
 from fuligo.trainer.ranks.shared import SharedTrainer
 
 INTERRUPTED = 130
-"""Exit code of a run that a signal ended, as `fuligo train` has it."""
+"""Exit code of a run that a signal ended; the same as that of `fuligo train`."""
 LAST_OUTPUT_S = 1.0
 """Time to show the last output of a run that has ended; a process that a hook left running may keep its pipes open for longer."""
 
@@ -42,7 +42,7 @@ class RunProcess:
     name: str
     process: asyncio.subprocess.Process
     control: Connection
-    """Brings the configuration, then the engines."""
+    """Connection that brings the configuration, then the engines."""
     output: asyncio.StreamReader
     errors: asyncio.StreamReader
 

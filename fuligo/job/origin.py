@@ -66,7 +66,7 @@ class Origin:
     def may_cut_back(self, config: Config, run_dir: Path) -> bool:
         """Return whether this run may replace recorded steps: those after its checkpoint, or all where nothing was saved.
 
-        A run that starts from scratch because of another `--load`, perhaps a misspelt one, must not replace a finished run.
+        A run that starts from scratch because of another `--load`, perhaps a misspelled one, must not replace a finished run.
         """
         load = config.checkpoint.load
         save = save_directory(config, run_dir)

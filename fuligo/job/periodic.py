@@ -17,7 +17,7 @@ from fuligo.trainer.protocol import Trainer
 
 @dataclass(slots=True, frozen=True)
 class Schedule:
-    """Every `interval` rollouts, and after the last one."""
+    """Schedule of a task: every `interval` rollouts, and after the last one."""
 
     interval: int | None
     num_rollout: int

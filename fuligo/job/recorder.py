@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunRecorder:
-    """Writes every step to the run directory, the sinks and the console."""
+    """Writer of every step to the run directory, the sinks and the console."""
 
     def __init__(
         self,

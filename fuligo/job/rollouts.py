@@ -99,7 +99,7 @@ class RolloutBuilder:
             end_early: ends the rollouts when it is set
 
         Raises:
-            ConfigError, DataError, HookError: before anything is sampled
+            ConfigError, DataError, HookError: the configuration, the data or a hook is wrong; raised before anything is sampled
         """
         saved, source, mode = self.config.debug.load_debug_rollout_data, self.data.source, self.config.rollout.async_mode
         activity: Activity | None = None

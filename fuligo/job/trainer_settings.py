@@ -61,7 +61,7 @@ def torch_settings(config: Config, common: TrainerSettings) -> TorchTrainerSetti
     """Complete the common settings with those of the torch trainer.
 
     Raises:
-        ConfigError: exact log-probabilities are not to be had on this device
+        ConfigError: exact log-probabilities are not available on this device
     """
     return TorchTrainerSettings(
         **{each.name: getattr(common, each.name) for each in fields(common)},
@@ -75,12 +75,12 @@ def _is_exact(config: Config, device: Device, checkpoint: Path) -> bool:
     """Return whether the torch trainer computes the engine's log-probabilities to the bit.
 
     Raises:
-        ConfigError: it must, and cannot on this device or with this model
+        ConfigError: it must, but cannot on this device or with this model
     """
     if not config.train.exact_on_policy:
         return False
     if device != "cpu":
-        raise ConfigError("cannot use --exact-on-policy on a GPU: batch-invariant operations are proved only for CPUs; use --device cpu")
+        raise ConfigError("cannot use --exact-on-policy on a GPU: batch-invariant operations are verified only on CPUs; use --device cpu")
     because = batch_variant_because(read_config_json(checkpoint))
     if because is not None:
         raise ConfigError(f"cannot use --exact-on-policy for {checkpoint}: {because}; drop the flag")
@@ -91,7 +91,7 @@ def _shares_prefixes(config: Config, checkpoint: Path) -> bool:
     """Return whether the trainer computes shared prefixes once.
 
     Raises:
-        ConfigError: it must, and the model's layers cannot
+        ConfigError: it must, but the model's layers cannot
     """
     if not config.shares_prefixes:
         return False

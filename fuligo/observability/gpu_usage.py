@@ -25,7 +25,7 @@ class GpuReading:
     index: int
     uuid: str
     utilization: float | None
-    """Share of the last moments in which a kernel ran; None if the driver does not tell, as for a MIG device."""
+    """Share of the last moments in which a kernel ran; None if the driver does not report it, as for a MIG device."""
     memory: float
     """Share of the memory in use, by all processes."""
 

@@ -63,7 +63,7 @@ def _entries(episode: Episode, as_text: Callable[[Any], str | None]) -> Iterator
 def _with_uses(turn: Turn) -> Iterator[tuple[dict[str, Any], ToolUse | None]]:
     """Yield the messages after an answer, with the call of a tool that each is the result of.
 
-    Results that the environment put into other words, so that there is no tool's message for each, come first.
+    Results that the environment rephrased, so that there is no tool message for each, come first.
     """
     results: Messages = [message for message in turn.answers if message.get("role") == "tool"]
     uses = iter(turn.tools)

@@ -192,7 +192,7 @@ class GuardedSink:
     Args:
         name: flag that asks for it.
         make: class of the sink.
-        given: what it is constructed with.
+        given: arguments of its constructor.
     """
 
     def __init__(self, name: str, make: Hook, *given: Any) -> None:

@@ -1,7 +1,7 @@
 """Namespaces and the root file system of a sandbox.
 
-A process calls `enter`, forks the first process of the new PID namespace, and that one calls `build_root`. What runs in there has a root
-made of tmpfs which holds what it is shown, its own process ids, no network, and no way to further namespaces.
+A process calls `enter`, forks the first process of the new PID namespace, and that one calls `build_root`. Programs inside see a root
+file system on tmpfs that holds only what they are shown, have their own process ids and no network, and cannot enter further namespaces.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = 0x10000000, 0x20000000, 0x4000000
 _MS_BIND, _MS_REC, _MS_PRIVATE = 4096, 16384, 1 << 18
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
 PRIVATE = MS_NOSUID | MS_NODEV | MS_NOEXEC
-"""Mount flags of all that a program may write or bring along: no file there is executed."""
+"""Mount flags of everything that a program may write or bring along: files there cannot be executed."""
 _MNT_DETACH = 2
 _SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE = 442, -100, 0x8000
 

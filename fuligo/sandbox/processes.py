@@ -81,7 +81,7 @@ def _processes() -> Iterator[Process]:
 
 
 def is_init() -> bool:
-    """Return whether this process is the first of a PID namespace, whose others are all the program's."""
+    """Return whether this process is the first of a PID namespace, whose other processes all belong to the program."""
     return os.getpid() == 1
 
 

@@ -11,10 +11,10 @@ import orjson
 from fuligo.observability.viewer.tail import Tail
 
 MAX_CHUNKS = 64
-"""More lines than runs write; a longer file is read by several updates."""
+"""Chunks that one update reads: more than runs write. A longer file takes several updates."""
 MAX_STEP = 2**31
 MAX_INTEGER = 2**53
-"""Larger ones are not exact in a browser."""
+"""Largest integer that is exact in a browser."""
 Values = list[float | None]
 """Values by row; None if a step lacks the key or its value was not finite."""
 

@@ -16,7 +16,7 @@ STALE_STEPS = 5
 """Usual steps without a write after which a run counts as stopped or hanging."""
 FRESH_S = 60.0
 START_S = 900.0
-"""Seconds of the same before the end of the first step, when models load and engines capture graphs."""
+"""The same limit in seconds before the end of the first step, when models load and engines capture graphs."""
 WINDOW_STEPS = 20
 """Number of recent steps that determine the pace."""
 

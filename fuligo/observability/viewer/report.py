@@ -17,7 +17,7 @@ from fuligo.observability.viewer.run import RunReader
 from fuligo.observability.viewer.run_files import SampleSet
 
 MAX_UPDATES = 1024
-"""Each reads a chunk of the trace (4 MiB)."""
+"""Maximum number of updates, each of which reads a chunk of the trace (4 MiB)."""
 _SETS: tuple[SampleSet, ...] = ("train", "eval")
 
 
@@ -34,7 +34,7 @@ class ReportSize:
     num_troubled: int = 24
     """Newest further samples that failed, were truncated or were dropped."""
     num_prompts: int = 25
-    """Prompts with the lowest and highest pass rate, and with the largest changes, of each."""
+    """Prompts with the lowest pass rate, with the highest, and with the largest changes: this many of each."""
     max_tokens: int = 200_000
     """Total response tokens, for training and evaluations each; samples beyond are listed without their tokens."""
 

@@ -46,9 +46,9 @@ class SampleFilter(BaseModel):
     prompt: int | None = None
     """Key of the prompt's text."""
     dataset: str | None = None
-    """Name, of an evaluation."""
+    """Name of an evaluation dataset."""
     text: str = Field("", max_length=500)
-    """In the prompt or the response, ignoring case."""
+    """Text to find in the prompt or the response, ignoring case."""
 
 
 def matching(table: pa.Table, wanted: SampleFilter) -> pa.Table:

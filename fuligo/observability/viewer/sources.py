@@ -12,7 +12,7 @@ _ROLE = r"(?:system|developer|user|assistant|model|tool|ipython|observation|func
 _BETWEEN = re.compile(rf"\s*{_ROLE}?\s*")
 """Text between two markers that is not a message: a role's name, or space."""
 _HEADER = re.compile(rf"{_ROLE}\n+|\s+")
-"""Begin of a text after a marker that the template wrote: `tool\\n`."""
+"""Beginning, written by the template, of a text after a marker: `tool\\n`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 CHUNK_BYTES = 4 * 1024**2
 DAMAGED = b"{"
-"""Stands for a line that is too long."""
+"""Placeholder for a line that is too long."""
 
 
 class Tail:

@@ -36,7 +36,7 @@ def no_object_store(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_rank_whose_actor_died_is_lost(tmp_path: Path) -> None:
     ping = SharedCommand[None](Ping())
     assert await ActorRank(3, "10.0.0.3", ScriptedActor(Answer()), tmp_path / "log.txt").run(ping) == Answer()
-    with pytest.raises(RankLostError, match=r"^is gone \(The actor died"):
+    with pytest.raises(RankLostError, match=r"^was lost \(The actor died"):
         await ActorRank(3, "10.0.0.3", ScriptedActor(ActorDiedError()), tmp_path / "log.txt").run(ping)
 
 

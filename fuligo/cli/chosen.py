@@ -62,7 +62,7 @@ def _refused(found: Iterable[Finding], config: Config) -> Iterator[Finding]:
         elif config.debug.ignore_memory_plan:
             yield replace(finding, severity=Severity.WARNING)
         else:
-            start = "To start all the same: --ignore-memory-plan."
+            start = "To start anyway: --ignore-memory-plan."
             yield replace(finding, advice=f"{finding.advice} {start}" if finding.advice else start)
 
 

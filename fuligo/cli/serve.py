@@ -87,11 +87,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--shapes-of-runs", help=argparse.SUPPRESS
     )  # JSON of such shapes by the name of a run; each run's trainer sends its
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
-    parser.add_argument("--port", type=int, default=30000, help="port to listen on; 0 takes a free one (%(default)s)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=30000, help="port to listen on; 0 takes a free one (default: %(default)s)")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: CUDA if available")
     parser.add_argument("--dtype", choices=["auto", "fp32", "bf16"], default="auto", help="auto: bf16 on CUDA, fp32 on a CPU")
-    parser.add_argument("--max-running-requests", type=_positive, default=256, help="requests decoded together (%(default)s)")
+    parser.add_argument("--max-running-requests", type=_positive, default=256, help="requests decoded together (default: %(default)s)")
     parser.add_argument(
         "--max-total-tokens", type=_positive, help="capacity of the KV cache in tokens (default: as many as fit into free memory)"
     )
@@ -109,7 +109,8 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="DIR",
-        help="directory from which new weights may be loaded, besides the model's own and the scratch of runs on this machine; repeatable",
+        help="directory from which new weights may be loaded, besides the model's own and the scratch directories of runs on this machine; "
+        "repeatable",
     )
     parser.add_argument("--parent-pid", type=int, help="exit when this process exits")
     parser.add_argument("--ready-file", type=Path, help='write {"port": ...} here once requests are accepted')

@@ -52,9 +52,9 @@ def parser() -> argparse.ArgumentParser:
     """Build the parser of the command's options."""
     parser = argparse.ArgumentParser("fuligo view", description=_DESCRIPTION)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directory, or a directory of run directories")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument(
-        "--port", type=int, help=f"port to listen on; 0 takes a free one (default {DEFAULT_PORT}, or a free one if it is taken)"
+        "--port", type=int, help=f"port to listen on; 0 takes a free one (default: {DEFAULT_PORT}, or a free one if it is taken)"
     )
     parser.add_argument("--token", help=f"token that visitors must present (default: the environment variable {TOKEN_VARIABLE}, or random)")
     parser.add_argument("--export", type=Path, metavar="FILE", help="write the report to this file instead of serving")

@@ -70,7 +70,7 @@ def _weights(config: Config) -> Iterator[str]:
             yield f"--ref-load: {difference}"
     first = "--hf-checkpoint" if config.checkpoint.ref_load is None else "--ref-load"
     if first in sound and not is_trainable(sound[first]):
-        yield f"{first} {sound[first]} is quantized, training cannot start from it: use the unquantized weights with --ref-load"
+        yield f"{first} {sound[first]} is quantized, and training cannot start from it; use the unquantized weights with --ref-load"
     if "--hf-checkpoint" in sound and _syncs_quantised(config):
         try:
             EngineQuantisation.read(sound["--hf-checkpoint"])
@@ -214,7 +214,7 @@ def _loaded_teacher(config: Config, path: Path, student: Path | None) -> Iterato
     swapped = config.trainer_capabilities.swaps_models
     difference = architecture_difference(directory, student) if swapped else vocabulary_difference(directory, student)
     if difference is not None:
-        instead = "; the Megatron trainer swaps it with the policy, let an engine serve another one (--opd-teacher-url)" if swapped else ""
+        instead = "; the Megatron trainer swaps it with the policy: let an engine serve another one (--opd-teacher-url)" if swapped else ""
         yield f"{option}: {difference}{instead}"
 
 
@@ -262,7 +262,7 @@ def _resume(config: Config) -> Iterator[str]:
     else:
         problems = [f"--load: {text}" for text in checkpoint_problems(model)]
     if not problems and not is_distributed(weights) and not is_trainable(model):
-        problems = [f"--load {model} is quantized, training cannot start from it: use the unquantized weights"]
+        problems = [f"--load {model} is quantized, and training cannot start from it; use the unquantized weights"]
     yield from problems
     if problems or policy is None:
         return
@@ -277,9 +277,9 @@ def _resume(config: Config) -> Iterator[str]:
 def _other_training(checkpoint: Path, *, holds_adapter: bool) -> str:
     """Return the problem of a checkpoint that holds an adapter if the run trains all weights, or the reverse."""
     if holds_adapter:
-        return f"--load {checkpoint} holds a LoRA adapter, and this run trains all weights; add the --lora-* flags that it was trained with"
+        return f"--load {checkpoint} holds a LoRA adapter, but this run trains all weights; add the --lora-* flags that it was trained with"
     weights = weights_of(checkpoint)
-    return f"--load {checkpoint} holds all weights, and this run trains a LoRA adapter; start from them with --ref-load {weights}"
+    return f"--load {checkpoint} holds all weights, but this run trains a LoRA adapter; start from them with --ref-load {weights}"
 
 
 def _adapter(config: Config) -> Iterator[str]:

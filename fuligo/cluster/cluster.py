@@ -136,7 +136,7 @@ def require_hosts(bundles: Sequence[Bundle], living: Collection[str]) -> None:
     """Check that the host of every rank is still there: Ray would let actors, and so every restart, wait for a lost host.
 
     Args:
-        bundles: those of the ranks, in order
+        bundles: bundles of the ranks, in order
         living: ids of the nodes that are part of the cluster and answer
 
     Raises:

@@ -88,7 +88,7 @@ class RemoteServer:
         await asyncio.gather(*self._endings, return_exceptions=True)
 
     async def _last_lines(self) -> str:
-        """Return the end of the log on the first node, which may be lost."""
+        """Return the end of the log on the first node, or a note if that node does not answer."""
         try:
             async with asyncio.timeout(LOG_TIMEOUT_S):
                 return await self._parts[0].agent.last_lines.remote(self.settings.name)

@@ -54,7 +54,7 @@ class HookSpec:
         try:
             hook.signature.bind(*self.parameters, **dict.fromkeys(self.keywords))
         except TypeError as error:
-            return f"it is called as {self.call}, its signature is {hook.signature}: {error}"
+            return f"it is called as {self.call}, but its signature is {hook.signature}: {error}"
         return None
 
 
@@ -118,7 +118,7 @@ def path_problem(path: str) -> str | None:
     """Return what is wrong with the form of a hook's path, or None."""
     module, function = split_path(path)
     if path.endswith(".py"):
-        return f"it names a file and no function in it; write {path}:FUNCTION"
+        return f"it names a file but no function; write {path}:FUNCTION"
     if not module or not function.isidentifier():
         return "it must look like package.module.function or path/to/file.py:function"
     return None

@@ -93,7 +93,7 @@ def _problem(file: Path, name: str, spec: HookSpec) -> str | None:
 
 
 def _other_names(tree: ast.Module) -> set[str]:
-    """Return names that are imported or assigned, whose values the syntax does not show. `*` stands for any."""
+    """Return names that are imported or assigned, whose values the syntax does not show. `*` means any name."""
     names = {
         target.id for node in ast.walk(tree) if isinstance(node, ast.Assign) for target in node.targets if isinstance(target, ast.Name)
     }

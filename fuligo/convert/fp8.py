@@ -86,7 +86,7 @@ def _convert_shard(shard: Shard, source: Path, target: Path, stop: threading.Eve
     note = ""
     if final.exists():
         if _is_written(shard, source, final, stop):
-            return f"{shard.file}  already there and correct"
+            return f"{shard.file}  already exists and is correct"
         note = " (replaced a file with wrong content)"
     started = time.perf_counter()
     num_bytes = 0

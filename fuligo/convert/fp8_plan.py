@@ -70,9 +70,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--save-dir", type=Path, required=True, help="new or empty directory, or one with an interrupted conversion to continue"
     )
-    made.add_argument("--strategy", choices=STRATEGIES, default="block", help="granularity of the scales (%(default)s)")
-    made.add_argument("--block-size", type=int, nargs=2, metavar=("ROWS", "COLUMNS"), help="block size for --strategy block (128 128)")
-    made.add_argument("--max-workers", type=int, default=1, help="files to convert concurrently (%(default)s)")
+    made.add_argument("--strategy", choices=STRATEGIES, default="block", help="granularity of the scales (default: %(default)s)")
+    made.add_argument(
+        "--block-size", type=int, nargs=2, metavar=("ROWS", "COLUMNS"), help="block size for --strategy block (default: 128 128)"
+    )
+    made.add_argument("--max-workers", type=int, default=1, help="files to convert concurrently (default: %(default)s)")
     made.add_argument("--plan", action="store_true", help="print the plan and exit")
     return made
 

@@ -74,8 +74,8 @@ CONNECT_TIMEOUT_S = 10.0
 CONNECT_TO_GENERATE_TIMEOUT_S = 60.0
 """When thousands of requests start at once, the server's accept queue overflows and the kernel reconnects after 1, 2, 4 s."""
 _KEY_ADVICE = (
-    f"it asks for another key; if this run did not start it, set {REQUESTS_VARIABLE} to its key (SGLang: --api-key), {CONTROL_VARIABLE} to "
-    "that of control calls (--admin-api-key)"
+    f"it asks for another key; if this run did not start it, set {REQUESTS_VARIABLE} to its key (SGLang: --api-key) and {CONTROL_VARIABLE} "
+    "to that of control calls (--admin-api-key)"
 )
 T = TypeVar("T")
 

@@ -177,11 +177,11 @@ def environment_problem(kind: Any) -> str | None:
     if kind.resumable:
         lacking = [name for name in ("state", "restore") if getattr(kind, name) is getattr(Environment, name)]
         if lacking:
-            return f"the class is resumable and lacks {', '.join(lacking)}"
+            return f"the class is resumable but lacks {', '.join(lacking)}"
     try:
         inspect.signature(kind).bind("row", "settings")
     except TypeError as error:
-        return f"it is called as (row, settings), its signature is {inspect.signature(kind)}: {error}"
+        return f"it is called as (row, settings), but its signature is {inspect.signature(kind)}: {error}"
     return None
 
 

@@ -173,7 +173,7 @@ def _tensors_of(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
     tensors = {name: tensor for name, tensor in metadata.state_dict_metadata.items() if isinstance(tensor, TensorStorageMetadata)}
     for place in metadata.storage_data.values():
         if not isinstance(place.relative_path, str) or min(_counts((place.offset, place.length))) < 0:
-            raise ValueError(f"a part lies at {place!r:.100}")
+            raise ValueError(f"a part is at {place!r:.100}")
     for name, tensor in tensors.items():
         dtype = tensor.properties.dtype
         if not isinstance(name, str) or not isinstance(dtype, torch.dtype):

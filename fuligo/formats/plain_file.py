@@ -1,4 +1,4 @@
-"""Files that may come from somebody else: pipes and devices are not opened, and no more than a limit is read."""
+"""Files that another user may have written: pipes and devices are not opened, and no more than a limit is read."""
 
 import errno
 import os

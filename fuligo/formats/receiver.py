@@ -122,7 +122,7 @@ def _misfit(name: str, tensor: torch.Tensor, weight: torch.Tensor | None) -> str
     if weight is None:
         return f"the model has no weight named {name}"
     if tensor.shape != weight.shape:
-        return f"{name} has shape {list(tensor.shape)}, the model's has {list(weight.shape)}"
+        return f"{name} has shape {list(tensor.shape)}, but the model's has {list(weight.shape)}"
     if not tensor.is_floating_point():
         return f"{name} is {tensor.dtype}, not a float type"
     return None

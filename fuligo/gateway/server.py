@@ -146,7 +146,7 @@ class Gateway:
             return
         except Exception:
             logger.exception("the gateway failed to handle a request")
-            response = _error(500, "the gateway failed at this request; its log has the reason", "server_error")
+            response = _error(500, "the gateway failed to handle this request; its log has the reason", "server_error")
         await response(scope, receive, send)
 
     async def _response(self, http: HttpRequest) -> Response:

@@ -130,7 +130,7 @@ class Session:
         self._going.set()
 
     def end(self) -> None:
-        """Refuse all further requests, and cancel those in an engine: nobody waits for their answers."""
+        """Refuse all further requests, and cancel those in an engine, because no client waits for their answers."""
         self.has_ended = True
         self._going.set()
         for request in self._at_engine:

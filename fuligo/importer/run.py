@@ -276,7 +276,7 @@ def _start(job: Mapping[str, Any], task: _Script) -> dict[str, Any]:
 
 
 def _interpreters(report: Mapping[str, Any]) -> list[str]:
-    """Return the absolute paths that the script tried to call in vain and that name a stand-in: `/opt/conda/bin/python`."""
+    """Return the absolute paths that the script could not execute and that name a stand-in: `/opt/conda/bin/python`."""
     refused = [program for _, _, program in _NOT_EXECUTED.findall(report["output"])]
     missing = dict.fromkeys([*_MISSING.findall(report["output"]), *refused])
     return [path for path in missing if path.startswith("/") and re.sub(r"[\d.]+$", "", Path(path).name) in RECORDED]
@@ -334,7 +334,7 @@ def _spacing_hint(file: Path, line: int) -> str:
 
 
 def _missing_files(report: Mapping[str, Any], task: _Script) -> list[str]:
-    """Return a note for each file that the script or its tools looked for in vain."""
+    """Return a note for each file that the script or its tools did not find."""
     notes = [_missing_text(missing) for missing in _MISSING.finditer(report["output"])]
     lines = [line for line in report["output"].splitlines() if "No such file or directory" in line and not _MISSING.match(line)]
     notes += [

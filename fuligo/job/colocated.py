@@ -64,7 +64,7 @@ class ColocatedDevices:
         """Start sharing the devices with a trainer.
 
         Args:
-            is_loaded: it holds its memory, as after `detach`
+            is_loaded: the trainer holds its memory, as after `detach`
         """
         self._trainer, self._trainer_is_loaded = trainer, is_loaded
 

@@ -234,7 +234,7 @@ def _require_success(codes: Mapping[str, int], *, is_terminated: bool = False) -
     """Check that all runs ended with exit code 0, or by the SIGTERM that all of them received.
 
     Raises:
-        RunsFailedError: some did not
+        RunsFailedError: a run did not
     """
     ended_well = (0, INTERRUPTED, -signal.SIGTERM) if is_terminated else (0,)  # a run that was still starting was killed by the signal
     failed = [

@@ -66,7 +66,7 @@ def _log2_above(number: int) -> int:
 
 
 def _bits(num_inputs: int) -> tuple[int, int]:
-    """Return the bits that inputs and weights of a product over so many inputs keep."""
+    """Return the bits that inputs and weights keep in a product over this number of inputs."""
     free = MANTISSA_BITS - _log2_above(min(num_inputs, INPUT_BLOCK))
     return free // 2, free - free // 2
 

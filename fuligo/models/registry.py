@@ -110,7 +110,7 @@ def unshareable_because(config_json: Mapping[str, Any]) -> str | None:
     if has_linear_attention(config_json):
         return "its linear attention has one state per sequence, so several samples cannot continue a prefix"
     if config_json.get("model_type") in FAMILIES and architecture_of(config_json).sparse_index is not None:
-        return "its sparse attention chooses tokens among those before a token in the row, which are not all of its own sample in a tree"
+        return "its sparse attention chooses among the earlier tokens of the row, which in a tree include tokens of other samples"
     return None
 
 

@@ -154,7 +154,7 @@ def tree_attention(
         scale: factor of the scores, usually D ** -0.5.
         window: tokens that a token attends to, itself included; None: all before it.
         sinks: [H] logit of each head in the denominator of its softmax; None: without.
-        nodes: those whose tokens are the queries, rising; None: all.
+        nodes: nodes whose tokens are the queries, rising; None: all.
 
     Returns:
         [T, H, Dv], or [Q, H, Dv]
@@ -217,7 +217,7 @@ def invariant_tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: To
 
 @lru_cache(maxsize=8)
 def _branches(tree: TokenTree, device: torch.device) -> tuple[Tensor, tuple[int, ...], Tensor]:
-    """Return the tokens of all sequences from the root to a leaf, their starts, and where each token of the tree is first among them."""
+    """Return the tokens of all sequences from the root to a leaf, their starts, and the first place of each tree token among them."""
     leaves = sorted(set(range(len(tree.lengths))) - set(tree.parents), key=lambda node: sum(tree.shapes[node]))
     paths = [tree.path_tokens[tree.path_starts[node] : tree.path_starts[node + 1]] for node in leaves]
     rows = np.concatenate(paths)

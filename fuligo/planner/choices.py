@@ -1,4 +1,4 @@
-"""Values for flags that nobody set, chosen from the plan: requests and CUDA graphs of the engines, rows of the trainer.
+"""Values for flags that are not set, chosen from the plan: requests and CUDA graphs of the engines, rows of the trainer.
 
 A run on GPUs and `fuligo plan` make the same choices from the same figures, before any rule is checked. Given flags are never changed.
 """

@@ -176,7 +176,7 @@ class Suggestion:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Values of flags that nobody set."""
+    """Values of flags that are not set."""
 
     changes: tuple[Change, ...]
     reason: str

@@ -155,7 +155,7 @@ class AgentGenerate:
         if session.num_in_flight:
             return f"the agent returned while {session.num_in_flight} of its requests were in flight; it must await their answers"
         if not session.conversation.turns:
-            return f"the agent returned without an answer of the policy ({session.num_requests} requests); it must use session.base_url"
+            return f"the agent returned without an answer from the policy ({session.num_requests} requests); it must use session.base_url"
         if _reward(episode) is None:
             return "the agent returned no reward; return a number or a dict, or send it to POST {base_url}/reward"
         return None

@@ -74,7 +74,7 @@ def sampling_metrics(
 
     Args:
         groups: all groups of the rollout
-        aborted: those that were unfinished when the rollout was full
+        aborted: groups that were unfinished when the rollout was full
     """
     num_kept = sum(group.kept for group in groups)
     candidates = [group for group in groups if group.kept or group.index in sampling.dropped]

@@ -110,7 +110,7 @@ def other_base(checkpoint: Path, saved: str | None, own: str | None, *, weights:
 
     Args:
         saved: digest of the base weights of the checkpoint's adapter; None if it has none.
-        own: that of this run, likewise.
+        own: digest of the base weights of this run's adapter, likewise.
         weights: the checkpoint's, if it has all of them.
     """
     if saved is None:

@@ -193,17 +193,19 @@ class BeforeTrainStep:
     def _problem(self, batch: TrainBatch, num_before: int) -> str | None:
         num_samples = len(batch.samples)
         if num_samples == 0:
-            return f"it has no samples, there were {num_before}; to leave one out, set its loss_mask to 0"
+            return f"it has no samples, but there were {num_before}; to leave one out, set its loss_mask to 0"
         if sorted(position for step in batch.steps for position in step) != list(range(num_samples)):
             return (
                 f"its steps must name each of its {num_samples} samples once (there were {num_before}); to leave one out, set its "
-                "loss_mask to 0, or take it out of batch.samples and batch.steps alike"
+                "loss_mask to 0, or take it out of both batch.samples and batch.steps"
             )
         if len(batch.num_rollouts_per_step) != len(batch.steps) or min(batch.num_rollouts_per_step) < 1:
             return f"num_rollouts_per_step is {batch.num_rollouts_per_step} for {len(batch.steps)} steps: each needs a number above 0"
         smallest = min(len(step) for step in batch.steps)
         if smallest < self.num_replicas and num_samples < num_before:
-            return f"a step has {smallest} samples for {self.num_replicas} data-parallel ranks, each needs one (of {num_before} in all)"
+            return (
+                f"a step has {smallest} samples for {self.num_replicas} data-parallel ranks, which need one each (there were {num_before})"
+            )
         return next((problem for sample in batch.samples if (problem := _misshapen(sample)) is not None), None)
 
 
@@ -213,5 +215,5 @@ def _misshapen(sample: TrainSample) -> str | None:
     for name in _PER_TOKEN:
         values = getattr(sample, name)
         if values is not None and np.shape(values) != (length,) and not (name == "advantages" and np.size(values) == 0):
-            return f"sample {sample.index} has {length} response tokens, its {name} the shape {np.shape(values)}"
+            return f"sample {sample.index} has {length} response tokens, but its {name} has the shape {np.shape(values)}"
     return None

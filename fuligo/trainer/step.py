@@ -48,7 +48,7 @@ class StepSamples:
         """Return the samples of an optimizer step.
 
         Args:
-            positions: those of the step's samples that are trained; None: all. The denominators are the whole step's in any case.
+            positions: positions of the step's samples that are trained; None: all. The denominators are the whole step's in any case.
         """
         positions = batch.steps[step] if positions is None else positions
         samples = [batch.samples[i] for i in positions]

@@ -110,7 +110,7 @@ class RewardFlags(FlagGroup):
     rm_retries: int = flag(3, "retries of a remote reward", ge=0)
     rm_num_workers: int | None = flag(None, "processes that compute rewards (default: up to 4, depending on cores)", ge=1)
     custom_rm_path: str | None = slime(None, "hook: async (args, sample) -> float | dict")
-    extra_rm_path: list[str] = flag([], "hooks: (args, sample) -> float, additional rewards that are added to the training reward")
+    extra_rm_path: list[str] = flag([], "hook: functions (args, sample) -> float whose values are added to the training reward")
     extra_rm_weights: list[float] = flag([], "weight of each additional reward (default 1; the main reward has weight 1)")
     group_rm: bool = slime(False, "call the custom reward with the samples of a group; it returns a list")
     reward_key: str | None = slime(None, "key of the value to learn from, if the reward is a dict")

@@ -39,7 +39,7 @@ _GUESSED = {
     "wandb": "use --use-wandb",
     "tp": "use --tensor-model-parallel-size (of engines: --rollout-num-gpus-per-engine)",
     "tp_size": "use --tensor-model-parallel-size (of engines: --rollout-num-gpus-per-engine)",
-    "rollout_num_engines": "use --rollout-num-gpus and --rollout-num-gpus-per-engine, which it divides",
+    "rollout_num_engines": "use --rollout-num-gpus and --rollout-num-gpus-per-engine; their quotient is the number of engines",
 }
 """Names that people try first."""
 

@@ -15,14 +15,14 @@ _WIDE_FOR_A_MEAN = 0.05
 
 @rule("CFG-MODEL-CONFIG", "--model-config-file", "--hf-checkpoint", severity=Severity.WARNING)
 def unread_model_config(config: Config) -> Violation | None:
-    """Warn about a --model-config-file given with a checkpoint on this machine, whose own config.json counts."""
+    """Warn about a --model-config-file given with a checkpoint on this machine, whose own config.json is used."""
     given, checkpoint = config.model.model_config_file, config.model.hf_checkpoint
     if given is None or checkpoint is None or not (own := Path(checkpoint) / "config.json").is_file():
         return None
     file = Path(given) / "config.json" if Path(given).is_dir() else Path(given)
     if file.is_file() and file.read_bytes() == own.read_bytes():
         return None
-    text = f"--model-config-file {given} is not read: --hf-checkpoint {checkpoint} is on this machine, and its own config.json counts"
+    text = f"--model-config-file {given} is not read: --hf-checkpoint {checkpoint} is on this machine, and its own config.json is used"
     return Violation(text, (unset_flag("model_config_file"),), advice="to plan with the file, leave out --hf-checkpoint")
 
 

@@ -67,7 +67,7 @@ def weights_match_entries(config: Config) -> Violation | None:
         text = f"--prompt-data-weights {shown} does not fit --prompt-data: weights {len(weights)}, entries {len(entries)}"
         return Violation(text, advice="use one weight per entry; a pattern is one entry")
     if min(weights) <= 0:
-        return Violation(f"--prompt-data-weights {shown}: a weight must be above 0", advice="remove the entry that is not to be drawn")
+        return Violation(f"--prompt-data-weights {shown}: a weight must be above 0", advice="remove the entry that you do not want to draw")
     return None
 
 

@@ -6,8 +6,8 @@ from fuligo.config.rules.rule import Violation, rule, set_flag, unset_flag
 
 _OFF = unset_flag("exact_on_policy")
 _SGLANG_SIDE = (
-    "--sglang-enable-deterministic-inference --sglang-rl-on-policy-target fsdp --sglang-attention-backend fa3 bring SGLang nearest to a "
-    "trainer; train/logprob_abs_diff shows how near"
+    "--sglang-enable-deterministic-inference --sglang-rl-on-policy-target fsdp --sglang-attention-backend fa3 bring SGLang closest to a "
+    "trainer; train/logprob_abs_diff shows how close"
 )
 """Advice for SGLang engines."""
 
@@ -21,7 +21,7 @@ def backends_compute_alike(config: Config) -> Violation | None:
         text = "the Megatron trainer has no batch-invariant operations"
         return Violation(f"--exact-on-policy: {text}", (_OFF,), flags=("--exact-on-policy", "--train-backend"))
     if config.needs_engine and config.resolved_rollout_backend != "embedded":
-        text = "SGLang's deterministic mode is not proved to be bitwise equal to the torch trainer"
+        text = "SGLang's deterministic mode has not been verified to be bitwise equal to the torch trainer"
         return Violation(f"--exact-on-policy: {text}", (_OFF,), _SGLANG_SIDE, flags=("--exact-on-policy", "--rollout-backend"))
     if config.cluster.device == "cuda":
         text = "--device cuda with --exact-on-policy: batch-invariant operations are verified only on CPUs"

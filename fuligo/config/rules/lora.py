@@ -23,7 +23,7 @@ def router_correction_stays(config: Config) -> Violation | None:
     rate = config.megatron.get("moe_router_bias_update_rate")
     if not (config.uses_adapter and config.trains and rate):
         return None
-    text = f"--moe-router-bias-update-rate {rate} changes a weight of the model, and LoRA trains only the adapter"
+    text = f"--moe-router-bias-update-rate {rate} changes a weight of the model, but LoRA trains only the adapter"
     return Violation(text, (Change(("megatron", "moe_router_bias_update_rate"), None),))
 
 
@@ -72,7 +72,7 @@ def adapter_alone_is_trained(config: Config) -> Violation | None:
     names = [name for name in ("only_train_params_name_list", "freeze_params_name_list") if config.value_of(name)]
     if not config.uses_adapter or not names:
         return None
-    text = f"{flags()[names[0]].option} chooses among the model's weights, and LoRA trains none of them"
+    text = f"{flags()[names[0]].option} chooses among the model's weights, but LoRA trains none of them"
     return Violation(text, tuple(unset_flag(name) for name in names), "choose the adapted layers with --lora-target-modules")
 
 

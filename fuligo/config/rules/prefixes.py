@@ -12,7 +12,7 @@ def layers_know_trees(config: Config) -> Violation | None:
     path = config.model.custom_model_provider_path
     if not config.shares_prefixes or path is None:
         return None
-    text = f"--share-prefixes on needs the attention of fuligo's own layers, and --custom-model-provider-path {path} may build others"
+    text = f"--share-prefixes on needs the attention of fuligo's own layers, but --custom-model-provider-path {path} may build others"
     return Violation(text, (_OFF,), flags=("--share-prefixes", "--custom-model-provider-path"))
 
 

@@ -222,7 +222,7 @@ def _require_batch_invariant(path: str, config: Any, device: torch.device, adapt
     """Check that the model can compute batch-invariantly.
 
     Raises:
-        EngineError: it cannot
+        EngineError: the model cannot
     """
     because = batch_variant_because(config.to_dict())
     if because is None and adapter is not None:

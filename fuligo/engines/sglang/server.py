@@ -252,7 +252,7 @@ async def require_key(settings: ServerSettings) -> None:
     """Check that a ready engine asks for its keys.
 
     Raises:
-        EngineError: it answers everybody
+        EngineError: it answers requests without a key
     """
     for keys, ask in ((NO_KEYS, EngineClient.model_info), (replace(settings.keys, control=settings.keys.requests), EngineClient.resume)):
         client = EngineClient(settings.url, keys, retries=0)

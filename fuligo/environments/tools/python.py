@@ -27,9 +27,10 @@ _GRACE_S = 20.0
 """Time beyond a call's own limit in which its sandbox must answer."""
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
 _FIX = (
-    "Programs of a model run only where Linux permits user namespaces: on a host, `sysctl kernel.unprivileged_userns_clone=1` (Debian) or"
-    " `sysctl kernel.apparmor_restrict_unprivileged_userns=0` (Ubuntu 24.04); in Docker, --security-opt seccomp=unconfined --security-opt"
-    " systempaths=unconfined; in Kubernetes, seccompProfile Unconfined and procMount Unmasked. See docs/tools.md"
+    "Programs that a model writes run only where Linux permits user namespaces: on a host,"
+    " `sysctl kernel.unprivileged_userns_clone=1` (Debian) or `sysctl kernel.apparmor_restrict_unprivileged_userns=0` (Ubuntu 24.04);"
+    " in Docker, --security-opt seccomp=unconfined --security-opt systempaths=unconfined; in Kubernetes, seccompProfile Unconfined and"
+    " procMount Unmasked. See docs/tools.md"
 )
 
 

@@ -143,6 +143,6 @@ class VisionTower:
         side = self.processor.merge_size
         rows, columns = patches.num_rows // side, patches.num_columns // side
         if (rows, columns) != (image.num_rows, image.num_columns):
-            text = f"{image.source} has {image.num_rows} x {image.num_columns} tokens in its sample, and the image processor makes"
+            text = f"{image.source} has {image.num_rows} x {image.num_columns} tokens in its sample, but the image processor makes"
             raise DataError(f"{text} {rows} x {columns}; use the {PROCESSOR_FILE} that the samples were made with")
         return patches

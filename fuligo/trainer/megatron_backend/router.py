@@ -1,5 +1,5 @@
-"""Routers of mixture-of-experts layers over packed rows: only real tokens count for balancing the experts, and those that samples share
-once for each of them.
+"""Routers of mixture-of-experts layers over packed rows: only real tokens count toward the balance of the experts, and a token that samples
+share counts once for each of them.
 
 Megatron-Core 0.16.1 (transformer/moe/router.py) chooses the experts. Its balancing is replaced: its auxiliary losses treat a packed row as
 one sequence and are scaled for gradients that are divided by the number of tokens, which ours are not; its count of tokens for each

@@ -28,7 +28,7 @@ class Rank:
     Args:
         host: address at which rank 0's rendezvous store listens
         rendezvous: rendezvous with a store that is already open (torchrun's); None: rank 0 opens one
-        store: that store, where this process serves it
+        store: store of the rendezvous, if this process serves it
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class RankExecutor:
     """Thread that runs a rank's commands one after another, so that the process answers pings meanwhile.
 
     Args:
-        compute: that thread; None: a new one
+        compute: thread to run commands in; None: a new one
     """
 
     def __init__(self, rank: Rank, compute: Compute | None = None) -> None:

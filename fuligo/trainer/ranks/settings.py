@@ -198,8 +198,8 @@ class TrainerSettings:
         """Return each data-parallel replica's micro-batches of samples that go through the model together.
 
         Args:
-            samples: those that share prefixes go together if `shares_prefixes`.
-            capacity: of a micro-batch.
+            samples: samples of the step; those that share prefixes go together if `shares_prefixes`.
+            capacity: capacity of a micro-batch.
             balance_by: cost to balance over the replicas; None: none.
 
         Raises:

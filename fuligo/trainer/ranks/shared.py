@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 PHASES = ("score", "train")
 """Commands that another command of the same step follows at once: `train` follows `score`, and `send_weights` follows `train`."""
 KEEP_TURN_S = 1.0
-"""Time that the trainer waits for the next of them while other runs wait; longer than a driver takes between two phases."""
+"""Time that the trainer waits for the next phase of a step while other runs wait; longer than a driver takes between two phases."""
 
 
 class SharedTrainer:

@@ -1,7 +1,7 @@
 """Signatures of the Python objects that ranks exchange in collectives.
 
-torch pickles these objects, and gloo takes connections from everybody who reaches its port: whoever takes a rank's place there could run
-code in the others. Signed with a key that only the ranks have, a stranger's object is refused before it is unpickled.
+torch pickles these objects, and gloo takes connections from anyone who reaches its port: whoever takes a rank's place there could run
+code in the others. With signatures by a key that only the ranks have, a stranger's object is refused before it is unpickled.
 """
 
 import hmac

@@ -1,8 +1,8 @@
 """Ranks that torchrun started: each connects to rank 0, which drives.
 
 On one host they connect through a Unix socket, of which the kernel tells whose process is at the other end. On several hosts they prove
-that they know the run's key and sign every message. torchrun's own store takes requests from everybody who reaches it, so it passes on only
-where rank 0 listens.
+that they know the run's key and sign every message. torchrun's own store takes requests from everyone who reaches it, so it passes on only
+the address at which rank 0 listens.
 """
 
 import asyncio
@@ -206,7 +206,7 @@ def _accept_all(place: TorchrunPlace, key: bytes | None) -> list[ConnectedRank]:
     """Return ranks 1 to size - 1.
 
     Raises:
-        TrainerError: one did not connect in time
+        TrainerError: a rank did not connect in time
     """
     ranks: dict[int, ConnectedRank] = {}
     listener, address = _listen(place, key)

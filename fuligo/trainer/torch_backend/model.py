@@ -79,7 +79,7 @@ def attention_forward(
         value: [1, Hkv, T, Dv]
         s_aux: [H] attention sinks.
         packed_cu_seqlens: starts of the sequences; like the following an argument of that name given to the model's forward.
-        packed_row: the same on the device, for compiled layers.
+        packed_row: the same starts on the device, for compiled layers.
         packed_tree: tree of the T tokens, if sequences share prefixes; its indices on the device for compiled layers.
         packed_invariantly: compute by `models.batch_invariant`.
 

@@ -204,7 +204,7 @@ def test_training_does_not_start_from_quantised_weights(train: Train, model: Pat
     assert train(hf_checkpoint=quantised, ref_load=str(model))[0] == 0
     for flag in ("ref_load", "load"):
         code, shown = train(**{flag: quantised})
-        assert code == 2 and f"--{flag.replace('_', '-')} quantised is quantized, training cannot start from it" in shown
+        assert code == 2 and f"--{flag.replace('_', '-')} quantised is quantized, and training cannot start from it" in shown
 
 
 def test_engines_take_new_weights_only_in_fp8_blocks(train: Train, model: Path, tmp_path: Path) -> None:

@@ -76,7 +76,10 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
         ),
     ],
     "CFG-EXACT-BACKENDS": [
-        ({**SGLANG, "train_backend": "torch", "exact_on_policy": True}, "SGLang's deterministic mode is not proved to be bitwise equal"),
+        (
+            {**SGLANG, "train_backend": "torch", "exact_on_policy": True},
+            "SGLang's deterministic mode has not been verified to be bitwise equal",
+        ),
         ({"rollout_external_engine_addrs": ["h:1"], "exact_on_policy": True}, "SGLang's deterministic mode"),
         (
             {"device": "cuda", "exact_on_policy": True},

@@ -164,7 +164,7 @@ class TestCutOff:
         (save / ready[0]).write_bytes(damaged)
         reports = converted(model, save)
         assert contents(save) == contents(tmp_path / "whole")
-        assert sum("already there and correct" in report for report in reports) == len(ready) - 1
+        assert sum("already exists and is correct" in report for report in reports) == len(ready) - 1
         assert any(report.startswith(ready[0]) and "replaced a file with wrong content" in report for report in reports)
 
     def test_what_another_strategy_left_is_written_again(self, model: Path, tmp_path: Path):

@@ -22,7 +22,7 @@ def test_a_conversion_says_what_it_does(tmp_path: Path, capsys: pytest.CaptureFi
     assert f"({num_files} of {num_files})" in shown
     assert shown.endswith(f"{save} is complete and was compared with {model}\n")
     assert cli.main(command) == 0  # a second time it only compares
-    assert capsys.readouterr().out.count("already there and correct") == num_files
+    assert capsys.readouterr().out.count("already exists and is correct") == num_files
 
 
 def test_without_weights_there_is_a_plan_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -107,8 +107,8 @@ HERE = str(Path(__file__))
         (f"{WORLD}.Addin", f"{WORLD} has no Addin; did you mean Adding"),
         (f"{HERE}:NoStep", "the class lacks step"),
         (f"{HERE}:PlainStep", "step must be `async def`"),
-        (f"{HERE}:NoState", "the class is resumable and lacks state, restore"),
-        (f"{HERE}:OtherArguments", r"it is called as \(row, settings\), its signature is \(row"),
+        (f"{HERE}:NoState", "the class is resumable but lacks state, restore"),
+        (f"{HERE}:OtherArguments", r"it is called as \(row, settings\), but its signature is \(row"),
     ],
 )
 def test_a_class_that_does_not_fit_is_refused(path: str, error: str) -> None:

@@ -16,6 +16,8 @@ from fuligo.models.sink_attention import TORCH_ASKS_FOR_GQA, VarlenKernel, batch
 PACKABLE = {"full_attention", "sliding_attention"}
 """`layer_types` of transformers that this module computes."""
 GATED_DELTA = "linear_attention"
+LARGEST_FLASH_HEAD = 256
+"""Size of a head up to which torch 2.13's flash kernel computes it; Gemma 4 has heads of 512."""
 
 
 def unpackable_layers(config: Any) -> list[str]:
@@ -38,8 +40,8 @@ def packed_attention(
 ) -> Tensor:
     """Compute causal softmax attention within each sequence, with grouped query heads (query head h reads key head h * Hkv // H).
 
-    On CUDA in half precision one varlen flash kernel handles all sequences. Elsewhere neighboring sequences of equal length share one
-    batched SDPA call on views, so sorting by length gives few calls and no padding.
+    On CUDA in half precision one varlen flash kernel handles all sequences, unless heads are too large for it. Elsewhere neighboring
+    sequences of equal length share one batched SDPA call on views, so sorting by length gives few calls and no padding.
 
     Args:
         query: [T, H, D]
@@ -53,7 +55,7 @@ def packed_attention(
     Returns:
         [T, H, Dv]
     """
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.size(-1) == value.size(-1):
+    if fits_flash_kernel(query, value):
         row = varlen_row(tuple(cu_seqlens), query.device)
         return varlen_attention(query, key, value, row, scale=scale, window=window, sinks=sinks)
     runs = equal_length_runs(tuple(cu_seqlens))
@@ -61,6 +63,12 @@ def packed_attention(
     chunks = zip(runs, query.split(sizes), key.split(sizes), value.split(sizes))
     outputs = [_batched(q, k, v, shape, scale=scale, window=window, sinks=sinks) for shape, q, k, v in chunks]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def fits_flash_kernel(query: Tensor, value: Tensor) -> bool:
+    """Return whether torch's varlen flash kernel computes attention of these heads [T, H, D] and [T, Hkv, Dv]."""
+    is_half_on_cuda = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+    return is_half_on_cuda and query.size(-1) == value.size(-1) <= LARGEST_FLASH_HEAD
 
 
 @functools.lru_cache(maxsize=64)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from fuligo.models.attention import size_tensor
+from fuligo.models.attention import fits_flash_kernel, size_tensor
 from fuligo.models.batch_invariant import causal_attention
 from fuligo.models.sink_attention import VarlenKernel, batched_with_sinks, flash_with_sinks
 from fuligo.models.token_tree import NodeShape, TokenTree
@@ -159,7 +159,7 @@ def tree_attention(
     Returns:
         [T, H, Dv], or [Q, H, Dv]
     """
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.size(-1) == value.size(-1):
+    if fits_flash_kernel(query, value):
         if CUDA_KERNEL == "flex" and sinks is None and nodes is None:
             return flex_tree_attention(query, key, value, block_mask(tree, query.device, window), scale=scale)
         return varlen_tree_attention(query, key, value, tree_row(tree, query.device, nodes), scale=scale, window=window, sinks=sinks)

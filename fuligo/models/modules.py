@@ -1,4 +1,4 @@
-"""Adjustments of transformers' modules after loading: aligned weights, the stated epsilon of latent norms, a faster RMSNorm."""
+"""Adjustments of transformers' modules after loading: aligned weights, stated epsilon and rotation, a faster RMSNorm."""
 
 from types import MethodType
 from typing import Any
@@ -35,6 +35,30 @@ def take_stated_epsilon(model: nn.Module) -> int:
     changed = [norm for norm in norms if norm.variance_epsilon != config.rms_norm_eps]
     for norm in changed:
         norm.variance_epsilon = config.rms_norm_eps
+    return len(changed)
+
+
+def take_stated_rotation(model: nn.Module) -> int:
+    """Rotate as much of each head as config.json states (`rotary_dim`) and return the number of modules changed.
+
+    SGLang 0.5.15.post1 (models/minimax_m2.py) reads the key; transformers 5.12.1 does not and rotates whole heads. MiniMax-M2 states 64 of
+    128.
+    """
+    config: Any = model.config
+    rotary_dim, rope = getattr(config, "rotary_dim", None), getattr(config, "rope_parameters", None)
+    if (
+        not isinstance(rotary_dim, int)
+        or not isinstance(rope, dict)
+        or rope.get("rope_type") != "default"
+        or "partial_rotary_factor" in rope
+    ):
+        return 0
+    config.rope_parameters = {**rope, "partial_rotary_factor": rotary_dim / config.head_dim}
+    embeddings: list[Any] = [module for module in model.modules() if hasattr(module, "compute_default_rope_parameters")]
+    changed = [embedding for embedding in embeddings if 2 * len(embedding.inv_freq) != rotary_dim]
+    for embedding in changed:
+        embedding.inv_freq, _ = embedding.compute_default_rope_parameters(config, embedding.inv_freq.device)
+        embedding.original_inv_freq = embedding.inv_freq.clone()
     return len(changed)
 
 

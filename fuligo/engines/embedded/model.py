@@ -22,7 +22,7 @@ from fuligo.models.batch_invariant import log_softmax
 from fuligo.models.cpu_products import speed_up_linear_layers
 from fuligo.models.directory import end_ids, has_tokenizer, load_config, load_tokenizer
 from fuligo.models.invariant_modules import InvariantModel
-from fuligo.models.modules import align_weights, speed_up_rms_norms, take_stated_epsilon
+from fuligo.models.modules import align_weights, speed_up_rms_norms, take_stated_epsilon, take_stated_rotation
 from fuligo.models.registry import batch_variant_because
 from fuligo.models.shared_base import SharedBase
 from fuligo.models.transformers_types import (
@@ -107,6 +107,7 @@ class EngineModel:
         self.vision = VisionTower(self.module.base_model, ImageProcessor(path)) if sees_images(whole) else None
         align_weights(self.module)
         take_stated_epsilon(self.module)
+        take_stated_rotation(self.module)
         speed_up_rms_norms(self.module)
         speed_up_linear_layers(self.module)
         self._recurrent = keep_states(self.module)

@@ -22,7 +22,7 @@ from fuligo.models.batch_invariant import causal_attention
 from fuligo.models.cpu_products import speed_up_linear_layers
 from fuligo.models.gated_delta import gated_delta_modules, pack_gated_delta, sequence_arguments
 from fuligo.models.invariant_modules import InvariantModel
-from fuligo.models.modules import align_weights, speed_up_rms_norms, take_stated_epsilon
+from fuligo.models.modules import align_weights, speed_up_rms_norms, take_stated_epsilon, take_stated_rotation
 from fuligo.models.registry import batch_variant_because
 from fuligo.models.token_tree import TokenTree
 from fuligo.models.transformers_types import (
@@ -269,6 +269,7 @@ def read_model(directory: Path) -> tuple[PreTrainedModel, dict[str, str]]:
     require_finite_weights(model.named_parameters(), directory)
     align_weights(model)
     take_stated_epsilon(model)
+    take_stated_rotation(model)
     speed_up_rms_norms(model)
     speed_up_linear_layers(model)
     pack_gated_delta(model)

@@ -36,8 +36,7 @@ from fuligo.layout.adapter import AdapterShape
 from fuligo.machine.packages import package_version
 from fuligo.models.adapter_flags import adapter_of
 from fuligo.models.adapter_names import EXPERT_MATRICES
-from fuligo.models.family import StoredExperts
-from fuligo.models.registry import FAMILIES, read_architecture
+from fuligo.models.registry import FAMILIES, UNPLANNED, read_architecture, why_not_sglang
 
 _EXPERTS = ".experts."
 
@@ -71,6 +70,8 @@ def _weights(config: Config) -> Iterator[str]:
     first = "--hf-checkpoint" if config.checkpoint.ref_load is None else "--ref-load"
     if first in sound and not is_trainable(sound[first]):
         yield f"{first} {sound[first]} is quantized, and training cannot start from it; use the unquantized weights with --ref-load"
+    if "--hf-checkpoint" in sound and config.needs_engine and config.engine_capabilities.has_own_models:
+        yield from _unserved(sound["--hf-checkpoint"])
     if "--hf-checkpoint" in sound and _syncs_quantised(config):
         try:
             EngineQuantisation.read(sound["--hf-checkpoint"])
@@ -79,15 +80,22 @@ def _weights(config: Config) -> Iterator[str]:
         yield from _renamed_experts(config, sound["--hf-checkpoint"])
 
 
+def _unserved(directory: Path) -> Iterator[str]:
+    """Check that SGLang has a model of a type that the plan does not know; PLAN-SGLANG-MODEL checks the others."""
+    config_json = read_model_config(directory)
+    if config_json.get("model_type") in UNPLANNED and (reason := why_not_sglang(config_json)) is not None:
+        yield (
+            f"--rollout-backend sglang cannot serve {directory} ({config_json.get('model_type')}): {reason}; use --rollout-backend embedded"
+        )
+
+
 def _renamed_experts(config: Config, directory: Path) -> Iterator[str]:
     """Check that engines would find experts under the names by which the trainer sends them.
 
     SGLang skips tensors that it does not know, so it would sample with old weights.
     """
     model_type = read_model_config(directory).get("model_type")
-    family = FAMILIES.get(str(model_type))
-    has_own_names = family is not None and family.stored_experts is not StoredExperts.MIXTRAL
-    if config.trainer_capabilities.keeps_published_names or not config.trains or has_own_names:
+    if config.trainer_capabilities.keeps_published_names or not config.trains or model_type in FAMILIES:
         return
     from fuligo.models.adapter import empty_model
 

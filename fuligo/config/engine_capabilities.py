@@ -26,8 +26,10 @@ class EngineCapabilities:
     """Engines accept a LoRA adapter by itself and apply it to each token; otherwise they need weights that it is merged into."""
     names_adapters: bool
     """Engines know adapters by name: each request names its own, and they load base weights only from --hf-checkpoint."""
-    takes_images: bool
-    """Requests may have images (--multimodal-keys)."""
+    has_own_models: bool
+    """Engines have their own implementation of each model, and lack some; otherwise they load what transformers loads."""
+    resizes_images: bool
+    """Engines resize images by a processor other than the trainer's, so that images are sent in their final size."""
     takes_changes: bool
     """Engines keep what a weight sync leaves out (--update-weight-mode delta); otherwise each sync must bring everything."""
     weight_transports: tuple[str, ...]
@@ -47,7 +49,8 @@ ENGINE_CAPABILITIES: Mapping[str, EngineCapabilities] = {
         writes_profiles=False,
         applies_adapters=True,
         names_adapters=False,
-        takes_images=True,
+        has_own_models=False,
+        resizes_images=False,
         takes_changes=False,
         weight_transports=("tensor", "disk"),
         memory_flags=("--embedded-max-total-tokens",),
@@ -62,7 +65,8 @@ ENGINE_CAPABILITIES: Mapping[str, EngineCapabilities] = {
         writes_profiles=True,
         applies_adapters=True,
         names_adapters=True,
-        takes_images=False,
+        has_own_models=True,
+        resizes_images=True,
         takes_changes=True,
         weight_transports=("tensor", "nccl", "gloo", "disk"),
         memory_flags=("--sglang-mem-fraction-static", "--rollout-num-gpus-per-engine"),

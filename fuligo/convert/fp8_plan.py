@@ -15,8 +15,8 @@ from fuligo.errors import ConfigError
 from fuligo.formats.fp8_shards import Shard, plan_shards, shard_problems, unquantised_modules
 from fuligo.formats.hugging_face import DamagedFileError, is_weight_file, read_config_json, read_stored_tensors
 from fuligo.formats.quantisation import DEFAULT_BLOCK, STRATEGIES, Quantisation
+from fuligo.formats.stored_experts import StoredExperts
 from fuligo.models.architecture import Architecture, Part
-from fuligo.models.family import StoredExperts
 from fuligo.models.hub import model_directory
 from fuligo.models.registry import architecture_of, family_of
 from fuligo.quantities import amount, count, magnitude

@@ -16,6 +16,7 @@ from fuligo.engines.image_data import encoded_images
 from fuligo.errors import EngineError
 from fuligo.formats.engine_keys import NO_KEYS, EngineKeys
 from fuligo.formats.weight_manifest import AdapterPayload, WeightsDigest
+from fuligo.models.vision.placing import collapsed
 from fuligo.types import FloatArray, IntArray, RoutedExperts
 
 T = TypeVar("T")
@@ -82,7 +83,7 @@ class EngineClient:
             "priority": options.get("priority", 0),
         }
         if images:
-            body["image_data"] = encoded_images(images)
+            body |= {"input_ids": np.array(collapsed(input_ids, images), np.int32), "image_data": encoded_images(images)}
         if self._adapter is not None:
             body["lora_path"] = self._adapter
         if routing is not None:
@@ -90,7 +91,7 @@ class EngineClient:
 
         async def parse(answer: Any) -> Generation:
             generation = parse_generation(answer)
-            if images and generation.prompt_tokens != len(input_ids):  # SGLang makes its own ids of the text and the images
+            if images and generation.prompt_tokens != len(input_ids):  # the engine repeats the tokens of images by its own count
                 raise EngineError(
                     f"engine {self.url}: request {rid} has {len(input_ids)} tokens with its images, but the engine counts "
                     f"{generation.prompt_tokens}; its image processor or its tokenization differs from the trainer's"

@@ -6,23 +6,27 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fuligo.formats.quantisation import expert_parts
+from fuligo.formats.stored_experts import StoredExperts, mixtral_name
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def checkpoint_weights(named_weights: Iterable[tuple[str, Tensor]], *, whole_experts: bool = False) -> Iterator[tuple[str, Tensor]]:
+def checkpoint_weights(
+    named_weights: Iterable[tuple[str, Tensor]], experts: StoredExperts = StoredExperts.APART
+) -> Iterator[tuple[str, Tensor]]:
     """Split fused expert tensors into the per-expert matrices of a checkpoint (as views); pass other tensors through.
 
     Args:
-        whole_experts: the checkpoint also has all experts as one tensor.
+        experts: form in the checkpoint. `WHOLE` keeps the tensors, `MIXTRAL` also renames routers and experts.
     """
+    renamed = mixtral_name if experts is StoredExperts.MIXTRAL else str
     for name, weight in named_weights:
-        parts = [] if whole_experts else expert_parts(name, tuple(weight.shape))
+        parts = [] if experts is StoredExperts.WHOLE else expert_parts(name, tuple(weight.shape))
         if not parts:
-            yield name, weight
+            yield renamed(name), weight
         for part in parts:
-            yield part.name, weight[part.expert, part.first_row : part.first_row + part.num_rows]
+            yield renamed(part.name), weight[part.expert, part.first_row : part.first_row + part.num_rows]
 
 
 def prediction_prefixes(config_json: Mapping[str, Any]) -> tuple[str, ...]:

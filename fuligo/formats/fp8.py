@@ -10,6 +10,7 @@ from fuligo.errors import WeightSyncError
 from fuligo.formats.buckets import NamedTensors
 from fuligo.formats.checkpoint_form import checkpoint_weights
 from fuligo.formats.quantisation import EngineQuantisation, Quantisation
+from fuligo.formats.stored_experts import StoredExperts
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
@@ -73,16 +74,19 @@ def fp8_values(weight: Tensor, scales: Tensor, quantisation: Quantisation) -> Te
     return quotients.flatten(2).flatten(0, 1)[:height, :width].to(FP8)
 
 
-def quantised_weights(named_weights: NamedTensors, engine: EngineQuantisation) -> Iterator[tuple[str, Tensor]]:
+def quantised_weights(
+    named_weights: NamedTensors, engine: EngineQuantisation, experts: StoredExperts = StoredExperts.APART
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that engines on an FP8 checkpoint expect, equal to what the converter would write.
 
     Args:
         named_weights: Hugging Face names and full tensors; experts one by one or fused as in transformers (`experts.gate_up_proj`).
+        experts: form of routed experts in the engines.
 
     Raises:
         WeightSyncError: a weight is not finite; the error names it.
     """
-    for name, weight in checkpoint_weights(named_weights):
+    for name, weight in checkpoint_weights(named_weights, experts):
         if name not in engine.names:
             yield name, weight
             continue

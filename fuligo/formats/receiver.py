@@ -9,6 +9,7 @@ from fuligo.errors import WeightSyncError
 from fuligo.formats.adapter_config import is_adapter_name, stored_name
 from fuligo.formats.checkpoint_form import checkpoint_weights, prediction_prefixes
 from fuligo.formats.payload import NamedTensors
+from fuligo.formats.stored_experts import StoredExperts
 from fuligo.formats.weight_manifest import weights_checksum
 
 
@@ -20,16 +21,16 @@ class WeightStore:
     models do not have them.
 
     Args:
-        whole_experts: checkpoints of the model hold all experts of a layer as one tensor.
+        experts: form of routed experts in the tensors that it receives.
     """
 
-    def __init__(self, module: PreTrainedModel, *, whole_experts: bool) -> None:
+    def __init__(self, module: PreTrainedModel, *, experts: StoredExperts) -> None:
         self.module = module
         self.version = 0
         self.num_loads = 0
         """Buckets and directories loaded so far."""
         self._unused = prediction_prefixes(module.config.to_dict())
-        self._whole_experts = whole_experts
+        self._experts = experts
         self.adapter_digest = _adapter_digest(self._under_all_names())
         """Digest of the adapter at the start, then after the last complete sync; None without one."""
         self._missing: set[str] = set()
@@ -93,12 +94,12 @@ class WeightStore:
         ]
         if problems:
             raise WeightSyncError(f"cannot load weights from {path}: it is not a checkpoint of this model ({'; '.join(problems)})")
-        weights = checkpoint_weights(loaded.state_dict().items(), whole_experts=self._whole_experts)
+        weights = checkpoint_weights(loaded.state_dict().items(), self._experts)
         self.load_tensors(list(weights), version, source=path)
 
     def _under_all_names(self) -> dict[str, torch.Tensor]:
         named = ((stored_name(name), tensor) for name, tensor in self.module.state_dict(keep_vars=True).items())
-        return dict(checkpoint_weights(named, whole_experts=self._whole_experts))
+        return dict(checkpoint_weights(named, self._experts))
 
 
 def _adapter_digest(weights: dict[str, torch.Tensor]) -> str | None:

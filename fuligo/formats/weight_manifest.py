@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from fuligo.formats.engine_keys import NO_KEYS, EngineKeys
 from fuligo.formats.host_copies import host_copies
 from fuligo.formats.quantisation import EngineQuantisation
+from fuligo.formats.stored_experts import StoredExperts
 from fuligo.limits import num_cores
 
 if TYPE_CHECKING:
@@ -99,8 +100,8 @@ class EngineFormat:
     """Name prefixes of tensors that engines do not use."""
     quantisation: EngineQuantisation | None = None
     """Quantization of the engines' checkpoint; None if it is not quantized."""
-    whole_experts: bool = False
-    """Engines take all experts of a layer as one tensor, as the model has them; False: one by one."""
+    experts: StoredExperts = StoredExperts.APART
+    """Form in which engines take routed experts."""
 
 
 AS_CHECKPOINT = EngineFormat()

@@ -1,9 +1,9 @@
 """Description of a model family: what fuligo knows about its `model_type`. Imports neither numpy nor torch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 
+from fuligo.formats.stored_experts import StoredExperts
 from fuligo.models.architecture import Architecture, Part
 from fuligo.models.config_json import ConfigJson
 from fuligo.models.names import NameTable
@@ -13,6 +13,11 @@ from fuligo.models.names import NameTable
 class ModelArgs:
     """Reading of MODEL_ARGS as a family's config.json."""
 
+    told_by: Mapping[str, object] | None = None
+    """Flags that MODEL_ARGS of the family have, with their values (True: any but 0); None: they are read as those of an older family with
+    equal layers, unless a config.json or `--spec` names the family."""
+    precedence: int = 0
+    """The family with the highest is meant among those whose `told_by` fits; of several, made from one another, the registry's first."""
     is_latent: bool = False
     """The family has latent attention."""
     needs_experts: bool = False
@@ -26,17 +31,6 @@ class ModelArgs:
     """Why no MODEL_ARGS describe such a model completely, so that it can only be read from config.json."""
 
 
-class StoredExperts(StrEnum):
-    """Form of routed experts in checkpoints and engines."""
-
-    APART = "apart"
-    """A tensor for each expert and projection."""
-    WHOLE = "whole"
-    """A tensor for all experts of a layer."""
-    MIXTRAL = "mixtral"
-    """As `APART`, with Mixtral's names (`block_sparse_moe.experts.0.w1`), which transformers' model does not have."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """Functions and facts of a family. Facts of its layers' numerics belong to the `Architecture`."""
@@ -47,8 +41,13 @@ class Family:
     """Name the weights in the checkpoint and in Megatron; None: `why_not_megatron`."""
     why_not_megatron: str | None = None
     """Why the Megatron trainer cannot train the family."""
+    why_not_sglang: str | None = None
+    """Why SGLang's engines cannot serve the family's checkpoints."""
+    vision_type: str | None = None
+    """`model_type` of a model of text and images whose language model (`text_config`) is of the family. One forward pass
+    (`models.vision.forward`) and one rule of positions (`models.vision.positions`) fits them all."""
     vision_tower: Callable[[ConfigJson], Part] | None = None
-    """Read the `vision_config` of a vision-language model."""
+    """Read the `vision_config` of a model of `vision_type`."""
     loaded_as: str | None = None
     """Model type whose classes in transformers load the checkpoints; None if the family has its own."""
     stored_experts: StoredExperts = StoredExperts.APART
@@ -67,3 +66,13 @@ class Family:
 
     def __post_init__(self) -> None:
         assert (self.names is None) == (self.why_not_megatron is not None)
+        assert (self.vision_type is None) == (self.vision_tower is None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnplannedFamily:
+    """Facts of a family that only the torch trainer and the embedded engine know, because the plan cannot describe its layers."""
+
+    why_not_planned: str
+    stored_experts: StoredExperts = StoredExperts.APART
+    why_not_sglang: str | None = None

@@ -9,6 +9,7 @@ from fuligo.config.passthrough import PassThrough
 from fuligo.errors import ConfigError
 from fuligo.models.architecture import Architecture
 from fuligo.models.config_json import ConfigJson
+from fuligo.models.family import ModelArgs
 from fuligo.models.registry import FAMILIES, architecture_of
 
 SHAPE_KEYS: Mapping[str, str] = {
@@ -84,17 +85,18 @@ def _family(given: PassThrough) -> str:
         if family is None:
             raise ConfigError(f"--spec {' '.join(spec)} is not known; use --model-config-file with the model's config.json instead")
         return family
-    if given.get("experimental_attention_variant") == "dsa":
-        return "glm_moe_dsa"
-    if given.get("multi_latent_attention"):
-        return "deepseek_v3"
-    if "num_experts" in given:
-        return "glm4_moe" if given.get("moe_router_score_function") == "sigmoid" else "qwen3_moe"
-    if given.get("post_self_attn_layernorm"):
-        return "glm4"
-    if given.get("qk_layernorm"):
-        return "qwen3"
-    return "qwen2" if given.get("add_qkv_bias") else "llama"
+    return max((name for name, family in FAMILIES.items() if _tell(given, family.model_args)), key=_precedence)
+
+
+def _precedence(family: str) -> int:
+    return FAMILIES[family].model_args.precedence
+
+
+def _tell(given: PassThrough, args: ModelArgs) -> bool:
+    """Return whether MODEL_ARGS have the flags of a family."""
+    if args.told_by is None:
+        return False
+    return all(bool(given.get(flag)) if value is True else given.get(flag) == value for flag, value in args.told_by.items())
 
 
 def _required(family: str) -> tuple[str, ...]:

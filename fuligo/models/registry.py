@@ -7,12 +7,14 @@ from typing import Any
 
 from fuligo.errors import ConfigError
 from fuligo.formats.hugging_face import read_config_json
+from fuligo.formats.stored_experts import StoredExperts
 from fuligo.models.architecture import Architecture
 from fuligo.models.config_json import ConfigJson
 from fuligo.models.families import (
     deepseek_v3,
     deepseek_v32,
     gemma3_text,
+    gemma4_text,
     glm4,
     glm4_moe,
     glm4_moe_lite,
@@ -30,9 +32,8 @@ from fuligo.models.families import (
     qwen3_next,
     qwen3_vl,
 )
-from fuligo.models.family import Family, StoredExperts
+from fuligo.models.family import Family, UnplannedFamily
 from fuligo.models.names import ModelNames
-from fuligo.models.vision.types import VISION_TYPES
 
 FAMILIES: Mapping[str, Family] = {
     "deepseek_v3": deepseek_v3.FAMILY,
@@ -55,6 +56,10 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_next": qwen3_next.FAMILY,
     "qwen3_vl_text": qwen3_vl.FAMILY,
 }
+UNPLANNED: Mapping[str, UnplannedFamily] = {"gemma4_text": gemma4_text.UNPLANNED}
+"""Types that the torch trainer and the embedded engine know, and the plan does not. Other types that transformers loads have no facts."""
+VISION_TYPES: Mapping[str, str] = {family.vision_type: name for name, family in FAMILIES.items() if family.vision_type is not None}
+"""model_type of the config.json of a model of text and images -> that of its language model."""
 
 
 def family_of(architecture: Architecture) -> Family:
@@ -73,6 +78,8 @@ def architecture_of(config_json: Mapping[str, Any], source: str = "config.json")
     """
     config = ConfigJson.of(config_json, source)
     family = FAMILIES.get(config.model_type)
+    if family is None and (unplanned := UNPLANNED.get(config.model_type)) is not None:
+        raise ConfigError(f"{source}: model_type {config.model_type} is not supported by the plan: {unplanned.why_not_planned}")
     if family is None:
         raise ConfigError(f"{source}: model_type {config.model_type} is not supported; supported are {', '.join(FAMILIES)}")
     architecture, model_type = family.architecture(config), config_json.get("model_type")
@@ -114,14 +121,21 @@ def unshareable_because(config_json: Mapping[str, Any]) -> str | None:
     return None
 
 
-WHOLE_EXPERTS = frozenset({"gemma4_text"})
-"""Types without a family that transformers and engines know, and whose checkpoints hold all experts of a layer as one tensor."""
+def stored_experts(config_json: Mapping[str, Any]) -> StoredExperts:
+    """Return the form of a model's experts in its checkpoints."""
+    facts = _facts(config_json)
+    return StoredExperts.APART if facts is None else facts.stored_experts
 
 
-def has_whole_experts(config_json: Mapping[str, Any]) -> bool:
-    """Return whether the checkpoints of a model do not hold its experts one by one."""
-    family = FAMILIES.get(str(config_json.get("model_type")))
-    return config_json.get("model_type") in WHOLE_EXPERTS if family is None else family.stored_experts is StoredExperts.WHOLE
+def why_not_sglang(config_json: Mapping[str, Any]) -> str | None:
+    """Return why SGLang's engines cannot serve a model; None if they can, or if nothing is known of its type."""
+    facts = _facts(config_json)
+    return None if facts is None else facts.why_not_sglang
+
+
+def _facts(config_json: Mapping[str, Any]) -> Family | UnplannedFamily | None:
+    model_type = str(config_json.get("model_type"))
+    return FAMILIES.get(model_type) or UNPLANNED.get(model_type)
 
 
 def batch_variant_because(config_json: Mapping[str, Any]) -> str | None:

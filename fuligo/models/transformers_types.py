@@ -11,8 +11,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 from transformers.utils.quantization_config import Mxfp4Config
 
 from fuligo.formats.hugging_face import MXFP4
-from fuligo.models.registry import FAMILIES
-from fuligo.models.vision.types import VISION_TYPES
+from fuligo.models.registry import FAMILIES, VISION_TYPES
 
 LOADED_AS: Mapping[str, str] = {name: family.loaded_as for name, family in FAMILIES.items() if family.loaded_as is not None}
 """model_type of config.json -> type whose classes load it. `save_pretrained` writes the latter."""

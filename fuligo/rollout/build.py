@@ -24,7 +24,9 @@ from fuligo.formats.hugging_face import read_model_config
 from fuligo.gateway.server import Gateway
 from fuligo.gateway.session import Policy
 from fuligo.models.routing import RoutingShape
+from fuligo.models.vision.processor import ImageProcessor
 from fuligo.models.vision.prompts import prompt_images
+from fuligo.models.vision.resized import ResizedImages
 from fuligo.rollout.agents import AgentGenerate
 from fuligo.rollout.continuous import Admission, ContinuousRunner
 from fuligo.rollout.custom_eval import CustomEvaluator
@@ -300,7 +302,15 @@ def _single_turn(config: Config, engine: Engine, tokenizer: PreTrainedTokenizerB
         timeout_s=flags.rollout_timeout_s,
         max_context_len=flags.rollout_max_context_len,
         routing=RoutingShape.read(Path(model)) if model is not None and config.replays_engine_routing else None,
+        images=_resized_images(config),
     )
+
+
+def _resized_images(config: Config) -> ResizedImages | None:
+    """Return what resizes images for engines whose own image processor differs from the trainer's."""
+    if not config.data.multimodal_keys or not config.engine_capabilities.resizes_images:
+        return None
+    return ResizedImages(ImageProcessor(str(config.model.hf_checkpoint)))
 
 
 def _generate(

@@ -15,9 +15,10 @@ from fuligo.config.groups import RolloutFlags
 from fuligo.data.template import response_decoder
 from fuligo.engines.engine import Engine
 from fuligo.engines.generation import FinishReason, Generation, RoutingQuery, SamplingParams, Tokenizer, trim
-from fuligo.errors import EngineError
+from fuligo.errors import DataError, EngineError
 from fuligo.models.routing import RoutingShape
-from fuligo.types import IntArray, Sample, SampleStatus, Span
+from fuligo.models.vision.resized import ResizedImages
+from fuligo.types import IntArray, PromptImage, Sample, SampleStatus, Span
 
 MAX_TOKENS_DECODED_INLINE = 1024
 """Decoding this many tokens is quicker than a thread hand-over; longer responses would block the event loop."""
@@ -42,6 +43,8 @@ class SingleTurn:
     """Longest prompt + response, in tokens."""
     routing: RoutingShape | None = None
     """Shape of the experts to request for every token; None: they are not requested."""
+    images: ResizedImages | None = None
+    """Resizes images for an engine that would resize them in its own way; None: the engine and the trainer do it alike."""
     _num_requests: itertools.count = field(default_factory=itertools.count, init=False)
     _text_of: Callable[[list[int]], str] = field(init=False, repr=False)
 
@@ -74,9 +77,9 @@ class SingleTurn:
                 priority=-sample.index,
                 timeout_s=self.timeout_s,
                 routing=self._routing_query(sample),
-                images=sample.images,
+                images=await self._images(sample),
             )
-        except EngineError as error:
+        except (EngineError, DataError) as error:
             sample.status, sample.error = SampleStatus.FAILED, str(error)
         else:
             append(sample, generation)
@@ -85,6 +88,16 @@ class SingleTurn:
         span.end_s = time.time()
         sample.spans.append(span)
         return sample
+
+    async def _images(self, sample: Sample) -> tuple[PromptImage, ...]:
+        """Return the images to send.
+
+        Raises:
+            DataError: one cannot be decoded
+        """
+        if self.images is None or not sample.images:
+            return sample.images
+        return tuple([await asyncio.to_thread(self.images.of, image) for image in sample.images])
 
     def _routing_query(self, sample: Sample) -> RoutingQuery | None:
         """Ask for the experts of the tokens that have none yet; those of earlier tokens stay, whatever newer weights would choose."""

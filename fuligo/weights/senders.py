@@ -62,8 +62,8 @@ class WeightSender:
             return None
         counted = Counted(with_checksum=target.with_checksum and self._ranks.rank == 0)
         used = ((name, weight) for name, weight in named_weights if not name.startswith(self._format.left_out))
-        quantisation, whole_experts = self._format.quantisation, self._format.whole_experts
-        as_stored = checkpoint_weights(used, whole_experts=whole_experts) if quantisation is None else quantised_weights(used, quantisation)
+        quantisation, experts = self._format.quantisation, self._format.experts
+        as_stored = checkpoint_weights(used, experts) if quantisation is None else quantised_weights(used, quantisation, experts)
         weights = counted.observe(as_stored)
         if target.changes_only:
             if self._receivers != target.engines:  # these have nothing yet

@@ -16,7 +16,7 @@ from fuligo.engines.embedded.model import EngineModel
 from fuligo.engines.embedded.request import Request
 from fuligo.engines.generation import SamplingParams
 from fuligo.formats.checkpoint_form import checkpoint_weights
-from fuligo.models.registry import has_whole_experts
+from fuligo.models.registry import stored_experts
 from tests import tiny
 
 TOLERANCE = 1e-4
@@ -91,7 +91,7 @@ def perturb(model: PreTrainedModel) -> None:
 
 def as_sent(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
     """Return the weights under their checkpoint names."""
-    return list(checkpoint_weights(model.state_dict().items(), whole_experts=has_whole_experts(model.config.to_dict())))
+    return list(checkpoint_weights(model.state_dict().items(), stored_experts(model.config.to_dict())))
 
 
 def wait_begun(requests: Sequence[Request], num_tokens: int = 5) -> None:

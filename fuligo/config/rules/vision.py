@@ -38,15 +38,6 @@ def trainer_takes_images(config: Config) -> Violation | None:
     )
 
 
-@rule("CFG-VISION-ENGINE", "--multimodal-keys", "--rollout-backend")
-def engine_takes_images(config: Config) -> Violation | None:
-    """Reject images with SGLang engines: SGLang tokenizes prompts with images again, which has not been tested."""
-    if not _has_images(config) or not config.needs_engine or config.engine_capabilities.takes_images:
-        return None
-    text = f"--multimodal-keys: --rollout-backend {config.resolved_rollout_backend} does not support images yet"
-    return Violation(text, advice="use --rollout-backend embedded")
-
-
 @rule("CFG-VISION-EPISODES", "--multimodal-keys", "--environment", "--agent")
 def episodes_have_no_images(config: Config) -> Violation | None:
     """Reject images in episodes, whose later prompts are rendered without them."""

@@ -18,7 +18,7 @@ from fuligo.formats.weight_manifest import EngineFormat
 from fuligo.limits import half_the_cores
 from fuligo.models.adapter_flags import adapter_of
 from fuligo.models.device import Device, Precision, resolve_device, resolve_precision
-from fuligo.models.registry import has_whole_experts
+from fuligo.models.registry import stored_experts
 
 
 class EmbeddedBackend:
@@ -72,7 +72,7 @@ class EmbeddedBackend:
         except FuligoError as error:
             fix = "--rollout-backend sglang" + ("" if config.trainer_capabilities.splits_model else " --train-backend megatron")
             raise ConfigError(f"the embedded engine cannot serve --hf-checkpoint {directory}; use {fix}: {error}") from error
-        return EngineFormat(left_out=prediction_prefixes(served.to_dict()), whole_experts=has_whole_experts(config_json))
+        return EngineFormat(left_out=prediction_prefixes(served.to_dict()), experts=stored_experts(config_json))
 
     def weight_dtype(self, config: Config, device: Device) -> Precision | None:
         return resolve_precision(config.engine.embedded_dtype, device)

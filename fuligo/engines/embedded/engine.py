@@ -20,7 +20,7 @@ from fuligo.engines.engine import PauseMode
 from fuligo.errors import EngineError
 from fuligo.formats.receiver import NamedTensors, WeightStore
 from fuligo.formats.weight_manifest import WeightsDigest, weights_checksum
-from fuligo.models.registry import has_whole_experts
+from fuligo.models.registry import stored_experts
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -59,7 +59,7 @@ class EmbeddedEngine:
         self.model = model
         self.max_total_tokens = max_total_tokens
         self.max_running_requests = max_running_requests
-        self.weights = WeightStore(model.module, whole_experts=has_whole_experts(model.module.config.to_dict()))
+        self.weights = WeightStore(model.module, experts=stored_experts(model.module.config.to_dict()))
         self.num_arrived = 0
         self.failure: BaseException | None = None
         self._scheduler = Scheduler(model, KVCache(model.cache_shape, max_total_tokens, model.dtype, model.device), max_running_requests)

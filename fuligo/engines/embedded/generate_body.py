@@ -16,7 +16,7 @@ from fuligo.engines.embedded.request import Request
 from fuligo.engines.generation import SamplingParams, trim
 from fuligo.engines.image_data import decoded_images
 from fuligo.errors import DataError
-from fuligo.models.vision.placing import place_images
+from fuligo.models.vision.placing import completed, place_images
 from fuligo.models.vision.processor import TokenGrid, image_digest
 from fuligo.types import PromptImage
 
@@ -101,10 +101,10 @@ def _request(
         raise ValueError("input_ids must be a non-empty list of integers")
     if not isinstance(priority, int | None) or not isinstance(rid, str | None):
         raise ValueError("priority must be an integer and rid a string")
-    sampling = _sampling(params, len(ids), score_start)
     if min(ids) < 0 or max(ids) >= model.vocab_size:
         raise ValueError(f"input_ids range from {min(ids)} to {max(ids)}; the vocabulary has ids 0 to {model.vocab_size - 1}")
-    placed = _placed(ids, images, model)
+    ids, placed = _placed(ids, images, model)
+    sampling = _sampling(params, len(ids), score_start)
     if sampling.stop and model.tokenizer is None:
         raise ValueError("stop strings need a tokenizer, and the model's directory has none: use stop_token_ids")
     return Request(
@@ -120,9 +120,10 @@ def _request(
     )
 
 
-def _placed(ids: list[int], images: Sequence[bytes], model: EngineModel) -> tuple[PromptImage, ...]:
+def _placed(ids: list[int], images: Sequence[bytes], model: EngineModel) -> tuple[list[int], tuple[PromptImage, ...]]:
+    """Return the ids with all tokens of the images, and the images with the places of these."""
     if not images:
-        return ()
+        return ids, ()
     if model.vision is None or model.image_token_id is None:
         raise ValueError(f"image_data: {model.path} is a text-only model")
     try:
@@ -130,7 +131,8 @@ def _placed(ids: list[int], images: Sequence[bytes], model: EngineModel) -> tupl
         side = model.vision.processor.merge_size
         grids = [TokenGrid(each.num_rows // side, each.num_columns // side) for each in patches]
         names = [f"image {number}" for number in range(len(images))]
-        return place_images(ids, images, grids, model.image_token_id, names)
+        ids = completed(ids, grids, model.image_token_id)
+        return ids, place_images(ids, images, grids, model.image_token_id, names)
     except DataError as error:
         raise ValueError(f"image_data: {error}") from error
 

@@ -30,7 +30,7 @@ from fuligo.layout.adapter import AdapterShape
 from fuligo.layout.slots import engine_gpus, engine_slots, trainer_slots
 from fuligo.models.adapter_flags import adapter_of
 from fuligo.models.device import Device, Precision, resolve_device
-from fuligo.models.registry import has_whole_experts, read_architecture
+from fuligo.models.registry import read_architecture, stored_experts
 
 LOOPBACK = "127.0.0.1"
 _DTYPES: Mapping[str, Precision] = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16"}
@@ -92,7 +92,7 @@ class SGLangBackend:
         """Send weights quantized as the checkpoint is."""
         assert config.model.hf_checkpoint is not None, "validated"
         directory = Path(config.model.hf_checkpoint)
-        return EngineFormat(quantisation=EngineQuantisation.read(directory), whole_experts=has_whole_experts(read_config_json(directory)))
+        return EngineFormat(quantisation=EngineQuantisation.read(directory), experts=stored_experts(read_config_json(directory)))
 
     def weight_dtype(self, config: Config, device: Device) -> Precision | None:
         policy = next((group for group in engine_groups(config) if group.update_weights), None)
@@ -222,6 +222,8 @@ def _own_arguments(config: Config, group: EngineGroupSpec, adapters: Sequence[Ad
         arguments |= adapter_arguments(adapters, Path(config.model.hf_checkpoint), device=resolve_device(config))
     if config.model.trust_remote_code:
         arguments |= {"trust_remote_code": True}
+    if config.data.multimodal_keys and is_policy:
+        arguments |= {"disable_fast_image_processor": True}  # else torchvision's, on the engine's GPU if it has one
     if config.shares_gpus and resolve_device(config) == "cuda":
         arguments |= {"enable_memory_saver": True, "enable_weights_cpu_backup": not is_policy}
     return arguments

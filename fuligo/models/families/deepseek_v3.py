@@ -18,4 +18,8 @@ def names(config: ConfigJson, architecture: Architecture) -> NameTable:
     return with_mtp_layers(moe_table(architecture, latent_attention(architecture), has_expert_bias=True), architecture)
 
 
-FAMILY = Family(architecture=architecture, names=names, model_args=ModelArgs(is_latent=True, needs_experts=True))
+FAMILY = Family(
+    architecture=architecture,
+    names=names,
+    model_args=ModelArgs(told_by={"multi_latent_attention": True}, precedence=6, is_latent=True, needs_experts=True),
+)

@@ -22,4 +22,8 @@ def names(config: ConfigJson, architecture: Architecture) -> NameTable:
     return with_mtp_layers(moe_table(architecture, grouped_attention(architecture), has_expert_bias=True), architecture)
 
 
-FAMILY = Family(architecture=architecture, names=names, model_args=ModelArgs(needs_experts=True))
+FAMILY = Family(
+    architecture=architecture,
+    names=names,
+    model_args=ModelArgs(told_by={"num_experts": True, "moe_router_score_function": "sigmoid"}, precedence=5, needs_experts=True),
+)

@@ -5,9 +5,10 @@ Published files hold the experts in MXFP4, four bits a weight; a trainer dequant
 
 from dataclasses import replace
 
+from fuligo.formats.stored_experts import StoredExperts
 from fuligo.models.architecture import Architecture, Experts, Layer, PartKind, Split
 from fuligo.models.config_json import ConfigJson
-from fuligo.models.family import Family, StoredExperts
+from fuligo.models.family import Family
 from fuligo.models.parts import (
     Parts,
     assemble,

@@ -5,9 +5,10 @@ The MTP layers of the published files are left out, as transformers 5.12.1 leave
 
 from dataclasses import replace
 
+from fuligo.formats.stored_experts import StoredExperts
 from fuligo.models.architecture import Architecture
 from fuligo.models.config_json import ConfigJson
-from fuligo.models.family import Family, StoredExperts
+from fuligo.models.family import Family
 from fuligo.models.parts import assemble, grouped_attention_parts, moe_layer, norms, read_experts, read_grouped_attention
 
 HEAD_DIM = 128

@@ -2,7 +2,7 @@
 
 from fuligo.models.architecture import Architecture
 from fuligo.models.config_json import ConfigJson
-from fuligo.models.family import Family
+from fuligo.models.family import Family, ModelArgs
 from fuligo.models.name_parts import dense_table, grouped_attention
 from fuligo.models.names import NameTable
 from fuligo.models.parts import dense_architecture
@@ -16,4 +16,6 @@ def names(config: ConfigJson, architecture: Architecture) -> NameTable:
     return dense_table(architecture, grouped_attention(architecture))
 
 
-FAMILY = Family(architecture=architecture, names=names, is_batch_invariant=True)
+FAMILY = Family(
+    architecture=architecture, names=names, is_batch_invariant=True, model_args=ModelArgs(told_by={"add_qkv_bias": True}, precedence=1)
+)

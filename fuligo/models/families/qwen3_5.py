@@ -11,4 +11,8 @@ def architecture(config: ConfigJson) -> Architecture:
     return qwen3_next.hybrid_architecture(config, None, lambda _: False)
 
 
-FAMILY = replace(qwen3_next.FAMILY, architecture=architecture)
+FAMILY = replace(
+    qwen3_next.FAMILY,
+    architecture=architecture,
+    why_not_sglang="SGLang 0.5.15.post1 has a class only for the whole model, with its vision tower",
+)

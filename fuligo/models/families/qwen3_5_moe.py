@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from fuligo.models.architecture import Architecture
 from fuligo.models.config_json import ConfigJson
-from fuligo.models.families import qwen3_next
+from fuligo.models.families import qwen3_5, qwen3_next
 from fuligo.models.parts import read_experts
 
 
@@ -13,4 +13,4 @@ def architecture(config: ConfigJson) -> Architecture:
     return qwen3_next.hybrid_architecture(config, experts, lambda _: True)
 
 
-FAMILY = replace(qwen3_next.FAMILY, architecture=architecture)
+FAMILY = replace(qwen3_5.FAMILY, architecture=architecture)

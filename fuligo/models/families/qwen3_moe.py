@@ -54,5 +54,7 @@ FAMILY = Family(
     architecture=architecture,
     names=names,
     is_batch_invariant=True,
-    model_args=ModelArgs(needs_experts=True, num_experts_key="num_experts", lists_dense_layers=True),
+    model_args=ModelArgs(
+        told_by={"num_experts": True}, precedence=4, needs_experts=True, num_experts_key="num_experts", lists_dense_layers=True
+    ),
 )

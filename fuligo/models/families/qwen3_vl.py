@@ -28,5 +28,6 @@ def vision_tower(config: ConfigJson) -> Part:
 FAMILY = Family(
     architecture=qwen3.architecture,
     why_not_megatron="the Megatron trainer does not support its vision tower",
+    vision_type="qwen3_vl",
     vision_tower=vision_tower,
 )

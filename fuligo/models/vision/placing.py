@@ -39,6 +39,33 @@ def place_images(
     return tuple(placed)
 
 
+def collapsed(ids: Sequence[int], images: Sequence[PromptImage]) -> list[int]:
+    """Return the ids with one token for each image, as the chat template writes them and SGLang takes them.
+
+    Args:
+        ids: [P] as `place_images` takes them.
+    """
+    dropped = {at for image in images for at in range(image.first_token + 1, image.first_token + image.num_tokens)}
+    return [int(token) for at, token in enumerate(ids) if at not in dropped]
+
+
+def completed(ids: Sequence[int], grids: Sequence[TokenGrid], image_token_id: int) -> list[int]:
+    """Return the ids with all tokens of each image; an image may have one token, or all of them already.
+
+    Args:
+        ids: [P] as `place_images` takes them, or `collapsed`.
+    """
+    whole, at = list(ids), 0
+    for grid in grids:
+        if image_token_id not in whole[at:]:
+            break  # `place_images` reports it
+        start, size = whole.index(image_token_id, at), grid.num_rows * grid.num_columns
+        at = start + size
+        if whole[start + 1 : start + 2] != [image_token_id]:
+            whole[start : start + 1] = [image_token_id] * size
+    return whole
+
+
 def expanded(ids: Sequence[int], grids: Sequence[TokenGrid], image_token_id: int) -> tuple[list[int], list[int]]:
     """Repeat the one image token that the chat template writes for each image.
 

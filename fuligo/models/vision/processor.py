@@ -115,6 +115,21 @@ class ImageProcessor:
                 self._keep(digest, found)
             return found
 
+    def resized(self, data: bytes) -> bytes:
+        """Return the image as a PNG file in RGB whose patches are the same, and which image processors therefore do not resize.
+
+        Raises:
+            DataError: as `patches`
+        """
+        image = _decoded(data)
+        if self._processor.do_resize:
+            num_rows, num_columns = self._size(_opened(data))
+            side = self._processor.patch_size
+            image = image.resize((num_columns * side, num_rows * side), self._processor.resample)
+        file = io.BytesIO()
+        image.save(file, "PNG", compress_level=1)
+        return file.getvalue()
+
     def _find(self, digest: str) -> Patches | None:
         with self._lock:
             if digest in self._kept:

@@ -1,11 +1,10 @@
-"""Model types with a vision tower that fuligo trains and serves. Imports no torch."""
+"""Models with a vision tower that fuligo trains and serves. Imports no torch."""
 
 from collections.abc import Mapping
 from typing import Any
 
-VISION_TYPES: Mapping[str, str] = {"qwen3_vl": "qwen3_vl_text"}
-"""model_type of config.json -> that of its language model. One forward pass (`forward`) and one rule of positions (`positions`) fits them
-all."""
+from fuligo.models.registry import VISION_TYPES
+
 TOWER_PATTERN = r"^model\.visual\."
 """Regular expression of the names of the tower's weights."""
 

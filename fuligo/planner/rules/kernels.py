@@ -66,6 +66,17 @@ def trainer_computes_the_layers(subject: Subject) -> Iterator[Violation]:
         )
 
 
+@rule("PLAN-SGLANG-MODEL", "--rollout-backend")
+def engines_have_the_model(subject: Subject) -> Iterator[Violation]:
+    """SGLang serves the language models of Qwen3.5 only together with their vision towers."""
+    config, architecture = subject.config, subject.rollout_architecture
+    reason = family_of(architecture).why_not_sglang
+    if reason is not None and config.needs_engine and config.engine_capabilities.has_own_models:
+        yield Violation(
+            f"--rollout-backend sglang cannot serve a {architecture.model_type} model: {reason}", advice="use --rollout-backend embedded"
+        )
+
+
 @rule("PLAN-ATTENTION-GPU", *(f"--sglang-{name.replace('_', '-')}" for name in _BACKENDS), severity=Severity.WARNING)
 def kernels_run_on_the_gpu(subject: Subject) -> Iterator[Violation]:
     """Some kernels need a Blackwell GPU, FlashAttention 3 an Ampere or Hopper one."""

@@ -329,14 +329,23 @@ def test_images_need_a_model_that_sees_them_and_what_reads_them(model: Path, tmp
 
 
 def test_experts_that_sglang_would_not_find_are_refused(tmp_path: Path):
-    """MiniMax-M2's files name them as Mixtral's: block_sparse_moe.experts.0.w1."""
+    """Mixtral's files name them block_sparse_moe.experts.0.w1; of MiniMax-M2, whose files do too, fuligo knows that."""
     engines = ["--rollout-num-gpus", 1, "--actor-num-gpus-per-node", 1, "--launcher", "ray", "--train-backend", "torch"]
-    minimax = tiny.save_checkpoint(tmp_path / "minimax", "minimax_m2")
-    (problem,) = engine_problems(minimax, *engines)
-    assert "(minimax_m2) have no tensors model.layers.0.mlp.experts.*, and SGLang would skip" in problem
-    assert engine_problems(minimax) == [], "the embedded engine has the trainer's names"
+    mixtral = tiny.save_checkpoint(tmp_path / "mixtral", "mixtral", num_local_experts=4, num_experts_per_tok=2)
+    (problem,) = engine_problems(mixtral, *engines)
+    assert "(mixtral) have no tensors model.layers.0.mlp.experts.*, and SGLang would skip" in problem
+    assert engine_problems(mixtral) == [], "the embedded engine has the trainer's names"
+    assert engine_problems(tiny.save_checkpoint(tmp_path / "minimax", "minimax_m2"), *engines) == []
     olmoe = tiny.save_checkpoint(tmp_path / "olmoe", "olmoe", num_experts=4, num_experts_per_tok=2)
     assert engine_problems(olmoe, *engines) == []
+
+
+def test_a_model_that_sglang_lacks_is_refused(tmp_path: Path):
+    engines = ["--rollout-num-gpus", 1, "--actor-num-gpus-per-node", 1, "--launcher", "ray", "--train-backend", "torch"]
+    gemma = tiny.save_checkpoint(tmp_path / "gemma", "gemma4_text", **tiny.GEMMA4)
+    (problem,) = engine_problems(gemma, *engines)
+    assert f"--rollout-backend sglang cannot serve {gemma} (gemma4_text): SGLang 0.5.15.post1 reads" in problem
+    assert engine_problems(gemma) == []
 
 
 def test_sglang_is_sent_no_adapter_of_layers_with_names_of_experts_matrices(tmp_path: Path):

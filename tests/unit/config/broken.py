@@ -16,7 +16,6 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
     "CFG-VISION-TRAINER": [
         ({**IMAGES, "train_backend": "megatron", "rollout_backend": "embedded"}, "the Megatron trainer does not support images")
     ],
-    "CFG-VISION-ENGINE": [({**IMAGES, **SGLANG}, "--rollout-backend sglang does not support images yet")],
     "CFG-VISION-EPISODES": [({**IMAGES, "agent": "my.agent", "rm_type": None}, "--agent does not support images in prompts")],
     "CFG-PREFIX-PROVIDER": [
         (

@@ -144,20 +144,22 @@ async def test_a_hanging_engine_ends_at_the_deadline(server: Misbehaving, client
 
 
 async def test_images_go_along_and_an_engine_that_counts_other_tokens_is_refused(server: Misbehaving, client: EngineClient) -> None:
-    """SGLang makes ids of its own from the text and the images; the trainer's would then stand for other tokens."""
+    """The engine repeats the one token of each image; with another number the trainer's ids would stand for other tokens."""
     sent: list[Any] = []
 
     async def recorded(request: web.Request) -> web.StreamResponse:
-        sent.append((await request.json()).get("image_data"))
+        body = await request.json()
+        sent.append((body["input_ids"], body.get("image_data")))
         return await good(request)
 
     server.script = [recorded] * 3
-    images = (PromptImage("a.png", b"png", "digest", 0, 1, 1),)
+    one, two = (PromptImage("a.png", b"png", "digest", 0, 1, 1),), (PromptImage("a.png", b"png", "digest", 1, 1, 2),)
     await client.generate([1, 2], PARAMS, rid="s7")
-    await client.generate([1, 2], PARAMS, rid="s8", images=images)
-    with pytest.raises(EngineError, match="request s9 has 3 tokens with its images, but the engine counts 2"):
-        await client.generate([1, 2, 3], PARAMS, rid="s9", images=images)
-    assert sent == [None, *[["data:image;base64,cG5n"]] * 2]
+    await client.generate([1, 2], PARAMS, rid="s8", images=one)
+    with pytest.raises(EngineError, match="request s9 has 4 tokens with its images, but the engine counts 2"):
+        await client.generate([1, 9, 9, 2], PARAMS, rid="s9", images=two)
+    encoded = ["data:image;base64,cG5n"]
+    assert sent == [([1, 2], None), ([1, 2], encoded), ([1, 9, 2], encoded)]
 
 
 STEP, WEIGHTS, BUCKET = Deadline(0.05, "--for-a-step"), Deadline(0.06, "--for-all-weights"), Deadline(0.07)

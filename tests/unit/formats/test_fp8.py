@@ -10,6 +10,7 @@ from fuligo.errors import WeightSyncError
 from fuligo.formats.checkpoint_form import checkpoint_weights
 from fuligo.formats.fp8 import quantise, quantised_weights
 from fuligo.formats.quantisation import EngineQuantisation, Quantisation
+from fuligo.formats.stored_experts import StoredExperts
 from tests.fp8 import dequantise, e4m3_numbers, half_steps
 
 STRATEGIES = {
@@ -118,6 +119,30 @@ class TestStream:
             assert torch.equal(apart[f"{name}.{expert}.gate_proj.weight"], gate_up[expert, :4])
             assert torch.equal(apart[f"{name}.{expert}.up_proj.weight"], gate_up[expert, 4:])
             assert torch.equal(apart[f"{name}.{expert}.down_proj.weight"], down[expert])
+
+    def test_experts_and_routers_of_mixtrals_kind_have_its_names(self):
+        block = "model.layers.1.mlp"
+        given = {
+            f"{block}.experts.gate_up_proj": torch.randn(2, 2 * 4, 6),
+            f"{block}.experts.down_proj": torch.randn(2, 6, 4),
+            f"{block}.gate.weight": torch.randn(2, 6),
+            f"{block}.e_score_correction_bias": torch.randn(2),
+            "model.layers.1.self_attn.q_proj.weight": torch.randn(6, 6),
+        }
+        sent = dict(checkpoint_weights(given.items(), StoredExperts.MIXTRAL))
+        renamed = block.replace("mlp", "block_sparse_moe")
+        experts = {f"{renamed}.experts.{expert}.w{number}.weight" for expert in range(2) for number in (1, 2, 3)}
+        assert sent.keys() == {
+            *experts,
+            f"{renamed}.gate.weight",
+            f"{renamed}.e_score_correction_bias",
+            "model.layers.1.self_attn.q_proj.weight",
+        }
+        for number, of in (("1", slice(0, 4)), ("3", slice(4, 8))):
+            assert torch.equal(sent[f"{renamed}.experts.1.w{number}.weight"], given[f"{block}.experts.gate_up_proj"][1, of])
+        name = f"{renamed}.experts.0.w2.weight"
+        in_fp8 = dict(quantised_weights(given.items(), EngineQuantisation(BLOCKS, frozenset({name})), StoredExperts.MIXTRAL))
+        assert in_fp8.keys() == {*sent, f"{name}_scale_inv"}
 
     def test_the_fused_matrix_of_a_dense_layer_is_not(self):
         """GLM-4 checkpoints fuse gate and up projections."""

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from fuligo.errors import WeightSyncError
 from fuligo.formats.receiver import WeightStore
+from fuligo.formats.stored_experts import StoredExperts
 from fuligo.formats.weight_manifest import weights_checksum
 from tests import tiny
 from tests.megatron.checkpoints import expert_by_expert, perturb
@@ -20,7 +21,7 @@ def digest(module: torch.nn.Module) -> str:
 def dense(**overrides: object) -> WeightStore:
     model = tiny.model("qwen3", seed=0, **overrides)
     assert isinstance(model, PreTrainedModel)
-    return WeightStore(model, whole_experts=False)
+    return WeightStore(model, experts=StoredExperts.APART)
 
 
 @pytest.fixture
@@ -92,7 +93,7 @@ def of_mixture(seed: int) -> list[tuple[str, torch.Tensor]]:
 
 
 def test_each_expert_and_the_corrections_of_scores_have_names_of_their_own() -> None:
-    store, newer = WeightStore(mixture(0), whole_experts=False), of_mixture(1)
+    store, newer = WeightStore(mixture(0), experts=StoredExperts.APART), of_mixture(1)
     assert {"model.layers.1.mlp.experts.7.up_proj.weight", "model.layers.1.mlp.gate.e_score_correction_bias"} <= dict(newer).keys()
     for start in range(0, len(newer), 5):
         store.load_tensors(newer[start : start + 5], 1 if start + 5 >= len(newer) else None)
@@ -101,7 +102,7 @@ def test_each_expert_and_the_corrections_of_scores_have_names_of_their_own() -> 
 
 
 def test_an_expert_that_was_not_sent_is_named() -> None:
-    store = WeightStore(mixture(0), whole_experts=False)
+    store = WeightStore(mixture(0), experts=StoredExperts.APART)
     left_out = "model.layers.1.mlp.experts.3.down_proj.weight"
     with pytest.raises(WeightSyncError, match=f"{left_out} was not sent"):
         store.load_tensors([(name, tensor) for name, tensor in of_mixture(1) if name != left_out], 1)
@@ -110,7 +111,7 @@ def test_an_expert_that_was_not_sent_is_named() -> None:
 def test_prediction_layers_are_passed_over_and_nothing_else_is(tmp_path: Path) -> None:
     """MTP weights (layer 2 of a model with two layers) are skipped, from memory and from disk."""
     unused = ("model.layers.2.eh_proj.weight", torch.ones(2, 2))
-    store = WeightStore(mixture(0), whole_experts=False)
+    store = WeightStore(mixture(0), experts=StoredExperts.APART)
     store.load_tensors([unused, *of_mixture(1)], 1)
     assert weights_checksum(store.named_weights().items()) == weights_checksum(of_mixture(1))
     with pytest.raises(WeightSyncError, match=r"no weight named model\.layers\.3\.eh_proj"):

@@ -25,7 +25,7 @@ from fuligo.formats.quantisation import EngineQuantisation
 from fuligo.formats.weight_manifest import EngineAddress, EngineFormat, WeightTarget
 from fuligo.layout.flops import forward_flops
 from fuligo.models.adapter import add_adapter, linear_layers
-from fuligo.models.registry import architecture_of, has_whole_experts, names_of
+from fuligo.models.registry import architecture_of, names_of, stored_experts
 from fuligo.planner.memory.engine import engine_memory
 from fuligo.planner.subject import read_subject
 from fuligo.trainer.torch_backend.model import Policy, check_packed_forward, load_model
@@ -44,7 +44,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_engines_are_sent_the_tensors_of_the_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
     """Experts of a layer are one tensor, [experts, inputs, outputs], with gate and up projection interleaved."""
-    engine_format = EngineFormat(whole_experts=has_whole_experts(read_config_json(checkpoint)))
+    engine_format = EngineFormat(experts=stored_experts(read_config_json(checkpoint)))
     target = WeightTarget("disk", version=1, bucket_bytes=2**30, directory=str(tmp_path))
     WeightSender(engine_format).send(named_weights(load_model(checkpoint)), target)
     given, sent = load_file(checkpoint / "model.safetensors"), load_file(tmp_path / "model-00000.safetensors")

@@ -1,7 +1,9 @@
 """Default GenerateFn: its requests and what it makes of the answers."""
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,9 +12,11 @@ from fuligo.config.groups import RolloutFlags
 from fuligo.engines.generation import FinishReason, Generation, RoutingQuery, SamplingParams
 from fuligo.errors import EngineError
 from fuligo.models.routing import RoutingShape
+from fuligo.models.vision.processor import ImageProcessor
+from fuligo.models.vision.resized import ResizedImages
 from fuligo.rollout.generate import SingleTurn, sampling_params, trim
 from fuligo.types import IntArray, PromptImage, Sample, SampleStatus
-from tests import tiny
+from tests import tiny, tiny_vision
 from tests.unit.rollout.scripted import Tokenizer
 
 
@@ -23,6 +27,7 @@ class Answers:
     generations: list[Generation | EngineError]
     asked: list[dict] = field(default_factory=list)
     questions: list[RoutingQuery | None] = field(default_factory=list)
+    images: list[Sequence[PromptImage]] = field(default_factory=list)
 
     async def generate(
         self,
@@ -36,6 +41,7 @@ class Answers:
         images: Sequence[PromptImage] = (),
     ) -> Generation:
         self.questions.append(routing)
+        self.images.append(images)
         self.asked.append({"ids": input_ids.tolist(), "params": params, "rid": rid, "priority": priority, "timeout_s": timeout_s})
         answer = self.generations.pop(0)
         if isinstance(answer, EngineError):
@@ -67,6 +73,21 @@ async def test_a_fresh_sample_is_filled_in():
         np.int32, np.int32, np.float32, np.int8,
     ]  # fmt: skip
     assert [span.name for span in done.spans] == ["generate"]
+
+
+async def test_images_are_resized_for_an_engine_that_would_resize_them_in_its_own_way(tmp_path: Path):
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(tiny_vision.PROCESSOR))
+    images = ResizedImages(ImageProcessor(tmp_path))
+    given = PromptImage("a.png", tiny_vision.png(33, 41), "digest", 1, 5, 4)
+    engine = Answers([answer([5]), answer([5])])
+    plain = await SingleTurn(engine, Tokenizer(), timeout_s=9)(replace(sample(), images=(given,)), PARAMS)
+    resized = await SingleTurn(engine, Tokenizer(), timeout_s=9, images=images)(replace(sample(), images=(given,)), PARAMS)
+    assert engine.images == [(given,), (images.of(given),)]
+    assert plain.images == resized.images == (given,), "the trainer computes the same pixels from the file"
+    broken = replace(given, data=b"no image", digest="other")
+    failed = await SingleTurn(engine, Tokenizer(), timeout_s=9, images=images)(replace(sample(), images=(broken,)), PARAMS)
+    assert failed.status is SampleStatus.FAILED
+    assert failed.error is not None and "cannot process a.png" in failed.error
 
 
 async def test_an_aborted_sample_continues_with_new_weights_and_every_token_keeps_its_version():

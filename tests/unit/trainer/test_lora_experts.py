@@ -17,6 +17,7 @@ from fuligo.engines.embedded.model import AdapterSource, EngineModel
 from fuligo.errors import ConfigError
 from fuligo.formats.adapter_config import ADAPTER, EXPERT_PARAMETERS, AdapterConfig
 from fuligo.formats.receiver import WeightStore
+from fuligo.formats.stored_experts import StoredExperts
 from fuligo.formats.weight_manifest import weights_checksum
 from fuligo.models.adapter import adapter_tensors, add_adapter, empty_model, linear_layers, read_adapter_weights
 from fuligo.trainer.objective import LossSettings
@@ -122,7 +123,7 @@ def test_peft_loads_and_merges_what_is_saved(base: Path, adapter: Path, tmp_path
 @torch.no_grad()
 def test_the_embedded_engine_applies_what_a_sync_sends(base: Path, adapter: Path) -> None:
     model = EngineModel(str(base), torch.device("cpu"), torch.float32, adapter=AdapterSource(shape=AdapterConfig.read(adapter)))
-    store, tensors = WeightStore(model.module, whole_experts=False), list(read_adapter_weights(adapter).items())
+    store, tensors = WeightStore(model.module, experts=StoredExperts.APART), list(read_adapter_weights(adapter).items())
     store.load_tensors(tensors, 1)
     assert store.adapter_digest == weights_checksum(tensors).checksum
     ids = torch.arange(5, 25)

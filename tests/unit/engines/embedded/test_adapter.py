@@ -12,6 +12,7 @@ from fuligo.engines.embedded.model import AdapterSource, EngineModel
 from fuligo.errors import CheckpointError, WeightSyncError
 from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.formats.receiver import WeightStore
+from fuligo.formats.stored_experts import StoredExperts
 from fuligo.formats.weight_manifest import weights_checksum
 from fuligo.models.adapter import adapter_tensors, read_adapter_weights
 from tests import tiny
@@ -56,7 +57,7 @@ def test_a_sync_of_only_the_adapter_is_complete(base, adapter) -> None:
     shape, tensors = AdapterConfig.read(adapter), read_adapter_weights(adapter)
     model = served(base, AdapterSource(shape=shape))
     torch.testing.assert_close(logits(model), logits(served(base, None)))  # no effect before the first sync
-    store = WeightStore(model.module, whole_experts=False)
+    store = WeightStore(model.module, experts=StoredExperts.APART)
     named = list(tensors.items())
     store.load_tensors(named[:3], None)
     assert store.torn
@@ -70,7 +71,7 @@ def test_a_sync_of_only_the_adapter_is_complete(base, adapter) -> None:
 
 def test_a_sync_of_the_weights_brings_the_adapter_too(base, adapter) -> None:
     model = served(base, AdapterSource(shape=AdapterConfig.read(adapter)))
-    store = WeightStore(model.module, whole_experts=False)
+    store = WeightStore(model.module, experts=StoredExperts.APART)
     weights = [(name, tensor.detach().clone()) for name, tensor in store.named_weights().items()]
     ours = [(name, tensor) for name, tensor in weights if not name.startswith("base_model.")]
     with pytest.raises(WeightSyncError, match=r"lora_A\.weight was not sent"):

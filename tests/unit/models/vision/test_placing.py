@@ -3,7 +3,7 @@
 import pytest
 
 from fuligo.errors import DataError
-from fuligo.models.vision.placing import place_images
+from fuligo.models.vision.placing import collapsed, completed, place_images
 from fuligo.models.vision.processor import TokenGrid
 
 IMAGE = 9
@@ -26,3 +26,13 @@ def test_images_without_their_tokens_are_refused(ids, reason):
 def test_image_tokens_after_all_images_are_text():
     placed = place_images([1, 9, 9, 2, 9, 9, 3, 9, 9, 9], [b"a", b"b"], [TokenGrid(1, 2)] * 2, IMAGE, ["a", "b"])
     assert [(image.source, image.first_token, image.num_tokens) for image in placed] == [("a", 1, 2), ("b", 4, 2)]
+
+
+def test_images_with_one_token_get_all_of_them():
+    grids = [TokenGrid(1, 2), TokenGrid(2, 2)]
+    whole = [1, 9, 9, 2, 9, 9, 9, 9, 3, 9, 4]
+    placed = place_images(whole, [b"a", b"b"], grids, IMAGE, ["a", "b"])
+    short = collapsed(whole, placed)
+    assert short == [1, 9, 2, 9, 3, 9, 4]
+    assert completed(short, grids, IMAGE) == completed(whole, grids, IMAGE) == whole
+    assert completed([1, 2], grids, IMAGE) == [1, 2], "that an image has no token is the error of `place_images`"

@@ -9,8 +9,7 @@ from typing import Any
 from fuligo.config.changes import apply_changes
 from fuligo.config.command_line import parse
 from fuligo.config.findings import Change
-from fuligo.models.architecture import Architecture, PartKind
-from fuligo.models.parts import vector
+from fuligo.models.architecture import Architecture
 from fuligo.planner.subject import Subject, read_subject
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
@@ -34,7 +33,6 @@ SPARSE = "glm5.2-744b/config.yaml"
 ON_CPU = "calculator/config.yaml"
 """The torch trainer and the embedded engine on a CPU, with a tiny dense model."""
 
-TOWER = vector(PartKind.VISION_TOWER, 400_000_000)
 
 _GROUPS = ("engine", "sglang_config", 0, "server_groups")
 
@@ -276,12 +274,9 @@ BROKEN: dict[str, tuple[Run, ...]] = {
         Run(DENSE, trainer_model={"model_type": "gpt_oss"}),
         Run(DENSE, trainer_model={"model_type": "qwen3_vl"}),
     ),
-    "PLAN-VISION-ENGINE": (
-        Run(
-            "calculator/config.yaml",
-            "--rollout-backend sglang --train-backend torch --colocate --device cuda --sglang-mem-fraction-static 0.7",
-            trainer_model={"vision_tower": TOWER},
-        ),
+    "PLAN-SGLANG-MODEL": (
+        Run(DENSE, engine_model={"model_type": "qwen3_5_text"}),
+        Run(DENSE, engine_model={"model_type": "qwen3_5_moe_text"}),
     ),
     "PLAN-VISION-TEXT": (Run("calculator/config.yaml", "--freeze-vision-tower"),),
     "PLAN-ATTENTION-GPU": (

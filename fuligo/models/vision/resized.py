@@ -1,0 +1,49 @@
+"""Images for engines that resize images in their own way: resized here, so that the engine leaves their pixels as the trainer sees them."""
+
+import threading
+from collections import OrderedDict
+from dataclasses import replace
+
+from fuligo.errors import DataError
+from fuligo.models.vision.processor import ImageProcessor, image_digest
+from fuligo.types import PromptImage
+
+KEPT_BYTES = 128 * 2**20
+"""Size of the cache of resized images, which the samples of a prompt share."""
+
+
+class ResizedImages:
+    """Images in the size in which the vision tower's patches are cut from them, as PNG files in RGB."""
+
+    def __init__(self, processor: ImageProcessor) -> None:
+        self._processor = processor
+        self._kept: OrderedDict[str, PromptImage] = OrderedDict()
+        self._kept_bytes = 0
+        self._lock = threading.Lock()
+
+    def of(self, image: PromptImage) -> PromptImage:
+        """Return the image resized; its tokens are the same.
+
+        Raises:
+            DataError: it cannot be decoded
+        """
+        with self._lock:  # samples of a prompt come together: the first resizes their image
+            found = self._kept.get(image.digest)
+            if found is None:
+                found = self._resize(image)
+                self._keep(image.digest, found)
+            self._kept.move_to_end(image.digest)
+        return replace(found, source=image.source, first_token=image.first_token)
+
+    def _resize(self, image: PromptImage) -> PromptImage:
+        try:
+            data = self._processor.resized(image.data)
+        except DataError as error:
+            raise DataError(f"cannot process {image.source}: {error}") from error
+        return replace(image, data=data, digest=image_digest(data))
+
+    def _keep(self, digest: str, image: PromptImage) -> None:
+        self._kept[digest] = image
+        self._kept_bytes += len(image.data)
+        while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
+            self._kept_bytes -= len(self._kept.popitem(last=False)[1].data)

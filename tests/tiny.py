@@ -200,17 +200,24 @@ def model(family: str = "qwen3", *, seed: int = 0, **overrides: object) -> torch
     """Return a float32 causal LM with random weights."""
     torch.manual_seed(seed)
     lm = AutoModelForCausalLM.from_config(model_config(family, **overrides)).float().eval()
+    spread(lm)
+    return lm
+
+
+@torch.no_grad()
+def spread(lm: torch.nn.Module) -> None:
+    """Give parameters that begin as constants, and states, values that matter and differ."""
+    is_gemma4 = getattr(lm.config, "model_type", None) == "gemma4_text"
     for name, parameter in lm.named_parameters():
         if name.endswith("A_log"):  # so that states of linear attention outlast a few tokens
             torch.nn.init.uniform_(parameter, -5.0, -1.0)
-        elif name.endswith((".sinks", "proj_bias", "per_expert_scale")):  # that they matter, and differ
+        elif name.endswith((".sinks", "proj_bias", "per_expert_scale")):
             torch.nn.init.uniform_(parameter, -1.0, 2.0)
-        elif family == "gemma4_text" and name.endswith("q_norm.weight"):  # it scales no scores, which would else be up to the head's size
+        elif is_gemma4 and name.endswith("q_norm.weight"):  # it scales no scores, which would else be up to the head's size
             torch.nn.init.constant_(parameter, 0.25)
     for name, buffer in lm.named_buffers():
         if name.endswith("layer_scalar"):  # Gemma 4
             torch.nn.init.uniform_(buffer, 0.5, 1.0)
-    return lm
 
 
 def save_checkpoint(directory: Path, family: str = "qwen3", *, seed: int = 0, **overrides: object) -> Path:

@@ -1,0 +1,99 @@
+"""SGLang's classes of newer families take weights under the names that the trainer sends; where a CPU can compute them, scores agree.
+
+Without AMX, SGLang 0.5.15.post1 computes of these only `gemma3_text` on a CPU: it has no kernels there for sinks, Gated DeltaNet, latent
+and sparse attention, and norms over all heads. tests/gpu/test_families_sglang_cuda.py compares scores of all.
+"""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from fuligo.engines.ports import PortClaims
+from fuligo.formats.checkpoint_form import checkpoint_weights
+from fuligo.formats.hugging_face import read_config_json
+from fuligo.models.registry import stored_experts
+from fuligo.trainer.torch_backend.weights import named_weights
+from tests import tiny
+from tests.served_families import DEEPSEEK_KEYS, GPT_OSS_KEYS, MINIMAX_KEYS, ServedFamily, compare
+from tests.sglang import oracle
+from tests.sglang.engines import ENVIRONMENT, server_settings, sglang_python
+
+SMALL = {
+    "vocab_size": 400,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.1,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 50000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 256,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+CLASSES = {
+    "deepseek_v32": "DeepseekV32ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "kimi_k2": "DeepseekV3ForCausalLM",
+    "minimax_m2": "MiniMaxM2ForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+}
+SERVED = {
+    "deepseek_v32": DEEPSEEK_KEYS,
+    "gpt_oss": GPT_OSS_KEYS,
+    "kimi_k2": DEEPSEEK_KEYS,
+    "minimax_m2": {**MINIMAX_KEYS, "rotary_dim": 8},
+    # SGLang itself adds the last two when it pads heads on a CPU with AMX.
+    "qwen3_next": {"full_attention_interval": 2, "linear_num_key_heads_cpu": 2, "linear_num_value_heads_cpu": 4},
+}
+
+
+def tiny_family(name: str) -> ServedFamily:
+    rope = {"rope_parameters": YARN} if SERVED.get(name) is DEEPSEEK_KEYS else {}  # on a CPU, SGLang's class insists on a scaling
+    shape = {**SMALL, **tiny.FAMILIES[name], **rope}
+    return ServedFamily(shape, served=SERVED.get(name, {}), lengths=(130, 40, 90), prompt_length=30)
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    """Send each family's weights to SGLang's class, in one process; return SGLang's reports."""
+    directory = tmp_path_factory.mktemp("families")
+    for name in CLASSES:
+        checkpoint = tiny_family(name).save(directory / name, name, device="cpu", dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+        sent = checkpoint_weights(named_weights(model), stored_experts(read_config_json(checkpoint)))
+        (checkpoint / "sent").mkdir()
+        save_file({name: tensor.clone() for name, tensor in sent}, checkpoint / "sent" / "model.safetensors")
+    environment = {**os.environ, **ENVIRONMENT, "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [str(sglang_python()), str(Path(__file__).with_name("sent_loader.py")), *(str(directory / name) for name in CLASSES)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(zip(CLASSES, (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")), strict=True))
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_sglangs_class_takes_all_weights(name: str, loaded: dict[str, dict]) -> None:
+    assert loaded[name] == {"class": CLASSES[name], "unset": []}
+
+
+@pytest.mark.slow
+async def test_scores_are_the_trainers_before_and_after_a_sync(claims: PortClaims, tmp_path: Path) -> None:
+    family = tiny_family("gemma3_text")
+    checkpoint = family.save(tmp_path / "model", "gemma3_text", device="cpu", dtype=torch.float32)
+    settings = server_settings("engine", checkpoint, claims, tmp_path / "engine.txt", arguments={"max_total_tokens": 8192})
+    found = await compare(family, settings, counts_tensors=False)
+    for scores in (found.loaded, found.synced):
+        assert scores.prefill < oracle.TOLERANCE and scores.decode < oracle.TOLERANCE, str(scores)
+    assert found.moved > 0.1, "or old weights would pass"

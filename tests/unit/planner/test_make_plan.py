@@ -14,7 +14,7 @@ from fuligo.errors import ConfigError
 from fuligo.planner.gpus import GIB, GPUS, gpu
 from fuligo.planner.make_plan import make_plan
 from fuligo.planner.plan import Plan
-from tests.cluster_recipes import CLUSTER_RECIPES
+from tests.cluster_recipes import CLUSTER_RECIPES, gpu_of
 from tests.unit.planner.subjects import CPU_ADAM, DATA, EXAMPLES, FLASH_8, GLM4_9B_COLOCATED, GLM4_9B_SEPARATE
 
 
@@ -30,7 +30,7 @@ def finding(plan: Plan, id: str) -> Finding:
 
 @pytest.mark.parametrize("recipe", CLUSTER_RECIPES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_shipped_recipes_fit_the_gpus_that_they_are_written_for(recipe: Path) -> None:
-    plan = make_plan(parse(["--config", str(recipe)]).config, "h100-80", recipe.stem)
+    plan = make_plan(parse(["--config", str(recipe)]).config, gpu_of(recipe), recipe.stem)
     assert not [finding for finding in plan.findings if finding.severity is Severity.ERROR]
     assert plan.layout is not None
     assert all(bar.fits for bar in plan.memory)

@@ -10,7 +10,7 @@ from fuligo.config.command_line import parse
 from fuligo.errors import ConfigError
 from fuligo.planner.check import violations
 from fuligo.planner.subject import read_subject
-from tests.cluster_recipes import CLUSTER_RECIPES
+from tests.cluster_recipes import CLUSTER_RECIPES, gpu_of
 from tests.unit.planner.mutations import Mutation, mutations, other_sizes_that_fit, read
 from tests.unit.planner.sizes_oracle import read_recipe
 
@@ -38,7 +38,7 @@ DIVISIBILITY = {
 """Rules about divisibility."""
 
 
-def messages(mutation: Mutation, folder: Path) -> list[str]:
+def messages(mutation: Mutation, folder: Path, gpu: str) -> list[str]:
     """Return all messages to the user."""
     file = folder / f"{id(mutation.file)}.yaml"
     if not file.exists():
@@ -47,7 +47,7 @@ def messages(mutation: Mutation, folder: Path) -> list[str]:
         parsed = parse(["--config", str(file), *mutation.arguments])
         said = list(parsed.warnings)
         if not _names(mutation, said):
-            said += [f"{finding.text} {finding.advice}" for finding in violations(read_subject(parsed.config, "h100-80"))]
+            said += [f"{finding.text} {finding.advice}" for finding in violations(read_subject(parsed.config, gpu))]
     except ConfigError as error:
         return list(error.problems)
     return said
@@ -60,7 +60,7 @@ def _names(mutation: Mutation, said: list[str]) -> bool:
 @pytest.mark.parametrize("recipe", CLUSTER_RECIPES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_single_mistakes_are_found_and_named(recipe: Path, tmp_path: Path) -> None:
     drawn = list(mutations(recipe, NUM_MUTATIONS, seed=1))
-    survivors = [mutation for mutation in drawn if not _names(mutation, messages(mutation, tmp_path))]
+    survivors = [mutation for mutation in drawn if not _names(mutation, messages(mutation, tmp_path, gpu_of(recipe)))]
     shown = [(mutation.kind, mutation.named, mutation.arguments) for mutation in survivors]
     assert len(survivors) <= (1 - MIN_CAUGHT) * NUM_MUTATIONS, shown
     assert min(Counter(mutation.kind for mutation in drawn).values()) >= NUM_MUTATIONS // 10
@@ -70,7 +70,7 @@ def test_single_mistakes_are_found_and_named(recipe: Path, tmp_path: Path) -> No
 def test_sizes_that_divide_are_not_refused(recipe: Path, tmp_path: Path) -> None:
     for arguments in other_sizes_that_fit(recipe, NUM_SIZES, seed=1):
         config = parse(["--config", str(recipe), *arguments]).config
-        refused = {finding.id for finding in violations(read_subject(config, "h100-80"))} & DIVISIBILITY
+        refused = {finding.id for finding in violations(read_subject(config, gpu_of(recipe)))} & DIVISIBILITY
         assert not refused, arguments
 
 

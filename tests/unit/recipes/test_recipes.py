@@ -11,10 +11,13 @@ from fuligo.config.command_line import parse
 from fuligo.config.files import load_yaml
 from fuligo.planner.make_plan import make_plan
 from tests.cluster_recipes import CLUSTER_RECIPES as FOUND
+from tests.cluster_recipes import gpu_of
 
 REPOSITORY = Path(__file__).parents[3]
 EXAMPLES = REPOSITORY / "examples"
 CLUSTER_RECIPES = {
+    "deepseek-v3.2/config.yaml": 128,
+    "gemma3-1b/config.yaml": 8,
     "glm4-9b/separate.yaml": 8,
     "glm4-9b/colocated.yaml": 8,
     "glm4.7-flash/8gpus.yaml": 8,
@@ -24,6 +27,9 @@ CLUSTER_RECIPES = {
     "glm4.5-355b/fp8.yaml": 64,
     "glm5.2-744b/config.yaml": 256,
     "gpt-oss-20b/config.yaml": 8,
+    "kimi-k2/config.yaml": 256,
+    "minimax-m2/config.yaml": 128,
+    "qwen3-next-80b/config.yaml": 32,
     "qwen3-4b/config.yaml": 8,
     "mimo-7b/config.yaml": 8,
 }
@@ -47,7 +53,7 @@ def test_these_are_all_recipes_of_clusters():
 @pytest.mark.parametrize(("recipe", "num_gpus"), CLUSTER_RECIPES.items())
 def test_plans_without_findings_and_fits(recipe: str, num_gpus: int):
     config = load_yaml(EXAMPLES / recipe)
-    plan = make_plan(config, "h100-80", recipe)
+    plan = make_plan(config, gpu_of(EXAMPLES / recipe), recipe)
     assert [finding.id for finding in plan.findings] == KNOWN_WARNINGS.get(recipe, [])
     assert plan.layout is not None
     assert len(plan.layout.gpus) == config.total_num_gpus == num_gpus

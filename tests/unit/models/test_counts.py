@@ -7,6 +7,7 @@ import pytest
 
 from fuligo.models.architecture import Architecture, LatentAttention, Part, PartKind, Split
 from fuligo.models.registry import read_architecture
+from tests.cluster_recipes import CLUSTER_RECIPES
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -21,7 +22,10 @@ def sum_of(parts: tuple[Part, ...], kind: PartKind) -> int:
 
 @pytest.mark.parametrize(
     ("recipe", "billions"),
-    [("glm4.7-flash", 30), ("glm4.5-355b", 355), ("glm5.2-744b", 744), ("qwen3-4b", 4.0)],
+    [
+        *(("glm4.7-flash", 30), ("glm4.5-355b", 355), ("glm5.2-744b", 744), ("qwen3-4b", 4.0)),
+        *(("deepseek-v3.2", 671), ("qwen3-next-80b", 80), ("minimax-m2", 229), ("gemma3-1b", 1.0)),
+    ],
 )
 def test_totals_are_within_two_percent_of_the_names(recipe: str, billions: float) -> None:
     assert architecture(recipe).num_parameters == pytest.approx(billions * 1e9, rel=0.02)
@@ -29,6 +33,12 @@ def test_totals_are_within_two_percent_of_the_names(recipe: str, billions: float
 
 def test_glm4_9b_has_9_40_billion() -> None:
     assert architecture("glm4-9b").num_parameters == 9_400_279_040
+
+
+def test_qwen3_next_has_the_published_counts() -> None:
+    """The total of its files, and what is left of it without the experts that a token does not use."""
+    model = architecture("qwen3-next-80b")
+    assert (model.num_parameters, model.num_active_parameters) == (79_674_391_296, 3_874_929_408)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +167,7 @@ def test_tied_embedding_is_counted_once() -> None:
     assert [part.kind for part in model.outer_parts] == [PartKind.EMBEDDING, PartKind.NORM]
 
 
-@pytest.mark.parametrize("recipe", ["glm4-9b", "qwen3-4b", "mimo-7b", "glm4.7-flash", "glm4.5-355b", "glm5.2-744b"])
+@pytest.mark.parametrize("recipe", sorted({path.parent.name for path in CLUSTER_RECIPES}))
 def test_the_documentation_has_these_counts(recipe: str) -> None:
     rows = (EXAMPLES.parent / "docs" / "models.md").read_text().splitlines()
     (row,) = [row for row in rows if row.startswith(f"| [{recipe}]")]

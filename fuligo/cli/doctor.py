@@ -30,9 +30,11 @@ def main(arguments: Sequence[str]) -> int:
     if any(argument in ("-h", "--help") for argument in arguments):
         print(USAGE, end="")
         return 0
-    config = located(parse(arguments).config) if arguments else None
-    if config is not None:
-        validate(config)
+    config = None
+    if arguments:
+        parsed = parse(arguments)
+        config = located(parsed.config)
+        validate(config, parsed.places)
     machine = read_machine()
     sections = {"This machine": machine_findings(machine)}
     if config is not None:

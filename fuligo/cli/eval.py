@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ from fuligo.cli.megatron_arguments import require_read_arguments
 from fuligo.config import Config
 from fuligo.config.command_line import parse
 from fuligo.config.help import asked_for_help, help_text
-from fuligo.config.validate import findings, require_no_errors
+from fuligo.config.validate import findings, require_no_errors, with_places
 from fuligo.errors import ConfigError
 from fuligo.models.hub import located, with_weights
 
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
         print(help_text(topic) if topic else _USAGE, end="")
         return 0
     parsed = parse(arguments)
-    check(parsed.config)
+    check(parsed.config, parsed.places)
     found = chosen_for_evaluation(without_training(with_weights(located(parsed.config))))
     config = found.config
 
@@ -72,13 +72,17 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def check(config: Config) -> None:
+def check(config: Config, places: Mapping[str, str] | None = None) -> None:
     """Check the flags of an evaluation.
+
+    Args:
+        places: file and line of the flags that the config file sets, as in `Parsed`.
 
     Raises:
         ConfigError: flags do not fit together, or there is nothing to evaluate.
     """
-    require_no_errors([finding for finding in findings(config) if finding.id not in TRAINING_RULES], config)
+    found = [finding for finding in findings(config) if finding.id not in TRAINING_RULES]
+    require_no_errors(with_places(found, places or {}), config)
     if not config.has_eval:
         raise ConfigError("there is nothing to evaluate: use --eval-prompt-data, --eval-config or --eval-function-path")
     if config.engine.rollout_external_engine_addrs and config.checkpoint.load is not None:

@@ -14,6 +14,7 @@ from fuligo.config import Config
 from fuligo.config.command_line import parse
 from fuligo.config.findings import Finding, Severity
 from fuligo.config.help import asked_for_help, help_text
+from fuligo.config.validate import with_places
 from fuligo.errors import ConfigError
 from fuligo.models.from_flags import architecture_from_flags
 from fuligo.models.hub import located
@@ -85,6 +86,7 @@ def main(arguments: Sequence[str]) -> int:
             notes += engine
     plan = make_plan(config, gpu, plan_name(config, options.job), host_memory_bytes=options.host_memory_bytes)
     plan = replace(plan, findings=(*_refused_at_start(config), *plan.findings, *_short_of_disk(plan, config)))
+    plan = replace(plan, findings=with_places(plan.findings, parsed.places))
     is_broken = any(finding.severity is Severity.ERROR for finding in plan.findings)
     if is_broken:
         notes += trainer_choice(config)  # which may be the cause

@@ -1,6 +1,6 @@
 """`fuligo train`: a training job."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fuligo.cli.chosen import checked, trainer_choice
 from fuligo.cli.environment import apply_environment
@@ -9,7 +9,7 @@ from fuligo.config import Config
 from fuligo.config.command_line import parse
 from fuligo.config.files import yaml_text
 from fuligo.config.help import asked_for_help, help_text
-from fuligo.config.validate import require_no_errors
+from fuligo.config.validate import require_no_errors, with_places
 from fuligo.errors import ConfigError
 from fuligo.limits import collector_paused
 from fuligo.models.hub import located, with_weights
@@ -33,14 +33,18 @@ def main(arguments: Sequence[str]) -> int:
         print(yaml_text(checked(located(parsed.config)).config), end="")
         return 0
     with collector_paused():
-        config = prepare(parsed.config, parsed.warnings)
+        config = prepare(parsed.config, parsed.warnings, parsed.places)
     from fuligo.job import run_job
 
     return run_job(config)
 
 
-def prepare(config: Config, warnings: Sequence[str] = ()) -> Config:
+def prepare(config: Config, warnings: Sequence[str] = (), places: Mapping[str, str] | None = None) -> Config:
     """Check a config and everything that it names on disk, show warnings and choices, and return the config to run.
+
+    Args:
+        warnings: shown first.
+        places: file and line of the flags that the config file sets, as in `Parsed`.
 
     Raises:
         ConfigError: the run cannot start; names all problems found.
@@ -48,7 +52,7 @@ def prepare(config: Config, warnings: Sequence[str] = ()) -> Config:
     found = checked(located(config))
     config = found.config
     try:
-        warnings = [*warnings, *require_no_errors(found.findings, config)]
+        warnings = [*warnings, *require_no_errors(with_places(found.findings, places or {}), config)]
         require_read_arguments(config)
     except ConfigError:
         # The trainer may be the cause: --bf16 needs GPUs for engines, because it is a flag of Megatron.

@@ -7,8 +7,8 @@ A value may begin with one dash (`--rollout-top-k -1`); write one that begins wi
 """
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,8 @@ class Parsed:
 
     config: Config
     warnings: tuple[str, ...]
+    places: Mapping[str, str] = field(default_factory=dict)
+    """Place in the config file of each flag that the command line does not set: `--lr` -> `run.yaml line 7`."""
 
 
 class _Problem(Exception):
@@ -86,8 +88,12 @@ def parse(arguments: Sequence[str]) -> Parsed:
         ConfigError: unknown flags or keys, or values of the wrong type or range; names all of them, each with its fix.
     """
     line = read_command_line(arguments)
-    given = override(read_yaml(Path(line.config_file)), line) if line.config_file is not None else line
-    return Parsed(build_config(given.assignments, given.problems), tuple(given.warnings))
+    file = read_yaml(Path(line.config_file)) if line.config_file is not None else Given()
+    given = override(file, line)
+    places = {each.flag.option: each.origin.rpartition(", ")[0] for each in file.assignments}
+    for assignment in line.assignments:
+        places.pop(assignment.flag.option, None)
+    return Parsed(build_config(given.assignments, given.problems), tuple(given.warnings), places)
 
 
 def read_command_line(arguments: Sequence[str]) -> CommandLine:

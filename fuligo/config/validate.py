@@ -1,6 +1,7 @@
 """Check that the flags of a config fit together. Reads no file (see `fuligo.cli.preflight` for those)."""
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from fuligo.config import Config
@@ -29,8 +30,11 @@ RULES: tuple[Rule[Config, Change], ...] = tuple(
 """All rules that need no facts about the model or the GPUs. The docstring of a rule's `check` gives its reason."""
 
 
-def validate(config: Config) -> list[str]:
+def validate(config: Config, places: Mapping[str, str] | None = None) -> list[str]:
     """Check all rules.
+
+    Args:
+        places: file and line of the flags that the config file sets, as in `Parsed`.
 
     Returns:
         The warnings, one line each.
@@ -38,7 +42,7 @@ def validate(config: Config) -> list[str]:
     Raises:
         ConfigError: the errors, one line each.
     """
-    return require_no_errors(findings(config), config)
+    return require_no_errors(with_places(findings(config), places or {}), config)
 
 
 def require_no_errors(found: Iterable[Finding], config: Config) -> list[str]:
@@ -62,6 +66,23 @@ def findings(config: Config) -> tuple[Finding, ...]:
     """Return the findings of all rules, errors first."""
     found = [replace(rule.finding(violation), fix=violation.fix) for rule in RULES for violation in rule.violations(config)]
     return tuple(sorted(found, key=lambda finding: finding.severity is not Severity.ERROR))
+
+
+def with_places(found: Iterable[Finding], places: Mapping[str, str]) -> tuple[Finding, ...]:
+    """Return the findings, each with the places of its flags in the config file, since the flags were not typed.
+
+    Args:
+        places: file and line by option, as in `Parsed`.
+    """
+    return tuple(_with_places(finding, places) for finding in found)
+
+
+def _with_places(finding: Finding, places: Mapping[str, str]) -> Finding:
+    named = [option for option in finding.flags if option in places and re.search(rf"{option}(?![\w-])", finding.text)]
+    if not named:
+        return finding
+    shown = places[named[0]] if len(named) == 1 else "; ".join(f"{option}: {places[option]}" for option in named)
+    return replace(finding, text=f"{finding.text} ({shown})")
 
 
 def described(finding: Finding, config: Config) -> str:

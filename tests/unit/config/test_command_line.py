@@ -12,6 +12,7 @@ from fuligo.config.other_frameworks import MOVED
 from fuligo.config.other_frameworks.verl import OF_VERL, SECTIONS
 from fuligo.config.rules import effects
 from fuligo.config.schemas import BACKENDS
+from fuligo.config.validate import findings, with_places
 from fuligo.errors import ConfigError
 
 PASSED_ON = {flag.flat_name for group in BACKENDS for flag in passthrough_flags(group).values()}
@@ -289,3 +290,19 @@ def test_a_flag_replaces_the_file_s_other_way_to_set_the_same(tmp_path: Path) ->
     assert (parsed.config.data.num_rollout, parsed.config.data.num_epoch, parsed.warnings) == (20, None, ())
     both = parse(["--config", str(file), "--num-rollout", "20", "--num-epoch", "3"]).config
     assert (both.data.num_rollout, both.data.num_epoch) == (20, 3), "given together, they are a contradiction to report"
+
+
+def test_a_finding_about_a_flag_of_the_file_names_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("eval:\n  n_samples_per_eval_prompt: 4\n  eval_temperature: 0.5\nobservability:\n  wandb_group: mine\n")
+
+    def shown(*arguments: str) -> list[str]:
+        parsed = parse(["--config", str(file), *arguments])
+        return [finding.text for finding in with_places(findings(parsed.config), parsed.places)]
+
+    found = "\n".join(shown())
+    assert f"evaluation data (--n-samples-per-eval-prompt: {file} line 2; --eval-temperature: {file} line 3)" in found
+    assert f"--wandb-group mine has no effect without --use-wandb ({file} line 5)" in found
+    typed = "\n".join(shown("--wandb-group", "other"))
+    assert "--wandb-group other has no effect without --use-wandb" in typed
+    assert f"{file} line 5" not in typed

@@ -88,7 +88,7 @@ def _load(text: str) -> list[Path]:
         builder = datasets.load_dataset_builder(name, config)
         builder.download_and_prepare()
     except Exception as error:  # of the library, its network client, or a damaged file
-        raise DataError(_refused(text, name, error)) from error
+        raise DataError(_refused(text, name, config, error)) from error
     splits = list(builder.info.splits or {})
     if split is None and len(splits) == 1:
         split = splits[0]
@@ -100,12 +100,12 @@ def _load(text: str) -> list[Path]:
     return [Path(file["filename"]) for file in loaded.cache_files]
 
 
-def _refused(text: str, name: str, error: Exception) -> str:
+def _refused(text: str, name: str, config: str | None, error: Exception) -> str:
     reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
     if "Config name is missing" in reason or "BuilderConfig" in reason:
         return f"{text}: {reason}; write {name}:CONFIG:SPLIT"
     return (
         f"{text} is not a file here (looked in {Path.cwd()}), and cannot be loaded from the Hub: {reason}. Check its name; a private "
         f"dataset needs `hf auth login` or HF_TOKEN; without a network, download it beforehand, into the same HF_HOME, with "
-        f"load_dataset({name!r})"
+        f"load_dataset({', '.join(map(repr, filter(None, [name, config])))})"
     )

@@ -6,6 +6,7 @@ Axes: P prompt tokens, R response tokens, T = P + R.
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,10 @@ RoutedExperts = NDArray[np.uint8 | np.uint16]
 """[tokens, M, K] ids of the K experts of each token in each of the M layers with experts."""
 Messages = list[dict[str, Any]]
 """Chat messages, each `{"role": ..., "content": ...}`."""
+PASS_REWARD = 1.0
+"""Reward from which a response passes: `pass@k`, and the pass rates of prompts."""
+MAIN_REWARD = "reward_main"
+"""Entry of `Sample.metrics`: the reward before those of --extra-rm-path were added."""
 
 
 class SampleStatus(StrEnum):
@@ -245,6 +250,20 @@ class Sample:
         if reward is None:
             raise ValueError(f"sample {self.index} ({self.status}) has no reward")
         return float(reward)
+
+    def passes(self, reward_key: str | None = None, pass_key: str | None = None) -> bool:
+        """Return whether the reward that evaluations report is at least `PASS_REWARD`.
+
+        It is the number under `pass_key` in a dict reward, and does not include further rewards (--extra-rm-path).
+
+        Raises:
+            ValueError: see `reward_value`
+        """
+        if isinstance(self.reward, dict) and pass_key is not None and pass_key != reward_key:
+            part = self.reward.get(pass_key)
+        else:
+            part = self.metrics.get(MAIN_REWARD)
+        return (float(part) if isinstance(part, Real) else self.reward_value(reward_key)) >= PASS_REWARD
 
 
 @dataclass(slots=True)

@@ -81,7 +81,7 @@ async def evaluate_config(config: Config, run_dir: Path) -> Evaluated:
         with directory.trace.phase("eval", weights.num_rollouts):
             evaluation = await evaluator.evaluate(weights.num_rollouts)
         record = dict(evaluation.metrics)
-        directory.write_evaluation(weights.num_rollouts, evaluation.groups, record, reward_key=config.resolved_eval_reward_key)
+        directory.write_evaluation(weights.num_rollouts, evaluation.groups, record, reward_keys=evaluation.reward_keys)
         return Evaluated(directory.path, weights, evaluation)
 
 

@@ -311,6 +311,6 @@ _CHECKS: dict[str, Callable[[Hook, Config, list[SampleGroup]], Any]] = {
         0, ArgsView(config), [sample for group in groups for sample in group.samples], {"rollout/reward_mean": 0.25}, 1.0
     ),
     "custom_eval_rollout_log_function_path": lambda hook, config, groups: hook(
-        0, ArgsView(config), log_data(Evaluation({}, {"check": groups}), None), {"eval/check/mean@4": 0.25}
+        0, ArgsView(config), log_data(Evaluation({}, {"check": groups})), {"eval/check/mean@4": 0.25}
     ),
 }

@@ -31,8 +31,6 @@ class LogHooks:
     args: ArgsView | None = None
     of_rollout: Hook | None = None
     of_evaluation: Hook | None = None
-    reward_key: str | None = None
-    """Key of the reward that evaluations report."""
 
     @classmethod
     def of(cls, config: Config) -> Self:
@@ -43,7 +41,7 @@ class LogHooks:
         """
         of_rollout = hook_of(config, "custom_rollout_log_function_path")
         of_evaluation = hook_of(config, "custom_eval_rollout_log_function_path")
-        return cls(ArgsView(config), of_rollout, of_evaluation, config.resolved_eval_reward_key)
+        return cls(ArgsView(config), of_rollout, of_evaluation)
 
     def rollout(self, rollout: Rollout, rollout_s: float) -> Logged:
         """Call the function of rollouts with all trained samples; it may add metrics, or change them.
@@ -69,7 +67,7 @@ class LogHooks:
             return Logged(dict(evaluation.metrics))
         metrics = dict(evaluation.metrics)
         try:
-            skip = self.of_evaluation(num_rollouts, self.args, log_data(evaluation, self.reward_key), metrics)
+            skip = self.of_evaluation(num_rollouts, self.args, log_data(evaluation), metrics)
             return Logged(_checked(metrics), not skip)
         except Exception as error:
             _warn("custom_eval_rollout_log_function_path", self.of_evaluation, error)
@@ -77,13 +75,13 @@ class LogHooks:
             return Logged(dict(evaluation.metrics))
 
 
-def log_data(evaluation: Evaluation, reward_key: str | None) -> dict[str, dict[str, list[Any]]]:
+def log_data(evaluation: Evaluation) -> dict[str, dict[str, list[Any]]]:
     """Return rewards, truncation and samples of every dataset, as the log function of evaluations gets them."""
     data: dict[str, dict[str, list[Any]]] = {}
     for name, groups in evaluation.groups.items():
         samples = [sample for group in groups for sample in group.samples if sample.reward is not None]
         data[name] = {
-            "rewards": [sample.reward_value(reward_key) for sample in samples],
+            "rewards": [sample.reward_value(evaluation.reward_keys.get(name)) for sample in samples],
             "truncated": [sample.status is SampleStatus.TRUNCATED for sample in samples],
             "samples": samples,
         }

@@ -34,7 +34,7 @@ class RunRecorder:
         *,
         save_samples: bool,
         reward_key: str | None,
-        eval_reward_key: str | None,
+        pass_key: str | None,
         gpus: GpuMonitor | None = None,
     ) -> None:
         self._directory = directory
@@ -43,7 +43,7 @@ class RunRecorder:
         self._log_hooks = log_hooks
         self._save_samples = save_samples
         self._reward_key = reward_key
-        self._eval_reward_key = eval_reward_key
+        self._pass_key = pass_key
         self._first_evaluation = next(iter(directory.evaluation_records()), None)
         self._last_step_end_s = time.perf_counter()
         self._gpus = gpus
@@ -67,7 +67,7 @@ class RunRecorder:
         with self.phase("record", step):
             if self._save_samples:
                 training = None if batch is None or result is None else Training(batch.samples, result.scores)
-                self._directory.write_samples(step, rollout.groups, training, reward_key=self._reward_key)
+                self._directory.write_samples(step, rollout.groups, training, reward_key=self._reward_key, pass_key=self._pass_key)
             self._directory.trace.samples(step, (sample for group in rollout.groups for sample in group.samples))
             if result is not None:
                 self._directory.trace.ranks(step, result.rank_spans)
@@ -101,7 +101,7 @@ class RunRecorder:
         if not self._save_samples:
             return
         try:
-            self._directory.write_samples(error.step, error.groups, reward_key=self._reward_key)
+            self._directory.write_samples(error.step, error.groups, reward_key=self._reward_key, pass_key=self._pass_key)
         except FuligoError as failure:
             logger.warning("cannot write the samples of rollout %d, which was not filled: %s", error.step, failure)
 
@@ -114,7 +114,7 @@ class RunRecorder:
         """
         logged = self._log_hooks.evaluation(num_rollouts, evaluation)
         metrics = logged.metrics
-        self._directory.write_evaluation(num_rollouts, evaluation.groups, metrics, reward_key=self._eval_reward_key)
+        self._directory.write_evaluation(num_rollouts, evaluation.groups, metrics, reward_keys=evaluation.reward_keys)
         for sink in self._sinks if logged.tracked else ():
             sink.write({"step": num_rollouts, "time": time.time(), **metrics})
         self._progress.evaluation(num_rollouts, metrics, self._first_evaluation)

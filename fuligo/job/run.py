@@ -327,7 +327,7 @@ def _open_recorder(config: Config, directory: RunDirectory, origin: Origin, num_
         LogHooks.of(config),
         save_samples=flags.save_samples,
         reward_key=config.reward.reward_key,
-        eval_reward_key=config.resolved_eval_reward_key,
+        pass_key=config.resolved_eval_reward_key,
         gpus=gpus,
     )
 

@@ -81,11 +81,22 @@ class RunDirectory:
         self.metrics.append(record)
 
     def write_samples(
-        self, step: int, groups: Sequence[SampleGroup], training: Training | None = None, *, reward_key: str | None = None
+        self,
+        step: int,
+        groups: Sequence[SampleGroup],
+        training: Training | None = None,
+        *,
+        reward_key: str | None = None,
+        pass_key: str | None = None,
     ) -> Path:
-        """Write `samples/rollout_000123.parquet`: every sample of the rollout, including dropped and aborted ones."""
+        """Write `samples/rollout_000123.parquet`: every sample of the rollout, including dropped and aborted ones.
+
+        Args:
+            reward_key: value of dict rewards that is trained on.
+            pass_key: value of dict rewards by which a sample passes, where they have it.
+        """
         path = self.samples / f"rollout_{step:06d}.parquet"
-        write_table(path, sample_table(groups, training, reward_key=reward_key))
+        write_table(path, sample_table(groups, training, reward_key=reward_key, pass_key=pass_key))
         return path
 
     def write_evaluation(
@@ -94,7 +105,7 @@ class RunDirectory:
         groups: Mapping[str, Sequence[SampleGroup]],
         record: Record,
         *,
-        reward_key: str | None = None,
+        reward_keys: Mapping[str, str | None] | None = None,
     ) -> Path:
         """Write `eval/eval_000020.parquet` and a line of `eval/metrics.jsonl` for an evaluation after 20 complete rollouts.
 
@@ -102,9 +113,10 @@ class RunDirectory:
             num_rollouts: complete rollouts; 0 is the untrained policy.
             groups: groups by name of the dataset, which becomes the column `dataset`.
             record: `eval/*` metrics.
-            reward_key: key of the value to report if rewards are dicts.
+            reward_keys: value of dict rewards that each dataset reports, by its name.
         """
-        table = sample_table([group for of_set in groups.values() for group in of_set], reward_key=reward_key)
+        keys = reward_keys or {}
+        table = pa.concat_tables([sample_table([]), *(sample_table(of_set, reward_key=keys.get(name)) for name, of_set in groups.items())])
         datasets = [name for name, of_set in groups.items() for group in of_set for _ in group.samples]
         path = self.eval / f"eval_{num_rollouts:06d}.parquet"
         write_table(path, table.add_column(0, "dataset", pa.array(datasets, pa.string())))

@@ -5,8 +5,11 @@ fetch one sample without reading the file. Properties to search by have their ow
 """
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +47,8 @@ _IMAGES = pa.list_(
     )
 )
 """Source of each image of the prompt, a digest of its bytes (BLAKE2b of 16 bytes), and the place and grid of its tokens."""
+PARTS = pa.map_(pa.string(), pa.float64())
+"""Parts of a reward by name: the numbers of a dict, and what --extra-rm-path reported (`reward_main`, `reward_brief`)."""
 SCHEMA = pa.schema(
     [
         ("index", pa.int64()),
@@ -52,6 +57,8 @@ SCHEMA = pa.schema(
         ("response", pa.string()),
         ("label", pa.string()),
         ("reward", pa.float64()),
+        ("passed", pa.bool_()),
+        ("parts", PARTS),
         ("status", pa.string()),
         ("finish_reason", pa.string()),
         ("kept", pa.bool_()),
@@ -85,7 +92,19 @@ _REPETITIVE = ["prompt", "response", "label", "status", "finish_reason", "drop_r
 """Columns written with a dictionary; for token arrays, building one costs more than it saves."""
 VERSIONS_IN_FOOTER = "versions.list.element"
 _IN_FOOTER = (
-    *("index", "group_index", "reward", "status", "kept", "engine", "response_length", "advantage_mean", "oldest_version", "prompt_key"),
+    *(
+        "index",
+        "group_index",
+        "reward",
+        "passed",
+        "status",
+        "kept",
+        "engine",
+        "response_length",
+        "advantage_mean",
+        "oldest_version",
+        "prompt_key",
+    ),
     VERSIONS_IN_FOOTER,
 )
 """Columns whose minimum and maximum per row group are in the footer."""
@@ -104,10 +123,13 @@ class Training:
     """By position in `samples`, as in `StepResult`."""
 
 
-def sample_table(groups: Sequence[SampleGroup], training: Training | None = None, *, reward_key: str | None = None) -> pa.Table:
+def sample_table(
+    groups: Sequence[SampleGroup], training: Training | None = None, *, reward_key: str | None = None, pass_key: str | None = None
+) -> pa.Table:
     """Return a table with one row per sample, in the order of the groups.
 
     `reward` is the scalar that is trained on; a dict reward is in the metadata, as `reward`, and what hooks reported as `metrics`.
+    `passed` is decided by the value of `pass_key` where a dict reward has it.
     `trainer_logprobs` are the old log-probabilities if they were computed, else those of the training forward pass.
     """
     training = training or Training()
@@ -116,13 +138,18 @@ def sample_table(groups: Sequence[SampleGroup], training: Training | None = None
     positions = _match(samples, training.samples)
     trained = [None if position is None else training.samples[position] for position in positions]
     scores = [None if position is None else (training.scores or {}).get(position) for position in positions]
+    rewards = [_scalar_reward(sample, reward_key) for sample in samples]
     columns: dict[str, Any] = {
         "index": [sample.index for sample in samples],
         "group_index": [sample.group_index for sample in samples],
         "prompt": [_text(sample.prompt) for sample in samples],
         "response": [_text(sample.response) for sample in samples],
         "label": [_text(sample.label) for sample in samples],
-        "reward": [_scalar_reward(sample, reward_key) for sample in samples],
+        "reward": rewards,
+        "passed": [
+            None if reward is None else sample.passes(reward_key, pass_key) for sample, reward in zip(samples, rewards, strict=True)
+        ],
+        "parts": [_reward_parts(sample) for sample in samples],
         "status": [str(sample.status) for sample in samples],
         "finish_reason": [sample.finish_reason for sample in samples],
         "kept": [group.kept for group in owners],
@@ -224,6 +251,18 @@ def _scalar_reward(sample: Sample, reward_key: str | None) -> float | None:
     if isinstance(sample.reward, dict) and (reward_key is None or sample.reward.get(reward_key) is None):
         return None
     return None if sample.reward is None else sample.reward_value(reward_key)
+
+
+def _reward_parts(sample: Sample) -> list[tuple[str, float]] | None:
+    """Return the parts of the reward (`PARTS`); None if it is a single number."""
+    given = sample.reward if isinstance(sample.reward, dict) else {}
+    numbers = {str(name): value for name, value in given.items() if isinstance(value, Real)}
+    numbers |= {name: value for name, value in sample.metrics.items() if name.startswith("reward_")}
+    parts: list[tuple[str, float]] = []
+    for name, value in numbers.items():
+        with suppress(OverflowError):  # an integer of hundreds of digits
+            parts += [(name, float(value))] if math.isfinite(value) else []
+    return parts or None
 
 
 def _prompt_keys(groups: Sequence[SampleGroup]) -> list[int]:

@@ -52,6 +52,7 @@ class CustomEvaluator:
     _: KW_ONLY
     policy_version: Callable[[], int]
     reward_key: str | None
+    """Value of dict rewards that is reported for names that are not evaluation data."""
     vocab_size: int | None
 
     async def evaluate(self, rollout_id: int) -> Evaluation:
@@ -67,16 +68,18 @@ class CustomEvaluator:
             cause = describe_exception(error, self.hook)
             raise RolloutError(f"--eval-function-path: the function raised after {rollout_id} rollouts: {cause}") from error
         evaluation, version = Evaluation({}, {}), self.policy_version()
+        own_keys = {eval_set.name: eval_set.reward_key for eval_set in self.sets}
         for name, samples in _checked(result).items():
+            reward_key = own_keys.get(name, self.reward_key)
             members: dict[int, list[Sample]] = {}
             for sample in samples:
                 members.setdefault(sample.group_index, []).append(sample)
             groups = [
-                completed_group(group, version, dict.fromkeys(members, NO_ROW), self.vocab_size, self.reward_key)
-                for group in members.values()
+                completed_group(group, version, dict.fromkeys(members, NO_ROW), self.vocab_size, reward_key) for group in members.values()
             ]
             evaluation.groups[name] = groups
-            evaluation.metrics |= eval_metrics(name, max(map(len, members.values())), self.reward_key, groups)
+            evaluation.reward_keys[name] = reward_key
+            evaluation.metrics |= eval_metrics(name, max(map(len, members.values())), reward_key, groups)
         return evaluation
 
     async def close(self) -> None:

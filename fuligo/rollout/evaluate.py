@@ -47,6 +47,8 @@ class Evaluation:
     """`eval/<name>/*`"""
     groups: dict[str, list[SampleGroup]] = field(repr=False)
     """Groups of each dataset, in its order."""
+    reward_keys: dict[str, str | None] = field(default_factory=dict)
+    """Value of dict rewards that each dataset reports."""
 
 
 class Evaluates(Protocol):
@@ -118,6 +120,7 @@ class Evaluator:
         evaluation = Evaluation({}, {})
         for eval_set, of_set in zip(self.sets, groups, strict=True):
             evaluation.groups[eval_set.name] = of_set
+            evaluation.reward_keys[eval_set.name] = eval_set.reward_key
             evaluation.metrics |= eval_metrics(eval_set.name, eval_set.num_samples, eval_set.reward_key, of_set)
         return evaluation
 

@@ -23,7 +23,7 @@ def prompt_scores(
         return {}
     responses = [_responses(samples) for samples in prompts]
     rewards = [np.array([sample.reward_value(reward_key) for sample in of_prompt], np.float64) for of_prompt in responses]
-    num_passed = [sum(_pass_value(sample, reward_key, pass_key) >= 1 for sample in of_prompt) for of_prompt in responses]
+    num_passed = [sum(sample.passes(reward_key, pass_key) for sample in of_prompt) for of_prompt in responses]
     scores = {f"mean@{num_samples}": float(np.mean([values.mean() for values in rewards]))}
     for k in sorted({2**power for power in range(num_samples.bit_length()) if 2**power <= num_samples} | {num_samples}):
         estimates = [pass_at_k(len(values), passed, k) for values, passed in zip(rewards, num_passed) if len(values) >= k]
@@ -35,11 +35,6 @@ def prompt_scores(
 def has_scalar(sample: Sample, reward_key: str | None) -> bool:
     """Return whether a judged sample has a scalar reward already. A dict without a key gets one by --custom-reward-post-process-path."""
     return not isinstance(sample.reward, dict) or reward_key is not None
-
-
-def _pass_value(sample: Sample, reward_key: str | None, pass_key: str | None) -> float:
-    part = sample.reward.get(pass_key) if isinstance(sample.reward, dict) and pass_key is not None else None
-    return float(part) if isinstance(part, Real) else sample.reward_value(reward_key)
 
 
 def _responses(samples: Sequence[Sample]) -> list[Sample]:

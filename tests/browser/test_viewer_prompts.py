@@ -120,6 +120,46 @@ def test_the_same_prompt_of_another_run_is_shown_beside(serve: Serve, open_page:
     expect(page.get_by_label("The same prompt in other runs")).to_contain_text("recorded, step 2")
 
 
+def test_other_steps_and_runs_are_shown_once_they_are_read(serve: Serve, open_page: OpenPage, tmp_path: Path) -> None:
+    """The index of samples is filled in the background, so the first answers lack what is not read yet."""
+    mine, other = (begin_run(tmp_path / name) for name in ("mine", "other"))
+    mine.step(0)
+    page = open_page(serve([mine.directory.path, other.directory.path]) + "#samples?run=mine&sample=0.5")
+    history, part = page.get_by_label("This prompt over time"), page.get_by_label("The same prompt in other runs")
+    expect(history).to_contain_text("in this step only")
+    expect(part).to_be_hidden()
+    other.step(0)
+    expect(part).to_contain_text("other, step 0: mean reward")
+    mine.step(1)
+    expect(history.get_by_role("button")).to_have_count(2)
+    for run in (mine, other):
+        run.directory.close()
+
+
+def test_datasets_judge_the_same_prompt_by_their_own_rewards(serve: Serve, open_page: OpenPage, tmp_path: Path) -> None:
+    run = begin_run(tmp_path / "graded").directory
+    rewards = [{"acc": 1.0, "brief": 0.75}, {"acc": 0.0, "brief": 0.25}]
+    samples = [Sample(at, 0, "How many?", np.ones(2, np.int32), reward=reward) for at, reward in enumerate(rewards)]
+    names = ("exact", "style")
+    groups = {name: [SampleGroup(0, 0, samples)] for name in names}
+    run.write_evaluation(0, groups, {f"eval/{name}/mean@1": 0.5 for name in names}, reward_keys={"exact": "acc", "style": "brief"})
+    run.close()
+    page = open_page(serve([tmp_path / "graded"]) + "#prompts?of=eval")
+    rows = page.locator(".prompts tbody tr")
+    expect(rows).to_have_count(2)
+    for row, name, rate in zip((rows.nth(0), rows.nth(1)), names, ("50%", "–"), strict=True):
+        expect(row).to_contain_text(name)
+        expect(row.locator("td").nth(1)).to_have_text(rate)
+    rows.nth(1).get_by_role("button").click()
+    found(page, 2)
+    expect(page.locator(".line .reward")).to_have_text(["0.75", "0.25"])
+    page.get_by_label("Part of reward").select_option("acc")
+    page.get_by_label("acc from").fill("0.5")
+    found(page, 1)
+    page.locator(".line").first.click()
+    expect(page.locator(".sample-facts")).to_contain_text("acc1brief0.75")
+
+
 def test_template_and_tools_are_grey_and_named(serve: Serve, open_page: OpenPage, turns: Path) -> None:
     page = open_page(serve([turns]) + "#samples?sample=0.0&colour=engine_logprobs")
     template = page.locator(".message.template")

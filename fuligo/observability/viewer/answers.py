@@ -65,6 +65,7 @@ def run_answer(run: RunReader) -> Answer:
         "num_samples": run.samples.table().num_rows,
         "num_eval_samples": run.eval_samples.table().num_rows,
         "engines": run.samples.engines(),
+        "parts": {"train": run.samples.parts(), "eval": run.eval_samples.parts()},
         "datasets": run.datasets,
         "indexed": run.samples.progress,
         "trace_read": run.trace.share_read,
@@ -149,6 +150,7 @@ def _numbers(rows: pa.Table) -> list[Answer]:
             **row,
             "reward": _number(row["reward"]),
             "advantage": _number(row["advantage"]),
+            "parts": {name: _number(value) for name, value in row["parts"] or ()},
             "prompt_key": str(row["prompt"]),  # 63 bits: more than a number of JavaScript holds
         }
         for row in rows.to_pylist()
@@ -280,11 +282,17 @@ def _metadata(text: Any) -> Any:
         return {}
 
 
-def history_answer(run: RunReader, prompt_key: int, of: SampleSet = "train") -> Answer:
+def history_answer(run: RunReader, prompt_key: int, of: SampleSet = "train", dataset: str | None = None) -> Answer:
     """Return all samples of a prompt, oldest first."""
     index = run.index(of)
-    found = index.table().filter(pc.field("prompt") == prompt_key)
+    found = _of_prompt(index, prompt_key, dataset)
     return {"total": found.num_rows, "rows": _numbers(found)[-MAX_HISTORY:], "indexed": index.progress}
+
+
+def _of_prompt(index: SampleIndex, prompt_key: int, dataset: str | None) -> pa.Table:
+    """Return the rows of a prompt; of one dataset, since datasets may judge the same prompt in different ways."""
+    found = index.table().filter(pc.field("prompt") == prompt_key)
+    return found if dataset is None else found.filter(pc.field("dataset") == dataset)
 
 
 def prompts_answer(
@@ -298,10 +306,15 @@ def prompts_answer(
     by_step = rewards_by_step(table.filter(pc.field("prompt").isin(shown["prompt"].to_pylist())))
     rows = [
         {**{name: _number(row[name]) for name in ("pass_rate", "mean", "first", "last", "change")}, **{name: row[name] for name in _COUNTS}}
-        | {"prompt_key": str(row["prompt"]), "steps": by_step[row["prompt"]], "text": _prompt_text(index, row["newest"], row["row"])}
+        | {
+            "prompt_key": str(row["prompt"]),
+            "dataset": row["dataset"],
+            "steps": by_step[row["prompt"], row["dataset"]],
+            "text": _prompt_text(index, row["newest"], row["row"]),
+        }
         for row in shown.to_pylist()
     ]
-    any_passes = bool((prompts["pass_rate"].to_numpy() > 0).any())
+    any_passes = prompts["pass_rate"].null_count < prompts.num_rows
     return {"total": prompts.num_rows, "any_passes": any_passes, "offset": offset, "rows": rows, "indexed": index.progress}
 
 
@@ -313,11 +326,13 @@ def _prompt_text(index: SampleIndex, step: int, row: int) -> str:
         return ""
 
 
-def others_answer(runs: Sequence[RunReader], run: RunReader, prompt_key: int, step: int, of: SampleSet = "train") -> Answer:
+def others_answer(
+    runs: Sequence[RunReader], run: RunReader, prompt_key: int, step: int, of: SampleSet = "train", dataset: str | None = None
+) -> Answer:
     """Return the responses of other runs to the same prompt, each at the step nearest to `step`."""
     found = []
     for other in runs:
-        table = other.index(of).table().filter(pc.field("prompt") == prompt_key)
+        table = _of_prompt(other.index(of), prompt_key, dataset)
         if other is run or not table.num_rows:
             continue
         nearest = min(table["step"].unique().to_pylist(), key=lambda known: (abs(known - step), known))

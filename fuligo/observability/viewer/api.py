@@ -146,8 +146,8 @@ def make_app(runs: Sequence[RunReader], *, token: str, cookie: str = "fuligo_vie
 
 def _add_prompts(app: FastAPI, runs: Sequence[RunReader], chosen: Callable[[str], RunReader]) -> None:
     @app.get("/api/history")
-    def history(run: str, prompt: int, of: SampleSet = "train") -> Response:
-        return _json(answers.history_answer(chosen(run), prompt, of))
+    def history(run: str, prompt: int, of: SampleSet = "train", dataset: str | None = None) -> Response:
+        return _json(answers.history_answer(chosen(run), prompt, of, dataset))
 
     @app.get("/api/prompts")
     def prompts(
@@ -161,8 +161,8 @@ def _add_prompts(app: FastAPI, runs: Sequence[RunReader], chosen: Callable[[str]
         return _json(answers.prompts_answer(chosen(run), order, offset, limit, of, dataset))
 
     @app.get("/api/others")
-    def others(run: str, prompt: int, step: int, of: SampleSet = "train") -> Response:
-        return _json(answers.others_answer(runs, chosen(run), prompt, step, of))
+    def others(run: str, prompt: int, step: int, of: SampleSet = "train", dataset: str | None = None) -> Response:
+        return _json(answers.others_answer(runs, chosen(run), prompt, step, of, dataset))
 
 
 def _add_steps(app: FastAPI, chosen: Callable[[str], RunReader]) -> None:

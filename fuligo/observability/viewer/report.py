@@ -112,8 +112,8 @@ def _timelines(run: RunReader, size: ReportSize) -> dict[str, Any]:
 def _prompts(run: RunReader, of: SampleSet, size: ReportSize) -> list[dict[str, Any]]:
     """Return the prompts at both ends of every order, each once."""
     orders: tuple[PromptOrder, ...] = ("pass_rate", "-pass_rate", "change", "-change")
-    found = {row["prompt_key"]: row for order in orders for row in answers.prompts_answer(run, order, 0, size.num_prompts, of)["rows"]}
-    return list(found.values())
+    ends = [row for order in orders for row in answers.prompts_answer(run, order, 0, size.num_prompts, of)["rows"]]
+    return list({(row["prompt_key"], row["dataset"]): row for row in ends}.values())
 
 
 def _samples(run: RunReader, of: SampleSet, size: ReportSize) -> tuple[list[dict[str, Any]], dict[str, Any]]:

@@ -11,9 +11,10 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
-from fuligo.observability.samples import VERSIONS_IN_FOOTER, prompt_key
+from fuligo.observability.samples import PARTS, VERSIONS_IN_FOOTER, prompt_key
 from fuligo.observability.viewer.run_files import SampleFile, SampleSet, sample_files, sample_path
 from fuligo.observability.viewer.sample_rows import check_size
+from fuligo.types import PASS_REWARD
 
 INDEX_SCHEMA = pa.schema(
     [
@@ -22,6 +23,8 @@ INDEX_SCHEMA = pa.schema(
         ("index", pa.int64()),
         ("group", pa.int64()),
         ("reward", pa.float32()),
+        ("passed", pa.bool_()),
+        ("parts", PARTS),
         ("length", pa.int32()),
         ("advantage", pa.float32()),
         ("staleness", pa.int32()),
@@ -39,13 +42,20 @@ _STORED = {
     "index": "index",
     "group": "group_index",
     "reward": "reward",
+    "parts": "parts",
     "engine": "engine",
     "status": "status",
     "kept": "kept",
     "dataset": "dataset",
 }
 """Columns of the index that are columns of the file."""
-_SOURCES = {"response_length": "loss_mask", "advantage_mean": "advantages", "oldest_version": "versions", "prompt_key": "prompt"}
+_SOURCES = {
+    "response_length": "loss_mask",
+    "advantage_mean": "advantages",
+    "oldest_version": "versions",
+    "prompt_key": "prompt",
+    "passed": "reward",
+}
 """Columns of the file, and the columns to compute them from in files of earlier versions, which lack them."""
 
 
@@ -58,7 +68,7 @@ class SampleIndex:
         self._lock = threading.Lock()
         self._known: dict[int, tuple[SampleFile, pa.Table | None]] = {}
         self._num_files = 0
-        self._joined: tuple[int, pa.Table, list[int]] = (0, INDEX_SCHEMA.empty_table(), [])
+        self._joined: tuple[int, pa.Table, list[int], list[str]] = (0, INDEX_SCHEMA.empty_table(), [], [])
         self._version = 0
         """Incremented with every change."""
         self.damaged: dict[int, str] = {}
@@ -95,6 +105,10 @@ class SampleIndex:
         """Return the numbers of the engines that sampled."""
         return self._up_to_date()[2]
 
+    def parts(self) -> list[str]:
+        """Return the names of the parts of rewards."""
+        return self._up_to_date()[3]
+
     def file(self, step: int) -> Path | None:
         """Return the file of a step, even if it is not indexed yet."""
         known = self._known.get(step)
@@ -110,13 +124,14 @@ class SampleIndex:
         with self._lock:
             return sorted(self._known)
 
-    def _up_to_date(self) -> tuple[int, pa.Table, list[int]]:
+    def _up_to_date(self) -> tuple[int, pa.Table, list[int], list[str]]:
         with self._lock:
             if self._joined[0] != self._version:
                 parts = [part for _, (_, part) in sorted(self._known.items()) if part is not None]
                 table = pa.concat_tables([INDEX_SCHEMA.empty_table(), *parts]).combine_chunks()
                 engines = sorted(table["engine"].unique().drop_null().to_pylist())
-                self._joined = (self._version, table, engines)
+                names = [part.as_py() for chunk in table["parts"].chunks for part in chunk.keys.unique()]
+                self._joined = (self._version, table, engines, sorted(set(names)))
             return self._joined
 
     def _read(self, file: SampleFile) -> None:
@@ -160,6 +175,7 @@ def read_index_table(path: Path, step: int) -> pa.Table:
         "row": pa.array(np.arange(num, dtype=np.int32)),
         **{name: column(stored) for name, stored in _STORED.items()},
         "kept": pc.fill_null(column("kept").cast(pa.bool_()), True),
+        "passed": derived["passed"],
         "length": derived["response_length"],
         "advantage": derived["advantage_mean"],
         "staleness": pc.call_function("subtract", [pa.scalar(newest, pa.int32()), derived["oldest_version"].cast(pa.int32())]),
@@ -179,6 +195,8 @@ def _derived(name: str, source: pa.ChunkedArray | pa.Array) -> pa.Array | pa.Chu
     """Compute a column that files of earlier versions lack."""
     if name == "prompt_key":
         return pa.array([None if text is None else prompt_key(text) for text in source.to_pylist()], pa.int64())
+    if name == "passed":
+        return pc.call_function("greater_equal", [source.cast(pa.float64()), pa.scalar(PASS_REWARD)])
     if pa.types.is_null(source.type):
         return pa.array([0 if name == "response_length" else None] * len(source), pa.int32())
     lists = source.combine_chunks()

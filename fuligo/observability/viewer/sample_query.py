@@ -47,15 +47,31 @@ class SampleFilter(BaseModel):
     """Key of the prompt's text."""
     dataset: str | None = None
     """Name of an evaluation dataset."""
+    part: str | None = None
+    """Name of a part of the reward that the sample has."""
+    part_min: float | None = None
+    part_max: float | None = None
+    """Bounds of that part."""
     text: str = Field("", max_length=500)
     """Text to find in the prompt or the response, ignoring case."""
 
 
 def matching(table: pa.Table, wanted: SampleFilter) -> pa.Table:
     """Return the rows of the index that pass all filters except the text."""
-    given = {name: value for name in SampleFilter.model_fields if (value := getattr(wanted, name)) not in (None, "") and name != "text"}
+    names = [name for name in SampleFilter.model_fields if name not in ("text", "part", "part_min", "part_max")]
+    given = {name: value for name in names if (value := getattr(wanted, name)) not in (None, "")}
     conditions = [_condition(name, value) for name, value in given.items()]
-    return table.filter(functools.reduce(operator.and_, conditions)) if conditions else table
+    found = table.filter(functools.reduce(operator.and_, conditions)) if conditions else table
+    return _with_part(found, wanted) if wanted.part else found
+
+
+def _with_part(table: pa.Table, wanted: SampleFilter) -> pa.Table:
+    """Return the rows whose reward has the part, within its bounds."""
+    values = pc.call_function("map_lookup", [table["parts"]], pc.MapLookupOptions(pa.scalar(wanted.part), "first"))
+    table = table.append_column("part", values)
+    bounds = {name: bound for name in ("part_min", "part_max") if (bound := getattr(wanted, name)) is not None}
+    conditions = [pc.field("part").is_valid(), *(_condition(name, bound) for name, bound in bounds.items())]
+    return table.filter(functools.reduce(operator.and_, conditions)).drop_columns(["part"])
 
 
 def _condition(name: str, value: Any) -> pc.Expression:

@@ -18,7 +18,7 @@ from fuligo.rollout.rewards.settings import RewardSettings
 from fuligo.rollout.rewards.symbolic import SymbolicComparison
 from fuligo.rollout.rewards.worker_pool import WorkerPool
 from fuligo.rollout.scores import is_finite, metrics_problem
-from fuligo.types import Sample, SampleGroup, SampleStatus, Span
+from fuligo.types import MAIN_REWARD, Sample, SampleGroup, SampleStatus, Span
 
 
 @dataclass(slots=True, frozen=True)
@@ -113,7 +113,7 @@ class RewardRunner:
         parts = await asyncio.gather(*(extra.function(sample) for extra in self._extra))
         key = self._settings.reward_key
         total = main = reward_number(reward, key)
-        sample.metrics["reward_main"] = main
+        sample.metrics[MAIN_REWARD] = main
         for extra, part in zip(self._extra, parts, strict=True):
             value = finite(part, f"the reward of {extra.name}")
             sample.metrics[f"reward_{extra.name}"] = value

@@ -63,3 +63,15 @@ def test_an_evaluation_is_given_in_slimes_form() -> None:
     assert seen["aime"] == {"rewards": [0.5, 0.25], "truncated": [False, True], "samples": samples}
     assert logged.metrics == {"eval/aime/mean@2": 0.375, "eval/aime/best": 0.5}
     assert logged.tracked
+
+
+def test_rewards_of_an_evaluation_are_the_values_that_each_dataset_reports() -> None:
+    seen: dict[str, Any] = {}
+
+    def log(rollout_id: int, args: Any, data: dict[str, Any], metrics: dict[str, float]) -> None:
+        seen.update(data)
+
+    sample = Sample(0, 0, "p", np.ones(1, np.int32), reward={"acc": 1.0, "brief": 0.25})
+    groups = {name: [SampleGroup(0, 0, [sample])] for name in ("aime", "style")}
+    hooks(of_evaluation=log).evaluation(3, Evaluation({}, groups, {"aime": "acc", "style": "brief"}))
+    assert {name: data["rewards"] for name, data in seen.items()} == {"aime": [1.0], "style": [0.25]}

@@ -21,7 +21,7 @@ def dropped_group() -> SampleGroup:
 
 
 def recorder_of(directory: RunDirectory) -> RunRecorder:
-    return RunRecorder(directory, Progress(), [], LogHooks(), save_samples=True, reward_key=None, eval_reward_key=None)
+    return RunRecorder(directory, Progress(), [], LogHooks(), save_samples=True, reward_key=None, pass_key=None)
 
 
 def test_samples_of_an_unfilled_rollout_are_written(tmp_path: Path) -> None:

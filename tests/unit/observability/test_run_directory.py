@@ -59,6 +59,13 @@ def test_evaluations_name_their_data_sets(tmp_path: Path, make_group) -> None:
     assert json.loads((run.eval / "metrics.jsonl").read_text()) == {"num_rollouts": 20, "eval/aime/mean@1": 0.5}
 
 
+def test_each_data_set_of_an_evaluation_reports_its_own_value(tmp_path: Path, make_group) -> None:
+    groups = {name: [make_group(0, size=1, reward={"acc": 1.0, "brief": 0.25})] for name in ("aime", "style", "other")}
+    path = create(tmp_path / "run").write_evaluation(20, groups, {}, reward_keys={"aime": "acc", "style": "brief"})
+    table = pq.read_table(path)
+    assert (table["reward"].to_pylist(), table["passed"].to_pylist()) == ([1.0, 0.25, None], [True, False, None])
+
+
 def test_log_lines_of_the_package_go_to_the_log(recorded: RunDirectory) -> None:
     logging.getLogger("fuligo.anything").info("engine is up")
     assert "INFO    fuligo.anything: engine is up" in recorded.log_file.read_text()

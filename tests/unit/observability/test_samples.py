@@ -18,6 +18,8 @@ COLUMNS = [
     "response",
     "label",
     "reward",
+    "passed",
+    "parts",
     "status",
     "finish_reason",
     "kept",
@@ -158,14 +160,34 @@ def test_row_groups_hold_64_samples_compressed_with_zstd(tmp_path: Path, make_gr
     assert {meta.row_group(0).column(column).compression for column in range(meta.num_columns)} == {"ZSTD"}
 
 
+def test_a_sample_passes_by_the_value_that_evaluations_report(make_group) -> None:
+    shaped = make_group(0, size=1, reward={"score": 0.9, "acc": 1.0})
+    wrong = make_group(1, size=1, reward={"score": 1.5, "acc": 0.0})
+    plain, unjudged = make_group(2, size=1, reward=1.0), make_group(3, size=1, reward=None)
+    rows = sample_table([shaped, wrong, plain, unjudged], reward_key="score", pass_key="acc").to_pylist()
+    assert [(row["reward"], row["passed"]) for row in rows] == [(0.9, True), (1.5, False), (1.0, True), (None, None)]
+    assert [row["passed"] for row in sample_table([shaped, wrong], reward_key="score").to_pylist()] == [False, True]
+    penalized = make_group(4, size=1, reward=0.9, metrics={"reward_main": 1.0, "reward_brief": -0.1})
+    both = make_group(5, size=1, reward={"score": 1.0, "acc": 0.0}, metrics={"reward_main": 1.1, "reward_brief": -0.1})
+    assert [row["passed"] for row in sample_table([penalized, both], reward_key="score", pass_key="acc").to_pylist()] == [True, False]
+
+
+def test_parts_of_a_reward_are_its_numbers_and_the_further_rewards(make_group) -> None:
+    graded = {"acc": np.float32(0.5), "ok": True, "pred": "2", "huge": 10**400, "nan": float("nan")}
+    group = make_group(0, size=1, reward=graded, metrics={"reward_main": 0.5, "num_calls": 3.0})
+    rows = sample_table([group, make_group(1, size=1, reward=1.0)]).to_pylist()
+    assert rows[0]["parts"] == [("acc", 0.5), ("ok", 1.0), ("reward_main", 0.5)]
+    assert rows[1]["parts"] is None
+
+
 def test_the_footer_has_minima_and_maxima_of_the_search_columns(tmp_path: Path, make_group) -> None:
     write_table(tmp_path / "file.parquet", sample_table([make_group(0, size=70, kept=True)]))
     meta = pq.read_metadata(tmp_path / "file.parquet")
     columns = {meta.row_group(0).column(at).path_in_schema: meta.row_group(0).column(at) for at in range(meta.num_columns)}
     with_statistics = {name for name, column in columns.items() if column.is_stats_set}
     assert with_statistics == {
-        *("index", "group_index", "reward", "status", "kept", "engine", "response_length", "advantage_mean", "oldest_version"),
-        *("prompt_key", "versions.list.element"),
+        *("index", "group_index", "reward", "passed", "status", "kept", "engine", "response_length", "advantage_mean"),
+        *("oldest_version", "prompt_key", "versions.list.element"),
     }
     assert (columns["index"].statistics.min, columns["index"].statistics.max) == (0, 63)
 

@@ -1,5 +1,6 @@
 """`--eval-function-path`: the user's function in place of the evaluator."""
 
+from copy import deepcopy
 from types import SimpleNamespace
 
 import pytest
@@ -12,12 +13,14 @@ from fuligo.rollout.generate import SingleTurn, sampling_params
 from tests.unit.rollout.scripted import Rows, ScriptedReward, Tokenizer, world
 
 
-def custom(hook) -> CustomEvaluator:
+def custom(hook, *, own_key: str | None = None, reward_key: str | None = None) -> CustomEvaluator:
     given = world()
     params = sampling_params(given.flags)
-    sets = [EvalSet("aime", Rows().take(2), 3, params, ScriptedReward())]
+    sets = [EvalSet("aime", Rows().take(2), 3, params, ScriptedReward(), own_key)]
     generate = SingleTurn(given.engine, Tokenizer(), timeout_s=9)
-    return CustomEvaluator(hook, SimpleNamespace(), sets, generate, params, policy_version=lambda: 0, reward_key=None, vocab_size=None)
+    return CustomEvaluator(
+        hook, SimpleNamespace(), sets, generate, params, policy_version=lambda: 0, reward_key=reward_key, vocab_size=None
+    )
 
 
 async def own(args, rollout_id, data_source, evaluation=False):
@@ -40,6 +43,19 @@ async def test_metrics_are_those_of_the_samples_that_it_returns():
     assert first.metrics["eval/aime/pass@3"] == 1
     assert [len(group.samples) for group in first.groups["aime"]] == [3, 3]
     assert second.metrics == first.metrics, "each evaluation begins with fresh samples"
+
+
+async def test_each_dataset_reports_its_own_value_of_dict_rewards():
+    async def graded(args, rollout_id, data_source, evaluation=False):
+        result = await own(args, rollout_id, data_source, evaluation)
+        for sample in result["aime"]:
+            sample.reward = {"acc": sample.reward, "score": 0.5}
+        return result | {"extra": deepcopy(result["aime"])}
+
+    evaluation = await custom(graded, own_key="acc", reward_key="score").evaluate(0)
+    assert evaluation.reward_keys == {"aime": "acc", "extra": "score"}
+    assert evaluation.metrics["eval/aime/mean@3"] == pytest.approx(1 / 3)
+    assert evaluation.metrics["eval/extra/mean@3"] == 0.5
 
 
 async def test_samples_without_reward_count_as_failed():

@@ -71,11 +71,11 @@ class Prompts {
     // With a shaped reward, such as one less a penalty of length, right answers may stay below 1: a pass rate of 0% would mislead.
     const rule = answer.any_passes ? "a response passes with a reward of at least 1" : "no pass rates, as no response has a reward of at least 1";
     this.found.textContent = answer.total ? `${count(answer.total, "prompt")}, ${rule}${read}` : `No judged samples recorded.${read}`;
-    this.body.replaceChildren(...(answer.total ? [this.table(answer.rows, answer.any_passes)] : []));
+    this.body.replaceChildren(...(answer.total ? [this.table(answer.rows)] : []));
     this.more.hidden = answer.rows.length >= answer.total || this.size >= 200;
   }
 
-  table(rows, anyPasses) {
+  table(rows) {
     return element(
       "table",
       { class: "prompts" },
@@ -93,7 +93,7 @@ class Prompts {
       element(
         "tbody",
         {},
-        rows.map((row) => this.row(row, anyPasses)),
+        rows.map((row) => this.row(row)),
       ),
     );
   }
@@ -109,8 +109,9 @@ class Prompts {
     return element("th", attributes, element("button", { type: "button", onclick: () => go({ order: next }) }, title + mark));
   }
 
-  row(row, anyPasses) {
-    const target = { prompt: row.prompt_key, of: this.of === "eval" ? "eval" : null };
+  row(row) {
+    const target = { prompt: row.prompt_key, of: this.of === "eval" ? "eval" : null, dataset: row.dataset };
+    const isNamed = row.dataset && !param("dataset") && chosenRun().datasets.length > 1;
     return element(
       "tr",
       {},
@@ -118,8 +119,13 @@ class Prompts {
         "td",
         {},
         element("button", { type: "button", class: "prompt", onclick: () => go(target, { view: "samples" }) }, row.text || "(not recorded)"),
+        isNamed ? pill(row.dataset) : null,
       ),
-      element("td", { class: "number" }, anyPasses ? share(row.pass_rate) : "–"),
+      element(
+        "td",
+        { class: "number", title: row.pass_rate === null ? `no response${row.dataset ? " of this dataset" : ""} has a reward of at least 1` : null },
+        row.pass_rate === null ? NOTHING : share(row.pass_rate),
+      ),
       element("td", { class: "number wide" }, figure(row.mean, 3)),
       element("td", { class: "number" }, row.num_steps > 1 ? `${figure(row.first, 3)} → ${figure(row.last, 3)}` : figure(row.last, 3)),
       element("td", { class: "number wide" }, row.num_samples),

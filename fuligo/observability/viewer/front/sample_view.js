@@ -5,6 +5,7 @@ class SampleView {
     Object.assign(this, { of, closeIt: close, open });
     this.node = element("article", { class: "sample-view", "aria-label": "Sample", tabindex: -1 });
     this.latest = latestOnly();
+    this.showRelated = oneAtATime(() => this.drawRelated());
   }
 
   async show(run, step, row) {
@@ -12,6 +13,7 @@ class SampleView {
     const key = `${run.name}:${of}:${step}.${row}`;
     if (this.shown === key) return;
     this.shown = key;
+    this.related = null;
     this.history?.remove();
     let sample;
     try {
@@ -20,8 +22,7 @@ class SampleView {
       this.node.replaceChildren(this.bar(`Step ${step}, row ${row}`), notes([error.message]));
       return;
     }
-    if (sample === undefined) return;
-    this.sample = sample;
+    if (sample === undefined || this.shown !== key) return;
     const tokens = new TokenView(sample.tokens, (colour) => go({ colour }, { quietly: true }));
     this.node.replaceChildren(
       ...[
@@ -44,7 +45,40 @@ class SampleView {
       ].filter(Boolean),
     );
     this.node.scrollTop = 0;
-    await Promise.all([this.showHistory(run, of, sample), runs.length > 1 ? this.showOthers(run, of, sample) : null]);
+    this.related = { run, of, sample };
+    this.drawn = {};
+    await this.showRelated();
+  }
+
+  // Samples are read in the background: what is known of the prompt at other steps and in other runs grows.
+  updated() {
+    if (this.related && this.numRead !== samplesRead()) this.showRelated();
+  }
+
+  async drawRelated() {
+    const { related } = this;
+    if (!related) return;
+    this.numRead = samplesRead();
+    const { run, of, sample } = related;
+    const question = { run: run.name, of, prompt: sample.prompt_key, dataset: sample.dataset };
+    try {
+      const [history, others] = await Promise.all([
+        ask("history", question),
+        runs.length > 1 ? ask("others", { ...question, step: sample.step }) : { runs: [] },
+      ]);
+      if (related !== this.related) return;
+      if (this.isNew("history", history.rows)) this.drawHistory(run, of, sample, history.rows);
+      if (this.isNew("others", others.runs)) this.drawOthers(of, others.runs);
+    } catch (error) {
+      if (related === this.related) this.historyPart.replaceChildren(notes([error.message]));
+    }
+  }
+
+  // Whether the answer differs from the one that is shown.
+  isNew(name, answer) {
+    const before = this.drawn[name];
+    this.drawn[name] = JSON.stringify(answer);
+    return before !== this.drawn[name];
   }
 
   bar(title) {
@@ -59,6 +93,7 @@ class SampleView {
   facts(sample) {
     const facts = [
       ["reward", rewardPill(sample.reward)],
+      ...Object.entries(sample.parts).map(([name, value]) => [name, figure(value, 3)]),
       ["label", sample.label === null ? null : sample.label],
       ["images", sample.images?.length ? sample.images.join(", ") : null],
       this.of() === "eval" ? ["after", count(sample.step, "rollout")] : ["step", sample.step],
@@ -69,8 +104,8 @@ class SampleView {
         element(
           "a",
           {
-            href: addressWith({ group: sample.group, sample: null }),
-            onclick: (event) => (event.preventDefault(), go({ group: sample.group })),
+            href: addressWith({ group: sample.group, dataset: sample.dataset, sample: null }),
+            onclick: (event) => (event.preventDefault(), go({ group: sample.group, dataset: sample.dataset })),
           },
           sample.group,
         ),
@@ -166,14 +201,11 @@ class SampleView {
   }
 
   // Responses of the other runs to this prompt, at the step nearest to this one.
-  async showOthers(run, of, sample) {
-    const part = this.othersPart;
-    const answer = await ask("others", { run: run.name, of, prompt: sample.prompt_key, step: sample.step });
-    if (part !== this.othersPart || !answer.runs.length) return;
-    part.hidden = false;
-    part.replaceChildren(
+  drawOthers(of, others) {
+    this.othersPart.hidden = !others.length;
+    this.othersPart.replaceChildren(
       element("h3", {}, "The same prompt in other runs"),
-      ...answer.runs.map(({ run: name, step, members }) =>
+      ...others.map(({ run: name, step, members }) =>
         element(
           "div",
           { class: "other-run" },
@@ -198,10 +230,9 @@ class SampleView {
     );
   }
 
-  async showHistory(run, of, sample) {
-    const history = await this.latest(ask("history", { run: run.name, of, prompt: sample.prompt_key }));
-    if (history === undefined) return;
-    const steps = [...new Set(history.rows.map((row) => row.step))];
+  drawHistory(run, of, sample, history) {
+    this.history?.remove();
+    const steps = [...new Set(history.map((row) => row.step))];
     if (steps.length < 2) {
       this.historyPart.replaceChildren(
         element("h3", {}, "This prompt over time"),
@@ -211,7 +242,7 @@ class SampleView {
     }
     const mean = (rows) => rows.reduce((sum, row) => sum + (row.reward ?? 0), 0) / rows.length;
     const points = steps
-      .map((step) => ({ x: step, y: mean(history.rows.filter((row) => row.step === step && row.reward !== null)) }))
+      .map((step) => ({ x: step, y: mean(history.filter((row) => row.step === step && row.reward !== null)) }))
       .filter(({ y }) => Number.isFinite(y));
     this.history = new Chart({ title: "mean reward of this prompt" });
     this.historyPart.replaceChildren(
@@ -221,7 +252,7 @@ class SampleView {
         "div",
         { class: "history" },
         steps.map((step) => {
-          const rows = history.rows.filter((row) => row.step === step);
+          const rows = history.filter((row) => row.step === step);
           return element(
             "button",
             {
@@ -244,9 +275,14 @@ class SampleView {
   }
 
   remove() {
+    this.shown = null;
+    this.related = null;
     this.history?.remove();
   }
 }
+
+// Samples of all runs that are read so far, of training and of evaluations.
+const samplesRead = () => runs.map((run) => `${run.num_samples} ${run.num_eval_samples}`).join();
 
 // All engines of a continued response, in order.
 function enginesOf(sample) {

@@ -14,6 +14,9 @@ const FILTER_NAMES = [
   "group",
   "engine",
   "dataset",
+  "part",
+  "part_min",
+  "part_max",
   "prompt",
   "text",
 ];
@@ -124,6 +127,7 @@ class Samples {
 
   updated() {
     this.drawSets();
+    if (this.isOpen) this.view.updated();
     if (this.numSamples !== this.known) {
       this.known = this.numSamples;
       this.drawHead();
@@ -146,7 +150,7 @@ class Samples {
     const shown = this.run.num_eval_samples > 0 || this.of === "eval";
     if (this.sets.childElementCount > 0 === shown && this.of === this.drawn) return;
     this.drawn = this.of;
-    const forget = Object.fromEntries([...OF_TRAINING, "dataset", "step_min", "step_max", "group", "prompt"].map((name) => [name, null]));
+    const forget = Object.fromEntries([...OF_TRAINING, "dataset", "part", "part_min", "part_max", "step_min", "step_max", "group", "prompt"].map((name) => [name, null]));
     this.sets.replaceChildren(
       shown
         ? choice(
@@ -229,6 +233,7 @@ class Samples {
         ofTraining && number("staleness_min", "Stale by", "≥", "Stale by at least"),
         ofTraining && this.run.engines.length > 1 && menu("engine", "Engine", [["", "any"], ...this.run.engines.map(twice)], param("engine") ?? ""),
         !ofTraining && this.run.datasets.length > 1 && menu("dataset", "Dataset", [["", "any"], ...this.run.datasets.map(twice)], param("dataset") ?? ""),
+        ...this.partFields(menu, field),
         number("group", "Group", "any"),
         menu("order", "Order", this.orders, param("order") ?? "newest"),
         element(
@@ -243,6 +248,23 @@ class Samples {
         ),
       ].filter(Boolean),
     );
+  }
+
+  // Filters by one part of the reward, if it has several.
+  partFields(menu, field) {
+    const parts = this.run.parts[this.of];
+    if (!parts.length) return [];
+    const bounds = (name, placeholder) => field(name, { type: "number", step: "any", placeholder, "aria-label": `${param("part")} ${placeholder}` });
+    return [
+      menu("part", "Part of reward", [["", "any"], ...parts.map(twice)], param("part") ?? ""),
+      param("part") &&
+        element(
+          "div",
+          { class: "field" },
+          element("span", {}, param("part")),
+          element("div", { class: "range" }, bounds("part_min", "from"), bounds("part_max", "to")),
+        ),
+    ];
   }
 
   close() {

@@ -18,7 +18,9 @@ function passes(row, filters) {
   return Object.entries(filters).every(([name, wanted]) => {
     if (!wanted) return true;
     const [column, bound] = name.split("_");
-    const value = name === "prompt" ? row.prompt_key : row[column];
+    if (column === "part" && bound && !filters.part) return true;
+    const value = name === "prompt" ? row.prompt_key : column === "part" ? (row.parts[filters.part] ?? null) : row[column];
+    if (name === "part") return value !== null;
     if (name === "text") return `${row.prompt}\n${row.response}`.toLowerCase().includes(wanted.trim().toLowerCase());
     if (bound) return value !== null && (bound === "min" ? value >= Number(wanted) : value <= Number(wanted));
     return String(value) === wanted;
@@ -42,23 +44,24 @@ const FROM_REPORT = {
   step: ({ run, step }) => reported(embedded.step[run][step], "This report has no timeline of this step."),
   health: ({ run }) => embedded.health[run],
   sample: ({ run, of, step, row }) => reported(embedded.sample[run][of][`${step}.${row}`], "This report does not include this sample."),
-  history: ({ run, of, prompt }) => {
-    const rows = embedded.samples[run][of].filter((row) => row.prompt_key === prompt).sort(ordering("oldest"));
+  history: ({ run, of, prompt, dataset }) => {
+    const rows = embedded.samples[run][of].filter((row) => passes(row, { prompt, dataset })).sort(ordering("oldest"));
     return { total: rows.length, rows, indexed: [1, 1] };
   },
   // A report has the first prompts of every order, of all datasets together.
   prompts: ({ run, of, order, offset, limit }) => {
     const key = order.replace(/^-/, "");
     const sign = order.startsWith("-") ? -1 : 1;
-    const rows = [...embedded.prompts[run][of]].sort((a, b) => sign * (a[key] - b[key]) || (key === "pass_rate" ? sign * (a.mean - b.mean) : 0));
-    const any_passes = rows.some((row) => row.pass_rate > 0);
+    const difference = (a, b) => (a[key] === null) - (b[key] === null) || sign * (a[key] - b[key]);
+    const rows = [...embedded.prompts[run][of]].sort((a, b) => difference(a, b) || (key === "pass_rate" ? sign * (a.mean - b.mean) : 0));
+    const any_passes = rows.some((row) => row.pass_rate !== null);
     return { total: rows.length, any_passes, offset, rows: rows.slice(offset, offset + limit), indexed: [1, 1] };
   },
-  others: ({ run, of, prompt, step }) => ({
+  others: ({ run, of, prompt, step, dataset }) => ({
     runs: embedded.runs
       .filter(({ name }) => name !== run)
       .map(({ name }) => {
-        const rows = embedded.samples[name][of].filter((row) => row.prompt_key === prompt);
+        const rows = embedded.samples[name][of].filter((row) => passes(row, { prompt, dataset }));
         const nearest = rows.map((row) => row.step).sort((a, b) => Math.abs(a - step) - Math.abs(b - step) || a - b)[0];
         return { run: name, step: nearest, members: rows.filter((row) => row.step === nearest).slice(0, 16) };
       })

@@ -17,9 +17,11 @@ from tests.unit.observability.viewer.recorded_run import NUM_STEPS, PROMPTS
 ROW = st.tuples(st.integers(0, 3), st.integers(0, 4), st.sampled_from([0.0, 0.5, 1.0, None, math.nan]))
 
 
-def index(rows: list[tuple[int, int, float | None]]) -> pa.Table:
+def index(rows: list[tuple[int, int, float | None]], datasets: list[str] | None = None) -> pa.Table:
+    """Return the index of samples (prompt, step, reward)."""
     columns = {"prompt": [row[0] for row in rows], "step": [row[1] for row in rows], "reward": [row[2] for row in rows]}
-    given = columns | {"row": list(range(len(rows)))}
+    passed = [None if reward is None else reward >= 1 for reward in columns["reward"]]
+    given = columns | {"row": list(range(len(rows))), "passed": passed, "dataset": datasets or [None] * len(rows)}
     return pa.table(
         {field.name: pa.array(given.get(field.name, [None] * len(rows)), field.type) for field in INDEX_SCHEMA}, schema=INDEX_SCHEMA
     )
@@ -33,19 +35,30 @@ def test_prompts_are_counted_and_sorted(rows: list[tuple[int, int, float | None]
             by_prompt[prompt][step].append(reward)
     found = prompt_table(index(rows), order).to_pylist()
     assert {row["prompt"] for row in found} == set(by_prompt)
+    any_passes = any(reward >= 1 for steps in by_prompt.values() for rewards in steps.values() for reward in rewards)
     for row in found:
         steps = by_prompt[row["prompt"]]
         every = [reward for rewards in steps.values() for reward in rewards]
         means = [sum(steps[step]) / len(steps[step]) for step in sorted(steps)]
         assert row["num_samples"] == len(every) and row["num_steps"] == len(steps) and row["newest"] == max(steps)
-        assert row["pass_rate"] == pytest.approx(sum(reward >= 1 for reward in every) / len(every))
+        assert row["pass_rate"] == (pytest.approx(sum(reward >= 1 for reward in every) / len(every)) if any_passes else None)
         assert (row["mean"], row["change"]) == pytest.approx((sum(every) / len(every), means[-1] - means[0]))
-    values = [row[order.removeprefix("-")] for row in found]
+    name = order.removeprefix("-")
+    values = [row["mean" if name == "pass_rate" and not any_passes else name] for row in found]
     assert values == sorted(values, reverse=order.startswith("-"))
 
 
 def test_rewards_by_step_leave_out_what_was_not_judged() -> None:
-    assert rewards_by_step(index([(7, 1, 1.0), (7, 0, 0.0), (7, 1, 0.0), (8, 0, None)])) == {7: [(0, 0.0), (1, 0.5)], 8: []}
+    assert rewards_by_step(index([(7, 1, 1.0), (7, 0, 0.0), (7, 1, 0.0), (8, 0, None)])) == {(7, None): [(0, 0.0), (1, 0.5)], (8, None): []}
+
+
+def test_datasets_judge_the_same_prompt_apart() -> None:
+    """The shaped rewards of `b` never reach 1, so it has no pass rates, and its prompts come last."""
+    rows = index([(7, 0, 1.0), (7, 0, 0.5), (8, 0, 0.0), (7, 3, 0.9)], ["a", "b", "a", "b"])
+    found = [(row["prompt"], row["dataset"], row["pass_rate"], row["mean"]) for row in prompt_table(rows, "-pass_rate").to_pylist()]
+    assert found == [(7, "a", 1.0, 1.0), (8, "a", 0.0, 0.0), (7, "b", None, pytest.approx(0.7))]
+    assert [row["dataset"] for row in prompt_table(rows, "pass_rate").to_pylist()] == ["a", "a", "b"]
+    assert rewards_by_step(rows)[7, "b"] == [(0, 0.5), (3, 0.9)]
 
 
 def test_an_answer_has_texts_and_curves_of_one_page(run: RunReader) -> None:

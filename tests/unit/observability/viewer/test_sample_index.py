@@ -75,7 +75,7 @@ def test_a_file_of_another_version_is_indexed_as_far_as_possible(copy: Path) -> 
 
 def test_search_columns_are_derived_for_files_of_earlier_versions(recorded: Path, tmp_path: Path) -> None:
     path = recorded / "samples" / f"rollout_{STALE_FROM:06d}.parquet"
-    added = ["response_length", "advantage_mean", "oldest_version", "prompt_key"]
+    added = ["response_length", "advantage_mean", "oldest_version", "prompt_key", "passed"]
     pq.write_table(pq.read_table(path).drop_columns(added), tmp_path / "older.parquet", write_statistics=False)
     now, then = read_index_table(path, 8), read_index_table(tmp_path / "older.parquet", 8)
     for name in now.column_names:
@@ -107,7 +107,7 @@ def test_index_reads_no_text_and_no_tokens(recorded: Path, monkeypatch: pytest.M
     read_index_table(recorded / "samples" / "rollout_000004.parquet", 4)
     assert sorted(read) == [
         *("advantage_mean", "engine", "group_index", "index", "kept"),
-        *("oldest_version", "prompt_key", "response_length", "reward", "status"),
+        *("oldest_version", "parts", "passed", "prompt_key", "response_length", "reward", "status"),
     ]
 
 

@@ -12,6 +12,7 @@ from fuligo.observability.viewer import sample_query
 from fuligo.observability.viewer.run import RunReader
 from fuligo.observability.viewer.sample_index import SampleIndex
 from fuligo.observability.viewer.sample_query import Order, SampleFilter, TextSearch, in_order, matching
+from fuligo.types import Sample, SampleGroup
 from tests.unit.observability.viewer.recorded_run import NUM_STEPS, STALE_FROM, begin_run, groups_of
 
 
@@ -49,6 +50,25 @@ CASES = [
 def test_filters(run: RunReader, rows: list[dict], wanted: SampleFilter, oracle) -> None:
     expected = [row["index"] for row in rows if oracle(row)]
     assert matching(run.samples.table(), wanted)["index"].to_pylist() == expected
+
+
+def test_filters_by_a_part_of_the_reward(tmp_path: Path) -> None:
+    live = begin_run(tmp_path / "graded")
+    rewards: list[float | dict] = [{"acc": 1.0, "format": 0.5}, {"acc": 0.0}, {"format": 0.25}, 1.0]
+    samples = [Sample(at, 0, "p", np.ones(1, np.int32), reward=reward) for at, reward in enumerate(rewards)]
+    live.directory.write_samples(0, [SampleGroup(0, 0, samples)], reward_key="acc")
+    live.directory.close()
+    index = SampleIndex(tmp_path / "graded")
+    index.update()
+    assert index.parts() == ["acc", "format"]
+
+    def found(**given) -> list[int]:
+        return matching(index.table(), SampleFilter(**given))["index"].to_pylist()
+
+    assert (found(part="acc"), found(part="format"), found(part="other")) == ([0, 1], [0, 2], [])
+    assert (found(part="acc", part_min=0.5), found(part="acc", part_max=0.5)) == ([0], [1])
+    assert found(part="format", part_min=0.25, part_max=0.25) == [2]
+    assert found(part_min=0.5) == [0, 1, 2, 3], "bounds alone name no part"
 
 
 @pytest.mark.parametrize("order", ["reward", "-reward", "length", "-length", "advantage", "-advantage", "-staleness", "engine"])

@@ -85,7 +85,7 @@ def _problem(file: Path, name: str, spec: HookSpec) -> str | None:
     node = found.get(name)
     if node is None:
         elsewhere = any(isinstance(node, ast.If | ast.Try | ast.With | ast.For) for node in tree.body)
-        if elsewhere or {name, "*"} & _other_names(tree):
+        if elsewhere or "__getattr__" in found or {name, "*"} & _other_names(tree):
             return None
         return f"{file} has no {name}{did_you_mean(nearest(name, found))}"
     shape = _shape(node)

@@ -224,6 +224,7 @@ def test_a_hook_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "reward = make()",
         "@decorated\ndef reward(x): ...",
         "class reward(Base): ...",
+        "def __getattr__(name): ...",  # as fuligo.callables, which holds functions passed to fuligo.train
         "raise RuntimeError('never run')\ndef reward(args, sample): ...",
     ],
 )

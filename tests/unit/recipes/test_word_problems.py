@@ -55,6 +55,7 @@ def test_the_model_gets_a_template_that_shows_tools(directory: Path):
 def test_grpo_starts_from_the_last_checkpoint_of_the_warm_start():
     folder = Path(make_data.__file__).parent
     warm_start, config = load_yaml(folder / "sft.yaml"), load_yaml(folder / "config.yaml")
-    assert warm_start.data.num_rollout * warm_start.rollout.rollout_batch_size == make_data.NUM_SHOWN
-    assert config.model.hf_checkpoint == f"runs/word-problems-sft/checkpoints/iter_{warm_start.data.num_rollout:07d}/hf"
-    assert config.rollout.environment.endswith("/calculator/environment.py:Calculator")
+    num_steps = warm_start.data.num_rollout or 0
+    assert num_steps * warm_start.rollout.rollout_batch_size == make_data.NUM_SHOWN
+    assert config.model.hf_checkpoint == f"runs/word-problems-sft/checkpoints/iter_{num_steps:07d}/hf"
+    assert str(config.rollout.environment).endswith("/calculator/environment.py:Calculator")

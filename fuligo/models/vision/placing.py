@@ -1,6 +1,6 @@
 """Places of images among the token ids of a prompt, in which each image's tokens all have the id of an image token."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from fuligo.errors import DataError
 from fuligo.models.vision.processor import TokenGrid, image_digest
@@ -39,7 +39,7 @@ def place_images(
     return tuple(placed)
 
 
-def collapsed(ids: Sequence[int], images: Sequence[PromptImage]) -> list[int]:
+def collapsed(ids: Iterable[int], images: Sequence[PromptImage]) -> list[int]:
     """Return the ids with one token for each image, as the chat template writes them and SGLang takes them.
 
     Args:

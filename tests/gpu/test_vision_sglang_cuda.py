@@ -20,7 +20,7 @@ PYTHON = os.environ.get("FULIGO_SGLANG_PYTHON")
 pytestmark = pytest.mark.skipif(PYTHON is None, reason="FULIGO_SGLANG_PYTHON names no interpreter with SGLang")
 
 
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 def test_a_model_learns_to_count_what_it_sees(tmp_path: Path, frozen: bool) -> None:
     run = tmp_path / "run"
     flags = {

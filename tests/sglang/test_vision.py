@@ -29,6 +29,7 @@ from tests.sglang.engines import ENVIRONMENT, server_settings, sglang_python
 from tests.sglang.test_job import metrics
 
 SHAPES = Path(__file__).parents[2] / "examples" / "shapes"
+WITH_IMAGES = {**ENVIRONMENT, "FULIGO_TEST_KERNEL_NAMES": "1"}
 PARAMS = SamplingParams(max_new_tokens=12, temperature=1.0, ignore_eos=True)
 
 
@@ -46,7 +47,8 @@ async def test_log_probabilities_are_those_of_transformers(claims: PortClaims, t
     images = [tiny_vision.png(33, 41), tiny_vision.png(100, 17, seed=1), jpeg_on_its_side(30, 20)]
     prompts = [(images[0], [20, 21]), ([30], images[1], images[2], [22, 23]), ([24, 25, 26],), (images[2], [27], images[0], [28])]
     arguments = {"max_total_tokens": 4096, "disable_fast_image_processor": True}
-    server = SGLangServer(server_settings("engine", checkpoint, claims, tmp_path / "engine.txt", arguments=arguments))
+    settings = server_settings("engine", checkpoint, claims, tmp_path / "engine.txt", arguments=arguments, environment=WITH_IMAGES)
+    server = SGLangServer(settings)
     client = EngineClient(server.url, server.settings.keys, timeout_s=120.0)
     generate = SingleTurn(client, tiny.tokenizer(), timeout_s=120.0, images=ResizedImages(processor))
     try:
@@ -79,7 +81,7 @@ def test_a_model_learns_to_count_what_it_sees(tmp_path: Path) -> None:
     """Also through the router, which rebuilds each request by its own schema."""
     run = tmp_path / "run"
     given = ["--rollout-backend", "sglang", "--train-backend", "torch", "--rollout-num-gpus", "1", "--actor-num-gpus-per-node", "1"]
-    engines = ["--engine-python", str(sglang_python()), "--engine-env", json.dumps(ENVIRONMENT), "--check-weight-update-equal"]
+    engines = ["--engine-python", str(sglang_python()), "--engine-env", json.dumps(WITH_IMAGES), "--check-weight-update-equal"]
     words = [sys.executable, "-m", "fuligo", "train", "--config", str(SHAPES / "config.yaml"), "--run-dir", str(run), *given, *engines]
     words += ["--num-rollout", "8", "--no-eval", "--progress", "plain", "--rollout-batch-size", "24"]
     done = subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=400, check=False)

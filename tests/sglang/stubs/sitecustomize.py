@@ -1,6 +1,7 @@
-"""Changes of SGLang 0.5.15 on request: plain memory instead of pinned memory, forked processes instead of spawned ones.
+"""Changes of SGLang 0.5.15 on request: plain memory instead of pinned memory, forked processes instead of spawned ones, names of kernels.
 
-It pins its record of experts and adapters, also without a GPU.
+It pins its record of experts and adapters, also without a GPU. Its processor of Qwen's images imports the model of Qwen3.5, which looks up
+kernels for CPUs with AMX; Qwen3-VL computes with none of them.
 """
 
 import os
@@ -17,6 +18,12 @@ if os.environ.get("FULIGO_TEST_PLAIN_MEMORY"):
     for _name in ("zeros", "tensor", "arange", "empty"):
         setattr(torch, _name, _plain(getattr(torch, _name)))
     torch.Tensor.pin_memory = lambda self, *_: self
+
+if os.environ.get("FULIGO_TEST_KERNEL_NAMES"):
+    import torch
+
+    for _name in ("fused_sigmoid_mul_cpu", "fused_qk_gemma_rmsnorm_cpu", "fused_qk_gemma_rmsnorm_with_gate_cpu"):
+        torch.library.define(f"sgl_kernel::{_name}", "() -> ()")
 
 if os.environ.get("FULIGO_TEST_FORKED_ENGINE"):
     import multiprocessing

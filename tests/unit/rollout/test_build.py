@@ -1,21 +1,22 @@
 """Sampling built from flags and hooks, without requests to an engine."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fuligo.config import Config
-from fuligo.config.groups import DataFlags, RewardFlags, RolloutFlags
+from fuligo.config.groups import ClusterFlags, DataFlags, ModelFlags, RewardFlags, RolloutFlags
 from fuligo.engines.group import EngineGroup
 from fuligo.errors import ConfigError, HookError, RolloutError
-from fuligo.rollout.build import Sampling, build_sampling
+from fuligo.rollout.build import Sampling, _resized_images, build_sampling
 from fuligo.rollout.custom_generate import CustomGenerate
 from fuligo.rollout.custom_source import CustomSource
 from fuligo.rollout.generate import SingleTurn
 from fuligo.rollout.rewards import reward_runner
 from fuligo.rollout.source import GroupSource
-from tests import tiny
+from tests import tiny, tiny_vision
 from tests.unit.rollout.scripted import Rows
 
 HOOKS = """
@@ -66,6 +67,17 @@ async def test_without_hooks_prompts_are_answered_in_one_turn():
     sampling = await build()
     assert isinstance(sampling.source, GroupSource)
     assert isinstance(sampling.generators.evaluation, SingleTurn)
+
+
+async def test_images_are_resized_for_sglang_only(tmp_path: Path):
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(tiny_vision.PROCESSOR))
+    for backend, resizes in (("embedded", False), ("sglang", True)):
+        config = Config(
+            model=ModelFlags(hf_checkpoint=str(tmp_path)),
+            cluster=ClusterFlags(rollout_backend=backend),
+            data=DataFlags(multimodal_keys={"image": "images"}),
+        )
+        assert (_resized_images(config) is not None) == resizes
 
 
 async def test_a_data_source_that_cannot_be_made_is_named(hooks: str):

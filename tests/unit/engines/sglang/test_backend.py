@@ -83,6 +83,16 @@ def test_on_shared_gpus_memory_is_released_and_models_that_are_never_synced_keep
     assert "--enable-weights-cpu-backup" in judge and "--enable-weights-cpu-backup" not in actor
 
 
+def test_engines_of_the_policy_compute_images_as_the_trainer_does(fleets) -> None:
+    models = [JUDGE, {"name": "actor", "server_groups": [{"num_gpus": 1}]}]
+    text = config_of(models, rollout_num_gpus=2)
+    images = apply_changes(text, [Change(("data", "multimodal_keys"), {"image": "images"})])
+    for config, expected in ((text, [False, False]), (images, [False, True])):
+        settings = fleets(config)
+        commands = [settings[name].servers[0].command() for name in ("judge", "actor")]
+        assert ["--disable-fast-image-processor" in command for command in commands] == expected
+
+
 def test_engines_of_the_policy_record_where_tokens_go(fleets) -> None:
     models = [JUDGE, {"name": "actor", "server_groups": [{"num_gpus": 1}]}]
     replayed = apply_changes(config_of(models, rollout_num_gpus=2), [Change(("algorithm", "use_rollout_routing_replay"), True)])

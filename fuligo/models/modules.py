@@ -45,15 +45,13 @@ def take_stated_rotation(model: nn.Module) -> int:
     128.
     """
     config: Any = model.config
-    rotary_dim, rope = getattr(config, "rotary_dim", None), getattr(config, "rope_parameters", None)
-    if (
-        not isinstance(rotary_dim, int)
-        or not isinstance(rope, dict)
-        or rope.get("rope_type") != "default"
-        or "partial_rotary_factor" in rope
-    ):
+    rotary_dim: Any = getattr(config, "rotary_dim", None)
+    head_dim, rope = getattr(config, "head_dim", None), getattr(config, "rope_parameters", None)
+    if not isinstance(rotary_dim, int) or not isinstance(head_dim, int) or not isinstance(rope, dict):
         return 0
-    config.rope_parameters = {**rope, "partial_rotary_factor": rotary_dim / config.head_dim}
+    if rope.get("rope_type") != "default" or "partial_rotary_factor" in rope:
+        return 0
+    config.rope_parameters = {**rope, "partial_rotary_factor": rotary_dim / head_dim}
     embeddings: list[Any] = [module for module in model.modules() if hasattr(module, "compute_default_rope_parameters")]
     changed = [embedding for embedding in embeddings if 2 * len(embedding.inv_freq) != rotary_dim]
     for embedding in changed:

@@ -30,6 +30,7 @@ from tests.sglang.test_job import metrics
 
 SHAPES = Path(__file__).parents[2] / "examples" / "shapes"
 WITH_IMAGES = {**ENVIRONMENT, "FULIGO_TEST_KERNEL_NAMES": "1"}
+MEDIA = {tiny_vision.token_id(text) for text in tiny_vision.VISION_TOKENS}
 PARAMS = SamplingParams(max_new_tokens=12, temperature=1.0, ignore_eos=True)
 
 
@@ -54,16 +55,20 @@ async def test_log_probabilities_are_those_of_transformers(claims: PortClaims, t
     try:
         await server.wait_ready()
         samples: list[Sample] = []
-        for index, parts in enumerate(prompts):
+        for index, parts in enumerate(prompts * 2):
             ids, placed = tiny_vision.prompt_of(processor, *parts)
-            begun = await generate(Sample(index, 0, "p", ids, images=placed), PARAMS)
-            samples.append(await generate(begun, replace(PARAMS, max_new_tokens=20)))  # goes on with tokens behind the images
+            sample = await generate(Sample(index, 0, "p", ids, images=placed), PARAMS)
+            if not MEDIA & set(sample.response_ids.tolist()):  # SGLang refuses more of their tokens than there are images
+                sample = await generate(sample, replace(PARAMS, max_new_tokens=20))
+            samples.append(sample)
     finally:
         await client.close()
         await server.stop()
     model = Qwen3VLForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
-    for sample in samples:
-        assert sample.status is SampleStatus.TRUNCATED and sample.response_length == 20, sample.error
+    assert all(sample.status is SampleStatus.TRUNCATED for sample in samples), [sample.error for sample in samples]
+    whole = [sample for sample in samples if not MEDIA & set(sample.response_ids.tolist())]
+    assert sum(sample.response_length == 20 for sample in whole) >= 3, "these went on with tokens behind their images"
+    for sample in whole:  # transformers takes a sampled image token for one of an image
         found = own_logprobs(model, sample, processor)
         assert np.abs(found - sample.engine_logprobs).max() < oracle.TOLERANCE
 

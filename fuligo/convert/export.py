@@ -12,6 +12,8 @@ from fuligo.errors import CheckpointError
 from fuligo.formats.adapter_config import is_adapter
 from fuligo.formats.checkpoint_files import UNFINISHED, is_distributed
 from fuligo.formats.disk import sync, sync_tree, writing
+from fuligo.formats.hugging_face import read_config_json
+from fuligo.models.registry import stored_experts
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +53,7 @@ def export_problem(target: Path) -> str | None:
 
 def _write(checkpoint: Path, new: Path) -> None:
     from fuligo.convert.dist_to_hf import dist_to_hf, write_directory
+    from fuligo.convert.published import PublishedWeights
     from fuligo.formats.hf_tensors import InOwnDtypes
 
     if is_adapter(weights_of(checkpoint)):
@@ -59,8 +62,9 @@ def _write(checkpoint: Path, new: Path) -> None:
     elif is_distributed(checkpoint):
         dist_to_hf(checkpoint, new)
     else:
-        weights = InOwnDtypes(weights_of(checkpoint))
-        write_directory(weights, weights.directory, new, changed={"dtype": str(weights.common).removeprefix("torch.")})
+        stored = InOwnDtypes(weights_of(checkpoint))
+        weights = PublishedWeights(stored, stored_experts(read_config_json(stored.directory)))
+        write_directory(weights, stored.directory, new, changed={"dtype": str(stored.common).removeprefix("torch.")})
 
 
 def push_problem(name: str) -> str | None:

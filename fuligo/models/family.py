@@ -51,6 +51,8 @@ class Family:
     loaded_as: str | None = None
     """Model type whose classes in transformers load the checkpoints; None if the family has its own."""
     stored_experts: StoredExperts = StoredExperts.APART
+    unwritten_keys: tuple[str, ...] = ()
+    """Keys of config.json that SGLang needs and transformers reads but does not write."""
     fuses_gate_up: bool = False
     """transformers' dense MLP has one layer for gate and up projection."""
     has_gated_delta: bool = False

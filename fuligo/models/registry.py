@@ -127,6 +127,12 @@ def stored_experts(config_json: Mapping[str, Any]) -> StoredExperts:
     return StoredExperts.APART if facts is None else facts.stored_experts
 
 
+def unwritten_keys(config_json: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what transformers would leave out of a published config.json, and SGLang needs."""
+    family = FAMILIES.get(str(config_json.get("model_type")))
+    return {} if family is None else {key: config_json[key] for key in family.unwritten_keys if key in config_json}
+
+
 def why_not_sglang(config_json: Mapping[str, Any]) -> str | None:
     """Return why SGLang's engines cannot serve a model; None if they can, or if nothing is known of its type."""
     facts = _facts(config_json)

@@ -109,5 +109,6 @@ def _kinds(config: ConfigJson) -> tuple[str, ...]:
 FAMILY = Family(
     architecture=architecture,
     why_not_megatron="the gated delta net of Megatron-Core 0.16.1 refuses packed sequences",
+    unwritten_keys=("full_attention_interval",),
     has_gated_delta=True,
 )

@@ -24,7 +24,9 @@ from transformers import GenerationConfig, PreTrainedModel
 from fuligo.errors import CheckpointError
 from fuligo.formats.adapter_config import ADAPTER
 from fuligo.formats.checkpoint_files import COUNTERS, VALUE_MODEL, other_files, record_dtypes
+from fuligo.formats.hugging_face import read_config_json
 from fuligo.models.adapter import adapter_tensors, has_adapter, scaling_of, write_adapter_config, write_adapter_weights
+from fuligo.models.registry import unwritten_keys
 from fuligo.trainer.adapter_sender import other_base, require_scaling
 from fuligo.trainer.random_state import has_random_state, read_random_state, set_random_state, write_random_state
 from fuligo.trainer.ranks.world import World
@@ -203,6 +205,9 @@ def _write_model_files(directory: Path, model: PreTrainedModel, model_files: Pat
     model.config.save_pretrained(directory)
     if isinstance(model.generation_config, GenerationConfig):
         model.generation_config.save_pretrained(directory)
+    if lost := unwritten_keys(read_config_json(model_files)):
+        config = directory / "config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), **lost}, indent=2) + "\n")
     for file in other_files(model_files):
         if not (directory / file.name).exists():
             shutil.copy(file, directory)

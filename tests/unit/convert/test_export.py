@@ -1,11 +1,13 @@
 """Exports by --save-hf: complete, replacing an earlier export and nothing else."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from fuligo.convert import dist_to_hf
 from fuligo.convert.compare import compare
@@ -13,6 +15,8 @@ from fuligo.convert.export import export
 from fuligo.convert.hf_to_dist import hf_to_dist
 from fuligo.errors import CheckpointError, FuligoError
 from fuligo.trainer.ranks.world import World
+from fuligo.trainer.torch_backend.tensor_files import write_tensors
+from tests import tiny
 from tests.fp8 import save_family
 
 
@@ -58,6 +62,24 @@ def test_a_distributed_checkpoint_becomes_a_hugging_face_directory(tmp_path: Pat
         export(tmp_path / "dist" / "release", target)
         assert not [result for result in compare(source, target) if result.difference]
         assert [path.name for path in target.parent.iterdir()] == ["19"]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "minimax_m2", "gpt_oss", "qwen3"])
+def test_experts_are_stored_as_published_files_have_them(family: str, tmp_path: Path):
+    """transformers writes the names and shapes of published files, and the torch trainer those of transformers' model."""
+    published = tiny.save_checkpoint(tmp_path / "published", family)
+    weights = tmp_path / "iter_0000020" / "hf"
+    model = AutoModelForCausalLM.from_pretrained(published, dtype=torch.float32)
+    write_tensors(weights, model.state_dict().items())
+    shutil.copy(published / "config.json", weights)
+    export(weights.parent, tmp_path / "exported")
+    expected, found = (read(tmp_path / name) for name in ("published", "exported"))
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def read(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def test_it_may_be_new_or_empty(checkpoint: Path, tmp_path: Path):

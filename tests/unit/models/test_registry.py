@@ -10,7 +10,9 @@ import pytest
 from fuligo.errors import ConfigError
 from fuligo.formats.hugging_face import read_config_json
 from fuligo.models.megatron_flags import megatron_flags
-from fuligo.models.registry import FAMILIES, architecture_of, read_architecture
+from fuligo.models.registry import FAMILIES, architecture_of, read_architecture, unwritten_keys
+from fuligo.models.transformers_types import read_config
+from tests.cluster_recipes import CLUSTER_RECIPES
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 QWEN3 = read_config_json(EXAMPLES / "qwen3-4b" / "model")
@@ -127,3 +129,15 @@ def test_gemma_3_has_windows_but_in_every_sixth_layer_and_ties_its_embeddings() 
     assert [layer.number for layer in model.layers if layer.window is None] == [5, 11, 17, 23]
     assert {layer.window for layer in model.layers} == {None, 512}
     assert model.tied_embeddings and model.num_parameters == 999_885_952
+
+
+def test_what_transformers_leaves_out_of_a_published_config_json_is_known(tmp_path: Path) -> None:
+    """Rotary settings, which it writes under other names, aside."""
+    renamed = {"rope_theta", "rope_scaling", "rope_local_base_freq", "torch_dtype"}
+    for file in {path.parent / "model/config.json" for path in CLUSTER_RECIPES}:
+        published = json.loads(file.read_text())
+        if published["model_type"] == "mimo":  # transformers does not know it
+            continue
+        read_config(file.parent).save_pretrained(tmp_path)
+        written = json.loads((tmp_path / "config.json").read_text())
+        assert published.keys() - written.keys() - renamed == unwritten_keys(published).keys(), file

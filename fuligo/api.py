@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from fuligo.callables import MODULE, register
 from fuligo.config import Config
-from fuligo.config.assignments import Assignment, Given, build_config, override, unset_value
-from fuligo.config.command_line import flag_of_option
+from fuligo.config.assignments import Assignment, Given, build_config, file_places, override, unset_value
+from fuligo.config.command_line import Parsed, flag_of_option
 from fuligo.config.files import read_yaml
 from fuligo.config.flag import option_name
 from fuligo.config.hook_specs import HOOKS
@@ -33,6 +33,11 @@ def configure(file: str | Path | None = None, /, **flags: Any) -> Config:
     Raises:
         ConfigError: a flag is unknown, or a value has the wrong type or is out of range; names all of them.
     """
+    return _parsed(file, flags).config
+
+
+def _parsed(file: str | Path | None, flags: dict[str, Any]) -> Parsed:
+    """Build a config as `configure` does, with its warnings and the places of its flags."""
     given = Given()
     for name, value in flags.items():
         try:
@@ -44,9 +49,9 @@ def configure(file: str | Path | None = None, /, **flags: Any) -> Config:
             given.assignments.append(Assignment(flag, unset_value(flag) if value is None else _plain(name, value), name))
         except ConfigError as error:
             given.problems += error.problems
-    if file is not None:
-        given = override(read_yaml(Path(file)), given)
-    return build_config(given.assignments, given.problems)
+    of_file = Given() if file is None else read_yaml(Path(file))
+    merged = override(of_file, given)
+    return Parsed(build_config(merged.assignments, merged.problems), tuple(merged.warnings), file_places(of_file, given))
 
 
 def _plain(name: str, value: Any) -> Any:
@@ -141,18 +146,20 @@ def _prepared(config: Config | str | Path | None, flags: dict[str, Any]) -> Conf
     """Build and check the config; print warnings and choices as the command does."""
     from fuligo.cli.train import prepare
 
+    warnings, places = (), {}
     if isinstance(config, Config):
         if flags:
             raise ConfigError(f"cannot combine a Config with {', '.join(flags)}: a Config is complete; pass flags to fuligo.configure")
     else:
-        config = configure(config, **flags)
+        parsed = _parsed(config, flags)
+        config, warnings, places = parsed.config, parsed.warnings, parsed.places
     local = _local_functions(config)
     if local and (chosen_launcher(config) != "local" or config.num_train_gpus > 1 or config.checkpoint.max_restarts):
         raise ConfigError(
             f"{', '.join(local)}: other processes of this run cannot import a lambda, a closure or a notebook's function; move it to a "
             "module, or run on this machine with one trainer process"
         )
-    return prepare(config)
+    return prepare(config, warnings, places)
 
 
 def _in_running_loop() -> bool:

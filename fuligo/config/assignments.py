@@ -68,6 +68,13 @@ def override(file: Given, line: Given) -> Given:
     return merged
 
 
+def file_places(file: Given, line: Given) -> dict[str, str]:
+    """Return file and line of the flags that only the file sets, by option."""
+    typed = {assignment.flag.option for assignment in line.assignments}
+    places = {each.flag.option: each.origin.rpartition(", ")[0] for each in file.assignments}
+    return {option: place for option, place in places.items() if option not in typed}
+
+
 def _sets(assignment: Assignment) -> bool:
     """Return whether a flag is given a value, not unset."""
     return not any(assignment.value is nothing for nothing in (None, False, UNSET))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fuligo.config import Config
-from fuligo.config.assignments import ADDED, Assignment, Given, anchored, build_config, invalid_value, override, unset_value
+from fuligo.config.assignments import ADDED, Assignment, Given, anchored, build_config, file_places, invalid_value, override, unset_value
 from fuligo.config.files import read_yaml
 from fuligo.config.flag import PREFIXES, Flag, Kind
 from fuligo.config.flags import flags, option_name, refusal, suggest_options
@@ -90,10 +90,7 @@ def parse(arguments: Sequence[str]) -> Parsed:
     line = read_command_line(arguments)
     file = read_yaml(Path(line.config_file)) if line.config_file is not None else Given()
     given = override(file, line)
-    places = {each.flag.option: each.origin.rpartition(", ")[0] for each in file.assignments}
-    for assignment in line.assignments:
-        places.pop(assignment.flag.option, None)
-    return Parsed(build_config(given.assignments, given.problems), tuple(given.warnings), places)
+    return Parsed(build_config(given.assignments, given.problems), tuple(given.warnings), file_places(file, line))
 
 
 def read_command_line(arguments: Sequence[str]) -> CommandLine:

@@ -37,6 +37,11 @@ def test_arguments_win_over_the_file_and_are_checked_like_flags() -> None:
     assert value.startswith("lr: 'fast' is not valid")
 
 
+def test_findings_about_the_file_name_its_line() -> None:
+    with pytest.raises(ConfigError, match=r"have no effect without evaluation data \(.*config\.yaml line \d+\); drop --eval-interval"):
+        fuligo.train(ASSETS / "config.yaml", eval_interval=3)
+
+
 def test_none_drops_what_the_file_says() -> None:
     """Also where the flag has no null, as a list or a number with a default; the word does the same where a value cannot be a text."""
     config = fuligo.configure(ASSETS / "config.yaml", eval_prompt_data=None, eval_interval=None, lr=None, keep_checkpoints="none")

@@ -82,3 +82,11 @@ async def test_a_metric_that_is_no_finite_number_fails_its_sample(value: Any) ->
         await runner(group)
     assert group.samples[0].status is SampleStatus.FAILED and "metrics has 'num_calls'" in str(group.samples[0].error)
     assert runner.failures == {FailureReason.BAD_VALUE: 1}
+
+
+def test_right_answers_are_counted_without_further_rewards() -> None:
+    """With a penalty of --extra-rm-path, a right answer stays below 1."""
+    samples = [finished(at, right - 0.2, reward_main=right, reward_brief=-0.2) for at, right in enumerate([1.0, 0.0])]
+    metrics = sample_metrics([SampleGroup(0, 0, samples)], reward_key=None, policy_version=0)
+    assert metrics["rollout/mean@2"] == pytest.approx(0.3)
+    assert metrics["rollout/pass@1"] == 0.5

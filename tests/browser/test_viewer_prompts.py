@@ -102,7 +102,7 @@ def test_shaped_rewards_below_1_have_no_pass_rates(serve: Serve, open_page: Open
 def test_prompts_of_evaluations_and_of_a_report(open_page: OpenPage, open_view: OpenPage, recorded: Path, tmp_path: Path) -> None:
     page = open_view("prompts?of=eval")
     expect(page.locator(".prompts tbody tr")).to_have_count(2)
-    page.get_by_text("long_sums", exact=True).click()
+    page.locator(".controls").get_by_text("long_sums", exact=True).click()
     expect(page.locator(".prompts tbody tr")).to_have_count(1)
     write_report([RunReader(recorded, "recorded")], tmp_path / "report.html")
     report = open_page(f"{(tmp_path / 'report.html').as_uri()}#prompts?order=-change")

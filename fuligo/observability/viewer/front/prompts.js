@@ -119,7 +119,7 @@ class Prompts {
         "td",
         {},
         element("button", { type: "button", class: "prompt", onclick: () => go(target, { view: "samples" }) }, row.text || "(not recorded)"),
-        isNamed ? pill(row.dataset) : null,
+        isNamed ? [" ", pill(row.dataset)] : null,
       ),
       element(
         "td",

@@ -34,10 +34,8 @@ def main(argv: list[str]) -> int:
     if model is not None:
         args.model_path = str(model.download())
     if not Path(args.model_path, "config.json").is_file():
-        inside = Path(args.model_path, "hf")  # of a run's checkpoint
-        fix = (
-            f"use {inside}" if Path(inside, "config.json").is_file() else "use a Hugging Face directory, or the name of a model on the Hub"
-        )
+        inside = _weights_inside(Path(args.model_path))
+        fix = "use a Hugging Face directory, or the name of a model on the Hub" if inside is None else f"use {inside}"
         raise ConfigError(f"--model-path {args.model_path}: there is no config.json; {fix}")
     if args.adapter is not None:
         args.adapter = adapter_directory(args.adapter)
@@ -77,6 +75,13 @@ def main(argv: list[str]) -> int:
         ),
         listener,
     )
+
+
+def _weights_inside(given: Path) -> Path | None:
+    """Return the newest weights of a run's directory, of its checkpoints, or of one checkpoint; None if there are none."""
+    places = ("hf", "iter_*/hf", "checkpoints/iter_*/hf")
+    found = [place for pattern in places for place in sorted(given.glob(pattern)) if Path(place, "config.json").is_file()]
+    return found[-1] if found else None
 
 
 def _parser() -> argparse.ArgumentParser:

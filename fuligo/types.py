@@ -211,7 +211,7 @@ class Sample:
     """Text of `response_ids`, all decoded at once."""
     spans: list[Span] = field(default_factory=list)
     episode: Episode | None = None
-    """Turns in an environment (--environment), which the last sample of an episode has; or of an agent (--agent), those of this sample."""
+    """Turns of an episode in an environment (--environment), on its last sample only; with --agent, the agent's turns in this sample."""
 
     @property
     def tokens(self) -> IntArray:

@@ -79,7 +79,7 @@ class RunState:
             state = orjson.loads(path.read_bytes())
             if state["format"] != FORMAT:
                 raise CheckpointError(
-                    f"cannot read {path}: it has format {state['format']}, this version reads {FORMAT}; use the version that wrote it"
+                    f"cannot read {path}: it has format {state['format']}, but this version reads {FORMAT}; use the version that wrote it"
                 )
             rollout = RolloutState(
                 state["source"],

@@ -133,7 +133,7 @@ def _with_shared_gpus(config: Config, num_gpus: int) -> tuple[Config, list[str]]
     changed = apply_changes(config, [Change(("cluster", "colocate"), True)])
     if _breaks_rules(config, changed):
         return config, []
-    return changed, [f"--colocate: trainer and engines need {config.total_num_gpus} separate GPUs, this machine has {num_gpus}"]
+    return changed, [f"--colocate: trainer and engines need {config.total_num_gpus} separate GPUs, but this machine has {num_gpus}"]
 
 
 def _breaks_rules(config: Config, changed: Config) -> bool:

@@ -37,14 +37,14 @@ def _flag_of(path: Path, arguments: Sequence[str]) -> str:
 
 
 def _barrier(path: Path) -> str:
-    """Return the directory that this user may not enter: ` (/data is drwx------ of root)`."""
+    """Return the directory that this user may not enter: ` (/data is drwx------, owned by root)`."""
     for directory in [*reversed(path.parents), path]:
         if not os.access(directory, os.X_OK):
             try:
                 found = directory.lstat()
             except OSError:
                 return ""
-            return f" ({directory} is {stat.filemode(found.st_mode)} of {_name(found.st_uid)})"
+            return f" ({directory} is {stat.filemode(found.st_mode)}, owned by {_name(found.st_uid)})"
     return ""
 
 

@@ -18,7 +18,7 @@ def unread_arguments(config: Config) -> Iterator[str]:
     given = [f"{options.get(name, option_name(name))} {value}" for name, value, _ in not_taken(config.megatron)]
     if given:
         more = f" and {len(given) - _SHOWN} more" if len(given) > _SHOWN else ""
-        yield f"{', '.join(given[:_SHOWN])}{more}: not supported by the Megatron trainer; remove them"
+        yield f"{', '.join(given[:_SHOWN])}{more}: not supported by the Megatron trainer; remove {'it' if len(given) == 1 else 'them'}"
 
 
 def require_read_arguments(config: Config) -> None:

@@ -33,7 +33,7 @@ class TrainerCapabilities:
     pads_rows: bool
     """Rows are padded to a multiple of tokens (--data-pad-size-multiplier)."""
     shares_prefixes: bool
-    """--share-prefixes auto is on: sharing was never slower where it was measured (docs/trainer.md)."""
+    """`--share-prefixes auto` means on: sharing was never slower where it was measured (docs/trainer.md)."""
     needs_gpus: bool
     """Made for GPUs; on a CPU it runs for tests only, if --device cpu asks for it."""
     packages: tuple[str, ...]

@@ -37,7 +37,7 @@ class MergedTensors(InOwnDtypes):
             wanted = (len(update.b), update.a.shape[1])
             if shape is None or shape[-2:] != wanted:
                 raise CheckpointError(
-                    f"cannot merge {adapter} into {base}: {name} is {list(shape or ()) or 'absent'} in its files, and the adapter's is "
+                    f"cannot merge {adapter} into {base}: {name} is {list(shape or ()) or 'absent'} in its files, but the adapter's is "
                     f"{list(wanted)}; use the model that the adapter was trained on ({config.base or 'its adapter_config.json names none'})"
                 )
 

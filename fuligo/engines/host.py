@@ -105,7 +105,7 @@ def listening_socket(host: str, port: int = 0) -> socket.socket:
     """Listen only at `host`. If it is an address that others translate to this machine, listen on every interface, with a warning.
 
     Args:
-        port: 0: a free one
+        port: 0 means any free port
 
     Raises:
         OSError: the port is taken

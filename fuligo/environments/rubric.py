@@ -26,6 +26,6 @@ class Rubric:
             ValueError: parts and weights differ in their names
         """
         if parts.keys() != self.weights.keys():
-            raise ValueError(f"cannot score: the parts are {sorted(parts)}, the rubric has {sorted(self.weights)}; give each part once")
+            raise ValueError(f"cannot score: the parts are {sorted(parts)}, but the rubric has {sorted(self.weights)}; give each part once")
         total = sum(weight * parts[name] for name, weight in self.weights.items())
         return Score(total, {f"reward/{name}": float(value) for name, value in parts.items()})

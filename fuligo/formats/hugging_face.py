@@ -246,10 +246,12 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             size = os.fstat(stream.fileno()).st_size
             length = int.from_bytes(stream.read(_HEADER_LENGTH_BYTES), "little")
             if length > size - _HEADER_LENGTH_BYTES:
-                raise DamagedFileError(f"{file} is truncated or not a safetensors file: it has {size} bytes, its header claims {length}")
+                raise DamagedFileError(
+                    f"{file} is truncated or not a safetensors file: it has {size} bytes, but its header claims {length}"
+                )
             if length > _MAX_HEADER_BYTES:
                 raise DamagedFileError(
-                    f"{file} is not a safetensors file: its header claims {length:,} bytes, the most is {_MAX_HEADER_BYTES:,}"
+                    f"{file} is not a safetensors file: its header claims {length:,} bytes, but the maximum is {_MAX_HEADER_BYTES:,}"
                 )
             header = json.loads(stream.read(length))
         data = _HEADER_LENGTH_BYTES + length
@@ -261,7 +263,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     expected = max((tensor.end for tensor in tensors.values()), default=data)
     if size != expected:
         state = "truncated" if size < expected else "too long"
-        raise DamagedFileError(f"{file} is {state}: it has {size} bytes, its header implies {expected}; copy or download it again")
+        raise DamagedFileError(f"{file} is {state}: it has {size} bytes, but its header implies {expected}; copy or download it again")
     return tensors
 
 

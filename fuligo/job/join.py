@@ -25,7 +25,7 @@ class Joined:
     """Cluster of a run, and the configuration of the run on it."""
 
     config: Config
-    """`--device auto` is resolved by the cluster."""
+    """The run's configuration, with `--device auto` resolved for the cluster."""
     cluster: RayCluster | None
     """Nodes of the run; None if everything runs on this machine."""
 

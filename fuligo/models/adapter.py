@@ -94,8 +94,8 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, *, seed: int) -> 
     widest = max(max(layer.in_features, layer.out_features) for layer in model.modules() if isinstance(layer, nn.Linear))
     if config.rank > widest:  # and memory for it may not exist
         raise ConfigError(
-            f"--lora-rank {config.rank}: the widest matrix of {type(model).__name__} has {widest} rows or columns, and no update of a "
-            "higher rank exists; choose a rank such as 16"
+            f"--lora-rank {config.rank}: the widest matrix of {type(model).__name__} has {widest} rows or columns, so no update can "
+            "have a higher rank; choose a rank such as 16"
         )
     every = {name.rpartition(".")[2] for name in linear_layers(model)}
     added, stored = _peft_config(config, list(config.target_modules) or sorted(every)), _stored_config(config, peft_targets(model, config))

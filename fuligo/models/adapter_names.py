@@ -136,8 +136,8 @@ class AdapterNames(ModelNames):
         widest = max(max(matrix.rows, matrix.weight.shape[1]) for matrix in every)
         if adapter.rank > widest:
             raise ConfigError(
-                f"--lora-rank {adapter.rank}: the widest matrix of {model.architecture.model_type} has {widest} rows or columns, and no "
-                "update of a higher rank exists; choose a rank such as 16"
+                f"--lora-rank {adapter.rank}: the widest matrix of {model.architecture.model_type} has {widest} rows or columns, so "
+                "no update can have a higher rank; choose a rank such as 16"
             )
         PeftTargets.of(adapter, layers, has_experts=model.architecture.experts is not None)  # that PEFT can load what will be saved
         return cls(model.architecture, model.table, adapter)
@@ -279,6 +279,6 @@ def _require_plain_attention(model: ModelNames, num_tensor_ranks: int) -> None:
         )
     if isinstance(heads, GroupedAttention) and num_tensor_ranks > heads.num_kv_heads:
         raise ConfigError(
-            f"--tensor-model-parallel-size {num_tensor_ranks}: an adapter needs a whole head of keys on every TP rank, and the model has "
+            f"--tensor-model-parallel-size {num_tensor_ranks}: an adapter needs a whole head of keys on every TP rank, but the model has "
             f"{heads.num_kv_heads}; use --tensor-model-parallel-size {heads.num_kv_heads}"
         )

@@ -11,7 +11,7 @@ from fuligo.models.names import NameTable
 
 @dataclass(frozen=True, slots=True)
 class ModelArgs:
-    """Reading of MODEL_ARGS as a family's config.json."""
+    """Interpretation of a family's MODEL_ARGS as its config.json."""
 
     told_by: Mapping[str, object] | None = None
     """Flags that MODEL_ARGS of the family have, with their values (True: any but 0); None: they are read as those of an older family with
@@ -21,7 +21,7 @@ class ModelArgs:
     is_latent: bool = False
     """The family has latent attention."""
     needs_experts: bool = False
-    """No model of the family is without experts."""
+    """Every model of the family has experts."""
     num_experts_key: str = "n_routed_experts"
     lists_dense_layers: bool = False
     """config.json lists the dense layers of a mixture (`mlp_only_layers`), and there are no shared experts; False: they are the first."""

@@ -202,7 +202,7 @@ class Disk:
 
     @property
     def used_bytes(self) -> int:
-        """Total; one of each kind where the number is unknown."""
+        """Total size of all files; a kind whose number is unknown is counted once."""
         checkpoints = 1 if self.num_checkpoints is None else self.num_checkpoints
         exports = 1 if self.num_exports is None else self.num_exports
         return checkpoints * self.checkpoint_bytes + exports * self.export_bytes

@@ -169,7 +169,7 @@ class PacedRollouts:
         """Wait for a rollout; cancel it if the wait is cancelled.
 
         Raises:
-            StopAsyncIteration: the end came first
+            StopAsyncIteration: the run was ended first
         """
         ended = asyncio.ensure_future(self._end_early.wait())
         try:

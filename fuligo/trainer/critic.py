@@ -1,4 +1,4 @@
-"""Critic parts that all backends share: the phase in which only it learns, and its start from a checkpoint."""
+"""Critic parts that all backends share: the phase in which only the critic learns, and its start from a checkpoint."""
 
 import logging
 from pathlib import Path

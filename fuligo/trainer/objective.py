@@ -54,10 +54,10 @@ class LossInputs:
     ref_logprobs: Tensor | None = None
     """[N] of the reference model; None without one."""
     teacher_logprobs: Tensor | None = None
-    """[N] of the teacher; None without one. The policy loss only reports it: the advantages contain it already."""
+    """[N] of the teacher; None without one. The policy loss only reports it, because the advantages already include it."""
 
     share: float = 1.0
-    """1 / trajectories of the step, or 1 / its trained tokens with `per_token`: factor of a reduced loss. `weights` contain it already."""
+    """Factor of a reduced loss: 1 / trajectories of the step, or 1 / its tokens with `per_token`; `weights` already include it."""
     total_lengths: Sequence[int] = ()
     """[S] tokens of prompt and response."""
     response_lengths: Sequence[int] = ()

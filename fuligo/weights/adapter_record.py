@@ -46,7 +46,7 @@ class AdapterRecord:
             self.add(version, adapter)
         elif known != adapter and known.num_bytes == adapter.num_bytes:
             raise WeightSyncError(
-                f"cannot resume: {self._path} has adapter {known.checksum} as policy version {version}, and the checkpoint has "
+                f"cannot resume: {self._path} has adapter {known.checksum} as policy version {version}, but the checkpoint has "
                 f"{adapter.checksum}: the recorded samples are another adapter's; resume from this run's own checkpoint, or choose another "
                 "--run-dir"
             )

@@ -28,7 +28,7 @@ class ChecksumProof:
         sent = WeightsDigest(manifest.num_tensors, manifest.num_bytes, manifest.checksum or "")
         for url, held in await engines.weights_checksums():
             if held != sent:
-                raise WeightSyncError(f"--check-weight-update-equal: engine {url} holds {held}, the trainer sent {sent}")
+                raise WeightSyncError(f"--check-weight-update-equal: engine {url} holds {held}, but the trainer sent {sent}")
 
 
 @dataclass(slots=True, frozen=True)

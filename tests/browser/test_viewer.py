@@ -230,7 +230,7 @@ class TestHealth:
     def test_an_alarm_names_step_version_and_engine(self, open_view: OpenPage) -> None:
         alarm = open_view("health").locator(".alarm.error")
         expect(alarm.locator("h3")).to_have_text("Engine and trainer disagree since step 8: weight version 7 still served by engine 1")
-        expect(alarm).to_contain_text("that version 7 sampled differ by 0.5 nats, the others by 0.01")
+        expect(alarm).to_contain_text("that version 7 sampled differ by 0.5 nats and the others by 0.01")
 
     @pytest.mark.parametrize("view", ["overview", "samples", "time", "health"])
     def test_ongoing_alarms_are_counted_on_every_tab(self, open_view: OpenPage, view: str) -> None:

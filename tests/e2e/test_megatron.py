@@ -143,5 +143,5 @@ def test_an_adapter_resumes_under_another_layout_and_another_sync(job: Job, tmp_
 
 def test_what_the_trainer_would_ignore_is_refused_before_anything_starts(job: Job, tmp_path: Path) -> None:
     text = fail(2, *job(**TP2, attention_dropout=0.1, run_dir=tmp_path / "run"))
-    assert "--attention-dropout 0.1: not supported by the Megatron trainer; remove them" in text
+    assert "--attention-dropout 0.1: not supported by the Megatron trainer; remove it" in text
     assert not (tmp_path / "run").exists()

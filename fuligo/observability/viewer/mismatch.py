@@ -119,7 +119,9 @@ def _outstanding(parts: Sequence[Mismatch], key: Callable[[Mismatch], int]) -> l
 def _compared(step: int, parts: Sequence[Mismatch], own: Sequence[Mismatch], who: str) -> str:
     rest = [part for part in parts if part not in own]
     share = sum(part.num_tokens for part in own) / sum(part.num_tokens for part in parts)
-    return f"In step {step} the {share:.0%} of tokens that {who} sampled differ by {_mean(own):.3g} nats, the others by {_mean(rest):.3g}"
+    return (
+        f"In step {step} the {share:.0%} of tokens that {who} sampled differ by {_mean(own):.3g} nats and the others by {_mean(rest):.3g}"
+    )
 
 
 def _served_by(engines: set[int]) -> str:

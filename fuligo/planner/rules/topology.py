@@ -185,7 +185,7 @@ def separate_gpus_take_turns(subject: Subject) -> Iterator[Violation]:
     if together % config.cluster.actor_num_nodes == 0 and together <= config.cluster.actor_num_nodes * config.cluster.num_gpus_per_node:
         fixes = ((*shared, Change(("sglang", "mem_fraction_static"), SHARED_FRACTION)), *fixes)
     yield Violation(
-        f"the trainer has {count(trainer, 'GPU')}, the engines {engines} others (--rollout-num-gpus), {together} in total: in sync mode "
-        "one side idles while the other works; --colocate shares the GPUs, --async-mode one-step uses both sides at once",
+        f"the trainer has {count(trainer, 'GPU')} and the engines have {engines} others (--rollout-num-gpus), {together} in total: in sync "
+        "mode one side idles while the other works; --colocate shares the GPUs, --async-mode one-step uses both sides at once",
         fixes,
     )

@@ -33,7 +33,7 @@ class RowPlaces:
     """Tokens of the longest sequence."""
 
     def slice(self, start: int, stop: int) -> Self:
-        """Return the places of the tokens `start` to `stop` of the L."""
+        """Return the places of the rank's tokens from `start` to `stop`."""
         return replace(self, rows=self.rows[start:stop], positions=self.positions[start:stop])
 
 

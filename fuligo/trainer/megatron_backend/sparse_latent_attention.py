@@ -273,7 +273,7 @@ def refuse_unsupported_sparsity(config: TransformerConfig, settings: MegatronTra
             if first not in sparse.computing and get_num_layers_to_build(config, vp_stage, pp_rank):
                 raise ConfigError(
                     f"--pipeline-model-parallel-size {layout.pp}: a stage starts at layer {first + 1}, which does not compute its own "
-                    "sparse index, it reuses one of the stage before; every stage must start at one of the layers "
+                    "sparse index but reuses one of the stage before; every stage must start at one of the layers "
                     f"{', '.join(str(number + 1) for number in sorted(sparse.computing))} (--decoder-first-pipeline-num-layers, "
                     "--decoder-last-pipeline-num-layers)"
                 )

@@ -70,7 +70,7 @@ def _require_same_architecture(directory: Path, model: PreTrainedModel, policy: 
     if different:
         name = different[0]
         raise CheckpointError(
-            f"{directory}: the value model must be of the policy's architecture, and {name} is {ours.get(name, 'absent')} there and "
+            f"{directory}: the value model must have the policy's architecture, but {name} is {ours.get(name, 'absent')} there and "
             f"{theirs.get(name, 'absent')} in the policy. Use another --critic-load, or none to start from the policy's."
         )
 

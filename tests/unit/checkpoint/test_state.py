@@ -40,7 +40,7 @@ def test_another_format_is_refused(tmp_path: Path, state) -> None:
     state(1).write(tmp_path)
     content = json.loads((tmp_path / "state.json").read_text())
     (tmp_path / "state.json").write_text(json.dumps({**content, "format": 99}))
-    with pytest.raises(CheckpointError, match=r"it has format 99, this version reads 1"):
+    with pytest.raises(CheckpointError, match=r"it has format 99, but this version reads 1"):
         RunState.read(tmp_path)
 
 

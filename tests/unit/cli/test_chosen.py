@@ -76,7 +76,7 @@ def test_one_gpu_is_shared_also_where_a_flag_asks_for_sglang(model: Path, machin
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
     found = plan(model, "--sglang-attention-backend triton --rollout-num-gpus-per-engine 1")
     assert found.config.cluster.colocate
-    assert found.choices[0] == "--colocate: trainer and engines need 2 separate GPUs, this machine has 1"
+    assert found.choices[0] == "--colocate: trainer and engines need 2 separate GPUs, but this machine has 1"
 
 
 def test_a_run_that_does_not_fit_is_refused_with_a_fix(machine) -> None:

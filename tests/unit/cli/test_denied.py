@@ -148,7 +148,7 @@ def test_the_directory_in_the_way_is_named(said: dict[str, tuple[int | str, str]
     _, errors = said[str(Given("train", "--load"))]
     sentence = " ".join(errors.strip().splitlines()[-1].split())
     assert "cannot use --load " in sentence
-    assert sentence.endswith("/locked is drwx------ of nobody); use a path that root can use")
+    assert sentence.endswith("/locked is drwx------, owned by nobody); use a path that root can use")
 
 
 def test_a_run_that_is_locked_is_left_out_beside_others(said: dict[str, tuple[int | str, str]]) -> None:

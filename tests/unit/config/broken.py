@@ -63,7 +63,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
     "CFG-LORA-SYNC": [
         (
             {**LORA, "lora_sync": "adapter", **SGLANG, "ref_load": "/other"},
-            "--lora-sync adapter: the engines load --hf-checkpoint, and the adapter is trained on /other",
+            "--lora-sync adapter: the engines load --hf-checkpoint, but the adapter is trained on /other",
         ),
         (
             {**LORA, "lora_sync": "adapter", "update_weight_transport": "disk"},

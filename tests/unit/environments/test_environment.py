@@ -72,7 +72,7 @@ async def test_an_unknown_tool_and_a_long_result_are_told_to_the_model() -> None
 def test_a_rubric_weighs_its_parts() -> None:
     score = Rubric(correct=1.0, short=0.5).score(correct=1, short=0.5)
     assert (score.reward, score.metrics) == (1.25, {"reward/correct": 1.0, "reward/short": 0.5})
-    with pytest.raises(ValueError, match=r"the parts are \['right'\], the rubric has \['correct'\]"):
+    with pytest.raises(ValueError, match=r"the parts are \['right'\], but the rubric has \['correct'\]"):
         Rubric(correct=1.0).score(right=1)
 
 

@@ -41,7 +41,10 @@ def test_a_hook_may_read_mask_and_shorten_a_batch() -> None:
         (lambda batch: batch.steps.pop(), "its steps must name each of its 12 samples once"),
         (lambda batch: batch.num_rollouts_per_step.pop(), r"num_rollouts_per_step is \[4, 4\] for 3 steps"),
         (lambda batch: keep(batch, 5), r"a step has 1 samples for 2 data-parallel ranks, which need one each \(there were 12\)"),
-        (lambda batch: setattr(batch.samples[3], "advantages", np.zeros(99)), r"sample 3 has \d response tokens, its advantages the shape"),
+        (
+            lambda batch: setattr(batch.samples[3], "advantages", np.zeros(99)),
+            r"sample 3 has \d response tokens, but the shape of its advantages is",
+        ),
     ],
 )
 def test_a_batch_that_cannot_be_trained_on_names_the_hook(change: Callable[[TrainBatch], object], text: str) -> None:

@@ -242,7 +242,7 @@ def test_a_damaged_value_model_is_named_before_anything_changes(settings, tmp_pa
 
 def test_another_architecture_is_refused(settings, tmp_path):
     other = tiny.save_checkpoint(tmp_path, "qwen3", **{**SHAPE, "layers": 1})
-    with pytest.raises(CheckpointError, match=r"must be of the policy's architecture, and model\.layers\.1.* is absent there"):
+    with pytest.raises(CheckpointError, match=r"must have the policy's architecture, but model\.layers\.1.* is absent there"):
         worker_of(begun_with(settings, other))
 
 

@@ -31,7 +31,7 @@ def test_a_resume_with_another_adapter_is_refused(tmp_path: Path) -> None:
     before.add(2, SECOND)
     before.add(3, FIRST)
     resumed = AdapterRecord(tmp_path / "adapters.jsonl", continues=True)
-    with pytest.raises(WeightSyncError, match=r"cannot resume: .* has adapter aaaa\w+ as policy version 3, and the checkpoint has bbbb"):
+    with pytest.raises(WeightSyncError, match=r"cannot resume: .* has adapter aaaa\w+ as policy version 3, but the checkpoint has bbbb"):
         resumed.check(3, SECOND)
     resumed.check(3, SECOND._replace(num_bytes=32))  # another data type
 

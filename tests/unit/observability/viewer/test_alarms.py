@@ -119,7 +119,7 @@ def test_the_alarm_names_the_engine_and_its_stale_version(run: RunReader) -> Non
     alarm = run.alarms()[0]
     stale = f"weight version {STALE_FROM - 1} still served by engine {STALE_ENGINE}"
     assert alarm.title == f"Engine and trainer disagree since step {STALE_FROM}: {stale}"
-    assert f"the 51% of tokens that version {STALE_FROM - 1} sampled differ by 0.5 nats, the others by 0.01" in alarm.text
+    assert f"the 51% of tokens that version {STALE_FROM - 1} sampled differ by 0.5 nats and the others by 0.01" in alarm.text
 
 
 def test_samples_without_engines_name_none(recorded: Path, tmp_path: Path) -> None:

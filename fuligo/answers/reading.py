@@ -32,7 +32,7 @@ _CONSTANT = re.compile(r"(?:[\d\s.,+\-*/^{}()]|\\(?:frac|sqrt|pi|infty|cdot|time
 
 
 class Kind(Enum):
-    """Kinds of collections; equal in contents, two of different kinds may still differ."""
+    """Kinds of collections. Collections of different kinds may be unequal even if their contents are equal."""
 
     LIST = "several answers in any order"
     SET = "a set"

@@ -18,7 +18,7 @@ def main(arguments: Sequence[str]) -> int:
         FuligoError: the run failed; the caller prints it.
     """
     parser = argparse.ArgumentParser(prog="fuligo run-of-many", description=__doc__)
-    parser.add_argument("--control", type=int, required=True, help="file descriptor that brings the configuration, then the engine")
+    parser.add_argument("--control", type=int, required=True, help="file descriptor that receives the configuration, then the engine")
     parser.add_argument("--trainer", type=int, required=True, help="file descriptor that leads to the run's rank in the trainer")
     parser.add_argument("--num-runs", type=int, required=True, help="runs that share them")
     parser.add_argument("--resume", action="store_true", help="the run may replace recorded steps if it has no checkpoint")

@@ -159,7 +159,7 @@ def _code_of(option: str, directory: Path, config: Config) -> Iterator[str]:
     model_type = read_config_json(directory).get("model_type")
     if model_code and model_type not in CONFIG_MAPPING and model_type not in LOADED_AS:
         yield (
-            f"{option} {directory}: transformers has no model type {model_type!r}, and fuligo runs no model code of a checkpoint "
+            f"{option} {directory}: transformers has no model type {model_type!r}, and fuligo does not run a checkpoint's model code "
             "(auto_map in its config.json); choose another model"
         )
     elif tokenizer_code and not config.model.trust_remote_code:

@@ -16,7 +16,7 @@ from fuligo.errors import ConfigError
 LOOPBACK = "127.0.0.1"
 _LINE = re.compile(r"(?P<address>\S+)(?:\s+slots?\s*=\s*(?P<slots>\d+))?(?:\s+max_slots\s*=\s*\d+)?", re.ASCII)
 _HOST_NAME = re.compile(r"[A-Za-z0-9_:][A-Za-z0-9_.:-]*")
-"""Host name, alias of ssh or IP address. It begins with no `-`, so that no command takes it for an option."""
+"""Host name, alias of ssh or IP address. It does not begin with `-`, so that no command takes it for an option."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -75,7 +75,7 @@ def require_host_name(name: str, source: str) -> None:
         ConfigError: it holds other characters
     """
     if _HOST_NAME.fullmatch(name) is None:
-        raise ConfigError(f"{source}: {name!r} is not a host name or an IP address (letters, digits and . : _ -, with no - in front)")
+        raise ConfigError(f"{source}: {name!r} is not a host name or an IP address (letters, digits and . : _ -, without a leading -)")
 
 
 def head_of(hosts: Sequence[Host]) -> Host | None:

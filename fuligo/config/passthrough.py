@@ -29,7 +29,7 @@ class PassThrough:
         """Check names and values.
 
         Raises:
-            ValueError: unknown or reserved names and invalid values, all of them.
+            ValueError: a name is unknown or reserved, or a value is not valid; lists every such argument
         """
         values, problems = self._checked(given) if given else ({}, [])
         if problems:

@@ -81,7 +81,7 @@ class LaunchedEngines:
     policy: EngineFleet | None = None
     """Their supervisor; None if they are not restarted."""
     others: Mapping[str, EngineFleet] = field(default_factory=dict)
-    """Fleets of further models, by name; their weights are never synced."""
+    """Fleets of the other models, by name; their weights are never synced."""
     served: Mapping[str, ServedModel] = field(default_factory=dict)
     """Routers that take requests for each model, for hooks."""
 

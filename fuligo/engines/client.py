@@ -31,7 +31,7 @@ class EngineClient:
 
     Args:
         keys: keys that requests to the engine carry
-        retries: further attempts after a connection error, a 5xx status or a malformed answer
+        retries: additional attempts after a connection error, a 5xx status or a malformed answer
         timeout_s: deadline of a generate or score request, over all attempts
         deadlines: deadlines of the other calls
         num_ranks, start, number: see `InferenceEngine`

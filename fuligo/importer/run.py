@@ -107,7 +107,7 @@ class _Script:
     seconds: float
     sandboxed: bool = True
     stand_ins: list[str] = field(default_factory=list)
-    """Absolute paths of further stand-ins."""
+    """Absolute paths of additional stand-ins."""
 
 
 def import_script(
@@ -127,7 +127,7 @@ def import_script(
     Args:
         arguments: the script's `$1`, `$2`, ...
         environment: variables of the caller; only `CALLERS_VARIABLES` are taken from it.
-        given: further variables that the script sees.
+        given: additional variables that the script sees.
         root: folder that the script sees (default: its own).
         maps: path in the sandbox -> folder shown there.
         has_nvlink: reply of the `nvidia-smi` stand-in.

@@ -65,7 +65,7 @@ class Engines:
 
     @property
     def others(self) -> Mapping[str, EngineFleet]:
-        """Fleets of further models of `--sglang-config`, by name."""
+        """Fleets of the other models of `--sglang-config`, by name."""
         return self.launched.others
 
     @property

@@ -48,7 +48,7 @@ def trainer_settings(
         profile_dir: receives the profiles of --profile
 
     Raises:
-        ConfigError: the backend does not support the model, or the quantization of `--hf-checkpoint` accepts no new weights
+        ConfigError: the backend does not support the model, or weights in the quantization of `--hf-checkpoint` cannot be updated
     """
     common = _common_settings(config, device, initial_weights, num_rollout)
     if config.observability.profile:

@@ -166,5 +166,5 @@ class AdapterShape:
 
 
 _REPLICATED = frozenset({"q_a_proj", "kv_a_proj_with_mqa", "shared_expert_gate"})
-"""Matrices that every tensor-parallel rank of Megatron has whole."""
+"""Matrices of which every tensor-parallel rank of Megatron holds a complete copy."""
 _ATTENTION = "self_attn"

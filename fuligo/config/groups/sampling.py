@@ -26,7 +26,7 @@ class DataFlags(FlagGroup):
     )
     tool_key: str | None = slime(None, "column with tool definitions for the chat template")
     apply_chat_template: bool = slime(False, "apply the tokenizer's chat template to prompts (text becomes a user message)")
-    apply_chat_template_kwargs: dict[str, Any] = slime({}, "further arguments of the template, as a JSON object")
+    apply_chat_template_kwargs: dict[str, Any] = slime({}, "additional arguments of the template, as a JSON object")
     rollout_shuffle: bool = slime(False, "shuffle prompts, differently in every epoch")
     rollout_seed: int = slime(42, "seed of the data order and of sampling", ge=0)
     num_rollout: int | None = slime(None, "rollouts to run", ge=1)

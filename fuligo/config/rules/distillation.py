@@ -100,7 +100,7 @@ def served_teacher_is_a_model_of_its_own(config: Config) -> Violation | None:
 
 @rule("CFG-OPD-NO-REWARD", "--dynamic-sampling-filter-path", "--use-opd")
 def filters_have_rewards(config: Config) -> Violation | None:
-    """Reject a reward filter without rewards: all samples of a group would have the same."""
+    """Reject a reward filter without rewards: all samples of a group would have the same reward."""
     given = config.rollout.dynamic_sampling_filter_path
     if not config.is_unjudged or given is None or ALIASES.get(given, given) != NONZERO_STD_FILTER:
         return None

@@ -239,7 +239,7 @@ class Api:
 
     async def no_process_group(self, _: dict[str, Any]) -> NoReturn:
         raise Unsupported(
-            "the embedded engine joins no process group; send weights by /update_weights_from_tensor or /update_weights_from_disk"
+            "the embedded engine cannot join a process group; send weights by /update_weights_from_tensor or /update_weights_from_disk"
         )
 
 

@@ -118,7 +118,7 @@ class ServerSettings:
     num_nodes: int = 1
     node_rank: int = 0
     listens_at: tuple[str, int] | None = None
-    """Address of a part on a further node, which answers /health there; None: `host` and its HTTP port."""
+    """Address of a part on another node, which answers /health there; None: `host` and its HTTP port."""
     python: str = sys.executable
     """Interpreter with SGLang."""
     environment: Environment = field(default_factory=Environment)

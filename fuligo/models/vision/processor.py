@@ -168,7 +168,7 @@ class ImageProcessor:
 
 
 def read_settings(directory: Path) -> dict[str, Any]:
-    """Return the settings of a checkpoint's image processor; imports no transformers.
+    """Return the settings of a checkpoint's image processor, without importing transformers.
 
     Raises:
         ConfigError: Pillow is not installed, or the checkpoint has no settings of a known processor

@@ -32,7 +32,7 @@ class ReportSize:
     num_groups: int = 4
     """Whole groups per step; those with mixed rewards first."""
     num_troubled: int = 24
-    """Newest further samples that failed, were truncated or were dropped."""
+    """Newest additional samples that failed, were truncated or were dropped."""
     num_prompts: int = 25
     """Prompts with the lowest pass rate, with the highest, and with the largest changes: this many of each."""
     max_tokens: int = 200_000

@@ -61,13 +61,13 @@ def training_starts_from_full_weights(subject: Subject) -> Iterator[Violation]:
 
 @rule("PLAN-MXFP4-ENGINES", "--hf-checkpoint")
 def engines_take_new_weights(subject: Subject) -> Iterator[Violation]:
-    """SGLang takes no new weights for experts in MXFP4; engines of a training run serve bfloat16."""
+    """SGLang cannot update experts in MXFP4; engines of a training run serve bfloat16."""
     config = subject.config
     if not subject.rollout_architecture.is_mxfp4 or config.debug.debug_rollout_only:
         return
     if config.needs_engine and config.engine_capabilities.serves_quantised:
         yield Violation(
-            f"--hf-checkpoint {config.model.hf_checkpoint} has experts in MXFP4, for which SGLang takes no new weights",
+            f"--hf-checkpoint {config.model.hf_checkpoint} has experts in MXFP4, which SGLang cannot update",
             advice="let the engines serve bfloat16: fuligo convert mxfp4-to-bf16",
         )
 

@@ -47,7 +47,7 @@ def latent_attention(modules: BackendSpecProvider, *, norms_apart: bool = False)
 
 
 class DownProjection(nn.Module):
-    """Matrix that every TP rank holds whole, as TransformerEngine's "duplicated" linear layer does; `[tokens, in] -> [tokens, out]`."""
+    """Matrix that every TP rank holds completely, like TransformerEngine's "duplicated" linear layer; `[tokens, in] -> [tokens, out]`."""
 
     def __init__(self, in_features: int, out_features: int, config: MLATransformerConfig) -> None:
         super().__init__()

@@ -98,7 +98,7 @@ class PolicyModel(GPTModel):
 
 
 def build_chunks(settings: MegatronTrainerSettings, *, trained: bool) -> list[PolicyModel]:
-    """Build this rank's stages of the model on its device, one for each interleaved stage, with random weights. After `join_megatron`.
+    """Build this rank's stages of the model on its device, one for each interleaved stage, with random weights, after `join_megatron`.
 
     Weights of a `trained` model get gradients.
 

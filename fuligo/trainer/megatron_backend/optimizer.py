@@ -23,7 +23,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
 
 
 def freeze_parameters(chunks: Sequence[nn.Module], weights: Sequence[Weight], trained: TrainedParameters) -> None:
-    """Switch off the gradient of all parameters that are not trained. Before the stages are wrapped.
+    """Switch off the gradient of all parameters that are not trained; call it before the stages are wrapped.
 
     Regexes are searched in the names of Hugging Face's checkpoint and in Megatron's, layers and experts counted over all ranks.
 
@@ -78,7 +78,7 @@ def gradient_norm(optimizer: ChainedOptimizer) -> float:
 
 
 def apply_step(optimizer: ChainedOptimizer, settings: OptimizerSettings, *, step: int, grad_norm: float) -> float:
-    """Clip the gradients and update the weights; return the learning rate of the 0-based step. After `gradient_norm`."""
+    """Clip the gradients and update the weights; return the learning rate of the 0-based step; call it after `gradient_norm`."""
     lr = settings.schedule.at(step)
     for group in optimizer.param_groups:
         group["lr"] = lr

@@ -21,7 +21,7 @@ _CHUNK_BYTES = 2**28
 
 @dataclass(slots=True, frozen=True)
 class RowPlaces:
-    """Places of one context-parallel rank's L = T / cp tokens in the row of T tokens. On the CPU."""
+    """Places of one context-parallel rank's L = T / cp tokens in the row of T tokens, as tensors on the CPU."""
 
     rows: Tensor
     """[L] int64 index into the row; rising within a sequence."""

@@ -40,5 +40,5 @@ def join_megatron(layout: Layout, world: World, seed: int, *, timeout_s: float =
 
 
 def leave_megatron() -> None:
-    """Release the groups, so that the process can use another layout. Before the default process group ends."""
+    """Release the groups, so that the process can use another layout; call it before the default process group ends."""
     parallel_state.destroy_model_parallel()

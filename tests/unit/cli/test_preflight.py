@@ -136,7 +136,7 @@ def test_code_of_a_checkpoint_runs_only_with_a_flag(with_code: Path, tmp_path: P
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))  # a question on standard input would be answered with yes
     change_config(with_code, model_type="odd", auto_map={"AutoConfig": "code.Odd", "AutoModelForCausalLM": "code.Odd"})
     (problem,) = [text for text in problems(with_code) if "code" in text]
-    assert "transformers has no model type 'odd', and fuligo runs no model code of a checkpoint" in problem
+    assert "transformers has no model type 'odd', and fuligo does not run a checkpoint's model code" in problem
     with pytest.raises(CheckpointError, match="cannot load"):
         load_model(with_code)
     (with_code / "config.json").write_text('{"model_type": "arcee"}')  # transformers knows no tokenizer for it

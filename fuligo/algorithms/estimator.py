@@ -1,4 +1,4 @@
-"""Base class of advantage estimators. Loads neither numpy nor torch, so that the checks of flags can use it."""
+"""Base class of advantage estimators. Imports neither numpy nor torch, so that the checks of flags can use it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Probability ratios and PPO's clipped surrogate, per token. Axes: N response tokens of a packed micro-batch, S samples. Loads no torch.
+"""Probability ratios and PPO's clipped surrogate, per token. Axes: N response tokens of a packed micro-batch, S samples. Imports no torch.
 
 Advantages carry no gradient. `assign.token_weights` averages over tokens.
 """

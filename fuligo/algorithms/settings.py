@@ -1,4 +1,4 @@
-"""Settings of advantages. Loads neither numpy nor torch."""
+"""Settings of the advantage estimators. Imports neither numpy nor torch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

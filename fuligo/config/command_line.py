@@ -111,7 +111,7 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
             result.problems.append(str(problem))
             continue
         if name in first_seen and name not in ADDED:
-            result.warnings.append(f"given twice: {first_seen[name]}, then {occurrence}; the last one counts")
+            result.warnings.append(f"given twice: {first_seen[name]}, then {occurrence}; the last one is used")
         first_seen[name] = occurrence
     return result
 

@@ -223,7 +223,7 @@ class PeftTargets:
         matrices = [layer for layer in adapted if _last(layer) in taken]
         if adapter.dropout and (matrices or adapter.adapts_experts):
             raise ConfigError(
-                f"--lora-dropout {adapter.dropout}: PEFT defines none for the MLPs of an MoE model, such as "
+                f"--lora-dropout {adapter.dropout}: PEFT does not support it for the MLPs of an MoE model, such as "
                 f"{matrices[0] if matrices else 'its experts'}; remove it, or adapt other layers (--lora-target-modules)"
             )
         partly = {_ending(layer) for layer in layers if not adapter.adapts(layer)}

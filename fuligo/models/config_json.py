@@ -112,7 +112,7 @@ class ConfigJson:
     def _rotary(self, key: str) -> Any:
         """Return a value of `rope_parameters` (transformers 5), `rope_scaling`, or the top level.
 
-        Where layers of several types have their own settings, those of full attention count.
+        If layer types have separate settings, those of full attention are used.
         """
         for given in (self.values.get("rope_parameters"), self.values.get("rope_scaling")):
             group = given.get("full_attention", given) if isinstance(given, Mapping) else None

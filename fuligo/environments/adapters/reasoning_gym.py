@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("dataset", help="name of the dataset, such as leg_counting")
     parser.add_argument("--size", type=int, default=1000, help="number of tasks (default: 1000)")
     parser.add_argument("--seed", type=int, default=1, help="seed of the dataset; use another one for evaluation (default: 1)")
-    parser.add_argument("--config", type=orjson.loads, default={}, metavar="JSON", help="further arguments of the dataset")
+    parser.add_argument("--config", type=orjson.loads, default={}, metavar="JSON", help="additional arguments of the dataset")
     parser.add_argument("--style", default="default", help="system prompt: default, simple, direct, ...")
     chosen = parser.parse_args(arguments)
     try:

@@ -32,7 +32,7 @@ def context_is_the_models(subject: Subject) -> Iterator[Violation]:
             yield Violation(
                 f"{shown(spec, 'context_length')}{where(spec)} is more than the model's {most} positions",
                 ((set_argument(subject, spec, "context_length", most),), (set_argument(subject, spec, "context_length", None),)),
-                f"or allow it by {_LONGER_ALLOWED}=1 in --env",
+                f"or allow it with {_LONGER_ALLOWED}=1 in --env",
             )
 
 

@@ -92,7 +92,7 @@ def rows_of(
 
 
 def token_counts(rows: Sequence[Row]) -> tuple[int, int]:
-    """Return the tokens of these rows' samples, and how many were not computed again since samples share them, without repetitions."""
+    """Return how many tokens these rows' samples have, and how many were not computed again because samples share them."""
     counted = [row.tokens for row in rows if row.plan.counts]
     num_tokens = sum(tokens.num_sample_tokens for tokens in counted)
     return num_tokens, num_tokens - sum(tokens.num_tokens for tokens in counted)

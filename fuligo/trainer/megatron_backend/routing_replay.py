@@ -239,7 +239,7 @@ def assemble(parts: Sequence[RecordedPart], shape: RoutingShape) -> RoutedExpert
 
 
 def total_changed(replays: Iterable[Any], device: torch.device, groups: Iterable[dist.ProcessGroup]) -> Tensor:
-    """Return a scalar: the replayed choices that a data-parallel replica's routers would have made otherwise. A collective of `groups`."""
+    """Return how many replayed choices differ from those of the replica's own routers, as a scalar tensor; a collective of `groups`."""
     total = torch.zeros((), dtype=torch.int64, device=device)
     for replay in replays:
         total += replay.num_changed

@@ -73,7 +73,7 @@ class MegatronTrainerSettings(TrainerSettings):
     other pass-through argument of Megatron.
     """
     numerics: Numerics = field(default_factory=Numerics)
-    """Facts of the layers; those that Megatron has a flag for are also in `model_flags`, which counts."""
+    """Facts of the layers; those that Megatron has a flag for are also in `model_flags`, which takes precedence."""
     sparse_layers: SparseLayers | None = None
     """Layers with sparse attention; None: every token attends to all before it."""
     model_provider: str | None = None

@@ -25,7 +25,7 @@ class Learner:
     """Learner of the policy or of a value model.
 
     Args:
-        model: already sharded, its frozen parameters frozen.
+        model: already sharded, with its untrained parameters frozen.
         whose: owner for error messages if there is more than one model: `of the value model`.
     """
 

@@ -161,7 +161,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
-        "--sglang", type=json.loads, default={}, help="further arguments of SGLang's server, as JSON, names with underscores"
+        "--sglang", type=json.loads, default={}, help="additional arguments of SGLang's server, as JSON, names with underscores"
     )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="fuligo-bench-") as directory:

@@ -42,7 +42,7 @@ def test_layers_with_names_of_experts_are_parameters_for_peft() -> None:
     assert peft_targets(model, some) == PeftTargets(
         ["q_proj"], ["mlp.gate_proj.weight", "model.layers.2.mlp.shared_experts.up_proj.weight"]
     )
-    with pytest.raises(ConfigError, match=r"--lora-dropout 0\.1: PEFT defines none for the MLPs of an MoE model"):
+    with pytest.raises(ConfigError, match=r"--lora-dropout 0\.1: PEFT does not support it for the MLPs of an MoE model"):
         peft_targets(model, AdapterConfig(3, 6.0, dropout=0.1))
     with pytest.raises(ConfigError, match="such as its experts; remove it"):
         peft_targets(model, AdapterConfig(3, 6.0, ("q_proj",), dropout=0.1, adapts_experts=True))

@@ -15,7 +15,7 @@ UNLIMITED_BYTES = 2**60
 
 
 def num_cores(system: Path = SYSTEM) -> int:
-    """Return the number of cores: those of the affinity mask, or the whole ones of a smaller cgroup quota, but at least 1.
+    """Return the number of cores: those of the affinity mask, or the whole cores of a smaller cgroup quota, but at least 1.
 
     Args:
         system: root of the file system with `proc` and `sys`

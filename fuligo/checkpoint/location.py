@@ -135,7 +135,7 @@ def weights_of(checkpoint: Path) -> Path:
 def newest_iteration(directory: Path) -> int | None:
     """Return the iteration that the tracker names.
 
-    Without a tracker, a single complete iteration counts: the run was killed before it wrote its first tracker.
+    Without a tracker, a single complete iteration is taken: the run was killed before it wrote its first tracker.
 
     Raises:
         CheckpointError: the tracker does not hold an iteration.

@@ -72,7 +72,7 @@ def engine_parts(slots: Sequence[Slot], *, name: str) -> tuple[EnginePart, ...]:
 
 
 def _without_gaps(taken: Sequence[Slot]) -> dict[Slot, Slot]:
-    """Renumber nodes and slots so that only those that are taken count."""
+    """Renumber nodes and slots, leaving out those that are not taken."""
     nodes = sorted({node for node, _ in taken})
     return {
         slot: (number, index) for number, node in enumerate(nodes) for index, slot in enumerate(slot for slot in taken if slot[0] == node)

@@ -54,7 +54,7 @@ class Config(Placement):
 
     @property
     def shares_prefixes(self) -> bool:
-        """True if the trainer computes a common prefix of samples once; with `auto`, where the model's layers can."""
+        """True if the trainer computes a common prefix of samples once; with `auto`, if the model's layers support it."""
         choice = self.train.share_prefixes
         return choice == "on" or (choice == "auto" and self.trainer_capabilities.shares_prefixes and not self.data.multimodal_keys)
 

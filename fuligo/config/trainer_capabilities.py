@@ -39,7 +39,7 @@ class TrainerCapabilities:
     packages: tuple[str, ...]
     """Packages besides fuligo's own."""
     gpu_packages: tuple[str, ...]
-    """Further packages where it runs on GPUs."""
+    """Additional packages if it runs on GPUs."""
     memory_flags: tuple[str, ...]
     """Flags that change the GPU memory of the trainer."""
     saved_bytes: SavedBytes

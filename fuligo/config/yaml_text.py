@@ -19,7 +19,7 @@ def read_yaml_text(path: Path) -> str:
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is not UTF-8 or too long, or the path is impossible.
+        ValueError: it is not UTF-8 or too long, or the path is not valid.
     """
     with path.open(encoding="utf-8") as file:
         text = file.read(MAX_CHARACTERS + 1)

@@ -30,7 +30,7 @@ class RawImage:
     """File, or column and number, for error messages."""
     data: bytes = field(repr=False)
     is_file: bool = False
-    """It comes from its own file."""
+    """True if it was read from a file of its own."""
 
 
 class Placed(Protocol):

@@ -167,7 +167,7 @@ class EngineBackend(Protocol):
         """Return how the tensors that engines take differ from the trainer's.
 
         Raises:
-            ConfigError: the engines cannot serve `--hf-checkpoint`, or take no new weights for it
+            ConfigError: the engines cannot serve `--hf-checkpoint`, or cannot update its weights
         """
         ...
 

@@ -43,7 +43,7 @@ class EngineMonitor:
             self._polls.append(loads)
 
     def take(self) -> dict[str, float]:
-        """Return `engine/*` since the last call. Polls that found no request in any engine do not count."""
+        """Return `engine/*` since the last call. Polls that found no request in any engine are left out."""
         polls, self._polls = self._polls, []
         num_missed, self._num_missed = self._num_missed, 0
         before, self._served = self._served, self._engines.served

@@ -91,7 +91,7 @@ def drop_quantisation(file: Path) -> dict[str, Any]:
 
 
 def _before_quantisation(dtypes: dict[str, str], config: dict[str, Any]) -> dict[str, str]:
-    """Return the dtypes before quantization: FP8 and MXFP4 tensors get the dtype that config.json states (else bf16), scales go."""
+    """Return the dtypes before quantization: FP8 and MXFP4 tensors get the dtype of config.json (else bf16), and scales are dropped."""
     stated = _STATED.get(str(config.get("dtype") or config.get("torch_dtype")), "BF16")
     quantised = {name for name, dtype in dtypes.items() if dtype == FP8_DTYPE}
     scales = {f"{name}{suffix}" for name in quantised for suffix in ("_scale_inv", "_scale")}

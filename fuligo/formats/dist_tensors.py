@@ -199,7 +199,7 @@ def _counts(values: Any) -> tuple[int, ...]:
 class _MetadataUnpickler(pickle._Unpickler):  # pyright: ignore[reportAttributeAccessIssue]
     """Unpickler restricted to the plain data classes of `torch.distributed.checkpoint` metadata.
 
-    In Python, which takes about three times as long: the one in C takes 32 GiB of memory for nine bytes that store a value under the
+    It is pure Python, about three times as slow: the one in C takes 32 GiB of memory for nine bytes that store a value under the
     number 2^31.
     """
 

@@ -30,7 +30,7 @@ class Training:
     is_async: bool = False
     """The program is `train_async.py`."""
     is_slime: bool = True
-    """slime's defaults hold; false for `fuligo train`."""
+    """slime's defaults apply; false for `fuligo train`."""
 
 
 @dataclass(frozen=True, slots=True)

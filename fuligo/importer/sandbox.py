@@ -3,7 +3,7 @@
 `fuligo.importer.run` starts it with a job (JSON) on standard input and reads the report (JSON) from standard output; it imports the
 standard library and `fuligo.sandbox` only. The script sees a root file system made of tmpfs, which holds the tools, their libraries and
 the folders of the job; it has no network, no capabilities, and its own process ids, and can execute only the tools and stand-ins.
-Without `sandboxed` only the limits hold.
+Without `sandboxed` only the limits apply.
 """
 
 import json

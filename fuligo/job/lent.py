@@ -17,8 +17,8 @@ class LentParts:
     """Parts that the process of all runs lends to the process of one.
 
     Args:
-        control: brings the engines once they serve
-        trainer: leads to the run's rank
+        control: connection over which the engines arrive once they serve
+        trainer: connection to the run's rank
         num_runs: runs that share them
         resume: the run may replace the steps that it has recorded, though it has no checkpoint
     """

@@ -42,7 +42,7 @@ class RunProcess:
     name: str
     process: asyncio.subprocess.Process
     control: Connection
-    """Connection that brings the configuration, then the engines."""
+    """Connection over which the process receives the configuration, then the engines."""
     output: asyncio.StreamReader
     errors: asyncio.StreamReader
 

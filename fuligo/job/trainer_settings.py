@@ -72,7 +72,7 @@ def torch_settings(config: Config, common: TrainerSettings) -> TorchTrainerSetti
 
 
 def _is_exact(config: Config, device: Device, checkpoint: Path) -> bool:
-    """Return whether the torch trainer computes the engine's log-probabilities to the bit.
+    """Return whether the torch trainer computes the engine's log-probabilities bit for bit.
 
     Raises:
         ConfigError: it must, but cannot on this device or with this model

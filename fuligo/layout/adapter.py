@@ -149,7 +149,7 @@ class AdapterShape:
 
         Args:
             num_expert_ranks: ranks with other experts.
-            num_sharing: ranks that share each expert; each has a part of its inner width, and the factors of its outer ones whole.
+            num_sharing: ranks that share each expert; each has a part of its inner width, and complete factors of its outer ones.
         """
         experts = self.architecture.experts
         if experts is None or not self.adapts_experts(layer):

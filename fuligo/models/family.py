@@ -24,7 +24,7 @@ class ModelArgs:
     """Every model of the family has experts."""
     num_experts_key: str = "n_routed_experts"
     lists_dense_layers: bool = False
-    """config.json lists the dense layers of a mixture (`mlp_only_layers`), and there are no shared experts; False: they are the first."""
+    """config.json lists the dense layers of a mixture (`mlp_only_layers`), and there are no shared experts; False: they come first."""
     specs: tuple[str, ...] = ()
     """Values of `--spec` that public slime scripts give for the family, as a dotted path."""
     incomplete_because: str | None = None

@@ -206,7 +206,7 @@ def _node_mask(shape: NodeShape, window: int | None, device: torch.device) -> Te
 
 
 def invariant_tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: TokenTree, *, scale: float) -> Tensor:
-    """Compute what `tree_attention` does, equal to the bit to `batch_invariant.causal_attention` over each sequence by itself.
+    """Compute what `tree_attention` does, equal bit for bit to `batch_invariant.causal_attention` over each sequence by itself.
 
     Every branch is computed with its whole prefix, whose outputs are equal in all of them: what is saved is everything but attention.
     """

@@ -9,7 +9,7 @@ WITH_TP = 405 / 469
 WITH_CP = 395 / 469
 """The same for CP 2."""
 WITH_PP = 343 / (9 / 10) / 469
-"""Factor of PP 2 with nine micro-batches, without the bubble of a tenth."""
+"""Factor of PP 2 with nine micro-batches, without the bubble, a tenth of the step."""
 WITH_EXPERTS = 263 / 469
 """GLM-4.7-Flash's shape, 64 experts, on one GPU: grouped products of small matrices."""
 WITH_EP = 195 / 405 / WITH_EXPERTS

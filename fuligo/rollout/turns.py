@@ -1,6 +1,6 @@
 """Admission of samples to generation: a limit on how many are generated at a time, and refills in groups.
 
-An engine computes new prompts before it decodes on, so a request that follows every finished one interrupts all others for one prompt.
+An engine computes new prompts before it continues decoding, so a request after every finished one interrupts all others for one prompt.
 Samples that wait are therefore admitted together once a share of the turns is free.
 """
 

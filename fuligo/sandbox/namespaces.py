@@ -100,7 +100,7 @@ def _start_mapper() -> _Mapper:
 
 
 def become_program_user() -> None:
-    """Become the user that runs programs in a sandbox entered `with_nobody`, if that is another one than this."""
+    """Become the user that runs programs in a sandbox entered `with_nobody`, if that is another user."""
     if os.geteuid() == 0 and len(Path("/proc/self/uid_map").read_text().splitlines()) > 1:
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)

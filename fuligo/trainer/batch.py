@@ -41,7 +41,7 @@ class PackedTokens:
     slots: tuple[NDArray[np.int64], ...]
     """[S][L] places of each sample's tokens in the row; samples that share a prefix have the same places for it."""
     tree: TokenTree | None = None
-    """Tokens that samples share; None: none."""
+    """Tree of the tokens that samples share; None if they share none."""
     images: RowImages | None = None
     """Images of the row; None if it has none."""
 

@@ -51,5 +51,5 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def rowwise_dot(left: Tensor, right: Tensor) -> Tensor:
-    """Return [n] dot products of the rows of two [n, V], without a third tensor of that size."""
+    """Return [n] dot products of the rows of two [n, V] tensors, without a third tensor of that size."""
     return torch.bmm(left[:, None, :], right[:, :, None])[:, 0, 0]

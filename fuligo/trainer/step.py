@@ -135,7 +135,7 @@ def require_finite(losses: Tensor, grad_norm: float, *, optimizer_step: int, fla
     """Check that all losses and the gradient norm are finite.
 
     Args:
-        losses: [ranks, micro-batches] of all ranks, so that all decide alike.
+        losses: [ranks, micro-batches] of all ranks, so that all ranks decide the same.
         grad_norm: norm of the whole gradient.
         optimizer_step: 0-based.
         flag: flag of the learning rate.

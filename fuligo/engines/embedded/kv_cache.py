@@ -38,7 +38,7 @@ class CacheShape:
     """Shape of the keys and values that a model keeps per token."""
 
     layers: tuple[int, ...]
-    """Numbers of the layers that keep them, among all of the model."""
+    """Numbers of the layers that keep them, among all layers of the model."""
     shapes: tuple[LayerShape, ...]
     """Shapes of these layers, in their order."""
     recurrent: RecurrentShape | None = None

@@ -35,7 +35,7 @@ class EmbeddedEngineSettings:
     shapes_of_runs: Mapping[str, AdapterConfig] = field(default_factory=dict)
     """Shapes of the adapters of several runs that share the engine, by the name of the run; exclusive with both."""
     is_batch_invariant: bool = False
-    """Log-probabilities depend only on a request's own tokens, to the bit."""
+    """Log-probabilities depend, bit for bit, only on a request's own tokens."""
     start_timeout_s: float = 600.0
     keys: EngineKeys = field(default_factory=EngineKeys.new)
 

@@ -91,7 +91,7 @@ class EngineModel:
         """Load the model.
 
         Args:
-            is_batch_invariant: compute log-probabilities that depend only on a request's own tokens, to the bit.
+            is_batch_invariant: compute log-probabilities that depend, bit for bit, only on a request's own tokens.
             base: base weights to share with other models of the directory
         """
         self.path = path

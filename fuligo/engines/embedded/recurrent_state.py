@@ -14,7 +14,7 @@ class RecurrentShape:
     """Shape of the states of a model's layers."""
 
     layers: tuple[int, ...]
-    """Numbers of the layers, among all of the model."""
+    """Numbers of the layers, among all layers of the model."""
     num_channels: int
     num_inputs: int
     """Earlier inputs that the convolution reads: its width - 1."""

@@ -28,7 +28,7 @@ class HostWeights:
 
     @torch.no_grad()
     def exchange(self, chunks: Sequence[nn.Module]) -> None:
-        """Exchange these weights with those of the stages. Doing it twice restores both, bit by bit."""
+        """Exchange these weights with those of the stages. Doing it twice restores both, bit for bit."""
         for name, tensor in local_weights(chunks).items():
             present = tensor.clone()
             tensor.copy_(self.tensors[name])

@@ -70,7 +70,7 @@ class LatentAttention(MLASelfAttention):
     """Self-attention of MLA models. The configuration's `qk_layernorm` must be off: the layer spec contains the norms."""
 
     _positions: Tensor | None = None
-    """[T] positions of the tokens of a tree; None: the row is sequences."""
+    """[T] positions of the tokens of a tree; None if the row consists of sequences."""
 
     def __init__(self, config: MLATransformerConfig, submodules: MLASelfAttentionSubmodules, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, submodules, *args, **kwargs)

@@ -20,7 +20,7 @@ class Learner:
     """Learner of the policy or of a value model.
 
     Args:
-        chunks: this rank's stages with their initial weights, their frozen parameters frozen.
+        chunks: this rank's stages with their initial weights, and with their untrained parameters frozen.
         whose: owner for error messages if there is more than one model: `of the value model`.
     """
 

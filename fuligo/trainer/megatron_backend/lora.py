@@ -1,7 +1,7 @@
 """LoRA on Megatron's parallel linear layers: every matrix of the Hugging Face checkpoint has its own A and B, as with PEFT.
 
-A layer that splits its outputs over the TP ranks has A whole on every rank and B split, one that splits its inputs has A split and B whole.
-What the ranks exchange between A and B has `rank` numbers per token.
+A layer that splits its outputs over the TP ranks has A whole on every rank and B split; one that splits its inputs has A split and B whole.
+Between A and B, the ranks exchange `rank` numbers per token.
 """
 
 import hashlib
@@ -118,7 +118,7 @@ class LinearAdapter(nn.Module):
 
 
 def add_adapters(chunks: Sequence[nn.Module], names: AdapterNames, *, seed: int) -> None:
-    """Adapt this rank's linear layers and experts, in place; all other parameters are frozen. Before the stages are wrapped.
+    """Adapt this rank's linear layers and experts, in place, before the stages are wrapped; all other parameters are frozen.
 
     B starts as zeros, so the outputs do not change. A starts with the same values under any layout.
     """

@@ -103,10 +103,10 @@ class MegatronTrainerSettings(TrainerSettings):
     def backend_environment(self) -> Mapping[str, str]:
         """Variables that Megatron relies on.
 
-        One queue for kernels: a collective's kernels start before the product that they overlap with. One kernel for the products of all
-        experts where TransformerEngine has it (Hopper, bf16, forward and towards the inputs): launching one for each expert takes the CPU
-        longer than it takes the GPU to compute them. On a CPU no compiler, because
-        Megatron's decorators import it, which takes longer than the rest of Megatron.
+        Kernels have one queue, so that a collective's kernels start before the product that they overlap with. The products of all experts
+        are one kernel where TransformerEngine has it (Hopper, bf16, forward and towards the inputs), because launching one for each expert
+        takes the CPU longer than it takes the GPU to compute them. On a CPU the compiler is off, because importing it, as Megatron's
+        decorators do, takes longer than importing the rest of Megatron.
         """
         if self.device == "cpu":
             return {"TORCHDYNAMO_DISABLE": "1"}

@@ -237,7 +237,7 @@ def rotate(values: Tensor, angles: Tensor, mscale: float, *, interleaved: bool) 
         angles: [n, P / 2] float32
         mscale: factor of rotated elements (YaRN).
         interleaved: pairs are neighbors; else element i and i + P / 2. The result has all first elements before all second ones: where
-            queries and keys are treated alike, no product of them changes.
+            queries and keys are treated equally, no product of them changes.
     """
     size = 2 * angles.size(-1)
     rotated, rest = values.tensor_split([size], dim=-1)

@@ -162,7 +162,7 @@ class PackedModel(nn.Module):
         return sequences
 
     def make_batch_invariant(self) -> None:
-        """Make a token's outputs depend only on its own sequence, to the bit.
+        """Make a token's outputs depend, bit for bit, only on its own sequence.
 
         Raises:
             TrainerError: the model has layers without batch-invariant operations.

@@ -91,5 +91,5 @@ class RunState:
             return cls(state["step"], state["policy_version"], rollout, config, DriverRng(**state["rng"]))
         except (OSError, orjson.JSONDecodeError, KeyError, TypeError, DataError) as error:
             raise CheckpointError(
-                f"cannot read {path}: {error!r}; the checkpoint is damaged, resume from another one with --ckpt-step"
+                f"cannot read {path}: {error!r}; the checkpoint is damaged; resume from another one with --ckpt-step"
             ) from None

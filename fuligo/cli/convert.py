@@ -164,7 +164,9 @@ def dist_to_hf(arguments: Sequence[str]) -> int:
 
     source = weights_directory(options.checkpoint)
     if is_adapter(adapter := adapter_directory(source)):
-        raise ConfigError(f"{source} holds a LoRA adapter and no model; merge them: fuligo convert merge-adapter {adapter} --save DIR")
+        raise ConfigError(
+            f"{source} holds a LoRA adapter but no model; merge it into its base model: fuligo convert merge-adapter {adapter} --save DIR"
+        )
     if not is_distributed(source):
         raise ConfigError(
             f"{options.checkpoint} is not a distributed checkpoint: use a directory with .metadata, or a directory of checkpoints"

@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--batch-invariant",
         action="store_true",
-        help="compute log-probabilities that depend only on a request's own tokens, to the bit; slower (Llama, Qwen2, Qwen3 and "
+        help="compute log-probabilities that depend, bit for bit, only on a request's own tokens; slower (Llama, Qwen2, Qwen3 and "
         "Qwen3-MoE on a CPU)",
     )
     parser.add_argument(

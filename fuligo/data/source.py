@@ -145,14 +145,14 @@ class RowSource(Generic[Item]):
         """
         if state.get("num_rows") != len(self):
             raise DataError(
-                f"cannot resume: the dataset has {len(self)} rows, the checkpoint's had {state.get('num_rows', 'none')}; {_OTHER_DATA}"
+                f"cannot resume: the dataset has {len(self)} rows, but the checkpoint's had {state.get('num_rows', 'none')}; {_OTHER_DATA}"
             )
         if "digest" not in state:
             logger.warning("the checkpoint has no digest of its prompt file: only the number of rows was compared")
         elif state["digest"] != self._digest:
             raise DataError(
                 f"cannot resume: the dataset has {len(self)} rows like the checkpoint's, but different content "
-                f"(digest {self._digest}, the checkpoint's is {state['digest']}); {_OTHER_DATA}"
+                f"(digest {self._digest} instead of {state['digest']}); {_OTHER_DATA}"
             )
         changed = self._dataset.image_digests.first_changed(str(state.get("images", "")))
         if changed is not None:

@@ -156,11 +156,11 @@ class Environment(ABC):
 
     def state(self) -> Any:
         """Return JSON data from which `restore` continues the episode; called between steps if `resumable`."""
-        raise NotImplementedError(f"{type(self).__name__} is resumable and has no state()")
+        raise NotImplementedError(f"{type(self).__name__} is resumable but has no state()")
 
     async def restore(self, state: Any) -> None:
         """Continue from `state()`; called on a new object instead of `reset`."""
-        raise NotImplementedError(f"{type(self).__name__} is resumable and has no restore()")
+        raise NotImplementedError(f"{type(self).__name__} is resumable but has no restore()")
 
 
 def environment_problem(kind: Any) -> str | None:

@@ -176,7 +176,7 @@ def _run_all(task: _Script, *, trusted: bool, has_maps: bool) -> dict[str, Any]:
         if not trusted:
             raise
         if has_maps:
-            raise ConfigError(f"--map needs a sandbox, and {error.reason}; change the script's paths to those of this machine") from None
+            raise ConfigError(f"--map needs a sandbox, but {error.reason}; change the script's paths to those of this machine") from None
         task.sandboxed = False
         report = _run(task)
     while task.sandboxed and (found := _interpreters(report)) and len(task.stand_ins) < _MAX_RUNS:

@@ -159,7 +159,7 @@ async def _require_changes(config: Config, engines: EngineGroup) -> None:
     for url, info in await engines.model_infos():
         if info.num_weight_loads is not None:
             raise ConfigError(
-                f"--update-weight-mode delta leaves unchanged tensors out, and {url} (fuligo serve) takes complete syncs only; remove the "
+                f"--update-weight-mode delta leaves unchanged tensors out, but {url} (fuligo serve) accepts only whole syncs; remove the "
                 "flag"
             )
 

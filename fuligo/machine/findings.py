@@ -92,7 +92,7 @@ def _sandbox() -> Finding:
         return Finding("sandbox", "none", warning=str(error))
     finally:
         shared_interpreters(settings).close()
-    return Finding("sandbox", "programs of a model run isolated")
+    return Finding("sandbox", "programs that a model writes run isolated")
 
 
 def _place(name: str, directory: Path, fix: str) -> Finding:

@@ -93,7 +93,7 @@ def _gpus(config: Config, machine: Machine) -> Iterator[Finding]:
         yield Finding("GPUs", value, fix)
     elif torch is not None and torch.num_devices < needed:
         cause = "it is a CPU build: install a CUDA build" if torch.cuda is None else "check the driver and CUDA_VISIBLE_DEVICES"
-        yield Finding("GPUs", f"{value}, torch sees {torch.num_devices}", cause)
+        yield Finding("GPUs", f"{value}, but torch sees {torch.num_devices}", cause)
     else:
         yield Finding("GPUs", value)
     if needed > 1 and torch is not None:

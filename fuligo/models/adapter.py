@@ -331,7 +331,7 @@ def require_shapes(tensors: Mapping[str, Tensor], wanted: Mapping[str, list[int]
     for name in sorted(wanted.keys() | held.keys()):
         if wanted.get(name) != held.get(name):
             raise CheckpointError(
-                f"cannot load {directory / ADAPTER_WEIGHTS}: {name} is {held.get(name, 'absent')} there and {wanted.get(name, 'absent')} "
+                f"cannot load {directory / ADAPTER_WEIGHTS}: {name} is {held.get(name, 'absent')} there but {wanted.get(name, 'absent')} "
                 f"in this model with {ADAPTER_CONFIG}; use the model that the adapter was trained on"
             )
 

@@ -291,7 +291,7 @@ def read_num_dense_layers(config: ConfigJson, default: int) -> int:
     if "dense" in types[num_dense:]:
         raise config.contradiction("mlp_layer_types has a dense layer after a sparse one; only leading dense layers are supported")
     if config.values.get("first_k_dense_replace") is not None and given != num_dense:
-        raise config.contradiction(f"first_k_dense_replace is {given}, mlp_layer_types has {num_dense} dense layers")
+        raise config.contradiction(f"first_k_dense_replace is {given}, but mlp_layer_types has {num_dense} dense layers")
     return num_dense
 
 

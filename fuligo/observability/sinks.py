@@ -215,7 +215,7 @@ class GuardedSink:
         except Exception as error:
             self._failed = True
             cause = self._describe(error)
-            logger.warning("%s: write raised %s; the run continues without it, metrics.jsonl has every record", self._name, cause)
+            logger.warning("%s: write raised %s; the run continues without it; metrics.jsonl still has every record", self._name, cause)
 
     def close(self) -> None:
         try:

@@ -84,7 +84,7 @@ class RolloutRunner:
         self._aligned_waves = aligned_waves and wave_requests <= parts.concurrency
         if aligned_waves and not self._aligned_waves:
             logger.warning(
-                "a wave has %d requests and --rollout-concurrency is %d: runs are not bitwise reproducible",
+                "a wave has %d requests, but --rollout-concurrency is %d: runs are not bitwise reproducible",
                 wave_requests,
                 parts.concurrency,
             )

@@ -254,7 +254,7 @@ def test_what_does_not_fit_is_refused_on_every_rank_before_anything_changes(pool
     frozen = replace(settings, trained=TrainedParameters(frozen=("embed",)))
     others = [
         (settings_of(save_checkpoint(tmp_path / "other", "qwen3", layers=2), LAYOUTS["pp2"]), "belongs to another architecture"),
-        (frozen, "was trained in the run that saved it and is frozen in this one"),
+        (frozen, "was trained in the run that saved it but is frozen in this one"),
     ]
     for other, message in others:
         for text, is_unchanged in pool.run(2, refused, other, whole):

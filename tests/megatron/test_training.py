@@ -382,4 +382,4 @@ def refused(world: World, settings: MegatronTrainerSettings) -> str:
 def test_queries_cannot_be_trained_without_their_keys(pool: RankPool, checkpoint: Path) -> None:
     settings = settings_of(checkpoint, Layout(), trained=TrainedParameters(only=("q_proj",)))
     (text,) = pool.run(1, refused, settings)
-    assert "'q_proj' matches model.layers.0.self_attn.q_proj.weight and not all of" in text
+    assert "'q_proj' matches model.layers.0.self_attn.q_proj.weight but not all of" in text

@@ -1,4 +1,4 @@
-"""Log-probabilities of the embedded engine against the torch trainer's: equal to the bit with batch-invariant operations."""
+"""Log-probabilities of the embedded engine against the torch trainer's: bit for bit equal with batch-invariant operations."""
 
 import random
 import time

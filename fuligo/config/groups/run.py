@@ -180,6 +180,6 @@ class DebugFlags(FlagGroup):
 
     ignore_memory_plan: bool = flag(False, "start although the plan finds that GPUs have too little memory; it may overestimate")
     debug_rollout_only: bool = slime(False, "sample and score, never train")
-    debug_train_only: bool = slime(False, "train on --load-debug-rollout-data, start no engine")
+    debug_train_only: bool = slime(False, "train on --load-debug-rollout-data, without engines")
     save_debug_rollout_data: str | None = slime(None, "file for the samples of each rollout; fuligo fills in {rollout_id}", path=True)
     load_debug_rollout_data: str | None = slime(None, "file with saved samples of each rollout; fuligo fills in {rollout_id}", path=True)

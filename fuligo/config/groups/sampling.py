@@ -84,7 +84,7 @@ class RolloutFlags(FlagGroup):
     )
     agent_timeout_s: float = flag(600.0, "deadline of an agent for one sample; interruptions do not count", unit="s", gt=0)
     agent_sampling: Literal["refuse", "replace"] = flag(
-        "refuse", "requests of agents with another temperature, top_p or penalty than the rollout's: refuse them, or replace the value"
+        "refuse", "agents' requests with a temperature, top_p or penalty that differs from the rollout's: refuse them, or replace the value"
     )
     agent_host: str = flag("127.0.0.1", "address at which agents reach the policy; for agents on other machines it must not be loopback")
     environment: str | None = flag(None, "hook: environment class with reset, step, close; every sample is an episode", path=True)

@@ -128,4 +128,6 @@ def learning_rate_of_full_fine_tuning(config: Config) -> Violation | None:
     if not config.uses_adapter or not config.trains or lr >= 4e-6:
         return None
     better = _SFT_LR if config.is_sft else _RL_LR
-    return Violation(f"--lr {lr:g} is one of full fine-tuning; an adapter needs about ten times as much", (set_flag("lr", better),))
+    return Violation(
+        f"--lr {lr:g} is a learning rate for full fine-tuning; an adapter needs about ten times as much", (set_flag("lr", better),)
+    )

@@ -79,7 +79,7 @@ def every_further_reward_has_a_weight(config: Config) -> Violation | None:
     paths, weights = config.reward.extra_rm_path, config.reward.extra_rm_weights
     if weights and paths and len(weights) != len(paths):
         return Violation(
-            f"--extra-rm-path names {len(paths)} functions, --extra-rm-weights {len(weights)} weights",
+            f"--extra-rm-path names {len(paths)} functions, but --extra-rm-weights has {len(weights)} weights",
             advice="use as many weights as functions",
         )
     if paths and config.rollout.rollout_function_path:

@@ -31,7 +31,7 @@ def replay_with_one_step(config: Config) -> Violation | None:
     if not _records(config) or config.needs_old_logprobs or config.algorithm.use_rollout_logprobs:
         return None
     return Violation(
-        "--use-routing-replay with one optimizer step per rollout changes nothing: the step itself computes the old log-probabilities",
+        "--use-routing-replay with one optimizer step per rollout has no effect: the step itself computes the old log-probabilities",
         (unset_flag("use_routing_replay"),),
         "or take several steps (--num-steps-per-rollout)",
     )

@@ -106,7 +106,7 @@ def _request(
     ids, placed = _placed(ids, images, model)
     sampling = _sampling(params, len(ids), score_start)
     if sampling.stop and model.tokenizer is None:
-        raise ValueError("stop strings need a tokenizer, and the model's directory has none: use stop_token_ids")
+        raise ValueError("stop strings need a tokenizer, but the model's directory has none; use stop_token_ids")
     return Request(
         rid=secrets.token_hex(16) if rid is None else rid,
         input_ids=ids,

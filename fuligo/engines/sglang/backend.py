@@ -250,6 +250,6 @@ def _check_gpus(config: Config) -> None:
     here, needed = torch.cuda.device_count(), config.total_num_gpus
     if needed > here:
         raise ConfigError(
-            f"trainer and engines need {needed} GPUs and this machine has {here}; lower --actor-num-gpus-per-node or --rollout-num-gpus, "
+            f"trainer and engines need {needed} GPUs, but this machine has {here}; lower --actor-num-gpus-per-node or --rollout-num-gpus, "
             "or use --colocate to share them"
         )

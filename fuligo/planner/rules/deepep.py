@@ -34,7 +34,7 @@ def dispatch_has_a_configuration(subject: Subject) -> Iterator[Violation]:
         if spec.ep_size > MAX_RANKS:
             smaller = [size for size in divisors(spec.num_gpus) if size // spec.pp_size <= MAX_RANKS]
             yield Violation(
-                f"{shown(spec, 'moe_a2a_backend')}: {engine_size(subject, spec)} makes {spec.ep_size} expert ranks, and DeepEP has no "
+                f"{shown(spec, 'moe_a2a_backend')}: {engine_size(subject, spec)} makes {spec.ep_size} expert ranks, but DeepEP has no "
                 f"dispatch configuration above {MAX_RANKS}",
                 tuple(resizes(subject, spec, nearest_first(MAX_RANKS, smaller))),
                 f"use engines of at most {MAX_RANKS} GPUs",

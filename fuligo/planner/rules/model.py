@@ -78,7 +78,7 @@ def reward_finds_the_answer(subject: Subject) -> Iterator[Violation]:
     reward = subject.config.reward
     if family_of(subject.rollout_architecture).writes_harmony and reward.rm_type == "deepscaler" and reward.custom_rm_path is None:
         yield Violation(
-            "--rm-type deepscaler reads the answer after </think>, and gpt-oss thinks in a channel of the harmony format",
+            "--rm-type deepscaler reads the answer after </think>, but gpt-oss thinks in a channel of the harmony format",
             ((set_flag("rm_type", "math"),),),
         )
 

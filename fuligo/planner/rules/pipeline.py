@@ -140,7 +140,7 @@ def stages_start_on_computing_layers(subject: Subject) -> Iterator[Violation]:
     starts = ", ".join(str(start + 1) for start in cut.starts())
     below = max(number for number in computing if number < wrong[0])
     yield Violation(
-        f"--pipeline-model-parallel-size {cut.pp}{cut.shown()}: stages start at the layers {starts}, and layer {wrong[0] + 1} "
+        f"--pipeline-model-parallel-size {cut.pp}{cut.shown()}: stages start at the layers {starts}, but layer {wrong[0] + 1} "
         f"reuses the sparse index of layer {below + 1}, which is in the stage before",
         _recuts(subject, cut),
         f"every stage must start at one of the layers {', '.join(str(number + 1) for number in sorted(computing))}",

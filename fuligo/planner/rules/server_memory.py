@@ -124,7 +124,7 @@ def batches_have_graphs(subject: Subject) -> Iterator[Violation]:
         name = "cuda_graph_bs_decode" if given else "cuda_graph_max_bs_decode"
         per_replica = f" / {shown(spec, 'dp_size')} = {share}" if spec.dp_size > 1 else ""
         yield Violation(
-            f"CUDA graphs end at {largest} ({shown(spec, name)}), {share} requests will run "
+            f"CUDA graphs end at {largest} ({shown(spec, name)}), but {share} requests will run "
             f"({shown(spec, 'max_running_requests')}{per_replica}){where(spec)}: larger batches decode without one, about 3 x slower",
             (
                 (set_argument(subject, spec, "max_running_requests", largest * spec.dp_size),),

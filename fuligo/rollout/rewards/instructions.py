@@ -104,7 +104,7 @@ def registry() -> dict[str, type[Any]]:
             from if_verifiable import ifbench, ifeval  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise BadMetadataError(
-            f"instructions are judged by the package if-verifiable, and {error.name} is not installed: pip install 'fuligo[ifbench]'"
+            f"instructions are judged by the package if-verifiable, but {error.name} is not installed: pip install 'fuligo[ifbench]'"
         ) from error
     finally:
         if not has_langdetect:

@@ -114,6 +114,6 @@ def _require_whole(weights: Sequence[Weight], trained: TrainedParameters) -> Non
             if found and len(found) < len(weight.checkpoint) and not re.search(pattern, weight.megatron):
                 flag = "--only-train-params-name-list" if trained.only else "--freeze-params-name-list"
                 raise ConfigError(
-                    f"{flag}: {pattern!r} matches {found[0]} and not all of {', '.join(weight.checkpoint)}, which are one matrix in "
+                    f"{flag}: {pattern!r} matches {found[0]} but not all of {', '.join(weight.checkpoint)}, which are one matrix in "
                     f"Megatron ({weight.megatron}) and can only be trained together"
                 )

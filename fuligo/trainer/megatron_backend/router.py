@@ -212,9 +212,9 @@ def refuse_unsupported_routing(config: TransformerConfig) -> None:
     if groups > 1 and top_k // top_groups != 2:
         raise ConfigError(
             f"num_experts_per_tok {top_k} with topk_group {top_groups}: Megatron ranks groups by their best {top_k // top_groups} experts, "
-            "the model by its best 2; only num_experts_per_tok = 2 * topk_group agrees"
+            "but the model by its best 2; only num_experts_per_tok = 2 * topk_group agrees"
         )
     if top_k == 1 and config.moe_router_score_function == "sigmoid":
         raise ConfigError(
-            "num_experts_per_tok 1 with sigmoid scores: Megatron does not normalize the weight of a single expert, the model does"
+            "num_experts_per_tok 1 with sigmoid scores: Megatron does not normalize the weight of a single expert, but the model does"
         )

@@ -304,7 +304,7 @@ def _check_trained(tensors: DistributedTensors, weights: Sequence[LocalWeight]) 
         if held.tensor.requires_grad != (key in tensors.shapes):
             then, now = ("frozen", "trained") if held.tensor.requires_grad else ("trained", "frozen")
             raise CheckpointError(
-                f"{tensors.directory}: {held.weight.megatron} was {then} in the run that saved it and is {now} in this one; resume with "
+                f"{tensors.directory}: {held.weight.megatron} was {then} in the run that saved it but is {now} in this one; resume with "
                 "the same --only-train-params-name-list, --freeze-params-name-list and --enable-mtp-training"
             )
     trained = [held.weight for held in weights if held.tensor.requires_grad]
@@ -317,7 +317,7 @@ def _check_shapes(tensors: DistributedTensors, expected: Mapping[str, tuple[int,
         if held != shape:
             there = "is missing there" if held is None else f"has the shape {list(held)} there"
             raise CheckpointError(
-                f"{tensors.directory} belongs to another architecture: {name} {there}, and {list(shape)} in this run; "
+                f"{tensors.directory} belongs to another architecture: {name} {there}, but {list(shape)} in this run; "
                 "use the --hf-checkpoint that it was made with"
             )
 

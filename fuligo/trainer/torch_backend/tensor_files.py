@@ -103,7 +103,7 @@ class TensorFiles:
             if held != wanted:
                 where = self._directory / self._files[name] if held else self._directory
                 raise CheckpointError(
-                    f"{where}: belongs to another architecture: {name} is {_described(held)} there and {_described(wanted)} in this run. "
+                    f"{where}: belongs to another architecture: {name} is {_described(held)} there but {_described(wanted)} in this run. "
                     "Resume with the --hf-checkpoint and the trained parameters that the checkpoint was made with."
                 )
 

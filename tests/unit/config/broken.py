@@ -104,7 +104,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
         ({**SHARED, "update_weights_interval": 2}, "--update-weights-interval 2 with --colocate"),
         ({**SHARED, "use_fault_tolerance": True, "sglang_config": [PAIRS]}, "cannot restart prefill and decode engines"),
     ],
-    "CFG-LORA-LR": [({"lora_rank": 8}, "--lr 1e-06 is one of full fine-tuning")],
+    "CFG-LORA-LR": [({"lora_rank": 8}, "--lr 1e-06 is a learning rate for full fine-tuning")],
     "CFG-REWARD-MISSING": [
         ({"rm_type": None}, "--custom-rm-path"),
         ({"rm_type": None, "use_opd": True, "opd_teacher_load": "t", "eval_prompt_data": ["a.jsonl"]}, "the run has no reward"),
@@ -163,7 +163,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
     ],
     "CFG-LR-HIGH": [({"lr": 1.0}, "--lr 1: the weights will most likely be destroyed")],
     "CFG-REWARD-WEIGHTS": [
-        ({"extra_rm_path": ["a.b"], "extra_rm_weights": [0.5, 0.1]}, "--extra-rm-path names 1 functions, --extra-rm-weights 2 weights"),
+        ({"extra_rm_path": ["a.b"], "extra_rm_weights": [0.5, 0.1]}, "--extra-rm-path names 1 functions, but --extra-rm-weights has 2 weights"),
         ({"extra_rm_path": ["a.b"], "rollout_function_path": "a.c"}, "--extra-rm-path is added to rewards that fuligo computes"),
     ],
     "CFG-CUSTOM-LOSS": [({"loss_type": "custom_loss"}, "--custom-loss-function-path")],
@@ -184,7 +184,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
             "with --use-rollout-logprobs that was the engine's",
         )
     ],
-    "CFG-REPLAY-ONE-STEP": [({**SGLANG, "use_routing_replay": True}, "one optimizer step per rollout changes nothing")],
+    "CFG-REPLAY-ONE-STEP": [({**SGLANG, "use_routing_replay": True}, "one optimizer step per rollout has no effect")],
     "CFG-REPLAY-FUSED": [
         ({**SGLANG, "use_rollout_routing_replay": True, "megatron_moe_router_fusion": True}, "--moe-router-fusion chooses and weighs")
     ],

@@ -121,7 +121,7 @@ def test_a_file_whose_rows_became_unusable_ends_the_run_instead_of_looping(
 
 def test_a_state_of_other_data_is_refused(dataset: PromptDataset, write_rows: Write, tokenizer: PreTrainedTokenizerFast) -> None:
     other = PromptSource(PromptDataset.open(write_rows({"input": "a"}), DataSettings(), tokenizer))
-    with pytest.raises(DataError, match="the dataset has 1 rows, the checkpoint's had 7"):
+    with pytest.raises(DataError, match="the dataset has 1 rows, but the checkpoint's had 7"):
         other.restore(PromptSource(dataset).state())
 
 

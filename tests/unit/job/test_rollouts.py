@@ -25,5 +25,5 @@ def test_data_that_a_checkpoint_does_not_belong_to_are_refused_when_they_are_ope
     state = data.source.state()
     RunData.open(config, RolloutState(state, 0, 0, []))
     for other in ({**state, "num_rows": 4}, {}):
-        with pytest.raises(DataError, match=f"has 3 rows, the checkpoint's had {other.get('num_rows', 'none')}"):
+        with pytest.raises(DataError, match=f"has 3 rows, but the checkpoint's had {other.get('num_rows', 'none')}"):
             RunData.open(config, RolloutState(other, 0, 0, []))

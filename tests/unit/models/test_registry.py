@@ -57,7 +57,7 @@ def test_a_missing_key_is_named(config: dict[str, Any], key: str) -> None:
         (GLM_4_5, {"moe_layer_freq": 2}, "moe_layer_freq is 2; only 1 is supported"),
         (FLASH, {"first_k_dense_replace": 2}, "first_k_dense_replace 2 needs mlp_layer_types"),
         (GLM_5_2, {"qk_head_dim": 192}, "qk_head_dim 192 is not qk_nope_head_dim \\+ qk_rope_head_dim = 256"),
-        (GLM_5_2, {"first_k_dense_replace": 2}, "first_k_dense_replace is 2, mlp_layer_types has 3 dense layers"),
+        (GLM_5_2, {"first_k_dense_replace": 2}, "first_k_dense_replace is 2, but mlp_layer_types has 3 dense layers"),
         (GLM_5_2, {"num_hidden_layers": 77}, "mlp_layer_types must be a list of 77 words \\(num_hidden_layers\\) of dense | sparse"),
         (GLM_5_2, {"index_topk_freq": 3}, "indexer_types does not agree with index_topk_freq 3 and index_skip_topk_offset 3"),
         (GLM_5_2, {"indexer_types": None, "index_topk_pattern": "S" + "F" * 77}, "the first layer must compute its token choice"),

@@ -1,8 +1,8 @@
 r"""Algebraic equality with sympy; latex2sympy2 (of math-verify) reads the LaTeX.
 
 Two expressions are equal if their values are equal: both are computed at random points where they have symbols, exactly if rational, else
-with 40 digits. Simplification decides only what has no value (integrals, sums, matrices of symbols), because it takes long and its failures are
-silent.
+with 40 digits. Simplification decides only what has no value (integrals, sums, matrices of symbols), because it takes long and its failures
+are silent.
 """
 
 import random

@@ -81,7 +81,7 @@ def _load(text: str) -> list[Path]:
         import datasets
     except ModuleNotFoundError as error:
         raise DataError(
-            f"{text} is neither a file here (looked in {Path.cwd()}) nor can it be loaded from the Hub: the package datasets is not "
+            f"{text} is not a file here (looked in {Path.cwd()}), and cannot be loaded from the Hub: the package datasets is not "
             "installed; pip install 'fuligo[hub]'"
         ) from error
     try:

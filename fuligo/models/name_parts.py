@@ -59,7 +59,7 @@ def layer_norms(architecture: Architecture) -> Weights:
 
 
 def norm(architecture: Architecture, megatron: str, checkpoint: str | None = None) -> Weight:
-    """Return a norm over the hidden size; `checkpoint` is its name there where it differs."""
+    """Return a norm over the hidden size; `checkpoint` is its name in the checkpoint if that differs."""
     return Weight(f"{megatron}.weight", (f"{checkpoint or megatron}.weight",), (architecture.hidden_size,))
 
 

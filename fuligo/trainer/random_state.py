@@ -43,7 +43,7 @@ def read_random_state(directory: Path, world: World) -> dict[str, Tensor]:
 
 
 def has_random_state(directory: Path, world: World) -> bool:
-    """Return whether the checkpoint has this rank's random state; it was written by as many ranks as saved it."""
+    """Return whether the checkpoint has this rank's random state: it has one for each rank of the run that saved it."""
     return _file(directory, world).exists()
 
 

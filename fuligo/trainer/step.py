@@ -92,7 +92,7 @@ class StepGradients:
     num_tokens: int
     """Tokens of the samples that this rank computed, without repetitions."""
     num_shared_tokens: int = 0
-    """Those of them that were not computed again, because another sample of the row had them."""
+    """Part of `num_tokens` that was not computed again, because another sample of the row had the same tokens."""
 
 
 def loss_inputs(batch: MicroBatch, outputs: TokenLogprobs, settings: LossSettings) -> LossInputs:

@@ -69,7 +69,7 @@ def _replace_generators() -> None:
 
 
 class _Stream:
-    """Stream, and event of it, on a machine where work is done when a call returns."""
+    """Stand-in for a CUDA stream and its event, on a machine where work is done when a call returns."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
 

@@ -34,7 +34,7 @@ class Critic(BaseCritic):
         """Load the initial weights and build the optimizer.
 
         Raises:
-            CheckpointError: the initial weights cannot be read, or are not of the policy's architecture.
+            CheckpointError: the initial weights cannot be read, or do not have the policy's architecture.
         """
         self.names = value_names(names)
         self._model = replace(  # no tied head, no MTP layers, all parameters trained, and routers that choose by themselves

@@ -36,7 +36,7 @@ def load_value_model(directory: Path, policy: PreTrainedModel) -> PreTrainedMode
     layers below.
 
     Raises:
-        CheckpointError: the files cannot be read, or are not of the policy's architecture.
+        CheckpointError: the files cannot be read, or do not have the policy's architecture.
     """
     model, lacking = read_model(directory)
     old_head = model.get_output_embeddings()

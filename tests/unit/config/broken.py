@@ -163,7 +163,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
     ],
     "CFG-LR-HIGH": [({"lr": 1.0}, "--lr 1: the weights will most likely be destroyed")],
     "CFG-REWARD-WEIGHTS": [
-        ({"extra_rm_path": ["a.b"], "extra_rm_weights": [0.5, 0.1]}, "--extra-rm-path names 1 functions, but --extra-rm-weights has 2 weights"),
+        ({"extra_rm_path": ["a.b"], "extra_rm_weights": [0.5, 0.1]}, "names 1 functions, but --extra-rm-weights has 2 weights"),
         ({"extra_rm_path": ["a.b"], "rollout_function_path": "a.c"}, "--extra-rm-path is added to rewards that fuligo computes"),
     ],
     "CFG-CUSTOM-LOSS": [({"loss_type": "custom_loss"}, "--custom-loss-function-path")],

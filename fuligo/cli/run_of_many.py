@@ -20,9 +20,9 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="fuligo run-of-many", description=__doc__)
     parser.add_argument("--control", type=int, required=True, help="file descriptor that receives the configuration, then the engine")
     parser.add_argument("--trainer", type=int, required=True, help="file descriptor that leads to the run's rank in the trainer")
-    parser.add_argument("--num-runs", type=int, required=True, help="runs that share them")
+    parser.add_argument("--num-runs", type=int, required=True, help="number of runs that share the trainer and the engine")
     parser.add_argument("--resume", action="store_true", help="the run may replace recorded steps if it has no checkpoint")
-    parser.add_argument("--parent-pid", type=int, required=True, help="process of all runs")
+    parser.add_argument("--parent-pid", type=int, required=True, help="process that started all runs")
     options = parser.parse_args(arguments)
     for descriptor in (options.control, options.trainer):
         os.set_inheritable(descriptor, False)  # else the children of hooks would keep them open, and could command the trainer

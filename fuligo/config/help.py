@@ -124,7 +124,7 @@ def placeholder(flag: Flag) -> str:
 
 
 def details(flag: Flag) -> str:
-    """Return unit, bounds and default: `tokens, >= 1, default 1024`; leaves out a default that is none, empty or false."""
+    """Return unit, bounds and default: `tokens, >= 1, default 1024`; leave out a default that is none, empty or false."""
     default = "" if flag.default is None or flag.default is False or flag.default in ("", [], {}) else f"default {shown_default(flag)}"
     return ", ".join(part for part in (flag.unit or "", flag.bounds, default) if part)
 

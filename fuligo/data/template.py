@@ -106,7 +106,7 @@ def response_decoder(tokenizer: Decodes) -> Callable[[list[int]], str]:
 
 
 def _backend(tokenizer: Decodes) -> Tokenizer | None:
-    """Return the tokenizer behind a fast one, whose own method is faster: transformers checks the type of every id.
+    """Return the Rust tokenizer behind a fast one; its own method is faster, because transformers checks the type of every id.
 
     None if the tokenizer decodes in another way.
     """

@@ -115,7 +115,7 @@ class SharedEngines:
     lent: tuple[LentEngines, ...]
     """Parts of the runs, in their order."""
     fleet: EngineFleet | None = None
-    """Their supervisor; None if the runs notice themselves that an engine has died."""
+    """Their supervisor; None if the runs themselves notice that an engine has died."""
 
 
 class EngineHosts(Protocol):

@@ -143,7 +143,7 @@ class RequestOptions(TypedDict, total=False):
     timeout_s: float | None
     """Deadline over all attempts; None: the client's."""
     routing: RoutingQuery | None
-    """Requests the tokens' experts, from the engine itself, because a router drops the query."""
+    """Query for the tokens' experts; it goes to the engine itself, because a router drops it."""
     images: Sequence[PromptImage]
     """Images of the prompt, in the order of their tokens."""
 

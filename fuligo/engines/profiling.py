@@ -26,7 +26,7 @@ class EngineProfiler:
     engines: EngineGroup
     rollouts: tuple[int, ...]
     directory: Path
-    """Receives the traces, `rollout_000002_engine0-...`; on the machine of the engine."""
+    """Receives the traces (`rollout_000002_engine0-...`), on the engine's machine."""
 
     @asynccontextmanager
     async def profiled(self, rollout: int) -> AsyncIterator[None]:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def host_copies(named_tensors: NamedTensors) -> list[tuple[str, torch.Tensor]]:
-    """Return the tensors in host memory, in their order. Those that are there already are returned themselves.
+    """Return the tensors in host memory, in their order. Tensors that are there already are returned as they are.
 
     A transfer waits for the device; an adapter has hundreds of tensors, so all of one data type are copied together.
     """

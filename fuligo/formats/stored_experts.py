@@ -19,7 +19,7 @@ _MIXTRAL_MATRICES = {".gate_proj.": ".w1.", ".down_proj.": ".w2.", ".up_proj.": 
 
 
 def mixtral_name(name: str) -> str:
-    """Return the name in files of Mixtral's kind of a weight that transformers 5 calls by `mlp`, or the name itself."""
+    """Return the name that files of Mixtral's kind have for a weight of transformers 5; other names are returned unchanged."""
     pairs = {**_MIXTRAL_MODULE, **(_MIXTRAL_MATRICES if ".experts." in name else {})}
     for ours, theirs in pairs.items():
         name = name.replace(ours, theirs)

@@ -22,7 +22,7 @@ DIGESTED_AT_ONCE = 2**28
 """Bytes of tensors whose digests are computed at the same time."""
 DIGEST_THREADS = 16
 SMALLEST_SHARED = 2**20
-"""Bytes from which threads pay."""
+"""Number of bytes from which threads are worthwhile."""
 
 
 class WeightsDigest(NamedTuple):
@@ -44,7 +44,7 @@ class WeightsChecksum:
         self._add(tensor.nbytes, tensor_digest(name, tensor))
 
     def update_all(self, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Take several tensors at a time, on several cores: the digest of one lasts about as long as 20 copies of it."""
+        """Take several tensors at a time, on several cores: a tensor's digest takes about as long as 20 copies of it."""
         tensors = host_copies(named_tensors)
         num_threads = min(DIGEST_THREADS, num_cores(), len(tensors))
         if num_threads < 2 or sum(tensor.nbytes for _, tensor in tensors) < SMALLEST_SHARED:

@@ -79,7 +79,7 @@ class Started:
     engines: Engines | None
     """Engines that answer; None if nothing is sampled."""
     teacher: ServedTeacher | None
-    """Teacher on an engine; None without a teacher, and if the trainer has it."""
+    """Teacher on an engine; None without a teacher, or if the trainer has it."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -17,7 +17,7 @@ class ModelArgs:
     """Flags that MODEL_ARGS of the family have, with their values (True: any but 0); None: they are read as those of an older family with
     equal layers, unless a config.json or `--spec` names the family."""
     precedence: int = 0
-    """The family with the highest is meant among those whose `told_by` fits; of several, made from one another, the registry's first."""
+    """Rank among the families whose `told_by` fits: the highest is taken, of equal ones the first in the registry."""
     is_latent: bool = False
     """The family has latent attention."""
     needs_experts: bool = False
@@ -36,7 +36,7 @@ class Family:
     """Functions and facts of a family. Facts of its layers' numerics belong to the `Architecture`."""
 
     architecture: Callable[[ConfigJson], Architecture]
-    """Read a config.json; raises ConfigError for keys that are missing or contradict each other."""
+    """Read a config.json; raise ConfigError for keys that are missing or contradict each other."""
     names: Callable[[ConfigJson, Architecture], NameTable] | None = None
     """Name the weights in the checkpoint and in Megatron; None: `why_not_megatron`."""
     why_not_megatron: str | None = None

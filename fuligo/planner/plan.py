@@ -233,6 +233,6 @@ class Plan:
     assumptions: tuple[str, ...] = ()
     """Assumptions of the estimates, one sentence each."""
     disk: Disk | None = None
-    """Disk that the checkpoints take; None without a layout, and if the run saves nothing."""
+    """Disk that the checkpoints take; None without a layout, or if the run saves nothing."""
     choices: tuple[Choice, ...] = ()
     """Values of flags that were not given, with which the run was planned."""

@@ -82,7 +82,7 @@ class GroupSource:
         return SampleGroup(samples[0].group_index, prompt.row, samples)
 
     def _drop_stale(self, policy_version: int) -> int:
-        """Return the prompts of groups that are too old to continue to the data; return how many."""
+        """Give the prompts of groups that are too old to continue back to the data; return how many."""
         if self.max_staleness is None:
             return 0
         oldest = policy_version - self.max_staleness

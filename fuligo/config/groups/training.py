@@ -26,7 +26,7 @@ class AlgorithmFlags(FlagGroup):
     eps_clip_high: float | None = slime(None, "upper clip distance (default --eps-clip)", ge=0)
     eps_clip_c: float | None = slime(None, "dual clip: upper bound of the ratio for negative advantages", gt=1)
     entropy_coef: float = slime(0.0, "weight of the entropy bonus")
-    use_kl_loss: bool = slime(False, "add KL to the reference to the loss")
+    use_kl_loss: bool = slime(False, "add the KL to the reference model as a term of the loss")
     kl_loss_coef: float = slime(0.0, "weight of the KL loss", ge=0)
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = slime("k1", "estimator of the KL")
     use_unbiased_kl: bool = slime(False, "multiply the KL estimate by pi/pi_old")

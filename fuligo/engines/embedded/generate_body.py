@@ -72,9 +72,7 @@ def parse_requests(raw: bytes, model: EngineModel, new_waiter: Callable[[], Any]
         if name not in NEUTRAL:
             raise ValueError(f"{name} is not known")
         if body[name] not in NEUTRAL[name]:
-            raise ValueError(
-                f"{name}={body[name]!r:.50} is not supported by the embedded engine, which takes (input_ids) and returns token ids"
-            )
+            raise ValueError(f"{name}={body[name]!r:.50} is not supported by the embedded engine, which takes and returns token ids")
     ids, params, rids, priority = (body.get(name) for name in (*PER_REQUEST, "priority"))
     score_start = body.get("logprob_start_len")
     if not isinstance(score_start, int | None):

@@ -58,7 +58,7 @@ class AdapterSource:
 
         Raises:
             CheckpointError: the directory is damaged, or the adapter does not fit the model
-            ConfigError: the model lacks a layer of the shape
+            ConfigError: the model lacks a layer that `shape` adapts
         """
         if self.directory is not None:
             with_adapter_of(module, self.directory)

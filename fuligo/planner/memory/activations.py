@@ -37,7 +37,7 @@ class LayerBytes:
 def layer_bytes(layer: Layer, architecture: Architecture, shape: Layout, config: Config, adapter: AdapterShape | None = None) -> LayerBytes:
     """Return the bytes per token of `layer`'s activations on one rank.
 
-    Matrices below an adapter are frozen: they keep no input for their gradient, unless that of an A needs it.
+    Matrices below an adapter are frozen: they keep no input for their own gradient, but the adapter's A may need it for its gradient.
     """
     hidden, split = architecture.hidden_size, shape.shards_sequence
     normed = 2 * BF16 * hidden / split

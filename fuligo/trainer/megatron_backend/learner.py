@@ -62,7 +62,7 @@ class Learner:
 
 
 def wrap(chunks: Sequence[PolicyModel], settings: MegatronTrainerSettings) -> list[DistributedDataParallel]:
-    """Wrap the stages with buffers for the gradients of trained weights, which Megatron's schedules then synchronise.
+    """Wrap the stages with buffers for the gradients of trained weights, which Megatron's schedules then synchronize.
 
     Gradients are summed over the data-parallel and context-parallel ranks, never averaged: the loss is a share of the whole step's.
     """
@@ -95,7 +95,7 @@ def _finalize(model: list[nn.Module], num_tokens: Tensor | None = None, **option
 
 
 def wait_for(chunk: DistributedDataParallel, weight: Tensor) -> None:
-    """Wait for all of a weight that is used outside its own module, whose forward pass would wait for it."""
+    """Wait until all of a weight is gathered; its own module's forward pass does so, but this weight is used outside it."""
     if chunk.use_forward_hook and weight in chunk.param_to_bucket_group:
         chunk.param_to_bucket_group[weight].finish_param_sync()
 

@@ -72,7 +72,7 @@ def build_optimizer(chunks: list[DistributedDataParallel], settings: MegatronTra
 
 
 def gradient_norm(optimizer: ChainedOptimizer) -> float:
-    """Return the Euclidean norm of all gradients together, over all ranks; leaves them where the optimizer expects them. A collective."""
+    """Return the Euclidean norm of all gradients together, over all ranks; leave them where the optimizer expects them. A collective."""
     optimizer.prepare_grads()
     return float(optimizer.get_grad_norm())
 

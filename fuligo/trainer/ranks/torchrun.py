@@ -39,7 +39,7 @@ KEY_VARIABLE = "FULIGO_RANKS_KEY"
 MIN_KEY_LENGTH = 32
 _MAX_HELLO_BYTES = 1024
 _WAIT = timedelta(hours=1)
-"""Wait for the driver before asking again: torch writes a warning to stderr after each wait without a message."""
+"""Time to wait for the driver before asking again: torch writes a warning to stderr after each wait without a message."""
 _ADDRESS = "fuligo/driver"
 """Key in torchrun's store for where the driver listens: a port, or the name of a Unix socket."""
 

@@ -162,7 +162,7 @@ class TorchRankWorker:
             set_dropout(self.policy.model, on=False)
 
     def send_weights(self, target: WeightTarget) -> WeightManifest | Undelivered | None:
-        """Gather on all ranks; rank 0 sends, and any rank with an engine on its GPU."""
+        """Gather on all ranks; rank 0 sends, and so does any rank with an engine on its GPU."""
         with self._timeline.span("send"):
             if self._adapter_sender is not None:
                 return self._adapter_sender.send(target)

@@ -156,7 +156,7 @@ def test_glm47_trains_its_mtp_layer():
 
 
 def test_glm47_on_24_gpus_has_two_mistakes():
-    """64 + 16 experts do not divide by 24 ranks, nor 20 heads by 24 / 3 = 8 GPUs; 8 redundant experts and dp 6 fit."""
+    """24 ranks do not divide 64 + 16 experts, nor 24 / 3 = 8 GPUs 20 heads; 8 redundant experts and dp 6 fit."""
     command = f"--actor-num-nodes 3 {GLM47_REST} {GLM47_24GPUS}"
     assert len(errors_of(command, "glm4.7-flash/model")) == 2
     assert errors_of(f"{command} --sglang-ep-num-redundant-experts 8 --sglang-dp-size 6", "glm4.7-flash/model") == []

@@ -210,7 +210,7 @@ def test_an_image_that_does_not_fit_its_sample_is_named(checkpoint, samples):
     worker = TorchRankWorker(settings_of(checkpoint), World())
     image = samples[0].images[0]
     other = replace(image, data=IMAGES[1], digest="other")
-    with pytest.raises(DataError, match=f"a test has {image.num_rows} x {image.num_columns} tokens in its sample, and .* makes 1 x 5"):
+    with pytest.raises(DataError, match=f"a test has {image.num_rows} x {image.num_columns} tokens in its sample, but .* makes 1 x 5"):
         shares.scored(worker, [replace(samples[0], images=(other,))])
     damaged = replace(image, data=image.data[:-30], digest="damaged")
     with pytest.raises(DataError, match="a test: the image is damaged"):

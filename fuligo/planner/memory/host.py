@@ -25,7 +25,7 @@ SCORE_BYTES = 4
 NEW_TOKEN_BYTES = 4 + 4
 """Part of `TRAIN_TOKEN_BYTES` that does not share the sample's arrays: id and advantage."""
 STANDBY_BYTES = 400_000_000
-"""A process that has imported torch and the trainer (`trainer/ranks/standby.py`), measured without TransformerEngine."""
+"""Memory of a process that has imported torch and the trainer (`trainer/ranks/standby.py`), measured without TransformerEngine."""
 
 
 @dataclass(frozen=True, slots=True)

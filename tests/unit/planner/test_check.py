@@ -56,7 +56,7 @@ def test_every_number_of_replicas_that_shares_20_heads_over_24_gpus_is_accepted(
 def test_separate_halves_of_a_node_are_reported_as_separate() -> None:
     (finding,) = check(Run(SEPARATE).subject())
     assert finding.id == "PLAN-SPLIT-GPUS" and finding.severity is Severity.WARNING
-    assert "the trainer has 4 GPUs, the engines 4 others" in finding.text and "8 in total" in finding.text
+    assert "the trainer has 4 GPUs and the engines have 4 others" in finding.text and "8 in total" in finding.text
     shared = parse(["--config", str(EXAMPLES / DENSE)]).config
     fixed = apply_changes(read_subject(parse(["--config", str(EXAMPLES / SEPARATE)]).config, "h100-80").config, finding.fix)
     assert fixed.cluster == shared.cluster

@@ -35,7 +35,7 @@ class Checked:
 def checked(config: Config) -> Checked:
     """Choose unset values for the GPUs of this machine and plan the run on them.
 
-    Without a known GPU here only rules apply, and to a model that the planner does not know only those about flags.
+    On a GPU that the planner does not know, only the rules are checked; for a model that it does not know, only those about flags.
     """
     devices = find_devices(config)
     config, engine = with_installed_engine(config, len(devices))

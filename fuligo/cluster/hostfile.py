@@ -24,7 +24,7 @@ class Host:
     address: str
     """IP address or name, as ssh takes it."""
     num_slots: int
-    """Number of GPUs; on a CPU of processes."""
+    """Number of GPUs; on a CPU, of processes."""
 
     @property
     def ip(self) -> str | None:

@@ -112,7 +112,7 @@ class Bundle:
     index: int
     """Number in the placement group."""
     size: int
-    """GPUs; on a CPU processes."""
+    """Number of GPUs; on a CPU, of processes."""
     node_id: str
     host: str
 

@@ -43,7 +43,7 @@ class Secret:
         """Return the text.
 
         Raises:
-        ConfigError: it refers to an environment variable that is not set.
+            ConfigError: it refers to an environment variable that is not set.
         """
         if self.value is None:
             raise ConfigError(f"cannot read {self}: the environment variable {self.variable} is not set; export it")

@@ -39,7 +39,7 @@ from fuligo.models.shared_base import SharedBase
 
 logger = logging.getLogger(__name__)
 GIL_SWITCH_S = 2e-4
-"""The compute thread takes the GIL once per operation; at Python's 5 ms a busy event loop would stall it for whole steps."""
+"""Switch interval of the GIL, which the compute thread takes once per operation; at Python's 5 ms a busy event loop would stall it."""
 KEEP_ALIVE_S = 600
 SHUTDOWN_S = 5
 STOP_S = 10.0

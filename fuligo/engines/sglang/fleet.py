@@ -24,7 +24,7 @@ WATCH_S = 0.5
 MAX_RESTARTS = 3
 """Restarts of one engine, or of the router, in one run."""
 Start = Callable[[ServerSettings], Server]
-"""Function that begins to start an engine on this machine or on its node."""
+"""Function that starts an engine, on this machine or on its node, and does not wait until it is ready."""
 
 
 @dataclass(slots=True, frozen=True)

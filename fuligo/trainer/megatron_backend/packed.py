@@ -95,7 +95,7 @@ def pack_row(
         layout: CP and TP decide what lengths must be multiples of.
         cp_rank: from 0 to `layout.cp` - 1.
         pad_multiple: T is a multiple of it.
-        num_tokens: T, if micro-batches or ranks must agree on it; at least `Layout.row_tokens` of each. None: that of this one.
+        num_tokens: T, if micro-batches or ranks must agree on it; at least `Layout.row_tokens` of each. None: that of this micro-batch.
         counts: False for a repeated micro-batch, whose tokens are also padding to the routers.
     """
     device = tokens.input_ids.device

@@ -212,6 +212,7 @@ def merge_adapter(arguments: Sequence[str]) -> int:
     from fuligo.checkpoint.location import weights_directory
     from fuligo.convert.merge_adapter import merge_adapter
     from fuligo.formats.adapter_config import AdapterConfig, adapter_directory
+    from fuligo.formats.quantised_base import QuantisedBase
 
     adapter = adapter_directory(weights_directory(options.adapter))
     base = options.hf_checkpoint or Path(AdapterConfig.read(adapter).base)
@@ -219,6 +220,8 @@ def merge_adapter(arguments: Sequence[str]) -> int:
         raise ConfigError(f"cannot merge {adapter}: its base model {base} is not a directory here; name it with --hf-checkpoint")
     rounding = merge_adapter(base, adapter, options.save)
     print(f"{base} + {adapter} -> {options.save}")
+    if (quantised := QuantisedBase.read(adapter)) is not None:
+        print(f"merged into the base as it was in training: linear layers in {quantised.precision}, dequantized to {quantised.dtype}")
     if rounding.num_elements:
         print(f"{rounding.share_changed:.1%} of the elements of the adapted matrices changed; the update of the others was rounded away")
     return 0

@@ -32,6 +32,7 @@ from fuligo.formats.hugging_face import (
     read_shapes,
 )
 from fuligo.formats.quantisation import EngineQuantisation
+from fuligo.formats.quantised_base import QuantisedBase
 from fuligo.layout.adapter import AdapterShape
 from fuligo.machine.packages import package_version
 from fuligo.models.adapter_flags import adapter_of
@@ -302,6 +303,7 @@ def _adapter(config: Config) -> Iterator[str]:
     except CheckpointError as error:
         yield f"--lora-adapter: {error}"
         return
+    yield from _quantised_base(config)
     directory = config.model.hf_checkpoint
     if _syncs_quantised(config) and directory is not None and is_quantised(Path(directory)):
         yield (
@@ -315,6 +317,32 @@ def _adapter(config: Config) -> Iterator[str]:
     if config.syncs_adapter and config.engine_capabilities.names_adapters:
         yield from _named_like_experts(adapter, Path(directory))
     yield from _fit(adapter, config.lora.lora_adapter, Path(directory))
+
+
+def _quantised_base(config: Config) -> Iterator[str]:
+    """Check that a base can be quantized: that of the run, or the one that the adapter to start from was trained on."""
+    options: dict[str, object] = {}
+    if config.lora.lora_base_precision != "full":
+        options[f"--lora-base-precision {config.lora.lora_base_precision}"] = config.model.hf_checkpoint
+    try:
+        given = config.lora.lora_adapter
+        trained_on = None if given is None else QuantisedBase.read(adapter_directory(Path(given)))
+    except CheckpointError as error:
+        yield f"--lora-adapter: {error}"
+        return
+    if trained_on is not None:
+        options[f"--lora-adapter {given}, trained on a base in {trained_on.precision}"] = config.model.hf_checkpoint
+    for option, model in options.items():
+        if package_version("bitsandbytes") is None:
+            yield f"{option}: the package bitsandbytes is not installed; pip install 'fuligo[qlora]'"
+        if model is None or not (Path(str(model)) / "config.json").is_file():
+            continue
+        try:
+            has_experts = read_architecture(Path(str(model))).experts is not None
+        except ConfigError:
+            continue  # reported elsewhere
+        if has_experts:
+            yield f"{option}: the experts of {model} are stacked matrices, which are not quantized; drop it"
 
 
 def _named_like_experts(adapter: AdapterConfig, model: Path) -> Iterator[str]:

@@ -55,6 +55,8 @@ def _problems_alone(config: Config) -> Iterator[str]:
         return
     if config.resolved_train_backend != "torch":
         yield f"{cannot} only the torch trainer holds several adapters; use --train-backend torch"
+    if config.lora.lora_base_precision != "full":
+        yield f"{cannot} the runs share base weights as they are loaded; drop --lora-base-precision {config.lora.lora_base_precision}"
     if not config.trains:
         yield f"{cannot} --debug-rollout-only trains nothing; start it alone with fuligo train"
         return

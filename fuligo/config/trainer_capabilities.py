@@ -28,6 +28,8 @@ class TrainerCapabilities:
     """Engines that know adapters by name get them by themselves; otherwise they are merged into the weights."""
     swaps_models: bool
     """Policy, reference and teacher take turns in one model, so they have one architecture."""
+    quantises_base: bool
+    """Frozen base weights of an adapter may be held in 8 or 4 bits (--lora-base-precision)."""
     splits_model: bool
     """Flags of the group `parallel` split the model over ranks; otherwise each rank computes all layers of its rows."""
     pads_rows: bool
@@ -51,6 +53,7 @@ TRAINER_CAPABILITIES: Mapping[str, TrainerCapabilities] = {
         keeps_published_names=False,
         sends_adapters=True,
         swaps_models=False,
+        quantises_base=True,
         splits_model=False,
         pads_rows=False,
         shares_prefixes=True,
@@ -65,6 +68,7 @@ TRAINER_CAPABILITIES: Mapping[str, TrainerCapabilities] = {
         keeps_published_names=True,
         sends_adapters=False,
         swaps_models=True,
+        quantises_base=False,
         splits_model=True,
         pads_rows=True,
         shares_prefixes=False,

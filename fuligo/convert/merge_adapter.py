@@ -6,16 +6,21 @@ import torch
 from torch import Tensor
 
 from fuligo.convert.dist_to_hf import FILE_BYTES, write_directory
-from fuligo.errors import CheckpointError
+from fuligo.errors import CheckpointError, ConfigError
 from fuligo.formats.adapter_config import AdapterConfig, adapted_weight
 from fuligo.formats.hf_tensors import InOwnDtypes
+from fuligo.formats.quantised_base import QuantisedBase
 from fuligo.formats.weight_manifest import MergeRounding
-from fuligo.models.adapter import LowRankUpdate, read_adapter_weights, require_fits
+from fuligo.models.adapter import LowRankUpdate, empty_model, read_adapter_weights, require_fits
 from fuligo.models.experts_adapter import stacked_factors
+from fuligo.models.quantised_linear import quantisable_weights, rounded
 
 
 class MergedTensors(InOwnDtypes):
-    """Tensors of a base model, W + scaling B A for the adapted ones: summed in float32 and rounded once to the base's dtype."""
+    """Tensors of a base model, W + scaling B A for the adapted ones: summed in float32 and rounded once to the base's dtype.
+
+    If the adapter was trained on a quantized base, the W of all linear layers are those of that base, dequantized.
+    """
 
     def __init__(self, base: Path, adapter: Path) -> None:
         """Read the headers of the base and the adapter.
@@ -28,6 +33,11 @@ class MergedTensors(InOwnDtypes):
         """Complete when all tensors have been read."""
         config, tensors = AdapterConfig.read(adapter), read_adapter_weights(adapter)
         require_fits(tensors, config, adapter, base)
+        self.quantised = QuantisedBase.read(adapter)
+        """Storage of the base that the adapter was trained on, whose values it is merged into; None: the base's own values."""
+        self._quantised: frozenset[str] = frozenset()
+        if self.quantised is not None:
+            self._quantised = frozenset(self._quantisable(base, adapter))
         self._updates: dict[str, LowRankUpdate] = {}
         for stored in sorted(name for name in tensors if name.endswith(".lora_A.weight")):
             update = LowRankUpdate(tensors[stored], tensors[stored.replace(".lora_A.", ".lora_B.")], config.scaling)
@@ -40,6 +50,23 @@ class MergedTensors(InOwnDtypes):
                     f"cannot merge {adapter} into {base}: {name} is {list(shape or ()) or 'absent'} in its files, but the adapter's is "
                     f"{list(wanted)}; use the model that the adapter was trained on ({config.base or 'its adapter_config.json names none'})"
                 )
+
+    def _quantisable(self, base: Path, adapter: Path) -> list[str]:
+        """Return the names of the weights that were quantized in training.
+
+        Raises:
+            CheckpointError: the base has other ones.
+        """
+        try:
+            names = quantisable_weights(empty_model(base))
+        except ConfigError as error:
+            raise CheckpointError(f"cannot merge {adapter} into {base}: {'; '.join(error.problems)}") from error
+        if absent := [name for name in names if name not in self.shapes]:
+            raise CheckpointError(
+                f"cannot merge {adapter} into {base}: the adapter was trained on a quantized base, and {absent[0]} is absent in the files; "
+                "use the model that the adapter was trained on"
+            )
+        return names
 
     def _by_file_name(self, name: str, update: LowRankUpdate, *, num_experts: int) -> dict[str, LowRankUpdate]:
         """Return the updates of a weight by the names that it has in the base's files, which may hold experts one by one."""
@@ -60,6 +87,8 @@ class MergedTensors(InOwnDtypes):
             CheckpointError: its file cannot be read.
         """
         weight, update = super().read(name), self._updates.get(name)
+        if self.quantised is not None and name in self._quantised:
+            weight = rounded(weight, self.quantised)
         if update is None:
             return weight
         merged = update.added_to(weight).to(weight.dtype)

@@ -202,7 +202,9 @@ def _lora(config: Config, initial_weights: Path) -> LoraSettings | None:
     start = None if given is None else adapter_directory(Path(given))
     named = config.syncs_adapter and config.engine_capabilities.names_adapters
     own = replace(adapter, base=str(initial_weights.absolute()))
-    return LoraSettings(own, start, is_merged=not config.syncs_adapter, is_named=named)
+    precision = config.lora.lora_base_precision
+    base_precision = None if precision == "full" else precision
+    return LoraSettings(own, start, is_merged=not config.syncs_adapter, is_named=named, base_precision=base_precision)
 
 
 def _capacity(config: Config, max_tokens: int | None) -> Capacity:

@@ -98,3 +98,27 @@ def test_a_merged_sync_measures_its_rounding(job: Job, tmp_path: Path) -> None:
     succeed(*job(**flags), "--run-dir", tmp_path / "run")
     (record,) = metrics(tmp_path / "run")
     assert 0 < record["train/lora_merged_share"] <= 1
+
+
+@pytest.mark.parametrize("sync", ["adapter", "merged"])
+def test_a_quantized_base_is_sampled_from_as_it_is_trained(job: Job, prompts: Path, tmp_path: Path, sync: str) -> None:
+    """QLoRA: each sync is proven, a resume repeats the run, and the checkpoint is evaluated and merged with the same base."""
+    pytest.importorskip("bitsandbytes", reason="the extra qlora is not installed")
+    command = job(**{**LORA, "num_rollout": 2, "lora_sync": sync, "lora_base_precision": "nf4", "check_weight_update_equal": True})
+    succeed(*command, "--run-dir", tmp_path / "run")
+    steps = metrics(tmp_path / "run")
+    assert len(steps) == 2
+    assert max(step["train/logprob_abs_diff"] for step in steps) < 1e-4
+    saved = tmp_path / "run" / "checkpoints"
+    record = json.loads((saved / "iter_0000002" / "adapter" / "base_precision.json").read_text())
+    assert record["precision"] == "nf4"
+    succeed(*command, "--run-dir", tmp_path / "again", "--load", saved, "--ckpt-step", 1)
+    assert metrics(tmp_path / "again") == steps[1:]
+    refused = fuligo(*command, "--lora-base-precision", "8bit", "--run-dir", tmp_path / "other", "--load", saved, "--ckpt-step", 1)
+    assert refused.returncode != 0
+    assert "was trained on a base in nf4" in refused.stdout + refused.stderr
+    if sync == "adapter":
+        data = ["--eval-prompt-data", "held_out", f"{prompts}@[0:4]", "--n-samples-per-eval-prompt", 1]
+        succeed("eval", "--config", tmp_path / "run" / "config.yaml", *data, "--load", saved, "--run-dir", tmp_path / "eval")
+        said = succeed("convert", "merge-adapter", saved, "--save", tmp_path / "merged")
+        assert "linear layers in nf4" in said

@@ -280,7 +280,7 @@ EFFECTS = (
     ),
     _effect(
         "LORA",
-        "lora_alpha lora_dropout lora_target_modules lora_experts lora_use_rslora lora_sync",
+        "lora_alpha lora_dropout lora_target_modules lora_experts lora_use_rslora lora_sync lora_base_precision",
         lambda config: config.uses_adapter,
         "without an adapter",
         "add --lora-rank",

@@ -121,6 +121,18 @@ def adapter_reaches_the_engine(config: Config) -> Violation | None:
     return Violation(f"--lora-sync adapter: {config.no_adapter_because}", (set_flag("lora_sync", "merged"),))
 
 
+@rule("CFG-LORA-BASE", "--lora-base-precision", "--train-backend")
+def base_stays_in_the_type_of_parallel_layers(config: Config) -> Violation | None:
+    """Reject a quantized base with the Megatron trainer, whose parallel layers and checkpoints need floating-point matrices."""
+    precision = config.lora.lora_base_precision
+    if precision == "full" or not (config.uses_adapter and config.trains) or config.trainer_capabilities.quantises_base:
+        return None
+    text = f"--lora-base-precision {precision} with the Megatron trainer, whose layers multiply by floating-point matrices only"
+    return Violation(
+        text, (unset_flag("lora_base_precision"),), "split the base with --tensor-model-parallel-size, or use --train-backend torch"
+    )
+
+
 @rule("CFG-LORA-LR", "--lr", "--lora-rank", "--lora-adapter", severity=Severity.WARNING)
 def learning_rate_of_full_fine_tuning(config: Config) -> Violation | None:
     """Warn about a learning rate of full fine-tuning: an adapter needs about ten times as much ("LoRA Without Regret")."""

@@ -16,6 +16,7 @@ from fuligo.engines.embedded.linear_attention import keep_states
 from fuligo.errors import ConfigError, EngineError
 from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.formats.checkpoint_form import prediction_prefixes
+from fuligo.formats.quantised_base import QuantisedBase
 from fuligo.models.adapter import adapter_tensors, add_adapter, with_adapter_of
 from fuligo.models.attention import unpackable_layers
 from fuligo.models.batch_invariant import log_softmax
@@ -23,6 +24,7 @@ from fuligo.models.cpu_products import speed_up_linear_layers
 from fuligo.models.directory import end_ids, has_tokenizer, load_config, load_tokenizer
 from fuligo.models.invariant_modules import InvariantModel
 from fuligo.models.modules import align_weights, speed_up_rms_norms, take_stated_epsilon, take_stated_rotation
+from fuligo.models.quantised_linear import round_base
 from fuligo.models.registry import batch_variant_because
 from fuligo.models.shared_base import SharedBase
 from fuligo.models.transformers_types import (
@@ -62,6 +64,8 @@ class AdapterSource:
         """
         if self.directory is not None:
             with_adapter_of(module, self.directory)
+            if (base := QuantisedBase.read(self.directory)) is not None:
+                round_base(module, base)  # the adapter was trained on these values
         else:
             assert self.shape is not None, "there is one or the other"
             add_adapter(module, self.shape, seed=0)

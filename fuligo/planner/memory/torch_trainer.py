@@ -2,8 +2,11 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Self
 
-from fuligo.layout.adapter import AdapterShape, InputOf
+from fuligo.formats.quantised_base import BasePrecision, stored_bytes
+from fuligo.layout.adapter import AdapterShape, InputOf, matrices
 from fuligo.layout.megatron import layout_of
 from fuligo.models.architecture import Architecture, GroupedAttention, Layer
 from fuligo.planner.lengths import micro_batch_tokens
@@ -17,6 +20,43 @@ BETWEEN_ACTIVATIONS = 0.18
 BETWEEN_GATHERED = 2.6
 """Memory that PyTorch's allocator holds in addition to tensors, as shares of the activations and of the gathered units, which come and
 go among them. Fitted to four runs on an H200 (tests/unit/planner/test_measured.py)."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedWeights:
+    """Linear layers that the trainer holds in 8 or 4 bits (`models.quantised_linear`)."""
+
+    precision: BasePrecision
+    architecture: Architecture
+
+    @classmethod
+    def of(cls, subject: Subject) -> Self | None:
+        """Return those of a run; None if its base is not quantized."""
+        precision = subject.config.lora.lora_base_precision
+        return None if precision == "full" or subject.adapter is None else cls(precision, subject.architecture)
+
+    @property
+    def num_elements(self) -> int:
+        return sum(self.of_layer(layer) for layer in self.architecture.layers)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(stored_bytes(size, self.precision) for layer in self.architecture.layers for size in self._sizes(layer))
+
+    @property
+    def largest(self) -> int:
+        """Elements of the largest matrix, of which a pass holds a dequantized copy."""
+        return max(size for layer in self.architecture.layers for size in self._sizes(layer))
+
+    @property
+    def note(self) -> str:
+        return f"{billions(self.num_elements)} in {self.precision} with scales, {amount(self.num_bytes)}"
+
+    def of_layer(self, layer: Layer) -> int:
+        return sum(self._sizes(layer))
+
+    def _sizes(self, layer: Layer) -> list[int]:
+        return [matrix.inputs * matrix.outputs for matrix in matrices(layer, self.architecture)]
 
 
 def torch_trainer_items(subject: Subject) -> tuple[MemoryItem, ...]:
@@ -50,7 +90,13 @@ def _state_items(subject: Subject, num_ranks: int) -> Iterator[MemoryItem]:
     each = f"{billions(share)} parameters per GPU ({billions(architecture.num_parameters)} over {num_ranks})"
     if adapter is not None:
         size, trained = compute_bytes(subject), math.ceil(adapter.num_parameters / num_ranks)
-        yield MemoryItem("weights", size * share, f"{each} x {size} bytes, frozen")
+        quantised = QuantisedWeights.of(subject)
+        if quantised is None:
+            yield MemoryItem("weights", size * share, f"{each} x {size} bytes, frozen")
+        else:
+            rest = math.ceil((architecture.num_parameters - quantised.num_elements) / num_ranks)
+            note = f"frozen: {quantised.note}, whole on every rank; {billions(rest)} others per GPU x {size} bytes"
+            yield MemoryItem("weights", quantised.num_bytes + size * rest, note)
         held = f"{billions(trained)} parameters of the adapter of rank {adapter.config.rank} per GPU"
         yield MemoryItem("adapter", FP32 * trained, f"{held} x 4 bytes, fp32")
     else:
@@ -72,7 +118,14 @@ def torch_offloaded_items(subject: Subject, num_ranks: int) -> Iterator[MemoryIt
     )
     where = f"of {count(num_ranks, 'rank')}, {billions(share)} x"
     kind = "fp32" if size == FP32 else "frozen bf16"
-    yield MemoryItem("weights", size * share, f"{kind} weights of the policy {where} {size} bytes, while the engines have the GPUs")
+    if (quantised := QuantisedWeights.of(subject)) is not None:
+        rest = math.ceil((architecture.num_parameters - quantised.num_elements) / all_ranks) * num_ranks
+        note = (
+            f"frozen weights of the policy of {count(num_ranks, 'rank')}, each {quantised.note}, and {billions(rest)} others x {size} bytes"
+        )
+        yield MemoryItem("weights", num_ranks * quantised.num_bytes + size * rest, f"{note}, while the engines have the GPUs")
+    else:
+        yield MemoryItem("weights", size * share, f"{kind} weights of the policy {where} {size} bytes, while the engines have the GPUs")
     if adapter is not None:
         note = f"fp32 weights of the adapter of {count(num_ranks, 'rank')}, {billions(trained)} x 4 bytes, while the engines have the GPUs"
         yield MemoryItem("adapter", FP32 * trained, note)
@@ -98,15 +151,20 @@ def compute_bytes(subject: Subject) -> int:
 
 def _gathered(subject: Subject) -> MemoryItem:
     """Return the gathered units: the current one, the next, and embedding with head, each with its gradients in the compute dtype."""
-    architecture, adapter = subject.architecture, subject.adapter
+    architecture, adapter, quantised = subject.architecture, subject.adapter, QuantisedWeights.of(subject)
     layer = max(layer.num_parameters for layer in architecture.layers)
+    if quantised is not None:
+        layer = max(layer.num_parameters - quantised.of_layer(layer) for layer in architecture.layers)
     outer = sum(part.num_parameters for part in architecture.outer_parts)
     size = compute_bytes(subject)
     units = f"two layers of {billions(layer)}, embedding and head of {billions(outer)}"
     if adapter is None:
         return MemoryItem("gathered", size * (2 * layer + outer) + size * (layer + outer), f"{units}, and gradients")
     low_rank = max(adapter.layer_parameters(layer) for layer in architecture.layers)
-    return MemoryItem("gathered", size * (2 * layer + outer) + size * 3 * low_rank, f"{units}, and gradients of the adapter only")
+    gathered, note = size * (2 * layer + outer) + size * 3 * low_rank, f"{units}, and gradients of the adapter only"
+    if quantised is not None:
+        gathered, note = gathered + size * quantised.largest, f"{note}; a dequantized matrix of {billions(quantised.largest)}"
+    return MemoryItem("gathered", gathered, note)
 
 
 def compiles_layers(subject: Subject) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 from fuligo.formats.adapter_config import AdapterConfig
+from fuligo.formats.quantised_base import BasePrecision
 from fuligo.formats.weight_manifest import EngineFormat
 from fuligo.trainer.objective import LossSettings
 from fuligo.trainer.packing import Capacity, Cost, MicroBatchSchedule, pack
@@ -69,6 +70,8 @@ class LoraSettings:
     """Engines receive the weights with the adapter merged into them; otherwise the adapter, which they apply."""
     is_named: bool = False
     """Engines know adapters by name and already have the base weights."""
+    base_precision: BasePrecision | None = None
+    """Storage of the base's linear layers; None: as loaded."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -2,19 +2,28 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from fuligo.errors import CheckpointError
+from fuligo.formats.quantised_base import QuantisedBase
 from fuligo.formats.weight_manifest import MergeRounding
 from fuligo.models.adapter import LowRankUpdate, adapter_tensors, add_adapter, load_adapter, updates_of
+from fuligo.models.quantised_linear import quantise_base
 from fuligo.trainer.ranks.settings import LoraSettings
-from fuligo.trainer.torch_backend.weights import full_tensor, named_weights, weight_tensors
+from fuligo.trainer.torch_backend.weights import full_tensor, held_tensors, is_saved_buffer, named_weights
 
 
-def add_policy_adapter(model: PreTrainedModel, lora: LoraSettings, *, seed: int) -> None:
+def add_policy_adapter(
+    model: PreTrainedModel, lora: LoraSettings, *, seed: int, base: QuantisedBase | None = None, device: torch.device
+) -> None:
     """Add the adapter of a run to its policy, which freezes all else.
+
+    Args:
+        base: storage of the frozen linear layers on `device`; None: they stay as they are.
 
     Raises:
         ConfigError: the model lacks a layer that is to be adapted.
@@ -22,7 +31,25 @@ def add_policy_adapter(model: PreTrainedModel, lora: LoraSettings, *, seed: int)
     """
     add_adapter(model, lora.adapter, seed=seed)
     if lora.initial_adapter is not None:
+        _require_same_base(lora.initial_adapter, base)
         load_adapter(model, lora.initial_adapter)
+    if base is not None:
+        quantise_base(model, base, device)
+
+
+def _require_same_base(adapter: Path, base: QuantisedBase | None) -> None:
+    """Check that an adapter was not trained on a base in another precision.
+
+    Raises:
+        CheckpointError: it was; an adapter without a record is taken for any base.
+    """
+    trained_on = QuantisedBase.read(adapter)
+    if trained_on is not None and trained_on != base:
+        raise CheckpointError(
+            f"cannot start from {adapter}: it was trained on a base in {trained_on.precision}, rounded to {trained_on.dtype}, and this "
+            f"run's is {'not quantized' if base is None else f'in {base.precision}, rounded to {base.dtype}'}; use "
+            f"--lora-base-precision {trained_on.precision}, or merge the adapter into its base: fuligo convert merge-adapter"
+        )
 
 
 def store_base_in_half_precision(model: nn.Module) -> None:
@@ -54,7 +81,7 @@ class MergedWeights:
         """
         updates = updates_of(self.model)
         self.rounding = MergeRounding()
-        for name, tensor in weight_tensors(self.model).items():
+        for name, tensor in held_tensors(self.model).items():
             full = full_tensor(tensor)
             if live := updates.get(name):
                 update = LowRankUpdate(full_tensor(live.a), full_tensor(live.b), live.scaling)
@@ -63,7 +90,7 @@ class MergedWeights:
                     self.rounding += MergeRounding(int((merged != full.to(self.dtype)).sum()), merged.numel())
                 yield name, merged
             else:
-                is_cast = full.is_floating_point() and isinstance(tensor, nn.Parameter)
+                is_cast = full.is_floating_point() and not is_saved_buffer(tensor)
                 yield name, full.to(self.dtype) if is_cast else full
 
 

@@ -1,7 +1,7 @@
 """State that training resumes from: weights, optimizer, random numbers, counters. Safetensors and JSON, no pickle.
 
 hf/         the weights in float32 as a Hugging Face directory, the source of a resume; tensors.json: the model's own dtypes, for an export
-adapter/    of a LoRA run, instead of hf/: the adapter in float32 as a PEFT directory
+adapter/    of a LoRA run, instead of hf/: the adapter in float32 as a PEFT directory; base_precision.json if its base was quantized
 optimizer/  exp_avg, exp_avg_sq and step of every trained parameter, whole: any number of ranks reads them
 reference/  weights of the reference model, if it changes in training
 critic/     the value model, if there is one: as hf/, with an output layer of one row; critic_optimizer/ as optimizer/
@@ -25,6 +25,7 @@ from fuligo.errors import CheckpointError
 from fuligo.formats.adapter_config import ADAPTER
 from fuligo.formats.checkpoint_files import COUNTERS, VALUE_MODEL, other_files, record_dtypes
 from fuligo.formats.hugging_face import read_config_json
+from fuligo.formats.quantised_base import QuantisedBase
 from fuligo.models.adapter import adapter_tensors, has_adapter, scaling_of, write_adapter_config, write_adapter_weights
 from fuligo.models.registry import unwritten_keys
 from fuligo.trainer.adapter_sender import other_base, require_scaling
@@ -51,6 +52,8 @@ class TrainingState:
     critic: Critic | None = None
     base_digest: str | None = None
     """Digest of the base weights of an adapter; None without an adapter."""
+    base: QuantisedBase | None = None
+    """Storage of the base weights; None: not quantized."""
 
 
 @dataclass(slots=True)
@@ -123,6 +126,8 @@ def _write_small_files(directory: Path, state: TrainingState, model_files: Path,
             _write_model_files(directory / "hf", state.policy.model, model_files)
         else:
             write_adapter_config(state.policy.model, directory / ADAPTER)
+            if state.base is not None:
+                state.base.write(directory / ADAPTER)
             progress["base_digest"] = state.base_digest
         if state.critic is not None:
             _write_model_files(directory / VALUE_MODEL, state.critic.learner.model, model_files)

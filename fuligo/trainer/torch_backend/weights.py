@@ -1,6 +1,7 @@
 """Weights of a model: sharded over the ranks, and by name, gathered from the ranks one parameter at a time."""
 
 from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from fuligo.models.adapter import base_tensors
+from fuligo.models.quantised_linear import QuantisedLinear, quantised_layers
 from fuligo.models.transformers_types import text_config
 from fuligo.trainer.ranks.world import World
 
@@ -38,8 +40,14 @@ def shard(
             module.set_force_sum_reduction_for_comms(True)
 
 
-def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the whole of a parameter, gathered from all ranks if it is sharded. A collective."""
+HeldTensor: TypeAlias = Tensor | QuantisedLinear
+"""Parameter or saved buffer, or the quantized layer that holds a weight instead of it."""
+
+
+def full_tensor(tensor: HeldTensor) -> Tensor:
+    """Return the whole of a parameter, gathered from all ranks if it is sharded, dequantized if it is quantized. A collective."""
+    if isinstance(tensor, QuantisedLinear):
+        return tensor.weight
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor
@@ -57,7 +65,7 @@ def shard_like(full: Tensor, like: Tensor) -> Tensor:
 def weight_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return parameters and saved buffers by the names that transformers gives them; tied weights once, under their first name.
 
-    Those of an adapter are left out.
+    Those of an adapter are left out, and quantized ones.
     """
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
@@ -68,16 +76,28 @@ def weight_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     return tensors
 
 
+def held_tensors(model: PreTrainedModel) -> dict[str, HeldTensor]:
+    """Return what `weight_tensors` does, and quantized weights by the layers that hold them."""
+    return {**weight_tensors(model), **quantised_layers(model)}
+
+
+def is_saved_buffer(tensor: HeldTensor) -> bool:
+    """Return whether a tensor is none of the weights, so that it keeps its data type.
+
+    The one that models have, the correction of a router's scores, selects experts by differences that bfloat16 would round away.
+    """
+    return not isinstance(tensor, (nn.Parameter, QuantisedLinear))
+
+
 def named_weights(model: PreTrainedModel, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield names and full tensors, without an adapter's; floating-point parameters are cast to `dtype`.
 
-    Saved buffers are not cast: the one that models have, the correction of a router's scores, selects experts by differences that
-    bfloat16 would round away. A collective if the model is sharded: every rank iterates to the end. A tensor may be the model's own
-    memory: callers must neither change nor keep it.
+    A collective if the model is sharded: every rank iterates to the end. A tensor may be the model's own memory: callers must neither
+    change nor keep it.
     """
-    for name, tensor in weight_tensors(model).items():
+    for name, tensor in held_tensors(model).items():
         full = full_tensor(tensor)
-        is_cast = dtype is not None and full.is_floating_point() and isinstance(tensor, nn.Parameter)
+        is_cast = dtype is not None and full.is_floating_point() and not is_saved_buffer(tensor)
         yield name, full.to(dtype) if is_cast else full
 
 

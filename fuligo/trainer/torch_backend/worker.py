@@ -10,8 +10,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from fuligo.formats.quantised_base import QuantisedBase
 from fuligo.formats.weight_manifest import Undelivered, WeightManifest, WeightTarget
 from fuligo.models.adapter import adapter_off, set_dropout
+from fuligo.models.quantised_linear import quantised_layers
 from fuligo.models.shared_base import SharedBase
 from fuligo.models.transformers_types import read_config, sees_images, text_config
 from fuligo.models.vision.processor import ImageProcessor
@@ -70,6 +72,7 @@ class TorchRankWorker:
         self._base_digest: str | None = None
         self._shared_base = base
         checkpoint = read_config(settings.hf_checkpoint)
+        self.export_dtype = sync_dtype(settings, checkpoint_dtype(checkpoint))
         self._images = ImageProcessor(settings.hf_checkpoint) if sees_images(checkpoint) else None
         self.policy = self._load(settings.initial_weights, trained=True, is_exact=settings.exact_on_policy)
         reference = settings.reference_weights if settings.lora is None else None
@@ -80,7 +83,6 @@ class TorchRankWorker:
             value_model = ValueModel(load_value_model(settings.critic.initial_weights, self.policy.model), self._images)
             self.critic = Critic(self._placed(value_model, trained=True), settings.critic, world)
         self._learner = Learner(self.policy.model, settings.optimizer, world)
-        self.export_dtype = sync_dtype(settings, checkpoint_dtype(checkpoint))
         self.balance_by = _cost(self.policy) if settings.balance_data else None
         self._writer: ComputeThread | None = None
         self._sender = WeightSender(settings.engine_format, TrainerRanks(world.rank, world.objects))
@@ -212,8 +214,9 @@ class TorchRankWorker:
         if self.world.rank == 0:
             check_packed_forward(policy, shares_prefixes=settings.shares_prefixes)
         if trained and settings.lora is not None:
-            self._base_digest = base_digest(weight_tensors(model).items())
-            add_policy_adapter(model, settings.lora, seed=settings.seed)
+            base = self._quantised_base()
+            self._base_digest = base_digest(weight_tensors(model).items(), base)
+            add_policy_adapter(model, settings.lora, seed=settings.seed, base=base, device=self.world.device)
             if settings.precision == "bf16":
                 store_base_in_half_precision(model)
             if self._shared_base is not None:
@@ -225,6 +228,13 @@ class TorchRankWorker:
         policy = self._placed(policy, trained=trained)
         set_dropout(model, on=False)
         return policy
+
+    def _quantised_base(self) -> QuantisedBase | None:
+        """Return the storage of the policy's base; None if it is not quantized."""
+        lora = self.settings.lora
+        if lora is None or lora.base_precision is None:
+            return None
+        return QuantisedBase(lora.base_precision, str(self.export_dtype).removeprefix("torch."))
 
     def _placed(self, model: PackedT, *, trained: bool) -> PackedT:
         """Move the model to the device, sharded if there are several ranks or computation is in half precision."""
@@ -291,7 +301,7 @@ class TorchRankWorker:
     def _state(self) -> TrainingState:
         changes = self.reference is not None and self.settings.ref_update_interval is not None
         reference = self.reference.model if self.reference is not None and changes else None
-        return TrainingState(self._learner, reference, self.critic, self._base_digest)
+        return TrainingState(self._learner, reference, self.critic, self._base_digest, self._quantised_base())
 
     def _on_device(self) -> Iterator[Tensor]:
         """Return all tensors that training keeps between rollouts."""
@@ -310,4 +320,5 @@ def _cost(policy: Policy) -> Cost:
     """Return the FLOPs of the forward pass: two for each weight and token, four for each hidden unit, layer and pair of tokens."""
     config = text_config(policy.model.config)
     num_weights = sum(parameter.numel() for parameter in policy.model.parameters())
+    num_weights += sum(layer.num_elements for layer in quantised_layers(policy.model).values())
     return sequence_flops(linear=2.0 * num_weights, attention=4.0 * config.hidden_size * config.num_hidden_layers)

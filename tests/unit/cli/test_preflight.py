@@ -8,13 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from fuligo.cli import weight_problems
 from fuligo.cli.preflight import preflight_problems
 from fuligo.config.command_line import parse
 from fuligo.convert.hf_to_dist import hf_to_dist
 from fuligo.errors import CheckpointError, ConfigError
+from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.formats.checkpoint_files import TRACKER
 from fuligo.formats.disk import replace_text
 from fuligo.formats.file_manifest import write_manifest
+from fuligo.formats.quantised_base import BASE_PRECISION, QuantisedBase
+from fuligo.models.adapter import adapter_tensors, add_adapter, write_adapter_config, write_adapter_weights
 from fuligo.models.directory import load_tokenizer
 from fuligo.trainer.ranks.world import World
 from fuligo.trainer.torch_backend.model import load_model
@@ -360,3 +364,29 @@ def test_sglang_is_sent_no_adapter_of_layers_with_names_of_experts_matrices(tmp_
     (problem,) = told()
     assert "SGLang may take down_proj, gate_proj, up_proj of dense layers and shared experts for the experts' matrices" in problem
     assert told("--lora-target-modules", "q_proj", "o_proj") == []
+
+
+def test_what_a_quantized_base_lacks_is_reported_before_the_start(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    lora = ["--lora-rank", "2", "--lora-target-modules", "q_proj"]
+    quantised = [*lora, "--lora-base-precision", "nf4"]
+    record = tmp_path / "adapter"
+    adapted = load_model(model)
+    add_adapter(adapted, AdapterConfig(rank=2, alpha=4.0, target_modules=("q_proj",)), seed=0)
+    write_adapter_config(adapted, record)
+    write_adapter_weights(adapter_tensors(adapted), record)
+    QuantisedBase("nf4", "bfloat16").write(record)
+    trained_on = ["--lora-adapter", record]
+    versions = {"bitsandbytes": None}
+    monkeypatch.setattr(weight_problems, "package_version", lambda name: versions.get(name, "1.0"))
+    for flags, option in ((quantised, "--lora-base-precision nf4"), (trained_on, f"--lora-adapter {record}, trained on a base in nf4")):
+        (problem,) = problems(model, *flags)
+        assert problem == f"{option}: the package bitsandbytes is not installed; pip install 'fuligo[qlora]'"
+    assert problems(model, *lora) == []
+    versions["bitsandbytes"] = "0.50.2"
+    assert problems(model, *quantised) == problems(model, *trained_on) == []
+    mixture = tiny.save_checkpoint(tmp_path / "mixture", "qwen3_moe")
+    (problem,) = problems(mixture, *quantised)
+    assert problem.startswith(f"--lora-base-precision nf4: the experts of {mixture} are stacked matrices, which are not quantized")
+    (record / BASE_PRECISION).write_text("{}")
+    (problem,) = problems(model, *trained_on)
+    assert f"cannot read {record / BASE_PRECISION}" in problem

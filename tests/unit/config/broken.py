@@ -55,12 +55,17 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
     "CFG-LORA-SHAPE": [({"lora_adapter": "a", "lora_rank": 8, "lr": 1e-5}, "--lora-rank with --lora-adapter a")],
     "CFG-LORA-PARAMS": [({**LORA, "freeze_params_name_list": ["mlp"]}, "--freeze-params-name-list chooses among")],
     "CFG-LORA-DROPOUT": [({**LORA, "lora_dropout": 0.1}, "--lora-dropout 0.1: log-probabilities would not repeat")],
+    "CFG-LORA-BASE": [({**LORA, **MEGATRON, "lora_base_precision": "nf4"}, "--lora-base-precision nf4 with the Megatron trainer")],
     "CFG-LORA-EXPERTS": [
         ({**LORA, "lora_experts": True, "loss_type": "sft_loss", "lora_dropout": 0.1}, "--lora-dropout 0.1: PEFT defines no dropout"),
     ],
     "CFG-LORA-VALUES": [({**LORA, **PPO}, "--advantage-estimator ppo trains all weights of a value model")],
     "CFG-LORA-REFERENCE": [({**LORA, "use_kl_loss": True, "ref_update_interval": 2}, "--ref-update-interval 2: with LoRA")],
     "CFG-LORA-SYNC": [
+        (
+            {**LORA, "lora_sync": "adapter", **SGLANG, "lora_base_precision": "nf4"},
+            "--lora-sync adapter: the engines load --hf-checkpoint, and the adapter is trained on a base in nf4",
+        ),
         (
             {**LORA, "lora_sync": "adapter", **SGLANG, "ref_load": "/other"},
             "--lora-sync adapter: the engines load --hf-checkpoint, but the adapter is trained on /other",

@@ -12,9 +12,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, Glm4Config, Glm4MoeCo
 from fuligo.config.command_line import parse
 from fuligo.errors import ConfigError
 from fuligo.formats.adapter_config import AdapterConfig
+from fuligo.formats.quantised_base import BasePrecision, QuantisedBase
 from fuligo.layout.adapter import AdapterShape
 from fuligo.models.adapter import adapter_tensors, add_adapter
 from fuligo.models.adapter_names import AdapterNames
+from fuligo.models.quantised_linear import quantise_base, quantised_layers
 from fuligo.models.registry import architecture_of, names_of
 from fuligo.planner.gpus import gpu
 from fuligo.planner.layout import make_layout
@@ -103,6 +105,35 @@ def test_state_has_the_bytes_of_a_real_training_step() -> None:
     assert planned["gradients"] == size([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
     assert planned["optimizer"] == size(moments)
     assert "reference" not in planned  # --use-kl-loss: the policy without its adapter
+
+
+@pytest.mark.parametrize("precision", ["nf4", "8bit"])
+@pytest.mark.parametrize("family", ["qwen3", "glm4", "deepseek_v3_dense"])
+def test_a_quantized_base_has_the_bytes_of_a_real_one(precision: BasePrecision, family: str) -> None:
+    pytest.importorskip("bitsandbytes", reason="the extra qlora is not installed")
+    dense = {"first_k_dense_replace": 2} if family == "deepseek_v3_dense" else {}
+    model: Any = tiny.model(family.removesuffix("_dense"), **dense)
+    architecture = architecture_of(model.config.to_dict())
+    config = AdapterConfig(rank=4, alpha=8.0)
+    add_adapter(model, config, seed=0)
+    quantise_base(model, QuantisedBase(precision, "bfloat16"), torch.device("cpu"))
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    held = [tensor for layer in quantised_layers(model).values() for tensor in (layer.packed, layer.scales)]
+    planned = items(subject(architecture, config, f"--lora-base-precision {precision}"))
+    assert planned["weights"] == 2 * sum(parameter.numel() for parameter in frozen) + size(held)
+    two = items(subject(architecture, config, f"--lora-base-precision {precision} --actor-num-gpus-per-node 2 --rollout-num-gpus 2"))
+    assert two["weights"] > size(held), "every rank holds all of it"
+    assert planned["adapter"] == items(subject(architecture, config))["adapter"]
+
+
+def test_a_quantized_4b_base_saves_five_gibibytes() -> None:
+    architecture, config = architecture_of(config_json("qwen3-4b")), AdapterConfig(16, 32.0)
+    full, eight, four = (
+        sum(items(subject(architecture, config, flags)).values())
+        for flags in ("", *map("--lora-base-precision {}".format, ("8bit", "nf4")))
+    )
+    assert full - eight > 3 * 2**30
+    assert full - four > 5 * 2**30
 
 
 @pytest.mark.parametrize("dtype, size_of", [(torch.float32, 4), (torch.bfloat16, 2)])

@@ -117,16 +117,19 @@ def scores_and_gradients(worker: TorchRankWorker, lengths: Sequence[tuple[int, i
     return np.concatenate([each.old_logprobs for each in scored if each.old_logprobs is not None]), found
 
 
-@pytest.mark.parametrize("case", ["plain", "checkpointed", "adapter", "shared prefixes"])
+@pytest.mark.parametrize("case", ["plain", "checkpointed", "adapter", "quantized base", "shared prefixes"])
 def test_one_graph_serves_all_lengths(checkpoint, case: str) -> None:
     settings: dict[str, dict[str, object]] = {
         "plain": {},
         "checkpointed": {"gradient_checkpointing": True},
         "adapter": {"lora": LoraSettings(AdapterConfig(rank=4, alpha=64.0)), "reference_weights": checkpoint},
+        "quantized base": {"lora": LoraSettings(AdapterConfig(rank=4, alpha=64.0), base_precision="nf4"), "reference_weights": checkpoint},
         "shared prefixes": {"shares_prefixes": True},
     }
+    if case == "quantized base":
+        pytest.importorskip("bitsandbytes", reason="the extra qlora is not installed")
     worker = make_worker(checkpoint, **settings[case])
-    if case == "adapter":
+    if worker.settings.lora is not None:
         for seed, (_, parameter) in enumerate(sorted(adapter_tensors(worker.policy.model).items())):
             parameter.detach().copy_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)))
     expected = [scores_and_gradients(worker, lengths) for lengths in ROWS]

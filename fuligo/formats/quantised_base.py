@@ -1,0 +1,63 @@
+"""Quantized base weights of a LoRA run: how they were stored, and the record of that beside the adapter."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, Self, get_args
+
+from fuligo.errors import CheckpointError
+
+BasePrecision = Literal["nf4", "8bit"]
+BITS: dict[BasePrecision, int] = {"nf4": 4, "8bit": 8}
+BLOCK_SIZE = 64
+"""Elements that share one float32 scale."""
+BASE_PRECISION = "base_precision.json"
+"""File beside `adapter_config.json`; PEFT does not read it."""
+
+
+@dataclass(slots=True, frozen=True)
+class QuantisedBase:
+    """Storage of the matrices of a base model's linear layers."""
+
+    precision: BasePrecision
+    dtype: str
+    """Data type that dequantized values are rounded to, such as `bfloat16`: the one in which engines receive them."""
+    block_size: int = BLOCK_SIZE
+
+    def write(self, adapter: Path) -> None:
+        """Record it in an adapter directory.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        try:
+            (adapter / BASE_PRECISION).write_text(json.dumps(asdict(self), indent=2))
+        except OSError as error:
+            raise CheckpointError(f"cannot write {adapter / BASE_PRECISION}: {error}") from error
+
+    @classmethod
+    def read(cls, adapter: Path) -> Self | None:
+        """Read the record of an adapter directory; None if there is none: the base was not quantized, or that is not known.
+
+        Raises:
+            CheckpointError: it is damaged, or of another version.
+        """
+        file = adapter / BASE_PRECISION
+        if not file.exists():
+            return None
+        try:
+            fields = json.loads(file.read_text())
+            found = cls(fields["precision"], str(fields["dtype"]), int(fields["block_size"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"cannot read {file}: {error!r}; copy the adapter again") from error
+        if found.precision not in get_args(BasePrecision) or found.block_size != BLOCK_SIZE or found.dtype not in _DTYPES:
+            raise CheckpointError(f"cannot read {file}: {found} is not a precision that this version of fuligo has")
+        return found
+
+
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def stored_bytes(num_elements: int, precision: BasePrecision) -> int:
+    """Return the bytes of a quantized matrix with its scales."""
+    return -(-num_elements * BITS[precision] // 8) + 4 * -(-num_elements // BLOCK_SIZE)

@@ -1,0 +1,108 @@
+"""QLoRA on a GPU: bitsandbytes' CUDA kernels against its CPU ones, compiled layers, offload, and memory."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import HashStore
+
+from fuligo.formats.adapter_config import AdapterConfig
+from fuligo.formats.quantised_base import BasePrecision, QuantisedBase, stored_bytes
+from fuligo.models.quantised_linear import QuantisedLinear, quantised_layers
+from fuligo.trainer.ranks.settings import LoraSettings
+from fuligo.trainer.ranks.world import join_world
+from tests import shares, train_batches
+from tests.gpu.test_trainer_cuda import LENGTHS, gradients, set_adapter, worker
+
+pytest.importorskip("bitsandbytes")
+
+PRECISIONS: list[BasePrecision] = ["nf4", "8bit"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cuda_world():
+    """Return a world of one rank with a process group, which half precision under FSDP needs."""
+    world = join_world(0, 1, "cuda", store=HashStore(), key=None, timeout_s=60)
+    yield world
+    dist.destroy_process_group()
+
+
+def lora(precision: BasePrecision) -> dict[str, Any]:
+    return {"lora": LoraSettings(AdapterConfig(rank=4, alpha=128.0), base_precision=precision), "sync_dtype": "bf16"}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_layer_is_that_of_the_cpu(precision: BasePrecision, dtype: str) -> None:
+    torch.manual_seed(0)
+    linear, base = nn.Linear(768, 512, bias=False), QuantisedBase(precision, dtype)
+    cpu = QuantisedLinear(linear, base)
+    cuda = QuantisedLinear(linear.cuda(), base)
+    assert cuda.packed.nbytes + cuda.scales.nbytes == stored_bytes(768 * 512, precision)
+    differing = (cuda.weight.cpu() != cpu.weight).float().mean()
+    assert differing < 1e-3, "a value between two of the code may be rounded to the other one"
+    assert (cuda.weight.cpu() - cpu.weight).abs().max() <= 0.35 * linear.weight.abs().max().cpu()
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_logprobs_and_gradients_equal_the_cpus(checkpoint: Path, precision: BasePrecision) -> None:
+    samples = train_batches.samples(LENGTHS)
+    ranks = [worker(checkpoint, device, **lora(precision)) for device in ("cpu", "cuda")]
+    for rank in ranks:
+        set_adapter(rank, std=0.02)
+    scored = [shares.scored(rank, samples) for rank in ranks]
+    for theirs, ours in zip(*scored, strict=True):
+        np.testing.assert_allclose(ours.old_logprobs, theirs.old_logprobs, atol=2e-3)
+    expected, got = (gradients(rank, train_batches.batch(scored[0])) for rank in ranks)
+    largest = max(gradient.abs().max() for gradient in expected.values())
+    for name, gradient in expected.items():
+        assert (got[name] - gradient).abs().max() <= 5e-3 * largest, name
+
+
+def test_compiled_layers_compute_the_same(checkpoint: Path) -> None:
+    samples = train_batches.samples(LENGTHS)
+    compiled, plain = (worker(checkpoint, "cuda", "bf16", torch_compile=on, **lora("nf4")) for on in (True, False))
+    for rank in (compiled, plain):
+        set_adapter(rank, std=0.02)
+    ours, theirs = (np.concatenate([each.old_logprobs for each in shares.scored(rank, samples)]) for rank in (compiled, plain))
+    assert np.abs(ours - theirs).mean() <= 0.1
+    batch = train_batches.batch(shares.scored(plain, samples))
+    expected, got = gradients(plain, batch), gradients(compiled, batch)
+    scale = max(gradient.abs().max() for gradient in expected.values())
+    for name, gradient in expected.items():
+        assert (got[name] - gradient).abs().max() <= 0.1 * scale, name
+
+
+def test_offload_and_onload_restore_the_base(checkpoint: Path) -> None:
+    rank = worker(checkpoint, "cuda", "bf16", **lora("nf4"))
+    before = {name: layer.weight.cpu() for name, layer in quantised_layers(rank.policy.model).items()}
+    rank.offload()
+    assert all(layer.packed.untyped_storage().nbytes() == 0 for layer in quantised_layers(rank.policy.model).values())
+    rank.onload()
+    for name, layer in quantised_layers(rank.policy.model).items():
+        assert torch.equal(layer.weight.cpu(), before[name]), name
+
+
+def test_no_dequantized_matrix_outlives_its_product() -> None:
+    """A chain of layers keeps packed bytes only: neither pass holds more than a few dequantized matrices at a time."""
+    size, count = 2048, 24
+    base = QuantisedBase("nf4", "bfloat16")
+    layers = [QuantisedLinear(nn.Linear(size, size, bias=False, device="cuda", dtype=torch.bfloat16), base) for _ in range(count)]
+    x = torch.randn(8, size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def chain(y: torch.Tensor) -> torch.Tensor:
+        for layer in layers:
+            y = layer(y)
+        return y.float().sum()
+
+    for run in (chain, torch.compile(chain)):
+        run(x).backward()
+        torch.cuda.synchronize()
+        held = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run(x).backward()
+        assert torch.cuda.max_memory_allocated() - held < 6 * 2 * size**2

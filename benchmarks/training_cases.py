@@ -80,6 +80,9 @@ CASES: dict[str, Case] = {
     "torch-qlora": Case(
         "qwen3-4b", max_tokens=12288, num_rows=6, flags=(*TORCH, *LORA, "--lora-base-precision", "nf4"), backend="torch"
     ),
+    "torch-qlora-moe": Case(
+        "qwen3-30b-a3b", num_layers=16, flags=(*TORCH, *LORA, "--lora-base-precision", "nf4"), backend="torch"
+    ),
     "torch-lora-moe": Case("qwen3-30b-a3b", num_layers=16, flags=(*TORCH, *LORA), backend="torch"),
     "torch-lora-experts": Case("qwen3-30b-a3b", num_layers=16, flags=(*TORCH, *LORA, "--lora-experts"), backend="torch"),
     "torch-lora-tiny": Case("tiny", max_tokens=1024, num_rows=2, flags=(*TORCH, *LORA, "--lora-experts"), backend="torch"),

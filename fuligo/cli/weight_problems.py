@@ -337,12 +337,15 @@ def _quantised_base(config: Config) -> Iterator[str]:
             yield f"{option}: the package bitsandbytes is not installed; pip install 'fuligo[qlora]'"
         if model is None or not (Path(str(model)) / "config.json").is_file():
             continue
+        from fuligo.models.adapter import empty_model
+        from fuligo.models.quantised_linear import quantisable_weights
+
         try:
-            has_experts = read_architecture(Path(str(model))).experts is not None
-        except ConfigError:
+            quantisable_weights(empty_model(Path(str(model))))
+        except ConfigError as error:
+            yield from error.problems
+        except (OSError, ValueError, KeyError):
             continue  # reported elsewhere
-        if has_experts:
-            yield f"{option}: the experts of {model} are stacked matrices, which are not quantized; drop it"
 
 
 def _named_like_experts(adapter: AdapterConfig, model: Path) -> Iterator[str]:

@@ -57,8 +57,9 @@ class MergedTensors(InOwnDtypes):
         Raises:
             CheckpointError: the base has other ones.
         """
+        model = empty_model(base)
         try:
-            names = quantisable_weights(empty_model(base))
+            names = [stored for name in quantisable_weights(model) for stored in self._file_names(name, len(model.get_parameter(name)))]
         except ConfigError as error:
             raise CheckpointError(f"cannot merge {adapter} into {base}: {'; '.join(error.problems)}") from error
         if absent := [name for name in names if name not in self.shapes]:
@@ -67,6 +68,14 @@ class MergedTensors(InOwnDtypes):
                 "use the model that the adapter was trained on"
             )
         return names
+
+    def _file_names(self, name: str, num_experts: int) -> list[str]:
+        """Return the names of a weight in the base's files, which may hold experts one by one."""
+        module, _, matrix = name.rpartition(".")
+        if matrix == "weight" or name in self.shapes:
+            return [name]
+        kinds = ("gate_proj", "up_proj") if matrix == "gate_up_proj" else (matrix,)
+        return [f"{module}.{expert}.{kind}.weight" for expert in range(num_experts) for kind in kinds]
 
     def _by_file_name(self, name: str, update: LowRankUpdate, *, num_experts: int) -> dict[str, LowRankUpdate]:
         """Return the updates of a weight by the names that it has in the base's files, which may hold experts one by one."""

@@ -5,7 +5,7 @@ experts. Here the tokens of an expert pass through its A and B in addition to it
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,8 @@ from fuligo.formats.adapter_config import AdapterConfig
 
 ADAPTED_EXPERTS = "fuligo_adapted"
 """Name under which models select it: `set_experts_implementation(ADAPTED_EXPERTS)`."""
+EXPERT_MATRICES = ("gate_up_proj", "down_proj")
+"""Matrices of all experts of a layer, as transformers stacks them."""
 ALIGNMENT = 8
 """Multiple of the rank that grouped matrix products on GPUs need in bf16."""
 
@@ -45,6 +47,14 @@ class ExpertsAdapter(nn.Module):
         return stacked_factors(a, b, self.num_experts)
 
 
+class HeldMatrices(Protocol):
+    """Matrices of a layer's experts that are no parameter."""
+
+    def product(self, rows: Tensor, *, ends: Tensor) -> Tensor:
+        """Multiply [S, inputs], sorted by expert; `ends` [E] are the ends of each expert's rows."""
+        ...
+
+
 def stacked_factors(a: Tensor, b: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """Return A [E, R, inputs] and B [E, outputs, R] of the experts from [E R, inputs] and [outputs, R E] of a PEFT file."""
     return a.unflatten(0, (num_experts, -1)), b.unflatten(1, (-1, num_experts)).permute(2, 0, 1)
@@ -69,7 +79,7 @@ def low_rank_products(rows: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> Tenso
 
 def adapted_experts(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Return the outputs [T, H] of a layer's experts for [T, H] tokens and their [T, K] experts; transformers calls it."""
-    (num_tokens, top_k), adapter = top_k_index.shape, experts.adapter
+    (num_tokens, top_k), adapter = top_k_index.shape, getattr(experts, "adapter", None)
     chosen, order = top_k_index.flatten().sort(stable=True)
     ends = torch.bincount(chosen, minlength=experts.num_experts).cumsum(0).to(torch.int32)
     gate_up = _product(hidden[order // top_k], experts.gate_up_proj, ends, adapter, "gate_up")
@@ -80,13 +90,16 @@ def adapted_experts(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_wei
     return weighted[in_order].unflatten(0, (num_tokens, top_k)).sum(1).to(hidden.dtype)
 
 
-def _product(rows: Tensor, weight: Tensor, ends: Tensor, adapter: ExpertsAdapter, matrix: str) -> Tensor:
+def _product(rows: Tensor, weight: Tensor | HeldMatrices, ends: Tensor, adapter: ExpertsAdapter | None, matrix: str) -> Tensor:
     """Multiply [S, inputs], sorted by expert, by the experts' matrices [E, outputs, inputs] and, if it is on, by A and B."""
-    rows = rows.to(weight.dtype)
-    product = F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
-    if not adapter.is_on:
+    if isinstance(weight, Tensor):
+        rows = rows.to(weight.dtype)
+        product = F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
+    else:
+        product = weight.product(rows, ends=ends)
+    if adapter is None or not adapter.is_on:
         return product
-    return product + low_rank_products(rows, *adapter.factors(matrix, weight.dtype), ends) * adapter.scaling
+    return product + low_rank_products(rows, *adapter.factors(matrix, rows.dtype), ends) * adapter.scaling
 
 
 def add_experts_adapter(model: PreTrainedModel, config: AdapterConfig) -> None:
@@ -95,18 +108,33 @@ def add_experts_adapter(model: PreTrainedModel, config: AdapterConfig) -> None:
     Raises:
         ConfigError: the model has no experts that can be adapted.
     """
-    found = [module for name, module in model.named_modules() if name.endswith(".experts") and hasattr(module, "gate_up_proj")]
+    found = list(stacked_experts(model).values())
     if not found:
         raise ConfigError(f"--lora-experts: {type(model).__name__} has no experts; leave the flag out")
-    if any(getattr(experts, "is_transposed", False) or getattr(experts, "has_bias", False) for experts in found):
+    if not all(map(has_plain_matrices, found)):
         raise ConfigError(
             f"--lora-experts: the experts of {type(model).__name__} have transposed matrices and biases, which adapters of experts do not "
             "support; leave the flag out"
         )
     for experts in found:
         experts.add_module("adapter", ExpertsAdapter(experts, config))
+    use_own_experts(model)
+
+
+def use_own_experts(model: PreTrainedModel) -> None:
+    """Have the model compute its experts by `adapted_experts`."""
     ALL_EXPERTS_FUNCTIONS.register(ADAPTED_EXPERTS, adapted_experts)
     model.set_experts_implementation(ADAPTED_EXPERTS)
+
+
+def stacked_experts(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules with the experts of a layer by name."""
+    return {name: module for name, module in model.named_modules() if name.endswith(".experts") and hasattr(module, "gate_up_proj")}
+
+
+def has_plain_matrices(experts: nn.Module) -> bool:
+    """Return whether the matrices are [E, outputs, inputs] without biases."""
+    return not (getattr(experts, "is_transposed", False) or getattr(experts, "has_bias", False))
 
 
 def experts_adapters(model: nn.Module) -> Iterator[tuple[str, ExpertsAdapter]]:

@@ -1,9 +1,10 @@
-"""Frozen linear layers whose matrices are held in 4 or 8 bits (QLoRA, arXiv 2305.14314), quantized by bitsandbytes.
+"""Frozen linear layers and experts whose matrices are held in 4 or 8 bits (QLoRA, arXiv 2305.14314), quantized by bitsandbytes.
 
 bitsandbytes itself is imported where it is used; a model without such layers does not need it.
 """
 
 import logging
+import math
 from functools import cache
 from typing import Any, cast
 
@@ -16,23 +17,23 @@ from fuligo.errors import ConfigError
 from fuligo.formats.adapter_config import is_adapter_name, stored_name
 from fuligo.formats.quantised_base import BLOCK_SIZE, BasePrecision, QuantisedBase
 from fuligo.models.adapter import linear_layers
+from fuligo.models.experts_adapter import EXPERT_MATRICES, has_plain_matrices, stacked_experts, use_own_experts
+
+LARGEST = 2**31 - 1
+"""Elements of a matrix that bitsandbytes' kernels count."""
 
 
-class QuantisedLinear(nn.Module):
-    """Linear layer without gradients of its own parameters.
+class QuantisedWeight(nn.Module):
+    """Frozen matrix, or the matrices of all experts of a layer, in few bits.
 
-    A pass dequantizes the matrix, rounds it to `base.dtype`, and multiplies by it in the data type of the input; the backward pass does so
-    again instead of keeping it. Buffers are in no state dict, and FSDP does not shard them.
-
-    Args:
-        linear: the layer to replace; its bias is taken over.
+    A pass dequantizes it, rounds it to `base.dtype`, and multiplies by it in the data type of the input; the backward pass does so again
+    instead of keeping it. Buffers are in no state dict, and FSDP does not shard them.
     """
 
-    def __init__(self, linear: nn.Linear, base: QuantisedBase) -> None:
+    def __init__(self, weight: Tensor, base: QuantisedBase) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.base, self.bias = base, linear.bias
-        packed, scales = quantised(linear.weight.detach(), base)
+        self.shape, self.base = list(weight.shape), base
+        packed, scales = quantised(weight.detach(), base)
         self.packed: Tensor
         self.scales: Tensor
         self.register_buffer("packed", packed, persistent=False)
@@ -40,55 +41,87 @@ class QuantisedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The matrix [outputs, inputs], dequantized into new memory."""
-        return dequantised(self.packed, self.scales, [self.out_features, self.in_features], self.base)
+        """The values [outputs, inputs], or [E, outputs, inputs], dequantized into new memory."""
+        return dequantised(self.packed, self.scales, self.shape, self.base)
 
     @property
     def num_elements(self) -> int:
-        return self.in_features * self.out_features
+        return math.prod(self.shape)
+
+    def product(self, rows: Tensor, bias: Tensor | None = None, ends: Tensor | None = None) -> Tensor:
+        """Multiply rows [..., inputs] by the matrix, or rows [S, inputs] sorted by expert by the experts' matrices.
+
+        Args:
+            ends: [E] int32, the end of each expert's rows.
+        """
+        stored = self.shape, self.base.precision, self.base.dtype
+        return torch.ops.fuligo.quantised_product(rows, self.packed, self.scales, bias, ends, *stored)
+
+
+class QuantisedLinear(QuantisedWeight):
+    """Linear layer without gradients of its own parameters.
+
+    Args:
+        linear: the layer to replace; its bias is taken over.
+    """
+
+    def __init__(self, linear: nn.Linear, base: QuantisedBase) -> None:
+        super().__init__(linear.weight, base)
+        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
 
     def forward(self, inputs: Tensor) -> Tensor:
-        shape, base = [self.out_features, self.in_features], self.base
-        return torch.ops.fuligo.quantised_product(inputs, self.packed, self.scales, self.bias, shape, base.precision, base.dtype)
+        return self.product(inputs, self.bias)
 
 
 def quantise_base(model: PreTrainedModel, base: QuantisedBase, device: torch.device) -> None:
-    """Replace the linear layers below the adapter, except the output layer, by quantized ones, in place.
+    """Replace the linear layers below the adapter, except the output layer, and the experts' matrices by quantized ones, in place.
 
     Args:
         device: quantizes and then holds the matrices.
 
     Raises:
-        ConfigError: the model has experts, whose matrices are no linear layers.
+        ConfigError: the model has experts that cannot be quantized.
     """
-    for name in _base_layers(model):
+    linear, stacked = _base_layers(model), _experts(model)
+    for name in linear:
         parent, _, attribute = name.rpartition(".")
-        linear = model.get_submodule(name)
-        assert isinstance(linear, nn.Linear)
-        linear.weight.data = linear.weight.data.to(device)
-        setattr(model.get_submodule(parent), attribute, QuantisedLinear(linear, base))
+        layer = model.get_submodule(name)
+        assert isinstance(layer, nn.Linear)
+        layer.weight.data = layer.weight.data.to(device)
+        setattr(model.get_submodule(parent), attribute, QuantisedLinear(layer, base))
+    for experts in stacked.values():
+        for matrix in EXPERT_MATRICES:
+            weight = experts.get_parameter(matrix).data.to(device)
+            delattr(experts, matrix)
+            experts.add_module(matrix, QuantisedWeight(weight, base))
+    if stacked:
+        use_own_experts(model)
 
 
 @torch.no_grad()
 def round_base(model: PreTrainedModel, base: QuantisedBase) -> None:
-    """Give the linear layers of a model, with or without an adapter, the values that they would have quantized, in place.
+    """Give the weights of a model, with or without an adapter, the values that they would have quantized, in place.
 
     Raises:
         ConfigError: as `quantise_base`.
     """
-    for name in _base_layers(model):
-        weight = model.get_submodule(name).get_parameter("weight")
+    for name in _base_weights(model):
+        weight = model.get_parameter(name)
         weight.copy_(rounded(weight, base))
 
 
 def rounded(weight: Tensor, base: QuantisedBase) -> Tensor:
-    """Return a matrix quantized and dequantized, in its own data type."""
+    """Return a weight quantized and dequantized, in its own data type."""
     return dequantised(*quantised(weight, base), list(weight.shape), base).to(weight.dtype)
 
 
-def quantised_layers(model: nn.Module) -> dict[str, QuantisedLinear]:
-    """Return the quantized layers by the names that their weights have in a model without adapter."""
-    return {stored_name(f"{name}.weight"): module for name, module in model.named_modules() if isinstance(module, QuantisedLinear)}
+def quantised_weights(model: nn.Module) -> dict[str, QuantisedWeight]:
+    """Return the quantized weights by the names that they have in a model without adapter."""
+    found: dict[str, QuantisedWeight] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, QuantisedWeight):
+            found[stored_name(f"{name}.weight") if isinstance(module, QuantisedLinear) else name] = module
+    return found
 
 
 def quantisable_weights(model: PreTrainedModel) -> list[str]:
@@ -97,22 +130,45 @@ def quantisable_weights(model: PreTrainedModel) -> list[str]:
     Raises:
         ConfigError: as `quantise_base`.
     """
-    return [stored_name(f"{name}.weight") for name in _base_layers(model)]
+    return [stored_name(name) for name in _base_weights(model)]
+
+
+def _base_weights(model: PreTrainedModel) -> list[str]:
+    experts = [f"{name}.{matrix}" for name in _experts(model) for matrix in EXPERT_MATRICES]
+    return [*(f"{name}.weight" for name in _base_layers(model)), *experts]
 
 
 def _base_layers(model: PreTrainedModel) -> list[str]:
-    experts = [name for name, module in model.named_modules() if name.endswith(".experts") and hasattr(module, "gate_up_proj")]
-    if experts:
-        raise ConfigError(
-            f"--lora-base-precision: the experts of {type(model).__name__} are stacked matrices, which are not quantized; train it with "
-            "--lora-base-precision full"
-        )
     return [name for name in linear_layers(model) if not is_adapter_name(stored_name(f"{name}.weight"))]
+
+
+def _experts(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Return the experts of all MoE layers by name.
+
+    Raises:
+        ConfigError: their matrices are transposed, have biases, rows that are no whole blocks (files with one matrix for each expert would
+            be quantized otherwise), or more elements than bitsandbytes' kernels count.
+    """
+    found = stacked_experts(model)
+    for name, experts in found.items():
+        matrices = [experts.get_parameter(matrix) for matrix in EXPERT_MATRICES]
+        widths, largest = [matrix.shape[-1] for matrix in matrices], max(matrix.numel() for matrix in matrices)
+        if largest > LARGEST:
+            raise ConfigError(
+                f"--lora-base-precision: {name} of {type(model).__name__} has {largest:,} elements in a matrix, and bitsandbytes quantizes "
+                f"at most {LARGEST:,} together; train it with --lora-base-precision full"
+            )
+        if not has_plain_matrices(experts) or any(width % BLOCK_SIZE for width in widths):
+            raise ConfigError(
+                f"--lora-base-precision: {name} of {type(model).__name__} has transposed matrices, biases, or rows of {widths} elements "
+                f"instead of multiples of {BLOCK_SIZE}, which are not quantized; train it with --lora-base-precision full"
+            )
+    return found
 
 
 @torch.no_grad()
 def quantised(weight: Tensor, base: QuantisedBase) -> tuple[Tensor, Tensor]:
-    """Return the packed bytes of a matrix and the float32 scales of its blocks of `BLOCK_SIZE` elements."""
+    """Return the packed bytes of a weight and the float32 scales of its blocks of `BLOCK_SIZE` elements."""
     functional, weight = _bitsandbytes(), weight.to(_dtype(base)).contiguous()
     if base.precision == "nf4":
         packed, state = functional.quantize_4bit(weight, blocksize=BLOCK_SIZE, quant_type="nf4")
@@ -123,7 +179,7 @@ def quantised(weight: Tensor, base: QuantisedBase) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def dequantised(packed: Tensor, scales: Tensor, shape: list[int], base: QuantisedBase) -> Tensor:
-    """Return the matrix of this shape, [outputs, inputs]."""
+    """Return the values in this shape."""
     functional, dtype = _bitsandbytes(), _dtype(base)
     if base.precision == "nf4":
         state = functional.QuantState(scales, shape=torch.Size(shape), blocksize=BLOCK_SIZE, quant_type="nf4", dtype=dtype)
@@ -133,38 +189,51 @@ def dequantised(packed: Tensor, scales: Tensor, shape: list[int], base: Quantise
 
 
 @torch.library.custom_op("fuligo::quantised_product", mutates_args=())
-def _product(inputs: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None, shape: list[int], precision: str, dtype: str) -> Tensor:
+def _product(
+    rows: Tensor,
+    packed: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    ends: Tensor | None,
+    shape: list[int],
+    precision: str,
+    dtype: str,
+) -> Tensor:
     """Return [..., outputs]. One operation for `torch.compile`, which would otherwise keep the dequantized matrix for the backward pass."""
-    weight = dequantised(packed, scales, shape, QuantisedBase(cast(BasePrecision, precision), dtype))
-    return F.linear(inputs, weight.to(inputs.dtype), bias)
+    weight = dequantised(packed, scales, shape, QuantisedBase(cast(BasePrecision, precision), dtype)).to(rows.dtype)
+    return F.linear(rows, weight, bias) if ends is None else F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
 
 
 @torch.library.custom_op("fuligo::quantised_product_gradient", mutates_args=())
-def _product_gradient(gradient: Tensor, packed: Tensor, scales: Tensor, shape: list[int], precision: str, dtype: str) -> Tensor:
-    """Return [..., inputs] the gradient of the inputs from that of the outputs."""
-    weight = dequantised(packed, scales, shape, QuantisedBase(cast(BasePrecision, precision), dtype))
-    return gradient @ weight.to(gradient.dtype)
+def _product_gradient(
+    gradient: Tensor, packed: Tensor, scales: Tensor, ends: Tensor | None, shape: list[int], precision: str, dtype: str
+) -> Tensor:
+    """Return [..., inputs] the gradient of the rows from that of the outputs."""
+    weight = dequantised(packed, scales, shape, QuantisedBase(cast(BasePrecision, precision), dtype)).to(gradient.dtype)
+    return gradient @ weight if ends is None else F.grouped_mm(gradient.contiguous(), weight, offs=ends)
 
 
 @_product.register_fake
-def _(inputs: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None, shape: list[int], precision: str, dtype: str) -> Tensor:
-    return inputs.new_empty((*inputs.shape[:-1], shape[0]))
+def _(rows: Tensor, packed: Tensor, scales: Tensor, bias: Any, ends: Any, shape: list[int], precision: str, dtype: str) -> Tensor:
+    return rows.new_empty((*rows.shape[:-1], shape[-2]))
 
 
 @_product_gradient.register_fake
-def _(gradient: Tensor, packed: Tensor, scales: Tensor, shape: list[int], precision: str, dtype: str) -> Tensor:
-    return gradient.new_empty((*gradient.shape[:-1], shape[1]))
+def _(gradient: Tensor, packed: Tensor, scales: Tensor, ends: Any, shape: list[int], precision: str, dtype: str) -> Tensor:
+    return gradient.new_empty((*gradient.shape[:-1], shape[-1]))
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, packed, scales, _, ctx.shape, ctx.precision, ctx.dtype = inputs
-    ctx.save_for_backward(packed, scales)
+    _, packed, scales, _, ends, ctx.shape, ctx.precision, ctx.dtype = inputs
+    ctx.has_experts = ends is not None
+    ctx.save_for_backward(packed, scales, *([ends] if ctx.has_experts else []))
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    packed, scales = ctx.saved_tensors
-    inputs = torch.ops.fuligo.quantised_product_gradient(gradient, packed, scales, ctx.shape, ctx.precision, ctx.dtype)
-    return inputs, None, None, None, None, None, None
+    packed, scales, *more = ctx.saved_tensors
+    stored = more[0] if ctx.has_experts else None, ctx.shape, ctx.precision, ctx.dtype
+    rows = torch.ops.fuligo.quantised_product_gradient(gradient, packed, scales, *stored)
+    return rows, *(None,) * 7
 
 
 _product.register_autograd(_backward, setup_context=_keep)
@@ -178,7 +247,7 @@ def _dtype(base: QuantisedBase) -> torch.dtype:
 def _bitsandbytes() -> Any:
     """Import bitsandbytes; on CPUs it logs that a kernel of another package is missing, which is not needed here."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    from bitsandbytes import functional
+    from bitsandbytes import functional  # pyright: ignore[reportMissingImports]  # an extra
 
     return functional
 

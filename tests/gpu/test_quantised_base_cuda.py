@@ -12,10 +12,10 @@ from torch.distributed import HashStore
 
 from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.formats.quantised_base import BasePrecision, QuantisedBase, stored_bytes
-from fuligo.models.quantised_linear import QuantisedLinear, quantised_layers
+from fuligo.models.quantised_linear import QuantisedLinear, quantised_weights
 from fuligo.trainer.ranks.settings import LoraSettings
 from fuligo.trainer.ranks.world import join_world
-from tests import shares, train_batches
+from tests import shares, tiny, train_batches
 from tests.gpu.test_trainer_cuda import LENGTHS, gradients, set_adapter, worker
 
 pytest.importorskip("bitsandbytes")
@@ -63,6 +63,26 @@ def test_logprobs_and_gradients_equal_the_cpus(checkpoint: Path, precision: Base
         assert (got[name] - gradient).abs().max() <= 5e-3 * largest, name
 
 
+@pytest.mark.parametrize("experts", [False, True])
+def test_experts_equal_the_cpus(tmp_path: Path, experts: bool) -> None:
+    """In bfloat16 a router sends a token near a tie to another expert: the direction of all gradients together is compared."""
+    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "head_dim": 64}
+    mixture = tiny.save_checkpoint(tmp_path, "qwen3_moe", hidden=256, layers=3, initializer_range=0.05, **sizes)
+    adapter = LoraSettings(AdapterConfig(rank=4, alpha=16.0, adapts_experts=experts), base_precision="nf4")
+    found = {}
+    for device, precision in (("cpu", "fp32"), ("cuda", "fp32"), ("cuda", "bf16")):
+        rank = worker(mixture, device, precision, lora=adapter, sync_dtype="bf16")
+        set_adapter(rank, std=0.05)
+        found[device, precision] = gradients(rank, train_batches.batch(train_batches.samples([(4, 90), (60, 9), (2, 1)])))
+    exact = found["cpu", "fp32"]
+    largest = max(gradient.abs().max() for gradient in exact.values())
+    for name, gradient in found["cuda", "fp32"].items():
+        assert (gradient - exact[name]).abs().max() <= 5e-3 * largest, name
+    ours, theirs = (np.concatenate([each[name].numpy().ravel() for name in exact]) for each in (found["cuda", "bf16"], exact))
+    assert np.isfinite(ours).all()
+    assert ours @ theirs >= 0.9 * np.linalg.norm(ours) * np.linalg.norm(theirs)
+
+
 def test_compiled_layers_compute_the_same(checkpoint: Path) -> None:
     samples = train_batches.samples(LENGTHS)
     compiled, plain = (worker(checkpoint, "cuda", "bf16", torch_compile=on, **lora("nf4")) for on in (True, False))
@@ -79,11 +99,11 @@ def test_compiled_layers_compute_the_same(checkpoint: Path) -> None:
 
 def test_offload_and_onload_restore_the_base(checkpoint: Path) -> None:
     rank = worker(checkpoint, "cuda", "bf16", **lora("nf4"))
-    before = {name: layer.weight.cpu() for name, layer in quantised_layers(rank.policy.model).items()}
+    before = {name: layer.weight.cpu() for name, layer in quantised_weights(rank.policy.model).items()}
     rank.offload()
-    assert all(layer.packed.untyped_storage().nbytes() == 0 for layer in quantised_layers(rank.policy.model).values())
+    assert all(layer.packed.untyped_storage().nbytes() == 0 for layer in quantised_weights(rank.policy.model).values())
     rank.onload()
-    for name, layer in quantised_layers(rank.policy.model).items():
+    for name, layer in quantised_weights(rank.policy.model).items():
         assert torch.equal(layer.weight.cpu(), before[name]), name
 
 

@@ -136,7 +136,8 @@ class LoraFlags(FlagGroup):
         None, "adapter to start from, a PEFT directory, which also gives rank, alpha and layers; fuligo eval applies it", path=True
     )
     lora_base_precision: Literal["full", "8bit", "nf4"] = flag(
-        "full", "bits of the frozen linear layers in the torch trainer: as loaded (full), 8, or 4 (nf4, QLoRA); needs fuligo[qlora]"
+        "full",
+        "storage of the frozen linear layers and experts in the torch trainer: as loaded, or in 8 or 4 bits (QLoRA; needs fuligo[qlora])",
     )
     lora_sync: Literal["auto", "adapter", "merged"] = flag(
         "auto", "send engines the adapter, or weights with the adapter merged in; auto: the adapter if the engine can apply it"

@@ -24,7 +24,7 @@ go among them. Fitted to four runs on an H200 (tests/unit/planner/test_measured.
 
 @dataclass(frozen=True, slots=True)
 class QuantisedWeights:
-    """Linear layers that the trainer holds in 8 or 4 bits (`models.quantised_linear`)."""
+    """Linear layers and experts that the trainer holds in 8 or 4 bits (`models.quantised_linear`)."""
 
     precision: BasePrecision
     architecture: Architecture
@@ -45,7 +45,7 @@ class QuantisedWeights:
 
     @property
     def largest(self) -> int:
-        """Elements of the largest matrix, of which a pass holds a dequantized copy."""
+        """Elements of the largest matrix, or of one matrix of all experts of a layer, of which a pass holds a dequantized copy."""
         return max(size for layer in self.architecture.layers for size in self._sizes(layer))
 
     @property
@@ -56,7 +56,12 @@ class QuantisedWeights:
         return sum(self._sizes(layer))
 
     def _sizes(self, layer: Layer) -> list[int]:
-        return [matrix.inputs * matrix.outputs for matrix in matrices(layer, self.architecture)]
+        dense = [matrix.inputs * matrix.outputs for matrix in matrices(layer, self.architecture)]
+        experts = self.architecture.experts
+        if not layer.is_moe or experts is None:
+            return dense
+        one = experts.num_experts * self.architecture.hidden_size * experts.intermediate_size
+        return [*dense, 2 * one, one]  # gate and up projection are one matrix
 
 
 def torch_trainer_items(subject: Subject) -> tuple[MemoryItem, ...]:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from fuligo.models.adapter import base_tensors
-from fuligo.models.quantised_linear import QuantisedLinear, quantised_layers
+from fuligo.models.quantised_linear import QuantisedWeight, quantised_weights
 from fuligo.models.transformers_types import text_config
 from fuligo.trainer.ranks.world import World
 
@@ -40,13 +40,13 @@ def shard(
             module.set_force_sum_reduction_for_comms(True)
 
 
-HeldTensor: TypeAlias = Tensor | QuantisedLinear
-"""Parameter or saved buffer, or the quantized layer that holds a weight instead of it."""
+HeldTensor: TypeAlias = Tensor | QuantisedWeight
+"""Parameter or saved buffer, or the module that holds a quantized weight instead of it."""
 
 
 def full_tensor(tensor: HeldTensor) -> Tensor:
     """Return the whole of a parameter, gathered from all ranks if it is sharded, dequantized if it is quantized. A collective."""
-    if isinstance(tensor, QuantisedLinear):
+    if isinstance(tensor, QuantisedWeight):
         return tensor.weight
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
@@ -77,8 +77,8 @@ def weight_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def held_tensors(model: PreTrainedModel) -> dict[str, HeldTensor]:
-    """Return what `weight_tensors` does, and quantized weights by the layers that hold them."""
-    return {**weight_tensors(model), **quantised_layers(model)}
+    """Return what `weight_tensors` does, and quantized weights by the modules that hold them."""
+    return {**weight_tensors(model), **quantised_weights(model)}
 
 
 def is_saved_buffer(tensor: HeldTensor) -> bool:
@@ -86,7 +86,7 @@ def is_saved_buffer(tensor: HeldTensor) -> bool:
 
     The one that models have, the correction of a router's scores, selects experts by differences that bfloat16 would round away.
     """
-    return not isinstance(tensor, (nn.Parameter, QuantisedLinear))
+    return not isinstance(tensor, (nn.Parameter, QuantisedWeight))
 
 
 def named_weights(model: PreTrainedModel, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:

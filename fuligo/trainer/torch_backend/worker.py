@@ -13,7 +13,7 @@ from torch import Tensor
 from fuligo.formats.quantised_base import QuantisedBase
 from fuligo.formats.weight_manifest import Undelivered, WeightManifest, WeightTarget
 from fuligo.models.adapter import adapter_off, set_dropout
-from fuligo.models.quantised_linear import quantised_layers
+from fuligo.models.quantised_linear import quantised_weights
 from fuligo.models.shared_base import SharedBase
 from fuligo.models.transformers_types import read_config, sees_images, text_config
 from fuligo.models.vision.processor import ImageProcessor
@@ -320,5 +320,5 @@ def _cost(policy: Policy) -> Cost:
     """Return the FLOPs of the forward pass: two for each weight and token, four for each hidden unit, layer and pair of tokens."""
     config = text_config(policy.model.config)
     num_weights = sum(parameter.numel() for parameter in policy.model.parameters())
-    num_weights += sum(layer.num_elements for layer in quantised_layers(policy.model).values())
+    num_weights += sum(layer.num_elements for layer in quantised_weights(policy.model).values())
     return sequence_flops(linear=2.0 * num_weights, attention=4.0 * config.hidden_size * config.num_hidden_layers)

@@ -16,7 +16,7 @@ from fuligo.formats.quantised_base import BasePrecision, QuantisedBase
 from fuligo.layout.adapter import AdapterShape
 from fuligo.models.adapter import adapter_tensors, add_adapter
 from fuligo.models.adapter_names import AdapterNames
-from fuligo.models.quantised_linear import quantise_base, quantised_layers
+from fuligo.models.quantised_linear import quantise_base, quantised_weights
 from fuligo.models.registry import architecture_of, names_of
 from fuligo.planner.gpus import gpu
 from fuligo.planner.layout import make_layout
@@ -108,17 +108,16 @@ def test_state_has_the_bytes_of_a_real_training_step() -> None:
 
 
 @pytest.mark.parametrize("precision", ["nf4", "8bit"])
-@pytest.mark.parametrize("family", ["qwen3", "glm4", "deepseek_v3_dense"])
+@pytest.mark.parametrize("family", ["qwen3", "glm4", "qwen3_moe", "deepseek_v3"])
 def test_a_quantized_base_has_the_bytes_of_a_real_one(precision: BasePrecision, family: str) -> None:
     pytest.importorskip("bitsandbytes", reason="the extra qlora is not installed")
-    dense = {"first_k_dense_replace": 2} if family == "deepseek_v3_dense" else {}
-    model: Any = tiny.model(family.removesuffix("_dense"), **dense)
+    model: Any = tiny.model(family, **({"moe_intermediate_size": 64} if family in MIXTURES else {}))
     architecture = architecture_of(model.config.to_dict())
     config = AdapterConfig(rank=4, alpha=8.0)
     add_adapter(model, config, seed=0)
     quantise_base(model, QuantisedBase(precision, "bfloat16"), torch.device("cpu"))
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-    held = [tensor for layer in quantised_layers(model).values() for tensor in (layer.packed, layer.scales)]
+    held = [tensor for layer in quantised_weights(model).values() for tensor in (layer.packed, layer.scales)]
     planned = items(subject(architecture, config, f"--lora-base-precision {precision}"))
     assert planned["weights"] == 2 * sum(parameter.numel() for parameter in frozen) + size(held)
     two = items(subject(architecture, config, f"--lora-base-precision {precision} --actor-num-gpus-per-node 2 --rollout-num-gpus 2"))

@@ -17,10 +17,11 @@ from fuligo.engines.embedded.attention import AttentionPlan
 from fuligo.engines.embedded.model import AdapterSource, EngineModel
 from fuligo.errors import CheckpointError
 from fuligo.formats.adapter_config import ADAPTER, AdapterConfig
+from fuligo.formats.checkpoint_form import checkpoint_weights
 from fuligo.formats.quantised_base import BASE_PRECISION, BasePrecision, QuantisedBase, stored_bytes
 from fuligo.formats.receiver import WeightStore
-from fuligo.models.adapter import adapter_tensors, lora_layers
-from fuligo.models.quantised_linear import QuantisedLinear, quantised_layers, rounded
+from fuligo.models.adapter import adapter_tensors, empty_model, lora_layers
+from fuligo.models.quantised_linear import QuantisedLinear, quantisable_weights, quantised_weights, rounded
 from fuligo.trainer.objective import LossSettings
 from fuligo.trainer.ranks.settings import LearningRateSchedule, LoraSettings, OptimizerSettings
 from fuligo.trainer.ranks.trainer import LocalTrainer
@@ -38,17 +39,18 @@ LARGEST_ERROR = {"nf4": 0.17, "8bit": 0.04}
 """Error of an element, as a share of the largest of its block: half of the widest gap between the values of a code."""
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a model with biases in some linear layers."""
-    return tiny.save_checkpoint(tmp_path_factory.mktemp("qwen2"), "qwen2", initializer_range=0.05)
+@pytest.fixture(scope="module", params=["qwen2", "qwen3_moe", "deepseek_v3"])
+def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a model with biases in some linear layers, one with experts, and one that also has dense layers and shared experts."""
+    experts = {} if request.param == "qwen2" else {"moe_intermediate_size": 64}
+    return tiny.save_checkpoint(tmp_path_factory.mktemp(request.param), request.param, initializer_range=0.05, **experts)
 
 
 @pytest.fixture(scope="module")
 def adapter(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Save an adapter of random values of some layers by PEFT."""
     torch.manual_seed(3)
-    config = LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "o_proj", "down_proj"])
+    config = LoraConfig(r=3, lora_alpha=5, target_modules=["o_proj"])
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -82,6 +84,10 @@ def with_rounded_weights(base: Path, precision: BasePrecision) -> Any:
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name != "lm_head":
             module.weight.data = rounded(module.weight.data, storage)
+        elif name.endswith(".experts"):
+            for weight in module.parameters():
+                for expert in weight.data:
+                    expert.copy_(rounded(expert, storage))
     return model
 
 
@@ -118,6 +124,7 @@ def require_same_as_peft(worker: TorchRankWorker, theirs: Any) -> None:
         assert (gradient - expected[name]).abs().max() <= 2e-5 * largest, name
 
 
+@pytest.mark.parametrize("base", ["qwen2"], indirect=True)
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_log_probabilities_and_gradients_are_those_of_peft_on_bitsandbytes_layers(base: Path, adapter: Path, recomputes: bool) -> None:
     loss = LossSettings(loss_type="sft_loss", per_token=True)
@@ -158,19 +165,24 @@ def test_the_engine_samples_from_the_base_that_is_trained(base: Path, adapter: P
     """Engines receive the very numbers that the trainer multiplies by, also if they are rounded for the engines."""
     worker = TorchRankWorker(settings_of(base, adapter, precision, sync_dtype=dtype), World())
     sent = dict(worker._adapter_sender._policy.base())  # pyright: ignore[reportOptionalMemberAccess]
-    layers = quantised_layers(worker.policy.model)
-    assert len(layers) == 7 * worker.policy.model.config.num_hidden_layers
+    layers = quantised_weights(worker.policy.model)
+    assert layers.keys() == set(quantisable_weights(empty_model(base)))
     for name, layer in layers.items():
-        eye = torch.eye(layer.in_features)
-        weight = (layer(eye) - (0 if layer.bias is None else layer.bias)).T
+        *experts, num_outputs, num_inputs = layer.shape
+        rows, ends = torch.eye(num_inputs), None
+        if experts:
+            rows, ends = rows.repeat(*experts, 1), torch.arange(1, experts[0] + 1, dtype=torch.int32) * num_inputs
+        weight = layer.product(rows, ends=ends).unflatten(0, (*experts, num_inputs)).transpose(-1, -2)
         torch.testing.assert_close(weight, sent[name].float(), rtol=0, atol=1e-6, msg=name)
+        assert list(sent[name].shape) == [*experts, num_outputs, num_inputs]
         assert sent[name].dtype is worker.export_dtype
     full = AutoModelForCausalLM.from_pretrained(base).state_dict()
     assert sent.keys() == full.keys()
     model = EngineModel(str(base), torch.device("cpu"), torch.float32, adapter=AdapterSource(shape=AdapterConfig.read(adapter)))
     store = WeightStore(model.module, whole_experts=False)
     policy = worker._adapter_sender._policy  # pyright: ignore[reportOptionalMemberAccess]
-    store.load_tensors([*policy.base(), *((name, tensor.float()) for name, tensor in adapter_tensors(worker.policy.model).items())], 1)
+    as_stored = checkpoint_weights(policy.base(), whole_experts=False)
+    store.load_tensors([*as_stored, *((name, tensor.float()) for name, tensor in adapter_tensors(worker.policy.model).items())], 1)
     (sample,) = train_batches.samples([(5, 20)])
     ids = torch.from_numpy(sample.tokens).long()
     logits = model.forward(ids, torch.arange(len(ids)), AttentionPlan([], [0, len(ids)]))[sample.prompt_length - 1 : -1]
@@ -211,7 +223,7 @@ def test_conversions_and_engines_take_the_base_that_the_record_names(base: Path,
         torch.testing.assert_close(tensor, merged[name], rtol=1e-6, atol=1e-7, msg=name)
     served = EngineModel(str(base), torch.device("cpu"), torch.float32, adapter=AdapterSource(directory=saved))
     weights = {name: layer.get_base_layer().weight for name, layer in lora_layers(served.module).items()}
-    layers = quantised_layers(worker.policy.model)
+    layers = quantised_weights(worker.policy.model)
     for name, weight in weights.items():
         assert torch.equal(weight, layers[f"{name}.weight"].weight), name
     theirs = PeftModel.from_pretrained(with_rounded_weights(base, "nf4"), saved)

@@ -135,6 +135,7 @@ NO_EFFECT: dict[str, list[tuple[Any, Values]]] = {
     "lora_experts": [(True, {})],
     "lora_use_rslora": [(True, {})],
     "lora_sync": [("merged", {})],
+    "lora_base_precision": [("nf4", {})],
     "recompute_modules": [(["mlp"], {**SGLANG, "recompute_granularity": "full"})],
     "overlap_cpu_optimizer_d2h_h2d": [(True, SGLANG)],
     "mtp_loss_scaling_factor": [(0.3, {**SGLANG, "mtp_num_layers": 1})],

@@ -6,8 +6,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fuligo.cli.chosen import checked
 from fuligo.config.command_line import parse
-from fuligo.config.validate import validate
+from fuligo.config.validate import require_no_errors, with_places
 from fuligo.machine.facts import read_machine
 from fuligo.machine.findings import Finding, machine_findings
 from fuligo.machine.needs import needs
@@ -33,8 +34,9 @@ def main(arguments: Sequence[str]) -> int:
     config = None
     if arguments:
         parsed = parse(arguments)
-        config = located(parsed.config)
-        validate(config, parsed.places)
+        found = checked(located(parsed.config))
+        require_no_errors(with_places(found.findings, parsed.places), found.config)
+        config = found.config
     machine = read_machine()
     sections = {"This machine": machine_findings(machine)}
     if config is not None:

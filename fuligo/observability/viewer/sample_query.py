@@ -91,6 +91,8 @@ def in_order(table: pa.Table, order: Order, offset: int, limit: int) -> pa.Table
     direction = "descending" if order.startswith("-") else "ascending"
     first = () if order in ("newest", "oldest") else ((order.removeprefix("-"), direction),)
     most = min(offset + limit, table.num_rows)
+    if not most:
+        return table.slice(0, 0)
     positions = pc.call_function("select_k_unstable", [table], pc.SelectKOptions(most, [*first, *by_step]))
     return table.take(positions.slice(offset))
 

@@ -3,9 +3,11 @@ from pathlib import Path
 import pytest
 
 from fuligo import cli
+from fuligo.cli import chosen
 from fuligo.environments.tools.python import PythonSettings
 from fuligo.errors import ConfigError
 from fuligo.machine import findings
+from fuligo.machine.nvidia import Gpu
 
 ASSETS = Path(cli.__file__).parents[1] / "quickstart" / "assets"
 RUN = [
@@ -18,7 +20,7 @@ RUN = [
     "--num-rollout",
     "1",
 ]
-RUN += ["--custom-rm-path", f"{__file__}:reward"]
+RUN += ["--rollout-max-response-len", "64", "--custom-rm-path", f"{__file__}:reward"]
 
 
 def reward(args: object, sample: object) -> float:
@@ -41,6 +43,16 @@ def test_arguments_that_train_refuses_end_with_code_2(capsys: pytest.CaptureFixt
     assert cli.main(["doctor", *RUN, "--rollout-batch-size", "0"]) == 2
     assert "--rollout-batch-size" in capsys.readouterr().err
     assert cli.main(["doctor", "--help"]) == 0
+
+
+def test_what_train_chooses_for_the_gpus_of_this_machine_is_checked(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trainer and SGLang share a single GPU without --colocate; then only what is missing here is named."""
+    device = Gpu(0, "NVIDIA H100 80GB HBM3", 80 * 2**30, "580.0")
+    monkeypatch.setattr(chosen, "find_devices", lambda config: (device,))
+    assert cli.main(["doctor", *RUN, "--sglang-attention-backend", "triton", "--engine-python", "/no/such/python"]) == 1
+    assert "/no/such/python -m pip install sglang==0.5.15.post1" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_machine_without_a_sandbox_gets_the_fix_and_may_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

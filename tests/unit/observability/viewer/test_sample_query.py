@@ -90,6 +90,10 @@ def test_pages_are_slices_of_the_whole_order(run: RunReader, order: Order) -> No
         assert in_order(table, order, offset, 37).equals(whole.slice(offset, 37))
 
 
+def test_an_empty_index_has_empty_pages(run: RunReader) -> None:
+    assert in_order(run.samples.table().slice(0, 0), "-reward", 0, 50).num_rows == 0
+
+
 def test_newest_first_in_the_order_of_the_file(run: RunReader) -> None:
     found = in_order(run.samples.table(), "newest", 0, run.samples.table().num_rows)
     places = list(zip(found["step"].to_pylist(), found["row"].to_pylist(), strict=True))

@@ -43,7 +43,10 @@ from fuligo.models.vision.processor import ImageProcessor
 logger = logging.getLogger(__name__)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MEAN_DIFFERENCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
-"""Mean difference of log-probabilities that rounding explains between two attention implementations."""
+"""Mean difference of log-probabilities, weighted by probability, that rounding explains between two attention implementations."""
+NOISE_FACTOR = 3.0
+"""A model whose own two implementations differ by more may differ from them by this multiple: SmolLM2-135M's differ by 0.07 in bf16, on
+its reserved tokens by 0.5."""
 BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
@@ -168,6 +171,21 @@ class EngineModel:
         if self._invariant is not None:
             self._invariant.forget_weights()
 
+    def _by_its_own_attention(self, ids: torch.Tensor, name: str) -> torch.Tensor:
+        """Return the float32 logits [T, V] of the model with one of transformers' attention implementations."""
+        self.module.set_attn_implementation(name)
+        try:
+            return self.module(input_ids=ids[None], use_cache=False).logits[0].float()
+        finally:
+            self.module.set_attn_implementation(attention_choice(self.module.config, ATTENTION_NAME))
+
+    def _noise(self, ids: torch.Tensor, eager: torch.Tensor) -> float:
+        """Return how much the model's own attention implementations differ; 0 if there is only one."""
+        try:
+            return _mean_difference(self._by_its_own_attention(ids, "sdpa"), eager)
+        except (ValueError, NotImplementedError):  # not supported by the model
+            return 0.0
+
     @torch.inference_mode()
     def _probe_cache_shape(self) -> CacheShape:
         """Run a few tokens, record the shapes that layers keep, and compare the result with the model's own attention.
@@ -175,16 +193,12 @@ class EngineModel:
         A model whose attention does more than the interface passes on (ALiBi, layers that share keys, recurrent layers) would be served
         wrongly without an error; here its results differ and it is refused.
         """
-        ids = torch.arange(1, 17, device=self.device) % self.vocab_size
+        ids = 7919 * torch.arange(1, 17, device=self.device) % self.vocab_size  # not the first ones, which are often reserved
         plan = AttentionPlan([], [0, len(ids)])
         ours = self.forward(ids, torch.arange(len(ids), device=self.device), plan).float()
-        self.module.set_attn_implementation("eager")
-        try:
-            theirs = self.module(input_ids=ids[None], use_cache=False).logits[0].float()
-        finally:
-            self.module.set_attn_implementation(attention_choice(self.module.config, ATTENTION_NAME))
-        difference = (ours.log_softmax(-1) - theirs.log_softmax(-1)).abs().mean().item()
-        if not difference <= MEAN_DIFFERENCE[self.dtype]:
+        theirs = self._by_its_own_attention(ids, "eager")
+        difference = _mean_difference(ours, theirs)
+        if not difference <= MEAN_DIFFERENCE[self.dtype] and not difference <= NOISE_FACTOR * self._noise(ids, theirs):
             raise EngineError(
                 f"--model-path {self.path}: the embedded engine cannot serve {type(self.module).__name__}: log-probabilities with its "
                 f"attention differ from those with the model's own by {difference:.2g} on average"
@@ -197,6 +211,12 @@ class EngineModel:
             )
         cached = sorted(plan.seen)
         return CacheShape(tuple(cached), tuple(LayerShape(*plan.seen[layer]) for layer in cached), self._recurrent)
+
+
+def _mean_difference(logits: torch.Tensor, other: torch.Tensor) -> float:
+    """Return how much the log-probabilities of [T, V] logits differ on average over the tokens that they predict."""
+    logprobs, others = logits.log_softmax(-1), other.log_softmax(-1)
+    return (others.exp() * (logprobs - others).abs()).sum(-1).mean().item()
 
 
 def ordinary_log_softmax(logits: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fuligo.engines.embedded.kv_cache import LayerShape
-from fuligo.engines.embedded.model import EngineModel
+from fuligo.engines.embedded.model import MEAN_DIFFERENCE, EngineModel
 from fuligo.errors import ConfigError, EngineError, FuligoError
 from fuligo.formats.hugging_face import read_config_json
 from fuligo.models.registry import architecture_of
@@ -60,6 +60,34 @@ def test_a_model_that_would_be_served_wrong_is_refused(tmp_path: Path, family: s
     tiny.save_checkpoint(tmp_path, family, **overrides)
     with pytest.raises(FuligoError, match=cause):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_a_model_that_rounds_much_in_half_precision_is_served_if_its_attention_is_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_wrong: bool
+) -> None:
+    """With a bound below the rounding of transformers' own implementations, as the usual one is on some tokens of SmolLM2-135M."""
+    monkeypatch.setitem(MEAN_DIFFERENCE, torch.bfloat16, 1e-3)
+    lm = tiny.model("llama")
+    with torch.no_grad():
+        for name, parameter in lm.named_parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4.0)
+    lm.save_pretrained(tmp_path)
+    forward = EngineModel.forward
+
+    def shifted(self: EngineModel, ids: torch.Tensor, positions: torch.Tensor, *rest: object, **given: object) -> torch.Tensor:
+        return forward(self, ids, positions // 2, *rest, **given)  # pyright: ignore[reportArgumentType]
+
+    if is_wrong:
+        monkeypatch.setattr(EngineModel, "forward", shifted)
+        with pytest.raises(EngineError, match="attention differ from those with the model's own"):
+            EngineModel(str(tmp_path), CPU, torch.bfloat16)
+        return
+    EngineModel(str(tmp_path), CPU, torch.bfloat16)
+    monkeypatch.setattr("fuligo.engines.embedded.model.NOISE_FACTOR", 0.0)
+    with pytest.raises(EngineError, match="attention differ"):
+        EngineModel(str(tmp_path), CPU, torch.bfloat16)
 
 
 def test_a_model_with_a_vision_tower_is_refused_with_the_way_out(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import sys
 from typing import TextIO
 
 _MAX_MEMORY_BYTES = 4 * 1024**3
-"""Address space of the process: a huge power must fail here instead of taking the machine's memory."""
+"""Address space that judging may add: a huge power must fail here instead of taking the machine's memory."""
 
 
 def main(judge_file: str, replies: TextIO) -> None:
@@ -22,7 +22,6 @@ def main(judge_file: str, replies: TextIO) -> None:
     Args:
         judge_file: path of a module with `prepare()` and `judge(**request) -> bool`.
     """
-    resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process by closing its input
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     module = runpy.run_path(judge_file)
@@ -31,6 +30,7 @@ def main(judge_file: str, replies: TextIO) -> None:
     except Exception as error:
         _reply(replies, {"error": f"a reward worker cannot import its judge: {error}"})
         return
+    _limit_memory()
     _reply(replies, {"ready": True})
     for line in sys.stdin:
         request = json.loads(line)
@@ -45,6 +45,18 @@ def main(judge_file: str, replies: TextIO) -> None:
             }
         signal.setitimer(signal.ITIMER_REAL, 0)
         _reply(replies, reply)
+
+
+def _limit_memory() -> None:
+    """Limit the address space to what the imports have mapped and `_MAX_MEMORY_BYTES` more: libraries for GPUs map tens of gigabytes."""
+    try:
+        with open("/proc/self/statm") as file:  # noqa: PTH123  # pathlib would be one more import
+            mapped = int(file.read().split()[0]) * resource.getpagesize()
+    except OSError:  # not Linux
+        mapped = 0
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    wanted = mapped + _MAX_MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
 
 
 def _reply(replies: TextIO, reply: dict[str, object]) -> None:

@@ -51,7 +51,9 @@ class Worker:
                 ready = await worker._read()
         except (TimeoutError, WorkerDiedError) as error:
             await worker.kill()
-            raise RewardFailure(FailureReason.NO_WORKER, f"a reward worker did not start within {_START_TIMEOUT_S:g} s") from error
+            late = f"did not start within {_START_TIMEOUT_S:g} s"
+            what = late if isinstance(error, TimeoutError) else f"ended with exit code {process.returncode} while it imported its judge"
+            raise RewardFailure(FailureReason.NO_WORKER, f"a reward worker {what}") from error
         except asyncio.CancelledError:
             worker.kill_now()
             raise
@@ -129,6 +131,9 @@ class WorkerPool:
         self._slots = asyncio.Semaphore(num_workers or min(4, num_cores()))
         self._idle: list[Worker] = []
         self._busy: set[Worker] = set()
+        self._has_started = False
+        self._failed_start: RewardFailure | None = None
+        """Why the first worker did not start. Others would not either, and each would take seconds to fail."""
 
     async def ask(self, **request: Any) -> bool:
         """Return the judge's verdict.
@@ -153,7 +158,7 @@ class WorkerPool:
             await worker.kill()
 
     async def _ask(self, request: dict[str, Any]) -> bool:
-        worker = self._pop_idle() or await Worker.start(self._judge)
+        worker = self._pop_idle() or await self._start()
         self._busy.add(worker)
         try:
             return await worker.ask(request, self._timeout_s)
@@ -164,6 +169,18 @@ class WorkerPool:
             self._busy.discard(worker)
             if worker.alive:
                 self._idle.append(worker)
+
+    async def _start(self) -> Worker:
+        if self._failed_start is not None:
+            raise RewardFailure(self._failed_start.reason, str(self._failed_start))
+        try:
+            worker = await Worker.start(self._judge)
+        except RewardFailure as failure:
+            if not self._has_started:
+                self._failed_start = failure
+            raise
+        self._has_started = True
+        return worker
 
     def _pop_idle(self) -> Worker | None:
         while self._idle:

@@ -70,7 +70,7 @@ def test_a_model_that_rounds_much_in_half_precision_is_served_if_its_attention_i
     monkeypatch.setitem(MEAN_DIFFERENCE, torch.bfloat16, 1e-3)
     lm = tiny.model("llama")
     with torch.no_grad():
-        for name, parameter in lm.named_parameters():
+        for parameter in lm.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(4.0)
     lm.save_pretrained(tmp_path)

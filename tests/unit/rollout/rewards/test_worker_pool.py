@@ -85,6 +85,39 @@ async def test_a_judge_that_runs_out_of_memory_has_no_verdict_and_one_that_raise
         await worker.kill()
 
 
+async def test_imports_may_map_more_memory_than_judging_may_take(tmp_path: Path) -> None:
+    """Libraries for GPUs map tens of gigabytes of address space."""
+    judge = tmp_path / "judge.py"
+    judge.write_text(
+        "import mmap\n\n"
+        "def prepare():\n    global mapped\n    mapped = mmap.mmap(-1, 6 << 30, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)\n\n"
+        "def judge(num_bytes): return bool(bytearray(num_bytes))\n"
+    )
+    worker = await Worker.start(judge)
+    try:
+        assert await worker.ask({"num_bytes": 1 << 20}, timeout_s=30.0)
+        with pytest.raises(NoVerdictError, match="MemoryError"):
+            await worker.ask({"num_bytes": 5 << 30}, timeout_s=30.0)
+    finally:
+        await worker.kill()
+
+
+@pytest.mark.parametrize(
+    ("prepare", "cause"),
+    [("raise ImportError('no module')", "cannot import its judge: no module"), ("import os; os._exit(3)", "ended with exit code 3")],
+)
+async def test_if_no_worker_can_start_all_requests_fail_at_once(tmp_path: Path, prepare: str, cause: str) -> None:
+    judge, starts = tmp_path / "judge.py", tmp_path / "starts"
+    judge.write_text(f"def prepare():\n    open({str(starts)!r}, 'a').write('x')\n    {prepare}\n")
+    pool = WorkerPool("symbolic_judge.py", num_workers=2, timeout_s=30.0)
+    pool._judge = judge
+    for _ in range(5):
+        with pytest.raises(RewardFailure, match=cause) as raised:
+            await pool.ask(answer="1")
+        assert raised.value.reason is FailureReason.NO_WORKER
+    assert starts.read_text() == "x"
+
+
 async def test_a_worker_killed_while_idle_is_replaced() -> None:
     pool = WorkerPool("symbolic_judge.py", num_workers=1, timeout_s=30.0)
     try:

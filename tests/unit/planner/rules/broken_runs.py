@@ -9,7 +9,8 @@ from typing import Any
 from fuligo.config.changes import apply_changes
 from fuligo.config.command_line import parse
 from fuligo.config.findings import Change
-from fuligo.models.architecture import Architecture
+from fuligo.models.architecture import Architecture, PartKind
+from fuligo.models.parts import vector
 from fuligo.planner.subject import Subject, read_subject
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
@@ -30,6 +31,7 @@ FP8 = "glm4.5-355b/fp8.yaml"
 """MIXTURE, sampled in FP8 with DeepEP over 32 expert ranks."""
 SPARSE = "glm5.2-744b/config.yaml"
 """256 shared GPUs, 78 layers with sparse attention; PP 8; prefill and decode engines of 64 with DeepEP and EAGLE."""
+TOWER = vector(PartKind.VISION_TOWER, 400_000_000)
 ON_CPU = "calculator/config.yaml"
 """The torch trainer and the embedded engine on a CPU, with a tiny dense model."""
 
@@ -277,6 +279,15 @@ BROKEN: dict[str, tuple[Run, ...]] = {
     "PLAN-SGLANG-MODEL": (
         Run(DENSE, engine_model={"model_type": "qwen3_5_text"}),
         Run(DENSE, engine_model={"model_type": "qwen3_5_moe_text"}),
+    ),
+    "PLAN-VISION-ADAPTER": (
+        Run(
+            "calculator/config.yaml",
+            "--rollout-backend sglang --train-backend torch --rollout-num-gpus 1 --async-mode one-step --device cuda --lora-rank 4 "
+            "--lora-sync adapter",
+            trainer_model={"vision_tower": TOWER},
+            engine_model={"vision_tower": TOWER},
+        ),
     ),
     "PLAN-VISION-TEXT": (Run("calculator/config.yaml", "--freeze-vision-tower"),),
     "PLAN-ATTENTION-GPU": (

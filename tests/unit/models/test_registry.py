@@ -141,3 +141,14 @@ def test_what_transformers_leaves_out_of_a_published_config_json_is_known(tmp_pa
         read_config(file.parent).save_pretrained(tmp_path)
         written = json.loads((tmp_path / "config.json").read_text())
         assert published.keys() - written.keys() - renamed == unwritten_keys(published).keys(), file
+
+
+def test_model_args_mean_the_oldest_of_the_families_with_their_flags() -> None:
+    """Others reuse its `FAMILY`, and so its flags; a family that is listed before it would be meant in its place."""
+    meant: dict[str, str] = {}
+    for name, family in FAMILIES.items():
+        if family.model_args.told_by is not None:
+            meant.setdefault(str((family.model_args.told_by, family.model_args.precedence)), name)
+    assert set(meant.values()) == {"llama", "qwen2", "qwen3", "glm4", "qwen3_moe", "glm4_moe", "deepseek_v3", "glm_moe_dsa"}
+    precedences = [FAMILIES[name].model_args.precedence for name in meant.values()]
+    assert len(set(precedences)) == len(precedences)

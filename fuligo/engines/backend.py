@@ -180,7 +180,7 @@ class StartedProcess(Protocol):
     """Process or processes that can be checked and stopped."""
 
     async def check_alive(self) -> None:
-        """Check that they have not ended.
+        """Check that the processes have not ended.
 
         Raises:
             EngineError: a process has ended; with the last lines of its log
@@ -188,7 +188,7 @@ class StartedProcess(Protocol):
         ...
 
     async def stop(self) -> None:
-        """Stop them; return when they have ended."""
+        """Stop the processes; return when they have ended."""
         ...
 
 

@@ -133,7 +133,7 @@ class LoggedProcess:
             await asyncio.sleep(POLL_S)
 
     async def ended(self) -> None:
-        """Return when it has ended."""
+        """Return when the process has ended."""
         while self.alive:  # noqa: ASYNC110  # the end of a process can only be polled for
             await asyncio.sleep(POLL_S)
 
@@ -190,7 +190,7 @@ class ServerProcess(LoggedProcess):
         super().__init__(name, process, log_file)
 
     async def stop(self) -> None:
-        """Stop it; return when it and all its children have ended.
+        """Stop the server; return when it and all its children have ended.
 
         Raises:
             EngineError: some of them cannot be ended, so a new server would lack their memory

@@ -86,7 +86,7 @@ class GpuMonitor:
 
     @classmethod
     def open(cls, interval_s: int = INTERVAL_S) -> Self | None:
-        """Start it; None on a machine without NVIDIA's driver."""
+        """Start `nvidia-smi`; None on a machine without NVIDIA's driver."""
         program = shutil.which("nvidia-smi")
         if program is None:
             return None

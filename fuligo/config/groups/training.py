@@ -94,7 +94,7 @@ class TrainFlags(FlagGroup):
     log_probs_chunk_size: int = slime(4096, "tokens whose logits are in memory at a time", unit="tokens", ge=1)
     share_prefixes: Literal["auto", "on", "off"] = flag(
         "auto",
-        "compute a prefix that samples of a micro-batch share only once, such as the prompt of several responses; auto: with the torch "
+        "compute a prefix that samples of a micro-batch share (such as the prompt of several responses) only once; auto: with the torch "
         "trainer, if the model's layers support it and prompts have no images",
     )
     exact_on_policy: bool = flag(

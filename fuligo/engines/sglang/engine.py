@@ -44,7 +44,7 @@ class FleetEngine:
         return ask_health and not await self.server.answers(self.health_timeout_s)
 
     async def serves(self) -> bool:
-        """Return whether it and its scheduler answer; a scheduler can hang forever in a broken process group.
+        """Return whether the server and its scheduler answer; a scheduler can hang forever in a broken process group.
 
         False once a call was overdue: whether the engine is paused, and which memory it holds, is then unknown.
         """
@@ -53,7 +53,7 @@ class FleetEngine:
         return not await self.is_dead(ask_health=True) and await self.client.scheduler_answers(self.health_timeout_s)
 
     async def answers_or_ends(self) -> bool:
-        """Return whether it answers; if not, first give it time to end and to log the reason."""
+        """Return whether the server answers; if not, first give it time to end and to log the reason."""
         with suppress(TimeoutError):
             async with asyncio.timeout(ENDING_S):
                 while self.server.alive:

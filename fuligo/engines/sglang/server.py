@@ -185,7 +185,7 @@ class Server(Protocol):
         ...
 
     def check_alive(self) -> None:
-        """Check that it has not ended.
+        """Check that the server has not ended.
 
         Raises:
             EngineError: it has ended; with the last lines of its log
@@ -193,7 +193,7 @@ class Server(Protocol):
         ...
 
     async def wait_ready(self) -> None:
-        """Return when it accepts requests.
+        """Return when the server accepts requests.
 
         Raises:
             EngineError: it ended, or was not ready before the deadline; with the last lines of its log
@@ -205,7 +205,7 @@ class Server(Protocol):
         ...
 
     async def stop(self) -> None:
-        """Stop it; return when it and all its children have ended."""
+        """Stop the server; return when it and all its children have ended."""
         ...
 
 

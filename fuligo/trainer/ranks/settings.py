@@ -118,7 +118,7 @@ class TrainerSettings:
     score_capacity: Capacity = field(default_factory=Capacity)
     """Limits of a micro-batch without gradient."""
     shares_prefixes: bool = False
-    """A micro-batch holds a prefix that several samples share only once."""
+    """A micro-batch holds each prefix that several samples share, and computes it, only once."""
     chunk_tokens: int = 4096
     """Tokens whose logits exist at a time."""
     balance_data: bool = False

@@ -21,8 +21,8 @@ COMPILED_KINDS = 32
 def can_compile(model: PreTrainedModel) -> bool:
     """Return whether layers can be compiled.
 
-    Sizes of experts depend on the data, heads of latent attention differ, Gated DeltaNet runs per sequence, towers per image, and
-    layers that share keys and values hand them on through a dictionary.
+    The tokens of an expert depend on the data, heads of latent attention differ in size, Gated DeltaNet runs per sequence, towers per
+    image, and layers that share keys and values hand them on through a dictionary.
     """
     if sees_images(model.config) or getattr(model.config, "num_kv_shared_layers", 0):
         return False

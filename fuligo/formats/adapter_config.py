@@ -73,7 +73,7 @@ def stored_name(name: str) -> str:
 
 
 def peft_name(layer: str, factor: str) -> str:
-    """Return the name in PEFT's files of the factor `A` or `B` of a layer."""
+    """Return the name that PEFT's files have for a layer's factor `A` or `B`."""
     return f"{_PREFIX}{layer}.lora_{factor}.weight"
 
 

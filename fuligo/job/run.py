@@ -102,7 +102,7 @@ async def _train(begun: Begun, termination: Termination) -> Outcome:
 
 
 async def _open(config: Config, stack: AsyncExitStack, lent: LentParts | None) -> Opened:
-    """Open the run directory and the cluster; begin to start the engines."""
+    """Open the run directory and the cluster; launch the engines in the background."""
     origin = Origin.find(config)
     run_dir = config.run_directory(datetime.now())
     directory = RunDirectory.create(run_dir, config, resume=(lent is not None and lent.resume) or origin.may_cut_back(config, run_dir))

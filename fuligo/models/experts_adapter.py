@@ -17,7 +17,7 @@ from fuligo.errors import ConfigError
 from fuligo.formats.adapter_config import AdapterConfig
 
 ADAPTED_EXPERTS = "fuligo_adapted"
-"""Name under which models select it: `set_experts_implementation(ADAPTED_EXPERTS)`."""
+"""Name under which models select this implementation of experts: `set_experts_implementation(ADAPTED_EXPERTS)`."""
 EXPERT_MATRICES = ("gate_up_proj", "down_proj")
 """Matrices of all experts of a layer, as transformers stacks them."""
 ALIGNMENT = 8

@@ -94,7 +94,7 @@ class SampleIndex:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Number of files known, and of files there are."""
+        """Number of indexed files, and number of all files."""
         return len(self._known), self._num_files
 
     def table(self) -> pa.Table:

@@ -169,7 +169,7 @@ def disaggregation_has_pairs(subject: Subject) -> Iterator[Violation]:
 
 @rule("PLAN-SPLIT-GPUS", "--rollout-num-gpus", "--actor-num-gpus-per-node", "--colocate", severity=Severity.WARNING)
 def separate_gpus_take_turns(subject: Subject) -> Iterator[Violation]:
-    """In sync mode, separate GPUs take turns: the trainer's idle while the engines sample, and vice versa."""
+    """In sync mode, separate GPUs take turns: the trainer's GPUs are idle while the engines sample, and vice versa."""
     config = subject.config
     separate = not config.engine_capabilities.beside_trainer and not config.cluster.colocate and config.cluster.device != "cpu"
     engines, trainer = config.num_rollout_only_gpus, config.num_train_gpus

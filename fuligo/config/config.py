@@ -195,7 +195,7 @@ class Config(Placement):
         if self.takes_turns:
             return "engines that release their weights with --colocate get all of them back with each sync"
         if self.lora.lora_base_precision != "full":
-            return f"the engines load --hf-checkpoint, and the adapter is trained on a base in {self.lora.lora_base_precision}"
+            return f"the engines load --hf-checkpoint, but the adapter is trained on a base in {self.lora.lora_base_precision}"
         if self.model.hf_checkpoint is not None and self.initial_weights_path not in (None, self.model.hf_checkpoint):
             return f"the engines load --hf-checkpoint, but the adapter is trained on {self.initial_weights_path}"
         if not self.trainer_capabilities.sends_adapters:

@@ -1,4 +1,4 @@
-"""Quantized base weights of a LoRA run: how they were stored, and the record of that beside the adapter."""
+"""Quantized base weights of a LoRA run: how they were stored, and the record of it next to the adapter."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -12,7 +12,7 @@ BITS: dict[BasePrecision, int] = {"nf4": 4, "8bit": 8}
 BLOCK_SIZE = 64
 """Elements that share one float32 scale."""
 BASE_PRECISION = "base_precision.json"
-"""File beside `adapter_config.json`; PEFT does not read it."""
+"""File next to `adapter_config.json`; PEFT does not read it."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -25,7 +25,7 @@ class QuantisedBase:
     block_size: int = BLOCK_SIZE
 
     def write(self, adapter: Path) -> None:
-        """Record it in an adapter directory.
+        """Record the storage in an adapter directory.
 
         Raises:
             CheckpointError: it cannot be written.
@@ -37,7 +37,7 @@ class QuantisedBase:
 
     @classmethod
     def read(cls, adapter: Path) -> Self | None:
-        """Read the record of an adapter directory; None if there is none: the base was not quantized, or that is not known.
+        """Read the record of an adapter directory; None if there is none: the base was not quantized, or it is not known whether it was.
 
         Raises:
             CheckpointError: it is damaged, or of another version.
@@ -51,7 +51,7 @@ class QuantisedBase:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"cannot read {file}: {error!r}; copy the adapter again") from error
         if found.precision not in get_args(BasePrecision) or found.block_size != BLOCK_SIZE or found.dtype not in _DTYPES:
-            raise CheckpointError(f"cannot read {file}: {found} is not a precision that this version of fuligo has")
+            raise CheckpointError(f"cannot read {file}: {found} is not a storage that this version of fuligo supports")
         return found
 
 

@@ -48,7 +48,7 @@ class ExpertsAdapter(nn.Module):
 
 
 class HeldMatrices(Protocol):
-    """Matrices of a layer's experts that are no parameter."""
+    """Matrices of a layer's experts that are not parameters."""
 
     def product(self, rows: Tensor, *, ends: Tensor) -> Tensor:
         """Multiply [S, inputs], sorted by expert; `ends` [E] are the ends of each expert's rows."""

@@ -20,7 +20,7 @@ from fuligo.models.adapter import linear_layers
 from fuligo.models.experts_adapter import EXPERT_MATRICES, has_plain_matrices, stacked_experts, use_own_experts
 
 LARGEST = 2**31 - 1
-"""Elements of a matrix that bitsandbytes' kernels count."""
+"""Most elements of a matrix that bitsandbytes' kernels can count."""
 
 
 class QuantisedWeight(nn.Module):
@@ -100,7 +100,7 @@ def quantise_base(model: PreTrainedModel, base: QuantisedBase, device: torch.dev
 
 @torch.no_grad()
 def round_base(model: PreTrainedModel, base: QuantisedBase) -> None:
-    """Give the weights of a model, with or without an adapter, the values that they would have quantized, in place.
+    """Give the weights of a model, with or without an adapter, the values that they have after quantization, in place.
 
     Raises:
         ConfigError: as `quantise_base`.
@@ -116,7 +116,7 @@ def rounded(weight: Tensor, base: QuantisedBase) -> Tensor:
 
 
 def quantised_weights(model: nn.Module) -> dict[str, QuantisedWeight]:
-    """Return the quantized weights by the names that they have in a model without adapter."""
+    """Return the quantized weights by the names that they have in a model without an adapter."""
     found: dict[str, QuantisedWeight] = {}
     for name, module in model.named_modules():
         if isinstance(module, QuantisedWeight):
@@ -125,7 +125,7 @@ def quantised_weights(model: nn.Module) -> dict[str, QuantisedWeight]:
 
 
 def quantisable_weights(model: PreTrainedModel) -> list[str]:
-    """Return the names of the weights that `quantise_base` replaces, as they are in a model without adapter.
+    """Return the names that the weights replaced by `quantise_base` have in a model without an adapter.
 
     Raises:
         ConfigError: as `quantise_base`.
@@ -146,8 +146,8 @@ def _experts(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Return the experts of all MoE layers by name.
 
     Raises:
-        ConfigError: their matrices are transposed, have biases, rows that are no whole blocks (files with one matrix for each expert would
-            be quantized otherwise), or more elements than bitsandbytes' kernels count.
+        ConfigError: their matrices are transposed, have biases, rows that are not whole blocks (files with one matrix for each expert would
+            be quantized differently), or more elements than bitsandbytes' kernels can count.
     """
     found = stacked_experts(model)
     for name, experts in found.items():
@@ -155,8 +155,8 @@ def _experts(model: PreTrainedModel) -> dict[str, nn.Module]:
         widths, largest = [matrix.shape[-1] for matrix in matrices], max(matrix.numel() for matrix in matrices)
         if largest > LARGEST:
             raise ConfigError(
-                f"--lora-base-precision: {name} of {type(model).__name__} has {largest:,} elements in a matrix, and bitsandbytes quantizes "
-                f"at most {LARGEST:,} together; train it with --lora-base-precision full"
+                f"--lora-base-precision: {name} of {type(model).__name__} has {largest:,} elements in a matrix, but bitsandbytes quantizes "
+                f"at most {LARGEST:,} at a time; train it with --lora-base-precision full"
             )
         if not has_plain_matrices(experts) or any(width % BLOCK_SIZE for width in widths):
             raise ConfigError(
@@ -179,7 +179,7 @@ def quantised(weight: Tensor, base: QuantisedBase) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def dequantised(packed: Tensor, scales: Tensor, shape: list[int], base: QuantisedBase) -> Tensor:
-    """Return the values in this shape."""
+    """Return the dequantized values in this shape."""
     functional, dtype = _bitsandbytes(), _dtype(base)
     if base.precision == "nf4":
         state = functional.QuantState(scales, shape=torch.Size(shape), blocksize=BLOCK_SIZE, quant_type="nf4", dtype=dtype)
@@ -254,5 +254,5 @@ def _bitsandbytes() -> Any:
 
 @cache
 def _dynamic_map(device: torch.device) -> Tensor:
-    """Return [256] the values of a byte."""
+    """Return [256] the value that each byte stands for."""
     return _bitsandbytes().create_dynamic_map().to(device)

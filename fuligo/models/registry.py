@@ -128,7 +128,7 @@ def stored_experts(config_json: Mapping[str, Any]) -> StoredExperts:
 
 
 def unwritten_keys(config_json: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what transformers would leave out of a published config.json, and SGLang needs."""
+    """Return the keys of a published config.json that SGLang needs but transformers would leave out."""
     family = FAMILIES.get(str(config_json.get("model_type")))
     return {} if family is None else {key: config_json[key] for key in family.unwritten_keys if key in config_json}
 

@@ -44,7 +44,7 @@ class SingleTurn:
     routing: RoutingShape | None = None
     """Shape of the experts to request for every token; None: they are not requested."""
     images: ResizedImages | None = None
-    """Resizes images for an engine that would resize them in its own way; None: the engine and the trainer do it alike."""
+    """Resizes images for an engine that would resize them in its own way; None: the engine and the trainer do it in the same way."""
     _num_requests: itertools.count = field(default_factory=itertools.count, init=False)
     _text_of: Callable[[list[int]], str] = field(init=False, repr=False)
 

@@ -129,7 +129,7 @@ def other_base(checkpoint: Path, saved: str | None, own: str | None, *, weights:
     (theirs, _, stored), (ours, _, wanted) = saved.partition(_STORED), own.partition(_STORED)
     if theirs == ours:
         return (
-            f"cannot resume {checkpoint}: its adapter was trained on a base {f'in {stored}' if stored else 'that was not quantized'}, and "
+            f"cannot resume {checkpoint}: its adapter was trained on a base {f'in {stored}' if stored else 'that was not quantized'}, but "
             f"this run's is {f'in {wanted}' if wanted else 'not quantized'}; use the --lora-base-precision (and the engine's data type) "
             "that it was trained with"
         )

@@ -31,7 +31,7 @@ class QuantisedWeights:
 
     @classmethod
     def of(cls, subject: Subject) -> Self | None:
-        """Return those of a run; None if its base is not quantized."""
+        """Return the quantized layers of a run; None if its base is not quantized."""
         precision = subject.config.lora.lora_base_precision
         return None if precision == "full" or subject.adapter is None else cls(precision, subject.architecture)
 

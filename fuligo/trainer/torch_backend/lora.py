@@ -46,7 +46,7 @@ def _require_same_base(adapter: Path, base: QuantisedBase | None) -> None:
     trained_on = QuantisedBase.read(adapter)
     if trained_on is not None and trained_on != base:
         raise CheckpointError(
-            f"cannot start from {adapter}: it was trained on a base in {trained_on.precision}, rounded to {trained_on.dtype}, and this "
+            f"cannot start from {adapter}: it was trained on a base in {trained_on.precision}, rounded to {trained_on.dtype}, but this "
             f"run's is {'not quantized' if base is None else f'in {base.precision}, rounded to {base.dtype}'}; use "
             f"--lora-base-precision {trained_on.precision}, or merge the adapter into its base: fuligo convert merge-adapter"
         )

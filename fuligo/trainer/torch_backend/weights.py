@@ -82,7 +82,7 @@ def held_tensors(model: PreTrainedModel) -> dict[str, HeldTensor]:
 
 
 def is_saved_buffer(tensor: HeldTensor) -> bool:
-    """Return whether a tensor is none of the weights, so that it keeps its data type.
+    """Return whether a tensor is not one of the weights, so that it keeps its data type.
 
     The one that models have, the correction of a router's scores, selects experts by differences that bfloat16 would round away.
     """

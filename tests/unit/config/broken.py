@@ -64,7 +64,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
     "CFG-LORA-SYNC": [
         (
             {**LORA, "lora_sync": "adapter", **SGLANG, "lora_base_precision": "nf4"},
-            "--lora-sync adapter: the engines load --hf-checkpoint, and the adapter is trained on a base in nf4",
+            "--lora-sync adapter: the engines load --hf-checkpoint, but the adapter is trained on a base in nf4",
         ),
         (
             {**LORA, "lora_sync": "adapter", **SGLANG, "ref_load": "/other"},

@@ -45,7 +45,7 @@ class Gpus:
 
 
 def read_gpus() -> Gpus:
-    """Return the GPUs; none without a driver."""
+    """Return the GPUs; empty without a driver."""
     devices = parse_devices(nvidia_smi(*GPU_QUERY))
     if len(devices) < 2:
         return Gpus(devices)

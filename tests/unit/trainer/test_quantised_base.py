@@ -20,6 +20,7 @@ from fuligo.formats.adapter_config import ADAPTER, AdapterConfig
 from fuligo.formats.checkpoint_form import checkpoint_weights
 from fuligo.formats.quantised_base import BASE_PRECISION, BasePrecision, QuantisedBase, stored_bytes
 from fuligo.formats.receiver import WeightStore
+from fuligo.formats.stored_experts import StoredExperts
 from fuligo.models.adapter import adapter_tensors, empty_model, lora_layers
 from fuligo.models.quantised_linear import QuantisedLinear, quantisable_weights, quantised_weights, rounded
 from fuligo.trainer.objective import LossSettings
@@ -179,9 +180,9 @@ def test_the_engine_samples_from_the_base_that_is_trained(base: Path, adapter: P
     full = AutoModelForCausalLM.from_pretrained(base).state_dict()
     assert sent.keys() == full.keys()
     model = EngineModel(str(base), torch.device("cpu"), torch.float32, adapter=AdapterSource(shape=AdapterConfig.read(adapter)))
-    store = WeightStore(model.module, whole_experts=False)
+    store = WeightStore(model.module, experts=StoredExperts.APART)
     policy = worker._adapter_sender._policy  # pyright: ignore[reportOptionalMemberAccess]
-    as_stored = checkpoint_weights(policy.base(), whole_experts=False)
+    as_stored = checkpoint_weights(policy.base(), StoredExperts.APART)
     store.load_tensors([*as_stored, *((name, tensor.float()) for name, tensor in adapter_tensors(worker.policy.model).items())], 1)
     (sample,) = train_batches.samples([(5, 20)])
     ids = torch.from_numpy(sample.tokens).long()

@@ -66,8 +66,17 @@ def layer_bytes(layer: Layer, architecture: Architecture, shape: Layout, config:
     )
 
 
-def copied_elements(architecture: Architecture, shape: Layout, config: Config) -> float:
-    """Return the elements of keys and values per token of a row and layer that are copied for the branches of shared prompts."""
+def copied_elements(architecture: Architecture, shape: Layout, config: Config, *, num_bytes: int = BF16) -> float:
+    """Return the elements of keys and values per token of a row and layer that are copied for the branches of shared prompts and kept.
+
+    The kernel for half precision copies them again in the backward pass. It computes grouped heads without sinks.
+
+    Args:
+        num_bytes: of an element.
+    """
+    attention = architecture.attention
+    if num_bytes == BF16 and isinstance(attention, GroupedAttention) and not attention.has_sinks:
+        return 0.0
     return copied_keys_per_token(config, shape) * _key_value_elements(architecture, shape)
 
 

@@ -190,7 +190,8 @@ def _activations(subject: Subject) -> MemoryItem:
         per_layer = [adapted_layer_bytes(layer, adapter, compute_bytes(subject)) for layer in architecture.layers]
     else:
         per_layer = [layer_bytes(layer, architecture, compute_bytes(subject)) for layer in architecture.layers]
-    shared = compute_bytes(subject) * copied_elements(architecture, layout_of(config), config)
+    size = compute_bytes(subject)
+    shared = size * copied_elements(architecture, layout_of(config), config, num_bytes=size)
     per_layer = [num_bytes + shared for num_bytes in per_layer]
     if config.model.gradient_checkpointing:
         entries = compute_bytes(subject) * architecture.hidden_size * len(per_layer)

@@ -72,23 +72,25 @@ def test_shared_prompts_cost_less_time_and_rows(flags: str) -> None:
     assert fewer.duration_s < seconds.duration_s and "prompts once for 8 answers" in fewer.note
 
 
-def test_a_row_keeps_the_copied_keys() -> None:
-    limit = "--use-dynamic-batch-size --max-tokens-per-gpu 2048"
-    plain, shared = (
-        subject_of(f"{TORCH} {limit} --n-samples-per-prompt 8 {more}", "glm4-9b")
-        for more in ("--share-prefixes off", "--share-prefixes on")
-    )
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_row_of_the_torch_trainer_keeps_the_copied_keys_in_float32(precision: str) -> None:
+    flags = f"{TORCH} --precision {precision} --use-dynamic-batch-size --max-tokens-per-gpu 2048 --n-samples-per-prompt 8"
+    plain, shared = (subject_of(f"{flags} --share-prefixes {choice}", "glm4-9b") for choice in ("off", "on"))
     before, after = (next(item for item in torch_trainer_items(subject) if item.name == "activations") for subject in (plain, shared))
-    architecture, shape = shared.architecture, layout_of(shared.config)
-    copies = 2 * 2048 * copied_elements(architecture, shape, shared.config) * architecture.num_layers
-    assert after.num_bytes - before.num_bytes == pytest.approx(copies, rel=1e-6) and copies > 0
-    plain, shared = (
-        subject_of(f"{MEGATRON} {limit} --n-samples-per-prompt 8 {more}", "glm4-9b")
-        for more in ("--share-prefixes off", "--share-prefixes on")
-    )
+    architecture, shape, size = shared.architecture, layout_of(shared.config), {"bf16": 2, "fp32": 4}[precision]
+    copies = size * 2048 * copied_elements(architecture, shape, shared.config, num_bytes=size) * architecture.num_layers
+    assert after.num_bytes - before.num_bytes == pytest.approx(copies, rel=1e-6, abs=1)
+    assert (copies > 0) == (precision == "fp32"), "the kernel for half precision copies them again"
+
+
+@pytest.mark.parametrize(("model", "keeps"), [("glm4-9b", False), ("glm4.7-flash", True)])
+def test_a_row_of_the_megatron_trainer_keeps_the_copied_keys_of_latent_attention(model: str, keeps: bool) -> None:
+    flags = f"{MEGATRON} --use-dynamic-batch-size --max-tokens-per-gpu 2048 --rollout-max-response-len 120 --n-samples-per-prompt 8"
+    plain, shared = (subject_of(f"{flags} --share-prefixes {choice}", model) for choice in ("off", "on"))
     ours = [layer_bytes(s.architecture.layers[0], s.architecture, layout_of(s.config), s.config) for s in (plain, shared)]
     added = 2 * copied_elements(shared.architecture, layout_of(shared.config), shared.config)
     assert ours[1].whole - ours[0].whole == pytest.approx(added) and ours[1].stored - ours[0].stored == pytest.approx(added)
+    assert (added > 0) == keeps
 
 
 def test_autograd_keeps_as_many_copied_keys_as_planned() -> None:

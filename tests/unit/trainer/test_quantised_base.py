@@ -207,7 +207,7 @@ def test_a_resume_is_exact_and_refused_with_another_precision(base: Path, adapte
         assert torch.equal(adapter_tensors(again.policy.model)[name], tensor), name
     for precision, words in ((None, "this run's is not quantized"), ("8bit", "this run's is in 8bit, rounded to float32")):
         other = TorchRankWorker(settings_of(base, adapter, precision), World())
-        with pytest.raises(CheckpointError, match=f"was trained on a base in nf4, rounded to float32, and {words}"):
+        with pytest.raises(CheckpointError, match=f"was trained on a base in nf4, rounded to float32, but {words}"):
             other.restore(tmp_path)
         with pytest.raises(CheckpointError, match="it was trained on a base in nf4"):
             TorchRankWorker(settings_of(base, tmp_path / ADAPTER, precision), World())

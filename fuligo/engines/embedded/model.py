@@ -45,8 +45,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MEAN_DIFFERENCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 """Mean difference of log-probabilities, weighted by probability, that rounding explains between two attention implementations."""
 NOISE_FACTOR = 3.0
-"""Where a model's own two implementations differ by more, the engine may differ by this multiple of that: those of SmolLM2-135M differ by
-0.07 in bf16, and by 0.5 on its reserved tokens."""
+"""If a model's own two implementations differ by more, the engine may differ by this multiple of that: those of SmolLM2-135M differ by 0.07
+in bf16, and by 0.5 on its reserved tokens."""
 BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 

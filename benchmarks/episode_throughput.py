@@ -45,6 +45,7 @@ from fuligo.engines.group import EngineGroup
 from fuligo.environments import AssistantTurn, Environment, EnvironmentSettings, Start, Step
 from fuligo.environments.load import EnvironmentFactory
 from fuligo.environments.rendering import Renderer
+from fuligo.limits import freeze_garbage_collector
 from fuligo.models.directory import end_ids_of
 from fuligo.rollout.episodes import Episodes, Limits
 from fuligo.rollout.generate import SingleTurn
@@ -155,7 +156,7 @@ async def run_rollout(args: argparse.Namespace, engines: EngineGroup, tokenizer:
         generate=episodes,
     )
     gc.collect()
-    gc.freeze()  # as a run does when its parts are made
+    freeze_garbage_collector()  # as a run does when its parts are made
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     rollout = await runner.rollout(0)
     seconds, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s

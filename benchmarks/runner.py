@@ -10,7 +10,6 @@ peak number of requests in the server. Growth from rollout to rollout would reve
 
 import argparse
 import asyncio
-import gc
 import resource
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from synthetic_rollout import ASSETS, TIMEOUT_S, build_runner, check_complete
 from transformers import AutoTokenizer
 
 from fuligo.engines.group import EngineGroup
+from fuligo.limits import freeze_garbage_collector
 
 SAMPLES_PER_PROMPT = 8
 FIRST_TOKEN, NUM_TOKEN_IDS = 10, 20
@@ -101,7 +101,7 @@ async def measure(args: argparse.Namespace) -> None:
     async with scripted_server(args) as url:
         engines = EngineGroup.connect([url], retries=0, timeout_s=TIMEOUT_S)
         runner = build_runner(engines, tokenizer, prompts, samples_per_prompt=SAMPLES_PER_PROMPT, num_tokens=args.tokens)
-        gc.freeze()  # as a run does when its parts are made
+        freeze_garbage_collector()  # as a run does when its parts are made
         print(
             f"{args.requests:,} requests, {args.prompt_tokens} + {args.tokens} tokens; {resident_bytes() / 1e6:.0f} MB before",
             flush=True,

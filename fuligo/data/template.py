@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from fuligo.data.decoding import backend_decoder
 from fuligo.errors import ConfigError, DataError
 from fuligo.types import IntArray, Messages
 
@@ -87,32 +88,49 @@ class ChatTemplate:
 
 def rendered_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Tokenize text from a chat template, which contains its special tokens already."""
+    backend = _backend(tokenizer, "_encode_plus")
+    # A call of the tokenizer undoes a truncation, a padding and a mode that another call has left in the backend.
+    if (
+        backend is not None
+        and backend.truncation is None
+        and backend.padding is None
+        and backend.encode_special_tokens == tokenizer.split_special_tokens
+    ):
+        return backend.encode(text, add_special_tokens=False).ids
     return tokenizer(text, add_special_tokens=False)["input_ids"]  # pyright: ignore[reportReturnType]
 
 
 def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
     """Return a function from ids to their text, special tokens included."""
-    if (backend := _backend(tokenizer)) is not None:
-        return lambda ids: backend.decode(ids, skip_special_tokens=False)
+    if (backend := _backend(tokenizer, "_decode")) is not None:
+        return backend_decoder(backend, skip_special_tokens=False)
     return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def response_decoder(tokenizer: Decodes) -> Callable[[list[int]], str]:
-    """Return a function from ids to the text of a response: without special tokens, cleaned up if the tokenizer says so."""
-    backend = _backend(tokenizer)
-    if backend is not None and not getattr(tokenizer, "clean_up_tokenization_spaces", False):
-        return lambda ids: backend.decode(ids, skip_special_tokens=True)
+    """Return a function from ids to the text of a response: without special tokens, cleaned up if the tokenizer does that."""
+    backend = _backend(tokenizer, "_decode")
+    if backend is not None and not _cleans_up(tokenizer, backend):
+        return backend_decoder(backend, skip_special_tokens=True)
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def _backend(tokenizer: Decodes) -> Tokenizer | None:
-    """Return the Rust tokenizer behind a fast one; its own method is faster, because transformers checks the type of every id.
+def _cleans_up(tokenizer: Decodes, backend: Tokenizer) -> bool:
+    """Return whether decoding removes spaces before punctuation; transformers ignores the setting for BPE unless a second one insists."""
+    if not getattr(tokenizer, "clean_up_tokenization_spaces", False):
+        return False
+    insists = getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False)
+    return bool(insists) or type(backend.model).__name__ != "BPE"
 
-    None if the tokenizer decodes in another way.
+
+def _backend(tokenizer: Decodes, method: str) -> Tokenizer | None:
+    """Return the Rust tokenizer behind a fast one; its own methods are faster, because transformers checks and converts every id.
+
+    None if the tokenizer does not have transformers' own `method`, which calls the Rust tokenizer.
     """
     from transformers import PreTrainedTokenizerFast
 
-    if isinstance(tokenizer, PreTrainedTokenizerFast) and type(tokenizer)._decode is PreTrainedTokenizerFast._decode:
+    if isinstance(tokenizer, PreTrainedTokenizerFast) and getattr(type(tokenizer), method) is getattr(PreTrainedTokenizerFast, method):
         return tokenizer.backend_tokenizer
     return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from fuligo.engines.generation import EngineLoad, Generation, RoutingQuery
 from fuligo.types import FloatArray, IntArray, RoutedExperts
 
+_FIRST, _SECOND = itemgetter(0), itemgetter(1)
 MAX_LOGPROB = 1e-3
 """Largest log-probability in an answer: rounding can put that of a token with probability 1 slightly above 0."""
 
@@ -61,9 +63,7 @@ def parse_generation(answer: Any) -> Generation:
     try:
         meta = answer["meta_info"]
         ids = np.asarray(answer["output_ids"], np.int64).reshape(-1)
-        scored = meta["output_token_logprobs"]
-        logprobs = np.asarray([entry[0] for entry in scored], np.float32)
-        scored_ids = np.asarray([entry[1] for entry in scored], np.int64)
+        logprobs, scored_ids = _columns(meta["output_token_logprobs"])
         reason = meta["finish_reason"]["type"]
         prompt_tokens, cached_tokens = int(meta["prompt_tokens"]), int(meta.get("cached_tokens", 0))
         num_verifications = int(meta.get("spec_verify_ct", 0))
@@ -76,10 +76,11 @@ def parse_generation(answer: Any) -> Generation:
         raise Retryable(f"{len(ids)} output_ids but {len(logprobs)} output_token_logprobs")
     if not np.array_equal(ids, scored_ids):
         raise Retryable("output_token_logprobs and output_ids have different tokens")
-    if ids.size and (ids.min() < 0 or ids.max() >= 2**31):
-        raise Retryable(f"a token id is out of range: {ids.min()} .. {ids.max()}")
-    if not np.isfinite(logprobs).all() or (logprobs > MAX_LOGPROB).any():
-        raise Retryable("a log-probability is not a finite number <= 0")
+    if ids.size:
+        if (lowest := ids.min()) < 0 or ids.max() >= 2**31:
+            raise Retryable(f"a token id is out of range: {lowest} .. {ids.max()}")
+        if not (-np.inf < logprobs.min() and logprobs.max() <= MAX_LOGPROB):  # comparisons with NaN, which min() keeps, are false
+            raise Retryable("a log-probability is not a finite number <= 0")
     label = WeightLabel.parse(meta.get("weight_version", "default"))
     return Generation(
         ids.astype(np.int32),
@@ -92,6 +93,12 @@ def parse_generation(answer: Any) -> Generation:
         num_verifications,
         label.engine,
     )
+
+
+def _columns(scored: Sequence[Sequence[Any]]) -> tuple[FloatArray, IntArray]:
+    """Return log-probabilities and token ids, as int64, of entries [log-probability, id, text or None]."""
+    count = len(scored)
+    return np.fromiter(map(_FIRST, scored), np.float32, count), np.fromiter(map(_SECOND, scored), np.int64, count)
 
 
 def parse_routing(answer: Any, query: RoutingQuery, num_prompt_tokens: int) -> RoutedExperts:
@@ -145,8 +152,7 @@ def parse_scores(answer: Any, scored_ids: IntArray) -> FloatArray:
     """
     try:
         entries = answer["meta_info"]["input_token_logprobs"][-len(scored_ids) :]
-        logprobs = np.asarray([entry[0] for entry in entries], np.float32)
-        ids = np.asarray([entry[1] for entry in entries], np.int64)
+        logprobs, ids = _columns(entries)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise Retryable(f"the answer has no log-probabilities of the input ({type(error).__name__}: {error}): {answer!r:.200}") from error
     # SGLang 0.5.15 reports the last id of the vocabulary as 0, with the right log-probability.

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from hashlib import blake2b
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,8 @@ _PROBE_CALLS = tuple(ToolCall(_PROBE.name, {"probe_argument": "p"}, id) for id i
 _MAX_SHOWN_CHARS = 200
 _CALL_ID = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
 """Ids of calls that are kept, such as Kimi K2's `functions.search:0`."""
+_MAX_KNOWN_TEXTS, _MAX_KNOWN_CHARS = 1024, 8192
+"""Most texts whose ids are remembered, and the longest of them."""
 _PROMPT_END_TOKENS = 8
 """Tokens at the end of a prompt that may open the thinking; more than any template uses."""
 
@@ -73,6 +76,7 @@ class Renderer:
         self._end_ids = end_ids
         self._texts = RenderedTexts()
         self._decode = decoder(tokenizer)
+        self._known_ids = lru_cache(_MAX_KNOWN_TEXTS)(lambda text: tuple(rendered_ids(tokenizer, text)))
         self.format = response_format(template.source)
         """Format in which tool calls are parsed, unless the tokenizer has its own schema."""
         own_schema = getattr(tokenizer, "response_schema", None)
@@ -114,7 +118,7 @@ class Renderer:
             )
         text = self._text(messages, tools)
         self._texts.add(messages, tools, text)
-        return rendered_ids(self._tokenizer, text)
+        return self._ids(text)
 
     def extension(self, messages: Messages, tools: Sequence[Tool], sampled: Sequence[int], new: Messages) -> list[int] | None:
         """Return the ids to append to a sampled turn so that the model may answer new messages.
@@ -142,7 +146,7 @@ class Renderer:
         body, end = self._split_end(sampled)
         text = self._decode(body)
         if rest.startswith(text):
-            follows = rendered_ids(self._tokenizer, rest[len(text) :])
+            follows = self._ids(rest[len(text) :])
             if end is None:
                 return follows
             if follows[:1] == [end]:
@@ -166,6 +170,10 @@ class Renderer:
         opened = self._opens_thinking if prompt is None else _opens_thinking(self._decode(list(prompt[-_PROMPT_END_TOKENS:])))
         reasoning, content, calls, problems = self._read(self._decode(body), opened, tools, recorded=recorded)
         return AssistantTurn(content, reasoning, calls, problems, num_tokens=len(sampled), truncated=end is None)
+
+    def _ids(self, text: str) -> list[int]:
+        """Tokenize a text. Short ones are remembered: samples of a prompt begin alike, and environments repeat their answers."""
+        return list(self._known_ids(text)) if len(text) <= _MAX_KNOWN_CHARS else rendered_ids(self._tokenizer, text)
 
     def _after_turn(self, rest: str, text: str, opened: bool) -> list[int] | None:
         """Return the ids from the end of a turn on, if the template renders the turn differently but with the same meaning.

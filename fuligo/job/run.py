@@ -30,6 +30,7 @@ from fuligo.job.stages import Begun, Opened, Started, Wired
 from fuligo.job.termination import Termination
 from fuligo.job.trainer_settings import trainer_settings
 from fuligo.job.watch import failing_with, while_watching
+from fuligo.limits import freeze_garbage_collector
 from fuligo.loop import Loop, Periodic, sample_only
 from fuligo.models.device import resolve_device
 from fuligo.observability.gpu_usage import GpuMonitor
@@ -203,7 +204,7 @@ async def _loop(wired: Wired, termination: Termination) -> Outcome:
     begun, config = wired.started.begun, wired.started.config
     if wired.evaluate is not None and begun.origin.step == 0 and not config.eval.skip_eval_before_train:
         await wired.evaluate.evaluate(num_rollouts=0)
-    gc.freeze()  # all objects so far live as long as the run; full collections, a tenth of a second each, can skip them
+    freeze_garbage_collector()  # all objects so far live as long as the run; a full collection of them takes a tenth of a second
     begun.recorder.start(begun.origin.step)
     if wired.trainer is None:
         await sample_only(wired.rollouts, begun.recorder, wired.periodic)

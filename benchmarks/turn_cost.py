@@ -4,9 +4,9 @@
 
 The rollout and the bare client of `episode_throughput.py`, but a scripted server in another process in place of the engine: it waits until
 every episode has sent its request, then answers all of them with English text of `--tokens` tokens and log-probabilities, in the form of
-SGLang. All episodes thus advance in step, the worst case. In turns, `--repeats` times, after a warm-up: CPU time of this process per turn, and
-how long the server waited from the first answer of a turn to the first and to the last request of the next one, in which a real engine would
-idle in part. `--profile` writes the profile of one more rollout.
+SGLang. All episodes thus advance in step, the worst case. In turns, `--repeats` times, after a warm-up: CPU time of this process per turn,
+and how long the server waited from the first answer of a turn to the first and to the last request of the next one, in which a real engine
+would idle in part. `--profile` writes the profile of one more rollout.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from transformers import AutoTokenizer
 from fuligo.engines.group import EngineGroup
 
 WORDS = (
-    "the village by a river has mill school and market on days farmers of many valleys bring grain honey cloth rainy morning people there say "
-    "to each other about place more exactly who arrives old woman sells bread children run between wooden stalls rain falls softly roofs"
+    "the village by a river has mill school and market on days farmers of many valleys bring grain honey cloth rainy morning people there "
+    "say to each other about place more exactly who arrives old woman sells bread children run between wooden stalls rain falls softly"
 )
 NUM_ANSWERS = 64
 
@@ -53,7 +53,7 @@ class ScriptedServer:
         tokenizer = AutoTokenizer.from_pretrained(model)
         texts = [english(seed, 4 * num_tokens) for seed in range(NUM_ANSWERS)]
         ids = [tokenizer(text, add_special_tokens=False)["input_ids"][: num_tokens - 1] for text in texts]
-        self._answers = [self._answer(each + [tokenizer.eos_token_id], tokenizer.decode(each), seed) for seed, each in enumerate(ids)]
+        self._answers = [self._answer([*each, tokenizer.eos_token_id], tokenizer.decode(each), seed) for seed, each in enumerate(ids)]
         self._num_requests = 0
         self._wave = wave
         self._waiting: list[asyncio.Future[None]] = []
@@ -142,7 +142,8 @@ async def measure(args: argparse.Namespace) -> None:
                 first_s, last_s = gaps.mean(axis=0) if len(gaps) else (0.0, 0.0)
                 cpu_ms = 1000 * result.cpu_s / sum(map(len, result.episodes))
                 print(
-                    f"{number or 'warm-up'}: {name}, {cpu_ms:.2f} CPU ms a turn; from answers to requests: first {first_s:.2f} s, last {last_s:.2f} s",
+                    f"{number or 'warm-up'}: {name}, {cpu_ms:.2f} CPU ms a turn; from the answers to the first request {first_s:.2f} s, "
+                    f"to the last {last_s:.2f} s",
                     flush=True,
                 )
                 if number:

@@ -40,6 +40,12 @@ class RenderedTexts:
             while self._num_chars > self._max_chars:
                 self._num_chars -= len(self._texts.popitem(last=False)[1][0])
 
+    def find(self, messages: Messages, tools: Sequence[Tool]) -> str | None:
+        """Return the text of a conversation; None if it is not known."""
+        key = _key(messages, tools)
+        with self._lock:
+            return None if key is None or key not in self._texts else self._texts[key][0]
+
     def take(self, messages: Messages, tools: Sequence[Tool]) -> str | None:
         """Return and forget the text of a conversation that continues; None if it is not known."""
         key = _key(messages, tools)

@@ -116,17 +116,26 @@ class Renderer:
                 "parsed; set response_schema in tokenizer_config.json, or describe tools and calls (<tool_call>) in the system message and "
                 "start without tools"
             )
-        text = self._text(messages, tools)
+        text = self._texts.find(messages, tools)
+        if text is None:
+            text = self._text(messages, tools)
         self._texts.add(messages, tools, text)
         return self._ids(text)
 
-    def extension(self, messages: Messages, tools: Sequence[Tool], sampled: Sequence[int], new: Messages) -> list[int] | None:
+    def text(self, sampled: Sequence[int]) -> str:
+        """Return the text of a sampled turn without its end token, for `parse` and `extension`, which otherwise decode it themselves."""
+        return self._decode(self._split_end(sampled)[0])
+
+    def extension(
+        self, messages: Messages, tools: Sequence[Tool], sampled: Sequence[int], new: Messages, *, text: str | None = None
+    ) -> list[int] | None:
         """Return the ids to append to a sampled turn so that the model may answer new messages.
 
         Args:
             messages: the conversation up to the assistant message that was parsed from `sampled`
             sampled: ids of that turn, with its end token if there is one
             new: messages that follow
+            text: the text of `sampled`, if it is known
 
         Returns:
             None if the template renders the earlier conversation differently (it drops thinking, or ends the turn with another token),
@@ -144,7 +153,8 @@ class Renderer:
             return None
         rest = whole[len(before) :]
         body, end = self._split_end(sampled)
-        text = self._decode(body)
+        if text is None:
+            text = self._decode(body)
         if rest.startswith(text):
             follows = self._ids(rest[len(text) :])
             if end is None:
@@ -157,7 +167,13 @@ class Renderer:
         return follows[1:] if follows[0] == end else None
 
     def parse(
-        self, sampled: Sequence[int], prompt: Sequence[int] | None = None, tools: Sequence[Tool] = (), *, recorded: bool = False
+        self,
+        sampled: Sequence[int],
+        prompt: Sequence[int] | None = None,
+        tools: Sequence[Tool] = (),
+        *,
+        recorded: bool = False,
+        text: str | None = None,
     ) -> AssistantTurn:
         """Parse a sampled turn. What is not a valid tool call becomes a problem of the turn, never an exception.
 
@@ -165,10 +181,11 @@ class Renderer:
             prompt: ids before the turn, whose end may open the thinking; if None, those of a plain question
             tools: tools that declare the types of arguments which the format writes as text
             recorded: a call that a record cannot hold is a problem
+            text: the text of `sampled`, if it is known
         """
         body, end = self._split_end(sampled)
         opened = self._opens_thinking if prompt is None else _opens_thinking(self._decode(list(prompt[-_PROMPT_END_TOKENS:])))
-        reasoning, content, calls, problems = self._read(self._decode(body), opened, tools, recorded=recorded)
+        reasoning, content, calls, problems = self._read(self._decode(body) if text is None else text, opened, tools, recorded=recorded)
         return AssistantTurn(content, reasoning, calls, problems, num_tokens=len(sampled), truncated=end is None)
 
     def _ids(self, text: str) -> list[int]:

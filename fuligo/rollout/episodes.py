@@ -190,8 +190,9 @@ class _Run:
                 return [sample]
             sampled = sample.response_ids[episode.turn_start :].tolist()
             is_last = sample.finish_reason == "length" or len(episode.turns) + 1 >= self._parts.limits.max_turns
+            text = self._parts.renderer.text(sampled)
             turn = replace(
-                self._parts.renderer.parse(sampled, self._before_turn(), self._tools, recorded=True),
+                self._parts.renderer.parse(sampled, self._before_turn(), self._tools, recorded=True, text=text),
                 truncated=sample.finish_reason == "length",
                 last=is_last,
             )
@@ -201,7 +202,7 @@ class _Run:
             self._record(turn, step, generate_s=step_s - start_s, step_s=time.monotonic() - step_s)
             if step.done:
                 return self._finished(SampleStatus.COMPLETED)
-            if is_last or not self._continue(sampled, step.messages):
+            if is_last or not self._continue(sampled, text, step.messages):
                 return self._finished(SampleStatus.TRUNCATED)
 
     @property
@@ -246,10 +247,10 @@ class _Run:
         if self._interrupted.done():
             raise _InterruptedError
         sample.finish_reason = None
-        seed = self._params.sampling_seed
-        if seed is not None:
-            seed = (seed + len(episode.branches) * _SEED_STEP) % 2**63
-        await self._parts.generate(sample, replace(self._params, sampling_seed=seed))
+        params, seed = self._params, self._params.sampling_seed
+        if seed is not None and episode.branches:
+            params = replace(params, sampling_seed=(seed + len(episode.branches) * _SEED_STEP) % 2**63)
+        await self._parts.generate(sample, params)
         if sample.status is SampleStatus.FAILED:
             raise EpisodeError(sample.error or "the request failed")
         return sample.status is not SampleStatus.ABORTED and sample.response_length > episode.turn_start
@@ -293,11 +294,11 @@ class _Run:
         episode.metrics["tool_problems"] = episode.metrics.get("tool_problems", 0.0) + len(turn.problems)
         self._messages = [*self._messages, message]
 
-    def _continue(self, sampled: list[int], new: Messages) -> bool:
+    def _continue(self, sampled: list[int], text: str, new: Messages) -> bool:
         """Append the environment's messages, in this sample or in a new one. Return False if no token fits after them."""
         sample, episode = self._sample, self._episode
         try:
-            more = self._parts.renderer.extension(self._messages, self._tools, sampled, new)
+            more = self._parts.renderer.extension(self._messages, self._tools, sampled, new, text=text)
         except DataError as error:
             raise EpisodeError(f"environment: {error}") from error
         self._messages = [*self._messages, *new]

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from fuligo.data.template import response_decoder
+from fuligo.data.decoding import ByteDecoder
+from fuligo.data.template import rendered_ids, response_decoder
 
 
 @pytest.mark.parametrize("cleans_up", [False, True])
@@ -26,3 +27,37 @@ def test_response_decoder_uses_a_decode_method_of_its_own(tokenizer: PreTrainedT
 
     loud = Loud(tokenizer_object=tokenizer.backend_tokenizer)
     assert response_decoder(loud)(loud("one", add_special_tokens=False)["input_ids"]) == "ONE"
+
+
+@pytest.mark.parametrize("insists", [False, True])
+def test_response_decoder_joins_bytes_where_transformers_ignores_the_cleaning(
+    tokenizer: PreTrainedTokenizerFast, insists: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(tokenizer, "clean_up_tokenization_spaces", True)
+    monkeypatch.setattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", insists, raising=False)
+    decode = response_decoder(tokenizer)
+    ids = tokenizer("one two , three .", add_special_tokens=False)["input_ids"]
+    assert isinstance(decode, ByteDecoder) != insists
+    assert decode(ids) == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_rendered_ids_are_those_of_a_call(tokenizer: PreTrainedTokenizerFast):
+    texts = ["", "one two", f"{tokenizer.eos_token}\n<think>é🙂", " a" * 3000]
+    for text in texts:
+        assert rendered_ids(tokenizer, text) == tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("left_by", [{"truncation": True, "max_length": 2}, {"padding": "max_length", "max_length": 9}])
+def test_rendered_ids_ignore_what_another_call_left(tokenizer: PreTrainedTokenizerFast, left_by: dict[str, object]):
+    expected = tokenizer("one two three", add_special_tokens=False)["input_ids"]
+    tokenizer("one two three", **left_by)
+    assert rendered_ids(tokenizer, "one two three") == expected
+
+
+def test_rendered_ids_split_special_tokens_if_the_tokenizer_does(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch):
+    text = f"one{tokenizer.eos_token}"
+    assert tokenizer.eos_token_id in rendered_ids(tokenizer, text)
+    monkeypatch.setattr(tokenizer, "split_special_tokens", True)
+    assert tokenizer.eos_token_id not in rendered_ids(tokenizer, text)
+    monkeypatch.setattr(tokenizer, "split_special_tokens", False)
+    assert tokenizer.eos_token_id in rendered_ids(tokenizer, text)

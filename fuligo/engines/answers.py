@@ -8,6 +8,7 @@ from operator import itemgetter
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fuligo.engines.generation import EngineLoad, Generation, RoutingQuery
 from fuligo.types import FloatArray, IntArray, RoutedExperts
@@ -95,8 +96,8 @@ def parse_generation(answer: Any) -> Generation:
     )
 
 
-def _columns(scored: Sequence[Sequence[Any]]) -> tuple[FloatArray, IntArray]:
-    """Return log-probabilities and token ids, as int64, of entries [log-probability, id, text or None]."""
+def _columns(scored: Sequence[Sequence[Any]]) -> tuple[FloatArray, NDArray[np.int64]]:
+    """Return log-probabilities and token ids of entries [log-probability, id, text or None]."""
     count = len(scored)
     return np.fromiter(map(_FIRST, scored), np.float32, count), np.fromiter(map(_SECOND, scored), np.int64, count)
 

@@ -17,6 +17,7 @@ from fuligo.environments.load import EnvironmentFactory
 from fuligo.environments.rendering import Renderer
 from fuligo.errors import DataError
 from fuligo.rollout.custom_generate import append_observation
+from fuligo.rollout.generate import SingleTurn
 from fuligo.rollout.protocol import GenerateFn
 from fuligo.rollout.sampler import clear_response, failed
 from fuligo.rollout.scores import is_finite
@@ -66,8 +67,19 @@ class Episodes:
     _running: set[asyncio.Future[None]] = field(default_factory=set, init=False)
     """One future per episode under way, done when it is to return."""
 
+    def __post_init__(self) -> None:
+        # The response grows with every turn: its text is decoded once, and not while the next request waits.
+        self._writer = self.generate if isinstance(self.generate, SingleTurn) else None
+        self.sample_turn: GenerateFn = self.generate if self._writer is None else self._writer.without_text()
+
     async def __call__(self, sample: Sample, params: SamplingParams) -> list[Sample]:
         """Run an episode to its end, or to an interruption. If the environment fails, so does the sample, with the reason."""
+        samples = await self._episode(sample, params)
+        if self._writer is not None and not params.stop:
+            sample.response = await self._writer.text(sample)
+        return samples
+
+    async def _episode(self, sample: Sample, params: SamplingParams) -> list[Sample]:
         row = Row(sample.prompt, sample.label, deepcopy(sample.metadata), sample.index)
         deadline = asyncio.timeout(self.limits.episode_timeout_s)
         environment: Environment | None = None
@@ -250,7 +262,7 @@ class _Run:
         params, seed = self._params, self._params.sampling_seed
         if seed is not None and episode.branches:
             params = replace(params, sampling_seed=(seed + len(episode.branches) * _SEED_STEP) % 2**63)
-        await self._parts.generate(sample, params)
+        await self._parts.sample_turn(sample, params)
         if sample.status is SampleStatus.FAILED:
             raise EpisodeError(sample.error or "the request failed")
         return sample.status is not SampleStatus.ABORTED and sample.response_length > episode.turn_start

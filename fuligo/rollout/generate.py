@@ -48,6 +48,8 @@ class SingleTurn:
     """Shape of the experts to request for every token; None: they are not requested."""
     images: ResizedImages | None = None
     """Resizes images for an engine that would resize them in its own way; None: the engine and the trainer do it in the same way."""
+    writes_text: bool = True
+    """Decode the response after every request; otherwise only if a stop string may have to be cut, and `text` does it later."""
     _num_requests: itertools.count = field(default_factory=itertools.count, init=False)
     _text_of: Callable[[list[int]], str] = field(init=False, repr=False)
     _max_inline: int = field(init=False, repr=False)
@@ -61,6 +63,16 @@ class SingleTurn:
         other = copy(self)
         other.routing = None
         return other
+
+    def without_text(self) -> SingleTurn:
+        """Return a copy that leaves the text of responses to its caller; request ids come from the same counter."""
+        other = copy(self)
+        other.writes_text = False
+        return other
+
+    async def text(self, sample: Sample) -> str:
+        """Return the text of the whole response."""
+        return await self._decode(sample.response_ids)
 
     async def __call__(self, sample: Sample, params: SamplingParams) -> Sample:
         """Generate the rest of a response. If the request fails for good, the sample is marked failed and keeps its tokens.
@@ -89,7 +101,8 @@ class SingleTurn:
         else:
             append(sample, generation)
             span.engine, span.num_tokens = generation.engine, len(generation.output_ids)
-            sample.response = await self._text(sample, params.stop)
+            if self.writes_text or params.stop:
+                sample.response = await self._text(sample, params.stop)
         span.end_s = time.time()
         sample.spans.append(span)
         return sample

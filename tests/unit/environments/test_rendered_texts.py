@@ -37,6 +37,13 @@ def test_each_of_several_equal_conversations_takes_the_text_once() -> None:
     assert texts._num_chars == 0
 
 
+def test_finding_a_text_does_not_take_it() -> None:
+    texts = RenderedTexts()
+    texts.add(said("q"), (), "text")
+    assert [texts.find(said("q"), ()), texts.find(said("other"), ()), texts.take(said("q"), ())] == ["text", None, "text"]
+    assert texts.find(said("q"), ()) is None
+
+
 def test_tools_and_the_order_of_keys_distinguish_conversations() -> None:
     texts = RenderedTexts()
     texts.add([{"role": "user", "content": "q"}], (), "text")

@@ -17,7 +17,7 @@ from fuligo.rollout.group_tasks import snapshot
 from fuligo.rollout.protocol import Interruptible
 from fuligo.rollout.source import first_version
 from fuligo.types import Branch, Episode, Sample, SampleGroup, SampleStatus, Turn
-from tests.unit.environments.conversations import ids, text
+from tests.unit.environments.conversations import ids, text, tokenizer
 from tests.unit.rollout.episode_world import PARAMS, Adding, Anew, Counting, Writer, episodes, fresh
 
 END = {
@@ -204,6 +204,30 @@ def test_an_interrupted_episode_continues_exactly(template: str, request_number:
             assert np.array_equal(getattr(mine, name), getattr(other, name)), name
         assert (mine.reward, mine.status, mine.response) == (other.reward, other.status, other.response)
     assert got[-1].metrics["score"] == 3
+
+
+@pytest.mark.parametrize("abort_at", [{}, {1: 2}, {2: 0}])
+@pytest.mark.parametrize("prompt", ["q", "fails"])
+def test_the_response_is_the_text_of_all_turns(abort_at: dict[int, int], prompt: str) -> None:
+    class Failing(Counting):
+        async def step(self, turn: AssistantTurn) -> Step:
+            if self.row.prompt == "fails" and turn.content == "done":
+                raise RuntimeError("no more")
+            return await super().step(turn)
+
+    engine = Writer(["one é<|im_end|>", "two<|im_end|>", "done<|im_end|>"], abort_at)
+    (sample,) = asyncio.run(episodes(engine, Failing)(fresh(prompt), PARAMS))
+    expected = SampleStatus.ABORTED if abort_at else SampleStatus.FAILED if prompt == "fails" else SampleStatus.COMPLETED
+    assert sample.status is expected
+    assert sample.response == tokenizer().decode(sample.response_ids.tolist(), skip_special_tokens=True)
+    assert "one é" in sample.response
+
+
+def test_a_stop_string_is_cut_off_the_last_turn_only() -> None:
+    engine = Writer(["one;", "two;"])
+    (sample,) = asyncio.run(episodes(engine, max_turns=2)(fresh(), dataclasses.replace(PARAMS, stop=(";",))))
+    assert sample.status is SampleStatus.TRUNCATED
+    assert sample.response.startswith("one;") and sample.response.endswith("two")
 
 
 def test_an_episode_that_cannot_resume_starts_over() -> None:

@@ -215,6 +215,8 @@ class Renderer:
     ) -> tuple[str | None, str, tuple[ToolCall, ...], tuple[str, ...]]:
         """Return thinking, content, tool calls and problems of a turn's text."""
         text = f"<think>{text}" if opened and not text.lstrip().startswith("<think>") else text
+        if "<" not in text and self.format.is_tagged and self._schema is self.format.schema:
+            return None, text.strip(), (), ()
         try:
             parsed: dict[str, Any] = self._tokenizer.parse_response(text, schema=self._schema) or {}  # pyright: ignore[reportAssignmentType]
         except (ValueError, TypeError, RecursionError) as error:  # a schema of the tokenizer's own may insist on valid JSON

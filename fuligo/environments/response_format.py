@@ -55,6 +55,8 @@ class ResponseFormat:
     schema: dict[str, Any]
     has_text_arguments: bool = False
     """Arguments are written as text, whose types the tool declares."""
+    is_tagged: bool = True
+    """Thinking and calls are in tags: a text without `<` is content."""
 
 
 _QWEN_CODER = ResponseFormat(
@@ -122,6 +124,7 @@ _LLAMA = ResponseFormat(
     "llama3",
     "<|start_header_id|>",
     _schema(r"\A\s*(?:<\|python_tag\|>\s*)?(\{\s*\"name\"\s*:.*)\Z", _JSON),
+    is_tagged=False,
 )
 _GLM4 = ResponseFormat(
     "glm-4",
@@ -130,6 +133,7 @@ _GLM4 = ResponseFormat(
         r"\A\s*(?P<name>[A-Za-z_][\w.-]*)\n(?P<arguments>\{.*)\Z",
         {"type": "object", "properties": {"name": {"type": "string"}, "arguments": _JSON}},
     ),
+    is_tagged=False,
 )
 _HARMONY_HEADER = r"[^<]{0,64}(?:<\|constrain\|>[^<]{0,64})?<\|message\|>"
 _HARMONY_CALL = (

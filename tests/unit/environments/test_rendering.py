@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from fuligo.data.template import ChatTemplate
 from fuligo.environments.environment import ToolCall
 from fuligo.environments.rendering import Renderer
+from fuligo.environments.response_format import _FORMATS, ResponseFormat
 from fuligo.errors import DataError
 from tests import tiny
 from tests.unit.environments.conversations import (
@@ -267,6 +268,17 @@ def test_extension_ends_a_truncated_turn() -> None:
     messages = [{"role": "user", "content": "q"}, renderer("CHATML").parse(sampled).message()]
     more = renderer("CHATML").extension(messages, [], sampled, [{"role": "user", "content": "r"}])
     assert more == ids("<|im_end|>\n<|im_start|>user\nr<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize("kind", [each for each in _FORMATS if each.is_tagged], ids=lambda kind: kind.name)
+@given(
+    said=st.text(st.sampled_from('ab {}[]"\n>|/=é🙂:0'))
+    | st.sampled_from(['{"name": "add", "arguments": {}}', "add\n{}", "think>a</think>"])
+)
+def test_text_without_a_tag_is_content_in_tagged_formats(kind: ResponseFormat, said: str) -> None:
+    said = said.replace("<", "")
+    parsed = tokenizer().parse_response(said, schema=kind.schema) or {}
+    assert {key: value for key, value in parsed.items() if value not in (None, "")} == ({"content": said} if said else {})
 
 
 def test_the_schema_of_a_tokenizer_comes_first() -> None:

@@ -1,5 +1,6 @@
 """Limits of the container, read from fake files of cgroup versions 1 and 2."""
 
+import gc
 import os
 import resource
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fuligo import limits
-from fuligo.limits import available_memory_bytes, memory_bytes, num_cores, raise_open_files
+from fuligo.limits import available_memory_bytes, freeze_garbage_collector, memory_bytes, num_cores, raise_open_files
 
 GIB = 1024**3
 PLAIN = {"proc/meminfo": f"MemTotal: {64 * 1024**2} kB\nMemFree: 1024 kB\nMemAvailable: {48 * 1024**2} kB\n"}
@@ -113,3 +114,14 @@ def test_a_high_limit_of_open_files_stays() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert raise_open_files() == resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= min(soft, limits.MAX_OPEN_FILES)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_frozen_heap_is_not_collected_and_collections_are_rarer() -> None:
+    thresholds = gc.get_threshold()
+    try:
+        freeze_garbage_collector()
+        assert gc.get_freeze_count() > 0
+        assert gc.get_threshold()[0] > thresholds[0]
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*thresholds)

@@ -28,7 +28,8 @@ def answers(directory: Path, num_rollouts: int) -> list[dict]:
     return pq.read_table(directory / "eval" / f"eval_{num_rollouts:06d}.parquet", columns=columns).to_pylist()
 
 
-@pytest.mark.parametrize("num_rollouts", [0, 1, pytest.param(2, marks=pytest.mark.slow)])  # the test below evaluates the newest
+# the tests below evaluate the initial model and the newest checkpoint
+@pytest.mark.parametrize("num_rollouts", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow)])
 def test_it_is_the_evaluation_of_the_run(num_rollouts: int, run_dir: Path, tmp_path: Path) -> None:
     """With the initial model, an earlier checkpoint and the newest one."""
     weights = {0: [], 1: ["--load", run_dir / "checkpoints", "--ckpt-step", 1], 2: ["--load", run_dir / "checkpoints"]}[num_rollouts]

@@ -71,7 +71,11 @@ def test_a_hopeless_rollout_ends_early_and_shows_why(job: Job, tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("number", "timeout_s", "num_waves", "said"),
-    [("SIGKILL", 600, None, "was killed (out of memory"), ("SIGSTOP", 10, 2, "no answer within 10 s")],  # each wave takes the timeout
+    [
+        ("SIGKILL", 600, None, "was killed (out of memory"),
+        # Each wave takes the timeout. tests/unit/engines/test_client.py waits for an engine that does not answer, and the run ends as above.
+        pytest.param("SIGSTOP", 10, 2, "no answer within 10 s", marks=pytest.mark.slow),
+    ],
     ids=["killed", "stopped"],
 )
 def test_an_engine_that_dies_or_stops_answering_is_named(

@@ -52,6 +52,7 @@ def test_killed_and_resumed_run_equals_an_uninterrupted_one(command: list[str], 
     assert len({line["adapter"]["checksum"] for line in lines}) == NUM_ROLLOUTS + 1
 
 
+@pytest.mark.slow  # test_restarts.py restarts ranks, and the test above restores an adapter from the same files
 def test_a_run_that_loses_its_rank_equals_an_uninterrupted_one(job: Job, uninterrupted: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     hooks = {"custom_rm_path": "tests.e2e.killers.reward", "before_train_step_path": "tests.e2e.killers.kill_ranks"}

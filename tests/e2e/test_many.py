@@ -150,7 +150,8 @@ def test_runs_from_python(alone: Path, write_run: WriteRun, tmp_path: Path) -> N
     assert_equal(tmp_path / "narrow", alone / "narrow")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+# SIGTERM ends them in the same way after it has saved them, and test_interrupts.py ends a run alone by Ctrl-C
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_signal_ends_all_runs(number: signal.Signals, write_run: WriteRun, start: Start, tmp_path: Path) -> None:
     """SIGTERM lets runs with --save-on-sigterm save first."""
     files = [write_run(tmp_path, name, num_rollout=1000, save_interval=1000, save_on_sigterm=60) for name in ("wide", "judged")]

@@ -131,6 +131,8 @@ PAIRS = [
     *(("moe", *pair) for pair in [("ep2", "etp2"), ("etp2", "pp2 ep2"), ("pp2 ep2", "one")]),
 ]
 """Pairs of layouts; each layout saves once and loads once."""
+REPEATED = {("dense", "vpp2", "one"), ("dense", "tp2 pp2", "pp2 uneven")}
+"""Pairs of which other pairs load or save each layout, and test_lora.py saves virtual stages."""
 ALL = [(model, *pair) for model, names in (("dense", DENSE), ("moe", EXPERTS)) for pair in product(names, names)]
 
 
@@ -146,7 +148,8 @@ def straight(pool: RankPool, models: dict[str, Path]) -> dict[str, dict[str, Ten
 
 
 @pytest.mark.parametrize(
-    ("model", "saved", "loaded"), [*PAIRS, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in PAIRS)]
+    ("model", "saved", "loaded"),
+    [case if case in PAIRS and case not in REPEATED else pytest.param(*case, marks=pytest.mark.slow) for case in ALL],
 )
 def test_the_next_step_is_the_same_under_another_layout(pool, models, straight, tmp_path: Path, model: str, saved: str, loaded: str):
     ours, theirs = settings_of(models[model], LAYOUTS[saved]), settings_of(models[model], LAYOUTS[loaded])

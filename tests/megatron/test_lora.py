@@ -38,6 +38,8 @@ from tests.megatron.adapters import (
 )
 from tests.megatron.ranks import RankPool
 
+SLOW = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Start:
@@ -57,9 +59,9 @@ def of_dense(dense: Start, samples: list[TrainSample]) -> Found:
 @pytest.mark.parametrize(
     ("layout", "overrides"),
     [
-        ("one", {}),
-        ("tp2", {}),
-        ("tp2 sp", {"recomputation": FULL}),
+        pytest.param("one", {}, marks=SLOW),  # what the layouts below share
+        pytest.param("tp2", {}, marks=SLOW),  # test_families_are_adapted_as_by_peft[qwen2]
+        pytest.param("tp2 sp", {"recomputation": FULL}, marks=SLOW),  # "tp2 sp pp2" below
         ("pp2 vpp2", {}),
         ("cp2", {"recomputation": Recomputation("selective", modules=("mlp",))}),
         ("dp2", {}),
@@ -84,7 +86,8 @@ def test_gradients_and_log_probabilities_are_those_of_peft(
             "pp2",
             {},
         ),  # gate and up are one matrix in PEFT, too
-        ("qwen3_moe", ATTENTION, {}, "tp2 sp ep2", {"dispatcher": "alltoall"}),
+        # test_lora_experts.py adapts the attention of this family beside its experts
+        pytest.param("qwen3_moe", ATTENTION, {}, "tp2 sp ep2", {"dispatcher": "alltoall"}, marks=SLOW),
         ("deepseek_v3", LATENT, {}, "tp2 sp ep2", {"recomputation": FULL}),
         ("deepseek_v3", ["q_proj", *LATENT[2:]], {"q_lora_rank": None}, "cp2", {}),
         ("glm4_moe_lite", LATENT, {"layers": 4, "rms_norm_eps": 1e-6}, "pp2 vpp2", {}),  # the latents' in transformers
@@ -102,7 +105,14 @@ RANDOM = LoraSettings(AdapterConfig(4, 8.0, ("down_proj", "q_proj", "up_proj", "
 DISTRIBUTED = {"lora": RANDOM, "optimizer": ADAM, "optimizer_place": OptimizerPlace()}
 
 
-@pytest.mark.parametrize(("saved", "loaded", "beside"), [("tp2 sp", "pp2", True), ("pp2 vpp2", "dp2", False), ("dp2", "tp2", False)])
+@pytest.mark.parametrize(
+    ("saved", "loaded", "beside"),
+    [
+        ("tp2 sp", "pp2", True),
+        ("pp2 vpp2", "dp2", False),
+        pytest.param("dp2", "tp2", False, marks=SLOW),  # test_checkpoint.py saves and loads both layouts by the same files
+    ],
+)
 def test_the_next_steps_are_the_same_under_another_layout(
     pool: RankPool, dense: Start, samples: list[TrainSample], tmp_path: Path, saved: str, loaded: str, beside: bool
 ) -> None:
@@ -116,7 +126,7 @@ def test_the_next_steps_are_the_same_under_another_layout(
     assert names and all(".adapter." in name for name in names)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=SLOW), "bf16"])  # bf16 has master weights in addition
 def test_a_resume_under_the_same_layout_is_exact(
     pool: RankPool, dense: Start, samples: list[TrainSample], tmp_path: Path, precision: str
 ) -> None:

@@ -34,6 +34,7 @@ from tests.megatron.adapters import (
 )
 from tests.megatron.ranks import RankPool
 
+SLOW = pytest.mark.slow
 OTHER_LAYERS = ["mlp.gate_proj", "mlp.down_proj", "shared_experts.gate_proj", "shared_experts.up_proj", "shared_experts.down_proj"]
 """Layers with names of experts' matrices, which PEFT adapts as parameters."""
 
@@ -56,13 +57,13 @@ def of_mixture(mixture: Start, samples: list[TrainSample]) -> Found:
 @pytest.mark.parametrize(
     ("layout", "overrides"),
     [
-        ("one", {"recomputation": FULL}),
+        pytest.param("one", {"recomputation": FULL}, marks=SLOW),  # what the layouts below share; "tp2 sp ep2" recomputes, too
         ("tp2 sp", {}),  # TP ranks have copies of the experts
         ("pp2 vpp2", {}),
         ("cp2", {}),
-        ("dp2", {}),
-        ("ep2", {"dispatcher": "alltoall"}),
-        ("tp2 sp etp2", {"dispatcher": "alltoall"}),
+        pytest.param("dp2", {}, marks=SLOW),  # test_lora.py sums the gradients of an adapter over replicas
+        pytest.param("ep2", {"dispatcher": "alltoall"}, marks=SLOW),  # "pp2 ep2" below
+        pytest.param("tp2 sp etp2", {"dispatcher": "alltoall"}, marks=SLOW),  # "tp2 sp ep2 etp2" below
         ("tp2 sp ep2", {"recomputation": FULL}),
         ("tp2 sp ep2 etp2", {}),
         ("pp2 ep2", {"dispatcher": "alltoall"}),
@@ -75,7 +76,13 @@ def test_gradients_and_log_probabilities_are_those_of_peft(
     assert_as_peft(got, of_mixture)
 
 
-@pytest.mark.parametrize(("family", "layout"), [("deepseek_v3", "tp2 sp ep2"), ("glm4_moe", "pp2 ep2")])
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        pytest.param("deepseek_v3", "tp2 sp ep2", marks=SLOW),  # glm4_moe has such layers; test_lora.py adapts the latents
+        ("glm4_moe", "pp2 ep2"),
+    ],
+)
 def test_families_with_dense_layers_and_shared_experts_are_adapted_as_by_peft(
     pool: RankPool, tmp_path: Path, family: str, layout: str
 ) -> None:
@@ -92,7 +99,13 @@ DISTRIBUTED = {"lora": RANDOM, "optimizer": ADAM, "optimizer_place": OptimizerPl
 
 @pytest.mark.parametrize(
     ("saved", "loaded", "beside"),
-    [("tp2 sp ep2 etp2", "one", False), ("one", "tp2 sp etp2", False), ("pp2 ep2", "tp2 sp", True), ("tp2 sp etp2", "ep2", False)],
+    [
+        ("tp2 sp ep2 etp2", "one", False),
+        ("pp2 ep2", "tp2 sp", True),
+        # the two above save and load split and whole experts
+        pytest.param("one", "tp2 sp etp2", False, marks=SLOW),
+        pytest.param("tp2 sp etp2", "ep2", False, marks=SLOW),
+    ],
 )
 def test_the_next_steps_are_the_same_under_another_layout(
     pool: RankPool, mixture: Start, samples: list[TrainSample], tmp_path: Path, saved: str, loaded: str, beside: bool
@@ -109,7 +122,7 @@ def test_the_next_steps_are_the_same_under_another_layout(
     assert names and all(".adapter." in name for name in names)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=SLOW), "bf16"])  # bf16 has master weights in addition
 def test_a_resume_under_the_same_layout_is_exact(
     pool: RankPool, mixture: Start, samples: list[TrainSample], tmp_path: Path, precision: str
 ) -> None:

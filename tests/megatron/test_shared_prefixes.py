@@ -155,7 +155,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 @pytest.mark.parametrize(
     ("layout", "loss"),
     [
-        ("tp2 sp", "all terms"),
+        pytest.param("tp2 sp", "all terms", marks=SLOW),  # "tp2 sp cp2" below
         ("pp2 vpp2", "per token"),
         ("cp2", "all terms"),
         ("dp2", "gspo"),

@@ -83,8 +83,8 @@ def reference(directory: Path) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def perturb(model: PreTrainedModel) -> None:
-    torch.manual_seed(3)
+def perturb(model: PreTrainedModel, seed: int = 3) -> None:
+    torch.manual_seed(seed)
     for tensor in model.state_dict().values():  # with the corrections of routers' scores, which are buffers
         tensor.add_(0.02 * torch.randn_like(tensor))
 
@@ -160,20 +160,22 @@ def test_abort_and_continue(answered: Answered, checkpoint: Path) -> None:
     assert worst_difference(model, continued) < TOLERANCE
 
 
-@pytest.mark.parametrize("source", ["tensor", "disk"])
-def test_after_an_update_of_the_weights(answered: Answered, checkpoint: Path, tmp_path: Path, source: str) -> None:
+def test_after_updates_of_the_weights(answered: Answered, checkpoint: Path, tmp_path: Path) -> None:
+    """The first update comes as tensors, the second as a directory."""
     before = mixed_requests(answered, 4)
     answered.wait(before)
     newer = reference(checkpoint)
-    perturb(newer)
-    newer.save_pretrained(tmp_path)
-    load = (lambda: as_sent(newer)) if source == "tensor" else (lambda: str(tmp_path))
-    answered.engine.update_weights(1, load, flush=True, abort_all=False).result(60)
-    after = mixed_requests(answered, 9)
-    answered.wait(after)
-    assert worst_difference(newer, after) < TOLERANCE
-    assert worst_difference(newer, before) > 100 * TOLERANCE
-    assert {request.weight_version for request in after} == {1}
+    for version, source in enumerate(("tensors", "directory"), start=1):
+        perturb(newer, seed=version)
+        newer.save_pretrained(tmp_path)
+        load = (lambda: as_sent(newer)) if source == "tensors" else (lambda: str(tmp_path))
+        answered.engine.update_weights(version, load, flush=True, abort_all=False).result(60)
+        after = mixed_requests(answered, 9)
+        answered.wait(after)
+        assert worst_difference(newer, after) < TOLERANCE, source
+        assert worst_difference(newer, before) > 100 * TOLERANCE, source
+        assert {request.weight_version for request in after} == {version}
+        before = after[:4]
 
 
 def test_requests_kept_in_place_over_an_update_never_see_old_keys(answered: Answered, checkpoint: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset, DatasetDict
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
@@ -60,6 +60,7 @@ def test_a_folder_of_several_splits_asks_for_one(tmp_path: Path) -> None:
         locate(str(tmp_path))
 
 
+@settings(max_examples=max(15, settings().max_examples // 4))
 @given(
     weights=st.lists(st.sampled_from([0.5, 1.0, 1.7, 2.0, 3.0]), min_size=3, max_size=3), shuffle=st.booleans(), drawn=st.integers(0, 40)
 )

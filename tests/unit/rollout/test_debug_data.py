@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fuligo.errors import DataError, RolloutError
@@ -84,6 +84,7 @@ def assert_equal(one: list[SampleGroup], other: list[SampleGroup]) -> None:
                     assert type(left) is type(right)
 
 
+@settings(max_examples=max(25, settings().max_examples // 2))
 @given(st.lists(groups, max_size=2))
 def test_what_is_decoded_equals_what_was_encoded(some: list[SampleGroup]):
     assert_equal(decode_groups(encode_groups(some)), some)

@@ -117,7 +117,10 @@ def scores_and_gradients(worker: TorchRankWorker, lengths: Sequence[tuple[int, i
     return np.concatenate([each.old_logprobs for each in scored if each.old_logprobs is not None]), found
 
 
-@pytest.mark.parametrize("case", ["plain", "checkpointed", "adapter", "quantized base", "shared prefixes"])
+PLAIN = pytest.param("plain", marks=pytest.mark.slow)  # "checkpointed" traces the same layers
+
+
+@pytest.mark.parametrize("case", [PLAIN, "checkpointed", "adapter", "quantized base", "shared prefixes"])
 def test_one_graph_serves_all_lengths(checkpoint, case: str) -> None:
     settings: dict[str, dict[str, object]] = {
         "plain": {},

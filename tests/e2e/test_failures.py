@@ -73,7 +73,7 @@ def test_a_hopeless_rollout_ends_early_and_shows_why(job: Job, tmp_path: Path) -
     ("number", "timeout_s", "num_waves", "said"),
     [
         ("SIGKILL", 600, None, "was killed (out of memory"),
-        # Each wave takes the timeout. tests/unit/engines/test_client.py waits for an engine that does not answer, and the run ends as above.
+        # Each wave takes the timeout. tests/unit/engines/test_client.py waits for such an engine, and the run ends as above.
         pytest.param("SIGSTOP", 10, 2, "no answer within 10 s", marks=pytest.mark.slow),
     ],
     ids=["killed", "stopped"],

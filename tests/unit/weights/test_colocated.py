@@ -1,43 +1,42 @@
 """Colocated weight sync: each rank shares its own memory, and an engine receives one payload per rank, in order."""
 
 import asyncio
-import subprocess
-import sys
+import multiprocessing
 import threading
 from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from aiohttp import web
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from fuligo.formats.payload import SHARED_MEMORY, decode_named_tensors
+from fuligo.formats.weight_manifest import EngineAddress, Undelivered, WeightTarget
+from fuligo.weights.colocated import TrainerRanks
+from fuligo.weights.senders import WeightSender
 
 pytestmark = pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="needs a POSIX shared memory file system")
 
-RANK = """
-import sys
-from datetime import timedelta
+Engines = list[tuple[str, tuple[int, ...]]]
+"""Address of each engine, and the ranks whose GPUs it has."""
 
-import torch
-import torch.distributed as dist
 
-from fuligo.weights.colocated import TrainerRanks
-from fuligo.formats.weight_manifest import EngineAddress, Undelivered, WeightTarget
-from fuligo.weights.senders import WeightSender
-
-rank, size, port, engines = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), eval(sys.argv[4])
-store = dist.TCPStore("127.0.0.1", port, is_master=False)
-dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
-sender = WeightSender(ranks=TrainerRanks(rank, dist.group.WORLD))
-addresses = tuple(EngineAddress(url, len(ranks) or 1, number=number, trainer_ranks=ranks) for number, (url, ranks) in enumerate(engines))
-weights = [("rank", torch.full((3,), float(rank))), ("same", torch.arange(5.0))]  # a bucket each
-sent = sender.send(iter(weights), WeightTarget("tensor", 7, 16, addresses))
-print(sent.reason if isinstance(sent, Undelivered) else f"sent {None if sent is None else sent.num_bytes}")
-del sender  # else the group, and gloo's threads, which drop tensors of its last collective, outlive the interpreter
-dist.destroy_process_group()
-"""
+def run_rank(rank: int, size: int, port: int, engines: Engines, reply: Connection) -> None:
+    """Send weights as one of `size` ranks; reply with what the sender reports."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    sender = WeightSender(ranks=TrainerRanks(rank, dist.group.WORLD))
+    addresses = tuple(
+        EngineAddress(url, len(ranks) or 1, number=number, trainer_ranks=ranks) for number, (url, ranks) in enumerate(engines)
+    )
+    weights = [("rank", torch.full((3,), float(rank))), ("same", torch.arange(5.0))]  # a bucket each
+    sent = sender.send(iter(weights), WeightTarget("tensor", 7, 16, addresses))
+    reply.send(sent.reason if isinstance(sent, Undelivered) else f"sent {None if sent is None else sent.num_bytes}")
+    del sender  # else the group, and gloo's threads, which drop tensors of its last collective, outlive the interpreter
+    dist.destroy_process_group()
 
 
 class Engine:
@@ -92,13 +91,18 @@ def make_engine() -> Iterator[Any]:
 def send() -> Callable[..., list[str]]:
     def send(size: int, engines: list[tuple[Engine, tuple[int, ...]]]) -> list[str]:
         """Return what each of `size` ranks reports about its send to the engines on its GPUs."""
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        where = repr([(engine.url, ranks) for engine, ranks in engines])
-        commands = [[sys.executable, "-c", RANK, str(rank), str(size), str(store.port), where] for rank in range(size)]
-        ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for command in commands]
-        texts = [rank.communicate(timeout=240)[0].strip() for rank in ranks]
-        assert [rank.returncode for rank in ranks] == [0] * size, texts
-        return [text.splitlines()[-1] for text in texts]
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        where = [(engine.url, ranks) for engine, ranks in engines]
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["fuligo.weights.senders"])  # imported once for all ranks
+        ends = [context.Pipe(duplex=False) for _ in range(size)]
+        ranks = [context.Process(target=run_rank, args=(rank, size, store.port, where, ends[rank][1])) for rank in range(size)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join(240)
+        assert [rank.exitcode for rank in ranks] == [0] * size
+        return [receiving.recv() for receiving, _ in ends]
 
     return send
 

@@ -59,7 +59,7 @@ class _Children:
 
     def suits(self, arguments: Any, environment: Mapping[str, str]) -> bool:
         """Return whether a fork does what a fresh process would do."""
-        is_served = isinstance(arguments, list) and arguments[:2] == [sys.executable, "-m"] and arguments[2] in SERVED
+        is_served = isinstance(arguments, list | tuple) and [*arguments[:2]] == [sys.executable, "-m"] and arguments[2] in SERVED
         return is_served and read_by_imports(environment) == self._environment
 
     def start(self, request: dict[str, Any], descriptors: list[int]) -> int:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
+from tests.e2e.warm_children import ForkServer
 from tests.small_disk import SmallDisk, mounted
 
 # No deadlines for examples: a busy machine may be slow at any moment. Every run of `make test` draws the same examples, so that a
@@ -40,3 +41,17 @@ def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
     """Mount a file system of 4 MiB."""
     with mounted(tmp_path / "disk", 4 * 1024**2) as disk:
         yield disk
+
+
+@pytest.fixture(scope="session")
+def rank_server() -> Iterator[ForkServer]:
+    server = ForkServer(["fuligo.trainer.ranks.trainer", "fuligo.trainer.torch_backend.worker"])
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def warm_ranks(rank_server: ForkServer) -> Iterator[None]:
+    """Let ranks of the torch trainer fork from a process that has imported it: an import takes a rank 5 s of CPU time."""
+    with rank_server.serving():
+        yield

@@ -7,13 +7,17 @@ waits for it, signals it and reads its exit code as it does with a fresh one.
 
 import ctypes
 import fcntl
+import gc
+import importlib
 import json
 import os
+import runpy
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +50,31 @@ def fork_children_warm() -> str:
     theirs.close()
     _patch_popen(_Children(ours, read_by_imports(os.environ)))
     return "fuligo"
+
+
+class ForkServer:
+    """Process that has imported the modules, from which children of this process fork while `serving`. It ends with this process."""
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._environment = read_by_imports(os.environ)
+        with theirs:
+            command = [sys.executable, "-m", "tests.e2e.warm_children", ROOM, str(theirs.fileno()), *modules]
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, cwd=Path(__file__).parents[2])
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """Let children fork in this block; those whose environment changes imports start fresh."""
+        fresh = subprocess.Popen._execute_child
+        _patch_popen(_Children(self._ours, self._environment))
+        try:
+            yield
+        finally:
+            subprocess.Popen._execute_child = fresh
+
+    def close(self) -> None:
+        self._ours.close()
+        self._process.wait(timeout=60)
 
 
 class _Children:
@@ -154,3 +183,23 @@ def _show(command: list[str]) -> None:
     start, end = int(fields[45]), int(fields[46])
     text = "".join(f"{argument}\0" for argument in command).encode()[: end - start - 1]
     ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
+
+
+def import_all(modules: Sequence[str]) -> None:
+    """Import modules in a process that will fork.
+
+    Raises:
+        AssertionError: imports have started threads, which a fork loses.
+    """
+    for module in modules:
+        importlib.import_module(module)
+    threads = sorted(task.joinpath("comm").read_text().strip() for task in Path("/proc/self/task").iterdir())
+    # The allocator of pyarrow has a thread, and handlers that stop and start it around a fork.
+    assert len(threads) == 1 or threads[:-1] == ["jemalloc_bg_thd"], f"cannot fork: imports have started threads: {threads}"
+    gc.freeze()  # collections in a child would copy the memory that it shares
+
+
+if __name__ == "__main__":
+    _, _, descriptor, *imported = sys.argv
+    import_all(imported)
+    runpy.run_module(_serve(socket.socket(fileno=int(descriptor))), run_name="__main__", alter_sys=True)

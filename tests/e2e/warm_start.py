@@ -8,8 +8,6 @@ and its ranks, which
 
 import contextlib
 import ctypes
-import gc
-import importlib
 import json
 import os
 import runpy
@@ -22,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from tests.e2e.warm_children import ROOM, fork_children_warm, read_by_imports
+from tests.e2e.warm_children import ROOM, fork_children_warm, import_all, read_by_imports
 
 MODULES = (
     "fuligo.cli.console",
@@ -143,11 +141,6 @@ def next_command(connection: socket.socket) -> list[str]:
 if __name__ == "__main__":
     _, _, tests, descriptor, *modules = sys.argv
     end_with(int(tests))
-    for module in modules:
-        importlib.import_module(module)
-    threads = sorted(task.joinpath("comm").read_text().strip() for task in Path("/proc/self/task").iterdir())
-    # The allocator of pyarrow has a thread, and handlers that stop and start it around a fork.
-    assert len(threads) == 1 or threads[:-1] == ["jemalloc_bg_thd"], f"cannot fork: imports have started threads: {threads}"
-    gc.freeze()  # collections in a child would copy the memory that it shares
+    import_all(modules)
     sys.argv[1:] = next_command(socket.socket(fileno=int(descriptor)))
     runpy.run_module(fork_children_warm(), run_name="__main__", alter_sys=True)

@@ -44,14 +44,15 @@ def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
 
 
 @pytest.fixture(scope="session")
-def rank_server() -> Iterator[ForkServer]:
-    server = ForkServer(["fuligo.trainer.ranks.trainer", "fuligo.trainer.torch_backend.worker"])
+def fork_server() -> Iterator[ForkServer]:
+    """Start a process from which embedded engines and ranks fork, each of which would import torch and transformers for 5 s of CPU time."""
+    server = ForkServer(["fuligo.engines.embedded.backend", "fuligo.engines.embedded.model", "fuligo.trainer.torch_backend.worker"])
     yield server
     server.close()
 
 
 @pytest.fixture
-def warm_ranks(rank_server: ForkServer) -> Iterator[None]:
-    """Let ranks of the torch trainer fork from a process that has imported it: an import takes a rank 5 s of CPU time."""
-    with rank_server.serving():
+def warm_children(fork_server: ForkServer) -> Iterator[None]:
+    """Let the engines and ranks that a test starts fork from the fork server."""
+    with fork_server.serving():
         yield

@@ -32,7 +32,7 @@ def distilled(job: Job, teacher: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.fixture
-def served(teacher: Path, tmp_path: Path) -> Iterator[EmbeddedEngineProcess]:
+def served(teacher: Path, warm_children: None, tmp_path: Path) -> Iterator[EmbeddedEngineProcess]:
     settings = EmbeddedEngineSettings(str(teacher), tmp_path / "teacher.txt", device="cpu", num_threads=1)
     with asyncio.Runner() as runner:
         engine = runner.run(launch_embedded(settings))

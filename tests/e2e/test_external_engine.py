@@ -12,14 +12,16 @@ from tests.e2e.command import fail
 from tests.e2e.conftest import Job, Start
 from tests.e2e.processes import alive, descendants, wait_until
 from tests.e2e.records import metrics
+from tests.e2e.warm_children import ForkServer
 
 
 @pytest.fixture(scope="module")
-def engine(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedEngineProcess]:
+def engine(checkpoint: Path, fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedEngineProcess]:
     log_file = tmp_path_factory.mktemp("engine") / "engine.txt"
     settings = EmbeddedEngineSettings(str(checkpoint), log_file, device="cpu", num_threads=1)
     with asyncio.Runner() as runner:
-        engine = runner.run(launch_embedded(settings))
+        with fork_server.serving():
+            engine = runner.run(launch_embedded(settings))
         yield engine
         runner.run(engine.stop())
 

@@ -64,6 +64,7 @@ def test_a_run_that_loses_its_rank_equals_an_uninterrupted_one(job: Job, uninter
     assert (run_dir / "adapters.jsonl").read_text() == (uninterrupted / "adapters.jsonl").read_text()
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_an_engine_serves_a_checkpoint_s_adapter(checkpoint: Path, uninterrupted: Path, tmp_path: Path) -> None:
     """`fuligo serve --adapter` holds the adapter that the run recorded as its last version."""
     settings = EmbeddedEngineSettings(

@@ -25,6 +25,8 @@ SERVED = ("fuligo", "fuligo.trainer.ranks.rank_process")
 """Modules that are started with `python -m`."""
 READ_BY_IMPORTS = ("CUDA_", "GOMP_", "HF_", "LD_", "MKL_", "OMP_", "PYTHON", "RAY_", "TOKENIZERS_", "TORCH", "TRANSFORMERS_")
 """Beginnings of the names of environment variables that packages read while they are imported."""
+SET_BY_FULIGO = {"GOMP_SPINCOUNT", "RAY_DEDUP_LOGS_SKIP_REGEX"}
+"""Variables that fuligo sets in its own process, so that they depend on which tests have run before."""
 ROOM = "-" * 4096
 """Argument that reserves memory for the command lines of children."""
 PR_SET_CHILD_SUBREAPER = 36
@@ -34,8 +36,8 @@ FIRST_FREE_DESCRIPTOR = 512
 
 
 def read_by_imports(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that decide what an import does."""
-    return {name: value for name, value in environment.items() if name.startswith(READ_BY_IMPORTS)}
+    """Return the variables that decide what an import does, without those that fuligo sets itself."""
+    return {name: value for name, value in environment.items() if name.startswith(READ_BY_IMPORTS) and name not in SET_BY_FULIGO}
 
 
 def fork_children_warm() -> str:

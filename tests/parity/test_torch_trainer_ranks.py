@@ -57,7 +57,7 @@ def tensors(directory: Path) -> dict[str, np.ndarray]:
     return {f"{file.parent.name}/{name}": t for file in directory.rglob("*-00000.safetensors") for name, t in load_file(file).items()}
 
 
-@pytest.mark.usefixtures("warm_ranks")
+@pytest.mark.usefixtures("warm_children")
 async def test_two_ranks_score_train_save_reshard_and_fail_as_one(settings, tmp_path):
     """One pair of ranks for everything that works, since starting one takes seconds; with a value model, which is all that can be there."""
     values = tiny.save_value_model(tmp_path / "values", "qwen3", seed=2, **SHAPE)
@@ -129,7 +129,7 @@ async def test_two_ranks_score_train_save_reshard_and_fail_as_one(settings, tmp_
     await two.close()
 
 
-@pytest.mark.usefixtures("warm_ranks")
+@pytest.mark.usefixtures("warm_children")
 async def test_a_killed_rank_ends_the_step_and_is_named(settings):
     two = await trainer_of(settings, 2)
     os.kill(two.ranks[1].pid, signal.SIGKILL)
@@ -138,7 +138,7 @@ async def test_a_killed_rank_ends_the_step_and_is_named(settings):
     await two.close()
 
 
-@pytest.mark.usefixtures("warm_ranks")
+@pytest.mark.usefixtures("warm_children")
 async def test_a_stopped_rank_is_named_while_all_others_wait_for_it(settings, monkeypatch):
     """Its connections stay open, so only missing heartbeats reveal it."""
     monkeypatch.setattr(supervision, "HEARTBEAT_TIMEOUT_S", 5.0)

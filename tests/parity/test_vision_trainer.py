@@ -217,6 +217,7 @@ def test_an_image_that_does_not_fit_its_sample_is_named(checkpoint, samples):
         shares.scored(worker, [replace(samples[0], images=(damaged,))])
 
 
+@pytest.mark.usefixtures("warm_children")
 async def test_two_ranks_train_as_one_though_one_has_no_image(checkpoint, samples, tmp_path):
     """Sharded towers gather their weights on every rank."""
     settings = settings_of(checkpoint, capacity=Capacity(max_samples=1), score_capacity=Capacity(max_samples=1), command_timeout_s=120.0)

@@ -76,6 +76,7 @@ async def test_in_a_running_loop_train_names_the_other_call() -> None:
         fuligo.train_many([])
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_a_run_in_a_running_loop_returns_its_outcome(tmp_path: Path) -> None:
     """As in a notebook, with a closure as reward, whose values reach the metrics."""
     seen: list[str] = []

@@ -22,6 +22,7 @@ from fuligo.rollout.protocol import Rollout, RolloutState
 from fuligo.rollout.rewards import reward_runner
 from fuligo.types import Sample, SampleStatus
 from tests import tiny
+from tests.e2e.warm_children import ForkServer
 from tests.unit.rollout.scripted import samples_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -33,12 +34,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engines(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EngineGroup]:
+async def engines(checkpoint: Path, fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EngineGroup]:
     log_file = tmp_path_factory.mktemp("engine") / "engine.txt"
     settings = EmbeddedEngineSettings(
         str(checkpoint), log_file, device="cpu", max_running_requests=32, max_total_tokens=32 * 320, num_threads=1, start_timeout_s=120
     )
-    process = await launch_embedded(settings)
+    with fork_server.serving():
+        process = await launch_embedded(settings)
     group = EngineGroup.connect([process.url], keys=process.keys, timeout_s=60)
     yield group
     await group.close()

@@ -23,6 +23,7 @@ from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.formats.payload import shared_payload
 from fuligo.models.adapter import adapter_tensors, base_tensors
 from tests import tiny
+from tests.e2e.warm_children import ForkServer
 
 SHAPES = {"0": AdapterConfig(rank=4, alpha=8.0), "1": AdapterConfig(rank=2, alpha=4.0, target_modules=("q_proj", "v_proj"))}
 
@@ -33,11 +34,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def process(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EmbeddedEngineProcess]:
+async def process(
+    checkpoint: Path, fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[EmbeddedEngineProcess]:
     log_file = tmp_path_factory.mktemp("engine") / "engine.log"
-    engine = await launch_embedded(
-        EmbeddedEngineSettings(str(checkpoint), log_file, device="cpu", num_threads=1, max_total_tokens=65536, shapes_of_runs=SHAPES)
-    )
+    settings = EmbeddedEngineSettings(str(checkpoint), log_file, device="cpu", num_threads=1, max_total_tokens=65536, shapes_of_runs=SHAPES)
+    with fork_server.serving():
+        engine = await launch_embedded(settings)
     yield engine
     await engine.stop()
 

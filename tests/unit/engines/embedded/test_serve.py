@@ -36,6 +36,7 @@ from fuligo.weights.senders import WeightSender
 from fuligo.weights.sync import WeightSync, WeightSyncSettings
 from tests import tiny
 from tests.e2e.processes import interrupt
+from tests.e2e.warm_children import ForkServer
 
 START_TIMEOUT_S = 120
 
@@ -47,8 +48,11 @@ def settings(checkpoint: Path, directory: Path) -> EmbeddedEngineSettings:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def process(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EmbeddedEngineProcess]:
-    engine = await launch_embedded(settings(checkpoint, tmp_path_factory.mktemp("engine")))
+async def process(
+    checkpoint: Path, fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[EmbeddedEngineProcess]:
+    with fork_server.serving():
+        engine = await launch_embedded(settings(checkpoint, tmp_path_factory.mktemp("engine")))
     yield engine
     await engine.stop()
     assert not engine.process.alive

@@ -76,7 +76,7 @@ def test_a_run_leaves_no_secret_behind(job: Job, judge: str, tmp_path: Path) -> 
     resumed = ["train", "--config", run_dir / "config.yaml", "--run-dir", tmp_path / "again"]
     message = fail(2, *resumed)
     assert "--env: ${MY_SETTING} refers to the environment variable MY_SETTING, which is not set; export it" in message
-    assert "--rm-url: ${RM_URL} stands for" in message
+    assert "--rm-url: ${RM_URL} refers to" in message
     assert not (tmp_path / "again").exists()
 
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from fuligo.data.decoding import backend_decoder
 from fuligo.errors import ConfigError, DataError
 from fuligo.types import IntArray, Messages
 
@@ -103,7 +102,7 @@ def rendered_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
     """Return a function from ids to their text, special tokens included."""
     if (backend := _backend(tokenizer, "_decode")) is not None:
-        return backend_decoder(backend, skip_special_tokens=False)
+        return lambda ids: backend.decode(ids, skip_special_tokens=False)
     return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
@@ -111,7 +110,7 @@ def response_decoder(tokenizer: Decodes) -> Callable[[list[int]], str]:
     """Return a function from ids to the text of a response: without special tokens, cleaned up if the tokenizer does that."""
     backend = _backend(tokenizer, "_decode")
     if backend is not None and not _cleans_up(tokenizer, backend):
-        return backend_decoder(backend, skip_special_tokens=True)
+        return lambda ids: backend.decode(ids, skip_special_tokens=True)
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
 
 

@@ -12,7 +12,6 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 import numpy as np
 
 from fuligo.config.groups import RolloutFlags
-from fuligo.data.decoding import ByteDecoder
 from fuligo.data.template import response_decoder
 from fuligo.engines.engine import Engine
 from fuligo.engines.generation import FinishReason, Generation, RoutingQuery, SamplingParams, Tokenizer, trim
@@ -23,8 +22,6 @@ from fuligo.types import IntArray, PromptImage, Sample, SampleStatus, Span
 
 MAX_TOKENS_DECODED_INLINE = 1024
 """Decoding this many tokens is quicker than a thread hand-over; longer responses would block the event loop."""
-MAX_TOKENS_JOINED_INLINE = 16 * MAX_TOKENS_DECODED_INLINE
-"""The same for a tokenizer whose ids have a table of bytes."""
 STATUS_BY_FINISH_REASON: dict[FinishReason, SampleStatus] = {
     "stop": SampleStatus.COMPLETED,
     "length": SampleStatus.TRUNCATED,
@@ -52,11 +49,9 @@ class SingleTurn:
     """Decode the response after every request; otherwise only if a stop string may have to be cut, and `text` does it later."""
     _num_requests: itertools.count = field(default_factory=itertools.count, init=False)
     _text_of: Callable[[list[int]], str] = field(init=False, repr=False)
-    _max_inline: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._text_of = response_decoder(self.tokenizer)
-        self._max_inline = MAX_TOKENS_JOINED_INLINE if isinstance(self._text_of, ByteDecoder) else MAX_TOKENS_DECODED_INLINE
 
     def without_routing(self) -> SingleTurn:
         """Return a copy for responses that are not trained on; request ids come from the same counter."""
@@ -141,7 +136,7 @@ class SingleTurn:
         return trim(text, stop, len(before))
 
     async def _decode(self, ids: IntArray) -> str:
-        if len(ids) <= self._max_inline:
+        if len(ids) <= MAX_TOKENS_DECODED_INLINE:
             return self._text_of(ids.tolist())
         return await asyncio.to_thread(self._text_of, ids.tolist())
 

@@ -58,6 +58,12 @@ class QuantisedBase:
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
+def other_storage(trained_on: QuantisedBase | None, own: QuantisedBase | None) -> str:
+    """Return how the base that an adapter was trained on differs from this run's: a clause for an error, without its subject."""
+    theirs, ours = ("not quantized" if base is None else f"in {base.precision}, rounded to {base.dtype}" for base in (trained_on, own))
+    return f"was trained on a base {'that was ' if trained_on is None else ''}{theirs}, but this run's is {ours}"
+
+
 def stored_bytes(num_elements: int, precision: BasePrecision) -> int:
     """Return the bytes of a quantized matrix with its scales."""
     return -(-num_elements * BITS[precision] // 8) + 4 * -(-num_elements // BLOCK_SIZE)

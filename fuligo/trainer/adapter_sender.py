@@ -13,7 +13,6 @@ from torch import Tensor
 from fuligo.errors import CheckpointError
 from fuligo.formats.adapter_config import ADAPTER, AdapterConfig
 from fuligo.formats.host_copies import host_copies
-from fuligo.formats.quantised_base import QuantisedBase
 from fuligo.formats.weight_manifest import (
     EngineAddress,
     MergeRounding,
@@ -97,21 +96,17 @@ class AdapterSender:
         return replace(sent, adapter=adapter.digest.checksum, trained=adapter.digest)
 
 
-def base_digest(weights: Iterable[tuple[str, Tensor]], quantised: QuantisedBase | None = None) -> str:
+def base_digest(weights: Iterable[tuple[str, Tensor]]) -> str:
     """Return a digest of base weights, from some values of every tensor: an adapter is valid only with the weights it was trained on.
 
     Args:
-        weights: as loaded; what devices make of them in fewer bits may differ in a rounding.
-        quantised: storage of the weights, which is a part of the digest.
+        weights: as loaded; `QuantisedBase` records what became of them in fewer bits.
     """
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in weights:
         values = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // NUM_DIGESTED)].float().cpu().contiguous()
         digest.update(f"{name} {list(tensor.shape)} ".encode() + values.numpy().tobytes())
-    return digest.hexdigest() if quantised is None else f"{digest.hexdigest()}{_STORED}{quantised.precision}, rounded to {quantised.dtype}"
-
-
-_STORED = " in "
+    return digest.hexdigest()
 
 
 def other_base(checkpoint: Path, saved: str | None, own: str | None, *, weights: Path) -> str:
@@ -126,13 +121,6 @@ def other_base(checkpoint: Path, saved: str | None, own: str | None, *, weights:
         return f"cannot resume {checkpoint} with LoRA: it holds all weights; start from them with --ref-load {weights}"
     if own is None:
         return f"cannot resume {checkpoint} without LoRA: it holds an adapter; add the --lora-* flags that it was trained with"
-    (theirs, _, stored), (ours, _, wanted) = saved.partition(_STORED), own.partition(_STORED)
-    if theirs == ours:
-        return (
-            f"cannot resume {checkpoint}: its adapter was trained on a base {f'in {stored}' if stored else 'that was not quantized'}, but "
-            f"this run's is {f'in {wanted}' if wanted else 'not quantized'}; use the --lora-base-precision (and the engine's data type) "
-            "that it was trained with"
-        )
     return (
         f"cannot resume {checkpoint}: its adapter was trained on other weights than those of this run; use the --hf-checkpoint or "
         "--ref-load that it was trained with"

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fuligo.errors import CheckpointError
-from fuligo.formats.quantised_base import QuantisedBase
+from fuligo.formats.quantised_base import QuantisedBase, other_storage
 from fuligo.formats.weight_manifest import MergeRounding
 from fuligo.models.adapter import LowRankUpdate, adapter_tensors, add_adapter, load_adapter, updates_of
 from fuligo.models.quantised_linear import quantise_base
@@ -46,9 +46,8 @@ def _require_same_base(adapter: Path, base: QuantisedBase | None) -> None:
     trained_on = QuantisedBase.read(adapter)
     if trained_on is not None and trained_on != base:
         raise CheckpointError(
-            f"cannot start from {adapter}: it was trained on a base in {trained_on.precision}, rounded to {trained_on.dtype}, but this "
-            f"run's is {'not quantized' if base is None else f'in {base.precision}, rounded to {base.dtype}'}; use "
-            f"--lora-base-precision {trained_on.precision}, or merge the adapter into its base: fuligo convert merge-adapter"
+            f"cannot start from {adapter}: it {other_storage(trained_on, base)}; use --lora-base-precision {trained_on.precision}, or "
+            "merge the adapter into its base: fuligo convert merge-adapter"
         )
 
 

@@ -25,7 +25,7 @@ from fuligo.errors import CheckpointError
 from fuligo.formats.adapter_config import ADAPTER
 from fuligo.formats.checkpoint_files import COUNTERS, VALUE_MODEL, other_files, record_dtypes
 from fuligo.formats.hugging_face import read_config_json
-from fuligo.formats.quantised_base import QuantisedBase
+from fuligo.formats.quantised_base import QuantisedBase, other_storage
 from fuligo.models.adapter import adapter_tensors, has_adapter, scaling_of, write_adapter_config, write_adapter_weights
 from fuligo.models.registry import unwritten_keys
 from fuligo.trainer.adapter_sender import other_base, require_scaling
@@ -147,6 +147,11 @@ def restore_state(directory: Path, state: TrainingState, world: World) -> None:
     counters = _Counters.read(directory / COUNTERS)
     if counters.base_digest != state.base_digest:
         raise CheckpointError(other_base(directory, counters.base_digest, state.base_digest, weights=directory / "hf"))
+    if state.base_digest is not None and (trained_on := QuantisedBase.read(directory / ADAPTER)) != state.base:
+        raise CheckpointError(
+            f"cannot resume {directory}: its adapter {other_storage(trained_on, state.base)}; use the --lora-base-precision (and the "
+            "engine's data type) that it was trained with"
+        )
     weights = TensorFiles(directory / "hf") if state.base_digest is None else TensorFiles.of_adapter(directory / ADAPTER)
     saved = [_Saved.open(state.policy, counters.policy, weights=weights, directory=directory / "optimizer")]
     if has_adapter(state.policy.model):

@@ -215,7 +215,7 @@ class TorchRankWorker:
             check_packed_forward(policy, shares_prefixes=settings.shares_prefixes)
         if trained and settings.lora is not None:
             base = self._quantised_base()
-            self._base_digest = base_digest(weight_tensors(model).items(), base)
+            self._base_digest = base_digest(weight_tensors(model).items())
             add_policy_adapter(model, settings.lora, seed=settings.seed, base=base, device=self.world.device)
             if settings.precision == "bf16":
                 store_base_in_half_precision(model)

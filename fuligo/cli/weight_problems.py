@@ -1,4 +1,4 @@
-"""Checks of the weights that a config names, before any model loads: initial weights, checkpoint to resume, teacher, adapter."""
+"""Checks of the weights that a config names, before any model loads: initial weights, checkpoint to resume, teacher."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +12,7 @@ from fuligo.checkpoint.location import (
     weights_directory,
     weights_of,
 )
+from fuligo.cli.adapter_problems import adapter_problems
 from fuligo.config import Config
 from fuligo.config.server_groups import TEACHER
 from fuligo.config.topology import engine_groups
@@ -25,32 +26,26 @@ from fuligo.formats.hugging_face import (
     architecture_difference,
     brings_code,
     checkpoint_problems,
-    is_quantised,
     is_trainable,
     read_config_json,
     read_model_config,
     read_shapes,
 )
 from fuligo.formats.quantisation import EngineQuantisation
-from fuligo.formats.quantised_base import QuantisedBase
-from fuligo.layout.adapter import AdapterShape
-from fuligo.machine.packages import package_version
-from fuligo.models.adapter_flags import adapter_of
-from fuligo.models.adapter_names import EXPERT_MATRICES
-from fuligo.models.registry import FAMILIES, UNPLANNED, read_architecture, why_not_sglang
+from fuligo.models.registry import FAMILIES, UNPLANNED, why_not_sglang
 
 _EXPERTS = ".experts."
 
 
 def weight_problems(config: Config) -> Iterator[str]:
     """Yield the problems of all weights that a run would load."""
-    for check in (_weights, _remote_code, _value_model, _teacher, _resume, _adapter):
+    for check in (_weights, _remote_code, _value_model, _teacher, _resume, adapter_problems):
         yield from check(config)
 
 
 def evaluated_weight_problems(config: Config) -> Iterator[str]:
     """Yield the problems of the weights that `fuligo eval` would load."""
-    for check in (_served, _adapter, _remote_code):
+    for check in (_served, adapter_problems, _remote_code):
         yield from check(config)
 
 
@@ -73,7 +68,7 @@ def _weights(config: Config) -> Iterator[str]:
         yield f"{first} {sound[first]} is quantized, and training cannot start from it; use the unquantized weights with --ref-load"
     if "--hf-checkpoint" in sound and config.needs_engine and config.engine_capabilities.has_own_models:
         yield from _unserved(sound["--hf-checkpoint"])
-    if "--hf-checkpoint" in sound and _syncs_quantised(config):
+    if "--hf-checkpoint" in sound and config.syncs_quantised:
         try:
             EngineQuantisation.read(sound["--hf-checkpoint"])
         except ConfigError as error:
@@ -289,99 +284,6 @@ def _other_training(checkpoint: Path, *, holds_adapter: bool) -> str:
         return f"--load {checkpoint} holds a LoRA adapter, but this run trains all weights; add the --lora-* flags that it was trained with"
     weights = weights_of(checkpoint)
     return f"--load {checkpoint} holds all weights, but this run trains a LoRA adapter; start from them with --ref-load {weights}"
-
-
-def _adapter(config: Config) -> Iterator[str]:
-    """Check the adapter to start from, the layers to adapt, and that PEFT is here."""
-    if not config.uses_adapter:
-        return
-    if package_version("peft") is None:
-        yield "--lora-rank, --lora-adapter: the package peft is not installed; pip install 'fuligo[lora]'"
-        return
-    try:
-        adapter = adapter_of(config)
-    except CheckpointError as error:
-        yield f"--lora-adapter: {error}"
-        return
-    yield from _quantised_base(config)
-    directory = config.model.hf_checkpoint
-    if _syncs_quantised(config) and directory is not None and is_quantised(Path(directory)):
-        yield (
-            f"--hf-checkpoint {directory} is quantized: merged into FP8 weights, most of an adapter's update would be rounded away; "
-            "let the engines serve the unquantized weights"
-        )
-    if adapter is not None and adapter.adapts_experts and config.syncs_adapter and config.engine_capabilities.names_adapters:
-        yield "--lora-sync adapter: SGLang's format of experts' adapters differs from PEFT's; use --lora-sync merged"
-    if adapter is None or directory is None or not (Path(directory) / "config.json").is_file():
-        return
-    if config.syncs_adapter and config.engine_capabilities.names_adapters:
-        yield from _named_like_experts(adapter, Path(directory))
-    yield from _fit(adapter, config.lora.lora_adapter, Path(directory))
-
-
-def _quantised_base(config: Config) -> Iterator[str]:
-    """Check that a base can be quantized: that of the run, or the one that the adapter to start from was trained on."""
-    options: dict[str, object] = {}
-    if config.lora.lora_base_precision != "full":
-        options[f"--lora-base-precision {config.lora.lora_base_precision}"] = config.model.hf_checkpoint
-    try:
-        given = config.lora.lora_adapter
-        trained_on = None if given is None else QuantisedBase.read(adapter_directory(Path(given)))
-    except CheckpointError as error:
-        yield f"--lora-adapter: {error}"
-        return
-    if trained_on is not None:
-        options[f"--lora-adapter {given}, trained on a base in {trained_on.precision}"] = config.model.hf_checkpoint
-    for option, model in options.items():
-        if package_version("bitsandbytes") is None:
-            yield f"{option}: the package bitsandbytes is not installed; pip install 'fuligo[qlora]'"
-        if model is None or not (Path(str(model)) / "config.json").is_file():
-            continue
-        from fuligo.models.adapter import empty_model
-        from fuligo.models.quantised_linear import quantisable_weights
-
-        try:
-            quantisable_weights(empty_model(Path(str(model))))
-        except ConfigError as error:
-            yield from error.problems
-        except (OSError, ValueError, KeyError):
-            continue  # reported elsewhere
-
-
-def _named_like_experts(adapter: AdapterConfig, model: Path) -> Iterator[str]:
-    """Refuse to send SGLang adapters of layers named like experts' matrices: untested."""
-    try:
-        architecture = read_architecture(model)
-    except ConfigError:
-        return  # reported elsewhere
-    names = [name for name in AdapterShape(adapter, architecture).names if name in EXPERT_MATRICES]
-    if architecture.experts is not None and names:
-        yield (
-            f"--lora-sync adapter: SGLang may take {', '.join(names)} of dense layers and shared experts for the experts' matrices; use "
-            "--lora-sync merged, or choose other layers with --lora-target-modules"
-        )
-
-
-def _fit(adapter: AdapterConfig, given: str | None, model: Path) -> Iterator[str]:
-    """Check that the model has the layers to adapt, and that the adapter to start from has their shapes."""
-    from fuligo.models.adapter import empty_adapted_model, read_adapter_weights, require_fits
-
-    try:
-        if given is None:
-            empty_adapted_model(adapter, model)
-        else:
-            directory = adapter_directory(Path(given))
-            require_fits(read_adapter_weights(directory), adapter, directory, model)
-    except CheckpointError as error:
-        yield f"--lora-adapter: {error}"
-    except ConfigError as error:
-        yield from error.problems
-    except (OSError, ValueError) as error:  # of transformers
-        yield f"--hf-checkpoint {model}: cannot read its model: {error}"
-
-
-def _syncs_quantised(config: Config) -> bool:
-    return config.needs_engine and config.engine_capabilities.serves_quantised and not config.debug.debug_rollout_only
 
 
 def _served(config: Config) -> Iterator[str]:

@@ -174,6 +174,11 @@ class Config(Placement):
         return self.lora.lora_sync == "adapter" or (self.engines_can_take_adapter and not self.engine_capabilities.names_adapters)
 
     @property
+    def syncs_quantised(self) -> bool:
+        """True if weights are synced to engines that can serve a quantized `--hf-checkpoint`."""
+        return self.needs_engine and self.engine_capabilities.serves_quantised and not self.debug.debug_rollout_only
+
+    @property
     def engines_can_take_adapter(self) -> bool:
         """The run's own engines apply adapters, and `no_adapter_because` is empty."""
         return not self.no_adapter_because

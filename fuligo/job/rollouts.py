@@ -18,7 +18,8 @@ from fuligo.engines.group import EngineGroup
 from fuligo.engines.profiling import EngineProfiler
 from fuligo.job.engines import Engines
 from fuligo.models.vision.prompts import prompt_images
-from fuligo.rollout.build import build_evaluator, build_generators, build_sampling, vocab_size
+from fuligo.rollout.build import build_generators, build_sampling, vocab_size
+from fuligo.rollout.build_evaluation import build_evaluator
 from fuligo.rollout.continuous import ContinuousRunner
 from fuligo.rollout.evaluate import Evaluates
 from fuligo.rollout.given import SavedRollouts, SupervisedRollouts

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from transformers import PreTrainedModel
 
 from fuligo.errors import ConfigError
@@ -188,7 +188,7 @@ def dequantised(packed: Tensor, scales: Tensor, shape: list[int], base: Quantise
     return functional.dequantize_blockwise(packed, state)
 
 
-@torch.library.custom_op("fuligo::quantised_product", mutates_args=())
+@library.custom_op("fuligo::quantised_product", mutates_args=())
 def _product(
     rows: Tensor,
     packed: Tensor,
@@ -204,7 +204,7 @@ def _product(
     return F.linear(rows, weight, bias) if ends is None else F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
 
 
-@torch.library.custom_op("fuligo::quantised_product_gradient", mutates_args=())
+@library.custom_op("fuligo::quantised_product_gradient", mutates_args=())
 def _product_gradient(
     gradient: Tensor, packed: Tensor, scales: Tensor, ends: Tensor | None, shape: list[int], precision: str, dtype: str
 ) -> Tensor:

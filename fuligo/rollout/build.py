@@ -4,49 +4,41 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from fuligo.config import Config
 from fuligo.config.args_view import ArgsView
-from fuligo.config.hooks import Hook, describe_exception, hook_of, load_hook
-from fuligo.data.dataset import PromptDataset, PromptTooLongError
-from fuligo.data.settings import data_settings
+from fuligo.config.hooks import Hook, describe_exception, hook_of
 from fuligo.data.source import PromptSource
 from fuligo.data.template import ChatTemplate
 from fuligo.engines.engine import Engine
 from fuligo.engines.group import EngineGroup
 from fuligo.environments.load import load_environment
 from fuligo.environments.rendering import Renderer
-from fuligo.errors import ConfigError, DataError, HookError
+from fuligo.errors import ConfigError, HookError
 from fuligo.formats.hugging_face import read_model_config
 from fuligo.gateway.server import Gateway
 from fuligo.gateway.session import Policy
 from fuligo.models.routing import RoutingShape
 from fuligo.models.vision.processor import ImageProcessor
-from fuligo.models.vision.prompts import prompt_images
 from fuligo.models.vision.resized import ResizedImages
 from fuligo.rollout.agents import AgentGenerate
 from fuligo.rollout.continuous import Admission, ContinuousRunner
-from fuligo.rollout.custom_eval import CustomEvaluator
 from fuligo.rollout.custom_generate import CustomGenerate
 from fuligo.rollout.custom_rollout import CustomRollout
 from fuligo.rollout.custom_source import CustomSource
 from fuligo.rollout.episodes import Episodes, Limits
-from fuligo.rollout.eval_sets import EvalSetSpec, eval_set_specs
-from fuligo.rollout.evaluate import EvalSet, Evaluates, Evaluator
 from fuligo.rollout.filters import all_samples, buffer_filter, group_filter, sample_filter
 from fuligo.rollout.generate import SingleTurn, sampling_params
 from fuligo.rollout.producer import Activity, CountedEngine
 from fuligo.rollout.protocol import GenerateFn, GroupStream, RewardFn, RolloutMethod
-from fuligo.rollout.rewards import CustomReward, RewardRunner
 from fuligo.rollout.runner import RolloutRunner, RunnerParts
 from fuligo.rollout.sampler import Sampler
 from fuligo.rollout.source import POP_FIRST, GroupSource
 from fuligo.rollout.teacher import RewardWithTeacher, ServedTeacher
 from fuligo.rollout.turns import Turns
-from fuligo.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -134,7 +126,7 @@ def build_sampling(
     )
     if config.rollout.async_mode == "full":
         return Sampling(ContinuousRunner(parts, admission=_admission(config, num_rollout)), source, generators, activity)
-    return Sampling(RolloutRunner(parts, aligned_waves=_reproducible(config)), source, generators, activity)
+    return Sampling(RolloutRunner(parts, aligned_waves=reproducible(config)), source, generators, activity)
 
 
 def _runner_parts(
@@ -179,53 +171,6 @@ def _admission(config: Config, num_rollout: int) -> Admission:
 def _adapted(config: Config, args: ArgsView, flag_name: str, adapt: Callable[[Hook, ArgsView], T]) -> T | None:
     hook = hook_of(config, flag_name)
     return None if hook is None else adapt(hook, args)
-
-
-def build_evaluator(
-    config: Config,
-    *,
-    engines: EngineGroup,
-    tokenizer: PreTrainedTokenizerBase,
-    generate: GenerateFn,
-    reward: RewardFn,
-    policy_version: Callable[[], int],
-) -> Evaluates | None:
-    """Build the evaluator; None without evaluation data and function.
-
-    Args:
-        generate: `Sampling.generate`
-        reward: the training reward, for datasets without one of their own
-
-    Raises:
-        ConfigError, DataError, HookError: a dataset or its settings are wrong
-    """
-    specs = eval_set_specs(config)
-    hook = hook_of(config, "eval_function_path")
-    if not specs and hook is None:
-        return None
-    sets = [_eval_set(config, spec, tokenizer, reward) for spec in specs]
-    if hook is not None:
-        return CustomEvaluator(
-            hook,
-            ArgsView(config),
-            sets,
-            generate,
-            EvalSetSpec(name="default", path=["none"]).sampling_params(config),
-            policy_version=policy_version,
-            reward_key=config.resolved_eval_reward_key,
-            vocab_size=vocab_size(config),
-        )
-    own_rewards = [eval_set.reward for eval_set in sets if isinstance(eval_set.reward, RewardRunner) and eval_set.reward is not reward]
-    return Evaluator(
-        sets,
-        generate,
-        engines,
-        seed=config.data.rollout_seed,
-        concurrency=config.resolved_rollout_concurrency,
-        timeout_s=config.sample_timeout_s,
-        aligned=_reproducible(config),
-        on_close=[own.close for own in own_rewards],
-    )
 
 
 def build_generators(
@@ -356,7 +301,7 @@ def vocab_size(config: Config) -> int | None:
     return None if model is None else read_model_config(Path(model)).get("vocab_size")
 
 
-def _reproducible(config: Config) -> bool:
+def reproducible(config: Config) -> bool:
     """Return whether waves can start aligned: the engine is embedded, used by nothing else, and gets one request per sample."""
     return (
         config.rollout.async_mode == "sync"
@@ -366,41 +311,3 @@ def _reproducible(config: Config) -> bool:
         and config.rollout.agent is None
         and config.rollout.environment is None
     )
-
-
-def _eval_set(config: Config, spec: EvalSetSpec, tokenizer: PreTrainedTokenizerBase, reward: RewardFn) -> EvalSet:
-    return EvalSet(
-        name=spec.name,
-        prompts=_prompts(config, spec, tokenizer),
-        num_samples=spec.n_samples_per_eval_prompt or config.eval.n_samples_per_eval_prompt,
-        params=spec.sampling_params(config),
-        reward=_reward(config, spec) if spec.has_own_reward(config) else reward,
-        reward_key=spec.reward_key or config.resolved_eval_reward_key,
-    )
-
-
-def _prompts(config: Config, spec: EvalSetSpec, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    given: dict[str, Any] = {
-        name: value
-        for name in ("input_key", "label_key", "metadata_key", "tool_key", "apply_chat_template")
-        if (value := getattr(spec, name)) is not None
-    }
-    dataset = PromptDataset.open(spec.path, replace(data_settings(config), **given), tokenizer, prompt_images(config))
-    prompts: list[Prompt] = []
-    num_skipped = 0
-    for row in range(len(dataset)):
-        try:
-            prompts.append(dataset[row])
-        except DataError as error:
-            if not isinstance(error, PromptTooLongError) and not config.data.skip_bad_rows:
-                raise
-            num_skipped += 1
-    if num_skipped:
-        logger.warning("evaluation %s: skipped %d of %d rows, which are too long or malformed", spec.name, num_skipped, len(dataset))
-    return prompts
-
-
-def _reward(config: Config, spec: EvalSetSpec) -> RewardRunner:
-    settings, path = spec.reward_settings(config), spec.custom_reward_path(config)
-    custom = None if path is None else CustomReward(load_hook("custom_rm_path", path), ArgsView(config), settings.timeout_s)
-    return RewardRunner(settings, custom)

@@ -1,7 +1,6 @@
 """GenerateFn that runs episodes in an environment: turns of the model and of the environment, until one of them ends it."""
 
 import asyncio
-import sys
 import time
 from collections import Counter
 from collections.abc import Coroutine, Sequence
@@ -17,6 +16,7 @@ from fuligo.environments.load import EnvironmentFactory
 from fuligo.environments.rendering import Renderer
 from fuligo.errors import DataError
 from fuligo.rollout.custom_generate import append_observation
+from fuligo.rollout.environment_calls import CallInterruptedError, EpisodeError, call_within
 from fuligo.rollout.generate import SingleTurn
 from fuligo.rollout.protocol import GenerateFn
 from fuligo.rollout.sampler import clear_response, failed
@@ -26,14 +26,6 @@ from fuligo.types import Branch, Episode, Messages, Sample, SampleStatus, Span, 
 T = TypeVar("T")
 _SEED_STEP = 0x9E3779B97F4A7C15
 """Odd number, so that the branches of an episode draw from different streams."""
-
-
-class EpisodeError(Exception):
-    """Reason why an episode failed."""
-
-
-class _InterruptedError(Exception):
-    """Generation is being aborted while the environment works."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -89,7 +81,7 @@ class Episodes:
             async with deadline:
                 environment = self._make(row)
                 return await _Run(self, environment, sample, params, interrupted).to_end()
-        except _InterruptedError:
+        except CallInterruptedError:
             sample.status = SampleStatus.ABORTED
             return [sample]
         except EpisodeError as error:
@@ -117,58 +109,10 @@ class Episodes:
 
     async def _close(self, environment: Environment, sample: Sample) -> None:
         try:
-            await self.within(environment.close(), "close")
+            await call_within(environment.close(), "close", self.limits.turn_timeout_s)
         except EpisodeError as error:
             if sample.status is not SampleStatus.FAILED:
                 failed(sample, str(error))
-
-    async def within(self, call: Coroutine[Any, Any, T], name: str, interrupted: asyncio.Future[None] | None = None) -> T:
-        """Await a call of the environment for at most --turn-timeout-s. A call that ignores its cancellation is abandoned.
-
-        Raises:
-            EpisodeError: it raised, or took longer
-            _InterruptedError: `interrupted` was done first
-        """
-        task = _started(_outcome(call, name))
-        if not task.done():
-            awaited = [task] if interrupted is None else [task, interrupted]
-            try:
-                await asyncio.wait(awaited, timeout=self.limits.turn_timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            except asyncio.CancelledError:
-                task.cancel()
-                raise
-        if not task.done():
-            task.cancel()
-            if interrupted is not None and interrupted.done():
-                raise _InterruptedError
-            raise EpisodeError(f"environment: {name} did not return within {self.limits.turn_timeout_s:g} s (--turn-timeout-s)")
-        result = task.result()
-        if isinstance(result, EpisodeError):
-            raise result
-        return result
-
-
-def _started(call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    """Return the task of a call that has run until it waits for something.
-
-    Thousands of episodes may be answered at once. If a call that waits for nothing waited for its turn in the event loop, so would the
-    next request of every episode. Before Python 3.12 it does.
-    """
-    if sys.version_info >= (3, 12):
-        return asyncio.Task(call, loop=asyncio.get_running_loop(), eager_start=True)
-    return asyncio.ensure_future(call)
-
-
-async def _outcome(call: Coroutine[Any, Any, T], name: str) -> T | EpisodeError:
-    """Return the result of a call, or its error as a value: an exit of the environment must not end the event loop."""
-    try:
-        return await call
-    except asyncio.CancelledError:
-        if (task := asyncio.current_task()) and task.cancelling():
-            raise
-        return EpisodeError(f"environment: {name} cancelled itself")
-    except (Exception, SystemExit) as error:
-        return EpisodeError(f"environment: {name} raised {type(error).__name__}: {error}")
 
 
 class _Run:
@@ -190,7 +134,7 @@ class _Run:
 
         Raises:
             EpisodeError: the environment, or a request, failed
-            _InterruptedError: generation is being aborted
+            CallInterruptedError: generation is being aborted
         """
         await self._begin()
         sample, episode = self._sample, self._episode
@@ -245,7 +189,7 @@ class _Run:
         self._save_state()
 
     async def _within(self, call: Coroutine[Any, Any, T], name: str) -> T:
-        return await self._parts.within(call, name, self._interrupted)
+        return await call_within(call, name, self._parts.limits.turn_timeout_s, self._interrupted)
 
     def _set_tools(self, tools: Sequence[Tool]) -> None:
         self._tools = tuple(tools)
@@ -257,7 +201,7 @@ class _Run:
         if answered and sample.status is SampleStatus.ABORTED:
             return True  # interrupted while the environment was to answer
         if self._interrupted.done():
-            raise _InterruptedError
+            raise CallInterruptedError
         sample.finish_reason = None
         params, seed = self._params, self._params.sampling_seed
         if seed is not None and episode.branches:

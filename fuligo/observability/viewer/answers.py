@@ -24,6 +24,7 @@ from fuligo.observability.viewer.sample_rows import (
     UNREADABLE,
     Row,
     message_texts,
+    number,
     read_rows,
     short,
     short_prompt,
@@ -148,17 +149,13 @@ def _numbers(rows: pa.Table) -> list[Answer]:
     return [
         {
             **row,
-            "reward": _number(row["reward"]),
-            "advantage": _number(row["advantage"]),
-            "parts": {name: _number(value) for name, value in row["parts"] or ()},
+            "reward": number(row["reward"]),
+            "advantage": number(row["advantage"]),
+            "parts": {name: number(value) for name, value in row["parts"] or ()},
             "prompt_key": str(row["prompt"]),  # 63 bits: more than a number of JavaScript holds
         }
         for row in rows.to_pylist()
     ]
-
-
-def _number(value: Any) -> float | None:
-    return float(f"{value:.5g}") if value is not None and np.isfinite(value) else None
 
 
 def _of_step(index: SampleIndex, step: int) -> pa.Table | None:
@@ -305,7 +302,7 @@ def prompts_answer(
     shown = prompts.slice(offset, limit)
     by_step = rewards_by_step(table.filter(pc.field("prompt").isin(shown["prompt"].to_pylist())))
     rows = [
-        {**{name: _number(row[name]) for name in ("pass_rate", "mean", "first", "last", "change")}, **{name: row[name] for name in _COUNTS}}
+        {**{name: number(row[name]) for name in ("pass_rate", "mean", "first", "last", "change")}, **{name: row[name] for name in _COUNTS}}
         | {
             "prompt_key": str(row["prompt"]),
             "dataset": row["dataset"],
@@ -344,58 +341,6 @@ def others_answer(
             texts = []
         found.append({"run": other.name, "step": nearest, "members": [{**line, **text} for line, text in zip(_numbers(members), texts)]})
     return {"runs": found}
-
-
-def steps_answer(run: RunReader) -> Answer:
-    """Return the seconds of every step by cause: one list per cause, one entry per step."""
-    run.update_metrics()
-    causes = run.causes()
-    names = list(dict.fromkeys(cause.name for _, of_step in causes for cause in of_step))
-    seconds = {name: [0.0] * len(causes) for name in names}
-    for at, (_, of_step) in enumerate(causes):
-        for cause in of_step:
-            seconds[cause.name][at] = round(cause.seconds, 4)
-    idle = [_number(value) if value is not None else None for value in run.metrics.column("perf/idle_fraction")]
-    return {"steps": [step for step, _ in causes], "causes": seconds, "idle": idle, "trace_read": run.trace.share_read}
-
-
-def step_answer(run: RunReader, step: int) -> Answer | None:
-    """Return the timeline of one step; times are seconds since its start."""
-    run.update_metrics()
-    found = run.step_time(step)
-    if found is None:
-        return None
-    start, end = found.window
-    return {
-        "step": found.step,
-        "start_s": start,
-        "duration_s": round(end - start, 6),
-        "causes": [{"name": cause.name, "seconds": round(cause.seconds, 6)} for cause in found.causes],
-        "phases": [
-            {
-                "track": track,
-                "name": phase.name,
-                "step": phase.step,
-                "start_s": round(phase.start_s - start, 6),
-                "end_s": round(phase.end_s - start, 6),
-                "failed": phase.failed,
-            }
-            for track, phase in found.phases
-        ],
-        "generating": found.generating,
-        "engines": [{"number": engine.number, "in_flight": engine.in_flight, "idle": round(engine.idle, 5)} for engine in found.engines],
-        "longest": [
-            {
-                **{name: getattr(sample, name) for name in ("row", "index", "tokens", "status")},
-                "start_s": round(sample.start_s - start, 6),
-                "end_s": round(sample.end_s - start, 6),
-                "alone_s": round(sample.alone_s, 6),
-            }
-            for sample in found.longest
-        ],
-        "trainer_idle": round(found.trainer_idle, 5),
-        "engines_idle": None if found.engines_idle is None else round(found.engines_idle, 5),
-    }
 
 
 def health_answer(run: RunReader) -> Answer:

@@ -16,7 +16,7 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from fuligo.observability.viewer import answers
+from fuligo.observability.viewer import answers, time_answers
 from fuligo.observability.viewer.front import page
 from fuligo.observability.viewer.prompt_rows import PromptOrder
 from fuligo.observability.viewer.run import RunReader, Watcher
@@ -168,11 +168,11 @@ def _add_prompts(app: FastAPI, runs: Sequence[RunReader], chosen: Callable[[str]
 def _add_steps(app: FastAPI, chosen: Callable[[str], RunReader]) -> None:
     @app.get("/api/steps")
     def steps(run: str) -> Response:
-        return _json(answers.steps_answer(chosen(run)))
+        return _json(time_answers.steps_answer(chosen(run)))
 
     @app.get("/api/step")
     def one_step(run: str, step: int) -> Response:
-        return _json(answers.step_answer(chosen(run), step), f"run {run} has recorded no step {step}")
+        return _json(time_answers.step_answer(chosen(run), step), f"run {run} has recorded no step {step}")
 
     @app.get("/api/health")
     def health(run: str) -> Response:

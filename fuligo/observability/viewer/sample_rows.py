@@ -5,6 +5,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -23,6 +24,11 @@ MAX_CHARACTERS = 2**20
 """Characters of one text that are shown."""
 MAX_TEXT = 300
 """Characters of a text in a list."""
+
+
+def number(value: Any) -> float | None:
+    """Return a number as pages show it; None for one that is missing or not finite."""
+    return float(f"{value:.5g}") if value is not None and np.isfinite(value) else None
 
 
 def read_rows(path: Path, rows: Sequence[int], columns: Iterable[str] | None = None) -> list[Row]:

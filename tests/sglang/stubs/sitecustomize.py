@@ -20,10 +20,10 @@ if os.environ.get("FULIGO_TEST_PLAIN_MEMORY"):
     torch.Tensor.pin_memory = lambda self, *_: self
 
 if os.environ.get("FULIGO_TEST_KERNEL_NAMES"):
-    import torch
+    from torch import library
 
     for _name in ("fused_sigmoid_mul_cpu", "fused_qk_gemma_rmsnorm_cpu", "fused_qk_gemma_rmsnorm_with_gate_cpu"):
-        torch.library.define(f"sgl_kernel::{_name}", "() -> ()")
+        library.define(f"sgl_kernel::{_name}", "() -> ()")
 
 if os.environ.get("FULIGO_TEST_FORKED_ENGINE"):
     import multiprocessing

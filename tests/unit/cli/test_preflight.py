@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fuligo.cli import weight_problems
+from fuligo.cli import adapter_problems
 from fuligo.cli.preflight import preflight_problems
 from fuligo.config.command_line import parse
 from fuligo.convert.hf_to_dist import hf_to_dist
@@ -377,7 +377,7 @@ def test_what_a_quantized_base_lacks_is_reported_before_the_start(model: Path, t
     QuantisedBase("nf4", "bfloat16").write(record)
     trained_on = ["--lora-adapter", record]
     versions = {"bitsandbytes": None}
-    monkeypatch.setattr(weight_problems, "package_version", lambda name: versions.get(name, "1.0"))
+    monkeypatch.setattr(adapter_problems, "package_version", lambda name: versions.get(name, "1.0"))
     for flags, option in ((quantised, "--lora-base-precision nf4"), (trained_on, f"--lora-adapter {record}, trained on a base in nf4")):
         (problem,) = problems(model, *flags)
         assert problem == f"{option}: the package bitsandbytes is not installed; pip install 'fuligo[qlora]'"

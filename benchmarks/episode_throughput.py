@@ -22,21 +22,18 @@ import argparse
 import asyncio
 import gc
 import itertools
-import json
 import statistics
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Unpack
 
 import aiohttp
 import numpy as np
 import orjson
-from rollout_waves import fleet
-from synthetic_rollout import ASSETS, TIMEOUT_S, build_runner
+from rollout_waves import add_fleet_flags, fleet, run_with_logs
+from synthetic_rollout import TIMEOUT_S, build_runner
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from fuligo.data.template import ChatTemplate
@@ -253,25 +250,16 @@ def summarize(args: argparse.Namespace, ours: list[Measured], bare: list[Measure
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine-python", required=True, help="interpreter with SGLang and sglang-router installed")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--gpu", type=int, default=0, help="first GPU")
-    parser.add_argument("--engines", type=int, default=1, help="engines, one GPU each")
-    parser.add_argument("--model", default=str(ASSETS / "model"))
+    add_fleet_flags(parser)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--samples", type=int, default=2, help="episodes of a prompt")
     parser.add_argument("--concurrency", type=int, help="episodes at a time (default: all)")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=32, help="most tokens of a turn")
     parser.add_argument("--repeats", type=int, default=4, help="rounds; an even number balances the orders")
-    parser.add_argument("--logs", type=Path, help="directory for logs (default: a temporary one)")
-    parser.add_argument("--sglang", type=json.loads, default={}, help="arguments of SGLang's server, as JSON, names with underscores")
     args = parser.parse_args()
     args.concurrency = args.concurrency or args.prompts * args.samples
-    with tempfile.TemporaryDirectory(prefix="fuligo-bench-") as directory:
-        args.logs = args.logs or Path(directory)
-        args.logs.mkdir(parents=True, exist_ok=True)
-        asyncio.run(measure(args))
+    run_with_logs(measure, args)
 
 
 if __name__ == "__main__":

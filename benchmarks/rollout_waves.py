@@ -17,7 +17,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,13 +190,28 @@ def report(name: str, number: int, seconds: float, tokens: int) -> None:
     print(f"{name}, {number or 'warm-up'}: {tokens} tokens in {seconds:.2f} s, {tokens / seconds:,.0f} tok/s", flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_fleet_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that `fleet` reads."""
     parser.add_argument("--engine-python", required=True, help="interpreter with SGLang and sglang-router installed")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--gpu", type=int, default=0, help="first GPU")
     parser.add_argument("--engines", type=int, default=1, help="engines, one GPU each")
     parser.add_argument("--model", default=str(ASSETS / "model"))
+    parser.add_argument("--logs", type=Path, help="directory for logs (default: a temporary one)")
+    parser.add_argument("--sglang", type=json.loads, default={}, help="arguments of SGLang's server, as JSON, names with underscores")
+
+
+def run_with_logs(measure: Callable[[argparse.Namespace], Coroutine[Any, Any, None]], args: argparse.Namespace) -> None:
+    """Run a measurement with a directory for the logs of its engines."""
+    with tempfile.TemporaryDirectory(prefix="fuligo-bench-") as directory:
+        args.logs = args.logs or Path(directory)
+        args.logs.mkdir(parents=True, exist_ok=True)
+        asyncio.run(measure(args))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_fleet_flags(parser)
     parser.add_argument("--questions", help="file with a question in every line's JSON object")
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--waves", type=Wave.parse, nargs="+", default=[Wave(4, 4, 16)])
@@ -205,13 +220,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--offline", action="store_true", help="SGLang's offline engine first")
     parser.add_argument("--offline-only", action="store_true", help="no rollouts after it")
-    parser.add_argument("--logs", type=Path, help="directory for logs (default: a temporary one)")
-    parser.add_argument("--sglang", type=json.loads, default={}, help="arguments of SGLang's server, as JSON, names with underscores")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="fuligo-bench-") as directory:
-        args.logs = args.logs or Path(directory)
-        args.logs.mkdir(parents=True, exist_ok=True)
-        asyncio.run(measure(args))
+    run_with_logs(measure, parser.parse_args())
 
 
 if __name__ == "__main__":

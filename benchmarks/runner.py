@@ -11,16 +11,14 @@ peak number of requests in the server. Growth from rollout to rollout would reve
 import argparse
 import asyncio
 import resource
-import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
 import orjson
 from aiohttp import web
+from scripted_server import serve, started
 from synthetic_rollout import ASSETS, TIMEOUT_S, build_runner, check_complete
 from transformers import AutoTokenizer
 
@@ -72,23 +70,7 @@ class ScriptedServer:
         app.router.add_post("/generate", self.generate)
         app.router.add_get("/v1/loads", self.loads)
         app.router.add_post("/abort_request", self.abort)
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0, backlog=4096).start()
-        print(runner.addresses[0][1], flush=True)
-        await asyncio.to_thread(sys.stdin.read)  # until the parent is gone
-
-
-@asynccontextmanager
-async def scripted_server(args: argparse.Namespace) -> AsyncIterator[str]:
-    command = [sys.executable, __file__, "--serve", f"--tokens={args.tokens}", f"--delay={args.delay}"]
-    process = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    try:
-        yield f"http://127.0.0.1:{int(await process.stdout.readline())}"
-    finally:
-        process.kill()
-        await process.wait()
+        await serve(app)
 
 
 def resident_bytes() -> int:
@@ -98,7 +80,7 @@ def resident_bytes() -> int:
 async def measure(args: argparse.Namespace) -> None:
     prompts = [np.arange(args.prompt_tokens, dtype=np.int32) % NUM_TOKEN_IDS + FIRST_TOKEN] * (args.requests // SAMPLES_PER_PROMPT)
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / "model")
-    async with scripted_server(args) as url:
+    async with started(sys.executable, __file__, "--serve", f"--tokens={args.tokens}", f"--delay={args.delay}") as url:
         engines = EngineGroup.connect([url], retries=0, timeout_s=TIMEOUT_S)
         runner = build_runner(engines, tokenizer, prompts, samples_per_prompt=SAMPLES_PER_PROMPT, num_tokens=args.tokens)
         freeze_garbage_collector()  # as a run does when its parts are made

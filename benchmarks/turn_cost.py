@@ -15,11 +15,8 @@ import argparse
 import asyncio
 import cProfile
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
@@ -27,6 +24,7 @@ import numpy as np
 import orjson
 from aiohttp import web
 from episode_throughput import Measured, run_client, run_rollout
+from scripted_server import serve, started
 from synthetic_rollout import ASSETS, TIMEOUT_S
 from transformers import AutoTokenizer
 
@@ -103,31 +101,17 @@ class ScriptedServer:
         app = web.Application()
         app.router.add_post("/generate", self.generate)
         app.router.add_get("/gaps", self.gaps)
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0, backlog=4096).start()
-        print(runner.addresses[0][1], flush=True)
-        await asyncio.to_thread(sys.stdin.read)  # until the parent is gone
-
-
-@asynccontextmanager
-async def scripted_server(args: argparse.Namespace) -> AsyncIterator[str]:
-    sizes = [f"--model={args.model}", f"--tokens={args.tokens}", f"--episodes={args.episodes}"]
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, __file__, "--serve", *sizes, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    assert process.stdout is not None
-    try:
-        yield f"http://127.0.0.1:{int(await process.stdout.readline())}"
-    finally:
-        process.kill()
-        await process.wait()
+        await serve(app)
 
 
 async def measure(args: argparse.Namespace) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     results: dict[str, list[tuple[float, float, float]]] = {"fuligo": [], "bare client": []}
-    async with scripted_server(args) as url, aiohttp.ClientSession() as session:
+    sizes = (f"--model={args.model}", f"--tokens={args.tokens}", f"--episodes={args.episodes}")
+    async with (
+        started(sys.executable, __file__, "--serve", *sizes) as url,
+        aiohttp.ClientSession() as session,
+    ):
         engines = EngineGroup.connect([url], router_url=url, retries=0, timeout_s=TIMEOUT_S)
         recorded: Measured | None = None
         for number in range(args.repeats + 1):

@@ -9,8 +9,10 @@ from fuligo.convert.fp8 import convert
 from fuligo.convert.fp8_plan import plan_hf_to_fp8
 from fuligo.formats.fp8 import quantise
 from fuligo.formats.quantisation import Quantisation
+from tests.e2e.records import metrics
 from tests.fp8 import save_family
-from tests.gpu.test_sglang_cuda import PYTHON, metrics, train
+from tests.gpu.sglang_runs import PYTHON
+from tests.gpu.test_sglang_cuda import train
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

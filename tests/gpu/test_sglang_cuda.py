@@ -3,11 +3,7 @@
 FULIGO_SGLANG_PYTHON is the interpreter that has SGLang and its router, FULIGO_SGLANG_PYTHONPATH its additional module path.
 """
 
-import json
-import os
 import re
-import subprocess
-import sys
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.e2e.records import metrics
 from tests.fp8 import save_family
+from tests.gpu.sglang_runs import PYTHON, train_on_sglang
 
 ASSETS = Path(str(files("fuligo.quickstart"))) / "assets"
-PYTHON = os.environ.get("FULIGO_SGLANG_PYTHON")
 
 pytestmark = [
     pytest.mark.skipif(PYTHON is None, reason="FULIGO_SGLANG_PYTHON names no interpreter with SGLang"),
@@ -170,34 +167,10 @@ def train(run_dir: Path, **changes: object) -> None:
         "prompt_data": ASSETS / "train.jsonl",
         "eval_prompt_data": ASSETS / "test.jsonl",
         "run_dir": run_dir,
-        "device": "cuda",
-        "precision": "bf16",
         "actor_num_gpus_per_node": 1,
         "rollout_num_gpus": 1,
-        "check_weight_update_equal": True,
-        "engine_python": PYTHON,
-        "engine_env": json.dumps({"PYTHONPATH": os.environ.get("FULIGO_SGLANG_PYTHONPATH", "")}),
-        "sglang_attention_backend": "triton",
-        "sglang_sampling_backend": "pytorch",
-        "sglang_mem_fraction_static": 0.3,
-        "sglang_max_total_tokens": 65536,
-        "sglang_disable_prefill_cuda_graph": True,
-        "sglang_dtype": "bfloat16",
-        "progress": "plain",
-        **changes,
     }
-    words = [
-        word
-        for name, value in flags.items()
-        if value is not None
-        for word in ([f"--{name.replace('_', '-')}"] if value is True else [f"--{name.replace('_', '-')}", str(value)])
-    ]
-    done = subprocess.run([sys.executable, "-m", "fuligo", "train", *words], capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-
-
-def metrics(run_dir: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    train_on_sglang(timeout_s=500, **{**flags, **changes})
 
 
 def rise(steps: list[dict[str, float]]) -> float:

@@ -3,19 +3,15 @@
 FULIGO_SGLANG_PYTHON and FULIGO_SGLANG_PYTHONPATH are as in test_sglang_cuda.py; engine and trainer share one GPU.
 """
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 from tests.e2e.records import metrics
+from tests.gpu.sglang_runs import PYTHON, train_on_sglang
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "shapes"
-PYTHON = os.environ.get("FULIGO_SGLANG_PYTHON")
 
 pytestmark = pytest.mark.skipif(PYTHON is None, reason="FULIGO_SGLANG_PYTHON names no interpreter with SGLang")
 
@@ -23,47 +19,28 @@ pytestmark = pytest.mark.skipif(PYTHON is None, reason="FULIGO_SGLANG_PYTHON nam
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 def test_a_model_learns_to_count_what_it_sees(tmp_path: Path, frozen: bool) -> None:
     run = tmp_path / "run"
-    flags = {
-        "config": EXAMPLE / "config.yaml",
-        "run_dir": run,
-        "num_rollout": 12,
-        "eval_interval": 12,
-        "save_interval": 12,
-        "device": "cuda",
-        "precision": "bf16",
-        "train_backend": "torch",
-        "rollout_backend": "sglang",
-        "actor_num_gpus_per_node": 1,
-        "rollout_num_gpus": 1,
-        "update_weight_transport": "tensor",
-        "engine_python": PYTHON,
-        "engine_env": json.dumps({"PYTHONPATH": os.environ.get("FULIGO_SGLANG_PYTHONPATH", "")}),
-        "sglang_attention_backend": "triton",
-        "sglang_mm_attention_backend": "sdpa",
-        "sglang_sampling_backend": "pytorch",
-        "sglang_mem_fraction_static": 0.3,
-        "sglang_max_total_tokens": 65536,
-        "sglang_cuda_graph_max_bs_decode": 64,
-        "sglang_disable_prefill_cuda_graph": True,
-        "sglang_dtype": "bfloat16",
-        "colocate": True,
-        "check_weight_update_equal": True,
-        "freeze_vision_tower": frozen or None,
-        "progress": "plain",
-    }
-    words = [
-        word
-        for name, value in flags.items()
-        if value is not None
-        for word in ([f"--{name.replace('_', '-')}"] if value is True else [f"--{name.replace('_', '-')}", str(value)])
-    ]
-    done = subprocess.run([sys.executable, "-m", "fuligo", "train", *words], capture_output=True, text=True, timeout=400, check=False)
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    train_on_sglang(
+        timeout_s=400,
+        config=EXAMPLE / "config.yaml",
+        run_dir=run,
+        num_rollout=12,
+        eval_interval=12,
+        save_interval=12,
+        train_backend="torch",
+        rollout_backend="sglang",
+        actor_num_gpus_per_node=1,
+        rollout_num_gpus=1,
+        update_weight_transport="tensor",
+        sglang_mm_attention_backend="sdpa",
+        sglang_cuda_graph_max_bs_decode=64,
+        colocate=True,
+        freeze_vision_tower=frozen or None,
+    )
 
     steps = metrics(run)
     rewards = [round(step["rollout/reward_mean"], 3) for step in steps]
     differences = [round(step["train/logprob_abs_diff"], 4) for step in steps]
-    print(f"rewards {rewards}\ndifferences {differences}\nseconds a step {[round(step['perf/step_s'], 1) for step in steps[1:]]}")
+    print(f"rewards {rewards}\ndifferences {differences}")
     assert rewards[-1] > rewards[0] + 0.2
     assert max(differences) < 0.05, "engine and trainer see the same images"
     assert all(step["rollout/num_failed"] == 0 for step in steps)

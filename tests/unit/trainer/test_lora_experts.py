@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from torch import Tensor
+from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM
 
 from fuligo.convert.merge_adapter import merge_adapter
@@ -19,15 +18,15 @@ from fuligo.formats.adapter_config import ADAPTER, EXPERT_PARAMETERS, AdapterCon
 from fuligo.formats.receiver import WeightStore
 from fuligo.formats.stored_experts import StoredExperts
 from fuligo.formats.weight_manifest import weights_checksum
-from fuligo.models.adapter import adapter_tensors, add_adapter, empty_model, linear_layers, read_adapter_weights
+from fuligo.models.adapter import add_adapter, empty_model, linear_layers, read_adapter_weights
 from fuligo.trainer.objective import LossSettings
 from fuligo.trainer.ranks.settings import LearningRateSchedule, LoraSettings, OptimizerSettings
 from fuligo.trainer.ranks.trainer import LocalTrainer
 from fuligo.trainer.ranks.world import World
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 from fuligo.trainer.torch_backend.worker import TorchRankWorker
-from fuligo.types import TrainSample
 from tests import shares, tiny, train_batches
+from tests.peft_oracle import logprobs_of, require_same_as_peft, save_random_adapter
 
 LENGTHS = [(4, 9), (1, 3), (6, 9), (2, 4)]
 OTHER_LAYERS = ["mlp.gate_proj", "mlp.down_proj", "shared_experts.up_proj", "shared_experts.down_proj"]
@@ -44,17 +43,10 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(scope="module")
 def adapter(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Save an adapter of random values by PEFT. Its rank is no multiple of what grouped products need."""
-    torch.manual_seed(3)
     others = [f"{layer}.weight" for layer in OTHER_LAYERS] if base_has_others(base) else []
     parameters = [*(f"mlp.{name}" for name in EXPERT_PARAMETERS), *others]
     config = LoraConfig(r=3, lora_alpha=5, target_modules=["o_proj"], target_parameters=parameters)
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            torch.nn.init.normal_(parameter, std=0.1)
-    directory = tmp_path_factory.mktemp("adapter")
-    model.save_pretrained(directory)
-    return directory
+    return save_random_adapter(base, config, tmp_path_factory.mktemp("adapter"))
 
 
 def base_has_others(base: Path) -> bool:
@@ -77,29 +69,11 @@ def by_peft(base: Path, adapter: Path, **options: Any) -> Any:
     return PeftModel.from_pretrained(model, adapter, autocast_adapter_dtype=False, **options).double()
 
 
-def logprobs_of(model: Any, sample: TrainSample) -> Tensor:
-    """Return [R] log-probabilities by a model's own forward pass."""
-    ids = torch.from_numpy(sample.tokens).long()
-    logits = model(input_ids=ids[None]).logits[0, sample.prompt_length - 1 : -1]
-    return logits.log_softmax(-1).gather(1, ids[sample.prompt_length :, None])[:, 0]
-
-
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_log_probabilities_and_gradients_are_those_of_peft(base: Path, adapter: Path, recomputes: bool) -> None:
     loss = LossSettings(loss_type="sft_loss", per_token=True)
     worker = TorchRankWorker(settings_of(base, adapter, loss=loss, gradient_checkpointing=recomputes), World())
-    theirs, samples = by_peft(base, adapter, is_trainable=True), train_batches.samples(LENGTHS, seed=1)
-    for ours, sample in zip(worker.logprobs(shares.to_score(worker, samples)), samples, strict=True):
-        np.testing.assert_allclose(ours, logprobs_of(theirs, sample).detach().numpy(), atol=1e-5)
-    worker.gradients(shares.to_train(worker, train_batches.batch(samples))[0])
-    masks = [torch.from_numpy(sample.loss_mask).float() for sample in samples]
-    (-sum((logprobs_of(theirs, sample) * mask).sum() for sample, mask in zip(samples, masks)) / sum(m.sum() for m in masks)).backward()
-    expected = {name.replace(".default.", "."): p.grad for name, p in theirs.named_parameters() if p.requires_grad}
-    gradients = {name: p.grad for name, p in adapter_tensors(worker.policy.model).items()}
-    assert gradients.keys() == expected.keys()
-    largest = max(gradient.abs().max() for gradient in expected.values())
-    for name, gradient in gradients.items():
-        assert (gradient - expected[name]).abs().max() <= 1e-5 * largest, name
+    require_same_as_peft(worker, by_peft(base, adapter, is_trainable=True), LENGTHS, gradient_bound=1e-5)
 
 
 def test_peft_loads_and_merges_what_is_saved(base: Path, adapter: Path, tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from torch import Tensor, nn
+from peft import LoraConfig, PeftModel
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from fuligo.convert.merge_adapter import merge_adapter
@@ -29,8 +29,8 @@ from fuligo.trainer.ranks.trainer import LocalTrainer
 from fuligo.trainer.ranks.world import World
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 from fuligo.trainer.torch_backend.worker import TorchRankWorker
-from fuligo.types import TrainSample
 from tests import shares, tiny, train_batches
+from tests.peft_oracle import logprobs_of, require_same_as_peft, save_random_adapter
 
 bitsandbytes = pytest.importorskip("bitsandbytes", reason="the extra qlora is not installed")
 
@@ -50,15 +50,8 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(scope="module")
 def adapter(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Save an adapter of random values of some layers by PEFT."""
-    torch.manual_seed(3)
     config = LoraConfig(r=3, lora_alpha=5, target_modules=["o_proj"])
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            nn.init.normal_(parameter, std=0.1)
-    directory = tmp_path_factory.mktemp("adapter")
-    model.save_pretrained(directory)
-    return directory
+    return save_random_adapter(base, config, tmp_path_factory.mktemp("adapter"))
 
 
 def settings_of(base: Path, adapter: Path, precision: BasePrecision | None = "nf4", **overrides: Any) -> TorchTrainerSettings:
@@ -69,13 +62,6 @@ def settings_of(base: Path, adapter: Path, precision: BasePrecision | None = "nf
         **overrides,
     }
     return TorchTrainerSettings(base, base, **given)
-
-
-def logprobs_of(model: Any, sample: TrainSample) -> Tensor:
-    """Return [R] log-probabilities by a model's own forward pass."""
-    ids = torch.from_numpy(sample.tokens).long()
-    logits = model(input_ids=ids[None]).logits[0, sample.prompt_length - 1 : -1].float()
-    return logits.log_softmax(-1).gather(1, ids[sample.prompt_length :, None])[:, 0]
 
 
 def with_rounded_weights(base: Path, precision: BasePrecision) -> Any:
@@ -109,36 +95,22 @@ def with_layers_of_bitsandbytes(base: Path) -> Any:
     return model
 
 
-def require_same_as_peft(worker: TorchRankWorker, theirs: Any) -> None:
-    """Compare log-probabilities, and gradients of the adapter."""
-    samples = train_batches.samples(LENGTHS, seed=1)
-    for ours, sample in zip(worker.logprobs(shares.to_score(worker, samples)), samples, strict=True):
-        np.testing.assert_allclose(ours, logprobs_of(theirs, sample).detach().numpy(), atol=1e-5)
-    worker.gradients(shares.to_train(worker, train_batches.batch(samples))[0])
-    masks = [torch.from_numpy(sample.loss_mask).float() for sample in samples]
-    (-sum((logprobs_of(theirs, sample) * mask).sum() for sample, mask in zip(samples, masks)) / sum(m.sum() for m in masks)).backward()
-    expected = {name.replace(".default.", "."): p.grad for name, p in theirs.named_parameters() if p.requires_grad}
-    gradients = {name: p.grad for name, p in adapter_tensors(worker.policy.model).items()}
-    assert gradients.keys() == expected.keys()
-    largest = max(gradient.abs().max() for gradient in expected.values())
-    for name, gradient in gradients.items():
-        assert (gradient - expected[name]).abs().max() <= 2e-5 * largest, name
-
-
 @pytest.mark.parametrize("base", ["qwen2"], indirect=True)
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_log_probabilities_and_gradients_are_those_of_peft_on_bitsandbytes_layers(base: Path, adapter: Path, recomputes: bool) -> None:
     loss = LossSettings(loss_type="sft_loss", per_token=True)
     worker = TorchRankWorker(settings_of(base, adapter, loss=loss, gradient_checkpointing=recomputes), World())
     theirs = PeftModel.from_pretrained(with_layers_of_bitsandbytes(base), adapter, is_trainable=True)
-    require_same_as_peft(worker, theirs)
+    require_same_as_peft(worker, theirs, LENGTHS, gradient_bound=2e-5)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_log_probabilities_and_gradients_are_those_of_dequantized_weights(base: Path, adapter: Path, precision: BasePrecision) -> None:
     loss = LossSettings(loss_type="sft_loss", per_token=True)
     worker = TorchRankWorker(settings_of(base, adapter, precision, loss=loss), World())
-    require_same_as_peft(worker, PeftModel.from_pretrained(with_rounded_weights(base, precision), adapter, is_trainable=True))
+    require_same_as_peft(
+        worker, PeftModel.from_pretrained(with_rounded_weights(base, precision), adapter, is_trainable=True), LENGTHS, gradient_bound=2e-5
+    )
     full = AutoModelForCausalLM.from_pretrained(base)
     samples = shares.scored(worker, train_batches.samples(LENGTHS))
     for sample in samples:  # the reference is the quantized base without the adapter

@@ -60,7 +60,7 @@ def measure(model: Path, num_answers: int, answer_tokens: int, *, is_exact: bool
     engine = EngineModel(str(model), CPU, torch.float32, is_batch_invariant=is_exact)
     policy = Policy(load_model(model), temperature=1.0, chunk_tokens=4096)
     if is_exact:
-        policy.make_batch_invariant()
+        policy.make_batch_invariant("cpu")
     started = time.process_time()
     samples = sample(engine, num_answers, answer_tokens)
     sampled = time.process_time()

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(slots=True, frozen=True)
@@ -32,6 +33,8 @@ class EngineCapabilities:
     """Engines resize images by a processor other than the trainer's, so that images are sent in their final size."""
     takes_changes: bool
     """Engines keep what a weight sync leaves out (--update-weight-mode delta); otherwise each sync must bring everything."""
+    exact_on: Literal["cpu", "cuda"]
+    """Device on which the engine computes log-probabilities that equal the torch trainer's bit for bit (--exact-on-policy)."""
     weight_transports: tuple[str, ...]
     """Values of --update-weight-transport that engines accept, besides auto."""
     memory_flags: tuple[str, ...]
@@ -52,6 +55,7 @@ ENGINE_CAPABILITIES: Mapping[str, EngineCapabilities] = {
         has_own_models=False,
         resizes_images=False,
         takes_changes=False,
+        exact_on="cpu",
         weight_transports=("tensor", "disk"),
         memory_flags=("--embedded-max-total-tokens",),
     ),
@@ -68,6 +72,7 @@ ENGINE_CAPABILITIES: Mapping[str, EngineCapabilities] = {
         has_own_models=True,
         resizes_images=True,
         takes_changes=True,
+        exact_on="cuda",
         weight_transports=("tensor", "nccl", "gloo", "disk"),
         memory_flags=("--sglang-mem-fraction-static", "--rollout-num-gpus-per-engine"),
     ),

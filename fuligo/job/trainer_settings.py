@@ -79,9 +79,10 @@ def _is_exact(config: Config, device: Device, checkpoint: Path) -> bool:
     """
     if not config.train.exact_on_policy:
         return False
-    if device != "cpu":
-        raise ConfigError("cannot use --exact-on-policy on a GPU: batch-invariant operations are verified only on CPUs; use --device cpu")
-    because = batch_variant_because(read_config_json(checkpoint))
+    if config.needs_engine and device != config.engine_capabilities.exact_on:
+        backend, there = config.resolved_rollout_backend, config.engine_capabilities.exact_on
+        raise ConfigError(f"cannot use --exact-on-policy with the engine {backend} on {device}; use --device {there}")
+    because = batch_variant_because(read_config_json(checkpoint), device)
     if because is not None:
         raise ConfigError(f"cannot use --exact-on-policy for {checkpoint}: {because}; drop the flag")
     return True

@@ -1,13 +1,15 @@
 """Matrix products, attention, norms and softmax whose result for a row depends only on that row, to the last bit.
 
 Ordinary kernels choose blocks and the order of sums by the shapes of a call, so a token's log-probability depends on how many others are
-computed with it: engine and trainer differ by rounding. Here sums are exact instead, and an exact sum has one value in any order. The terms
-are rounded first, to multiples of a common unit so coarse that float64 holds every partial sum without rounding (fixed-point
-pre-rounding: Rump, Ogita & Oishi, "Accurate floating-point summation", 2008; for matrix products Ozaki et al. 2012). A library may then
-split, reorder and fuse the sum in any way, with any number of threads. A row's unit depends only on that row.
+computed with it: engine and trainer differ by rounding. On a GPU, `models.invariant_kernels` sums in a fixed order, in half precision.
+
+On a CPU sums are exact instead, and an exact sum has one value in any order. The terms are rounded first, to multiples of a common unit so
+coarse that float64 holds every partial sum without rounding (fixed-point pre-rounding: Rump, Ogita & Oishi, "Accurate floating-point
+summation", 2008; for matrix products Ozaki et al. 2012). A library may then split, reorder and fuse the sum in any way, with any number of
+threads. A row's unit depends only on that row.
 
 All else is element by element: additions, products, divisions and square roots, which IEEE 754 defines to the bit, and torch's `exp` and
-`log`, which use one vector function for all elements. (Its `silu` and `sigmoid` use another one for the last elements of a tensor.)
+`log`, which use one vector function for all elements. (On a CPU its `silu` and `sigmoid` use another one for the last elements of a tensor.)
 
 Gradients are those of ordinary kernels; only values are reproduced.
 """
@@ -17,10 +19,11 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fuligo.models.attention import equal_length_runs, packed_attention
+from fuligo.models.attention import equal_length_runs, packed_attention, varlen_row
 from fuligo.models.cpu_products import product
 
 MANTISSA_BITS = 53
@@ -97,6 +100,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rounded: Sequence[Tensor] | None, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(x, weight)
+        if x.is_cuda:
+            return _kernels().linear(x, weight, bias, dtype)
         rows, (num_outputs, num_inputs) = x.reshape(-1, x.size(-1)), weight.shape
         bits, _ = _bits(num_inputs)
         blocks = round_weight(weight) if rounded is None else rounded
@@ -124,6 +129,13 @@ class _Linear(torch.autograd.Function):
         )
 
 
+def _kernels() -> Any:
+    """Return the module of GPU kernels; torch for CPUs comes without triton."""
+    from fuligo.models import invariant_kernels
+
+    return invariant_kernels
+
+
 def _parts(num_rows: int, width: int) -> Iterator[slice]:
     """Split rows into slices of at most `MAX_ELEMENTS` elements."""
     size = max(1, MAX_ELEMENTS // width)
@@ -141,6 +153,10 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if x.is_cuda:
+            out, inverse_rms = _kernels().rms_norm(x, weight, eps)
+            ctx.save_for_backward(x, weight, inverse_rms)
+            return out
         squares = x.double().square_()
         total = exact_row_sums(squares, squares.amax(-1, keepdim=True), _log2_above(x.size(-1)))
         rms = total.div_(x.size(-1)).add_(eps).sqrt_().float()
@@ -151,6 +167,13 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if grad.is_cuda:
+            x, weight, inverse_rms = ctx.saved_tensors
+            wanted = list(ctx.needs_input_grad[:2])
+            gradients = torch.ops.aten._fused_rms_norm_backward(
+                grad.contiguous(), x.contiguous(), [x.size(-1)], inverse_rms, weight, wanted
+            )
+            return *gradients, None
         normed, weight, rms = ctx.saved_tensors
         product = grad.float() * normed
         of_weight = product.flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
@@ -161,6 +184,8 @@ class _RmsNorm(torch.autograd.Function):
 
 def silu(x: Tensor) -> Tensor:
     """Return x / (1 + exp(-x)), rounded to x's type once."""
+    if x.is_cuda:
+        return F.silu(x)
     result: Tensor = _Silu.apply(x)
     return result
 
@@ -200,8 +225,13 @@ class _Softmax(torch.autograd.Function):
         return weighted - shares * weighted.sum(-1, keepdim=True)
 
 
+def log_sum_exp(logits: Tensor) -> Tensor:
+    """Return [N] the log of the sum of exp over the rows of [N, V] float32 on a GPU, without gradient."""
+    return _kernels().log_sum_exp(logits)
+
+
 def log_softmax(logits: Tensor) -> Tensor:
-    """Return the log-softmax of [N, V] float32 over the last axis, without gradient."""
+    """Return the log-softmax of [N, V] float32 over the last axis, on a CPU, without gradient."""
     below = logits - logits.amax(-1, keepdim=True)
     num_terms_log2 = _log2_above(logits.size(-1))
     for part in _parts(*below.shape):
@@ -279,7 +309,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Sequ
     Args:
         query: [T, H, D]
         key: [T, Hkv, D]
-        value: [T, Hkv, Dv]
+        value: [T, Hkv, Dv]; on a GPU Dv is D.
         cu_seqlens: [S + 1] starts of the sequences, rising from 0 to T.
         scale: factor of the scores.
 
@@ -295,6 +325,10 @@ class _CausalAttention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: tuple[int, ...], scale: float) -> Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.cu_seqlens, ctx.scale = cu_seqlens, scale
+        if query.is_cuda:
+            starts, longest = varlen_row(cu_seqlens, query.device)
+            slots = torch.arange(len(key), device=query.device)
+            return paged_attention(query, key, value, starts, starts, slots, longest=len(longest), scale=scale)
         out = query.new_empty(*query.shape[:2], value.size(2))
         start = 0
         for count, length in equal_length_runs(cu_seqlens):
@@ -311,6 +345,15 @@ class _CausalAttention(torch.autograd.Function):
             query, key, value = (x.detach().requires_grad_() for x in ctx.saved_tensors)
             ordinary = packed_attention(query, key, value, ctx.cu_seqlens, scale=ctx.scale)
             return (*torch.autograd.grad(ordinary, (query, key, value), grad), None, None)
+
+
+def paged_attention(
+    query: Tensor, key: Tensor, value: Tensor, query_starts: Tensor, key_starts: Tensor, slots: Tensor, *, longest: int, scale: float
+) -> Tensor:
+    """Return [T, H, D] `invariant_kernels.attention` on a GPU, without gradient."""
+    out = query.new_empty(query.shape)
+    _kernels().attention(query, key, value, query_starts, key_starts, slots, longest=longest, scale=scale, out=out)
+    return out
 
 
 def _attend_causally(query: Tensor, key: Tensor, value: Tensor, out: Tensor, scale: float) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from fuligo.formats.stored_experts import StoredExperts
 from fuligo.models.architecture import Architecture, Part
@@ -57,9 +58,9 @@ class Family:
     """transformers' dense MLP has one layer for gate and up projection."""
     has_gated_delta: bool = False
     """Layers of type `linear_attention` are those that `models.gated_delta` computes."""
-    is_batch_invariant: bool = False
-    """All its layers have batch-invariant operations for `--exact-on-policy`: linear layers, RMSNorms, SwiGLU, rotary embeddings, full
-    attention, Qwen3-MoE's experts."""
+    batch_invariant_on: tuple[Literal["cpu", "cuda"], ...] = ()
+    """Devices where all its layers have batch-invariant operations for `--exact-on-policy`: linear layers, RMSNorms, SwiGLU, rotary
+    embeddings, full attention, on CPUs also Qwen3-MoE's experts."""
     has_window_pool: bool = False
     """SGLang keeps the cache of layers with windows in its own pool; else all layers cache all tokens."""
     writes_harmony: bool = False

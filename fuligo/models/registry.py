@@ -144,18 +144,22 @@ def _facts(config_json: Mapping[str, Any]) -> Family | UnplannedFamily | None:
     return FAMILIES.get(model_type) or UNPLANNED.get(model_type)
 
 
-def batch_variant_because(config_json: Mapping[str, Any]) -> str | None:
-    """Return why `models.invariant_modules` cannot compute a model; None if it can."""
+def batch_variant_because(config_json: Mapping[str, Any], device: str) -> str | None:
+    """Return why `models.invariant_modules` cannot compute a model on a device, `cpu` or `cuda`; None if it can."""
     model_type = config_json.get("model_type")
-    known = [name for name, family in FAMILIES.items() if family.is_batch_invariant]
+    known = [name for name, family in FAMILIES.items() if device in family.batch_invariant_on]
     if model_type not in known:
-        return f"model_type {model_type} has layers without batch-invariant operations; supported are {', '.join(known)}"
+        where = "GPUs" if device == "cuda" else "CPUs"
+        return f"model_type {model_type} has layers without batch-invariant operations on {where}; supported are {', '.join(known)}"
     if config_json.get("quantization_config"):
         return "its weights are quantized"
     if config_json.get("use_sliding_window") or "sliding_attention" in (config_json.get("layer_types") or ()):
         return "it has sliding windows"
     if (activation := config_json.get("hidden_act", "silu")) not in ("silu", "swish"):
         return f"its activation is {activation}, not silu"
+    rotary = config_json.get("rope_parameters") or config_json.get("rope_scaling") or {}
+    if device == "cuda" and (kind := rotary.get("rope_type", rotary.get("type", "default"))) != "default":
+        return f"its rotary embedding is of type {kind}, which SGLang computes in another way"
     return None
 
 

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from fuligo.models.attention import fits_flash_kernel, size_tensor
-from fuligo.models.batch_invariant import causal_attention
+from fuligo.models.batch_invariant import causal_attention, paged_attention
 from fuligo.models.sink_attention import VarlenKernel, batched_with_sinks, flash_with_sinks
 from fuligo.models.token_tree import NodeShape, TokenTree
 
@@ -208,11 +208,30 @@ def _node_mask(shape: NodeShape, window: int | None, device: torch.device) -> Te
 def invariant_tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: TokenTree, *, scale: float) -> Tensor:
     """Compute what `tree_attention` does, equal bit for bit to `batch_invariant.causal_attention` over each sequence by itself.
 
-    Every branch is computed with its whole prefix, whose outputs are equal in all of them: what is saved is everything but attention.
+    On a CPU every branch is computed with its whole prefix, whose outputs are equal in all of them: what is saved is everything but attention.
     """
+    if query.is_cuda:
+        result: Tensor = _InvariantTree.apply(query, key, value, tree_row(tree, query.device), scale)
+        return result
     rows, starts, first = _branches(tree, query.device)
     q, k, v = (take_rows(each, rows) for each in (query, key, value))
     return causal_attention(q, k, v, starts, scale=scale).index_select(0, first)
+
+
+class _InvariantTree(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, row: TreeRow, scale: float) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.row, ctx.scale = row, scale
+        return paged_attention(query, key, value, row.starts, row.path_starts, row.path_tokens, longest=row.longest.size(0), scale=scale)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        with torch.enable_grad():
+            query, key, value = (x.detach().requires_grad_() for x in ctx.saved_tensors)
+            ordinary = varlen_tree_attention(query, key, value, ctx.row, scale=ctx.scale)
+            return (*torch.autograd.grad(ordinary, (query, key, value), grad), None, None)
 
 
 @lru_cache(maxsize=8)

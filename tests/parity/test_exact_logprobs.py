@@ -68,7 +68,7 @@ def wait(requests: Sequence[Request]) -> None:
 def trainer_policy(checkpoint: Path, dtype: torch.dtype, *, is_batch_invariant: bool = True) -> Policy:
     policy = Policy(load_model(checkpoint), temperature=TEMPERATURE, chunk_tokens=50)
     if is_batch_invariant:
-        policy.make_batch_invariant()
+        policy.make_batch_invariant("cpu")
     for parameter in policy.parameters():  # buffers, such as rotary frequencies, stay float32, as FSDP leaves them
         parameter.data = parameter.data.to(dtype)
     return policy

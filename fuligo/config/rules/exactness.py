@@ -2,30 +2,57 @@
 
 from fuligo.config import Config
 from fuligo.config.findings import Severity
-from fuligo.config.rules.rule import Violation, rule, set_flag, unset_flag
+from fuligo.config.rules.rule import Change, Violation, rule, set_flag, unset_flag
+from fuligo.config.topology import engine_groups
 
 _OFF = unset_flag("exact_on_policy")
-_SGLANG_SIDE = (
-    "--sglang-enable-deterministic-inference --sglang-rl-on-policy-target fsdp --sglang-attention-backend fa3 bring SGLang closest to a "
-    "trainer; train/logprob_abs_diff shows how close"
-)
-"""Advice for SGLang engines."""
+_ENGINE_NEEDS = {
+    "attention_backend": ("triton",),
+    "dtype": ("auto", "bfloat16"),
+    "kv_cache_dtype": ("auto", "bfloat16", "bf16"),
+    "page_size": (1,),
+    "disable_prefill_cuda_graph": (True,),
+    "enable_torch_compile": (False,),
+    "quantization": (),
+    "speculative_algorithm": (),
+}
+"""Values of SGLang's arguments, if they are given, with which it can compute as the trainer does."""
 
 
 @rule("CFG-EXACT-BACKENDS", "--exact-on-policy", "--train-backend", "--rollout-backend", "--device")
 def backends_compute_alike(config: Config) -> Violation | None:
-    """Require the torch trainer and the embedded engine on a CPU for exact log-probabilities; no other pair is verified to be equal."""
+    """Require the torch trainer, with the embedded engine on a CPU or with SGLang on GPUs, for exact log-probabilities."""
     if not config.train.exact_on_policy:
         return None
     if config.resolved_train_backend == "megatron":
         text = "the Megatron trainer has no batch-invariant operations"
         return Violation(f"--exact-on-policy: {text}", (_OFF,), flags=("--exact-on-policy", "--train-backend"))
-    if config.needs_engine and config.resolved_rollout_backend != "embedded":
-        text = "SGLang's deterministic mode has not been verified to be bitwise equal to the torch trainer"
-        return Violation(f"--exact-on-policy: {text}", (_OFF,), _SGLANG_SIDE, flags=("--exact-on-policy", "--rollout-backend"))
-    if config.cluster.device == "cuda":
-        text = "--device cuda with --exact-on-policy: batch-invariant operations are verified only on CPUs"
-        return Violation(text, (_OFF,), flags=("--exact-on-policy", "--device"))
+    if config.engine.rollout_external_engine_addrs:
+        text = "--rollout-external-engine-addrs with --exact-on-policy: only engines that fuligo starts compute as the trainer does"
+        return Violation(text, (_OFF,), flags=("--exact-on-policy", "--rollout-external-engine-addrs"))
+    there = config.engine_capabilities.exact_on
+    if config.needs_engine and config.cluster.device not in ("auto", there):
+        text = f"--device {config.cluster.device} with --exact-on-policy: the engine {config.resolved_rollout_backend} is exact only on {there}"
+        return Violation(text, (_OFF, set_flag("device", there)), flags=("--exact-on-policy", "--device"))
+    return None
+
+
+@rule("CFG-EXACT-ENGINE", "--exact-on-policy", "--rollout-num-gpus-per-engine", "--sglang-attention-backend")
+def engines_compute_as_the_trainer(config: Config) -> Violation | None:
+    """Reject SGLang's arguments under which its log-probabilities differ from the trainer's."""
+    if not config.train.exact_on_policy:
+        return None
+    for group in engine_groups(config):
+        if group.tp_size > 1:
+            text = f"engines on {group.tp_size} GPUs add parts of a matrix product, which the trainer computes as a whole"
+            fix = (set_flag("rollout_num_gpus_per_engine", 1),)
+            return Violation(f"--exact-on-policy: {text}", fix, flags=("--exact-on-policy", "--rollout-num-gpus-per-engine"))
+        for name, allowed in _ENGINE_NEEDS.items():
+            given = group.arguments.get(name)
+            if given is not None and given not in allowed:
+                option = f"--sglang-{name.replace('_', '-')}"
+                text = f"{option} {given} with --exact-on-policy: SGLang would not compute as the trainer does"
+                return Violation(text, (Change(("sglang", name), allowed[0] if allowed else None),), flags=("--exact-on-policy", option))
     return None
 
 
@@ -58,7 +85,11 @@ def passes_are_batch_invariant(config: Config) -> Violation | None:
 
 @rule("CFG-EXACT-PRECISION", "--exact-on-policy", "--precision", "--embedded-dtype")
 def precision_is_one(config: Config) -> Violation | None:
-    """Require one precision of engine and trainer for exact log-probabilities; on a CPU, auto is fp32."""
+    """Require one precision of engine and trainer for exact log-probabilities: bf16 on GPUs; on a CPU, auto is fp32."""
+    if config.train.exact_on_policy and config.engine_capabilities.exact_on == "cuda":
+        if config.model.precision != "fp32":
+            return None
+        return Violation("--precision fp32: --exact-on-policy with SGLang needs bf16", (set_flag("precision", "bf16"),))
     trainer, engine = (asked.replace("auto", "fp32") for asked in (config.model.precision, config.engine.embedded_dtype))
     if not config.train.exact_on_policy or trainer == engine:
         return None

@@ -249,7 +249,7 @@ def _require_batch_invariant(path: str, config: Any, device: torch.device, adapt
     Raises:
         EngineError: the model cannot
     """
-    because = batch_variant_because(config.to_dict())
+    because = batch_variant_because(config.to_dict(), "cpu")
     if because is None and adapter is not None:
         because = "it has a LoRA adapter"
     if because is None and device.type != "cpu":

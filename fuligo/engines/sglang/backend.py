@@ -199,6 +199,7 @@ def _servers(
             num_nodes=place.num_nodes,
             python=config.engine.interpreter,
             environment=config.engine_environment,
+            is_exact=config.train.exact_on_policy and group.model == policy_model(config),
             start_timeout_s=config.engine.engine_start_timeout_s,
         )
         yield group, server

@@ -60,6 +60,10 @@ CPU_ARGUMENTS: dict[str, Any] = {
     "sleep_on_idle": True,  # otherwise the scheduler spins on a core that the trainer needs
 }
 """Arguments with which SGLang 0.5.15 serves on a CPU without its kernels; the user's flags override them."""
+EXACT_PLUGIN = Path(__file__).parent / "exact"
+"""Folder on an engine's PYTHONPATH where SGLang finds the plugin that makes it compute as the trainer does (--exact-on-policy)."""
+EXACT_ARGUMENTS: dict[str, Any] = {"attention_backend": "triton", "dtype": "bfloat16", "disable_prefill_cuda_graph": True}
+"""Arguments that the plugin needs. SGLang would compile the layers of prefill graphs, which fuses roundings."""
 OWN_ARGUMENTS: dict[str, Any] = {"grammar_backend": "none", "skip_server_warmup": True, "log_level_http": "warning"}
 """Arguments of every engine: rollouts need no grammars, the first rollout warms the engine up, and a log line per request is too much."""
 
@@ -122,6 +126,8 @@ class ServerSettings:
     python: str = sys.executable
     """Interpreter with SGLang."""
     environment: Environment = field(default_factory=Environment)
+    is_exact: bool = False
+    """Load the plugin in `EXACT_PLUGIN`."""
     start_timeout_s: float = 600.0
     keys: EngineKeys = field(default_factory=EngineKeys.new)
 
@@ -150,7 +156,7 @@ class ServerSettings:
             placed["base_gpu_id"] = self.gpu_ids[0]
         if self.worker_type != "regular":
             placed |= {"disaggregation_mode": self.worker_type, "disaggregation_bootstrap_port": self.ports.bootstrap}
-        defaults = OWN_ARGUMENTS | (CPU_ARGUMENTS if self.device == "cpu" else {})
+        defaults = OWN_ARGUMENTS | (CPU_ARGUMENTS if self.device == "cpu" else {}) | (EXACT_ARGUMENTS if self.is_exact else {})
         return [self.python, "-c", LAUNCH, *command_line({**defaults, **self.arguments, **placed})]
 
     def full_environment(self) -> dict[str, str]:
@@ -162,7 +168,10 @@ class ServerSettings:
             chosen["TORCHINDUCTOR_CACHE_DIR"] = str(kernel_cache())
         if is_loopback(self.host) and "GLOO_SOCKET_IFNAME" not in os.environ:
             use_loopback_interface(chosen)
-        return {**chosen, **self.environment.reveal(), **self.keys.environment}
+        own = {**chosen, **self.environment.reveal(), **self.keys.environment}
+        if self.is_exact:
+            own["PYTHONPATH"] = os.pathsep.join(filter(None, (str(EXACT_PLUGIN), own.get("PYTHONPATH", os.environ.get("PYTHONPATH")))))
+        return own
 
 
 class Server(Protocol):

@@ -18,4 +18,4 @@ def names(config: ConfigJson, architecture: Architecture) -> NameTable:
     return dense_table(architecture, grouped_attention(architecture))
 
 
-FAMILY = Family(architecture=architecture, names=names, is_batch_invariant=True, model_args=ModelArgs(told_by={}))
+FAMILY = Family(architecture=architecture, names=names, batch_invariant_on=("cpu", "cuda"), model_args=ModelArgs(told_by={}))

@@ -17,5 +17,8 @@ def names(config: ConfigJson, architecture: Architecture) -> NameTable:
 
 
 FAMILY = Family(
-    architecture=architecture, names=names, is_batch_invariant=True, model_args=ModelArgs(told_by={"add_qkv_bias": True}, precedence=1)
+    architecture=architecture,
+    names=names,
+    batch_invariant_on=("cpu", "cuda"),
+    model_args=ModelArgs(told_by={"add_qkv_bias": True}, precedence=1),
 )

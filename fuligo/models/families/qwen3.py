@@ -18,5 +18,8 @@ def names(config: ConfigJson, architecture: Architecture) -> NameTable:
 
 
 FAMILY = Family(
-    architecture=architecture, names=names, is_batch_invariant=True, model_args=ModelArgs(told_by={"qk_layernorm": True}, precedence=2)
+    architecture=architecture,
+    names=names,
+    batch_invariant_on=("cpu", "cuda"),
+    model_args=ModelArgs(told_by={"qk_layernorm": True}, precedence=2),
 )

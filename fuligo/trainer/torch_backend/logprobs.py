@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fuligo.models.batch_invariant import linear, log_softmax
+from fuligo.models.batch_invariant import linear, log_softmax, log_sum_exp
 from fuligo.models.cpu_products import product
 from fuligo.trainer.logit_passes import grad_of_logits, row_sums
 from fuligo.trainer.logprobs import TokenLogprobs, add_product, chunks, rowwise_dot, scaled_logits
@@ -35,7 +35,7 @@ def token_logprobs(
         hidden: [N, E] the hidden state *before* each target: position t - 1 predicts token t.
         targets: [N]
         chunk_tokens: tokens whose logits exist at a time.
-        is_batch_invariant: on a CPU, compute log-probabilities by `models.batch_invariant`, as the embedded engine can.
+        is_batch_invariant: compute log-probabilities by `models.batch_invariant`, as engines can.
     """
     return TokenLogprobs(*_TokenLogprobs.apply(hidden, *head, targets, temperature, chunk_tokens, is_batch_invariant))
 
@@ -61,7 +61,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 logits = _invariant_logits(hidden[chunk], weight, bias, temperature)
             else:
                 logits = _logits(_capped(scaled_logits(hidden[chunk], weight, bias, temperature), cap, temperature))
-            logprobs[chunk], entropy[chunk], log_total[chunk] = _logprobs(logits, targets[chunk])
+            logprobs[chunk], entropy[chunk], log_total[chunk] = _logprobs(logits, targets[chunk], is_batch_invariant)
         whole = logits if len(targets) <= chunk_tokens and cap is None else None
         ctx.save_for_backward(hidden, weight, bias, targets, entropy, log_total, whole)
         ctx.cap, ctx.temperature, ctx.chunk_tokens = cap, temperature, chunk_tokens
@@ -115,16 +115,19 @@ def _logits(logits: Tensor) -> Tensor:
 
 
 def _invariant_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    """Return [n, V] the batch-invariant log-softmax of the logits, on a CPU."""
+    """Return [n, V] the batch-invariant logits on a GPU, their log-softmax on a CPU."""
     logits = linear(hidden, weight, bias, dtype=torch.float32)
-    return log_softmax(logits if temperature == 1.0 else logits / temperature)
+    logits = logits if temperature == 1.0 else logits / temperature
+    return logits if logits.is_cuda else log_softmax(logits)
 
 
-def _logprobs(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _logprobs(logits: Tensor, targets: Tensor, is_batch_invariant: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return [n] log-probabilities, entropies, and log of the sum of exp(logit)."""
     at_target = logits.gather(1, targets[:, None]).squeeze(1)
     if not logits.is_cuda:
         return at_target, -rowwise_dot(logits.exp(), logits), torch.zeros_like(at_target)
     sums = row_sums(logits)
     log_sum = sums.total.log()
+    if is_batch_invariant:
+        return at_target - log_sum_exp(logits), log_sum - sums.weighted / sums.total, sums.peak + log_sum
     return at_target - sums.peak - log_sum, log_sum - sums.weighted / sums.total, sums.peak + log_sum

@@ -161,13 +161,16 @@ class PackedModel(nn.Module):
             sequences |= sequence_arguments(tokens.cu_seqlens, device)
         return sequences
 
-    def make_batch_invariant(self) -> None:
+    def make_batch_invariant(self, device: str) -> None:
         """Make a token's outputs depend, bit for bit, only on its own sequence.
+
+        Args:
+            device: type of the device that the model will be on.
 
         Raises:
             TrainerError: the model has layers without batch-invariant operations.
         """
-        because = batch_variant_because(self.model.config.to_dict())
+        because = batch_variant_because(self.model.config.to_dict(), device)
         if because is not None:
             raise TrainerError(f"cannot train with --exact-on-policy: {because}; drop --exact-on-policy")
         InvariantModel(self.model)

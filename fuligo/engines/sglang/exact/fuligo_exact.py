@@ -1,0 +1,129 @@
+"""Plugin of SGLang 0.5.15 for --exact-on-policy: dense Llama and Qwen models compute with the trainer's kernels and round where it does.
+
+SGLang loads it in each of its processes (`sglang.srt.plugins`). They lack fuligo, so it loads `models/invariant_kernels.py` as a file.
+Prefill and decoding run the same attention kernel, so prefix caches, chunks, retracted requests and batches leave the bits of a token alone.
+"""
+
+# pyright: reportMissingImports=false, reportMissingModuleSource=false
+
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+KERNELS = Path(__file__).parents[3] / "models" / "invariant_kernels.py"
+
+
+def install() -> None:
+    """Replace SGLang's operations. On an error the process ends: SGLang would only log it and sample with its own operations."""
+    try:
+        kernels = _load_kernels()
+        _replace_layers(kernels)
+        _replace_attention(kernels)
+        _replace_logprobs(kernels)
+    except Exception as error:
+        traceback.print_exc()
+        raise SystemExit("fuligo cannot replace SGLang's operations for --exact-on-policy; install the pinned SGLang") from error
+
+
+def _load_kernels() -> Any:
+    spec = importlib.util.spec_from_file_location("fuligo_invariant_kernels", KERNELS)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # triton looks kernels up by their module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _replace_layers(kernels: Any) -> None:
+    from sglang.srt.layers.activation import SiluAndMul
+    from sglang.srt.layers.layernorm import RMSNorm
+    from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+    from sglang.srt.models import utils
+
+    def linear(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return kernels.linear(x, layer.weight, bias, x.dtype)
+
+    def norm(self: Any, x: Tensor, residual: Tensor | None = None, post_residual_addition: Tensor | None = None) -> Any:
+        if residual is None:
+            return kernels.rms_norm(x, self.weight, self.variance_epsilon)[0]
+        residual = residual + x  # rounded before the norm, as transformers does
+        if post_residual_addition is not None:
+            residual = residual + post_residual_addition
+        return kernels.rms_norm(residual, self.weight, self.variance_epsilon)[0], residual
+
+    def rotate(self: Any, positions: Tensor, query: Tensor, key: Tensor, offsets: Any = None, fused_set_kv_buffer_arg: Any = None) -> Any:
+        assert offsets is None and fused_set_kv_buffer_arg is None and self.is_neox_style and self.rotary_dim == self.head_size
+        return tuple(kernels.rotate(x, positions, self.cos_sin_cache) for x in (query, key))
+
+    inverse_frequencies = RotaryEmbedding._compute_inv_freq
+
+    def on_cpu(self: Any, base: float) -> Tensor:
+        """Compute the powers on the CPU, as transformers does: those of a GPU differ in the last bit."""
+        device = torch.get_default_device()
+        with torch.device("cpu"):
+            found = inverse_frequencies(self, base)
+        return found.to(device)
+
+    UnquantizedLinearMethod.apply = linear
+    RMSNorm.forward_cuda = norm
+    RotaryEmbedding.forward_cuda = rotate
+    RotaryEmbedding._compute_inv_freq = on_cpu
+    SiluAndMul.forward_cuda = SiluAndMul.forward_native
+    utils.can_use_fused_inplace_qknorm = lambda *_, **__: False
+
+
+def _replace_attention(kernels: Any) -> None:
+    from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+
+    own_init = TritonAttnBackend.__init__
+
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        own_init(self, *args, **options)
+        assert self.page_size == 1 and not self.use_mla and self.dcp_size == 1
+        self.enable_deterministic = True  # prefill: one kernel for cached and new tokens
+        each = torch.arange(len(self.kv_indptr), dtype=torch.int32, device=self.device)
+
+        def prefill(
+            q: Tensor, o: Tensor, k: Tensor, v: Tensor, _k: float, _v: float, starts: Tensor, key_starts: Tensor, slots: Tensor,
+            _prefix: Tensor, longest: int, *, sm_scale: float, is_causal: bool = True, custom_mask: Any = None, **_: Any,
+        ) -> None:  # fmt: skip
+            assert is_causal and custom_mask is None
+            starts = starts[: len(key_starts)].to(torch.int32)
+            kernels.attention(q, k, v, starts, key_starts, slots, longest=longest, scale=sm_scale, out=o)
+
+        def decode(q: Tensor, k: Tensor, v: Tensor, o: Tensor, key_starts: Tensor, slots: Tensor, *rest: Any, **_: Any) -> None:
+            scale = rest[4]
+            kernels.attention(q, k, v, each[: len(q) + 1], key_starts, slots, longest=1, scale=scale, out=o)
+
+        self.extend_attention_fwd_unified, self.decode_attention_fwd = prefill, decode
+
+    TritonAttnBackend.__init__ = init
+
+
+def _replace_logprobs(kernels: Any) -> None:
+    from sglang.srt.layers.logits_processor import LogitsProcessor
+    from sglang.srt.layers.sampler import Sampler
+
+    def head(self: Any, hidden_states: Tensor, lm_head: Any, embedding_bias: Tensor | None = None) -> Tensor:
+        return kernels.linear(hidden_states, lm_head.weight, embedding_bias, torch.float32)
+
+    own_forward, own_attach = Sampler.forward, Sampler._attach_logprobs_to_output
+
+    def forward(self: Any, logits_output: Any, sampling_info: Any, return_logprob: bool, *args: Any, **options: Any) -> Any:
+        if return_logprob:
+            logits = logits_output.next_token_logits / sampling_info.temperatures
+            self.exact_logprobs = logits.sub_(kernels.log_sum_exp(logits)[:, None])
+        return own_forward(self, logits_output, sampling_info, return_logprob, *args, **options)
+
+    def attach(self: Any, logits_output: Any, logprobs: Tensor, *args: Any) -> None:
+        exact, self.exact_logprobs = self.exact_logprobs, None
+        own_attach(self, logits_output, exact, *args)
+
+    LogitsProcessor._compute_lm_head = head
+    Sampler.forward, Sampler._attach_logprobs_to_output = forward, attach

@@ -1,0 +1,247 @@
+"""Triton kernels whose result for a row depends only on that row, to the last bit, whatever else is in the call.
+
+Trainer and SGLang run these same kernels (`engines/sglang/exact` loads this file into the engine's processes, which lack fuligo, so it
+imports only torch and triton). A sum is never split over programs and always starts at the first term: inputs of a matrix product, keys
+from the start of the sequence, logits from the first token. Terms that a mask hides are exact zeros. What changes with the number of rows
+is only which program computes a row. All tiles have at least 64 rows, since smaller ones use other tensor-core instructions.
+"""
+
+# pyright: reportMissingImports=false, reportIndexIssue=false
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ROWS = 64
+"""Rows of the smallest tile: those of one warp group's matrix instruction on Hopper."""
+KEYS = 64
+"""Keys per step of attention."""
+GROUPED_TILES = 8
+"""Tiles of rows that pass over the same columns one after another, so that weights stay in the L2 cache."""
+LOGITS = 4096
+"""Logits per step of a row's sum."""
+TILES = {64: (64, 64, 128, 4, 4), 512: (64, 128, 64, 4, 4)}
+"""By the largest number of rows: rows, columns and inputs of a tile, warps, stages. Sums run over inputs one after another in any tile."""
+ROUND_EACH = {"enable_fp_fusion": False}
+"""Option of kernels that round intermediate results, which LLVM would otherwise fuse with the operation after them."""
+LARGE_TILE = (128, 256, 64, 8, 3)
+
+
+@triton.jit
+def _linear_kernel(
+    x, weight, bias, out, num_rows, num_outputs, num_inputs, x_stride, weight_stride, out_stride,
+    HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INPUTS: tl.constexpr, GROUPED: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    row_tiles, column_tiles = tl.cdiv(num_rows, ROWS), tl.cdiv(num_outputs, COLUMNS)
+    group = program // (GROUPED * column_tiles)
+    group_size = min(row_tiles - group * GROUPED, GROUPED)
+    row_tile = group * GROUPED + (program % (GROUPED * column_tiles)) % group_size
+    column_tile = (program % (GROUPED * column_tiles)) // group_size
+    rows = row_tile * ROWS + tl.arange(0, ROWS)
+    columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
+    inputs = tl.arange(0, INPUTS)
+    x_at = x + (rows % num_rows).to(tl.int64)[:, None] * x_stride + inputs[None, :]
+    weight_at = weight + (columns % num_outputs).to(tl.int64)[None, :] * weight_stride + inputs[:, None]
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for start in range(0, num_inputs, INPUTS):
+        left = tl.load(x_at + start, mask=inputs[None, :] < num_inputs - start, other=0.0)
+        right = tl.load(weight_at + start, mask=inputs[:, None] < num_inputs - start, other=0.0)
+        total = tl.dot(left, right, total)
+    if HAS_BIAS:
+        total += tl.load(bias + columns, mask=columns < num_outputs, other=0.0).to(tl.float32)[None, :]
+    out_at = out + rows.to(tl.int64)[:, None] * out_stride + columns[None, :]
+    tl.store(out_at, total.to(out.dtype.element_ty), mask=(rows[:, None] < num_rows) & (columns[None, :] < num_outputs))
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return x @ weight.T + bias, [..., N], rounded to `dtype` once.
+
+    Args:
+        x: [..., K] in half precision.
+        weight: [N, K] of the same type.
+        bias: [N]
+    """
+    flat = x.reshape(-1, x.size(-1))
+    flat = flat if flat.stride(-1) == 1 else flat.contiguous()
+    (num_rows, num_inputs), num_outputs = flat.shape, weight.size(0)
+    out = torch.empty(num_rows, num_outputs, dtype=dtype, device=x.device)
+    if num_rows == 0:
+        return out.view(*x.shape[:-1], num_outputs)
+    rows, columns, inputs, warps, stages = next((tile for most, tile in TILES.items() if num_rows <= most), LARGE_TILE)
+    _linear_kernel[(triton.cdiv(num_rows, rows) * triton.cdiv(num_outputs, columns),)](
+        flat, weight, bias, out, num_rows, num_outputs, num_inputs, flat.stride(0), weight.stride(0), out.stride(0),
+        HAS_BIAS=bias is not None, ROWS=rows, COLUMNS=columns, INPUTS=inputs, GROUPED=GROUPED_TILES, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return out.view(*x.shape[:-1], num_outputs)
+
+
+@triton.jit
+def _rms_norm_kernel(x, weight, out, inverse_rms, num_columns, eps, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, COLUMNS)
+    inside = columns < num_columns
+    values = tl.load(x + row * num_columns + columns, mask=inside, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(values * values) / num_columns + eps)
+    normed = (values * inverse).to(out.dtype.element_ty).to(tl.float32)
+    scaled = normed * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * num_columns + columns, scaled.to(out.dtype.element_ty), mask=inside)
+    tl.store(inverse_rms + row, inverse)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return weight * x / rms(x) over the last axis, [..., K], the quotient rounded to x's type first, and 1 / rms(x) [..., 1] float32."""
+    flat = x.reshape(-1, x.size(-1)).contiguous()
+    out = torch.empty_like(flat)
+    inverse_rms = torch.empty(len(flat), dtype=torch.float32, device=x.device)
+    if len(flat):
+        columns = triton.next_power_of_2(flat.size(1))
+        _rms_norm_kernel[(len(flat),)](
+            flat, weight, out, inverse_rms, flat.size(1), eps, COLUMNS=columns, num_warps=min(8, max(1, columns // 256)), **ROUND_EACH
+        )
+    return out.view(x.shape), inverse_rms.view(*x.shape[:-1], 1)
+
+
+@triton.jit
+def _attention_kernel(
+    query, key, value, out, query_starts, key_starts, slots, scale,
+    query_stride, query_head_stride, key_stride, key_head_stride, value_stride, value_head_stride, out_stride, out_head_stride,
+    GROUP: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    key_head, sequence = tl.program_id(1), tl.program_id(2)
+    query_start, key_start = tl.load(query_starts + sequence), tl.load(key_starts + sequence)
+    num_queries = tl.load(query_starts + sequence + 1) - query_start
+    num_keys = tl.load(key_starts + sequence + 1) - key_start
+    first = tl.program_id(0) * (ROWS // GROUP)
+    if first >= num_queries:
+        return
+    rows, dims = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    token = first + rows // GROUP
+    head = key_head * GROUP + rows % GROUP
+    is_row = (rows < (ROWS // GROUP) * GROUP) & (token < num_queries)
+    inside = dims < SIZE
+    query_at = query + (query_start + token).to(tl.int64)[:, None] * query_stride + head[:, None] * query_head_stride + dims[None, :]
+    q = tl.load(query_at, mask=is_row[:, None] & inside[None, :], other=0.0)
+    position = num_keys - num_queries + token
+    peak = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((ROWS,), dtype=tl.float32)
+    weighted = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
+    end = min(num_keys, num_keys - num_queries + first + ROWS // GROUP)
+    for start in range(0, end, KEYS):
+        keys = start + tl.arange(0, KEYS)
+        exists = keys < num_keys
+        slot = tl.load(slots + key_start + keys, mask=exists, other=0).to(tl.int64)
+        key_at = key + slot[None, :] * key_stride + key_head * key_head_stride + dims[:, None]
+        k = tl.load(key_at, mask=exists[None, :] & inside[:, None], other=0.0)
+        scores = tl.dot(q, k) * scale
+        scores = tl.where(keys[None, :] <= position[:, None], scores, float("-inf"))
+        higher = tl.maximum(peak, tl.max(scores, 1))
+        weights = tl.exp2(scores - higher[:, None])
+        shrink = tl.exp2(peak - higher)
+        total = total * shrink + tl.sum(weights, 1)
+        value_at = value + slot[:, None] * value_stride + key_head * value_head_stride + dims[None, :]
+        v = tl.load(value_at, mask=exists[:, None] & inside[None, :], other=0.0)
+        weighted = tl.dot(weights.to(v.dtype), v, weighted * shrink[:, None])
+        peak = higher
+    out_at = out + (query_start + token).to(tl.int64)[:, None] * out_stride + head[:, None] * out_head_stride + dims[None, :]
+    tl.store(out_at, (weighted / total[:, None]).to(out.dtype.element_ty), mask=is_row[:, None] & inside[None, :])
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_starts: Tensor,
+    key_starts: Tensor,
+    slots: Tensor,
+    *,
+    longest: int,
+    scale: float,
+    out: Tensor,
+) -> None:
+    """Compute causal attention of the last tokens of sequences whose keys lie anywhere in a pool; query head h reads key head h * Hkv // H.
+
+    Args:
+        query: [T, H, D] in half precision; last axis contiguous, as for `key`, `value` and `out`.
+        key: [P, Hkv, D]
+        value: [P, Hkv, D]
+        query_starts: [S + 1] start of each sequence's queries, which are its last tokens.
+        key_starts: [S + 1] start of each sequence's keys in `slots`.
+        slots: [K] position in the pool of each key, in the order of its sequence.
+        longest: most queries of a sequence.
+        scale: factor of the scores, usually D ** -0.5.
+        out: [T, H, D], written.
+    """
+    group, size = query.size(1) // key.size(1), query.size(2)
+    _attention_kernel[(triton.cdiv(longest, ROWS // group), key.size(1), len(query_starts) - 1)](
+        query, key, value, out, query_starts, key_starts, slots, scale * 1.4426950408889634,  # log2(e), for exp2
+        *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *out.stride()[:2],
+        GROUP=group, SIZE=size, WIDTH=triton.next_power_of_2(size), ROWS=ROWS, KEYS=KEYS, num_warps=4, num_stages=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def _log_sum_exp_kernel(logits, out, num_columns, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, COLUMNS)
+    highest = tl.full((COLUMNS,), float("-inf"), dtype=tl.float32)
+    for start in range(0, num_columns, COLUMNS):
+        inside = start + columns < num_columns
+        highest = tl.maximum(highest, tl.load(logits + row * num_columns + start + columns, mask=inside, other=float("-inf")))
+    peak = tl.max(highest)
+    total = tl.zeros((COLUMNS,), dtype=tl.float32)
+    for start in range(0, num_columns, COLUMNS):
+        inside = start + columns < num_columns
+        total += tl.exp(tl.load(logits + row * num_columns + start + columns, mask=inside, other=float("-inf")) - peak)
+    tl.store(out + row, peak + tl.log(tl.sum(total)))
+
+
+def log_sum_exp(logits: Tensor) -> Tensor:
+    """Return [N] the log of the sum of exp over the rows of [N, V] float32."""
+    logits = logits.contiguous()
+    out = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    if len(logits):
+        _log_sum_exp_kernel[(len(logits),)](logits, out, logits.size(1), COLUMNS=LOGITS, num_warps=8)
+    return out
+
+
+@triton.jit
+def _rotate_kernel(x, out, positions, angles, x_stride, num_heads, HALF: tl.constexpr, WIDTH: tl.constexpr):
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    dims = tl.arange(0, WIDTH)
+    inside = dims < HALF
+    low_at = x + token * x_stride + head * 2 * HALF + dims
+    low = tl.load(low_at, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(low_at + HALF, mask=inside, other=0.0).to(tl.float32)
+    angle_at = angles + tl.load(positions + token).to(tl.int64) * 2 * HALF + dims
+    dtype = out.dtype.element_ty
+    cos = tl.load(angle_at, mask=inside, other=0.0).to(dtype).to(tl.float32)
+    sin = tl.load(angle_at + HALF, mask=inside, other=0.0).to(dtype).to(tl.float32)
+    new_low = (low * cos).to(dtype).to(tl.float32) - (high * sin).to(dtype).to(tl.float32)
+    new_high = (high * cos).to(dtype).to(tl.float32) + (low * sin).to(dtype).to(tl.float32)
+    out_at = out + (token * num_heads + head) * 2 * HALF + dims
+    tl.store(out_at, new_low.to(dtype), mask=inside)
+    tl.store(out_at + HALF, new_high.to(dtype), mask=inside)
+
+
+def rotate(x: Tensor, positions: Tensor, angles: Tensor) -> Tensor:
+    """Apply rotary embeddings as transformers rounds them: cosines, sines and both products to x's type before the sum.
+
+    Args:
+        x: [T, H * D] in half precision, contiguous along the last axis.
+        positions: [T]
+        angles: [P, D] float32 cosines of a position's D / 2 angles, then their sines.
+
+    Returns:
+        [T, H * D]
+    """
+    size = angles.size(1)
+    num_heads = x.size(1) // size
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if len(x):
+        width = triton.next_power_of_2(size // 2)
+        _rotate_kernel[(len(x), num_heads)](
+            x, out, positions, angles, x.stride(0), num_heads, HALF=size // 2, WIDTH=width, num_warps=1, **ROUND_EACH
+        )
+    return out

@@ -8,10 +8,14 @@ is only which program computes a row. All tiles have at least 64 rows, since sma
 
 # pyright: reportMissingImports=false, reportIndexIssue=false
 
+import functools
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 ROWS = 64
 """Rows of the smallest tile: those of one warp group's matrix instruction on Hopper."""
@@ -21,60 +25,80 @@ GROUPED_TILES = 8
 """Tiles of rows that pass over the same columns one after another, so that weights stay in the L2 cache."""
 LOGITS = 4096
 """Logits per step of a row's sum."""
-TILES = {64: (64, 64, 128, 4, 4), 512: (64, 128, 64, 4, 4)}
-"""By the largest number of rows: rows, columns and inputs of a tile, warps, stages. Sums run over inputs one after another in any tile."""
 ROUND_EACH = {"enable_fp_fusion": False}
 """Option of kernels that round intermediate results, which LLVM would otherwise fuse with the operation after them."""
-LARGE_TILE = (128, 256, 64, 8, 3)
+
+
+class Tile(NamedTuple):
+    """Part of a matrix product that a program computes at a time; its sums run over the inputs one after another in any tile."""
+
+    rows: int
+    columns: int
+    inputs: int
+    """Inputs per step."""
+    warps: int
+    stages: int
+    """Steps whose inputs are loaded ahead."""
 
 
 @triton.jit
 def _linear_kernel(
-    x, weight, bias, out, num_rows, num_outputs, num_inputs, x_stride, weight_stride, out_stride,
+    x, weight, bias, out, num_rows, num_outputs, num_inputs, num_programs,
     HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INPUTS: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
     row_tiles, column_tiles = tl.cdiv(num_rows, ROWS), tl.cdiv(num_outputs, COLUMNS)
-    group = program // (GROUPED * column_tiles)
-    group_size = min(row_tiles - group * GROUPED, GROUPED)
-    row_tile = group * GROUPED + (program % (GROUPED * column_tiles)) % group_size
-    column_tile = (program % (GROUPED * column_tiles)) // group_size
-    rows = row_tile * ROWS + tl.arange(0, ROWS)
-    columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
-    inputs = tl.arange(0, INPUTS)
-    x_at = x + (rows % num_rows).to(tl.int64)[:, None] * x_stride + inputs[None, :]
-    weight_at = weight + (columns % num_outputs).to(tl.int64)[None, :] * weight_stride + inputs[:, None]
-    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    for start in range(0, num_inputs, INPUTS):
-        left = tl.load(x_at + start, mask=inputs[None, :] < num_inputs - start, other=0.0)
-        right = tl.load(weight_at + start, mask=inputs[:, None] < num_inputs - start, other=0.0)
-        total = tl.dot(left, right, total)
-    if HAS_BIAS:
-        total += tl.load(bias + columns, mask=columns < num_outputs, other=0.0).to(tl.float32)[None, :]
-    out_at = out + rows.to(tl.int64)[:, None] * out_stride + columns[None, :]
-    tl.store(out_at, total.to(out.dtype.element_ty), mask=(rows[:, None] < num_rows) & (columns[None, :] < num_outputs))
+    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, num_programs, flatten=True):
+        group = tile // (GROUPED * column_tiles)
+        group_size = min(row_tiles - group * GROUPED, GROUPED)
+        row = (group * GROUPED + (tile % (GROUPED * column_tiles)) % group_size) * ROWS
+        column = ((tile % (GROUPED * column_tiles)) // group_size) * COLUMNS
+        total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        for start in range(0, num_inputs, INPUTS):
+            total = tl.dot(x.load([row, start]), weight.load([column, start]).T, total)  # zeros beyond the ends
+        rows, columns = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
+        if HAS_BIAS:
+            total += tl.load(bias + columns, mask=columns < num_outputs, other=0.0).to(tl.float32)[None, :]
+        out_at = out + rows.to(tl.int64)[:, None] * num_outputs + columns[None, :]
+        tl.store(out_at, total.to(out.dtype.element_ty), mask=(rows[:, None] < num_rows) & (columns[None, :] < num_outputs))
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return x @ weight.T + bias, [..., N], rounded to `dtype` once.
 
     Args:
-        x: [..., K] in half precision.
+        x: [..., K] in half precision, K a multiple of 8.
         weight: [N, K] of the same type.
         bias: [N]
     """
-    flat = x.reshape(-1, x.size(-1))
-    flat = flat if flat.stride(-1) == 1 else flat.contiguous()
+    flat = x.reshape(-1, x.size(-1)).contiguous()
     (num_rows, num_inputs), num_outputs = flat.shape, weight.size(0)
     out = torch.empty(num_rows, num_outputs, dtype=dtype, device=x.device)
-    if num_rows == 0:
-        return out.view(*x.shape[:-1], num_outputs)
-    rows, columns, inputs, warps, stages = next((tile for most, tile in TILES.items() if num_rows <= most), LARGE_TILE)
-    _linear_kernel[(triton.cdiv(num_rows, rows) * triton.cdiv(num_outputs, columns),)](
-        flat, weight, bias, out, num_rows, num_outputs, num_inputs, flat.stride(0), weight.stride(0), out.stride(0),
-        HAS_BIAS=bias is not None, ROWS=rows, COLUMNS=columns, INPUTS=inputs, GROUPED=GROUPED_TILES, num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+    if num_rows:
+        tile = _tile(num_rows, num_outputs, dtype)
+        num_programs = min(triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_outputs, tile.columns), _num_processors(x.device))
+        _linear_kernel[(num_programs,)](
+            TensorDescriptor.from_tensor(flat, [tile.rows, tile.inputs]),
+            TensorDescriptor.from_tensor(weight, [tile.columns, tile.inputs]),
+            bias, out, num_rows, num_outputs, num_inputs, num_programs, HAS_BIAS=bias is not None,
+            ROWS=tile.rows, COLUMNS=tile.columns, INPUTS=tile.inputs, GROUPED=GROUPED_TILES, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
     return out.view(*x.shape[:-1], num_outputs)
+
+
+def _tile(num_rows: int, num_outputs: int, dtype: torch.dtype) -> Tile:
+    """Return the fastest tile on an H100 of those that fit its shared memory."""
+    if num_rows <= 64:
+        return Tile(64, 32, 128, 4, 5)
+    if dtype == torch.float32:
+        return Tile(128, 128, 64, 8, 4)
+    if num_rows <= 512:
+        return Tile(64, 64, 64, 4, 6) if num_outputs <= 4096 else Tile(64, 128, 64, 4, 4)
+    return Tile(128, 256, 64, 8, 4)
+
+
+@functools.cache
+def _num_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit

@@ -87,6 +87,11 @@ def engine_groups(config: Config) -> tuple[EngineGroupSpec, ...]:
     )
 
 
+def policy_groups(config: Config) -> list[EngineGroupSpec]:
+    """Return the engine groups that serve the policy."""
+    return [group for group in engine_groups(config) if group.model == policy_model(config)]
+
+
 def policy_model(config: Config) -> str:
     """Return the name of the model that rollouts are sampled from: the first that receives the trainer's weights, else the first."""
     groups = engine_groups(config)

@@ -9,7 +9,7 @@ summation", 2008; for matrix products Ozaki et al. 2012). A library may then spl
 threads. A row's unit depends only on that row.
 
 All else is element by element: additions, products, divisions and square roots, which IEEE 754 defines to the bit, and torch's `exp` and
-`log`, which use one vector function for all elements. (On a CPU its `silu` and `sigmoid` use another one for the last elements of a tensor.)
+`log`, which use one vector function for all elements. (On a CPU its `silu` and `sigmoid` use another for the last elements of a tensor.)
 
 Gradients are those of ordinary kernels; only values are reproduced.
 """
@@ -80,10 +80,12 @@ def round_weight(weight: Tensor) -> list[Tensor]:
     return [round_rows(block, bits) for block in weight.detach().split(INPUT_BLOCK, 1)]
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, rounded: Sequence[Tensor] | None = None, dtype: torch.dtype) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, rounded: Sequence[Tensor] | None = None, dtype: torch.dtype, num_parts: int = 1
+) -> Tensor:
     """Return x @ weight.T + bias, [..., N], in `dtype`.
 
-    Inputs and weights are rounded to 22 bits below the largest of their row (more if K < 512).
+    On a CPU inputs and weights are rounded to 22 bits below the largest of their row (more if K < 512).
 
     Args:
         x: [..., K]
@@ -91,17 +93,32 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, rounded: Sequence[
         bias: [N]
         rounded: `round_weight(weight)`, if it is known.
         dtype: dtype of the result.
+        num_parts: on a GPU, parts of the inputs whose products are rounded before they are added, as an engine on so many GPUs does.
     """
-    result: Tensor = _Linear.apply(x, weight, bias, rounded, dtype)
+    result: Tensor = _Linear.apply(x, weight, bias, rounded, dtype, num_parts)
     return result
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rounded: Sequence[Tensor] | None, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        rounded: Sequence[Tensor] | None,
+        dtype: torch.dtype,
+        num_parts: int,
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         if x.is_cuda:
-            return _kernels().linear(x, weight, bias, dtype)
+            size = weight.size(1) // num_parts
+            out = _kernels().linear(x[..., :size], weight[:, :size], bias, dtype)
+            for start in range(size, weight.size(1), size):
+                part = slice(start, start + size)
+                out += _kernels().linear(x[..., part], weight[:, part], None, dtype)
+            return out
+        assert num_parts == 1, "engines on a CPU have one part"
         rows, (num_outputs, num_inputs) = x.reshape(-1, x.size(-1)), weight.shape
         bits, _ = _bits(num_inputs)
         blocks = round_weight(weight) if rounded is None else rounded
@@ -124,8 +141,7 @@ class _Linear(torch.autograd.Function):
             product(rows, weight.t()).view_as(x) if of_x else None,
             product(rows.t(), x.reshape(-1, x.size(-1)).t()) if of_weight else None,
             rows.sum(0) if of_bias else None,
-            None,
-            None,
+            *[None] * 3,
         )
 
 

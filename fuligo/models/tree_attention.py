@@ -208,7 +208,7 @@ def _node_mask(shape: NodeShape, window: int | None, device: torch.device) -> Te
 def invariant_tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: TokenTree, *, scale: float) -> Tensor:
     """Compute what `tree_attention` does, equal bit for bit to `batch_invariant.causal_attention` over each sequence by itself.
 
-    On a CPU every branch is computed with its whole prefix, whose outputs are equal in all of them: what is saved is everything but attention.
+    On a CPU every branch is computed with its whole prefix, whose outputs are equal in all branches: only attention is not saved.
     """
     if query.is_cuda:
         result: Tensor = _InvariantTree.apply(query, key, value, tree_row(tree, query.device), scale)

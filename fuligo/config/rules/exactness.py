@@ -3,7 +3,7 @@
 from fuligo.config import Config
 from fuligo.config.findings import Severity
 from fuligo.config.rules.rule import Change, Violation, rule, set_flag, unset_flag
-from fuligo.config.topology import engine_groups
+from fuligo.config.topology import policy_groups
 
 _OFF = unset_flag("exact_on_policy")
 _ENGINE_NEEDS = {
@@ -11,6 +11,7 @@ _ENGINE_NEEDS = {
     "dtype": ("auto", "bfloat16"),
     "kv_cache_dtype": ("auto", "bfloat16", "bf16"),
     "page_size": (1,),
+    "dp_size": (1,),
     "disable_prefill_cuda_graph": (True,),
     "enable_torch_compile": (False,),
     "quantization": (),
@@ -32,7 +33,7 @@ def backends_compute_alike(config: Config) -> Violation | None:
         return Violation(text, (_OFF,), flags=("--exact-on-policy", "--rollout-external-engine-addrs"))
     there = config.engine_capabilities.exact_on
     if config.needs_engine and config.cluster.device not in ("auto", there):
-        text = f"--device {config.cluster.device} with --exact-on-policy: the engine {config.resolved_rollout_backend} is exact only on {there}"
+        text = f"--device {config.cluster.device}: --exact-on-policy with the engine {config.resolved_rollout_backend} needs {there}"
         return Violation(text, (_OFF, set_flag("device", there)), flags=("--exact-on-policy", "--device"))
     return None
 
@@ -42,11 +43,13 @@ def engines_compute_as_the_trainer(config: Config) -> Violation | None:
     """Reject SGLang's arguments under which its log-probabilities differ from the trainer's."""
     if not config.train.exact_on_policy:
         return None
-    for group in engine_groups(config):
-        if group.tp_size > 1:
-            text = f"engines on {group.tp_size} GPUs add parts of a matrix product, which the trainer computes as a whole"
-            fix = (set_flag("rollout_num_gpus_per_engine", 1),)
-            return Violation(f"--exact-on-policy: {text}", fix, flags=("--exact-on-policy", "--rollout-num-gpus-per-engine"))
+    groups = policy_groups(config)
+    sizes = sorted({group.tp_size for group in groups})
+    if len(sizes) > 1 or max(sizes, default=1) > 2:
+        have = f"engines have {' and '.join(map(str, sizes))} GPUs"
+        text = f"{have}; --exact-on-policy needs one or two for all, because a sum of more parts depends on their order"
+        return Violation(text, (set_flag("rollout_num_gpus_per_engine", 1),), flags=("--exact-on-policy", "--rollout-num-gpus-per-engine"))
+    for group in groups:
         for name, allowed in _ENGINE_NEEDS.items():
             given = group.arguments.get(name)
             if given is not None and given not in allowed:

@@ -80,15 +80,15 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
         ),
     ],
     "CFG-EXACT-BACKENDS": [
-        (
-            {**SGLANG, "train_backend": "torch", "exact_on_policy": True},
-            "SGLang's deterministic mode has not been verified to be bitwise equal",
-        ),
-        ({"rollout_external_engine_addrs": ["h:1"], "exact_on_policy": True}, "SGLang's deterministic mode"),
-        (
-            {"device": "cuda", "exact_on_policy": True},
-            "--device cuda with --exact-on-policy: batch-invariant operations are verified only on CPUs",
-        ),
+        ({**SGLANG, "exact_on_policy": True, "device": "cpu"}, "--device cpu: --exact-on-policy with the engine sglang needs cuda"),
+        ({"rollout_external_engine_addrs": ["h:1"], "exact_on_policy": True}, "only engines that fuligo starts compute as the trainer"),
+        ({"device": "cuda", "exact_on_policy": True}, "--device cuda: --exact-on-policy with the engine embedded needs cpu"),
+        ({**SGLANG, "train_backend": "megatron", "exact_on_policy": True}, "the Megatron trainer has no batch-invariant operations"),
+    ],
+    "CFG-EXACT-ENGINE": [
+        ({**SGLANG, "exact_on_policy": True, "sglang": {"attention_backend": "fa3"}}, "--sglang-attention-backend fa3 with --exact-on"),
+        ({**SGLANG, "exact_on_policy": True, "sglang": {"quantization": "fp8"}}, "--sglang-quantization fp8 with --exact-on-policy"),
+        ({**SGLANG, "exact_on_policy": True, "rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 4}, "engines have 4 GPUs"),
     ],
     "CFG-EXACT-POLICY": [
         ({"exact_on_policy": True, "async_mode": "one-step"}, "--async-mode one-step samples with older weights"),
@@ -99,7 +99,10 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
         ({"lora_adapter": "a", "lr": 1e-5, "exact_on_policy": True}, "--lora-adapter with --exact-on-policy"),
     ],
     "CFG-EXACT-CORRECTION": [({"exact_on_policy": True, "use_tis": True}, "every weight is 1")],
-    "CFG-EXACT-PRECISION": [({"exact_on_policy": True, "precision": "bf16"}, "--precision bf16 and --embedded-dtype auto")],
+    "CFG-EXACT-PRECISION": [
+        ({"exact_on_policy": True, "precision": "bf16"}, "--precision bf16 and --embedded-dtype auto"),
+        ({**SGLANG, "exact_on_policy": True, "precision": "fp32"}, "--exact-on-policy with SGLang needs bf16"),
+    ],
     "CFG-EXACT-OLD-POLICY": [
         ({"exact_on_policy": True, "use_rollout_logprobs": True, "num_steps_per_rollout": 2}, "--use-rollout-logprobs skips the pass"),
     ],

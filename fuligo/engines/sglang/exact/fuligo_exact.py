@@ -1,7 +1,7 @@
 """Plugin of SGLang 0.5.15 for --exact-on-policy: dense Llama and Qwen models compute with the trainer's kernels and round where it does.
 
 SGLang loads it in each of its processes (`sglang.srt.plugins`). They lack fuligo, so it loads `models/invariant_kernels.py` as a file.
-Prefill and decoding run the same attention kernel, so prefix caches, chunks, retracted requests and batches leave the bits of a token alone.
+Prefill and decoding run the same attention kernel, so that prefix caches, chunks, retracted requests and batches change no bit of a token.
 """
 
 # pyright: reportMissingImports=false, reportMissingModuleSource=false

@@ -102,6 +102,8 @@ class _File:
 
     path: str
     num_bytes: int
+    descriptor: int
+    """The sender's."""
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return torch.UntypedStorage.from_file, (self.path, False, self.num_bytes)
@@ -149,28 +151,38 @@ def _handles(named_tensors: NamedTensors, stack: ExitStack) -> list[tuple[str, t
 def _copies(tensors: Sequence[torch.Tensor], stack: ExitStack) -> Iterator[_Tensor]:
     *begins, num_bytes = accumulate((-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors), initial=0)
     file = stack.enter_context(_open_file(max(num_bytes, _ALIGNMENT)))
-    storage: Any = torch.UntypedStorage.from_file(file.path, True, file.num_bytes)
     for tensor, begin in zip(tensors, begins):
-        copy = torch.empty(0, dtype=tensor.dtype).set_(storage, begin // tensor.element_size(), tensor.shape)  # pyright: ignore[reportCallIssue]  # the stride may be left out
-        copy.copy_(tensor.detach())
-        yield _Tensor(_Typed(file, copy.dtype), copy.storage_offset(), tuple(copy.shape), copy.stride())
+        contiguous = tensor.detach().contiguous()
+        _write(file.descriptor, contiguous, begin)
+        yield _Tensor(_Typed(file, tensor.dtype), begin // tensor.element_size(), tuple(tensor.shape), contiguous.stride())
 
 
-@contextmanager
-def _open_file(num_bytes: int) -> Iterator[_File]:
-    """Open a shared-memory file. On Linux it has no name, so it disappears with the last process that has it open.
+def _write(descriptor: int, tensor: torch.Tensor, begin: int) -> None:
+    """Write a contiguous tensor to a file.
+
+    A copy by torch would start and join a team of OpenMP threads, which takes long on busy cores: an adapter has hundreds of tensors, whose
+    copies have taken seconds.
 
     Raises:
         OSError: shared memory is full.
     """
+    data = tensor.reshape(-1).view(torch.uint8).numpy().data
+    while data:
+        written = os.pwrite(descriptor, data, begin)
+        data, begin = data[written:], begin + written
+
+
+@contextmanager
+def _open_file(num_bytes: int) -> Iterator[_File]:
+    """Open a shared-memory file. On Linux it has no name, so it disappears with the last process that has it open."""
     if sys.platform == "linux":
         with tempfile.TemporaryFile(dir=SHARED_MEMORY) as file:
-            os.posix_fallocate(file.fileno(), 0, num_bytes)  # A full file system would otherwise kill the writer (SIGBUS).
-            yield _File(f"/proc/{os.getpid()}/fd/{file.fileno()}", num_bytes)
+            file.truncate(num_bytes)
+            yield _File(f"/proc/{os.getpid()}/fd/{file.fileno()}", num_bytes, file.fileno())
     else:
         with tempfile.NamedTemporaryFile() as file:
             file.truncate(num_bytes)
-            yield _File(file.name, num_bytes)
+            yield _File(file.name, num_bytes, file.fileno())
 
 
 _DEVICE = 6

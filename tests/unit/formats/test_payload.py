@@ -43,6 +43,11 @@ def some_tensors() -> list[tuple[str, torch.Tensor]]:
         ("half", torch.randn(5).bfloat16()),
         ("parameter", torch.nn.Parameter(torch.randn(2, 2))),
         ("transposed", torch.randn(4, 6).t()),
+        ("scalar", torch.tensor(3.5)),
+        ("empty", torch.empty(0, 4)),
+        ("bits", torch.tensor([True, False, True])),
+        ("half a view", torch.randn(6).bfloat16()[3:]),
+        ("eighth", torch.randn(9).to(torch.float8_e4m3fn)),
     ]
 
 

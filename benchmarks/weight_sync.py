@@ -8,7 +8,9 @@ The sender is the trainer's (`fuligo/weights/senders.py`) with the checkpoint's 
 paused and resumed as in a run. `--link-gb-per-s` is the bandwidth that `benchmarks/link.py` reports for as many GPUs.
 
 With `--lora-rank`, a LoRA adapter of random values is loaded into the engines in place of the one before (`fuligo/weights/adapter.py`). The
-trainer's copy of it is float32 on GPU 0; the first engine is on GPU 1, or on GPU 0 if there is no other.
+trainer's copy of it is float32 on GPU 0; the first engine is on GPU 1, or on GPU 0 if there is no other. The time of a load is printed by
+its parts: the payload in shared memory, and each call of an engine. With `--trainer`, the torch trainer's worker then sends its own adapter
+as in a run: it gathers the tensors, copies them, and makes the calls.
 """
 
 from __future__ import annotations
@@ -20,33 +22,50 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from rollout_waves import fleet
 from safetensors.torch import load_file
 from synthetic_rollout import ASSETS
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
+from fuligo.engines.client import EngineClient
+from fuligo.engines.group import EngineGroup
 from fuligo.engines.sglang.backend import adapter_arguments
 from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.formats.host_copies import host_copies
+from fuligo.formats.payload import NamedTensors, named_payload
 from fuligo.formats.weight_manifest import EngineAddress, Undelivered, WeightManifest, WeightTarget, weights_checksum
 from fuligo.models.adapter import adapter_tensors, empty_adapted_model
+from fuligo.trainer.ranks.settings import LearningRateSchedule, LoraSettings, OptimizerSettings
+from fuligo.trainer.ranks.world import World, join_world
+from fuligo.trainer.torch_backend.lora import named_adapter_weights
+from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
+from fuligo.trainer.torch_backend.worker import TorchRankWorker
 from fuligo.weights.adapter import send_adapter
 from fuligo.weights.senders import WeightSender
 
 MIB = 2**20
+PAUSE_CALLS = ("/pause_generation", "/continue_generation")
 
 
 async def measure_adapter(args: argparse.Namespace) -> None:
-    """Print the times of syncs of an adapter: its tensors to host memory, its digest alone, and the whole sync."""
+    """Print the times of syncs of an adapter and of their parts."""
     device, config = "cuda:0" if args.device == "cuda" else "cpu", adapter_config(args)
     shapes = {name: parameter.shape for name, parameter in adapter_tensors(empty_adapted_model(config, Path(args.model))).items()}
     trained = {name: 0.01 * torch.randn(shape, device=device) for name, shape in shapes.items()}
     num_bytes = sum(2 * tensor.numel() for tensor in trained.values())
-    async with fleet(args) as running:
+    worker = trainer_worker(args, config) if args.trainer else None
+    async with AsyncExitStack() as stack:
+        running, took = await stack.enter_async_context(fleet(args)), stack.enter_context(timed_calls())
         print(f"{args.engines} engines ready; adapter of rank {config.rank}: {len(trained)} tensors, {num_bytes / 1e6:.1f} MB", flush=True)
         group, times = running.group, []
+        took.clear()  # of the start
         engines = tuple(EngineAddress(c.url, c.num_ranks, c.start, c.number, c.keys, ()) for c in group.clients)
         for version in range(1, args.repeats + 2):
             start_s = time.perf_counter()
@@ -61,13 +80,90 @@ async def measure_adapter(args: argparse.Namespace) -> None:
             await group.resume()
             if not isinstance(sent, WeightManifest):
                 raise RuntimeError(sent.reason)
-            digest_s = digested_s - copied_s
-            # The digest that is timed by itself is computed again as a part of what follows.
-            times.append((paused_s - start_s, copied_s - paused_s, digest_s, sent_s - digested_s - digest_s, time.perf_counter() - sent_s))
-    for label, parts in (("first", times[:1]), ("later, median", times[1:])):
-        medians = [1e3 * statistics.median(values) for values in zip(*parts)]
-        names = ("pause", "copy", "digest", "load", "resume")
-        print(f"{label}: {sum(medians):.1f} ms (" + ", ".join(f"{name} {ms:.1f}" for name, ms in zip(names, medians)) + ")", flush=True)
+            end_s = time.perf_counter()
+            payload_s = payload_seconds(tensors)
+            # Digest and payload are timed by themselves, and are a part of `send_adapter`, too.
+            parts = {"pause": paused_s - start_s, "copy": copied_s - paused_s, "digest": digested_s - copied_s, "payload": payload_s}
+            calls = {path: seconds for path, seconds in took.items() if path not in PAUSE_CALLS}
+            rest_s = sent_s - digested_s - parts["digest"] - payload_s - sum(calls.values())
+            times.append({**parts, **calls, "rest": rest_s, "resume": end_s - sent_s})
+            print(f"sync {version}: {shown(times[-1:])}", flush=True)
+            took.clear()
+        print(f"first: {shown(times[:1])}\nlater, median: {shown(times[1:])}", flush=True)
+        if worker is not None:
+            target = WeightTarget("tensor", args.repeats + 2, MIB, engines)
+            await measure_trainer(args, worker, group, target)
+
+
+def trainer_worker(args: argparse.Namespace, config: AdapterConfig) -> TorchRankWorker:
+    """Return the torch trainer's only rank, whose adapter has random values."""
+    model, is_cuda = Path(args.model), args.device == "cuda"
+    settings = TorchTrainerSettings(
+        hf_checkpoint=model,
+        initial_weights=model,
+        optimizer=OptimizerSettings(LearningRateSchedule(peak=1e-5)),
+        lora=LoraSettings(config, is_named=True),
+        device="cuda" if is_cuda else "cpu",
+        precision="bf16" if is_cuda else "fp32",
+    )
+    world = join_world(0, 1, "cuda", store=HashStore(), key=None, timeout_s=60) if is_cuda else World()
+    worker = TorchRankWorker(settings, world)
+    with torch.no_grad():
+        for parameter in adapter_tensors(worker.policy.model).values():
+            parameter.normal_(std=0.01)
+    return worker
+
+
+async def measure_trainer(args: argparse.Namespace, worker: TorchRankWorker, group: EngineGroup, target: WeightTarget) -> None:
+    """Print the times of the trainer's own syncs of its adapter, and of the gathering alone."""
+    times = []
+    for number in range(args.repeats + 1):
+        gather_s = time.perf_counter()
+        gathered = [tensor for _, tensor in named_adapter_weights(worker.policy.model, dtype=torch.bfloat16)]
+        gathered[-1].sum().item()  # waits for the device
+        start_s = time.perf_counter()
+        await group.pause("abort")
+        paused_s = time.perf_counter()
+        sent = await asyncio.to_thread(worker.send_weights, replace(target, version=target.version + number))
+        sent_s = time.perf_counter()
+        await group.resume()
+        if not isinstance(sent, WeightManifest):
+            raise RuntimeError(sent.reason if isinstance(sent, Undelivered) else "nothing was sent")
+        times.append({"pause": paused_s - start_s, "send": sent_s - paused_s, "resume": time.perf_counter() - sent_s})
+        print(f"trainer, sync {number + 1}: {shown(times[-1:])}, gathering alone {1e3 * (start_s - gather_s):.1f} ms", flush=True)
+    print(f"trainer, later, median: {shown(times[1:])}", flush=True)
+
+
+def shown(times: Sequence[Mapping[str, float]]) -> str:
+    """Return the medians of the parts of syncs in milliseconds, and their sum."""
+    medians = {name: 1e3 * statistics.median(parts.get(name, 0.0) for parts in times) for name in times[-1]}
+    return f"{sum(medians.values()):.1f} ms (" + ", ".join(f"{name} {ms:.1f}" for name, ms in medians.items()) + ")"
+
+
+def payload_seconds(tensors: NamedTensors) -> float:
+    start_s = time.perf_counter()
+    with named_payload(tensors):
+        return time.perf_counter() - start_s
+
+
+@contextmanager
+def timed_calls() -> Iterator[dict[str, float]]:
+    """Yield the seconds of control calls of engines by their path, most of concurrent ones."""
+    took: dict[str, float] = {}
+    call = EngineClient._call
+
+    async def timed(client: EngineClient, method: str, path: str, *arguments: Any, **options: Any) -> Any:
+        start_s = time.perf_counter()
+        try:
+            return await call(client, method, path, *arguments, **options)
+        finally:
+            took[path] = max(took.get(path, 0.0), time.perf_counter() - start_s)
+
+    EngineClient._call = timed  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield took
+    finally:
+        EngineClient._call = call
 
 
 def adapter_config(args: argparse.Namespace) -> AdapterConfig:
@@ -125,6 +221,7 @@ def main() -> None:
     parser.add_argument("--engines", type=int, default=1, help="engines, one GPU each")
     parser.add_argument("--bucket-mib", type=int, nargs="+", default=[512, 1024, 2048, 4096])
     parser.add_argument("--lora-rank", type=int, help="sync an adapter of this rank instead of all weights")
+    parser.add_argument("--trainer", action="store_true", help="with --lora-rank: also sync from the torch trainer's worker, on GPU 0")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--link-gb-per-s", type=float)
     parser.add_argument("--logs", type=Path, help="directory for logs (default: a temporary one)")

@@ -50,7 +50,9 @@ def _parts(name: str, value: object) -> list[str]:
 FIXED = {
     "GOMP_SPINCOUNT": "20000",  # which fuligo would set: what it starts has the environment of the warm imports
     "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": str(REPOSITORY),
+    "PYTHONPATH": os.pathsep.join(
+        filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH")))
+    ),  # packages of a machine without installation
     "TOKENIZERS_PARALLELISM": "false",
 }
 

@@ -102,16 +102,17 @@ def _num_processors(device: torch.device) -> int:
 
 
 @triton.jit
-def _rms_norm_kernel(x, weight, out, inverse_rms, num_columns, eps, COLUMNS: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+def _rms_norm_kernel(x, weight, out, inverse_rms, num_rows, num_columns, eps, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
-    inside = columns < num_columns
-    values = tl.load(x + row * num_columns + columns, mask=inside, other=0.0).to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(values * values) / num_columns + eps)
-    normed = (values * inverse).to(out.dtype.element_ty).to(tl.float32)
-    scaled = normed * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * num_columns + columns, scaled.to(out.dtype.element_ty), mask=inside)
-    tl.store(inverse_rms + row, inverse)
+    is_column, is_row = columns < num_columns, rows < num_rows
+    at, inside = rows[:, None] * num_columns + columns[None, :], is_row[:, None] & is_column[None, :]
+    values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(values * values, 1) / num_columns + eps)
+    normed = (values * inverse[:, None]).to(out.dtype.element_ty).to(tl.float32)
+    scaled = normed * tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    tl.store(out + at, scaled.to(out.dtype.element_ty), mask=inside)
+    tl.store(inverse_rms + rows, inverse, mask=is_row)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -121,8 +122,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     inverse_rms = torch.empty(len(flat), dtype=torch.float32, device=x.device)
     if len(flat):
         columns = triton.next_power_of_2(flat.size(1))
-        _rms_norm_kernel[(len(flat),)](
-            flat, weight, out, inverse_rms, flat.size(1), eps, COLUMNS=columns, num_warps=min(8, max(1, columns // 256)), **ROUND_EACH
+        rows = max(1, 2048 // columns)  # heads are short: many in a program
+        _rms_norm_kernel[(triton.cdiv(len(flat), rows),)](
+            flat, weight, out, inverse_rms, len(flat), flat.size(1), eps, ROWS=rows, COLUMNS=columns, num_warps=4, **ROUND_EACH
         )
     return out.view(x.shape), inverse_rms.view(*x.shape[:-1], 1)
 

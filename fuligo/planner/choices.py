@@ -25,6 +25,9 @@ from fuligo.quantities import count, gibibytes, magnitude
 MAX_REQUESTS = 1024
 """Most requests that an attention replica runs at a time: the largest measured batch (docs/benchmarks-gpu.md). At this size decoding of
 a 135M model is bound by SGLang's scheduler process, and of a 4B model by the bandwidth of its KV cache."""
+SPARE_SLOTS = 1
+"""Slots of an engine beyond its requests in flight. SGLang 0.5.15 counts a request whose prompt is in chunks twice, so that with as many
+slots as requests the last one would wait until another ends: the rollout would end with one request alone."""
 MIN_REQUESTS = 256
 """Requests for which an engine has graphs even if a wave is smaller: evaluations send more. SGLang's own default on large GPUs."""
 GRAPH_ARGUMENTS = ("cuda_graph_max_bs_decode", "cuda_graph_bs_decode", "cuda_graph_config", "disable_decode_cuda_graph")
@@ -91,7 +94,7 @@ def _engine_choices(subject: Subject) -> Iterator[Choice]:
             continue  # their graphs and requests follow other limits, which have their own rules
         changes = []
         if spec.arguments.get("max_running_requests") is None:
-            changes.append(_argument(spec, "max_running_requests", requests))
+            changes.append(_argument(spec, "max_running_requests", requests + SPARE_SLOTS * spec.dp_size))
         if not _decides_graphs(spec):
             graphs = max(memory.settings.graph_batch, ceil(requests / spec.dp_size))
             changes.append(_argument(spec, "cuda_graph_max_bs_decode", graphs))

@@ -110,6 +110,13 @@ def _requests_wanted(subject: Subject, spec: EngineGroupSpec) -> int:
     return spec.dp_size * min(per_replica, largest or per_replica)
 
 
+def _in_flight(subject: Subject) -> float:
+    """Return the requests in flight for each attention replica that samples, if they have a limit."""
+    limit = subject.config.rollout.rollout_concurrency
+    replicas = sum(spec.num_engines * spec.dp_size for spec in serving_policy(subject) if spec.worker_type != "prefill")
+    return float("inf") if limit is None or not replicas else limit / replicas
+
+
 @rule("PLAN-GRAPH-BATCH", "--sglang-cuda-graph-max-bs-decode", "--sglang-cuda-graph-bs-decode", severity=Severity.WARNING)
 def batches_have_graphs(subject: Subject) -> Iterator[Violation]:
     """Batches above the largest CUDA graph run without one, much slower."""
@@ -119,7 +126,7 @@ def batches_have_graphs(subject: Subject) -> Iterator[Violation]:
         if largest is None or requests is None or spec.worker_type == "prefill":
             continue
         share = -(-requests // spec.dp_size)
-        if share <= largest:
+        if share <= largest or _in_flight(subject) <= largest:
             continue
         name = "cuda_graph_bs_decode" if given else "cuda_graph_max_bs_decode"
         per_replica = f" / {shown(spec, 'dp_size')} = {share}" if spec.dp_size > 1 else ""

@@ -7,7 +7,7 @@ import pytest
 from fuligo.config.changes import change_text
 from fuligo.models.registry import architecture_of
 from fuligo.planner import lengths
-from fuligo.planner.choices import MAX_REQUESTS, choose
+from fuligo.planner.choices import MAX_REQUESTS, SPARE_SLOTS, choose
 from fuligo.planner.estimate import estimate
 from fuligo.planner.gpus import GIB, GPUS
 from fuligo.planner.subject import Subject
@@ -25,13 +25,14 @@ def chosen(flags: str, model: str = "qwen3-4b", gpu: str = "h200-141") -> dict[s
 
 def test_graphs_and_requests_in_flight_cover_the_wave() -> None:
     found = chosen(f"{ENGINES} --rollout-batch-size 32")
-    assert found == {"max_running_requests": 512, "cuda_graph_max_bs_decode": 512, "rollout_concurrency": 512}
+    assert found == {"max_running_requests": 513, "cuda_graph_max_bs_decode": 512, "rollout_concurrency": 512}
 
 
 @pytest.mark.parametrize("num_engines, each", [(1, 1024), (2, 1024), (4, 512)])
 def test_requests_are_counted_per_engine(num_engines: int, each: int) -> None:
     found = chosen(f"{ENGINES} --rollout-batch-size 128 --rollout-num-gpus {num_engines}")
-    assert found["max_running_requests"] == found["cuda_graph_max_bs_decode"] == each <= MAX_REQUESTS
+    assert found["cuda_graph_max_bs_decode"] == each <= MAX_REQUESTS
+    assert found["max_running_requests"] == each + SPARE_SLOTS
     assert found["rollout_concurrency"] == num_engines * each
 
 
@@ -44,8 +45,8 @@ def test_the_kv_cache_limits_the_requests() -> None:
     found, subject = chosen(long), subject_of(long, "qwen3-4b", "h200-141")
     [capacity] = estimate(subject).capacities
     tokens = lengths.average_prompt(subject.config) + lengths.average_response(subject.config)
-    assert found["max_running_requests"] == found["rollout_concurrency"]
-    assert found["max_running_requests"] == pytest.approx(capacity.kv_cache_tokens // tokens, rel=0.05)
+    assert found["max_running_requests"] == found["rollout_concurrency"] + SPARE_SLOTS
+    assert found["rollout_concurrency"] == pytest.approx(capacity.kv_cache_tokens // tokens, rel=0.05)
     assert found["cuda_graph_max_bs_decode"] == 256, "not below SGLang's own default"
 
 
@@ -54,7 +55,8 @@ def test_given_graphs_limit_the_requests_and_the_reason_says_so() -> None:
         subject_of(f"{ENGINES} --rollout-batch-size 64 --sglang-cuda-graph-max-bs-decode 300", "qwen3-4b", "h200-141")
     )
     assert subject.config.sglang.get("cuda_graph_max_bs_decode") == 300
-    assert subject.config.sglang.get("max_running_requests") == subject.config.rollout.rollout_concurrency == 300
+    assert subject.config.rollout.rollout_concurrency == 300
+    assert subject.config.sglang.get("max_running_requests") == 300 + SPARE_SLOTS
     assert choices[0].reason == "its CUDA graphs end at 300 requests; its share of a rollout is 1024"
 
 

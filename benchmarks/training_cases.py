@@ -74,6 +74,7 @@ CASES: dict[str, Case] = {
     "dense-short": Case("qwen3-4b", max_tokens=12288, num_rows=6, sample_tokens=230),
     "torch": Case("qwen3-4b", max_tokens=12288, num_rows=6, flags=TORCH, backend="torch"),
     "torch-short": Case("qwen3-4b", max_tokens=12288, num_rows=6, sample_tokens=230, flags=TORCH, backend="torch"),
+    "torch-short-12": Case("qwen3-4b", num_layers=12, max_tokens=12288, num_rows=6, sample_tokens=230, flags=TORCH, backend="torch"),
     "torch-recompute": Case("qwen3-4b", flags=(*TORCH, "--gradient-checkpointing"), backend="torch"),
     "torch-lora": Case("qwen3-4b", max_tokens=12288, num_rows=6, flags=(*TORCH, *LORA), backend="torch"),
     "torch-lora-eager": Case("qwen3-4b", max_tokens=12288, num_rows=6, flags=(*TORCH_EAGER, *LORA), backend="torch"),

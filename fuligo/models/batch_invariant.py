@@ -219,6 +219,46 @@ class _Silu(torch.autograd.Function):
         return torch.ops.aten.silu_backward(grad, x)
 
 
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate) * up on a GPU, [..., K], rounded once."""
+    result: Tensor = _SwiGlu.apply(gate, up)
+    return result
+
+
+class _SwiGlu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return _kernels().swiglu(gate.flatten(0, -2), up.flatten(0, -2)).view(gate.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        rows = (each.flatten(0, -2).contiguous() for each in (*ctx.saved_tensors, grad))
+        of_gate, of_up = _kernels().swiglu_backward(*rows)
+        return of_gate.view(grad.shape), of_up.view(grad.shape)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary embeddings [T, D], each half of which has all angles, to [T, H, D] on a GPU."""
+    result: Tensor = _Rotate.apply(x, cos, sin)
+    return result
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _kernels().rotate(x, torch.arange(len(x), device=x.device), cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        cos, sin = ctx.saved_tensors
+        rows = torch.arange(len(grad), device=grad.device)
+        return _kernels().rotate(grad.contiguous(), rows, cos, sin, backward=True), None, None
+
+
 def softmax(logits: Tensor) -> Tensor:
     """Return the softmax of [N, K] over the last axis, float32."""
     result: Tensor = _Softmax.apply(logits.float())

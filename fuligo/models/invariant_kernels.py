@@ -23,6 +23,8 @@ KEYS = 64
 """Keys per step of attention."""
 GROUPED_TILES = 8
 """Tiles of rows that pass over the same columns one after another, so that weights stay in the L2 cache."""
+SWIGLU_COLUMNS = 1024
+"""Columns of a program of SwiGLU."""
 LOGITS = 4096
 """Logits per step of a row's sum."""
 ROUND_EACH = {"enable_fp_fusion": False}
@@ -74,7 +76,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -
     (num_rows, num_inputs), num_outputs = flat.shape, weight.size(0)
     out = torch.empty(num_rows, num_outputs, dtype=dtype, device=x.device)
     if num_rows:
-        tile = _tile(num_rows, num_outputs, dtype)
+        tile = _tile(num_rows, dtype)
         num_programs = min(triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_outputs, tile.columns), _num_processors(x.device))
         _linear_kernel[(num_programs,)](
             TensorDescriptor.from_tensor(flat, [tile.rows, tile.inputs]),
@@ -85,15 +87,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -
     return out.view(*x.shape[:-1], num_outputs)
 
 
-def _tile(num_rows: int, num_outputs: int, dtype: torch.dtype) -> Tile:
-    """Return the fastest tile on an H100 of those that fit its shared memory."""
+def _tile(num_rows: int, dtype: torch.dtype) -> Tile:
+    """Return the fastest tile on an H100, over the shapes of Qwen3-4B, of those that fit its shared memory."""
     if num_rows <= 64:
         return Tile(64, 32, 128, 4, 5)
     if dtype == torch.float32:
-        return Tile(128, 128, 64, 8, 4)
-    if num_rows <= 512:
-        return Tile(64, 64, 64, 4, 6) if num_outputs <= 4096 else Tile(64, 128, 64, 4, 4)
-    return Tile(128, 256, 64, 8, 4)
+        return Tile(128, 128, 64, 4, 4)
+    if num_rows <= 384:
+        return Tile(128, 64, 128, 4, 4)
+    return Tile(128, 128, 128, 8, 3) if num_rows < 1024 else Tile(128, 256, 64, 8, 4)
 
 
 @functools.cache
@@ -233,17 +235,22 @@ def log_sum_exp(logits: Tensor) -> Tensor:
 
 
 @triton.jit
-def _rotate_kernel(x, out, positions, angles, x_stride, num_heads, HALF: tl.constexpr, WIDTH: tl.constexpr):
+def _rotate_kernel(
+    x, out, positions, cosines, sines, x_stride, x_head_stride, angle_stride, num_heads,
+    HALF: tl.constexpr, WIDTH: tl.constexpr, BACKWARD: tl.constexpr,
+):  # fmt: skip
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dims = tl.arange(0, WIDTH)
     inside = dims < HALF
-    low_at = x + token * x_stride + head * 2 * HALF + dims
+    low_at = x + token * x_stride + head * x_head_stride + dims
     low = tl.load(low_at, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(low_at + HALF, mask=inside, other=0.0).to(tl.float32)
-    angle_at = angles + tl.load(positions + token).to(tl.int64) * 2 * HALF + dims
+    angle_at = tl.load(positions + token).to(tl.int64) * angle_stride + dims
     dtype = out.dtype.element_ty
-    cos = tl.load(angle_at, mask=inside, other=0.0).to(dtype).to(tl.float32)
-    sin = tl.load(angle_at + HALF, mask=inside, other=0.0).to(dtype).to(tl.float32)
+    cos = tl.load(cosines + angle_at, mask=inside, other=0.0).to(dtype).to(tl.float32)
+    sin = tl.load(sines + angle_at, mask=inside, other=0.0).to(dtype).to(tl.float32)
+    if BACKWARD:
+        sin = -sin
     new_low = (low * cos).to(dtype).to(tl.float32) - (high * sin).to(dtype).to(tl.float32)
     new_high = (high * cos).to(dtype).to(tl.float32) + (low * sin).to(dtype).to(tl.float32)
     out_at = out + (token * num_heads + head) * 2 * HALF + dims
@@ -251,23 +258,64 @@ def _rotate_kernel(x, out, positions, angles, x_stride, num_heads, HALF: tl.cons
     tl.store(out_at + HALF, new_high.to(dtype), mask=inside)
 
 
-def rotate(x: Tensor, positions: Tensor, angles: Tensor) -> Tensor:
+def rotate(x: Tensor, positions: Tensor, cosines: Tensor, sines: Tensor, *, backward: bool = False) -> Tensor:
     """Apply rotary embeddings as transformers rounds them: cosines, sines and both products to x's type before the sum.
 
     Args:
-        x: [T, H * D] in half precision, contiguous along the last axis.
-        positions: [T]
-        angles: [P, D] float32 cosines of a position's D / 2 angles, then their sines.
+        x: [T, H, D] in half precision, the last axis contiguous.
+        positions: [T] rows of `cosines` and `sines`.
+        cosines: [P, at least D / 2] of a position's D / 2 angles.
+        sines: the same, with the same strides.
+        backward: rotate by the negative angles, as gradients are.
 
     Returns:
-        [T, H * D]
+        [T, H, D]
     """
-    size = angles.size(1)
-    num_heads = x.size(1) // size
+    num_heads, half = x.size(1), x.size(2) // 2
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if len(x):
-        width = triton.next_power_of_2(size // 2)
         _rotate_kernel[(len(x), num_heads)](
-            x, out, positions, angles, x.stride(0), num_heads, HALF=size // 2, WIDTH=width, num_warps=1, **ROUND_EACH
-        )
+            x, out, positions, cosines, sines, x.stride(0), x.stride(1), cosines.stride(0), num_heads,
+            HALF=half, WIDTH=triton.next_power_of_2(half), BACKWARD=backward, num_warps=1, **ROUND_EACH,
+        )  # fmt: skip
     return out
+
+
+@triton.jit
+def _swiglu_kernel(gate, up, out, gate_stride, up_stride, num_columns, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = columns < num_columns
+    g = tl.load(gate + row * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + row * up_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * num_columns + columns, (g / (1.0 + tl.exp(-g)) * u).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _swiglu_backward_kernel(gate, up, grad, grad_gate, grad_up, num_columns, COLUMNS: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * num_columns + tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS) < num_columns
+    g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+    d = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+    sigmoid = 1.0 / (1.0 + tl.exp(-g))
+    tl.store(grad_gate + at, (d * u * sigmoid * (1.0 + g * (1.0 - sigmoid))).to(grad_gate.dtype.element_ty), mask=inside)
+    tl.store(grad_up + at, (d * g * sigmoid).to(grad_up.dtype.element_ty), mask=inside)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate) * up, rounded once; [N, K], last axes contiguous."""
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    if len(gate):
+        grid = (len(gate), triton.cdiv(gate.size(1), SWIGLU_COLUMNS))
+        _swiglu_kernel[grid](gate, up, out, gate.stride(0), up.stride(0), gate.size(1), COLUMNS=SWIGLU_COLUMNS, num_warps=4)
+    return out
+
+
+def swiglu_backward(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of gate and up; all [N, K], contiguous."""
+    of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
+    if len(gate):
+        grid = (len(gate), triton.cdiv(gate.size(1), SWIGLU_COLUMNS))
+        _swiglu_backward_kernel[grid](gate, up, grad, of_gate, of_up, gate.size(1), COLUMNS=SWIGLU_COLUMNS, num_warps=4)
+    return of_gate, of_up

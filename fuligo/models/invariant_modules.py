@@ -4,8 +4,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface
 
-from fuligo.models.batch_invariant import linear, rms_norm, round_weight, silu, softmax
+from fuligo.models.batch_invariant import linear, rms_norm, rotate, round_weight, silu, softmax, swiglu
 
 SPLIT_INPUTS = ("o_proj", "down_proj")
 """Linear layers whose inputs a tensor-parallel engine splits over its GPUs."""
@@ -67,6 +68,9 @@ class InvariantModel:
                 module.forward = InvariantNorm(module)
             elif hasattr(module, "act_fn"):
                 module.act_fn.forward = silu
+                module.forward = InvariantMLP(module)
+            elif hasattr(module, "o_proj"):
+                module.forward = InvariantAttention(module)
 
     def forget_weights(self) -> None:
         for layer in self._layers:
@@ -81,6 +85,44 @@ class InvariantNorm:
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
         return rms_norm(hidden_states, self._norm.weight, self._norm.variance_epsilon)
+
+
+class InvariantMLP:
+    """Forward pass of SwiGLU's MLP: one kernel for the activation on a GPU."""
+
+    def __init__(self, mlp: Any) -> None:
+        self._mlp = mlp
+        self._ordinary = mlp.forward
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not x.is_cuda:
+            return self._ordinary(x)
+        mlp = self._mlp
+        return mlp.down_proj(swiglu(mlp.gate_proj(x), mlp.up_proj(x)))
+
+
+class InvariantAttention:
+    """Forward pass of attention in Llama and Qwen models: one kernel for the rotary embeddings on a GPU."""
+
+    def __init__(self, attention: Any) -> None:
+        self._attention = attention
+        self._ordinary = attention.forward
+
+    def __call__(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], attention_mask: Any = None, **given: Any) -> Any:
+        if not hidden_states.is_cuda:
+            return self._ordinary(
+                hidden_states=hidden_states, position_embeddings=position_embeddings, attention_mask=attention_mask, **given
+            )
+        layer = self._attention
+        query, key, value = (each(hidden_states).unflatten(-1, (-1, layer.head_dim)) for each in (layer.q_proj, layer.k_proj, layer.v_proj))
+        if hasattr(layer, "q_norm"):
+            query, key = layer.q_norm(query), layer.k_norm(key)
+        cos, sin = (each[0] for each in position_embeddings)
+        query, key = (rotate(each[0], cos, sin)[None] for each in (query, key))
+        attend = AttentionInterface()[layer.config._attn_implementation]
+        heads_first = (each.transpose(1, 2) for each in (query, key, value))
+        out, weights = attend(layer, *heads_first, attention_mask, dropout=0.0, scaling=layer.scaling, **given)
+        return layer.o_proj(out.flatten(2)), weights
 
 
 class InvariantRouter:

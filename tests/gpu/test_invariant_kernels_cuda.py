@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from fuligo.models.attention import packed_attention
-from fuligo.models.batch_invariant import causal_attention, linear, log_sum_exp, paged_attention, rms_norm
+from fuligo.models.batch_invariant import causal_attention, linear, log_sum_exp, paged_attention, rms_norm, rotate, swiglu
 from fuligo.models.token_tree import TokenTree
 from fuligo.models.tree_attention import invariant_tree_attention
 
@@ -122,8 +122,31 @@ def test_rotation_is_transformers() -> None:
     cos, sin = (torch.cat([part, part], -1)[positions].to(x.dtype)[None] for part in (angles.cos(), angles.sin()))
     states = x.view(1, 300, heads, size).transpose(1, 2)
     wanted, _ = apply_rotary_pos_emb(states, states, cos, sin)
-    found = kernels.rotate(x, positions, torch.cat([angles.cos(), angles.sin()], -1))
-    assert torch.equal(found.view(300, heads, size), wanted[0].transpose(0, 1))
+    found = kernels.rotate(x.view(300, heads, size), positions, angles.cos(), angles.sin())
+    assert torch.equal(found, wanted[0].transpose(0, 1))
+
+
+def test_activation_of_a_row_does_not_depend_on_other_rows_or_on_its_place() -> None:
+    """SGLang has gate and up in one matrix."""
+    both = random(3000, 2 * 1536)
+    gate, up = (part.contiguous() for part in both.chunk(2, 1))
+    assert_rows_alone(lambda rows: kernels.swiglu(*rows.chunk(2, 1)), both)
+    assert torch.equal(swiglu(gate, up), kernels.swiglu(*both.chunk(2, 1)))
+    torch.testing.assert_close(swiglu(gate, up), torch.nn.functional.silu(gate) * up, rtol=2e-2, atol=1e-2)
+
+
+def test_gradients_of_rotation_and_activation_are_those_of_float64() -> None:
+    gate, up, x = (tensor.requires_grad_() for tensor in (random(300, 512), random(300, 512), random(300, 4, 64)))
+    angles = torch.rand(300, 32, device=CUDA)
+    cos, sin = (torch.cat([part, part], -1).bfloat16() for part in (angles.cos(), angles.sin()))
+    own = torch.autograd.grad(swiglu(gate, up).sum() + (rotate(x, cos, sin) ** 2 * x.detach()).sum(), (gate, up, x))
+    wide = [tensor.detach().double().requires_grad_() for tensor in (gate, up, x)]
+    low, high = wide[2].chunk(2, -1)
+    rotated = wide[2] * cos.double()[:, None] + torch.cat([-high, low], -1) * sin.double()[:, None]
+    activation = (torch.nn.functional.silu(wide[0]) * wide[1]).sum()
+    wanted = torch.autograd.grad(activation + (rotated**2 * x.detach().double()).sum(), wide)
+    for found, expected in zip(own, wanted, strict=True):
+        assert (found.double() - expected).norm() < 1e-2 * expected.norm()
 
 
 def test_gradients_are_those_of_ordinary_operations() -> None:

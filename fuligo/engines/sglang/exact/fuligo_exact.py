@@ -59,7 +59,12 @@ def _replace_layers(kernels: Any) -> None:
 
     def rotate(self: Any, positions: Tensor, query: Tensor, key: Tensor, offsets: Any = None, fused_set_kv_buffer_arg: Any = None) -> Any:
         assert offsets is None and fused_set_kv_buffer_arg is None and self.is_neox_style and self.rotary_dim == self.head_size
-        return tuple(kernels.rotate(x, positions, self.cos_sin_cache) for x in (query, key))
+        cosines, sines = self.cos_sin_cache.chunk(2, -1)
+        rotated = (kernels.rotate(x.unflatten(-1, (-1, self.head_size)), positions, cosines, sines) for x in (query, key))
+        return tuple(each.flatten(1) for each in rotated)
+
+    def swiglu(self: Any, x: Tensor) -> Tensor:
+        return kernels.swiglu(*x.chunk(2, -1))
 
     inverse_frequencies = RotaryEmbedding._compute_inv_freq
 
@@ -74,7 +79,7 @@ def _replace_layers(kernels: Any) -> None:
     RMSNorm.forward_cuda = norm
     RotaryEmbedding.forward_cuda = rotate
     RotaryEmbedding._compute_inv_freq = on_cpu
-    SiluAndMul.forward_cuda = SiluAndMul.forward_native
+    SiluAndMul.forward_cuda = swiglu
     utils.can_use_fused_inplace_qknorm = lambda *_, **__: False
 
 

@@ -82,7 +82,7 @@ async def measure_adapter(args: argparse.Namespace) -> None:
                 raise RuntimeError(sent.reason)
             end_s = time.perf_counter()
             payload_s = payload_seconds(tensors)
-            # Digest and payload are timed by themselves, and are a part of `send_adapter`, too.
+            # Digest and payload are timed by themselves; `send_adapter` makes both at once, so the rest may be negative.
             parts = {"pause": paused_s - start_s, "copy": copied_s - paused_s, "digest": digested_s - copied_s, "payload": payload_s}
             calls = {path: seconds for path, seconds in took.items() if path not in PAUSE_CALLS}
             rest_s = sent_s - digested_s - parts["digest"] - payload_s - sum(calls.values())

@@ -1,6 +1,7 @@
 """Sync of a LoRA adapter to engines that know adapters by name (SGLang)."""
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 
 from torch import Tensor
 
@@ -24,15 +25,17 @@ def send_adapter(tensors: list[tuple[str, Tensor]], config: AdapterConfig, targe
     Raises:
         WeightSyncError: shared memory is full
     """
-    digest = weights_checksum(tensors)
     names = {adapted_weight(name).removesuffix(".weight").rpartition(".")[2] for name, _ in tensors}
     # SGLang 0.5.15.post1 scales by alpha / r and does not read use_rslora.
     fields = {"peft_type": "LORA", "r": config.rank, "lora_alpha": config.scaling * config.rank, "target_modules": sorted(names)}
-    with named_payload(tensors) as payload:
-        try:
-            asyncio.run(_load(AdapterPayload(fields, payload, digest.checksum), target))
-        except EngineError as error:
-            return Undelivered(str(error))
+    with ThreadPoolExecutor(1, thread_name_prefix="digest") as thread:
+        digesting = thread.submit(weights_checksum, tensors)  # while the payload is written; both leave Python's lock
+        with named_payload(tensors) as payload:
+            digest = digesting.result()
+            try:
+                asyncio.run(_load(AdapterPayload(fields, payload, digest.checksum), target))
+            except EngineError as error:
+                return Undelivered(str(error))
     num_bytes = digest.num_bytes
     return WeightManifest(
         target.version, digest.num_tensors, num_bytes, None, num_bytes_sent=num_bytes, adapter=digest.checksum, trained=digest

@@ -20,8 +20,8 @@ from fuligo.models.hub import located, with_weights
 if TYPE_CHECKING:
     from fuligo.job.evaluation import Evaluated
 
-TRAINING_RULES = {"CFG-DATA-MISSING", "CFG-MAX-TOKENS", "CFG-RUN-LENGTH"}
-"""Rules that an evaluation need not meet: training prompts, size of micro-batches, run length."""
+TRAINING_RULES = {"CFG-DATA-MISSING", "CFG-MAX-TOKENS", "CFG-ROLLOUT-GPUS", "CFG-RUN-LENGTH"}
+"""Rules that an evaluation need not meet: training prompts, size of micro-batches, GPUs beside a trainer's, run length."""
 _USAGE = """\
 fuligo eval [--config FILE] [--load DIR [--ckpt-step N]] [--flag VALUE ...]
 

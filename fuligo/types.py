@@ -160,7 +160,7 @@ class Episode:
     state: Any = None
     """State of the environment after the last turn, from which an interrupted episode continues; None if it cannot."""
     turn_start: int = 0
-    """First response token of the turn under way."""
+    """First response token of the turn in progress."""
 
 
 @dataclass(slots=True)

@@ -126,7 +126,7 @@ class CheckpointStore:
         rest = asyncio.create_task(self._end(iteration, unfinished, wait))
         rest.add_done_callback(
             lambda _: shutil.rmtree(unfinished, ignore_errors=True)
-        )  # Also runs if the task was cancelled before it started.
+        )  # Also runs if the task was canceled before it started.
         return rest
 
     async def _end(self, iteration: int, unfinished: Path, wait: Callable[[], Awaitable[None]]) -> Path:
@@ -207,7 +207,7 @@ def _unwritable(directory: Path, error: OSError) -> CheckpointError:
 
 
 async def _uninterrupted(work: Coroutine[Any, Any, None]) -> None:
-    """Await `work` even if cancelled: its thread cannot be stopped, and its files must not be deleted while it runs."""
+    """Await `work` even if canceled: its thread cannot be stopped, and its files must not be deleted while it runs."""
     task = asyncio.create_task(work)
     try:
         await asyncio.shield(task)

@@ -108,7 +108,7 @@ def _run(arguments: list[str]) -> int:
         from fuligo.config.flags import did_you_mean, nearest
 
         hint = did_you_mean(nearest(command, COMMANDS)) or f"; the commands are {', '.join(COMMANDS)}"
-        raise ConfigError(f"there is no command {command!r}{hint}")
+        raise ConfigError(f"unknown command {command!r}{hint}")
     try:
         module = importlib.import_module(f"fuligo.cli.{command.replace('-', '_')}")
     except ModuleNotFoundError as error:

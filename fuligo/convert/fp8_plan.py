@@ -83,7 +83,7 @@ def plan_hf_to_fp8(arguments: Sequence[str]) -> Fp8Plan:
     """Plan the conversion with these arguments.
 
     Raises:
-        ConfigError: options exclude each other; the source is not a checkpoint, damaged, already quantized, or has shapes that the format
+        ConfigError: options cannot be combined; the source is not a checkpoint, damaged, already quantized, or has shapes that the format
             does not support; or the target holds something else or has too little space.
     """
     options = parser().parse_args(arguments)

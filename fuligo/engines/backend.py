@@ -64,7 +64,7 @@ class EngineFleet(Protocol):
         ...
 
     async def watch(self) -> None:
-        """Restart dead engines until cancelled.
+        """Restart dead engines until canceled.
 
         Raises:
             EngineError: an engine died and must not be restarted, or died too often

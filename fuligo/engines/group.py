@@ -195,7 +195,7 @@ class EngineGroup:
         """Return the engine of this affinity, unless it is much busier than another. If all are restarting, wait for one.
 
         Raises:
-            EngineError: no engine came back in time
+            EngineError: no engine restarted in time
         """
         await self._until_one_serves(timeout_s)
         client = self.clients[affinity % len(self.clients)]
@@ -206,13 +206,13 @@ class EngineGroup:
         """Return when an engine serves: at once, unless all are restarting.
 
         Raises:
-            EngineError: no engine came back in time
+            EngineError: no engine restarted in time
         """
         limit_s = DIRECT_TIMEOUT_S if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
         while not self.clients:
             if time.monotonic() >= deadline:
-                raise EngineError(f"all engines were lost and none came back within {limit_s:g} s")
+                raise EngineError(f"all engines were lost and none restarted within {limit_s:g} s")
             await asyncio.sleep(WAIT_S)
 
     async def wait_ready(self, timeout_s: float) -> None:

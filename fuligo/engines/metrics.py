@@ -30,7 +30,7 @@ class EngineMonitor:
         self._served = engines.served
 
     async def watch(self) -> None:
-        """Poll until cancelled."""
+        """Poll until canceled."""
         while True:
             await self.poll()
             await asyncio.sleep(self._interval_s)

@@ -59,7 +59,7 @@ class Seat(Generic[Game]):
             match.changed.notify_all()
 
     async def leave(self) -> None:
-        """Leave for good; the other player is told."""
+        """Leave for good, and notify the other player."""
         match = self._match
         if self._open.get(match.pair) is match:
             del self._open[match.pair]

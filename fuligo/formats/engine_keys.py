@@ -1,6 +1,6 @@
 """Keys of engines: secrets with which a process may sample from an engine, or control it.
 
-Control includes the weights, whose updates SGLang unpickles: whoever may control an engine can run code in it. Each run makes keys of its
+Control includes the weights, whose updates SGLang unpickles: anyone who controls an engine can run code in it. Each run makes keys of its
 own. They reach processes through the environment, which other users cannot read, never through command lines, which they can.
 """
 

@@ -69,7 +69,7 @@ def run_to_end(config: Config, lent: LentParts | None = None) -> Outcome:
 
 
 async def run_in_loop(config: Config) -> Outcome:
-    """Run a configuration to its end in the running event loop; cancelling it ends the run like Ctrl-C. Signals are left to the caller."""
+    """Run a configuration to its end in the running event loop; canceling it ends the run like Ctrl-C. Signals are left to the caller."""
     from fuligo.job.run import run_config
 
     _keep_private(config)

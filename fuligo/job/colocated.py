@@ -182,7 +182,7 @@ class ColocatedDevices:
 
 
 async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
-    """Await the work to its end even if cancelled, so that it is known which memory the engines hold."""
+    """Await the work to its end even if canceled, so that it is known which memory the engines hold."""
     task = asyncio.create_task(work)
     try:
         await asyncio.shield(task)
@@ -279,7 +279,7 @@ class ColocatedWeightSync:
     async def sync_restarted(self, engine: InferenceEngine) -> bool:
         """Send weights to a restarted engine if no other engine serves; otherwise it would end the requests of those that do.
 
-        Once begun, the sync runs to its end even if the caller is cancelled because the engine died again.
+        Once begun, the sync runs to its end even if the caller is canceled because the engine died again.
         """
         renewing = asyncio.create_task(self._sync_restarted(engine))
         try:

@@ -125,7 +125,7 @@ class AdapterNames(ModelNames):
             ConfigError: the model has no layer that is to be adapted, its layers cannot be adapted, or no matrix is as wide as the rank.
         """
         if adapter.adapts_experts and model.architecture.experts is None:
-            raise ConfigError(f"--lora-experts: {model.architecture.model_type} has no experts; leave the flag out")
+            raise ConfigError(f"--lora-experts: {model.architecture.model_type} has no experts; remove the flag")
         _require_plain_attention(model, num_tensor_ranks)
         every = list(_linear_layers(model))
         lacking = (
@@ -275,7 +275,7 @@ def _require_plain_attention(model: ModelNames, num_tensor_ranks: int) -> None:
     if model.architecture.sparse_index is not None:
         raise ConfigError(
             f"cannot train an adapter of {model.architecture.model_type} in the Megatron trainer: its sparse attention multiplies by the "
-            "projections of latents without calling their layers; use --train-backend torch, or leave the --lora flags out"
+            "projections of latents without calling their layers; use --train-backend torch, or remove the --lora flags"
         )
     if isinstance(heads, GroupedAttention) and num_tensor_ranks > heads.num_kv_heads:
         raise ConfigError(

@@ -47,7 +47,7 @@ def packed_attention(
         query: [T, H, D]
         key: [T, Hkv, D], with H a multiple of Hkv.
         value: [T, Hkv, Dv]
-        cu_seqlens: [S + 1] starts of the sequences, rising from 0 to T.
+        cu_seqlens: [S + 1] starts of the sequences, ascending from 0 to T.
         scale: factor of the scores, usually D ** -0.5.
         window: tokens that a token attends to, itself included; None: all before it.
         sinks: [H] logit of each head in the denominator of its softmax; None: without.

@@ -366,7 +366,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Sequ
         query: [T, H, D]
         key: [T, Hkv, D]
         value: [T, Hkv, Dv]; on a GPU Dv is D.
-        cu_seqlens: [S + 1] starts of the sequences, rising from 0 to T.
+        cu_seqlens: [S + 1] starts of the sequences, ascending from 0 to T.
         scale: factor of the scores.
 
     Returns:

@@ -87,7 +87,7 @@ class ConfigJson:
             return None
         num_layers = self.count("num_hidden_layers")
         if not isinstance(value, list) or len(value) != num_layers or any(word not in words for word in value):
-            raise ConfigError(f"{self.source}: {key} must be a list of {num_layers} words (num_hidden_layers), each {' or '.join(words)}")
+            raise ConfigError(f"{self.source}: {key} must be a list of {num_layers} strings (num_hidden_layers), each {' or '.join(words)}")
         return tuple(value)
 
     def indices(self, key: str) -> tuple[int, ...]:

@@ -110,11 +110,11 @@ def add_experts_adapter(model: PreTrainedModel, config: AdapterConfig) -> None:
     """
     found = list(stacked_experts(model).values())
     if not found:
-        raise ConfigError(f"--lora-experts: {type(model).__name__} has no experts; leave the flag out")
+        raise ConfigError(f"--lora-experts: {type(model).__name__} has no experts; remove the flag")
     if not all(map(has_plain_matrices, found)):
         raise ConfigError(
             f"--lora-experts: the experts of {type(model).__name__} have transposed matrices and biases, which adapters of experts do not "
-            "support; leave the flag out"
+            "support; remove the flag"
         )
     for experts in found:
         experts.add_module("adapter", ExpertsAdapter(experts, config))

@@ -23,7 +23,7 @@ class TokenTree:
     A token attends to the tokens before it in its own node and to those of the nodes above.
 
     Args:
-        starts: [N + 1] first token of each node, rising from 0, and T.
+        starts: [N + 1] first token of each node, ascending from 0, and T.
         parents: [N] node above each node; -1 at a root.
     """
 

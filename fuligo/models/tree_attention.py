@@ -154,7 +154,7 @@ def tree_attention(
         scale: factor of the scores, usually D ** -0.5.
         window: tokens that a token attends to, itself included; None: all before it.
         sinks: [H] logit of each head in the denominator of its softmax; None: without.
-        nodes: nodes whose tokens are the queries, rising; None: all.
+        nodes: nodes whose tokens are the queries, ascending; None: all.
 
     Returns:
         [T, H, Dv], or [Q, H, Dv]

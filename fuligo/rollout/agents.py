@@ -20,7 +20,7 @@ from fuligo.types import Sample, SampleStatus
 
 logger = logging.getLogger(__name__)
 _END_S = 2.0
-"""Time in which a cancelled agent must end."""
+"""Time in which a canceled agent must end."""
 Key = tuple[int | None, int]
 """Seed and index of a sample; evaluations number their samples like training."""
 
@@ -42,7 +42,7 @@ class AgentGenerate:
     """`GenerateFn` that runs the agent once per sample.
 
     A conversation that the agent rewrites becomes several samples of one index. When generation is aborted, the agent waits at its next
-    request and continues when the sample is continued; if it never is, the agent is cancelled after --agent-timeout-s.
+    request and continues when the sample is continued; if it never is, the agent is canceled after --agent-timeout-s.
     """
 
     agent: Hook
@@ -53,11 +53,11 @@ class AgentGenerate:
     timeout_s: float
     """--agent-timeout-s"""
     continues: bool
-    """Interrupted samples may be continued; otherwise their agents are cancelled."""
+    """Interrupted samples may be continued; otherwise their agents are canceled."""
     _running: set[Episode] = field(default_factory=set, init=False)
     _suspended: dict[Key, Episode] = field(default_factory=dict, init=False)
     _cancelled: set[asyncio.Task[Any]] = field(default_factory=set, init=False)
-    """Agents that were cancelled and have not ended yet."""
+    """Agents that were canceled and have not ended yet."""
 
     async def __call__(self, sample: Sample, params: SamplingParams) -> Sample | list[Sample]:
         """Run the agent to its end, or until generation is aborted. An error fails the sample with its reason."""
@@ -108,7 +108,7 @@ class AgentGenerate:
         row = Row(deepcopy(sample.prompt), deepcopy(sample.label), deepcopy(sample.metadata), sample.index)
         call = self.agent if is_async(self.agent) else in_thread(self.agent)
         task = asyncio.create_task(_called(call, session, row), name=f"agent {sample.index}")
-        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # of a cancelled agent, nobody else asks
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # of a canceled agent, nobody else asks
         return Episode(session, task, self.timeout_s)
 
     async def _until_ended_or_interrupted(self, episode: Episode) -> bool:

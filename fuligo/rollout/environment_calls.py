@@ -60,6 +60,6 @@ async def _outcome(call: Coroutine[Any, Any, T], name: str) -> T | EpisodeError:
     except asyncio.CancelledError:
         if (task := asyncio.current_task()) and task.cancelling():
             raise
-        return EpisodeError(f"environment: {name} cancelled itself")
+        return EpisodeError(f"environment: {name} canceled itself")
     except (Exception, SystemExit) as error:
         return EpisodeError(f"environment: {name} raised {type(error).__name__}: {error}")

@@ -57,7 +57,7 @@ class Episodes:
     _: KW_ONLY
     limits: Limits
     _running: set[asyncio.Future[None]] = field(default_factory=set, init=False)
-    """One future per episode under way, done when it is to return."""
+    """One future per episode in progress, done when it is to return."""
 
     def __post_init__(self) -> None:
         # The response grows with every turn: its text is decoded once, and not while the next request waits.
@@ -116,7 +116,7 @@ class Episodes:
 
 
 class _Run:
-    """One episode under way."""
+    """One episode in progress."""
 
     def __init__(
         self, parts: Episodes, environment: Environment, sample: Sample, params: SamplingParams, interrupted: asyncio.Future[None]

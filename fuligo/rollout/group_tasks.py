@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 ABORT_AGAIN_S = 0.1
 """Interval between aborts; each catches requests that were on their way during the one before."""
 ABORT_DEADLINE_S = 60.0
-"""Deadline after which groups are cancelled; they continue later from the tokens they had before this rollout."""
+"""Deadline after which groups are canceled; they continue later from the tokens they had before this rollout."""
 
 
 @dataclass(eq=False)
@@ -98,7 +98,7 @@ class GroupTasks:
                     await asyncio.wait(self._running, timeout=ABORT_AGAIN_S)
         except TimeoutError:
             waiting = sum(not task.done() for task in self._running)
-            logger.warning("cancelling %d groups that did not return within %g s of the abort", waiting, ABORT_DEADLINE_S)
+            logger.warning("canceling %d groups that did not return within %g s of the abort", waiting, ABORT_DEADLINE_S)
         await self._cancel()
         return groups
 

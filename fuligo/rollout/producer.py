@@ -166,7 +166,7 @@ class PacedRollouts:
         return rollout
 
     async def _unless_ended(self, rollout: asyncio.Future[Rollout]) -> Rollout:
-        """Wait for a rollout; cancel it if the wait is cancelled.
+        """Wait for a rollout; cancel it if the wait is canceled.
 
         Raises:
             StopAsyncIteration: the run was ended first

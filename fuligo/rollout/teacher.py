@@ -50,7 +50,7 @@ class RewardWithTeacher:
             await self.reward(group)
             await scoring
         finally:
-            scoring.cancel()  # a group whose reward is cancelled needs no scores
+            scoring.cancel()  # a group whose reward is canceled needs no scores
 
 
 def _is_unscored(sample: Sample) -> bool:

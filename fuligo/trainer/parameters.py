@@ -41,7 +41,7 @@ def trained_names(names: Mapping[str, Sequence[str]], trained: TrainedParameters
         ConfigError: both lists are given, a regex matches nothing or is malformed, or nothing is left to train.
     """
     if trained.only and trained.frozen:
-        raise ConfigError("--only-train-params-name-list and --freeze-params-name-list exclude each other; use one of them")
+        raise ConfigError("--only-train-params-name-list and --freeze-params-name-list cannot be combined; use one of them")
     if not (trained.only or trained.frozen):
         return set(names)
     flag = "--only-train-params-name-list" if trained.only else "--freeze-params-name-list"

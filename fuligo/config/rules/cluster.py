@@ -78,7 +78,7 @@ def engines_have_gpus(config: Config) -> Violation | None:
         fix = (set_flag("colocate", True), *room)
     else:
         fix = (set_flag("rollout_num_gpus", config.resolved_rollout_num_gpus_per_engine),)
-    return Violation("the run needs engine GPUs: their own (--rollout-num-gpus) or the trainer's (--colocate)", fix)
+    return Violation("the engines need GPUs: their own (--rollout-num-gpus) or the trainer's (--colocate)", fix)
 
 
 @rule("CFG-EXTERNAL-ENGINES", "--rollout-external-engine-addrs", "--rollout-num-gpus")

@@ -35,7 +35,7 @@ def trained_parameters_are_named_once(config: Config) -> Violation | None:
     if not (config.train.only_train_params_name_list and config.train.freeze_params_name_list):
         return None
     return Violation(
-        "--only-train-params-name-list and --freeze-params-name-list exclude each other", (unset_flag("freeze_params_name_list"),)
+        "--only-train-params-name-list and --freeze-params-name-list cannot be combined", (unset_flag("freeze_params_name_list"),)
     )
 
 
@@ -98,7 +98,7 @@ def one_way_to_generate(config: Config) -> Violation | None:
     if not given:
         return None
     option = f"--{given[0].replace('_', '-')}"
-    return Violation(f"--environment and {option} both say how samples are generated", (unset_flag(given[0]),))
+    return Violation(f"--environment and {option} both define how samples are generated", (unset_flag(given[0]),))
 
 
 @rule("CFG-STOP-STRING", "--rollout-stop")
@@ -148,7 +148,7 @@ def one_side_is_debugged(config: Config) -> Violation | None:
     """Reject both debug modes at once: together they leave nothing to run."""
     if not (config.debug.debug_rollout_only and config.debug.debug_train_only):
         return None
-    return Violation("--debug-rollout-only and --debug-train-only exclude each other", (unset_flag("debug_rollout_only"),))
+    return Violation("--debug-rollout-only and --debug-train-only cannot be combined", (unset_flag("debug_rollout_only"),))
 
 
 @rule("CFG-PUSH-EXPORT", "--push-to-hub", "--save-hf")
@@ -301,5 +301,5 @@ def agent_is_the_only_generator(config: Config) -> Violation | None:
         return None
     option = f"--{found[0].replace('_', '-')}"
     return Violation(
-        f"--agent {rollout.agent} and {option} exclude each other: {option} {found[1]}", (unset_flag(found[0]),), flags=(option,)
+        f"--agent {rollout.agent} and {option} cannot be combined: {option} {found[1]}", (unset_flag(found[0]),), flags=(option,)
     )

@@ -42,15 +42,15 @@ def teacher_is_given_once(config: Config) -> Violation | None:
     flags, source = config.algorithm, config.teacher_from
     load, url, served = flags.opd_teacher_load, flags.opd_teacher_url, config.has_served_teacher
     if source == "trainer" and load is not None and url is not None:
-        return Violation(f"--opd-teacher-load {load} and --opd-teacher-url {url} are two teachers", (unset_flag("opd_teacher_url"),))
+        return Violation(f"--opd-teacher-load {load} and --opd-teacher-url {url} name two teachers", (unset_flag("opd_teacher_url"),))
     if source == "engine" and load is not None and (url is not None or served):
         text = f"--opd-teacher-load {load} has no effect with --opd-type {flags.opd_type}: the teacher is served"
         return Violation(text, (unset_flag("opd_teacher_load"),))
     if source == "engine" and url is not None and served:
-        return Violation(f"--opd-teacher-url {url} and {_SERVED} are two teachers", (unset_flag("opd_teacher_url"),))
+        return Violation(f"--opd-teacher-url {url} and {_SERVED} name two teachers", (unset_flag("opd_teacher_url"),))
     if load is not None and served and flags.opd_type is None and source is not None:
         return Violation(
-            f"--opd-teacher-load {load} and {_SERVED} are two teachers", (set_flag("opd_type", "trainer"),), "choose one with --opd-type"
+            f"--opd-teacher-load {load} and {_SERVED} name two teachers", (set_flag("opd_type", "trainer"),), "choose one with --opd-type"
         )
     return None
 

@@ -248,7 +248,7 @@ def wake(requests: Sequence[Request]) -> None:
 
     def wake_all() -> None:
         for request in requests:
-            if not request.waiter.done():  # cancelled if the client disconnected
+            if not request.waiter.done():  # canceled if the client disconnected
                 request.waiter.set_result(None)
 
     requests[0].waiter.get_loop().call_soon_threadsafe(wake_all)

@@ -20,7 +20,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def add(self, engine: EmbeddedEngine) -> None:
-        """Also step an engine; called before `start`."""
+        """Add an engine for the thread to step; call before `start`."""
         self._engines.append(engine)
 
     def start(self) -> None:

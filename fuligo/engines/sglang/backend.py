@@ -56,7 +56,7 @@ class SGLangBackend:
                 settings = fleet_settings(config, directory, places, claims)
                 tasks = {model: launching.create_task(launch(its_settings)) for model, its_settings in settings.items()}
         except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None  # the others were cancelled because of it
+            raise errors.exceptions[0] from None  # the others were canceled because of it
         fleets = {model: task.result() for model, task in tasks.items()}
         served = {model: ServedModel(fleet.url, fleet.router.keys.requests) for model, fleet in fleets.items()}
         policy = fleets.pop(policy_model(config))

@@ -105,12 +105,12 @@ class Fleet:
         except BaseException as error:
             await _stop_all(*servers, *routers)
             if isinstance(error, ExceptionGroup):
-                raise error.exceptions[0] from None  # the others were cancelled because of it
+                raise error.exceptions[0] from None  # the others were canceled because of it
             raise
         return cls(settings, servers, router, start)
 
     async def watch(self) -> None:
-        """Supervise the processes until cancelled.
+        """Supervise the processes until canceled.
 
         Raises:
             EngineError: a process died and must not be restarted, or died too often
@@ -165,7 +165,7 @@ class Fleet:
         """Send requests to restarted engines, which have the current weights."""
         for engine in self._engines:
             if engine.client in clients and await self._enlist(engine):
-                logger.info("%s (%s) is in service", engine.server.settings.name, engine.server.url)
+                logger.info("%s (%s) is serving requests", engine.server.settings.name, engine.server.url)
 
     async def _enlist(self, engine: FleetEngine) -> bool:
         """Add the engine to the router; return False if one of the two is lost and is being restarted.

@@ -177,7 +177,7 @@ class PythonSession:
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def run(self, code: str) -> PythonResult:
-        """Run a program. If the call is cancelled, the session ends.
+        """Run a program. If the call is canceled, the session ends.
 
         Raises:
             RolloutError: no sandbox can be built on this machine, or it was lost.

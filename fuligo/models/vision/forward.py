@@ -24,7 +24,7 @@ class RowImages:
     distinct: tuple[PromptImage, ...]
     """Images of different content; the tower runs once for each. Their places are those of one sample."""
     positions: Tensor
-    """[M] int64, rising: the row's image tokens."""
+    """[M] int64, ascending: the row's image tokens."""
     features: Tensor
     """[M] int64: the feature of each, among those of all distinct images, one after the other."""
 

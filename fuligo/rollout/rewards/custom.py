@@ -70,7 +70,7 @@ class CustomReward:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            raise RewardFailure(FailureReason.RAISED, f"{self.name} cancelled itself") from error
+            raise RewardFailure(FailureReason.RAISED, f"{self.name} canceled itself") from error
         except (Exception, SystemExit) as error:
             raise RewardFailure(FailureReason.RAISED, f"{self.name} raised {describe_exception(error, self._function)}") from error
 

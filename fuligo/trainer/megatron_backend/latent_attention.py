@@ -62,7 +62,7 @@ class DownProjection(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
-        """Return the product and, as Megatron's linear layers do, no bias."""
+        """Return the product and None in place of a bias, as Megatron's linear layers do."""
         return F.linear(hidden, self.weight), None
 
 

@@ -43,7 +43,7 @@ class RowSequences(PackedSeqParams):
 
 @dataclass(slots=True, frozen=True)
 class LaterTokens:
-    """Inputs and targets of an MTP layer at each token of a row: at depth k, the token k further and the one after that."""
+    """Inputs and targets of an MTP layer at each token of a row: at depth k, the token k positions later and the one after it."""
 
     input_ids: Tensor
     """[1, L] int64, of the same sequence; padding after its end."""

@@ -24,7 +24,7 @@ class RowPlaces:
     """Places of one context-parallel rank's L = T / cp tokens in the row of T tokens, as tensors on the CPU."""
 
     rows: Tensor
-    """[L] int64 index into the row; rising within a sequence."""
+    """[L] int64 index into the row; ascending within a sequence."""
     positions: Tensor
     """[L] int64 positions in their sequences."""
     in_order: Tensor

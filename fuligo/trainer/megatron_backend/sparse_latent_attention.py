@@ -265,7 +265,7 @@ def refuse_unsupported_sparsity(config: TransformerConfig, settings: MegatronTra
         return
     if "mla_up_proj" in settings.recomputation.modules:
         raise ConfigError(
-            "--recompute-modules mla_up_proj: sparse attention does not compute keys and values from latents; leave mla_up_proj out"
+            "--recompute-modules mla_up_proj: sparse attention does not compute keys and values from latents; remove mla_up_proj"
         )
     for pp_rank in range(layout.pp):
         for vp_stage in range(layout.vpp) if layout.vpp > 1 else [None]:

@@ -1,6 +1,6 @@
 """TCP connection between the driver and a rank on another host, on which every message is signed.
 
-Messages are pickled commands: whoever could forge one could run code. Only the processes of the run know the key
+Messages are pickled commands: anyone who could forge one could run code. Only the processes of the run know the key
 (`FULIGO_RANKS_KEY`). Nothing is encrypted.
 """
 

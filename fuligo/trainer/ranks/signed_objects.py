@@ -1,6 +1,6 @@
 """Signatures of the Python objects that ranks exchange in collectives.
 
-torch pickles these objects, and gloo takes connections from anyone who reaches its port: whoever takes a rank's place there could run
+torch pickles these objects, and gloo takes connections from anyone who reaches its port: anyone who takes a rank's place there could run
 code in the others. With signatures by a key that only the ranks have, a stranger's object is refused before it is unpickled.
 """
 

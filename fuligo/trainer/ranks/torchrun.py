@@ -156,7 +156,7 @@ def share_key(place: TorchrunPlace) -> bytes | None:
             return place.read_key()
         if place.rank == 0:
             logger.warning(
-                "%s is not set: whoever reaches these hosts' ports can run code in this command; close the network (SECURITY.md)",
+                "%s is not set: anyone who reaches these hosts' ports can run code in this command; close the network (SECURITY.md)",
                 KEY_VARIABLE,
             )
         return None

@@ -111,7 +111,7 @@ class RankedTrainer:
         await asyncio.gather(*(rank.close(failed=self._failed) for rank in ranks))
 
     async def watch(self) -> None:
-        """Ping every rank periodically until cancelled.
+        """Ping every rank periodically until canceled.
 
         Raises:
             RankError: a rank is gone or has stopped answering; names the rank, its host and the phase.

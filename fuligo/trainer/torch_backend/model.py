@@ -107,7 +107,7 @@ def attention_forward(
     if packed_row is not None:
         return varlen_attention(q, k, v, packed_row, **given).unsqueeze(0), None
     if packed_cu_seqlens is None:
-        raise TrainerError(f"{name} does not receive the arguments of its model's forward; packed sequences would see each other.")
+        raise TrainerError(f"{name} does not receive the arguments of its model's forward; packed sequences would attend to each other.")
     if packed_invariantly:
         return causal_attention(q, k, v, packed_cu_seqlens, scale=given["scale"]).unsqueeze(0), None
     return packed_attention(q, k, v, packed_cu_seqlens, **given).unsqueeze(0), None

@@ -207,7 +207,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
             ({"sglang_config": [PAIRS]}, "prefill"),
         )
     ],
-    "CFG-TRAINED-PARAMS": [({"only_train_params_name_list": ["mlp"], "freeze_params_name_list": ["embed"]}, "exclude each other")],
+    "CFG-TRAINED-PARAMS": [({"only_train_params_name_list": ["mlp"], "freeze_params_name_list": ["embed"]}, "cannot be combined")],
     "CFG-PARAM-PATTERN": [({"freeze_params_name_list": ["mlp", "(embed"]}, "'(embed' is not a regular expression")],
     "CFG-MAX-TOKENS": [({"use_dynamic_batch_size": True}, "--max-tokens-per-gpu")],
     "CFG-DATA-WEIGHTS": [
@@ -232,7 +232,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
         ({"rollout_stop_token_ids": [-1]}, "drop --rollout-stop-token-ids"),
     ],
     "CFG-ENVIRONMENT": [
-        ({"environment": "my.World", "rm_type": None, name: "my.hook"}, f"--environment and --{name.replace('_', '-')} both say how")
+        ({"environment": "my.World", "rm_type": None, name: "my.hook"}, f"--environment and --{name.replace('_', '-')} both define how")
         for name in ("custom_generate_function_path", "rollout_function_path", "eval_function_path")
     ],
     "CFG-STOP-STRING": [({"rollout_stop": ["</s>", ""]}, "--rollout-stop '' would end every response")],
@@ -241,7 +241,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
         for path in (NONZERO_STD_FILTER, "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std")
     ],
     "CFG-DEBUG-SIDES": [
-        ({"debug_rollout_only": True, "debug_train_only": True, "load_debug_rollout_data": "d/{rollout_id}"}, "exclude each other")
+        ({"debug_rollout_only": True, "debug_train_only": True, "load_debug_rollout_data": "d/{rollout_id}"}, "cannot be combined")
     ],
     "CFG-DEBUG-DATA": [({"debug_train_only": True}, "--load-debug-rollout-data")],
     "CFG-ROLLOUT-ID-PATH": [

@@ -132,7 +132,7 @@ async def test_a_request_whose_engine_dies_goes_to_another() -> None:
     assert (dead.rids, alive.rids) == (["a"], ["a"])
     assert group.clients == [alive]
     alive.fails = True
-    with pytest.raises(EngineError, match="all engines were lost and none came back within 0 s"):
+    with pytest.raises(EngineError, match="all engines were lost and none restarted within 0 s"):
         await group.generate([1], PARAMS, rid="b", routing=query(), timeout_s=0)
     waiting = asyncio.create_task(group.generate([1], PARAMS, rid="c", routing=query()))
     await asyncio.sleep(0)

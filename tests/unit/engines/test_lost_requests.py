@@ -75,7 +75,7 @@ async def test_a_request_that_fails_while_the_last_engine_is_lost_waits_for_the_
 async def test_the_wait_has_the_deadline_of_the_request() -> None:
     group, _, router = world()
     group.remove(group.clients[0])
-    with pytest.raises(EngineError, match="all engines were lost and none came back within 0 s"):
+    with pytest.raises(EngineError, match="all engines were lost and none restarted within 0 s"):
         await group.generate([1], PARAMS, rid="a", timeout_s=0)
     assert router.rids == []
 

@@ -158,7 +158,7 @@ class Broken(Environment):
         ("hangs", r"environment: step did not return within 1 s \(--turn-timeout-s\)"),
         ("ignores its cancellation", r"environment: step did not return within 1 s"),
         ("exits", "environment: step raised SystemExit: 3"),
-        ("cancels itself", "environment: step cancelled itself"),
+        ("cancels itself", "environment: step canceled itself"),
         ("says nothing", "step returned no message"),
         ("gives no number", "the reward of turn 1 is nan"),
         ("gives a number of 400 digits", "the reward of turn 1 is 10{79}; it must be finite"),

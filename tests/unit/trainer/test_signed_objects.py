@@ -147,7 +147,7 @@ print(stream.recv(100))
     ) -> None:
         """Launch scripts written for slime convert on several hosts and set no key."""
         assert share_key(self.place(store, 0, on_one_host=False)) is None
-        assert f"{KEY_VARIABLE} is not set: whoever reaches these hosts' ports can run code" in caplog.text
+        assert f"{KEY_VARIABLE} is not set: anyone who reaches these hosts' ports can run code" in caplog.text
         monkeypatch.setenv(KEY_VARIABLE, "0123456789abcdef" * 4)
         assert share_key(self.place(store, 1, on_one_host=False)) == b"0123456789abcdef" * 4
         monkeypatch.setenv(KEY_VARIABLE, "guess")

@@ -159,7 +159,7 @@ async def test_only_chosen_parameters_move(settings, trained, moves):
 @pytest.mark.parametrize(
     ("trained", "message"),
     [
-        (TrainedParameters(only=("mlp",), frozen=("embed",)), "exclude each other"),
+        (TrainedParameters(only=("mlp",), frozen=("embed",)), "cannot be combined"),
         (TrainedParameters(only=("no_such_layer",)), "'no_such_layer' matches no parameter"),
         (TrainedParameters(frozen=("(",)), "not a regular expression"),
         (TrainedParameters(frozen=(".",)), "leaves no parameter to train"),

@@ -90,7 +90,7 @@ def hangs_sync(args: Any, sample: Any) -> float:
         (raises, FailureReason.RAISED, "raises raised ValueError: no such rubric (test_custom.py:"),
         (raises_sync, FailureReason.RAISED, "no such rubric"),
         (exits, FailureReason.RAISED, "exits raised SystemExit: no such rubric"),
-        (cancels_itself, FailureReason.RAISED, "cancels_itself cancelled itself"),
+        (cancels_itself, FailureReason.RAISED, "cancels_itself canceled itself"),
         (hangs, FailureReason.TIMEOUT, "hangs gave no reward within 0.2 s"),
         (hangs_sync, FailureReason.TIMEOUT, "hangs_sync gave no reward within 0.2 s"),
         (lambda args, sample, extra: 1.0, FailureReason.RAISED, "TypeError"),

@@ -333,7 +333,10 @@ class BeforeAfter:
 
 
 def before_after_table(rows: Sequence[BeforeAfter]) -> Table:
-    """Return a table of answers before and after training. Right ones are green with a check mark, wrong ones red with a cross, to be readable without colors."""
+    """Return a table of answers before and after training.
+
+    Right ones are green with a check mark, wrong ones red with a cross, to be readable without colors.
+    """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
     table.add_column("prompt", overflow="fold", ratio=3)
     table.add_column("before", overflow="fold", ratio=2)

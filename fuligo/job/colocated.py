@@ -277,7 +277,7 @@ class ColocatedWeightSync:
             await self.weight_sync.resync()
 
     async def sync_restarted(self, engine: InferenceEngine) -> bool:
-        """Send weights to a restarted engine if no other engine serves; otherwise it would end the requests of those that do.
+        """Send weights to a restarted engine if no other engine serves; a sync ends the requests of all that serve.
 
         Once begun, the sync runs to its end even if the caller is canceled because the engine died again.
         """

@@ -43,10 +43,10 @@ async def call_within(call: Coroutine[Any, Any, T], name: str, timeout_s: float,
 
 
 def _started(call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    """Return the task of a call that has run until it waits for something.
+    """Start a call and return its task.
 
-    Thousands of episodes may be answered at once. If a call that waits for nothing waited for its turn in the event loop, so would the
-    next request of every episode. Before Python 3.12 it does.
+    From Python 3.12 on, the call runs at once until it first waits. Otherwise a call that never waits would take a pass of the event
+    loop, which delays the next requests of thousands of episodes that are answered at once.
     """
     if sys.version_info >= (3, 12):
         return asyncio.Task(call, loop=asyncio.get_running_loop(), eager_start=True)

@@ -254,5 +254,5 @@ def test_flags_that_select_megatron_are_named() -> None:
 
 def test_an_error_of_a_run_that_got_the_megatron_trainer_by_a_flag_names_the_flag(train: Train) -> None:
     code, errors = train(bf16="true")
-    assert code == 2 and "needs engine GPUs" in errors
+    assert code == 2 and "engines need GPUs" in errors
     assert "--train-backend megatron: --bf16 is a flag of the Megatron trainer (for the torch trainer use --precision bf16)" in errors

@@ -80,9 +80,7 @@ def round_weight(weight: Tensor) -> list[Tensor]:
     return [round_rows(block, bits) for block in weight.detach().split(INPUT_BLOCK, 1)]
 
 
-def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, rounded: Sequence[Tensor] | None = None, dtype: torch.dtype, num_parts: int = 1
-) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, rounded: Sequence[Tensor] | None = None, dtype: torch.dtype) -> Tensor:
     """Return x @ weight.T + bias, [..., N], in `dtype`.
 
     On a CPU inputs and weights are rounded to 22 bits below the largest of their row (more if K < 512).
@@ -93,32 +91,17 @@ def linear(
         bias: [N]
         rounded: `round_weight(weight)`, if it is known.
         dtype: dtype of the result.
-        num_parts: on a GPU, parts of the inputs whose products are rounded before they are added, as an engine on so many GPUs does.
     """
-    result: Tensor = _Linear.apply(x, weight, bias, rounded, dtype, num_parts)
+    result: Tensor = _Linear.apply(x, weight, bias, rounded, dtype)
     return result
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        rounded: Sequence[Tensor] | None,
-        dtype: torch.dtype,
-        num_parts: int,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rounded: Sequence[Tensor] | None, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(x, weight)
         if x.is_cuda:
-            size = weight.size(1) // num_parts
-            out = _kernels().linear(x[..., :size], weight[:, :size], bias, dtype)
-            for start in range(size, weight.size(1), size):
-                part = slice(start, start + size)
-                out += _kernels().linear(x[..., part], weight[:, part], None, dtype)
-            return out
-        assert num_parts == 1, "engines on a CPU have one part"
+            return _kernels().linear(x, weight, bias, dtype)
         rows, (num_outputs, num_inputs) = x.reshape(-1, x.size(-1)), weight.shape
         bits, _ = _bits(num_inputs)
         blocks = round_weight(weight) if rounded is None else rounded
@@ -141,7 +124,8 @@ class _Linear(torch.autograd.Function):
             product(rows, weight.t()).view_as(x) if of_x else None,
             product(rows.t(), x.reshape(-1, x.size(-1)).t()) if of_weight else None,
             rows.sum(0) if of_bias else None,
-            *[None] * 3,
+            None,
+            None,
         )
 
 

@@ -8,9 +8,6 @@ from transformers import AttentionInterface
 
 from fuligo.models.batch_invariant import linear, rms_norm, rotate, round_weight, silu, softmax, swiglu
 
-SPLIT_INPUTS = ("o_proj", "down_proj")
-"""Linear layers whose inputs a tensor-parallel engine splits over its GPUs."""
-
 
 class InvariantLinear:
     """Forward pass of a linear layer. It can keep the rounded weight, which an engine needs for one token at a time.
@@ -18,22 +15,19 @@ class InvariantLinear:
     Args:
         keeps_weight: round the weight once, until `forget`; otherwise in every call.
         dtype: dtype of the result; None: that of the input.
-        num_parts: see `linear`.
     """
 
-    def __init__(self, layer: nn.Linear, *, keeps_weight: bool, dtype: torch.dtype | None = None, num_parts: int = 1) -> None:
+    def __init__(self, layer: nn.Linear, *, keeps_weight: bool, dtype: torch.dtype | None = None) -> None:
         self._layer = layer
         self._keeps_weight = keeps_weight
         self._dtype = dtype
-        self._num_parts = num_parts
         self._rounded: list[Tensor] | None = None
 
     def __call__(self, input: Tensor) -> Tensor:
         layer = self._layer
         if self._keeps_weight and self._rounded is None:
             self._rounded = round_weight(layer.weight)
-        num_parts = self._num_parts if input.is_cuda else 1
-        return linear(input, layer.weight, layer.bias, rounded=self._rounded, dtype=self._dtype or input.dtype, num_parts=num_parts)
+        return linear(input, layer.weight, layer.bias, rounded=self._rounded, dtype=self._dtype or input.dtype)
 
     def forget(self) -> None:
         """Drop the rounded weight, because the weight has changed."""
@@ -47,17 +41,15 @@ class InvariantModel:
 
     Args:
         keeps_weights: see `InvariantLinear`; the owner calls `forget_weights` whenever weights change.
-        num_parts: GPUs of an engine, which share the inputs of the layers in `SPLIT_INPUTS`.
     """
 
-    def __init__(self, model: Any, *, keeps_weights: bool = False, num_parts: int = 1) -> None:
+    def __init__(self, model: Any, *, keeps_weights: bool = False) -> None:
         head = model.get_output_embeddings()
         self._layers: list[InvariantLinear | InvariantExperts] = []
-        for name, module in model.named_modules():
+        for module in model.modules():
             if isinstance(module, nn.Linear):
                 dtype = torch.float32 if module is head else None
-                parts = num_parts if name.endswith(SPLIT_INPUTS) else 1
-                module.forward = InvariantLinear(module, keeps_weight=keeps_weights, dtype=dtype, num_parts=parts)
+                module.forward = InvariantLinear(module, keeps_weight=keeps_weights, dtype=dtype)
                 self._layers.append(module.forward)
             elif type(module).__name__ == "Qwen3MoeTopKRouter":
                 module.forward = InvariantRouter(module)

@@ -53,15 +53,6 @@ def test_columns_do_not_depend_on_their_place_in_the_weight() -> None:
     assert torch.equal(linear(x, weight, None, dtype=torch.bfloat16), torch.cat(parts, 1))
 
 
-def test_two_parts_are_rounded_before_they_are_added() -> None:
-    """An engine on two GPUs computes half of the inputs on each."""
-    x, weight, bias = random(300, 576), random(256, 576), random(256)
-    left, right = (linear(x[:, half], weight[:, half], None, dtype=x.dtype) for half in (slice(288), slice(288, None)))
-    assert torch.equal(linear(x, weight, None, dtype=x.dtype, num_parts=2), left + right)
-    whole = linear(x, weight, bias, dtype=x.dtype)
-    torch.testing.assert_close(linear(x, weight, bias, dtype=x.dtype, num_parts=2), whole, rtol=2e-2, atol=0.3)
-
-
 @pytest.mark.parametrize("size", [64, 128, 576, 2560, 5000])
 def test_norm_of_a_row_does_not_depend_on_other_rows(size: int) -> None:
     x, weight = random(3000, size), random(size)

@@ -85,7 +85,7 @@ OF_SLIME = {
     "profile_target": PROFILE,
     "use_pytorch_profiler": PROFILE,
     "qkv_format": "remove it: samples are always packed",
-    "true_on_policy_mode": "use --exact-on-policy, on a CPU",
+    "true_on_policy_mode": "use --exact-on-policy",
     "qwen_gdn_backend": "remove it: fuligo chooses the kernel of linear attention",
     "recompute_loss_function": "use --log-probs-chunk-size, the tokens whose logits are in memory at a time",
     "release_train": OFFLOAD,

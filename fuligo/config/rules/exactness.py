@@ -43,13 +43,11 @@ def engines_compute_as_the_trainer(config: Config) -> Violation | None:
     """Reject SGLang's arguments under which its log-probabilities differ from the trainer's."""
     if not config.train.exact_on_policy:
         return None
-    groups = policy_groups(config)
-    sizes = sorted({group.tp_size for group in groups})
-    if len(sizes) > 1 or max(sizes, default=1) > 2:
-        have = f"engines have {' and '.join(map(str, sizes))} GPUs"
-        text = f"{have}; --exact-on-policy needs one or two for all, because a sum of more parts depends on their order"
-        return Violation(text, (set_flag("rollout_num_gpus_per_engine", 1),), flags=("--exact-on-policy", "--rollout-num-gpus-per-engine"))
-    for group in groups:
+    for group in policy_groups(config):
+        if group.tp_size > 1:
+            text = f"an engine on {group.tp_size} GPUs adds parts of products that the trainer computes whole; --exact-on-policy needs 1 GPU"
+            fix = (set_flag("rollout_num_gpus_per_engine", 1),)
+            return Violation(text, fix, flags=("--exact-on-policy", "--rollout-num-gpus-per-engine"))
         for name, allowed in _ENGINE_NEEDS.items():
             given = group.arguments.get(name)
             if given is not None and given not in allowed:

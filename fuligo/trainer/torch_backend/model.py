@@ -161,12 +161,11 @@ class PackedModel(nn.Module):
             sequences |= sequence_arguments(tokens.cu_seqlens, device)
         return sequences
 
-    def make_batch_invariant(self, device: str, engine_gpus: int = 1) -> None:
+    def make_batch_invariant(self, device: str) -> None:
         """Make a token's outputs depend, bit for bit, only on its own sequence.
 
         Args:
             device: type of the device that the model will be on.
-            engine_gpus: GPUs of an engine, at most two: the sum of more parts depends on the order of its terms.
 
         Raises:
             TrainerError: the model has layers without batch-invariant operations.
@@ -174,7 +173,7 @@ class PackedModel(nn.Module):
         because = batch_variant_because(self.model.config.to_dict(), device)
         if because is not None:
             raise TrainerError(f"cannot train with --exact-on-policy: {because}; drop --exact-on-policy")
-        InvariantModel(self.model, num_parts=engine_gpus)
+        InvariantModel(self.model)
         self.is_batch_invariant = True
 
     def compile_layers(self) -> None:

@@ -11,8 +11,6 @@ class TorchTrainerSettings(TrainerSettings):
     torch_compile: bool = False
     exact_on_policy: bool = False
     """Policy and reference compute by `models.batch_invariant`, as the engine does."""
-    engine_gpus: int = 1
-    """GPUs of an engine, whose partial sums these passes reproduce."""
 
     @property
     def compiles_dense_layers(self) -> bool:

@@ -23,7 +23,17 @@ NO_FLAGS_OF_A_CONFIG = {"--config", "--help"}
 _OTHERS = (import_script.parser(), launch.parser(), view.parser(), fp8_plan.parser())
 OF_OTHER_SYSTEMS = {option_name(name) for name in (*MOVED, *LEFT_OUT)}
 OF_OTHER_COMMANDS = {option for made in _OTHERS for option in made._option_string_actions}
-OF_OTHER_PROGRAMS = {"--batch", "--cpu-seconds", "--directory", "--init", "--python-platform", "--shm-size", "--signal", "--user"}
+OF_OTHER_PROGRAMS = {
+    "--batch",
+    "--cpu-seconds",
+    "--directory",
+    "--init",
+    "--python-platform",
+    "--shm-size",
+    "--signal",
+    "--trainer",
+    "--user",
+}
 """Options of docker, sbatch, scancel, uv, benchmarks and tests/chaos."""
 GENERATED = REPOSITORY / "docs" / "flags.md"
 """Page generated from the flags; its introduction shows the syntax with made-up flags."""

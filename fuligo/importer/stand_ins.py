@@ -58,7 +58,7 @@ captured=; [ -p /dev/stdout ] && captured=1
   @BIN@/cat /proc/$$/environ
 } >"$record"
 for word; do
-  file=${word#--*=}
+  file=$word; case $word in --*=*) file=${word#*=} ;; esac
   if [ -f "$file" ] && [ "${file##*.}" != py ]; then
     printf '%s\0' "$file"; @BIN@/head -c 200000 "$file" | @BIN@/tr -d '\0'; printf '\0'
   fi

@@ -5,6 +5,8 @@ from io import BufferedReader
 from pathlib import Path
 
 CHUNK_BYTES = 4 * 1024**2
+MAX_LINE_BYTES = 64 * 1024**2
+"""Length of a line after which the rest of the file is not read: no run writes such lines, and each request would read on."""
 DAMAGED = b"{"
 """Placeholder for a line that is too long."""
 
@@ -20,13 +22,16 @@ class Tail:
         """Bytes read, complete lines only."""
         self._identity: int | None = None
         self._last_byte = b""
-        self._is_skipping = False
+        self._skipped_bytes = 0
+        """Bytes read of a line that is too long."""
 
     def read(self, max_bytes: int = CHUNK_BYTES) -> list[bytes]:
         """Return the next complete lines without their ends; empty if nothing is new or there is no file. Lines may be empty."""
         try:
             with self.path.open("rb") as file:
                 self._notice_restart(file)
+                if self._skipped_bytes >= MAX_LINE_BYTES:
+                    return []
                 file.seek(self.offset)
                 data = file.read(max_bytes)
         except OSError:
@@ -39,8 +44,8 @@ class Tail:
             return []
         self._last_byte = data[max(0, end - 64) : end]
         lines = data[: end - 1].split(b"\n")
-        if self._is_skipping:  # the first is the end of a line that was too long
-            self._is_skipping = False
+        if self._skipped_bytes:  # the first is the end of a line that was too long
+            self._skipped_bytes = 0
             lines[0] = DAMAGED
         return lines
 
@@ -48,7 +53,7 @@ class Tail:
         """Skip a part of a line that is longer than a chunk: no run writes such lines, and reading them would take all memory."""
         self.offset += len(data)
         self._last_byte = data[-64:]
-        self._is_skipping = True
+        self._skipped_bytes += len(data)
         return [b""]
 
     @property
@@ -66,5 +71,5 @@ class Tail:
         same = state.st_ino == self._identity or self._identity is None
         if not same or state.st_size < self.offset or file.read(len(self._last_byte)) != self._last_byte:
             self.generation += 1
-            self.offset, self._last_byte, self._is_skipping = 0, b"", False
+            self.offset, self._last_byte, self._skipped_bytes = 0, b"", 0
         self._identity = state.st_ino

@@ -21,6 +21,8 @@ from tests.unit.environments.tools.conftest import SETTINGS, SHORT
 pytestmark = pytest.mark.usefixtures("sandbox")
 
 SECRET = "sk-a-secret-of-this-machine"
+BRIEF = SHORT.model_copy(update={"timeout_s": 1.0})
+"""Limits of programs that are stopped in any case."""
 
 
 @dataclass
@@ -221,7 +223,7 @@ STOPPED = {
 
 @pytest.mark.parametrize(("code", "ends"), STOPPED.values(), ids=STOPPED)
 async def test_is_stopped(code: str, ends: set[str], host: Host):
-    result = await run(code, host, SHORT if "time" in ends else SETTINGS)
+    result = await run(code, host, BRIEF if "time" in ends else SETTINGS)
     assert result.end in ends, result
     assert len(result.output) <= 2 * SETTINGS.output_bytes
 
@@ -245,7 +247,7 @@ BOMBS = {
 @pytest.mark.parametrize("code", BOMBS.values(), ids=BOMBS)
 async def test_bomb_ends(code: str, host: Host):
     """The program ends by a limit, and the next session works."""
-    result = await run(code, host, SHORT)
+    result = await run(code, host, BRIEF)
     assert result.end in {"time", "cpu", "memory", "processes", "exit"}, result
     assert (await run("print(1)", host)).output == "1\n"
 

@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fuligo.observability.viewer import tail as tail_module
 from fuligo.observability.viewer.tail import DAMAGED, Tail
 
 
@@ -62,3 +64,14 @@ def test_a_line_longer_than_a_chunk_is_skipped(tmp_path: Path) -> None:
 
 def test_no_file_has_no_lines(tmp_path: Path) -> None:
     assert Tail(tmp_path / "missing").read() == []
+
+
+def test_a_file_is_not_read_beyond_a_line_of_absurd_length_until_it_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tail_module, "MAX_LINE_BYTES", 16)
+    path = tmp_path / "file"
+    path.write_bytes(b"one\n" + b"x" * 100 + b"\ntwo\n")
+    tail = Tail(path)
+    assert [tail.read(8) for _ in range(20)] == [[b"one"], [b""], [b""], *[[]] * 17]
+    path.write_bytes(b"three\n")
+    assert tail.read(8) == [b"three"]
+    assert tail.generation == 1

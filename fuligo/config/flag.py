@@ -114,6 +114,7 @@ class Flag:
         return f"{allowed} or none" if self.optional and self.kind is not Kind.TEXT else allowed
 
 
+@functools.lru_cache(maxsize=4096)
 def option_name(name: str) -> str:
     """Return `--rollout-batch-size` for `rollout_batch_size`."""
     return "--" + name.replace("_", "-")

@@ -1,5 +1,6 @@
 """Backends, processes and GPUs that follow from a run's flags."""
 
+import functools
 from collections.abc import Iterable
 from typing import Literal
 
@@ -27,6 +28,12 @@ class MegatronArguments(PassThrough):
         return name_problem(cls.schema(), name)
 
 
+@functools.cache
+def _defaults(names: tuple[str, ...]) -> tuple[tuple[str, str, object], ...]:
+    """Return the names, groups and defaults of flags. The rules ask for those of a trainer hundreds of times."""
+    return tuple((name, flags()[name].group, flags()[name].default) for name in names)
+
+
 class Placement(TypedFlags):
     """All settings of a run, with the trainer and engines that they choose and where these run.
 
@@ -46,7 +53,7 @@ class Placement(TypedFlags):
 
         A config knows values, not who gave them: a flag counts as given where its value is not its default.
         """
-        typed = [flags()[name].option for name in names if self.value_of(name) != flags()[name].default]
+        typed = [flags()[name].option for name, group, default in _defaults(tuple(names)) if getattr(getattr(self, group), name) != default]
         return [*typed, *(option_name(PREFIXES.get(group, "") + name) for group in passed_on for name in getattr(self, group))]
 
     @property

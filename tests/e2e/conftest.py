@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +15,8 @@ import pytest
 from tests import tiny
 from tests.e2e.command import environment, train_command
 from tests.e2e.processes import interrupt
+from tests.e2e.warm_children import ForkServer
+from tests.e2e.warm_start import MODULES
 
 NUM_PROMPTS = 40
 Job = Callable[..., list[str]]
@@ -44,13 +46,25 @@ def job(checkpoint: Path, prompts: Path) -> Job:
     return partial(train_command, checkpoint, prompts)
 
 
+@pytest.fixture(scope="session")
+def warm_commands() -> Iterator[ForkServer]:
+    """Start a process from which commands fork, and from which their engines and ranks do."""
+    server = ForkServer(MODULES, environment())
+    yield server
+    server.close()
+
+
 @pytest.fixture
-def start() -> Iterator[Start]:
-    """Start the command as in a terminal of its own, or in the background; kill what is left of it when the test ends."""
+def start(request: pytest.FixtureRequest) -> Iterator[Start]:
+    """Start the command as in a terminal of its own, or in the background; kill what is left of it when the test ends.
+
+    A `warm` one forks, and so do its engine and its ranks, from a process that has imported what they import.
+    """
     running: list[subprocess.Popen[str]] = []
 
-    def launch(*arguments: object, in_background: bool = False, **extra_environment: str) -> subprocess.Popen[str]:
-        with interrupt(ignored=in_background):
+    def launch(*arguments: object, in_background: bool = False, warm: bool = False, **extra_environment: str) -> subprocess.Popen[str]:
+        forks = request.getfixturevalue("warm_commands").serving() if warm else nullcontext()
+        with interrupt(ignored=in_background), forks:
             process = subprocess.Popen(
                 [sys.executable, "-m", "fuligo", *map(str, arguments)],
                 stdout=subprocess.PIPE,

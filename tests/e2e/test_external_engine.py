@@ -44,7 +44,7 @@ def test_nothing_stays_but_the_engine(
     for name, key in engine.keys.environment.items():
         monkeypatch.setenv(name, key)
     changes = {"embedded_num_threads": None, "rollout_external_engine_addrs": [engine.url.removeprefix("http://")]}
-    process = start(*job(**changes, num_rollout=10, update_weight_transport=transport, run_dir=tmp_path / "run"))
+    process = start(*job(**changes, num_rollout=10, update_weight_transport=transport, run_dir=tmp_path / "run"), warm=True)
     wait_until(lambda: len(metrics(tmp_path / "run")) >= 2 or process.poll() is not None, "two steps are recorded")
     family = descendants(process.pid)
     said, _ = process.communicate(timeout=240)

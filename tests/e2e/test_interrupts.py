@@ -40,7 +40,7 @@ def test_engine_ranks_and_workers_end_with_the_run(
         num_rollout=1000,
         run_dir=run_dir,
     )
-    process = start(*command, in_background=number == signal.SIGTERM)
+    process = start(*command, in_background=number == signal.SIGTERM, warm=not while_loading)
     expected = ["fuligo serve", "trainer.ranks.rank"] + ([] if while_loading else ["symbolic_judge"])
 
     def all_run() -> bool:

@@ -155,7 +155,7 @@ def test_runs_from_python(alone: Path, write_run: WriteRun, tmp_path: Path) -> N
 def test_a_signal_ends_all_runs(number: signal.Signals, write_run: WriteRun, start: Start, tmp_path: Path) -> None:
     """SIGTERM lets runs with --save-on-sigterm save first."""
     files = [write_run(tmp_path, name, num_rollout=1000, save_interval=1000, save_on_sigterm=60) for name in ("wide", "judged")]
-    process = start("train-many", *files)
+    process = start("train-many", *files, warm=True)
     while not all(metrics(tmp_path / name) for name in ("wide", "judged")):
         assert process.poll() is None
         time.sleep(0.1)

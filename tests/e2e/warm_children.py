@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -23,6 +24,8 @@ from typing import Any
 
 SERVED = ("fuligo", "fuligo.trainer.ranks.rank_process")
 """Modules that are started with `python -m`."""
+COMMANDS = ("train", "train-many")
+"""Commands of `fuligo` that start an engine and ranks."""
 READ_BY_IMPORTS = ("CUDA_", "GOMP_", "HF_", "LD_", "MKL_", "OMP_", "PYTHON", "RAY_", "TOKENIZERS_", "TORCH", "TRANSFORMERS_")
 """Beginnings of the names of environment variables that packages read while they are imported."""
 SET_BY_FULIGO = {"GOMP_SPINCOUNT", "RAY_DEDUP_LOGS_SKIP_REGEX"}
@@ -57,12 +60,14 @@ def fork_children_warm() -> str:
 class ForkServer:
     """Process that has imported the modules, from which children of this process fork while `serving`. It ends with this process."""
 
-    def __init__(self, modules: Sequence[str]) -> None:
+    def __init__(self, modules: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
         self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._environment = read_by_imports(os.environ)
+        variables = os.environ if environment is None else environment
+        self._environment = read_by_imports(variables)
         with theirs:
             command = [sys.executable, "-m", "tests.e2e.warm_children", ROOM, str(theirs.fileno()), *modules]
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, cwd=Path(__file__).parents[2])
+            directory, given = Path(__file__).parents[2], [theirs.fileno()]
+            self._process = subprocess.Popen(command, env=variables, pass_fds=given, stdin=subprocess.DEVNULL, cwd=directory)
 
     @contextmanager
     def serving(self) -> Iterator[None]:
@@ -123,6 +128,7 @@ def _patch_popen(children: _Children) -> None:
                 "descriptors": list(wanted),
                 "group": group,
                 "session": new_session,
+                "ignores_interrupt": signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
             },
             [number if given == -1 else given for number, given in wanted.items()],
         )
@@ -133,7 +139,9 @@ def _patch_popen(children: _Children) -> None:
 
 
 def _serve(connection: socket.socket) -> str:
-    """Fork for every request until the command ends; return in a child only."""
+    """Fork for every request until the command ends, whatever signals its process group gets; return in a child only."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     while True:
         message, received, _, _ = socket.recv_fds(connection, LARGEST_REQUEST_BYTES, 64)
         if not message:
@@ -158,7 +166,9 @@ def _serve(connection: socket.socket) -> str:
 
 
 def _become(request: dict[str, Any], received: list[int]) -> str:
-    """Take over the descriptors, group, environment, directory and arguments of a request; return the module to run."""
+    """Take over the descriptors, signals, group, environment, directory and arguments of a request; return the module to run."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN if request["ignores_interrupt"] else signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     above = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, FIRST_FREE_DESCRIPTOR) for descriptor in received]
     for descriptor in received:
         os.close(descriptor)
@@ -204,4 +214,7 @@ def import_all(modules: Sequence[str]) -> None:
 if __name__ == "__main__":
     _, _, descriptor, *imported = sys.argv
     import_all(imported)
-    runpy.run_module(_serve(socket.socket(fileno=int(descriptor))), run_name="__main__", alter_sys=True)
+    served = _serve(socket.socket(fileno=int(descriptor)))
+    if served == "fuligo" and sys.argv[1] in COMMANDS:
+        served = fork_children_warm()
+    runpy.run_module(served, run_name="__main__", alter_sys=True)

@@ -326,9 +326,10 @@ def _rule(effect: Effect, earlier: Sequence[Effect]) -> Rule[Config, Change]:
     def check(config: Config) -> Violation | None:
         if effect.condition(config):
             return None
-        reported = {name for other in earlier if not other.condition(config) for name in other.names}
         # The default is the neutral value of each of these flags: coefficients 0, switches off, paths not given.
-        idle = [flags()[name] for name in effect.names if config.value_of(name) != flags()[name].default and name not in reported]
+        given = [name for name in effect.names if config.value_of(name) != flags()[name].default]
+        reported = {name for other in earlier if given and not other.condition(config) for name in other.names}
+        idle = [flags()[name] for name in given if name not in reported]
         if not idle:
             return None
         shown = []

@@ -56,8 +56,17 @@ def poisoned_tensors(directory: Path, proof: Path) -> None:
             file.write(poison.getvalue())
 
 
-@pytest.mark.parametrize("poison", [poisoned_metadata, poisoned_tensors])
-@pytest.mark.parametrize("command", ["dist-to-hf", "compare", "train --load", "train --ref-load"])
+@pytest.mark.parametrize(
+    ("command", "poison"),
+    [
+        *((command, poison) for command in ("dist-to-hf", "compare") for poison in (poisoned_metadata, poisoned_tensors)),
+        ("train --load", poisoned_metadata),
+        ("train --ref-load", poisoned_tensors),
+        # one function reads both of these and both of those
+        pytest.param("train --load", poisoned_tensors, marks=pytest.mark.slow),
+        pytest.param("train --ref-load", poisoned_metadata, marks=pytest.mark.slow),
+    ],
+)
 def test_a_checkpoint_that_runs_code_is_refused_by_name(
     command: str, poison: Callable[[Path, Path], None], model: Path, saved: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -135,9 +135,28 @@ def test_a_quantized_4b_base_saves_five_gibibytes() -> None:
     assert full - four > 5 * 2**30
 
 
-@pytest.mark.parametrize("dtype, size_of", [(torch.float32, 4), (torch.bfloat16, 2)])
-@pytest.mark.parametrize("make, tolerance", [(Qwen3Config, 1e-6), (LlamaConfig, 1e-6), (Glm4Config, 0.06), (Glm4MoeConfig, 0.10)])
-@pytest.mark.parametrize("targets", [(), ("q_proj", "v_proj")])
+QWEN3, LLAMA, GLM4, GLM4_MOE = (Qwen3Config, 1e-6), (LlamaConfig, 1e-6), (Glm4Config, 0.06), (Glm4MoeConfig, 0.10)
+FLOAT32, BFLOAT16 = (torch.float32, 4), (torch.bfloat16, 2)
+ALL_LINEAR, ATTENTION = (), ("q_proj", "v_proj")
+
+
+@pytest.mark.parametrize(
+    ("make", "tolerance", "dtype", "size_of", "targets"),
+    [
+        pytest.param(*family, *numbers, targets, marks=[] if chosen else [pytest.mark.slow])  # each pair of two is among the chosen
+        for families, numbers, targets, chosen in [
+            ((QWEN3, GLM4_MOE), FLOAT32, ALL_LINEAR, True),
+            ((LLAMA, GLM4), BFLOAT16, ALL_LINEAR, True),
+            ((LLAMA, GLM4), FLOAT32, ATTENTION, True),
+            ((QWEN3, GLM4_MOE), BFLOAT16, ATTENTION, True),
+            ((LLAMA, GLM4), FLOAT32, ALL_LINEAR, False),
+            ((QWEN3, GLM4_MOE), BFLOAT16, ALL_LINEAR, False),
+            ((QWEN3, GLM4_MOE), FLOAT32, ATTENTION, False),
+            ((LLAMA, GLM4), BFLOAT16, ATTENTION, False),
+        ]
+        for family in families
+    ],
+)
 def test_a_frozen_layer_keeps_what_autograd_saves(
     make: Any, tolerance: float, dtype: torch.dtype, size_of: int, targets: tuple[str, ...]
 ) -> None:

@@ -118,9 +118,10 @@ def scores_and_gradients(worker: TorchRankWorker, lengths: Sequence[tuple[int, i
 
 
 PLAIN = pytest.param("plain", marks=pytest.mark.slow)  # "checkpointed" traces the same layers
+ADAPTER = pytest.param("adapter", marks=pytest.mark.slow)  # "quantized base" has the same adapter
 
 
-@pytest.mark.parametrize("case", [PLAIN, "checkpointed", "adapter", "quantized base", "shared prefixes"])
+@pytest.mark.parametrize("case", [PLAIN, "checkpointed", ADAPTER, "quantized base", "shared prefixes"])
 def test_one_graph_serves_all_lengths(checkpoint, case: str) -> None:
     settings: dict[str, dict[str, object]] = {
         "plain": {},

@@ -1,6 +1,7 @@
 """QLoRA in the torch trainer: against PEFT on bitsandbytes' own layers, what engines receive, exact resume, conversions."""
 
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,7 @@ def test_log_probabilities_and_gradients_are_those_of_dequantized_weights(base: 
     assert largest > 1e-3, "quantized weights differ from those of the checkpoint"
 
 
+@pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("shape", [(96, 64), (33, 17), (1, 7)])
 def test_a_layer_holds_few_bytes_and_is_near_its_matrix(precision: BasePrecision, shape: tuple[int, int]) -> None:
@@ -130,6 +132,13 @@ def test_a_layer_holds_few_bytes_and_is_near_its_matrix(precision: BasePrecision
     assert (layer.weight - linear.weight).abs().max() <= LARGEST_ERROR[precision] * linear.weight.abs().max()
     torch.testing.assert_close(layer(torch.eye(shape[1])), layer.weight.T + linear.bias)
     assert torch.equal(rounded(linear.weight, layer.base), layer.weight)
+
+
+@pytest.fixture
+def eager() -> Iterator[None]:
+    """Keep bitsandbytes from compiling its operation for rows that are not whole blocks, which takes 5 s of CPU time for each shape."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("nf4", "fp32"), ("nf4", "bf16"), ("8bit", "bf16")])

@@ -70,7 +70,7 @@ def fixed_as_typed(config: Config, finding: Finding, file: Path) -> Config:
             typed += words(step)
         else:
             edited(values, step)
-    file.write_text(yaml.safe_dump(values), encoding="utf-8")
+    file.write_text(yaml.dump(values, Dumper=getattr(yaml, "CSafeDumper", yaml.SafeDumper)), encoding="utf-8")
     return parse(["--config", str(file), *typed]).config
 
 

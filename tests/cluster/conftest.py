@@ -8,9 +8,9 @@ import pytest
 from fuligo.engines.ports import PortClaims
 from tests.cluster.hosts import Network, network_of, why_not
 from tests.cluster.launched_run import LaunchedRun, LaunchOnHosts
-from tests.e2e.conftest import checkpoint, job, prompts, start
+from tests.e2e.conftest import checkpoint, job, prompts, start, warm_commands
 
-__all__ = ["checkpoint", "job", "prompts", "start"]
+__all__ = ["checkpoint", "job", "prompts", "start", "warm_commands"]
 
 pytest.importorskip("ray")
 

@@ -51,11 +51,11 @@ def test_a_run_that_lost_a_rank_resumes_and_leaves_nothing_behind_at_ctrl_c(job:
     """A terminal sends Ctrl-C to all processes of the run."""
     run_dir = tmp_path / "run"
     command = job(**RANKS, save_interval=1, run_dir=run_dir, num_rollout=1000, load=run_dir / "checkpoints")
-    lose_a_rank(start(*command), run_dir, signal.SIGKILL, "was lost")
+    lose_a_rank(start(*command, warm=True), run_dir, signal.SIGKILL, "was lost")
     done = newest_iteration(run_dir / "checkpoints")
     assert done is not None
 
-    resumed = start(*command)
+    resumed = start(*command, warm=True)
     wait_until(
         lambda: newest_iteration(run_dir / "checkpoints") != done or resumed.poll() is not None, "the resumed run saves", timeout_s=240
     )

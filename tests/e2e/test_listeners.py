@@ -10,6 +10,7 @@ import pytest
 
 from tests.e2e.command import DEADLINE_S, environment, train_command
 from tests.e2e.processes import descendants
+from tests.e2e.warm_children import ForkServer
 
 LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
 """127.0.0.1 and ::1 as the kernel prints them."""
@@ -31,14 +32,21 @@ def listeners(pid: int, sockets: dict[str, str]) -> set[str]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="needs /proc")
-@pytest.mark.parametrize("launcher", ["the driver", "torchrun"])
-def test_every_listener_of_a_run_is_on_loopback(checkpoint: Path, prompts: Path, tmp_path: Path, launcher: str) -> None:
+# On one host, ranks of torchrun connect by a Unix socket, which tests/unit/trainer/test_torchrun.py tests.
+@pytest.mark.parametrize("launcher", ["the driver", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_every_listener_of_a_run_is_on_loopback(
+    checkpoint: Path, prompts: Path, warm_commands: ForkServer, tmp_path: Path, launcher: str
+) -> None:
     """Ranks started by torchrun use torchrun's own store, which listens everywhere (SECURITY.md)."""
     start = [sys.executable, "-m", *(["torch.distributed.run", "--nproc-per-node", "2", "-m"] if launcher == "torchrun" else []), "fuligo"]
     command = [*start, *train_command(checkpoint, prompts, run_dir=tmp_path / "run", actor_num_gpus_per_node=2, num_rollout=1)]
     found: dict[str, set[str]] = {}
     deadline = time.monotonic() + DEADLINE_S
-    with (tmp_path / "output").open("w") as output, subprocess.Popen(command, stdout=output, stderr=output, env=environment()) as run:
+    with (
+        warm_commands.serving(),
+        (tmp_path / "output").open("w") as output,
+        subprocess.Popen(command, stdout=output, stderr=output, env=environment()) as run,
+    ):
         while run.poll() is None and time.monotonic() < deadline:
             sockets = listening()
             processes = descendants(run.pid) | ({} if launcher == "torchrun" else {run.pid: "driver"})

@@ -17,6 +17,7 @@ from tests.e2e.command import environment, fuligo, succeed
 from tests.e2e.conftest import Job, Start
 from tests.e2e.processes import alive, descendants
 from tests.e2e.records import TOKENS, evaluations, json_lines, metrics, sample_rows
+from tests.e2e.warm_children import ForkServer
 
 pytestmark = pytest.mark.timeout(1200)
 NUM_ROLLOUTS = 3
@@ -141,12 +142,12 @@ def test_a_run_that_is_killed_ends_alone(alone: Path, write_run: WriteRun, tmp_p
     assert_equal(tmp_path / "narrow", alone / "narrow")
 
 
-def test_runs_from_python(alone: Path, write_run: WriteRun, tmp_path: Path) -> None:
-    files = [str(write_run(tmp_path, name)) for name in ("narrow", "judged")]
-    program = f"import asyncio, fuligo; print(asyncio.run(asyncio.to_thread(fuligo.train_many, {files}))[1])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment(), timeout=480, check=False)
+def test_runs_from_python(alone: Path, write_run: WriteRun, warm_commands: ForkServer, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.e2e.train_many", *(str(write_run(tmp_path, name)) for name in ("narrow", "judged"))]
+    with warm_commands.serving():
+        done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=480, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == str(tmp_path / "judged")
+    assert done.stdout.splitlines()[-2:] == [str(tmp_path / name) for name in ("narrow", "judged")]
     assert_equal(tmp_path / "narrow", alone / "narrow")
 
 

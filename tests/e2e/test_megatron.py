@@ -30,6 +30,16 @@ PPO = {"advantage_estimator": "ppo", "num_critic_only_steps": 1}
 """A value model beside the policy."""
 
 
+def test_the_engine_has_the_weights_of_two_pipeline_stages(job: Job, prompts: Path, tmp_path: Path) -> None:
+    stages = {"train_backend": "megatron", "rollout_backend": "embedded", "pipeline_model_parallel_size": 2, "actor_num_gpus_per_node": 2}
+    evaluation = {"eval_prompt_data": ["sums", f"{prompts}@[0:2]"], "skip_eval_before_train": True}
+    succeed(*job(**stages, **evaluation, check_weight_update_equal=True, num_rollout=2, run_dir=tmp_path / "run"))
+    records = metrics(tmp_path / "run")
+    assert len(records) == 2
+    assert max(record["train/logprob_abs_diff"] for record in records) < 1e-4
+
+
+@pytest.mark.slow  # tests/megatron/test_training.py compares its steps with the torch trainer's, which test_quickstart.py has learn
 def test_it_learns_and_the_engine_has_its_weights(tmp_path: Path) -> None:
     """The quickstart's task on two pipeline stages: the reward rises, and engine and trainer agree on log-probabilities."""
     assets, run_dir = REPOSITORY / "fuligo" / "quickstart" / "assets", tmp_path / "run"

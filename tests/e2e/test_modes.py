@@ -175,7 +175,26 @@ def test_one_step_ahead(job: Job, tmp_path: Path) -> None:
     assert (checkpoint(tmp_path / "run", 4) / "hf" / "config.json").exists()
 
 
-def test_sampling_that_never_stops_learns_and_stays_within_its_bound(tmp_path: Path) -> None:
+def test_sampling_that_never_stops_stays_within_its_bound(job: Job, prompts: Path, tmp_path: Path) -> None:
+    run_dir, max_staleness, num_rollout = tmp_path / "run", 2, 9
+    evaluation = {"eval_prompt_data": ["sums", f"{prompts}@[0:4]"], "eval_interval": 5}
+    succeed(*job(async_mode="full", max_staleness=max_staleness, use_tis=True, num_rollout=num_rollout, **evaluation, run_dir=run_dir))
+    assert [record["num_rollouts"] for record in evaluations(run_dir)] == [0, 5, 9]
+    assert_within_bound(run_dir, max_staleness, num_rollout)
+
+
+def assert_within_bound(run_dir: Path, max_staleness: int, num_rollout: int) -> None:
+    """Check that the run samples ahead, by at most the bound, and that its metrics say how far."""
+    records = metrics(run_dir)
+    assert [record["policy_version"] for record in records] == list(range(1, num_rollout + 1))
+    kept = [row for row in sample_rows(run_dir, "kept", "versions") if row["kept"]]
+    staleness = [row["step"] - min(row["versions"]) for row in kept]
+    assert min(staleness) == 0 and 1 <= max(staleness) <= max_staleness
+    assert max(record["rollout/staleness_max"] for record in records) == max(staleness)
+
+
+@pytest.mark.slow  # test_quickstart.py covers learning, the test above what differs
+def test_sampling_that_never_stops_learns(tmp_path: Path) -> None:
     """The quickstart's task with evaluations."""
     assets = REPOSITORY / "fuligo" / "quickstart" / "assets"
     run_dir, max_staleness, num_rollout = tmp_path / "run", 2, 9
@@ -189,12 +208,7 @@ def test_sampling_that_never_stops_learns_and_stays_within_its_bound(tmp_path: P
     assert sum(rewards[-3:]) / 3 > rewards[0] + 0.2
     first, last = (evaluations(run_dir)[end]["eval/sums/mean@2"] for end in (0, -1))
     assert last > first + 0.2
-    assert [record["policy_version"] for record in records] == list(range(1, num_rollout + 1))
-
-    kept = [row for row in sample_rows(run_dir, "kept", "versions") if row["kept"]]
-    staleness = [row["step"] - min(row["versions"]) for row in kept]
-    assert min(staleness) == 0 and 1 <= max(staleness) <= max_staleness
-    assert max(record["rollout/staleness_max"] for record in records) == max(staleness)
+    assert_within_bound(run_dir, max_staleness, num_rollout)
 
 
 def test_requests_that_a_weight_sync_interrupts_continue_where_they_stopped(job: Job, tmp_path: Path) -> None:

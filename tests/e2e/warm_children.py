@@ -22,10 +22,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-SERVED = ("fuligo", "fuligo.trainer.ranks.rank_process")
+SERVED = ("fuligo", "fuligo.trainer.ranks.rank_process", "tests.e2e.train_many")
 """Modules that are started with `python -m`."""
-COMMANDS = ("train", "train-many")
-"""Commands of `fuligo` that start an engine and ranks."""
+STARTING_OTHERS = (["fuligo", "train"], ["fuligo", "train-many"], ["tests.e2e.train_many"])
+"""Modules, and commands of theirs, that start an engine and ranks."""
 READ_BY_IMPORTS = ("CUDA_", "GOMP_", "HF_", "LD_", "MKL_", "OMP_", "PYTHON", "RAY_", "TOKENIZERS_", "TORCH", "TRANSFORMERS_")
 """Beginnings of the names of environment variables that packages read while they are imported."""
 SET_BY_FULIGO = {"GOMP_SPINCOUNT", "RAY_DEDUP_LOGS_SKIP_REGEX"}
@@ -43,8 +43,8 @@ def read_by_imports(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name.startswith(READ_BY_IMPORTS) and name not in SET_BY_FULIGO}
 
 
-def fork_children_warm() -> str:
-    """Let children of this command fork from here on; return "fuligo" in the command, and in each child the module that it runs.
+def fork_children_warm(module: str = "fuligo") -> str:
+    """Let children of this command fork from here on; return the module in the command, and in each child the one that it runs.
 
     The imports were done with the present environment. Children with another one start fresh.
     """
@@ -54,7 +54,7 @@ def fork_children_warm() -> str:
         return _serve(theirs)
     theirs.close()
     _patch_popen(_Children(ours, read_by_imports(os.environ)))
-    return "fuligo"
+    return module
 
 
 class ForkServer:
@@ -215,6 +215,6 @@ if __name__ == "__main__":
     _, _, descriptor, *imported = sys.argv
     import_all(imported)
     served = _serve(socket.socket(fileno=int(descriptor)))
-    if served == "fuligo" and sys.argv[1] in COMMANDS:
-        served = fork_children_warm()
+    if [served] in STARTING_OTHERS or [served, *sys.argv[1:2]] in STARTING_OTHERS:
+        served = fork_children_warm(served)
     runpy.run_module(served, run_name="__main__", alter_sys=True)

@@ -182,7 +182,7 @@ def test_requests_kept_in_place_over_an_update_never_see_old_keys(answered: Answ
     """Old weights score the tokens from before the update, new weights those after it."""
     old, newer = reference(checkpoint), reference(checkpoint)
     perturb(newer)
-    requests = [answered.submit([5, 6, number], 200) for number in range(3, 6)]
+    requests = [answered.submit([5, 6, number], 100) for number in range(3, 6)]
     wait_begun(requests)
     answered.engine.pause("in_place").result(60)
     num_old = [len(request.output_ids) for request in requests]

@@ -14,7 +14,10 @@ from fuligo.engines.sglang.fleet import Fleet, FleetSettings
 from fuligo.engines.sglang.router import RouterSettings
 from fuligo.formats.engine_keys import EngineKeys
 from tests import tiny
+from tests.e2e.conftest import warm_commands
 from tests.sglang.engines import ENVIRONMENT, server_settings, sglang_python
+
+__all__ = ["warm_commands"]
 
 NUM_ENGINES = 2
 KEYS = EngineKeys.new()

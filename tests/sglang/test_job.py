@@ -15,6 +15,7 @@ import pytest
 
 from tests.e2e.command import environment
 from tests.e2e.processes import descendants
+from tests.e2e.warm_children import ForkServer
 from tests.sglang.engines import ENVIRONMENT, sglang_python
 
 ASSETS = Path(str(files("fuligo.quickstart"))) / "assets"
@@ -45,18 +46,19 @@ def command(run_dir: Path, **changes: object) -> list[str]:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[object]:
+def start(warm_commands: ForkServer, tmp_path: Path) -> Iterator[object]:
     running: list[subprocess.Popen[str]] = []
 
     def launch(**changes: object) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            command(tmp_path / "run", **changes),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment(),
-            start_new_session=True,
-        )
+        with warm_commands.serving():
+            process = subprocess.Popen(
+                command(tmp_path / "run", **changes),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=environment(),
+                start_new_session=True,
+            )
         running.append(process)
         return process
 

@@ -20,6 +20,7 @@ from fuligo.formats.weight_manifest import EngineAddress, WeightManifest, Weight
 from fuligo.models.adapter import adapter_tensors, add_adapter
 from fuligo.weights.adapter import send_adapter
 from tests.e2e.command import environment
+from tests.e2e.warm_children import ForkServer
 from tests.sglang import oracle
 from tests.sglang.conftest import KEYS
 from tests.sglang.engines import ENVIRONMENT, server_settings
@@ -67,14 +68,15 @@ async def test_an_engine_applies_the_adapter_that_it_was_sent_last(server: SGLan
 
 
 @pytest.mark.parametrize("sync", [pytest.param("merged", marks=pytest.mark.slow), "adapter"])
-def test_engines_of_a_run_sample_from_what_is_trained(sync: str, tmp_path: Path) -> None:
+def test_engines_of_a_run_sample_from_what_is_trained(warm_commands: ForkServer, sync: str, tmp_path: Path) -> None:
     """Each sync is followed by probes, whose log-probabilities engines and trainer compare; so do all samples of each step.
 
     make test covers merged weights by tests/sglang/test_weights.py and tests/unit/trainer/test_lora.py.
     """
     flags = {"lora_rank": 16, "lr": 1e-3, "lora_sync": sync, "num_rollout": 2, "rollout_num_gpus": 1, "router_policy": "random"}
     flags["engine_env"] = json.dumps(PLAIN_MEMORY)
-    finished = subprocess.run(command(tmp_path / "run", **flags), capture_output=True, text=True, env=environment(), check=False)
+    with warm_commands.serving():
+        finished = subprocess.run(command(tmp_path / "run", **flags), capture_output=True, text=True, env=environment(), check=False)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     steps = metrics(tmp_path / "run")
     assert len(steps) == 2

@@ -26,6 +26,7 @@ from fuligo.models.adapter import adapter_tensors, add_adapter
 from fuligo.weights.adapter import send_adapter
 from tests.e2e.command import environment
 from tests.e2e.records import sample_rows
+from tests.e2e.warm_children import ForkServer
 from tests.sglang import oracle
 from tests.sglang.conftest import KEYS
 from tests.sglang.engines import server_settings
@@ -92,7 +93,7 @@ async def test_runs_sample_at_once_each_with_its_adapter(server: SGLangServer, c
         await client.close()
 
 
-def test_runs_train_on_one_engine(tmp_path: Path) -> None:
+def test_runs_train_on_one_engine(warm_commands: ForkServer, tmp_path: Path) -> None:
     """Each sync is followed by probes, whose log-probabilities engine and trainer compare; so do all samples of each step."""
     files = []
     for name, changes in {"wide": {"lora_rank": 16}, "narrow": {"lora_rank": 4, "async_mode": "one-step"}}.items():
@@ -101,7 +102,8 @@ def test_runs_train_on_one_engine(tmp_path: Path) -> None:
         files.append(tmp_path / f"{name}.yaml")
         save_yaml(parse(arguments).config, files[-1])
     many = [sys.executable, "-m", "fuligo", "train-many", *map(str, files)]
-    finished = subprocess.run(many, capture_output=True, text=True, env=environment(), check=False)
+    with warm_commands.serving():
+        finished = subprocess.run(many, capture_output=True, text=True, env=environment(), check=False)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     for name in ("wide", "narrow"):
         steps = metrics(tmp_path / name)

@@ -20,6 +20,7 @@ from fuligo.trainer.samples import SampleSettings, train_samples
 from fuligo.types import Sample, SampleGroup, SampleStatus
 from tests import tiny
 from tests.e2e.command import environment
+from tests.e2e.warm_children import ForkServer
 from tests.megatron.forced_routing import ForcedModel
 from tests.sglang import oracle
 from tests.sglang.engines import ENVIRONMENT, server_settings
@@ -74,7 +75,7 @@ async def test_experts_are_those_of_transformers_also_of_a_continued_response(mi
 
 
 @pytest.mark.slow
-def test_a_run_trains_on_the_routing_of_its_engines(tmp_path: Path) -> None:
+def test_a_run_trains_on_the_routing_of_its_engines(warm_commands: ForkServer, tmp_path: Path) -> None:
     """Responses that a later rollout continued are included; engine and trainer agree on log-probabilities."""
     model = tiny.save_checkpoint(tmp_path / "model", "qwen3_moe")
     words = command(
@@ -94,7 +95,8 @@ def test_a_run_trains_on_the_routing_of_its_engines(tmp_path: Path) -> None:
         use_rollout_routing_replay=True,
         engine_env=json.dumps({**ENVIRONMENT, "FULIGO_TEST_PLAIN_MEMORY": "1"}),
     )
-    run = subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=240, check=False)
+    with warm_commands.serving():
+        run = subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=240, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     steps = metrics(tmp_path / "run")
     assert len(steps) == 3

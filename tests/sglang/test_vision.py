@@ -23,6 +23,7 @@ from fuligo.rollout.generate import SingleTurn
 from fuligo.types import Sample, SampleStatus
 from tests import tiny, tiny_vision
 from tests.e2e.command import environment
+from tests.e2e.warm_children import ForkServer
 from tests.parity.test_vision_trainer import own_inputs
 from tests.sglang import oracle
 from tests.sglang.engines import ENVIRONMENT, server_settings, sglang_python
@@ -82,14 +83,15 @@ def own_logprobs(model: Qwen3VLForConditionalGeneration, sample: Sample, process
 
 
 @pytest.mark.slow
-def test_a_model_learns_to_count_what_it_sees(tmp_path: Path) -> None:
+def test_a_model_learns_to_count_what_it_sees(warm_commands: ForkServer, tmp_path: Path) -> None:
     """Also through the router, which rebuilds each request by its own schema."""
     run = tmp_path / "run"
     given = ["--rollout-backend", "sglang", "--train-backend", "torch", "--rollout-num-gpus", "1", "--actor-num-gpus-per-node", "1"]
     engines = ["--engine-python", str(sglang_python()), "--engine-env", json.dumps(WITH_IMAGES), "--check-weight-update-equal"]
     words = [sys.executable, "-m", "fuligo", "train", "--config", str(SHAPES / "config.yaml"), "--run-dir", str(run), *given, *engines]
     words += ["--num-rollout", "8", "--no-eval", "--progress", "plain", "--rollout-batch-size", "24"]
-    done = subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=400, check=False)
+    with warm_commands.serving():
+        done = subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=400, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     steps = metrics(run)
     rewards = [step["rollout/reward_mean"] for step in steps]

@@ -19,6 +19,7 @@ from tests.e2e.warm_children import ForkServer
 from tests.sglang.engines import ENVIRONMENT, sglang_python
 
 ASSETS = Path(str(files("fuligo.quickstart"))) / "assets"
+NUM_GROUPS = 16
 
 
 def command(run_dir: Path, **changes: object) -> list[str]:
@@ -83,9 +84,10 @@ def test_the_reward_rises_and_an_engine_that_dies_comes_back(start, tmp_path: Pa
     run = start(
         num_rollout=5,
         lr=2e-4,
+        rollout_batch_size=NUM_GROUPS,
         use_fault_tolerance=True,
         update_weight_mode="delta",
-        over_sampling_batch_size=40,
+        over_sampling_batch_size=NUM_GROUPS + 4,
         dynamic_sampling_filter_path="fuligo.rollout.filters.check_reward_nonzero_std",
         partial_rollout=True,
     )
@@ -103,7 +105,7 @@ def test_the_reward_rises_and_an_engine_that_dies_comes_back(start, tmp_path: Pa
     assert len(steps) == 5
     rewards = [step["rollout/reward_mean"] for step in steps]
     assert sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2 + 0.2
-    assert all(step["rollout/num_groups_kept"] == 32 and step["rollout/num_failed"] == 0 for step in steps)
+    assert all(step["rollout/num_groups_kept"] == NUM_GROUPS and step["rollout/num_failed"] == 0 for step in steps)
     assert sum(step["rollout/num_resumed"] for step in steps) > 0
     # Engine and trainer agree on log-probabilities.
     on_policy = [step["train/logprob_abs_diff"] for step in steps if step["rollout/num_resumed"] == 0]
@@ -111,7 +113,7 @@ def test_the_reward_rises_and_an_engine_that_dies_comes_back(start, tmp_path: Pa
 
     samples = pq.read_table(tmp_path / "run" / "samples" / "rollout_000003.parquet").to_pylist()
     kept = [sample for sample in samples if sample["kept"]]
-    assert len(kept) == 256
+    assert len(kept) == 8 * NUM_GROUPS
     assert all(len(sample["versions"]) == len(sample["response_ids"]) for sample in samples)
     assert {version for sample in kept for version in sample["versions"]} <= {0, 1, 2, 3}
     first = pq.read_table(tmp_path / "run" / "samples" / "rollout_000000.parquet")

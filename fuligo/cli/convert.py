@@ -120,6 +120,9 @@ def _small_model(path: Path | None) -> Path | None:
 
 
 def _convert_hf_to_dist(plan: conversion.DistPlan) -> None:
+    if not any(Path(plan.source).glob("*.safetensors")):  # before seconds of imports
+        raise ConfigError(f"{plan.source} has no *.safetensors files with weights; --plan prints the plan without them")
+
     import torch.distributed as dist
 
     from fuligo.convert.hf_to_dist import hf_to_dist

@@ -64,15 +64,14 @@ def environment(**extra: str) -> dict[str, str]:
 def fuligo(*arguments: object, fresh: bool = False, **extra_environment: str) -> subprocess.CompletedProcess[str]:
     """Run the command to its end; if `fresh`, or where the environment changes imports, in a process that has imported nothing yet."""
     given, variables = [*map(str, arguments)], environment(**extra_environment)
-    warm_start = _warm_start()
-    if not fresh and warm_start.suits(variables):
-        return warm_start.run(given, variables, DEADLINE_S)
+    if not fresh and warm_start().suits(variables):
+        return warm_start().run(given, variables, DEADLINE_S)
     command = [sys.executable, "-m", "fuligo", *given]
     return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, env=variables, check=False)
 
 
 @functools.cache
-def _warm_start() -> WarmStart:
+def warm_start() -> WarmStart:
     return WarmStart(environment())
 
 

@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests import tiny
-from tests.e2e.command import environment, train_command
+from tests.e2e.command import environment, train_command, warm_start
 from tests.e2e.processes import interrupt
 from tests.e2e.warm_children import ForkServer
-from tests.e2e.warm_start import MODULES
 
 NUM_PROMPTS = 40
 Job = Callable[..., list[str]]
@@ -48,8 +47,8 @@ def job(checkpoint: Path, prompts: Path) -> Job:
 
 @pytest.fixture(scope="session")
 def warm_commands() -> Iterator[ForkServer]:
-    """Start a process from which commands fork, and from which their engines and ranks do."""
-    server = ForkServer(MODULES, environment())
+    """Start a process from which commands fork as children of the tests, and from which their engines and ranks do."""
+    server = warm_start().fork_server()
     yield server
     server.close()
 

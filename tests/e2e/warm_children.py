@@ -58,16 +58,25 @@ def fork_children_warm(module: str = "fuligo") -> str:
 
 
 class ForkServer:
-    """Process that has imported the modules, from which children of this process fork while `serving`. It ends with this process."""
+    """Process from which children of this process fork while `serving`. It ends with this process.
 
-    def __init__(self, modules: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
-        self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        variables = os.environ if environment is None else environment
-        self._environment = read_by_imports(variables)
+    Args:
+        connection: to a process in `serve_others`.
+        environment: variables that its imports have read.
+    """
+
+    def __init__(self, connection: socket.socket, environment: Mapping[str, str]) -> None:
+        self._ours = connection
+        self._environment = environment
+
+    @classmethod
+    def start(cls, modules: Sequence[str]) -> "ForkServer":
+        """Start a process that imports the modules."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [sys.executable, "-m", "tests.e2e.warm_children", ROOM, str(theirs.fileno()), *modules]
-            directory, given = Path(__file__).parents[2], [theirs.fileno()]
-            self._process = subprocess.Popen(command, env=variables, pass_fds=given, stdin=subprocess.DEVNULL, cwd=directory)
+            subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, cwd=Path(__file__).parents[2])
+        return cls(ours, read_by_imports(os.environ))
 
     @contextmanager
     def serving(self) -> Iterator[None]:
@@ -81,7 +90,6 @@ class ForkServer:
 
     def close(self) -> None:
         self._ours.close()
-        self._process.wait(timeout=60)
 
 
 class _Children:
@@ -211,10 +219,14 @@ def import_all(modules: Sequence[str]) -> None:
     gc.freeze()  # collections in a child would copy the memory that it shares
 
 
+def serve_others(connection: socket.socket) -> str:
+    """Fork for every request of another process until it ends; return in a child only, the module to run."""
+    module = _serve(connection)
+    starts_others = [module] in STARTING_OTHERS or [module, *sys.argv[1:2]] in STARTING_OTHERS
+    return fork_children_warm(module) if starts_others else module
+
+
 if __name__ == "__main__":
     _, _, descriptor, *imported = sys.argv
     import_all(imported)
-    served = _serve(socket.socket(fileno=int(descriptor)))
-    if [served] in STARTING_OTHERS or [served, *sys.argv[1:2]] in STARTING_OTHERS:
-        served = fork_children_warm(served)
-    runpy.run_module(served, run_name="__main__", alter_sys=True)
+    runpy.run_module(serve_others(socket.socket(fileno=int(descriptor))), run_name="__main__", alter_sys=True)

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from tests.e2e.warm_children import ROOM, fork_children_warm, import_all, read_by_imports
+from tests.e2e.warm_children import ROOM, ForkServer, fork_children_warm, import_all, read_by_imports, serve_others
 
 MODULES = (
     "fuligo.cli.console",
@@ -55,6 +55,14 @@ class WarmStart:
     def suits(self, environment: dict[str, str]) -> bool:
         """Return whether what is already imported is what a command with this environment would import; False after an interrupted one."""
         return self._socket.fileno() != -1 and read_by_imports(environment) == self._read_by_imports
+
+    def fork_server(self) -> ForkServer:
+        """Fork a process that starts commands as children of this process, any number at a time."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            socket.send_fds(self._socket, [_number(0)], [theirs.fileno()])
+            _receive_number(self._socket)
+        return ForkServer(ours, self._read_by_imports)
 
     def run(self, arguments: list[str], environment: dict[str, str], timeout_s: float) -> subprocess.CompletedProcess[str]:
         """Run `python -m fuligo` with these arguments to its end, as `subprocess.run` does.
@@ -108,25 +116,30 @@ def end_with(parent: int) -> None:
         os._exit(1)
 
 
-def next_command(connection: socket.socket) -> list[str]:
-    """Fork for every request, and return in the child only: the arguments, after its environment, directory and output are set."""
+def next_command(connection: socket.socket) -> str:
+    """Fork for every request; return in the child only, the module to run, after arguments, environment, directory and output are set."""
     server = os.getpid()
     while True:
         header, descriptors, _, _ = socket.recv_fds(connection, 4, 2)
         if not header:
             os._exit(0)  # the tests have ended
-        request = connection.recv(int.from_bytes(header, "little"), socket.MSG_WAITALL)
+        length = int.from_bytes(header, "little")
+        request = connection.recv(length, socket.MSG_WAITALL) if length else b""
         pid = os.fork()
         if pid == 0:
             break
         for descriptor in descriptors:
             os.close(descriptor)
         connection.sendall(_number(pid))
+        if not request:  # a fork server, which lives on
+            continue
         status = os.waitpid(pid, 0)[1]
         with contextlib.suppress(BrokenPipeError):  # the test was interrupted
             connection.sendall(_number(status))
     end_with(server)
     connection.close()
+    if not request:
+        return serve_others(socket.socket(fileno=descriptors[0]))
     for descriptor, standard in zip(descriptors, (1, 2), strict=True):
         os.dup2(descriptor, standard)
         os.close(descriptor)
@@ -135,12 +148,12 @@ def next_command(connection: socket.socket) -> list[str]:
     os.environ.update(environment)
     os.chdir(directory)
     sys.path[0] = directory
-    return arguments
+    sys.argv[1:] = arguments
+    return fork_children_warm()
 
 
 if __name__ == "__main__":
     _, _, tests, descriptor, *modules = sys.argv
     end_with(int(tests))
     import_all(modules)
-    sys.argv[1:] = next_command(socket.socket(fileno=int(descriptor)))
-    runpy.run_module(fork_children_warm(), run_name="__main__", alter_sys=True)
+    runpy.run_module(next_command(socket.socket(fileno=int(descriptor))), run_name="__main__", alter_sys=True)

@@ -1,5 +1,6 @@
 """A step of the Megatron trainer over trees of samples is its step over the samples laid end to end, under every layout."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -135,21 +136,36 @@ def assert_the_same_course(
     return shared, plain
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3", layers=4)
+def num_layers(layout: str) -> int:
+    """Return the layers of a model: two, or one for each of two chunks of two stages."""
+    return 4 if "pp2" in layout else 2
 
 
 @pytest.fixture(scope="module")
-def mixture(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
+    """Save each model once."""
 
-    def saved(family: str) -> Path:
-        if family not in made:
-            made[family] = save_uneven(tmp_path_factory.mktemp(family), family, layers=4)
-        return made[family]
+    @functools.cache
+    def save(family: str, layers: int) -> Path:
+        save = tiny.save_checkpoint if family == "qwen3" else save_uneven
+        return save(tmp_path_factory.mktemp(family), family, layers=layers)
 
-    return saved
+    return save
+
+
+@pytest.fixture
+def layers(request: pytest.FixtureRequest) -> int:
+    return num_layers(request.node.callspec.params.get("layout", "one") if hasattr(request.node, "callspec") else "one")
+
+
+@pytest.fixture
+def checkpoint(saved: Callable[[str, int], Path], layers: int) -> Path:
+    return saved("qwen3", layers)
+
+
+@pytest.fixture
+def mixture(saved: Callable[[str, int], Path], layers: int) -> Callable[[str], Path]:
+    return lambda family: saved(family, layers)
 
 
 @pytest.mark.parametrize(
@@ -165,9 +181,9 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     ],
 )
 def test_scores_gradients_and_metrics_are_those_of_the_samples_laid_end_to_end(
-    pool: RankPool, checkpoint: Path, tmp_path: Path, layout: str, loss: str
+    pool: RankPool, checkpoint: Path, layers: int, tmp_path: Path, layout: str, loss: str
 ) -> None:
-    reference = tiny.save_checkpoint(tmp_path, "qwen3", seed=5, layers=4)
+    reference = tiny.save_checkpoint(tmp_path, "qwen3", seed=5, layers=layers)
     assert_the_same_course(
         pool, settings_for(checkpoint, layout, loss=LOSSES[loss], reference_weights=reference, teacher_weights=reference)
     )
@@ -192,8 +208,8 @@ def test_latent_attention_rotates_by_the_positions_of_samples(pool: RankPool, mi
 
 
 @pytest.mark.parametrize("layout", ["cp2", pytest.param("pp2", marks=SLOW), pytest.param("tp2 sp", marks=SLOW)])
-def test_mtp_layers_see_the_followers_of_each_sample(pool: RankPool, tmp_path: Path, layout: str) -> None:
-    directory = PredictingModel.random("mimo", num_predictions=2, layers=4).save(tmp_path)
+def test_mtp_layers_see_the_followers_of_each_sample(pool: RankPool, layers: int, tmp_path: Path, layout: str) -> None:
+    directory = PredictingModel.random("mimo", num_predictions=2, layers=layers).save(tmp_path)
     settings = settings_for(directory, layout, loss=LOSSES["sft"], mtp=MTPSettings(2, trained=True, loss_scale=0.3, joint=True))
     shared, _ = assert_the_same_course(pool, settings)
     assert shared.metrics["train/mtp_loss"] > 0

@@ -138,7 +138,7 @@ def assert_the_same_course(
 
 def num_layers(layout: str) -> int:
     """Return the layers of a model: two, or one for each of two chunks of two stages."""
-    return 4 if "pp2" in layout else 2
+    return 4 if "vpp2" in layout else 2
 
 
 @pytest.fixture(scope="module")

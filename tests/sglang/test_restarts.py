@@ -21,7 +21,11 @@ SHARED = {"colocate": True, "actor_num_gpus_per_node": 1}
 
 @pytest.mark.parametrize(
     ("mode", "launcher"),
-    [(SEPARATE, "local"), (SHARED, "local"), pytest.param(SEPARATE, "ray", marks=pytest.mark.slow)],
+    [
+        (SEPARATE, "local"),
+        pytest.param(SHARED, "local", marks=pytest.mark.slow),  # test_shared_job.py syncs with engines that come back in turns
+        pytest.param(SEPARATE, "ray", marks=pytest.mark.slow),
+    ],
     ids=["full, gloo", "colocated", "full, gloo, Ray"],
 )
 def test_engines_outlive_the_rank_that_sends_their_weights(

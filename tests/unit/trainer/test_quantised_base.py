@@ -214,6 +214,8 @@ def test_conversions_and_engines_take_the_base_that_the_record_names(base: Path,
     torch.testing.assert_close(logits, theirs(input_ids=ids[None]).logits[0].float(), rtol=1e-4, atol=1e-4)
 
 
+# the shared experts and dense layers of "deepseek_v3" are of the kinds that the other two have
+@pytest.mark.parametrize("base", ["qwen2", "qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.slow)], indirect=True)
 @pytest.mark.usefixtures("warm_children")
 async def test_two_ranks_train_as_one(base: Path, adapter: Path) -> None:
     samples = train_batches.samples([*LENGTHS, (3, 7), (2, 8)])

@@ -46,7 +46,9 @@ def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
 @pytest.fixture(scope="session")
 def fork_server() -> Iterator[ForkServer]:
     """Start a process from which embedded engines and ranks fork, each of which would import torch and transformers for 5 s of CPU time."""
-    server = ForkServer.start(["fuligo.engines.embedded.backend", "fuligo.engines.embedded.model", "fuligo.trainer.torch_backend.worker"])
+    server = ForkServer.start(
+        ["fuligo.engines.embedded.backend", "fuligo.engines.embedded.model", "fuligo.trainer.torch_backend.worker", "peft"]
+    )
     yield server
     server.close()
 

@@ -33,6 +33,7 @@ MODULES = (
     "fuligo.trainer.ranks.trainer",
     "fuligo.trainer.torch_backend.worker",
     "pandas",
+    "peft",
     "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen3.modeling_qwen3",
 )

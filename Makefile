@@ -63,12 +63,12 @@ browser:
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium-headless-shell >/dev/null \
 		|| echo "Chromium cannot be installed: the tests of pages are skipped"; fi
 
-# All checks that are fast enough to run while working. The type checker runs beside the tests.
+# All checks that are fast enough to run while working: without the long unit tests. The type checker runs beside the tests.
 check: format
 	+@$(MAKE) --no-print-directory --jobs 2 --output-sync=target types lint imports unit
 
 unit: install-dev
-	.venv/bin/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal -m "not gpu and not slow and not sglang" tests/unit
+	.venv/bin/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal -m "not gpu and not slow and not sglang and not long" tests/unit
 
 # SGLang is installed beside the rest, and while the checks run.
 ready:

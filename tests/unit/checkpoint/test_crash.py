@@ -13,6 +13,8 @@ from fuligo.checkpoint.location import resolve
 from fuligo.checkpoint.store import CheckpointStore
 from fuligo.formats.checkpoint_files import TRACKER
 
+pytestmark = pytest.mark.long
+
 SAVE = """
 import asyncio, itertools, sys
 from pathlib import Path

@@ -18,6 +18,8 @@ from fuligo.trainer.ranks.world import World
 from tests import tiny
 from tests.e2e.command import fail, train_command
 
+pytestmark = pytest.mark.long
+
 
 class RunsACommand:
     """Object whose unpickling makes a directory."""

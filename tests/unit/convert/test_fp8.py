@@ -184,6 +184,7 @@ class TestCutOff:
         assert not list((tmp_path / "out").glob("[!.]*"))
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc says how much memory a process had at most")
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path):
     """Converting files of 64 MiB takes less than one file's size more memory than converting a tiny one."""

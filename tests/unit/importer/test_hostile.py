@@ -26,7 +26,7 @@ from fuligo.importer.run import import_script
 from fuligo.sandbox import processes
 from fuligo.sandbox.system_calls import PR_SET_CHILD_SUBREAPER, prctl
 
-pytestmark = pytest.mark.usefixtures("sandbox")
+pytestmark = [pytest.mark.usefixtures("sandbox"), pytest.mark.long]
 
 SECONDS = 0.75
 

@@ -289,6 +289,7 @@ async def test_a_death_in_the_middle_of_a_turn(open_world: Open, path: str, num_
         await world.take_up(num_engines)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", ["/release_memory_occupation", "/resume_memory_occupation"])
 async def test_an_engine_that_hangs_in_the_middle_of_a_turn(open_world: Open, path: str) -> None:
     async with open_world(2, {0: Fault(path, "hangs")}, call_timeout_s=4.0) as world:

@@ -102,6 +102,7 @@ def test_groups_of_engines_name_models_of_the_hub(hub: FakeHub, tmp_path: Path) 
     assert problem.startswith("--sglang-config, model_path of judge: acme/none is not a directory here")
 
 
+@pytest.mark.long
 def test_conversions_and_the_doctor_take_models_of_the_hub(hub: FakeHub, tmp_path: Path) -> None:
     commands = (
         "convert compare acme/tiny hub/models/acme/tiny",

@@ -68,6 +68,7 @@ def _names(mutation: Mutation, said: list[str]) -> bool:
     return any(name in text for text in said for name in mutation.named)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", map(recipe_of, CLUSTER_RECIPES))
 def test_single_mistakes_are_found_and_named(recipe: Path, tmp_path: Path) -> None:
     drawn = list(mutations(recipe, NUM_MUTATIONS, seed=1))

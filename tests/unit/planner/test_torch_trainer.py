@@ -82,6 +82,7 @@ def test_a_layer_keeps_what_autograd_saves(make: Any, tolerance: float, dtype: t
     assert layer_bytes(architecture.layers[0], architecture, size) * TOKENS == pytest.approx(measured, rel=tolerance)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "make", [pytest.param(LlamaConfig, marks=pytest.mark.slow), Qwen3Config, Glm4Config]
 )  # Qwen3 adds only norms of queries and keys
@@ -92,6 +93,7 @@ def test_a_compiled_layer_keeps_what_autograd_saves(make: Any) -> None:
     assert compiled_layer_bytes(architecture.layers[0], architecture) * TOKENS == pytest.approx(measured, rel=0.01)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [Qwen3Config, pytest.param(Glm4Config, marks=pytest.mark.slow)])  # the test above has its layers
 def test_a_compiled_layer_keeps_the_outputs_of_a_too(make: Any) -> None:
     one, two = (make(num_hidden_layers=count, pad_token_id=0, **SHAPE) for count in (1, 2))

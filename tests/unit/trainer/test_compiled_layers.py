@@ -24,6 +24,8 @@ from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 from fuligo.trainer.torch_backend.worker import TorchRankWorker
 from tests import shares, train_batches
 
+pytestmark = pytest.mark.long
+
 ROWS = [[(4, 9), (7, 31), (2, 20)], [(40, 6), (5, 8)], [(30, 170), (1, 2)], [(3, 5), (9, 31), (2, 77), (6, 2), (5, 5)]]
 """Prompt and response lengths; the numbers of tokens and sequences and the longest sequence all differ."""
 

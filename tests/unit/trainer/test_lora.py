@@ -202,6 +202,7 @@ def test_dense_layers_and_shared_experts_of_a_mixture_are_adapted_and_its_expert
     assert adapted == {"0.mlp.down_proj", "1.mlp.shared_experts.down_proj"}
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("warm_children")
 async def test_two_ranks_train_as_one(settings) -> None:
     samples = train_batches.samples([*LENGTHS, (3, 7), (2, 8)])

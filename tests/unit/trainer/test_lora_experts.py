@@ -106,6 +106,7 @@ def test_the_embedded_engine_applies_what_a_sync_sends(base: Path, adapter: Path
 
 
 # Ranks shard all parameters alike; the families differ in which they have, and two of the three have those of the first as well.
+@pytest.mark.long
 @pytest.mark.parametrize("base", [*(pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES[:2]), FAMILIES[2]], indirect=True)
 @pytest.mark.usefixtures("warm_children")
 async def test_two_ranks_train_as_one(base: Path, adapter: Path) -> None:

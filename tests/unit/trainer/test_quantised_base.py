@@ -215,6 +215,7 @@ def test_conversions_and_engines_take_the_base_that_the_record_names(base: Path,
 
 
 # the shared experts and dense layers of "deepseek_v3" are of the kinds that the other two have
+@pytest.mark.long
 @pytest.mark.parametrize("base", ["qwen2", "qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.slow)], indirect=True)
 @pytest.mark.usefixtures("warm_children")
 async def test_two_ranks_train_as_one(base: Path, adapter: Path) -> None:

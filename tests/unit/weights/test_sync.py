@@ -205,6 +205,7 @@ async def test_death_while_engines_join(open_world: Open) -> None:
         assert world.trainer.num_gathered >= 2
 
 
+@pytest.mark.long
 async def test_an_engine_that_hangs_in_the_broken_group_is_restarted_too(open_world: Open) -> None:
     """Engines whose NCCL waits for a dead peer answer /health but nothing that needs their scheduler."""
     faults = {0: Fault(CALL["gloo"], "dies", 2), 1: Fault("/destroy_weights_update_group", "hangs", 2)}
@@ -216,6 +217,7 @@ async def test_an_engine_that_hangs_in_the_broken_group_is_restarted_too(open_wo
         assert (start, sorted(client.start for client in world.fleet.group.clients)) == ([0, 0, 0], [0, 1, 1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("transport", "path"), [("tensor", "/pause_generation"), ("disk", CALL["disk"]), ("tensor", CALL["tensor"]), ("gloo", CALL["gloo"])]
 )

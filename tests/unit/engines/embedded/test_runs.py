@@ -69,6 +69,7 @@ async def sync(engine: EngineClient, checkpoint: Path, name: str, version: int, 
     await engine.resume()
 
 
+@pytest.mark.long
 async def test_each_run_has_its_own_adapter_and_version(runs: list[EngineClient], checkpoint: Path) -> None:
     first, second = runs
     before = await sample(second)

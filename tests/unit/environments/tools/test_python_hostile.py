@@ -18,7 +18,7 @@ import pytest
 from fuligo.environments.tools.python import PythonResult, PythonSession, PythonSettings, shared_interpreters
 from tests.unit.environments.tools.conftest import SETTINGS, SHORT
 
-pytestmark = pytest.mark.usefixtures("sandbox")
+pytestmark = [pytest.mark.usefixtures("sandbox"), pytest.mark.long]
 
 SECRET = "sk-a-secret-of-this-machine"
 BRIEF = SHORT.model_copy(update={"timeout_s": 1.0})

@@ -18,6 +18,8 @@ from fuligo.observability.viewer.run import RunReader
 from fuligo.observability.viewer.tokens import TokenTexts
 from tests.unit.observability.viewer.recorded_run import NUM_STEPS, SCRIPT
 
+pytestmark = pytest.mark.long
+
 DEADLINE_S = 120.0
 """For all endpoints together on a busy machine; what hangs, hangs forever."""
 SECRET = "the secret of another user"

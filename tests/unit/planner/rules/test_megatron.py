@@ -11,6 +11,8 @@ from fuligo.planner.check import violations
 from tests.unit.planner.rules.broken_runs import DENSE, MIXTURE, Run
 from tests.unit.planner.rules.megatron_cases import Case, cases
 
+pytestmark = pytest.mark.long
+
 VERDICTS: list[bool] = json.loads((Path(__file__).parent / "megatron_verdicts.json").read_text(encoding="utf-8"))
 """Verdict of Megatron-Core 0.16.1 on each case: True if rejected."""
 REFUSED_LATER = {"PLAN-PP-LAYERS", "PLAN-VPP-LAYERS"}

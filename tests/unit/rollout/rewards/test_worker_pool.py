@@ -154,6 +154,7 @@ async def test_processes_start_when_needed_and_end_with_the_pool() -> None:
             os.kill(pid, 0)
 
 
+@pytest.mark.long
 async def test_workers_end_with_a_parent_that_was_killed() -> None:
     """An idle worker ends at once, because its input ends; a busy one ends by its own alarm at the deadline."""
     parent = await asyncio.create_subprocess_exec(sys.executable, "-c", KILLED_PARENT, stdout=asyncio.subprocess.PIPE)

@@ -175,9 +175,12 @@ async def open_cluster(config: Config, stack: AsyncExitStack, log_file: Path) ->
         log_file: log of Ray's processes if it is started here
 
     Raises:
-        ConfigError: there is no cluster, or it lacks the resources
+        ConfigError: there is no cluster, it lacks the resources, or the run needs none
     """
     placement = place(config)
+    if not placement.node_sizes:
+        reason = "it has no trainer ranks, and its embedded engine runs beside the driver"
+        raise ConfigError(f"cannot place the run on Ray: {reason}; use fuligo train --launcher local")
     asked = config.cluster.device
     several_nodes = len(placement.node_sizes) > 1
     await stack.enter_async_context(

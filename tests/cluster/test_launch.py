@@ -87,8 +87,7 @@ def test_a_slurm_job_gives_the_hosts_and_srun_starts_the_workers(job: Job, start
     srun.write_text(f'#!/bin/bash\necho "$@" >> {tmp_path}/srun.log\nexec sh -c "${{@: -1}}"\n')
     srun.chmod(0o755)
     run_dir = tmp_path / "run"
-    samples_only = {"debug_rollout_only": True, "lr": None, "use_dynamic_batch_size": None, "max_tokens_per_gpu": None}  # no ranks start
-    train = job(actor_num_nodes=2, actor_num_gpus_per_node=1, num_rollout=1, run_dir=run_dir, num_gpus_per_node=2, **samples_only)
+    train = job(actor_num_nodes=2, actor_num_gpus_per_node=1, num_rollout=1, run_dir=run_dir, num_gpus_per_node=2)
     slurm = {"SLURM_JOB_NODELIST": "127.0.0.[2-3]", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     process = start("launch", "--head-port", free_port, "--timeout-s", 120, "--", *train[1:], **slurm)
     said, _ = process.communicate(timeout=300)

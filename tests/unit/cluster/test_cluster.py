@@ -2,13 +2,17 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
 
 import pytest
+import ray
 from ray.exceptions import RayActorError
 
-from fuligo.cluster.cluster import Node, require_hosts, silent_nodes
+from fuligo.cluster.cluster import Node, open_cluster, require_hosts, silent_nodes
 from fuligo.cluster.reservation import Bundle
-from fuligo.errors import TrainerError
+from fuligo.config.command_line import parse
+from fuligo.errors import ConfigError, TrainerError
 from fuligo.trainer.ranks.supervision import RankError
 
 BUNDLES = [Bundle(0, 1, "a", "10.0.0.1"), Bundle(1, 1, "b", "10.0.0.2")]
@@ -52,3 +56,11 @@ async def test_a_host_that_does_not_answer_is_silent_before_ray_misses_it() -> N
     """An agent that has crashed says nothing about its host."""
     nodes = [Node(Bundle(i, 1, name, "host"), Agent(each), ()) for i, (name, each) in enumerate([("a", answer), ("b", hang), ("c", crash)])]
     assert await silent_nodes([*nodes, *nodes], timeout_s=1.0) == {"b"}
+
+
+async def test_a_run_that_needs_no_slots_is_refused_before_ray_starts(tmp_path: Path) -> None:
+    config = parse(["--device", "cpu", "--debug-rollout-only", "--launcher", "ray"]).config
+    async with AsyncExitStack() as stack:
+        with pytest.raises(ConfigError, match=r"it has no trainer ranks, .* --launcher local"):
+            await open_cluster(config, stack, tmp_path / "ray.txt")
+    assert not ray.is_initialized()

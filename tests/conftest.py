@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
+from tests.e2e.command import warm_start
 from tests.e2e.warm_children import ForkServer
 from tests.small_disk import SmallDisk, mounted
 
@@ -46,9 +47,7 @@ def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
 @pytest.fixture(scope="session")
 def fork_server() -> Iterator[ForkServer]:
     """Start a process from which embedded engines and ranks fork, each of which would import torch and transformers for 5 s of CPU time."""
-    server = ForkServer.start(
-        ["fuligo.engines.embedded.backend", "fuligo.engines.embedded.model", "fuligo.trainer.torch_backend.worker", "peft"]
-    )
+    server = warm_start().fork_server(os.environ)  # the path and the threads of tokenizers differ
     yield server
     server.close()
 

@@ -11,7 +11,6 @@ import gc
 import importlib
 import json
 import os
-import runpy
 import signal
 import socket
 import subprocess
@@ -68,15 +67,6 @@ class ForkServer:
     def __init__(self, connection: socket.socket, environment: Mapping[str, str]) -> None:
         self._ours = connection
         self._environment = environment
-
-    @classmethod
-    def start(cls, modules: Sequence[str]) -> "ForkServer":
-        """Start a process that imports the modules."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            command = [sys.executable, "-m", "tests.e2e.warm_children", ROOM, str(theirs.fileno()), *modules]
-            subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, cwd=Path(__file__).parents[2])
-        return cls(ours, read_by_imports(os.environ))
 
     @contextmanager
     def serving(self) -> Iterator[None]:
@@ -224,9 +214,3 @@ def serve_others(connection: socket.socket) -> str:
     module = _serve(connection)
     starts_others = [module] in STARTING_OTHERS or [module, *sys.argv[1:2]] in STARTING_OTHERS
     return fork_children_warm(module) if starts_others else module
-
-
-if __name__ == "__main__":
-    _, _, descriptor, *imported = sys.argv
-    import_all(imported)
-    runpy.run_module(serve_others(socket.socket(fileno=int(descriptor))), run_name="__main__", alter_sys=True)

@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -57,13 +57,17 @@ class WarmStart:
         """Return whether what is already imported is what a command with this environment would import; False after an interrupted one."""
         return self._socket.fileno() != -1 and read_by_imports(environment) == self._read_by_imports
 
-    def fork_server(self) -> ForkServer:
-        """Fork a process that starts commands as children of this process, any number at a time."""
+    def fork_server(self, environment: Mapping[str, str] | None = None) -> ForkServer:
+        """Fork a process that starts commands, engines and ranks as children of this process, any number at a time.
+
+        Args:
+            environment: variables of those that may fork, if they do not have those of the imports; the difference must not matter to them.
+        """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             socket.send_fds(self._socket, [_number(0)], [theirs.fileno()])
             _receive_number(self._socket)
-        return ForkServer(ours, self._read_by_imports)
+        return ForkServer(ours, self._read_by_imports if environment is None else read_by_imports(environment))
 
     def run(self, arguments: list[str], environment: dict[str, str], timeout_s: float) -> subprocess.CompletedProcess[str]:
         """Run `python -m fuligo` with these arguments to its end, as `subprocess.run` does.

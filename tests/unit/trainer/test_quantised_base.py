@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from fuligo.trainer.torch_backend.worker import TorchRankWorker
 from tests import shares, tiny, train_batches
 from tests.peft_oracle import logprobs_of, require_same_as_peft, save_random_adapter
 
-bitsandbytes = pytest.importorskip("bitsandbytes", reason="the extra qlora is not installed")
+pytestmark = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="the extra qlora is not installed")
 
 LENGTHS = [(4, 9), (1, 3), (6, 9), (2, 4)]
 PRECISIONS: list[BasePrecision] = ["nf4", "8bit"]
@@ -80,6 +81,8 @@ def with_rounded_weights(base: Path, precision: BasePrecision) -> Any:
 
 
 def with_layers_of_bitsandbytes(base: Path) -> Any:
+    import bitsandbytes  # here, since it imports torch's compiler for 2 s
+
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and name != "lm_head":

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
 
@@ -33,7 +34,7 @@ MODULES = (
     "fuligo.trainer.ranks.trainer",
     "fuligo.trainer.torch_backend.worker",
     "pandas",
-    "peft",
+    *(["peft"] if find_spec("peft") else []),
     "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen3.modeling_qwen3",
 )

@@ -130,8 +130,7 @@ def other_base(checkpoint: Path, saved: str | None, own: str | None, *, weights:
 def require_scaling(checkpoint: Path, scaling: float) -> None:
     """Check that a checkpoint's adapter was trained with this run's factor of B A, which the shapes of its tensors do not show.
 
-    Raises:
-        CheckpointError: it has another, or its `adapter_config.json` is damaged
+    Raises CheckpointError if it has another, or its `adapter_config.json` is damaged.
     """
     saved = AdapterConfig.read(checkpoint / ADAPTER)
     if saved.scaling != scaling:

@@ -32,8 +32,7 @@ class BaseCritic:
     def begin_at(self, checkpoint: Path) -> None:
         """Keep the value model as it is when the run resumes from a checkpoint without one.
 
-        Raises:
-            CheckpointError: the settings do not allow it.
+        Raises CheckpointError if the settings do not allow it.
         """
         if not self.settings.may_begin_at_resume:
             raise CheckpointError(no_value_model(checkpoint))

@@ -48,11 +48,7 @@ class MetricSums:
         )
 
     def __add__(self, other: Self) -> Self:
-        """Add the sums of another micro-batch or rank.
-
-        Raises:
-            TrainerError: the names differ, which only a user's loss can cause.
-        """
+        """Add the sums of another micro-batch or rank. Raises TrainerError if the names differ, which only a user's loss can cause."""
         if [*self.shares, *self.totals, *self.maxima] != [*other.shares, *other.totals, *other.maxima]:
             raise TrainerError(
                 f"--custom-loss-function-path returned the metrics {', '.join([*self.shares, *self.maxima])} for one micro-batch and "

@@ -129,10 +129,8 @@ def objective(inputs: LossInputs, settings: LossSettings) -> Objective:
     the whole). The others are means over the step's trained tokens with their weights in the loss: `entropy`, `kl` (to
     the reference), `opd_reverse_kl` (the old policy's, to the teacher), `ratio_mean`, `clip_fraction`, `logprob_abs_diff` (trainer
     against engine), `tis_mean` and `tis_cut_fraction` (importance weights; share of those that were cut), `opsm_masked_fraction`
-    (off-policy sequence masking).
-
-    Raises:
-        TrainerError: log-probabilities that the settings need are missing, or a hook returned an invalid value.
+    (off-policy sequence masking). Raises TrainerError if log-probabilities that the settings need are missing, or a hook returned an
+    invalid value.
     """
     # Log-probabilities rounded to bfloat16 would show ratios and KLs that do not exist.
     assert torch.finfo(inputs.logprobs.dtype).bits >= 32, f"log-probabilities of type {inputs.logprobs.dtype}; float32 is needed"

@@ -37,8 +37,7 @@ def require_finite_weights(tensors: Iterable[tuple[str, torch.Tensor]], source: 
 def trained_names(names: Mapping[str, Sequence[str]], trained: TrainedParameters) -> set[str]:
     """Return the names of the parameters to train, given for each parameter the names that the regexes may match.
 
-    Raises:
-        ConfigError: both lists are given, a regex matches nothing or is malformed, or nothing is left to train.
+    Raises ConfigError if both lists are given, a regex matches nothing or is malformed, or nothing is left to train.
     """
     if trained.only and trained.frozen:
         raise ConfigError("--only-train-params-name-list and --freeze-params-name-list cannot be combined; use one of them")

@@ -31,19 +31,11 @@ class Trainer(WeightSource, Protocol):
         ...
 
     async def end_save(self) -> None:
-        """Return when everything that `begin_save` began to write is on disk.
-
-        Raises:
-            CheckpointError: it could not be written.
-        """
+        """Return when everything that `begin_save` began to write is on disk. Raises CheckpointError if it could not be written."""
         ...
 
     async def restore(self, directory: Path) -> None:
-        """Load what `save` wrote.
-
-        Raises:
-            CheckpointError: it is incomplete or belongs to another architecture.
-        """
+        """Load what `save` wrote. Raises CheckpointError if it is incomplete or belongs to another architecture."""
         ...
 
     async def offload(self) -> None:

@@ -15,8 +15,7 @@ from fuligo.trainer.ranks.world import World
 def write_random_state(directory: Path, world: World, more: Mapping[str, Tensor]) -> None:
     """Write this rank's random state, and `more` of a backend's own, below `directory`, which is created.
 
-    Raises:
-        CheckpointError: the file cannot be written, for instance because the disk is full.
+    Raises CheckpointError if the file cannot be written, for instance because the disk is full.
     """
     state = {"torch": torch.get_rng_state(), **more}
     if world.device.type == "cuda":
@@ -30,11 +29,7 @@ def write_random_state(directory: Path, world: World, more: Mapping[str, Tensor]
 
 
 def read_random_state(directory: Path, world: World) -> dict[str, Tensor]:
-    """Read what this rank wrote by `write_random_state`.
-
-    Raises:
-        CheckpointError: the file is missing or damaged.
-    """
+    """Read what this rank wrote by `write_random_state`. Raises CheckpointError if the file is missing or damaged."""
     file = _file(directory, world)
     try:
         return load_file(file)

@@ -35,11 +35,8 @@ def train_samples(groups: list[SampleGroup], settings: SampleSettings) -> list[T
 
     Truncated samples stay, even if all their tokens are masked: they count in their group's statistics. A group of several samples with
     fewer than two usable ones has nothing to compare and is marked as dropped. Samples split from one rollout (equal `index`) share one
-    denominator.
-
-    Raises:
-        RewardError: a reward lacks `reward_key`, or is not a finite number; names the sample.
-        RolloutError: the experts, or the teacher's log-probabilities, of a sample's tokens are not known.
+    denominator. Raises RewardError if a reward lacks `reward_key`, or is not a finite number, naming the sample, and RolloutError if the
+    experts, or the teacher's log-probabilities, of a sample's tokens are not known.
     """
     samples = [sample for group in groups for sample in _kept(group, settings)]
     rewards = _rewards(samples, settings) if settings.has_rewards else [0.0] * len(samples)
@@ -150,8 +147,7 @@ class DataPostProcess:
     def __call__(self, samples: list[TrainSample]) -> None:
         """Call the hook with the samples of each prompt; it may change them in place, loss masks for instance.
 
-        Raises:
-            TrainerError: the hook raised, or left samples that cannot be trained on.
+        Raises TrainerError if the hook raised, or left samples that cannot be trained on.
         """
         groups: dict[int, list[TrainSample]] = defaultdict(list)
         for sample in samples:
@@ -181,8 +177,7 @@ class BeforeTrainStep:
     def __call__(self, rollout_id: int, batch: TrainBatch) -> None:
         """Call the hook and check the batch that it leaves.
 
-        Raises:
-            TrainerError: the hook raised, or left a batch that cannot be trained on.
+        Raises TrainerError if the hook raised, or left a batch that cannot be trained on.
         """
         num_before = len(batch.samples)
         self.hook(rollout_id, batch)

@@ -72,11 +72,7 @@ class BoundHook:
         self._first = (ArgsView(config),) if "args" in HOOKS[flag_name].parameters else ()
 
     def __call__(self, *arguments: Any) -> Any:
-        """Call the hook.
-
-        Raises:
-            TrainerError: the hook raised; names its flag and its line.
-        """
+        """Call the hook. Raises TrainerError if the hook raised, naming its flag and its line."""
         try:
             return self._hook(*self._first, *arguments)
         except Exception as error:

@@ -60,8 +60,7 @@ class SampleScores:
 def score_shares(samples: Sequence[TrainSample], settings: TrainerSettings, balance_by: Cost | None) -> list[ScoreShare]:
     """Return every replica's share. A sample is in several shares where a repetition keeps replicas in step.
 
-    Raises:
-        TrainerError: there is no sample.
+    Raises TrainerError if there is no sample.
     """
     own = [_localize(schedule) for schedule in settings.micro_batch_schedules(samples, settings.score_capacity, balance_by)]
     return [ScoreShare(positions, [samples[i] for i in positions], schedule) for positions, schedule in own]

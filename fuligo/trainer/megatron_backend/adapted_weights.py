@@ -21,8 +21,7 @@ from fuligo.trainer.ranks.world import World
 def load_adapter(chunks: Sequence[nn.Module], names: AdapterNames, directory: Path) -> None:
     """Overwrite this rank's parts of the adapter with those of a PEFT directory.
 
-    Raises:
-        CheckpointError: it is damaged, or does not fit the model.
+    Raises CheckpointError if it is damaged, or does not fit the model.
     """
     tensors = read_adapter_weights(directory)
     shapes = {weight.checkpoint[0]: list(shape) for weight in names.weights() for shape in names.checkpoint_shapes(weight)}

@@ -33,8 +33,7 @@ class Critic(BaseCritic):
     def __init__(self, settings: CriticSettings, policy: MegatronTrainerSettings, names: ModelNames, world: World) -> None:
         """Load the initial weights and build the optimizer.
 
-        Raises:
-            CheckpointError: the initial weights cannot be read, or do not have the policy's architecture.
+        Raises CheckpointError if the initial weights cannot be read, or do not have the policy's architecture.
         """
         self.names = value_names(names)
         self._model = replace(  # no tied head, no MTP layers, all parameters trained, and routers that choose by themselves

@@ -100,10 +100,8 @@ class PolicyModel(GPTModel):
 def build_chunks(settings: MegatronTrainerSettings, *, trained: bool) -> list[PolicyModel]:
     """Build this rank's stages of the model on its device, one for each interleaved stage, with random weights, after `join_megatron`.
 
-    Weights of a `trained` model get gradients.
-
-    Raises:
-        ConfigError: Megatron cannot build or split the model, or the user's provider does not fit.
+    Weights of a `trained` model get gradients. Raises ConfigError if Megatron cannot build or split the model, or the user's provider does
+    not fit.
     """
     config = transformer_config(settings)
     layout = settings.layout

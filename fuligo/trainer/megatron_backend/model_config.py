@@ -25,11 +25,7 @@ Fields = dict[str, Any]
 
 
 def transformer_config(settings: MegatronTrainerSettings) -> TransformerConfig:
-    """Build Megatron's configuration.
-
-    Raises:
-        ConfigError: Megatron refuses the model or its layout.
-    """
+    """Build Megatron's configuration. Raises ConfigError if Megatron refuses the model or its layout."""
     refuse_missing_transport(settings)
     refuse_idle_embedding(settings)
     flags = settings.model_flags
@@ -55,11 +51,7 @@ def transformer_config(settings: MegatronTrainerSettings) -> TransformerConfig:
 
 
 def refuse_missing_transport(settings: MegatronTrainerSettings) -> None:
-    """Check that the dispatcher can run on this machine.
-
-    Raises:
-        ConfigError: its kernels are not installed here.
-    """
+    """Check that the dispatcher can run on this machine. Raises ConfigError if its kernels are not installed here."""
     if settings.dispatcher != "flex" and not settings.deepep:
         return
     if settings.device != "cuda":

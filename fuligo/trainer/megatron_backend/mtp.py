@@ -68,8 +68,7 @@ def mtp_submodules(num_layers: int, layer: ModuleSpec, modules: BackendSpecProvi
 def refuse_idle_embedding(settings: MegatronTrainerSettings) -> None:
     """Refuse a layout in which Megatron would wait forever for a gradient.
 
-    Raises:
-        ConfigError: the last stage would hold the MTP layers' copy of the embedding, which gets no gradient.
+    Raises ConfigError if the last stage would hold the MTP layers' copy of the embedding, which gets no gradient.
     """
     flags, mtp = settings.model_flags, settings.mtp
     is_idle = mtp.num_layers > 0 and not mtp.trained and settings.layout.pp > 1

@@ -25,10 +25,8 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
 def freeze_parameters(chunks: Sequence[nn.Module], weights: Sequence[Weight], trained: TrainedParameters) -> None:
     """Switch off the gradient of all parameters that are not trained; call it before the stages are wrapped.
 
-    Regexes are searched in the names of Hugging Face's checkpoint and in Megatron's, layers and experts counted over all ranks.
-
-    Raises:
-        ConfigError: the lists do not fit the model, or would train a part of one of Megatron's matrices.
+    Regexes are searched in the names of Hugging Face's checkpoint and in Megatron's, layers and experts counted over all ranks. Raises
+    ConfigError if the lists do not fit the model, or would train a part of one of Megatron's matrices.
     """
     names = {weight.megatron: (weight.megatron, *weight.checkpoint) for weight in weights}
     names.setdefault(HEAD, names[EMBEDDING])  # where both are one, the last stage has its own copy
@@ -42,8 +40,7 @@ def freeze_parameters(chunks: Sequence[nn.Module], weights: Sequence[Weight], tr
 def build_optimizer(chunks: list[DistributedDataParallel], settings: MegatronTrainerSettings) -> ChainedOptimizer:
     """Build the optimizer over the trained parameters of the stages. A collective.
 
-    Raises:
-        ConfigError: the requested precision needs a GPU.
+    Raises ConfigError if the requested precision needs a GPU.
     """
     flags, place, adam = settings.model_flags, settings.optimizer_place, settings.optimizer
     config = OptimizerConfig(

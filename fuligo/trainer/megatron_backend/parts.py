@@ -94,8 +94,7 @@ def local_experts_parts(factor: ExpertsFactor, tensor: Tensor, first_expert: int
 def held_weights(chunks: Sequence[nn.Module], names: ModelNames) -> list[LocalWeight]:
     """Return all weights of this rank, or all tensors of its adapter, in the same order on ranks that hold the same.
 
-    Raises:
-        CheckpointError: the model has a weight that is not in the table of names.
+    Raises CheckpointError if the model has a weight that is not in the table of names.
     """
     found: list[LocalWeight] = []
     for name, tensor in tensors_of(chunks, names).items():

@@ -176,8 +176,7 @@ def has_balance_loss(config: TransformerConfig) -> bool:
 def refuse_unsupported_routing(config: TransformerConfig) -> None:
     """Refuse settings that would make the loss depend on packing, or the routing differ from that of the served model.
 
-    Raises:
-        ConfigError: a setting is unsupported; names it and what to use.
+    Raises ConfigError if a setting is unsupported, naming it and what to use.
     """
     if config.num_moe_experts is None:
         return

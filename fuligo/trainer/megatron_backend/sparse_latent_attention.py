@@ -256,9 +256,8 @@ def freeze_indexers(model: nn.Module) -> None:
 def refuse_unsupported_sparsity(config: TransformerConfig, settings: MegatronTrainerSettings) -> None:
     """Refuse layouts and recomputation that sparse attention does not support.
 
-    Raises:
-        ConfigError: a stage begins with a layer that reuses the choice of one in the stage before, or up-projections that are never
-            computed are to be recomputed.
+    Raises ConfigError if a stage begins with a layer that reuses the choice of one in the stage before, or up-projections that are never
+    computed are to be recomputed.
     """
     sparse, layout = settings.sparse_layers, settings.layout
     if sparse is None:

@@ -52,9 +52,8 @@ class MegatronRankWorker:
     def __init__(self, settings: MegatronTrainerSettings, world: World) -> None:
         """Load weights and build the optimizers.
 
-        Raises:
-            CheckpointError: weights cannot be read.
-            ConfigError: Megatron cannot build the model or arrange the ranks in this layout, or the lists of trained parameters do not fit.
+        Raises CheckpointError if weights cannot be read and ConfigError if Megatron cannot build the model or arrange the ranks in this
+        layout, or the lists of trained parameters do not fit.
         """
         self.settings = settings
         self.world = world
@@ -210,9 +209,8 @@ class MegatronRankWorker:
     def _add_adapter(self, chunks: list[PolicyModel], lora: LoraSettings) -> SavedAdapter:
         """Adapt the layers of the policy, which freezes its weights.
 
-        Raises:
-            ConfigError: the model cannot be adapted in this way.
-            CheckpointError: the adapter to start from is damaged, or is another model's.
+        Raises ConfigError if the model cannot be adapted in this way and CheckpointError if the adapter to start from is damaged, or is
+        another model's.
         """
         names = AdapterNames.of(self.names, lora.adapter, num_tensor_ranks=self.settings.layout.tp)
         digest = base_digest(named_weights(chunks, self.names, dtype=DTYPES[self.settings.precision]))

@@ -28,11 +28,7 @@ class RankHandle(ABC):
 
     @abstractmethod
     async def run(self, command: SharedCommand[R]) -> Answer[R]:
-        """Have the rank run a command.
-
-        Raises:
-            RankLostError: the rank is gone.
-        """
+        """Have the rank run a command. Raises RankLostError if the rank is gone."""
 
     @abstractmethod
     async def close(self, *, failed: bool) -> None:

@@ -59,9 +59,8 @@ class SignedConnection:
     def recv_bytes(self, maxlength: int | None = None) -> bytearray:
         """Return the next message of the peer.
 
-        Raises:
-            ForgedMessageError: its signature is wrong, or it is longer than `maxlength`
-            EOFError: the peer closed the connection
+        Raises ForgedMessageError if its signature is wrong, or it is longer than `maxlength`, and EOFError if the peer closed the
+        connection.
         """
         length = self._signed(_LENGTH.size, is_body=False)
         (num_bytes,) = _LENGTH.unpack(length)

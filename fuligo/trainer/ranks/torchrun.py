@@ -70,8 +70,7 @@ class TorchrunPlace:
     def read_key(self) -> bytes | None:
         """Return the secret that ranks on several hosts share; None on one host.
 
-        Raises:
-            ConfigError: the environment has none, or one that can be guessed
+        Raises ConfigError if the environment has none, or one that can be guessed.
         """
         if self.on_one_host and sys.platform == "linux":
             return None
@@ -125,9 +124,8 @@ async def connect_ranks(place: TorchrunPlace, size: int) -> list[RankHandle]:
 def follow(place: TorchrunPlace) -> None:
     """Serve as a rank other than the first until the driver ends.
 
-    Raises:
-        ConfigError: the hosts have no common key
-        TrainerError: the process that listens where the driver should is not the driver
+    Raises ConfigError if the hosts have no common key and TrainerError if the process that listens where the driver should is not the
+    driver.
     """
     key = place.read_key()
     connection = _connect(place, key)
@@ -145,11 +143,9 @@ def follow(place: TorchrunPlace) -> None:
 def share_key(place: TorchrunPlace) -> bytes | None:
     """Return a secret that all processes of torchrun have and nobody else, for a command without a driver.
 
-    On several hosts it is that of the environment. Without one there is none: None, with a warning on rank 0.
-
-    Raises:
-        ConfigError: the environment has one that can be guessed
-        TrainerError: a process did not ask for it in time, or the one that gives it out belongs to another user
+    On several hosts it is that of the environment. Without one there is none: None, with a warning on rank 0. Raises ConfigError if the
+    environment has one that can be guessed and TrainerError if a process did not ask for it in time, or the one that gives it out belongs
+    to another user.
     """
     if not place.on_one_host or sys.platform != "linux":
         if os.environ.get(KEY_VARIABLE):
@@ -203,11 +199,7 @@ def _give_key(place: TorchrunPlace) -> bytes:
 
 
 def _accept_all(place: TorchrunPlace, key: bytes | None) -> list[ConnectedRank]:
-    """Return ranks 1 to size - 1.
-
-    Raises:
-        TrainerError: a rank did not connect in time
-    """
+    """Return ranks 1 to size - 1. Raises TrainerError if a rank did not connect in time."""
     ranks: dict[int, ConnectedRank] = {}
     listener, address = _listen(place, key)
     with listener:
@@ -284,11 +276,7 @@ def _connect(place: TorchrunPlace, key: bytes | None) -> RankConnection:
 
 
 def _require_own_process(stream: socket.socket) -> None:
-    """Check that a process of this user is at the other end of a Unix socket.
-
-    Raises:
-        PermissionError: it belongs to another user
-    """
+    """Check that a process of this user is at the other end of a Unix socket. Raises PermissionError if it belongs to another user."""
     credentials = struct.Struct("3i")
     _, user, _ = credentials.unpack(stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size))
     if user != os.getuid():

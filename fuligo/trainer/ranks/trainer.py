@@ -113,8 +113,7 @@ class RankedTrainer:
     async def watch(self) -> None:
         """Ping every rank periodically until canceled.
 
-        Raises:
-            RankError: a rank is gone or has stopped answering; names the rank, its host and the phase.
+        Raises RankError if a rank is gone or has stopped answering, naming the rank, its host and the phase.
         """
         answering: set[int] = set()
         while True:

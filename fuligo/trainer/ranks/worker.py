@@ -60,10 +60,8 @@ class RankWorker(Protocol):
 def build_worker(settings: TrainerSettings, world: World) -> RankWorker:
     """Build this rank's part of the model with the settings' backend. A collective.
 
-    Raises:
-        CheckpointError: weights cannot be read.
-        TrainerError: the backend cannot run the model.
-        ConfigError: the lists of trained parameters do not fit the model.
+    Raises CheckpointError if weights cannot be read, TrainerError if the backend cannot run the model, and ConfigError if the lists of
+    trained parameters do not fit the model.
     """
     return import_worker(settings)(settings, world)
 

@@ -112,11 +112,7 @@ class StoredPart:
 
 
 def has_value_head(directory: Path) -> bool:
-    """Return whether the checkpoint is a value model's: its output layer has one row.
-
-    Raises:
-        CheckpointError: a file is damaged.
-    """
+    """Return whether the checkpoint is a value model's: its output layer has one row. Raises CheckpointError if a file is damaged."""
     try:
         head = read_stored_tensors(directory).get("lm_head.weight")
     except DamagedFileError as error:

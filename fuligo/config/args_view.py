@@ -79,8 +79,7 @@ class ArgsView:
 def custom_entries(config: Config) -> dict[str, Any]:
     """Return the entries of `--custom-config-path`; empty without it.
 
-    Raises:
-        ConfigError: the file cannot be read, is not a YAML mapping of names, or has an entry with the name of a flag.
+    Raises ConfigError if the file cannot be read, is not a YAML mapping of names, or has an entry with the name of a flag.
     """
     given = config.observability.custom_config_path
     if given is None:

@@ -55,8 +55,7 @@ def yaml_text(config: Config, name: str = "FILE") -> str:
 def load_yaml(path: Path) -> Config:
     """Load the config of a file; flags that it does not name keep their defaults.
 
-    Raises:
-        ConfigError: the file cannot be read, is not YAML, or holds unknown, misplaced or invalid keys; names all of them.
+    Raises ConfigError if the file cannot be read, is not YAML, or holds unknown, misplaced or invalid keys, naming all of them.
     """
     given = read_yaml(path)
     return build_config(given.assignments, given.problems)

@@ -52,11 +52,7 @@ def load_hook(flag_name: str, path: str) -> Hook:
 
 
 def hook_of(config: Config, flag_name: str) -> Hook | None:
-    """Load the hook that this flag names; None if the flag is not set.
-
-    Raises:
-        HookError: as `load_hook`.
-    """
+    """Load the hook that this flag names; None if the flag is not set. Raises HookError like `load_hook`."""
     path = config.value_of(flag_name)
     return load_hook(flag_name, path) if isinstance(path, str) else None
 

@@ -27,8 +27,7 @@ def chosen_launcher(config: Config, environment: Mapping[str, str] = os.environ)
 def world_size(environment: Mapping[str, str] = os.environ) -> int:
     """Return the number of processes that torchrun started; 1 without torchrun.
 
-    Raises:
-        ConfigError: `WORLD_SIZE` is not a number, or the other variables that torchrun sets with it are missing.
+    Raises ConfigError if `WORLD_SIZE` is not a number, or the other variables that torchrun sets with it are missing.
     """
     given = environment.get("WORLD_SIZE", "").strip()
     if given in ("", "1"):

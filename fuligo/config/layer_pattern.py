@@ -10,8 +10,7 @@ _MAX_TEXT = 100_000
 def read_layers(text: str) -> list[int]:
     """Parse a pattern: `[0]*3+[1]*2` -> `[0, 0, 0, 1, 1]`. It may hold lists of integers, `+`, `*` and parentheses.
 
-    Raises:
-        ValueError: the text is not such a pattern, or describes more than 10,000 layers.
+    Raises ValueError if the text is not such a pattern, or describes more than 10,000 layers.
     """
     if len(text) > _MAX_TEXT:
         raise ValueError("too long")

@@ -28,8 +28,7 @@ class PassThrough:
     def __init__(self, given: Mapping[str, Any] | None = None) -> None:
         """Check names and values.
 
-        Raises:
-            ValueError: a name is unknown or reserved, or a value is not valid; lists every such argument
+        Raises ValueError if a name is unknown or reserved, or a value is not valid, listing every such argument.
         """
         values, problems = self._checked(given) if given else ({}, [])
         if problems:
@@ -49,19 +48,11 @@ class PassThrough:
         return refused if refused or backend.canonical(name) in backend.flags else backend.unknown(name)
 
     def get(self, name: str) -> Any:
-        """Return the given value, or None.
-
-        Raises:
-            KeyError: the schema has no such argument.
-        """
+        """Return the given value, or None. Raises KeyError if the schema has no such argument."""
         return self._values.get(self._flag(name).name)
 
     def value(self, name: str) -> Any:
-        """Return the given value, or the default of the schema.
-
-        Raises:
-            KeyError: the schema has no such argument.
-        """
+        """Return the given value, or the default of the schema. Raises KeyError if the schema has no such argument."""
         flag = self._flag(name)
         return self._values.get(name, flag.default)
 

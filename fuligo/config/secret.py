@@ -40,11 +40,7 @@ class Secret:
         """Text of the secret; None if the variable is not set."""
 
     def reveal(self) -> str:
-        """Return the text.
-
-        Raises:
-            ConfigError: it refers to an environment variable that is not set.
-        """
+        """Return the text. Raises ConfigError if it refers to an environment variable that is not set."""
         if self.value is None:
             raise ConfigError(f"cannot read {self}: the environment variable {self.variable} is not set; export it")
         return self.value
@@ -127,8 +123,7 @@ class Environment:
     def reveal(self) -> dict[str, str]:
         """Return all values, for the environment of a process.
 
-        Raises:
-            ConfigError: one refers to an environment variable that is not set.
+        Raises ConfigError if one refers to an environment variable that is not set.
         """
         return {name: reveal(value) for name, value in self._values.items()}
 

@@ -15,10 +15,8 @@ def vocabulary_difference(teacher: Path, student: Path) -> str | None:
     """Return why a teacher cannot score the student's samples, or None.
 
     With equal tokenizers the teacher's matrices may be padded beyond the student's, because the padding is never sampled. If a
-    tokenizer.json is missing, as for a model with its own tokenizer code, only the sizes are compared.
-
-    Raises:
-        DamagedFileError: a config.json is missing or unreadable.
+    tokenizer.json is missing, as for a model with its own tokenizer code, only the sizes are compared. Raises DamagedFileError if a
+    config.json is missing or unreadable.
     """
     size, needed = (read_model_config(directory).get("vocab_size") for directory in (teacher, student))
     same = _differing(teacher / _TOKENIZER, student / _TOKENIZER)

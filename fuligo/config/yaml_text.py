@@ -17,9 +17,7 @@ MAX_DEPTH = 100
 def read_yaml_text(path: Path) -> str:
     """Read a file, but never more than a config file can hold.
 
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is not UTF-8 or too long, or the path is not valid.
+    Raises OSError if it cannot be read and ValueError if it is not UTF-8 or too long, or the path is not valid.
     """
     with path.open(encoding="utf-8") as file:
         text = file.read(MAX_CHARACTERS + 1)
@@ -31,8 +29,7 @@ def read_yaml_text(path: Path) -> str:
 def compose(text: str) -> yaml.Node | None:
     """Return the root of a document, None if it is empty.
 
-    Raises:
-        YAMLError: it is not YAML, or too large or too deep once its aliases are expanded.
+    Raises YAMLError if it is not YAML, or too large or too deep once its aliases are expanded.
     """
     try:
         _check_depth(text)
@@ -45,11 +42,7 @@ def compose(text: str) -> yaml.Node | None:
 
 
 def construct(node: yaml.Node) -> Any:
-    """Return the plain value of a node: mappings, lists and scalars.
-
-    Raises:
-        YAMLError: a value does not fit its tag.
-    """
+    """Return the plain value of a node: mappings, lists and scalars. Raises YAMLError if a value does not fit its tag."""
     try:
         return SafeConstructor().construct_document(node)
     except (ValueError, ArithmeticError, LookupError, AttributeError, TypeError, RecursionError) as error:  # PyYAML lets them through

@@ -40,11 +40,7 @@ class WeightLabel:
 
     @classmethod
     def parse(cls, value: Any) -> WeightLabel:
-        """Parse a reported `weight_version`.
-
-        Raises:
-            Retryable: it is not a label
-        """
+        """Parse a reported `weight_version`. Raises Retryable if it is not a label."""
         if value == "default":  # SGLang's label before the first update
             return cls(0)
         label, _, adapter = str(value).partition("#")
@@ -56,11 +52,7 @@ class WeightLabel:
 
 
 def parse_generation(answer: Any) -> Generation:
-    """Return a checked answer from `/generate`.
-
-    Raises:
-        Retryable: the answer is malformed
-    """
+    """Return a checked answer from `/generate`. Raises Retryable if the answer is malformed."""
     try:
         meta = answer["meta_info"]
         ids = np.asarray(answer["output_ids"], np.int64).reshape(-1)
@@ -105,8 +97,7 @@ def _columns(scored: Sequence[Sequence[Any]]) -> tuple[FloatArray, NDArray[np.in
 def parse_routing(answer: Any, query: RoutingQuery, num_prompt_tokens: int) -> RoutedExperts:
     """Return the experts [n, M, K] of the queried tokens from a checked answer from `/generate`.
 
-    Raises:
-        ValueError: they are missing, or the model's routers cannot choose them
+    Raises ValueError if they are missing, or the model's routers cannot choose them.
     """
     num_tokens = query.num_missing(num_prompt_tokens, len(answer["output_ids"]))
     return query.shape.decode(answer["meta_info"].get("routed_experts"), num_tokens) if num_tokens else query.shape.empty()
@@ -115,8 +106,7 @@ def parse_routing(answer: Any, query: RoutingQuery, num_prompt_tokens: int) -> R
 def parse_load(ranks: Sequence[Mapping[str, Any]]) -> EngineLoad:
     """Return the load summed over the data-parallel ranks in an answer from `/v1/loads`.
 
-    Raises:
-        KeyError, TypeError, AttributeError: the answer is malformed
+    Raises KeyError, TypeError, AttributeError if the answer is malformed.
     """
     arrived = [rank["num_arrived_reqs"] for rank in ranks if "num_arrived_reqs" in rank]
     capacity = sum(rank.get("max_total_num_tokens", 0) for rank in ranks)

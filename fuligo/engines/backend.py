@@ -36,8 +36,7 @@ class SharedDevices(Protocol):
     async def align(self, client: InferenceEngine, group: EngineGroup) -> None:
         """Release the memory of a restarted engine that the other engines of its group have released.
 
-        Raises:
-            EngineError: the engine does not release it
+        Raises EngineError if the engine does not release it.
         """
         ...
 
@@ -64,11 +63,7 @@ class EngineFleet(Protocol):
         ...
 
     async def watch(self) -> None:
-        """Restart dead engines until canceled.
-
-        Raises:
-            EngineError: an engine died and must not be restarted, or died too often
-        """
+        """Restart dead engines until canceled. Raises EngineError if an engine died and must not be restarted, or died too often."""
         ...
 
 
@@ -166,8 +161,7 @@ class EngineBackend(Protocol):
     def engine_format(self, config: Config) -> EngineFormat:
         """Return how the tensors that engines take differ from the trainer's.
 
-        Raises:
-            ConfigError: the engines cannot serve `--hf-checkpoint`, or cannot update its weights
+        Raises ConfigError if the engines cannot serve `--hf-checkpoint`, or cannot update its weights.
         """
         ...
 
@@ -180,11 +174,7 @@ class StartedProcess(Protocol):
     """Process or processes that can be checked and stopped."""
 
     async def check_alive(self) -> None:
-        """Check that the processes have not ended.
-
-        Raises:
-            EngineError: a process has ended; with the last lines of its log
-        """
+        """Check that the processes have not ended. Raises EngineError if a process has ended, with the last lines of its log."""
         ...
 
     async def stop(self) -> None:

@@ -130,9 +130,7 @@ class Connection:
     async def retried(self, what: str, attempt: Callable[[], Awaitable[T]], retries: int, within: Deadline) -> T:
         """Return the result of `attempt`, which is repeated after a `Retryable`.
 
-        Raises:
-            Overdue: no attempt ended in time
-            EngineError: all attempts failed
+        Raises Overdue if no attempt ended in time and EngineError if all attempts failed.
         """
         cause: Retryable | None = None
         try:

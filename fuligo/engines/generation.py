@@ -56,8 +56,7 @@ class SamplingParams:
     def from_json(cls, body: Any) -> SamplingParams:
         """Parse what a client sent: the inverse of `to_json`.
 
-        Raises:
-            ValueError: a value is out of range, or a parameter is neither supported nor neutral
+        Raises ValueError if a value is out of range, or a parameter is neither supported nor neutral.
         """
         if not isinstance(body, dict):
             raise ValueError(f"sampling_params must be an object, not {body!r:.100}")

@@ -194,8 +194,7 @@ class EngineGroup:
     async def _by_affinity(self, affinity: int, timeout_s: float | None) -> InferenceEngine:
         """Return the engine of this affinity, unless it is much busier than another. If all are restarting, wait for one.
 
-        Raises:
-            EngineError: no engine restarted in time
+        Raises EngineError if no engine restarted in time.
         """
         await self._until_one_serves(timeout_s)
         client = self.clients[affinity % len(self.clients)]
@@ -203,11 +202,7 @@ class EngineGroup:
         return client if self._num_direct[client] <= self._num_direct[idlest] + MAX_AHEAD else idlest
 
     async def _until_one_serves(self, timeout_s: float | None) -> None:
-        """Return when an engine serves: at once, unless all are restarting.
-
-        Raises:
-            EngineError: no engine restarted in time
-        """
+        """Return when an engine serves: at once, unless all are restarting. Raises EngineError if no engine restarted in time."""
         limit_s = DIRECT_TIMEOUT_S if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
         while not self.clients:

@@ -24,8 +24,7 @@ _VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 def own_address(urls: Sequence[str]) -> str:
     """Return the address of the interface that leads to `urls`; loopback if all of them are on this machine.
 
-    Raises:
-        OSError: no route leads to one of them
+    Raises OSError if no route leads to one of them.
     """
     addresses = [_address_towards(urlsplit(url)) for url in urls]
     return next((address for address in addresses if not is_loopback(address)), addresses[0] if addresses else LOOPBACK)

@@ -19,8 +19,7 @@ def encoded_images(images: Sequence[PromptImage]) -> list[str]:
 def decoded_images(value: Any) -> list[bytes]:
     """Return the images' bytes. Paths and URLs, which SGLang would open, are refused: nobody may read files through an engine.
 
-    Raises:
-        ValueError: the value is malformed
+    Raises ValueError if the value is malformed.
     """
     given = [value] if isinstance(value, str) else value
     if not isinstance(given, list) or not all(isinstance(each, str) for each in given):

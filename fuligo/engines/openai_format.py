@@ -29,11 +29,7 @@ class InvalidRequest(ValueError):
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
-    """Return the JSON object of a request, with the types of its parameters checked.
-
-    Raises:
-        InvalidRequest: it is malformed
-    """
+    """Return the JSON object of a request, with the types of its parameters checked. Raises InvalidRequest if it is malformed."""
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:

@@ -25,11 +25,7 @@ class PortClaims:
         self._next = FIRST_PORT
 
     def claim(self, size: int = 1) -> int:
-        """Claim `size` consecutive free ports; return the first.
-
-        Raises:
-            EngineError: there are none between 20000 and 32000
-        """
+        """Claim `size` consecutive free ports; return the first. Raises EngineError if there are none between 20000 and 32000."""
         for first in range(self._next, LAST_PORT - size):
             with ExitStack() as run:
                 try:
@@ -57,11 +53,7 @@ class PortClaims:
 
 
 def _check_free(port: int) -> None:
-    """Bind the port at all addresses of both families for a moment.
-
-    Raises:
-        OSError: it is in use
-    """
+    """Bind the port at all addresses of both families for a moment. Raises OSError if it is in use."""
     with ExitStack() as briefly:
         _bind(briefly, socket.AF_INET, ("", port))
         if socket.has_dualstack_ipv6():  # not on hosts without IPv6
@@ -71,9 +63,5 @@ def _check_free(port: int) -> None:
 
 
 def _bind(stack: ExitStack, family: socket.AddressFamily, address: str | tuple[str, int]) -> None:
-    """Bind an address as long as the stack is open.
-
-    Raises:
-        OSError: it is in use
-    """
+    """Bind an address as long as the stack is open. Raises OSError if it is in use."""
     stack.enter_context(socket.socket(family, socket.SOCK_STREAM)).bind(address)

@@ -107,11 +107,7 @@ class LoggedProcess:
         return self._process.poll() is None
 
     def check_alive(self, advice: str = "") -> None:
-        """Check that the process has not ended.
-
-        Raises:
-            EngineError: it has ended; with the last lines of its log, and the advice
-        """
+        """Check that the process has not ended. Raises EngineError if it has ended, with the last lines of its log, and the advice."""
         if not self.alive:
             raise EngineError(f"{self.name} {self._ending()}; its log ({self.log_file}) ends:\n{last_lines(self.log_file)}{advice}")
 
@@ -192,8 +188,7 @@ class ServerProcess(LoggedProcess):
     async def stop(self) -> None:
         """Stop the server; return when it and all its children have ended.
 
-        Raises:
-            EngineError: some of them cannot be ended, so a new server would lack their memory
+        Raises EngineError if some of them cannot be ended, so a new server would lack their memory.
         """
         assert self._process.stdin is not None
         self._process.stdin.close()

@@ -82,11 +82,7 @@ class EmbeddedEngine:
         self._thread.stop(timeout_s)
 
     def submit(self, request: Request) -> None:
-        """Queue a request.
-
-        Raises:
-            EngineError: the request can never run here, or the engine has stopped
-        """
+        """Queue a request. Raises EngineError if the request can never run here, or the engine has stopped."""
         limit = self.model.context_length
         if request.max_tokens > limit:
             raise EngineError(

@@ -190,8 +190,7 @@ class Api:
     def _allowed(self, path: str) -> Path:
         """Return the directory of new weights, with links resolved.
 
-        Raises:
-            EngineError: this engine may not read it, or it belongs to another user
+        Raises EngineError if this engine may not read it, or it belongs to another user.
         """
         directory = Path(path).resolve()
         if not any(directory.is_relative_to(allowed) for allowed in self._weight_directories):

@@ -73,11 +73,7 @@ class EmbeddedEngineProcess:
         self.keys = keys
 
     async def check_alive(self) -> None:
-        """Check that the process has not ended.
-
-        Raises:
-            EngineError: it has ended; with the last lines of its log
-        """
+        """Check that the process has not ended. Raises EngineError if it has ended, with the last lines of its log."""
         self.process.check_alive("\nResume from the last checkpoint.")
 
     async def stop(self) -> None:
@@ -87,8 +83,7 @@ class EmbeddedEngineProcess:
 async def launch_embedded(settings: EmbeddedEngineSettings) -> EmbeddedEngineProcess:
     """Start an engine on a free port of this machine; return when it accepts requests.
 
-    Raises:
-        EngineError: it ended, or was not ready before the deadline; with the last lines of its log
+    Raises EngineError if it ended, or was not ready before the deadline, with the last lines of its log.
     """
     settings.log_file.parent.mkdir(parents=True, exist_ok=True)
     with private_directory("fuligo-embedded-") as directory:

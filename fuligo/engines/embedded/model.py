@@ -61,9 +61,8 @@ class AdapterSource:
     def add_to(self, module: Any, dtype: torch.dtype) -> None:
         """Add the adapter to the model.
 
-        Raises:
-            CheckpointError: the directory is damaged, or the adapter does not fit the model
-            ConfigError: the model lacks a layer that `shape` adapts
+        Raises CheckpointError if the directory is damaged, or the adapter does not fit the model, and ConfigError if the model lacks a
+        layer that `shape` adapts.
         """
         if self.directory is not None:
             with_adapter_of(module, self.directory)
@@ -227,9 +226,8 @@ def ordinary_log_softmax(logits: torch.Tensor) -> torch.Tensor:
 def servable_config(path: str) -> Any:
     """Return the config of a checkpoint as transformers reads it, if the engine can serve the model.
 
-    Raises:
-        ConfigError: there is none, or transformers does not know the model
-        EngineError: the embedded engine cannot serve the model
+    Raises ConfigError if there is none, or transformers does not know the model, and EngineError if the embedded engine cannot serve the
+    model.
     """
     config = load_config(path)
     if has_unknown_tower(config):
@@ -244,11 +242,7 @@ def servable_config(path: str) -> Any:
 
 
 def _require_batch_invariant(path: str, config: Any, device: torch.device, adapter: AdapterSource | None) -> None:
-    """Check that the model can compute batch-invariantly.
-
-    Raises:
-        EngineError: the model cannot
-    """
+    """Check that the model can compute batch-invariantly. Raises EngineError if the model cannot."""
     because = batch_variant_because(config.to_dict(), "cpu")
     if because is None and adapter is not None:
         because = "it has a LoRA adapter"

@@ -69,8 +69,7 @@ class OpenAiApi:
     def _generate_body(self, body: dict[str, Any], is_chat: bool) -> dict[str, Any]:
         """Return the body of the engine's own `/generate`.
 
-        Raises:
-            ValueError, DataError, ConfigError: the body is malformed, or asks for something that the engine does not support.
+        Raises ValueError, DataError, ConfigError if the body is malformed, or asks for something that the engine does not support.
         """
         for name, value in body.items():
             if name not in _SAMPLING and name not in _OTHERS and (name not in _NEUTRAL or value not in (None, _NEUTRAL[name])):

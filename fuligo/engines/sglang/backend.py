@@ -158,8 +158,7 @@ def _fleet_of(config: Config, directory: Path, model: str, servers: Sequence[Ser
 def local_places(config: Config, claims: PortClaims) -> list[EnginePlace]:
     """Return the places of all engines on this machine, in the order of `fuligo plan`.
 
-    Raises:
-        ConfigError: the run needs more GPUs than this machine has
+    Raises ConfigError if the run needs more GPUs than this machine has.
     """
     device = resolve_device(config)
     if device == "cuda":
@@ -233,10 +232,8 @@ def _own_arguments(config: Config, group: EngineGroupSpec, adapters: Sequence[Ad
 def adapter_arguments(adapters: Sequence[AdapterConfig], model: Path, *, device: Device) -> dict[str, Any]:
     """Return the arguments of a server that takes an adapter of each of these shapes for the model of a directory.
 
-    A batch holds requests of all of them, and of none.
-
-    Raises:
-        ConfigError: the family of the model is unknown, so its layers are also unknown
+    A batch holds requests of all of them, and of none. Raises ConfigError if the family of the model is unknown, so its layers are also
+    unknown.
     """
     architecture = read_architecture(model)
     names = list(dict.fromkeys(name for adapter in adapters for name in AdapterShape(adapter, architecture).names))

@@ -28,11 +28,7 @@ class FleetEngine:
 
     @property
     def is_restarting(self) -> bool:
-        """Return True while a restart is in progress.
-
-        Raises:
-            EngineError: the restart failed
-        """
+        """Return True while a restart is in progress. Raises EngineError if the restart failed."""
         if self.restart is not None and self.restart.done() and not self.restart.cancelled():
             self.restart.result()
         return self.restart is not None

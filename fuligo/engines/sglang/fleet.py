@@ -83,8 +83,7 @@ class Fleet:
     async def launch(cls, settings: FleetSettings, start: Start = SGLangServer) -> Fleet:
         """Start engines and router; return when the router sends requests to every engine.
 
-        Raises:
-            EngineError: one did not start; with the last lines of its log, and nothing is left running
+        Raises EngineError if one did not start, with the last lines of its log, and nothing is left running.
         """
         servers: list[Server] = []
         routers: list[Router] = []
@@ -110,11 +109,7 @@ class Fleet:
         return cls(settings, servers, router, start)
 
     async def watch(self) -> None:
-        """Supervise the processes until canceled.
-
-        Raises:
-            EngineError: a process died and must not be restarted, or died too often
-        """
+        """Supervise the processes until canceled. Raises EngineError if a process died and must not be restarted, or died too often."""
         next_health = 0.0
         clock = asyncio.get_running_loop().time
         while True:
@@ -170,8 +165,7 @@ class Fleet:
     async def _enlist(self, engine: FleetEngine) -> bool:
         """Add the engine to the router; return False if one of the two is lost and is being restarted.
 
-        Raises:
-            EngineError: the router refuses an engine that is alive
+        Raises EngineError if the router refuses an engine that is alive.
         """
         try:
             await _add(self.router, engine.server.settings)
@@ -203,8 +197,7 @@ class Fleet:
     async def _lose(self, engine: FleetEngine) -> None:
         """Take a dead engine out of service and restart it in the background, from the beginning if a restart was in progress.
 
-        Raises:
-            EngineError: it must not be restarted, or died too often
+        Raises EngineError if it must not be restarted, or died too often.
         """
         if not self._settings.restart:
             await engine.answers_or_ends()
@@ -228,11 +221,7 @@ class Fleet:
                 other.restart = asyncio.create_task(self._sync_now(other))
 
     async def _restart(self, engine: FleetEngine) -> None:
-        """Restart a dead engine until it has its weights or waits for them.
-
-        Raises:
-            EngineError: it died too often
-        """
+        """Restart a dead engine until it has its weights or waits for them. Raises EngineError if it died too often."""
         await engine.client.give_up()
         try:
             await self.router.remove(engine.server.url)
@@ -262,11 +251,7 @@ class Fleet:
                 return
 
     async def _start_new(self, engine: FleetEngine) -> None:
-        """Start a new process for an engine and queue the engine for weights.
-
-        Raises:
-            EngineError: it did not start
-        """
+        """Start a new process for an engine and queue the engine for weights. Raises EngineError if it did not start."""
         if self.devices is not None:
             await self.devices.wait_for_room()
         engine.is_moving = True
@@ -281,8 +266,7 @@ class Fleet:
     async def _sync_now(self, engine: FleetEngine) -> None:
         """Sync a restarted engine that was waiting for the next weight sync, because no other engine serves any more.
 
-        Raises:
-            EngineError: it died too often
+        Raises EngineError if it died too often.
         """
         try:
             await self.sync_restarted(engine.client)
@@ -293,11 +277,7 @@ class Fleet:
             engine.restart = None
 
     def _continue_without(self, engine: FleetEngine) -> None:
-        """Remove an engine whose machine is lost.
-
-        Raises:
-            EngineError: no other engine of its kind is left
-        """
+        """Remove an engine whose machine is lost. Raises EngineError if no other engine of its kind is left."""
         server = engine.server.settings
         others = [other for other in self._engines if other is not engine]
         if not any(other.server.settings.worker_type == server.worker_type for other in others):
@@ -309,11 +289,7 @@ class Fleet:
         self._router_is_stuck = True
 
     async def _restart_router(self) -> None:
-        """Start a new router for the engines that serve.
-
-        Raises:
-            EngineError: it must not be restarted, or did not start
-        """
+        """Start a new router for the engines that serve. Raises EngineError if it must not be restarted, or did not start."""
         if self._router_is_stuck:
             self._router_is_stuck = False
             logger.warning("restarting the router to retry requests of a lost machine on other engines")

@@ -152,11 +152,7 @@ class Router:
         return True
 
     async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Make a call to the router's own API.
-
-        Raises:
-            EngineError: the router did not answer, or answered with an error
-        """
+        """Make a call to the router's own API. Raises EngineError if the router did not answer, or answered with an error."""
         timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
         headers = self.keys.headers(method, path)
         try:
@@ -176,8 +172,7 @@ class Router:
 async def launch_router(settings: RouterSettings) -> Router:
     """Start a router without engines; return when it answers.
 
-    Raises:
-        EngineError: it ended, or did not answer in time; with the last lines of its log
+    Raises EngineError if it ended, or did not answer in time, with the last lines of its log.
     """
     process = ServerProcess(
         settings.name,

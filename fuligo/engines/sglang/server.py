@@ -194,18 +194,13 @@ class Server(Protocol):
         ...
 
     def check_alive(self) -> None:
-        """Check that the server has not ended.
-
-        Raises:
-            EngineError: it has ended; with the last lines of its log
-        """
+        """Check that the server has not ended. Raises EngineError if it has ended, with the last lines of its log."""
         ...
 
     async def wait_ready(self) -> None:
         """Return when the server accepts requests.
 
-        Raises:
-            EngineError: it ended, or was not ready before the deadline; with the last lines of its log
+        Raises EngineError if it ended, or was not ready before the deadline, with the last lines of its log.
         """
         ...
 
@@ -258,11 +253,7 @@ class SGLangServer:
 
 
 async def require_key(settings: ServerSettings) -> None:
-    """Check that a ready engine asks for its keys.
-
-    Raises:
-        EngineError: it answers requests without a key
-    """
+    """Check that a ready engine asks for its keys. Raises EngineError if it answers requests without a key."""
     for keys, ask in ((NO_KEYS, EngineClient.model_info), (replace(settings.keys, control=settings.keys.requests), EngineClient.resume)):
         client = EngineClient(settings.url, keys, retries=0)
         try:

@@ -58,11 +58,7 @@ def linear_layers(model: PreTrainedModel) -> list[str]:
 
 
 def peft_targets(model: PreTrainedModel, config: AdapterConfig) -> PeftTargets:
-    """Return the adapted layers as `adapter_config.json` lists them.
-
-    Raises:
-        ConfigError: PEFT has no dropout for one of the layers.
-    """
+    """Return the adapted layers as `adapter_config.json` lists them. Raises ConfigError if PEFT has no dropout for one of the layers."""
     has_experts = any(
         name.endswith(".experts") and next(module.parameters(recurse=False), None) is not None for name, module in model.named_modules()
     )
@@ -72,8 +68,7 @@ def peft_targets(model: PreTrainedModel, config: AdapterConfig) -> PeftTargets:
 def require_layers(targets: Iterable[str], model: PreTrainedModel) -> None:
     """Check that each of these names, or name suffixes, matches a linear layer that can have an adapter.
 
-    Raises:
-        ConfigError: a name matches no such layer.
+    Raises ConfigError if a name matches no such layer.
     """
     lacking = f"{type(model).__name__} has no linear layer of this name below its output layer"
     require_targets(targets, linear_layers(model), lacking=lacking)
@@ -197,21 +192,13 @@ def updates_of(model: nn.Module) -> dict[str, LowRankUpdate]:
 
 
 def write_adapter_config(model: PreTrainedModel, directory: Path) -> None:
-    """Write `adapter_config.json` by PEFT.
-
-    Raises:
-        CheckpointError: it cannot be written.
-    """
+    """Write `adapter_config.json` by PEFT. Raises CheckpointError if it cannot be written."""
     config: Any = model.peft_config
     _write_config(config[NAME], directory)
 
 
 def write_config_of(config: AdapterConfig, targets: PeftTargets, directory: Path) -> None:
-    """Write `adapter_config.json` by PEFT for an adapter without PEFT's layers.
-
-    Raises:
-        CheckpointError: it cannot be written.
-    """
+    """Write `adapter_config.json` by PEFT for an adapter without PEFT's layers. Raises CheckpointError if it cannot be written."""
     _write_config(_stored_config(config, targets), directory)
 
 
@@ -245,11 +232,7 @@ def _peft_config(config: AdapterConfig, layers: list[str]) -> "LoraConfig":
 
 
 def write_adapter_weights(tensors: Mapping[str, Tensor], directory: Path) -> None:
-    """Write `adapter_model.safetensors`, float32 as trained.
-
-    Raises:
-        CheckpointError: it cannot be written.
-    """
+    """Write `adapter_model.safetensors`, float32 as trained. Raises CheckpointError if it cannot be written."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})
@@ -258,11 +241,7 @@ def write_adapter_weights(tensors: Mapping[str, Tensor], directory: Path) -> Non
 
 
 def read_adapter_weights(directory: Path) -> dict[str, Tensor]:
-    """Read the weights of an adapter directory.
-
-    Raises:
-        CheckpointError: they are missing, damaged or not finite.
-    """
+    """Read the weights of an adapter directory. Raises CheckpointError if they are missing, damaged or not finite."""
     file = directory / ADAPTER_WEIGHTS
     try:
         tensors = load_file(file)
@@ -276,8 +255,7 @@ def read_adapter_weights(directory: Path) -> dict[str, Tensor]:
 def empty_adapted_model(config: AdapterConfig, base: Path) -> PreTrainedModel:
     """Return the model of a directory with an adapter's layers, without allocating either.
 
-    Raises:
-        ConfigError: the model lacks a layer that is to be adapted, or the rank is too high.
+    Raises ConfigError if the model lacks a layer that is to be adapted, or the rank is too high.
     """
     model = empty_model(base)
     with torch.device("meta"):
@@ -289,8 +267,7 @@ def require_fits(tensors: Mapping[str, Tensor], config: AdapterConfig, adapter: 
     """Check that an adapter's tensors have the names and shapes that its configuration implies for a directory's model, without allocating
     the model.
 
-    Raises:
-        CheckpointError: they do not
+    Raises CheckpointError if they do not.
     """
     try:
         model = empty_adapted_model(config, base)
@@ -303,8 +280,7 @@ def require_fits(tensors: Mapping[str, Tensor], config: AdapterConfig, adapter: 
 def load_adapter(model: PreTrainedModel, directory: Path) -> None:
     """Overwrite the adapter's parameters, which must not be sharded, with those of an adapter directory.
 
-    Raises:
-        CheckpointError: they are missing or damaged, or do not fit the model.
+    Raises CheckpointError if they are missing or damaged, or do not fit the model.
     """
     tensors = read_adapter_weights(directory)
     require_same_shapes(tensors, model, directory)
@@ -313,20 +289,12 @@ def load_adapter(model: PreTrainedModel, directory: Path) -> None:
 
 
 def require_same_shapes(tensors: Mapping[str, Tensor], model: nn.Module, directory: Path) -> None:
-    """Check names and shapes of an adapter's tensors.
-
-    Raises:
-        CheckpointError: they are not those of the model's adapter.
-    """
+    """Check names and shapes of an adapter's tensors. Raises CheckpointError if they are not those of the model's adapter."""
     require_shapes(tensors, {name: list(parameter.shape) for name, parameter in adapter_tensors(model).items()}, directory)
 
 
 def require_shapes(tensors: Mapping[str, Tensor], wanted: Mapping[str, list[int]], directory: Path) -> None:
-    """Check names and shapes of an adapter's tensors.
-
-    Raises:
-        CheckpointError: they differ from `wanted`.
-    """
+    """Check names and shapes of an adapter's tensors. Raises CheckpointError if they differ from `wanted`."""
     held = {name: list(tensor.shape) for name, tensor in tensors.items()}
     for name in sorted(wanted.keys() | held.keys()):
         if wanted.get(name) != held.get(name):
@@ -339,8 +307,7 @@ def require_shapes(tensors: Mapping[str, Tensor], wanted: Mapping[str, list[int]
 def with_adapter_of(model: PreTrainedModel, directory: Path) -> AdapterConfig:
     """Add the adapter of a directory to the model and load its weights; return its configuration.
 
-    Raises:
-        CheckpointError: the directory is damaged, or the adapter does not fit the model.
+    Raises CheckpointError if the directory is damaged, or the adapter does not fit the model.
     """
     config = AdapterConfig.read(directory)
     try:

@@ -10,8 +10,7 @@ from fuligo.formats.adapter_config import AdapterConfig, adapter_directory
 def adapter_of(config: Config) -> AdapterConfig | None:
     """Return the adapter that a run trains or an evaluation applies; None without one.
 
-    Raises:
-        CheckpointError: `--lora-adapter` cannot be read, or has a feature that fuligo does not support
+    Raises CheckpointError if `--lora-adapter` cannot be read, or has a feature that fuligo does not support.
     """
     flags = config.lora
     base = config.initial_weights_path or ""

@@ -121,8 +121,8 @@ class AdapterNames(ModelNames):
     def of(cls, model: ModelNames, adapter: AdapterConfig, *, num_tensor_ranks: int = 1) -> "AdapterNames":
         """Return the names of an adapter's tensors in a model that `num_tensor_ranks` TP ranks share.
 
-        Raises:
-            ConfigError: the model has no layer that is to be adapted, its layers cannot be adapted, or no matrix is as wide as the rank.
+        Raises ConfigError if the model has no layer that is to be adapted, its layers cannot be adapted, or no matrix is as wide as the
+        rank.
         """
         if adapter.adapts_experts and model.architecture.experts is None:
             raise ConfigError(f"--lora-experts: {model.architecture.model_type} has no experts; remove the flag")
@@ -268,8 +268,7 @@ def _linear_layers(model: ModelNames) -> Iterator[AdaptedMatrix]:
 def _require_plain_attention(model: ModelNames, num_tensor_ranks: int) -> None:
     """Check that the attention layers can be adapted.
 
-    Raises:
-        ConfigError: attention is sparse, or there are more TP ranks than heads of keys.
+    Raises ConfigError if attention is sparse, or there are more TP ranks than heads of keys.
     """
     heads = model.architecture.attention
     if model.architecture.sparse_index is not None:

@@ -11,11 +11,7 @@ Precision = Literal["fp32", "bf16"]
 
 
 def resolve_device(config: Config) -> Device:
-    """Resolve `--device auto` by what this machine has.
-
-    Raises:
-        ConfigError: CUDA was requested and there is none
-    """
+    """Resolve `--device auto` by what this machine has. Raises ConfigError if CUDA was requested and there is none."""
     import torch
 
     asked = config.cluster.device

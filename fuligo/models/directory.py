@@ -16,11 +16,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 
 
 def load_config(path: str) -> Any:
-    """Load config.json.
-
-    Raises:
-        ConfigError: the directory has no config.json, or one that transformers does not know.
-    """
+    """Load config.json. Raises ConfigError if the directory has no config.json, or one that transformers does not know."""
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(f"--model-path {path} has no config.json; use the directory of a Hugging Face checkpoint")
     _require_plain_files(Path(path))
@@ -60,8 +56,7 @@ def load_tokenizer(path: str | Path, *, runs_its_code: bool) -> PreTrainedTokeni
 def _require_plain_files(directory: Path) -> None:
     """Check that transformers can read a directory without waiting or filling the memory.
 
-    Raises:
-        ConfigError: a file is a pipe, a device or endless.
+    Raises ConfigError if a file is a pipe, a device or endless.
     """
     if directory.is_dir() and (problems := list(unreadable_files(directory))):
         raise ConfigError(*problems)

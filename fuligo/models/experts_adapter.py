@@ -105,8 +105,7 @@ def _product(rows: Tensor, weight: Tensor | HeldMatrices, ends: Tensor, adapter:
 def add_experts_adapter(model: PreTrainedModel, config: AdapterConfig) -> None:
     """Adapt all experts of the model, in place. B starts as zeros, so the outputs do not change.
 
-    Raises:
-        ConfigError: the model has no experts that can be adapted.
+    Raises ConfigError if the model has no experts that can be adapted.
     """
     found = list(stacked_experts(model).values())
     if not found:

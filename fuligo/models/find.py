@@ -25,10 +25,8 @@ class FoundConfigJson:
 def find_architectures(config: Config) -> tuple[Architecture, Architecture]:
     """Return the trainer's model and the engines' model; their shapes are equal unless `--ref-load` is another Hugging Face directory.
 
-    The trainer's is never quantized; with `--override-model-config` the MODEL_ARGS override its config.json.
-
-    Raises:
-        ConfigError: no source describes the model, or its source is invalid.
+    The trainer's is never quantized; with `--override-model-config` the MODEL_ARGS override its config.json. Raises ConfigError if no
+    source describes the model, or its source is invalid.
     """
     trained, served = find_trainer_config_json(config), find_engine_config_json(config)
     if trained is None or served is None:
@@ -44,8 +42,7 @@ def find_architectures(config: Config) -> tuple[Architecture, Architecture]:
 def find_teacher_architecture(config: Config) -> Architecture | None:
     """Return the shapes of the trainer's teacher (--opd-teacher-load), or None without one or if its config.json is not on this machine.
 
-    Raises:
-        ConfigError: its config.json is invalid.
+    Raises ConfigError if its config.json is invalid.
     """
     found = _of_directory(config.algorithm.opd_teacher_load) if config.teacher_from == "trainer" else None
     return None if found is None else architecture_of(found.values, found.source)
@@ -71,10 +68,7 @@ def find_served_architectures(config: Config) -> dict[str, Architecture]:
 def find_trainer_config_json(config: Config) -> FoundConfigJson | None:
     """Return the trained model's config.json: in `--ref-load` if that is a Hugging Face directory, else the engines'.
 
-    None if neither is on this machine and no `--model-config-file` is given.
-
-    Raises:
-        ConfigError: it is invalid.
+    None if neither is on this machine and no `--model-config-file` is given. Raises ConfigError if it is invalid.
     """
     return _of_directory(config.checkpoint.ref_load) or _of_engines(config)
 
@@ -82,10 +76,7 @@ def find_trainer_config_json(config: Config) -> FoundConfigJson | None:
 def find_engine_config_json(config: Config) -> FoundConfigJson | None:
     """Return the config.json that the engines load: in `--hf-checkpoint` if that is on this machine, else `--model-config-file`.
 
-    Falls back to the trainer's, then to None.
-
-    Raises:
-        ConfigError: it is invalid.
+    Falls back to the trainer's, then to None. Raises ConfigError if it is invalid.
     """
     return _of_engines(config) or _of_directory(config.checkpoint.ref_load)
 

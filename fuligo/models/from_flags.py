@@ -52,8 +52,7 @@ EXPERT_KEYS: Mapping[str, str] = {
 def architecture_from_flags(config: Config) -> Architecture | None:
     """Return the shapes that the MODEL_ARGS describe, or None if none is given.
 
-    Raises:
-        ConfigError: some flags are missing, or the family needs values that no flag states.
+    Raises ConfigError if some flags are missing, or the family needs values that no flag states.
     """
     given = config.megatron
     if not any(name in given for name in SHAPE_KEYS):

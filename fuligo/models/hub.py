@@ -112,8 +112,7 @@ class _Place:
 def located(config: Config) -> Config:
     """Return the config with directories in place of names on the Hub. Downloads only their config.json.
 
-    Raises:
-        ConfigError: the Hub does not provide a model; names all of them.
+    Raises ConfigError if the Hub does not provide a model, naming all of them.
     """
     missing = {place: model for place, model in _named(config).items() if not (_directory(config, place) / "config.json").is_file()}
     return _replaced(config, missing, ["config.json"])
@@ -122,8 +121,7 @@ def located(config: Config) -> Config:
 def with_weights(config: Config) -> Config:
     """Download the weights of the models that `located` found, unless they are complete.
 
-    Raises:
-        ConfigError: the Hub does not provide a model; names all of them.
+    Raises ConfigError if the Hub does not provide a model, naming all of them.
     """
     incomplete = {
         place: model

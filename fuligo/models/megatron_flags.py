@@ -75,21 +75,14 @@ _COMPARED = _SWITCHES | _VALUES
 
 
 def megatron_flags(config_json: Mapping[str, Any], source: str = "config.json") -> Flags:
-    """Return the MODEL_ARGS of a model: its shape from config.json, and the recommended kernels.
-
-    Raises:
-        ConfigError: as `stated_flags`.
-    """
+    """Return the MODEL_ARGS of a model: its shape from config.json, and the recommended kernels. Raises ConfigError like `stated_flags`."""
     return {**stated_flags(config_json, source), **_run_flags(architecture_of(config_json, source))}
 
 
 def disagreements(config: Config, config_json: Mapping[str, Any], source: str = "config.json") -> Iterator[tuple[str, object, object]]:
     """Yield the MODEL_ARGS that contradict config.json: (option, given value, expected value).
 
-    The expected value is None if the option must not be given for such a model.
-
-    Raises:
-        ConfigError: as `stated_flags`.
+    The expected value is None if the option must not be given for such a model. Raises ConfigError like `stated_flags`.
     """
     if not config.megatron:
         return

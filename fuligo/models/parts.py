@@ -89,8 +89,7 @@ def grouped_attention_parts(attention: GroupedAttention, hidden_size: int) -> Pa
 def read_latent_attention(config: ConfigJson) -> LatentAttention:
     """Read the sizes of multi-head latent attention; with `q_lora_rank` null queries are projected directly.
 
-    Raises:
-        ConfigError: qk_head_dim is not the sum of its two parts.
+    Raises ConfigError if qk_head_dim is not the sum of its two parts.
     """
     has_latent_queries = "q_lora_rank" not in config.values or config.values["q_lora_rank"] is not None
     attention = LatentAttention(
@@ -151,8 +150,7 @@ def read_experts(
 ) -> Experts:
     """Read the sizes of the routed and shared experts.
 
-    Raises:
-        ConfigError: a token uses more experts than there are, or the groups do not divide them.
+    Raises ConfigError if a token uses more experts than there are, or the groups do not divide them.
     """
     experts = Experts(
         num_experts=config.count(num_experts_key),
@@ -280,8 +278,7 @@ def dense_architecture(
 def read_num_dense_layers(config: ConfigJson, default: int) -> int:
     """Read the number of leading dense layers: `mlp_layer_types`, else `first_k_dense_replace`.
 
-    Raises:
-        ConfigError: the two contradict each other, or a dense layer follows a sparse one.
+    Raises ConfigError if the two contradict each other, or a dense layer follows a sparse one.
     """
     types = config.per_layer("mlp_layer_types", ("dense", "sparse"))
     given = config.index("first_k_dense_replace", default)
@@ -300,8 +297,7 @@ def moe_architecture(
 ) -> Architecture:
     """Return the architecture of a family like DeepSeek-V3: dense layers first, then layers with experts; MTP layers have experts too.
 
-    Raises:
-        ConfigError: a key of config.json is missing, malformed, or contradicts another.
+    Raises ConfigError if a key of config.json is missing, malformed, or contradicts another.
     """
     hidden_size, num_layers = config.count("hidden_size"), config.count("num_hidden_layers")
     if config.count("moe_layer_freq", default=1) != 1:

@@ -102,8 +102,7 @@ def quantise_base(model: PreTrainedModel, base: QuantisedBase, device: torch.dev
 def round_base(model: PreTrainedModel, base: QuantisedBase) -> None:
     """Give the weights of a model, with or without an adapter, the values that they have after quantization, in place.
 
-    Raises:
-        ConfigError: as `quantise_base`.
+    Raises ConfigError like `quantise_base`.
     """
     for name in _base_weights(model):
         weight = model.get_parameter(name)
@@ -127,8 +126,7 @@ def quantised_weights(model: nn.Module) -> dict[str, QuantisedWeight]:
 def quantisable_weights(model: PreTrainedModel) -> list[str]:
     """Return the names that the weights replaced by `quantise_base` have in a model without an adapter.
 
-    Raises:
-        ConfigError: as `quantise_base`.
+    Raises ConfigError like `quantise_base`.
     """
     return [stored_name(name) for name in _base_weights(model)]
 
@@ -145,9 +143,8 @@ def _base_layers(model: PreTrainedModel) -> list[str]:
 def _experts(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Return the experts of all MoE layers by name.
 
-    Raises:
-        ConfigError: their matrices are transposed, have biases, rows that are not whole blocks (files with one matrix for each expert would
-            be quantized differently), or more elements than bitsandbytes' kernels can count.
+    Raises ConfigError if their matrices are transposed, have biases, rows that are not whole blocks (files with one matrix for each expert
+    would be quantized differently), or more elements than bitsandbytes' kernels can count.
     """
     found = stacked_experts(model)
     for name, experts in found.items():

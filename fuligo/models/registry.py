@@ -93,8 +93,7 @@ def architecture_of(config_json: Mapping[str, Any], source: str = "config.json")
 def names_of(config_json: Mapping[str, Any], source: str = "config.json") -> ModelNames:
     """Return the names of all weights of the model that a config.json describes, in its checkpoint and in Megatron.
 
-    Raises:
-        ConfigError: as `architecture_of`, or the Megatron trainer cannot train the model.
+    Raises ConfigError like `architecture_of`, or the Megatron trainer cannot train the model.
     """
     config, architecture = ConfigJson.of(config_json, source), architecture_of(config_json, source)
     family = FAMILIES[config.model_type]
@@ -166,8 +165,7 @@ def batch_variant_because(config_json: Mapping[str, Any], device: str) -> str | 
 def read_architecture(path: Path) -> Architecture:
     """Return the shapes of the model whose config.json is at `path`, or in the directory `path`.
 
-    Raises:
-        ConfigError: as `read_config_json` and `architecture_of`.
+    Raises ConfigError like `read_config_json` and `architecture_of`.
     """
     file = path / "config.json" if path.is_dir() else path
     return architecture_of(read_config_json(path), str(file))

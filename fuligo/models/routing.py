@@ -29,11 +29,7 @@ class RoutingShape:
 
     @classmethod
     def of(cls, architecture: Architecture) -> RoutingShape:
-        """Return the routing shape of an architecture.
-
-        Raises:
-            ConfigError: the model has no experts.
-        """
+        """Return the routing shape of an architecture. Raises ConfigError if the model has no experts."""
         experts = architecture.experts
         if experts is None:
             raise ConfigError(
@@ -47,8 +43,7 @@ class RoutingShape:
     def read(cls, hf_checkpoint: Path) -> RoutingShape:
         """Return the routing shape of the model in a Hugging Face directory.
 
-        Raises:
-            ConfigError: the model has no experts, or its family is unknown.
+        Raises ConfigError if the model has no experts, or its family is unknown.
         """
         return cls.of(read_architecture(hf_checkpoint))
 

@@ -20,12 +20,8 @@ LOADED_AS: Mapping[str, str] = {name: family.loaded_as for name, family in FAMIL
 def read_config(directory: str | Path) -> Any:
     """Return the config of a checkpoint as transformers reads it, without running code of the directory.
 
-    Afterwards transformers also loads the checkpoint's weights.
-
-    Raises:
-        OSError: there is no config.json.
-        ValueError: transformers does not know the model type.
-        KeyError: config.json has no model type.
+    Afterwards transformers also loads the checkpoint's weights. Raises OSError if there is no config.json, ValueError if transformers does
+    not know the model type, and KeyError if config.json has no model type.
     """
     register_types()
     return AutoConfig.from_pretrained(directory, trust_remote_code=False)

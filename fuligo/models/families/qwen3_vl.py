@@ -10,8 +10,7 @@ from fuligo.models.parts import vector
 def vision_tower(config: ConfigJson) -> Part:
     """Return the tower: embeddings of patches and positions, blocks, and mergers of patches to tokens, one more for each DeepStack layer.
 
-    Raises:
-        ConfigError: a size is missing or malformed.
+    Raises ConfigError if a size is missing or malformed.
     """
     hidden, inner, output = (config.count(key) for key in ("hidden_size", "intermediate_size", "out_hidden_size"))
     pixels = config.count("in_channels", 3) * config.count("temporal_patch_size", 2) * config.count("patch_size") ** 2

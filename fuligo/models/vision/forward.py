@@ -122,8 +122,7 @@ class VisionTower:
     def hidden_states(self, input_ids: Tensor, positions: Tensor, images: RowImages | None, **kwargs: Any) -> Tensor:
         """Run tower and language model on a row; see `hidden_states` of this module.
 
-        Raises:
-            DataError: an image cannot be read, or has other numbers of tokens than its sample says
+        Raises DataError if an image cannot be read, or has other numbers of tokens than its sample says.
         """
         return hidden_states(self.base, input_ids, positions, images, self._features(images, input_ids.device), **kwargs)
 

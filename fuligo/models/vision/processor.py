@@ -78,11 +78,7 @@ class ImageProcessor:
     """Image processor of a checkpoint. Holds the patches of recently used images."""
 
     def __init__(self, directory: str | Path) -> None:
-        """Read the settings.
-
-        Raises:
-            ConfigError: Pillow is not installed, or the checkpoint has no settings of a known processor
-        """
+        """Read the settings. Raises ConfigError if Pillow is not installed, or the checkpoint has no settings of a known processor."""
         self._processor: Any = _processor(Path(directory))
         self.merge_size: int = self._processor.merge_size
         """Patches that one token stands for, in each direction."""
@@ -95,8 +91,7 @@ class ImageProcessor:
     def grid(self, data: bytes) -> TokenGrid:
         """Return the grid of an image's tokens, computed from the image's size.
 
-        Raises:
-            DataError: the bytes are not an image, or the image is too large
+        Raises DataError if the bytes are not an image, or the image is too large.
         """
         image = _opened(data)
         patches = self._size(image)
@@ -105,8 +100,7 @@ class ImageProcessor:
     def patches(self, data: bytes, digest: str) -> Patches:
         """Return the patches of an image; `digest` identifies it.
 
-        Raises:
-            DataError: the bytes are not an image, are truncated, or decode to an image that is too large
+        Raises DataError if the bytes are not an image, are truncated, or decode to an image that is too large.
         """
         with self._decoding[hash(digest) % _NUM_DECODING]:
             found = self._find(digest)
@@ -118,8 +112,7 @@ class ImageProcessor:
     def resized(self, data: bytes) -> bytes:
         """Return the image as a PNG file in RGB whose patches are the same, and which image processors therefore do not resize.
 
-        Raises:
-            DataError: as `patches`
+        Raises DataError like `patches`.
         """
         image = _decoded(data)
         if self._processor.do_resize:
@@ -170,8 +163,7 @@ class ImageProcessor:
 def read_settings(directory: Path) -> dict[str, Any]:
     """Return the settings of a checkpoint's image processor, without importing transformers.
 
-    Raises:
-        ConfigError: Pillow is not installed, or the checkpoint has no settings of a known processor
+    Raises ConfigError if Pillow is not installed, or the checkpoint has no settings of a known processor.
     """
     try:
         import PIL.Image  # noqa: F401
@@ -207,11 +199,7 @@ def _processor(directory: Path) -> Any:
 
 
 def _opened(data: bytes) -> Image:
-    """Return an image of which only the header is read.
-
-    Raises:
-        DataError: the bytes are not an image, or the image is too large
-    """
+    """Return an image of which only the header is read. Raises DataError if the bytes are not an image, or the image is too large."""
     import PIL.Image
 
     if len(data) > MAX_IMAGE_BYTES:
@@ -228,8 +216,7 @@ def _opened(data: bytes) -> Image:
 def _decoded(data: bytes) -> Image:
     """Return an image with its pixels, in RGB: upright, as its EXIF orientation says, and on white where it is transparent.
 
-    Raises:
-        DataError: the bytes are not an image, are truncated, decode to an image that is too large, or hold pixels of an unknown range
+    Raises DataError if the bytes are not an image, are truncated, decode to an image that is too large, or hold pixels of an unknown range.
     """
     import PIL.Image
 
@@ -252,11 +239,7 @@ def _decoded(data: bytes) -> Image:
 
 
 def _upright_size(image: Image) -> tuple[int, int]:
-    """Return width and height of an image after `_decoded`, from its header.
-
-    Raises:
-        DataError: the header is damaged
-    """
+    """Return width and height of an image after `_decoded`, from its header. Raises DataError if the header is damaged."""
     turn = _turn(image)
     return image.size if turn is None or turn.name in _KEEP_SIDES else (image.height, image.width)
 
@@ -264,8 +247,7 @@ def _upright_size(image: Image) -> tuple[int, int]:
 def _turn(image: Image) -> Transpose | None:
     """Return the transposition that makes an image upright, from its header; None if it is upright.
 
-    Raises:
-        DataError: the header is damaged
+    Raises DataError if the header is damaged.
     """
     from PIL.Image import Transpose
 

@@ -40,8 +40,7 @@ class PromptImages:
     def __init__(self, directory: Path) -> None:
         """Read the settings of the checkpoint.
 
-        Raises:
-            ConfigError: it is a text-only model, or has no settings of a known image processor
+        Raises ConfigError if it is a text-only model, or has no settings of a known image processor.
         """
         config_json = read_config_json(directory)
         if not sees_images(config_json):
@@ -77,8 +76,7 @@ class PromptImages:
 def prompt_images(config: Config) -> PromptImages | None:
     """Return the images of a run's prompts; None without --multimodal-keys.
 
-    Raises:
-        ConfigError: it is a text-only model, or its image processor is not known
+    Raises ConfigError if it is a text-only model, or its image processor is not known.
     """
     if not config.data.multimodal_keys:
         return None

@@ -22,11 +22,7 @@ class ResizedImages:
         self._lock = threading.Lock()
 
     def of(self, image: PromptImage) -> PromptImage:
-        """Return the image resized; its tokens are the same.
-
-        Raises:
-            DataError: it cannot be decoded
-        """
+        """Return the image resized; its tokens are the same. Raises DataError if it cannot be decoded."""
         with self._lock:  # samples of a prompt come together: the first resizes their image
             found = self._kept.get(image.digest)
             if found is None:

@@ -76,8 +76,7 @@ def _memory_choices(subject: Subject) -> Iterator[Choice]:
 def _engine_choices(subject: Subject) -> Iterator[Choice]:
     """Choose requests and graphs of the engines that sample, then the requests in flight.
 
-    Raises:
-        ConfigError: the engines cannot be planned.
+    Raises ConfigError if the engines cannot be planned.
     """
     config = subject.config
     planned = [(spec, memory) for _, spec, memory in planned_engines(subject)]
@@ -154,8 +153,7 @@ def _argument(spec: EngineGroupSpec, name: str, value: float) -> Change:
 def _trainer_choices(subject: Subject) -> Iterator[Choice]:
     """Choose shorter rows, then recomputation, then Adam on the CPU, if the trainer does not fit without.
 
-    Raises:
-        ConfigError: the sizes allow no layout.
+    Raises ConfigError if the sizes allow no layout.
     """
     config = subject.config
     rows_given = config.train.max_tokens_per_gpu is not None or config.train.micro_batch_size is not None
@@ -175,8 +173,7 @@ def _trainer_choices(subject: Subject) -> Iterator[Choice]:
 def _trainer_excess(subject: Subject) -> int:
     """Return the bytes by which the fullest GPU of the trainer exceeds its memory; negative if it fits.
 
-    Raises:
-        ConfigError: the sizes allow no layout.
+    Raises ConfigError if the sizes allow no layout.
     """
     bars = [bar for bar in memory_bars(subject, make_layout(subject)) if bar.pipeline_rank is not None]
     return max((bar.used_bytes - bar.capacity_bytes for bar in bars), default=0)

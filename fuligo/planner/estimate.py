@@ -37,11 +37,7 @@ class Estimate:
 
 
 def estimate(subject: Subject, host_memory_bytes: int | None = None) -> Estimate:
-    """Estimate layout, memory and time.
-
-    Raises:
-        ConfigError: the sizes allow no layout.
-    """
+    """Estimate layout, memory and time. Raises ConfigError if the sizes allow no layout."""
     layout = make_layout(subject)
     bars, capacities = memory_bars(subject, layout, host_memory_bytes), engine_capacities(subject, layout)
     timeline = phases(subject, layout)
@@ -51,10 +47,7 @@ def estimate(subject: Subject, host_memory_bytes: int | None = None) -> Estimate
 def shortfall(subject: Subject, host_memory_bytes: int | None = None) -> float:
     """Return the bytes by which the peaks of all kinds of GPUs (and of the host if its memory is given) exceed their memory; 0 if they fit.
 
-    A cache too small for one sample counts as one GiB.
-
-    Raises:
-        ConfigError: the sizes allow no layout.
+    A cache too small for one sample counts as one GiB. Raises ConfigError if the sizes allow no layout.
     """
     layout = make_layout(subject)
     bars = [bar for bar in memory_bars(subject, layout, host_memory_bytes) if bar.owner != "host" or host_memory_bytes is not None]

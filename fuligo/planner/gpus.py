@@ -67,11 +67,7 @@ def known_gpu(device: str, memory_bytes: int) -> Gpu | None:
 
 
 def gpu(name: str) -> Gpu:
-    """Return the figures of a GPU by its name, in any case.
-
-    Raises:
-        ConfigError: the GPU is unknown.
-    """
+    """Return the figures of a GPU by its name, in any case. Raises ConfigError if the GPU is unknown."""
     key = name.lower().replace("_", "-").replace(" ", "-")
     if key in GPUS:
         return GPUS[key]

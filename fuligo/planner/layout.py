@@ -62,8 +62,7 @@ class Cut:
 def stages(subject: Subject) -> tuple[Stage, ...]:
     """Return the stages in the order in which a token passes them: all pipeline ranks for each virtual rank.
 
-    Raises:
-        ConfigError: the layers cannot be split this way.
+    Raises ConfigError if the layers cannot be split this way.
     """
     shape, megatron = layout_of(subject.config), subject.config.megatron
     if megatron.get("pipeline_model_parallel_layout") is not None:
@@ -121,9 +120,7 @@ def make_layout(subject: Subject) -> ClusterLayout:
 
     Trainer ranks fill `--actor-num-gpus-per-node` GPUs of each of the first `--actor-num-nodes` nodes. With `--colocate` (and always
     for the embedded engine) engines take the same GPUs in the same order, then the free ones; without it the free ones, node by node.
-
-    Raises:
-        ConfigError: sizes do not divide, an engine group cannot be split into engines, or there are more than `MAX_GPUS`.
+    Raises ConfigError if sizes do not divide, an engine group cannot be split into engines, or there are more than `MAX_GPUS`.
     """
     config = subject.config
     if config.total_num_gpus > MAX_GPUS:

@@ -80,11 +80,7 @@ class Subject:
 
 
 def read_subject(config: Config, gpu_name: str) -> Subject:
-    """Return the subject of a config.
-
-    Raises:
-        ConfigError: the GPU or the model's shape is unknown, or `--lora-adapter` cannot be read.
-    """
+    """Return the subject of a config. Raises ConfigError if the GPU or the model's shape is unknown, or `--lora-adapter` cannot be read."""
     trained, served = find_architectures(config)
     trainer_config_json = find_trainer_config_json(config)
     if config.train.share_prefixes == "auto" and trainer_config_json is not None and unshareable_because(trainer_config_json.values):

@@ -112,11 +112,7 @@ class AgentGenerate:
         return Episode(session, task, self.timeout_s)
 
     async def _until_ended_or_interrupted(self, episode: Episode) -> bool:
-        """Wait; return True if the agent has ended.
-
-        Raises:
-            TimeoutError: neither happened in time
-        """
+        """Wait; return True if the agent has ended. Raises TimeoutError if neither happened in time."""
         start_s = time.monotonic()
         interrupted = asyncio.create_task(episode.session.interrupted.wait())
         try:

@@ -178,9 +178,7 @@ def build_generators(
 ) -> Generators:
     """Build the GenerateFn of training and of evaluation.
 
-    Raises:
-        ConfigError: the model's chat template cannot serve an agent
-        HookError: a hook cannot be imported or does not fit
+    Raises ConfigError if the model's chat template cannot serve an agent and HookError if a hook cannot be imported or does not fit.
     """
     agent = hook_of(config, "agent")
     if agent is not None:

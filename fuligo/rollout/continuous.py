@@ -147,11 +147,7 @@ class ContinuousRunner:
                 self._tasks.start(group)
 
     def _admit(self) -> None:
-        """Start as many groups as staleness allows.
-
-        Raises:
-            RolloutError: the data source has no prompts left
-        """
+        """Start as many groups as staleness allows. Raises RolloutError if the data source has no prompts left."""
         assert self._request is not None, "sampling starts with the first request"
         num_pending = len(self._queue) + self._tasks.num_running
         version = self._parts.policy_version()
@@ -167,11 +163,7 @@ class ContinuousRunner:
             self._tasks.start(group)
 
     def _finish(self, group: SampleGroup) -> None:
-        """Queue a group, or drop it.
-
-        Raises:
-            RolloutError: too many groups were dropped since the last rollout
-        """
+        """Queue a group, or drop it. Raises RolloutError if too many groups were dropped since the last rollout."""
         if self._is_stale(group) or not group.finished:  # only groups that became too old stop unfinished
             self._drop_stale([group])
             return

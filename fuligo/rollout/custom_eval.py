@@ -58,8 +58,7 @@ class CustomEvaluator:
     async def evaluate(self, rollout_id: int) -> Evaluation:
         """Call the function and compute the metrics of what it returns.
 
-        Raises:
-            RolloutError: the function raised, did not return samples by name, or every sample of a dataset failed
+        Raises RolloutError if the function raised, did not return samples by name, or every sample of a dataset failed.
         """
         try:
             with default_generate(self.generate, self.params):

@@ -73,9 +73,7 @@ class CustomGenerate:
     async def __call__(self, sample: Sample, params: SamplingParams) -> list[Sample]:
         """Call the function.
 
-        Raises:
-            TypeError: the function did not return samples
-            ValueError: a sample is invalid, see `complete`
+        Raises TypeError if the function did not return samples and ValueError if a sample is invalid, see `complete`.
         """
         version = self.policy_version()
         with default_generate(self.default, params):

@@ -53,11 +53,7 @@ class CustomRollout:
         self.source.restore(state)
 
     async def rollout(self, step: int) -> Rollout:
-        """Call the function and check what it returns.
-
-        Raises:
-            RolloutError: the function raised, or did not return groups of samples
-        """
+        """Call the function and check what it returns. Raises RolloutError if the function raised, or did not return groups of samples."""
         version = self.policy_version()
         data_source = DataSource(self.source, step, version)
         try:

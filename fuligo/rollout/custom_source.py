@@ -56,8 +56,7 @@ class CustomSource:
     def draw(self, num_groups: int, step: int, policy_version: int) -> Draw:
         """Draw groups from the data source.
 
-        Raises:
-            RolloutError: `get_samples` raised, did not return groups of samples, or returned too many
+        Raises RolloutError if `get_samples` raised, did not return groups of samples, or returned too many.
         """
         drawn = self._call(self.hook.get_samples, num_groups)
         if not isinstance(drawn, list) or len(drawn) > num_groups or not all(map(_is_group, drawn)):
@@ -113,11 +112,7 @@ def _is_group(samples: Any) -> bool:
 
 
 def _prompt_ids(sample: Sample) -> IntArray:
-    """Return the token ids of a prompt.
-
-    Raises:
-        RolloutError: they are missing, or not token ids
-    """
+    """Return the token ids of a prompt. Raises RolloutError if they are missing, or not token ids."""
     ids = np.asarray(sample.prompt_ids)
     if ids.ndim != 1 or not len(ids) or not np.issubdtype(ids.dtype, np.integer) or ids.min() < 0:
         raise RolloutError(

@@ -34,27 +34,20 @@ PLAIN_FIELDS = ("index", "group_index", "status", "finish_reason", "error", "jud
 def encode_groups(groups: list[SampleGroup]) -> bytes:
     """Encode groups as a parquet file in memory, from which `decode_groups` restores equal groups.
 
-    Raises:
-        RolloutError: a sample's metadata, label or reward is not JSON data
+    Raises RolloutError if a sample's metadata, label or reward is not JSON data.
     """
     return _to_bytes(_table(groups, {"format": FORMAT}))
 
 
 def decode_groups(data: bytes) -> list[SampleGroup]:
-    """Decode the groups of `encode_groups`.
-
-    Raises:
-        DataError: `data` has a different format or version
-    """
+    """Decode the groups of `encode_groups`. Raises DataError if `data` has a different format or version."""
     return _groups(*_read(data, "the buffer of unfinished groups"))
 
 
 def save_rollout(template: str, rollout: Rollout) -> Path:
     """Write a rollout with its state to `template`, with `{rollout_id}` replaced, and return the path.
 
-    Raises:
-        RolloutError: a sample's metadata, label or reward is not JSON data
-        FuligoError: the file cannot be written
+    Raises RolloutError if a sample's metadata, label or reward is not JSON data, and FuligoError if the file cannot be written.
     """
     path = Path(template.replace("{rollout_id}", str(rollout.step)))
     state = rollout.state

@@ -19,9 +19,7 @@ class CallInterruptedError(Exception):
 async def call_within(call: Coroutine[Any, Any, T], name: str, timeout_s: float, interrupted: asyncio.Future[None] | None = None) -> T:
     """Await a call of the environment for at most `timeout_s` (--turn-timeout-s). A call that ignores its cancellation is abandoned.
 
-    Raises:
-        EpisodeError: it raised, or took longer
-        CallInterruptedError: `interrupted` was done first
+    Raises EpisodeError if it raised, or took longer, and CallInterruptedError if `interrupted` was done first.
     """
     task = _started(_outcome(call, name))
     if not task.done():

@@ -132,9 +132,7 @@ class _Run:
     async def to_end(self) -> list[Sample]:
         """Return the samples of the episode, or the aborted one that holds its state.
 
-        Raises:
-            EpisodeError: the environment, or a request, failed
-            CallInterruptedError: generation is being aborted
+        Raises EpisodeError if the environment, or a request, failed, and CallInterruptedError if generation is being aborted.
         """
         await self._begin()
         sample, episode = self._sample, self._episode
@@ -346,11 +344,7 @@ def _tool(definition: dict[str, Any]) -> Tool:
 
 
 def _plain(value: Any, name: str) -> Any:
-    """Copy JSON data that the sample keeps.
-
-    Raises:
-        EpisodeError: it is not JSON data
-    """
+    """Copy JSON data that the sample keeps. Raises EpisodeError if it is not JSON data."""
     try:
         return json_copy(value)
     except TypeError as error:

@@ -97,8 +97,7 @@ class EvalSetSpec(FlagGroup):
 def eval_set_specs(config: Config) -> list[EvalSetSpec]:
     """Read the settings of all datasets.
 
-    Raises:
-        ConfigError: the file cannot be read or has another form, lists a dataset twice, or names an unknown reward
+    Raises ConfigError if the file cannot be read or has another form, lists a dataset twice, or names an unknown reward.
     """
     specs = [EvalSetSpec(name=name, path=[path]) for name, path in config.eval_data_sets.items()]
     if config.eval.eval_config is not None:

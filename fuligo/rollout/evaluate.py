@@ -148,8 +148,7 @@ class Evaluator:
 def eval_metrics(name: str, num_samples: int, reward_key: str | None, groups: Sequence[SampleGroup]) -> dict[str, float]:
     """Return a dataset's scores of prompts, parts of rewards, lengths and truncation. Failed samples count in `num_failed` only.
 
-    Raises:
-        RolloutError: no sample was judged
+    Raises RolloutError if no sample was judged.
     """
     judged_groups = [samples for group in groups if (samples := judged(group.samples))]
     samples = [sample for group in judged_groups for sample in group]

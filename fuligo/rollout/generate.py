@@ -103,11 +103,7 @@ class SingleTurn:
         return sample
 
     async def _images(self, sample: Sample) -> tuple[PromptImage, ...]:
-        """Return the images to send.
-
-        Raises:
-            DataError: one cannot be decoded
-        """
+        """Return the images to send. Raises DataError if one cannot be decoded."""
         if self.images is None or not sample.images:
             return sample.images
         return tuple([await asyncio.to_thread(self.images.of, image) for image in sample.images])

@@ -100,8 +100,7 @@ class FailureWatch:
     def refuse_mass_failure(self, step: int) -> None:
         """Judge the groups recorded so far, however few. If sampling must end anyway, this error names the better cause.
 
-        Raises:
-            RolloutError: nearly all of them failed
+        Raises RolloutError if nearly all of them failed.
         """
         failed = [errors for errors in self._last if errors is not None]
         if not failed or len(failed) < MASS_FAILURE_SHARE * len(self._last):

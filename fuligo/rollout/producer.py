@@ -148,11 +148,7 @@ class PacedRollouts:
         return self
 
     async def __anext__(self) -> Rollout:
-        """Return the next rollout.
-
-        Raises:
-            FuligoError: this rollout failed, possibly ahead of time
-        """
+        """Return the next rollout. Raises FuligoError if this rollout failed, possibly ahead of time."""
         if self._next == self._stop or self._end_early.is_set():
             raise StopAsyncIteration
         step = self._next
@@ -166,11 +162,7 @@ class PacedRollouts:
         return rollout
 
     async def _unless_ended(self, rollout: asyncio.Future[Rollout]) -> Rollout:
-        """Wait for a rollout; cancel it if the wait is canceled.
-
-        Raises:
-            StopAsyncIteration: the run was ended first
-        """
+        """Wait for a rollout; cancel it if the wait is canceled. Raises StopAsyncIteration if the run was ended first."""
         ended = asyncio.ensure_future(self._end_early.wait())
         try:
             await asyncio.wait([rollout, ended], return_when=asyncio.FIRST_COMPLETED)

@@ -41,8 +41,7 @@ class GroupSource:
     def draw(self, num_groups: int, step: int, policy_version: int) -> Draw:
         """Draw groups, buffered ones first.
 
-        Raises:
-            HookError: the buffer filter returned groups that are not in the buffer, or too many
+        Raises HookError if the buffer filter returned groups that are not in the buffer, or too many.
         """
         num_stale = self._drop_stale(policy_version)
         resumed = [continuation(group, step, self.mask_offpolicy) for group in self._take_buffered(num_groups, step)]

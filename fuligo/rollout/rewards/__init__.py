@@ -30,9 +30,7 @@ __all__ = [
 def reward_runner(config: Config) -> RewardRunner:
     """Return the reward runner that the flags of a run ask for.
 
-    Raises:
-        ConfigError: a reward type is unknown or lacks a flag.
-        HookError: the custom reward cannot be imported.
+    Raises ConfigError if a reward type is unknown or lacks a flag and HookError if the custom reward cannot be imported.
     """
     from fuligo.config.args_view import ArgsView
     from fuligo.config.hooks import hook_of, load_hook

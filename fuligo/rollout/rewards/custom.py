@@ -36,11 +36,7 @@ class CustomReward:
         self.name = getattr(function, "__qualname__", type(function).__qualname__)
 
     async def __call__(self, samples: Sample | list[Sample]) -> Any:
-        """Return what the function returns.
-
-        Raises:
-            RewardFailure: the function raised, or did not return within the deadline.
-        """
+        """Return what the function returns. Raises RewardFailure if the function raised, or did not return within the deadline."""
         if self._is_async:
             return await self._within_deadline(self._call_async(samples))
         async with self._threads:

@@ -46,8 +46,7 @@ class Question:
     def of(cls, label: Any, metadata: dict[str, Any]) -> Question:
         """Return the question of a row.
 
-        Raises:
-            RewardFailure: label and metadata do not say which choice is right, or contradict each other.
+        Raises RewardFailure if label and metadata do not say which choice is right, or contradict each other.
         """
         offered = _offered(metadata)
         given = metadata.get("correct_letter")

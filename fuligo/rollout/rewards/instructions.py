@@ -73,8 +73,7 @@ def check_metadata(metadata: dict[str, Any]) -> None:
 def checkers(metadata: dict[str, Any]) -> list[Any]:
     """Return one check for each of `instruction_id_list`, with its arguments from `kwargs`.
 
-    Raises:
-        BadMetadataError: an instruction is unknown, or an argument is missing, unknown or not usable.
+    Raises BadMetadataError if an instruction is unknown, or an argument is missing, unknown or not usable.
     """
     names, arguments = metadata.get("instruction_id_list"), metadata.get("kwargs")
     if not isinstance(names, list | tuple) or not names:
@@ -88,11 +87,7 @@ def checkers(metadata: dict[str, Any]) -> list[Any]:
 
 @functools.cache
 def registry() -> dict[str, type[Any]]:
-    """Return the class of each check by the id of its instruction.
-
-    Raises:
-        BadMetadataError: the package is not installed.
-    """
+    """Return the class of each check by the id of its instruction. Raises BadMetadataError if the package is not installed."""
     has_langdetect = _seed_langdetect()
     if not has_langdetect:
         sys.modules["langdetect"] = ModuleType("langdetect")  # importing the checks needs it, but only a few use it

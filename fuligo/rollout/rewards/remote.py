@@ -24,11 +24,7 @@ class RemoteReward:
         self._session: aiohttp.ClientSession | None = None
 
     async def judge(self, sample: Sample, response: str) -> Any:
-        """Return the JSON of the reply.
-
-        Raises:
-            RewardFailure: no usable reply arrived in time.
-        """
+        """Return the JSON of the reply. Raises RewardFailure if no usable reply arrived in time."""
         if self._url is None:
             raise RewardFailure(FailureReason.REMOTE, "the sample asks for remote_rm, but --rm-url is not set")
         last_problem = "no reply"

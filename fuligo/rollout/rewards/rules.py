@@ -118,11 +118,7 @@ RULES = {**NAMED, **{BOXED_PREFIX + name: replace(rule, extract=last_boxed) for 
 
 
 def find_rule(name: str) -> Rule:
-    """Return the built-in reward with this name.
-
-    Raises:
-        ConfigError: no reward has this name.
-    """
+    """Return the built-in reward with this name. Raises ConfigError if no reward has this name."""
     if isinstance(name, str) and name in RULES:
         return RULES[name]
     near = difflib.get_close_matches(str(name), RULES, n=2)

@@ -41,8 +41,7 @@ class RewardRunner:
     def __init__(self, settings: RewardSettings, custom: CustomReward | None = None, extra: Sequence[ExtraReward] = ()) -> None:
         """Check the settings and prepare the services; nothing starts before the first sample.
 
-        Raises:
-            ConfigError: the settings contradict each other.
+        Raises ConfigError if the settings contradict each other.
         """
         settings.check()
         if settings.group_rm and custom is None:
@@ -165,11 +164,7 @@ class RewardRunner:
 
 
 def reward_number(reward: float | dict[str, Any], key: str | None) -> float:
-    """Return the number to which additional rewards are added.
-
-    Raises:
-        RewardFailure: the reward is a dict and no key names its number.
-    """
+    """Return the number to which additional rewards are added. Raises RewardFailure if the reward is a dict and no key names its number."""
     if not isinstance(reward, dict):
         return reward
     if key is None:
@@ -180,11 +175,7 @@ def reward_number(reward: float | dict[str, Any], key: str | None) -> float:
 
 
 def finite(value: Any, what: str) -> float:
-    """Return `value` as a float; NumPy numbers and 0-d tensors are accepted.
-
-    Raises:
-        RewardFailure: it is not a finite number.
-    """
+    """Return `value` as a float; NumPy numbers and 0-d tensors are accepted. Raises RewardFailure if it is not a finite number."""
     try:
         number = float(value) if isinstance(value, Real) or hasattr(value, "item") else math.nan
     except (TypeError, ValueError, OverflowError, RuntimeError):

@@ -38,8 +38,7 @@ class RewardSettings:
     def check(self) -> None:
         """Check that the settings fit each other and the installed packages.
 
-        Raises:
-            ConfigError: the reward type is unknown, or lacks a flag or a package.
+        Raises ConfigError if the reward type is unknown, or lacks a flag or a package.
         """
         if self.rm_type is None:
             return

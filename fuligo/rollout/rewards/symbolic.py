@@ -19,11 +19,7 @@ class SymbolicComparison:
         self._verdicts: OrderedDict[tuple[str, tuple[str, ...]], bool] = OrderedDict()
 
     async def answer_equals(self, answer: str, golds: list[str]) -> bool:
-        """Return whether an answer equals a gold.
-
-        Raises:
-            RewardFailure: the comparison raised or exceeded its deadline.
-        """
+        """Return whether an answer equals a gold. Raises RewardFailure if the comparison raised or exceeded its deadline."""
         undecided: list[str] = []
         for gold in golds:
             verdict = _equal_at_once(answer, gold)

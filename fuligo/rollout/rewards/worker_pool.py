@@ -33,8 +33,7 @@ class Worker:
     async def start(cls, judge: Path) -> Self:
         """Start a process and wait until it has imported its judge.
 
-        Raises:
-            RewardFailure: the process ended or did not become ready in time.
+        Raises RewardFailure if the process ended or did not become ready in time.
         """
         process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -65,10 +64,8 @@ class Worker:
     async def ask(self, request: dict[str, Any], timeout_s: float) -> bool:
         """Return the verdict on a request.
 
-        Raises:
-            NoVerdictError: the deadline passed, or the memory did not suffice.
-            RewardFailure: the judge raised.
-            WorkerDiedError: the process ended for another reason.
+        Raises NoVerdictError if the deadline passed, or the memory did not suffice, RewardFailure if the judge raised, and WorkerDiedError
+        if the process ended for another reason.
         """
         try:
             async with asyncio.timeout(timeout_s + _GRACE_S):
@@ -138,9 +135,8 @@ class WorkerPool:
     async def ask(self, **request: Any) -> bool:
         """Return the judge's verdict.
 
-        Raises:
-            NoVerdictError: the response exceeded the judge's time or memory, or killed its process twice.
-            RewardFailure: no process started, or the judge raised.
+        Raises NoVerdictError if the response exceeded the judge's time or memory, or killed its process twice, and RewardFailure if no
+        process started, or the judge raised.
         """
         async with self._slots:
             for last_try in (False, True):

@@ -23,19 +23,11 @@ class JsonLines:
         self._fd = open_to_append(path)
 
     def append(self, record: Record) -> None:
-        """Append a record.
-
-        Raises:
-            FuligoError: the file cannot be written.
-        """
+        """Append a record. Raises FuligoError if the file cannot be written."""
         append(self._fd, orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE), self.path)
 
     def cut_back(self, keep: Callable[[Record], bool]) -> None:
-        """Truncate the file before the first record that `keep` rejects.
-
-        Raises:
-            ConfigError: a line is not JSON.
-        """
+        """Truncate the file before the first record that `keep` rejects. Raises ConfigError if a line is not JSON."""
         end = 0
         for line_end, record in _parse(self.path):
             if not keep(record):
@@ -48,11 +40,7 @@ class JsonLines:
 
 
 def read_json_lines(path: Path) -> list[Record]:
-    """Read all complete records of a file that may still be growing.
-
-    Raises:
-        ConfigError: a line is not JSON.
-    """
+    """Read all complete records of a file that may still be growing. Raises ConfigError if a line is not JSON."""
     return [record for _, record in _parse(path)]
 
 
@@ -79,8 +67,7 @@ def open_to_append(path: Path) -> int:
 def append(fd: int, data: bytes, path: Path) -> None:
     """Append data to a file, in one write if the system accepts it at once, as it does for regular files.
 
-    Raises:
-        FuligoError: the file cannot be written.
+    Raises FuligoError if the file cannot be written.
     """
     rest = memoryview(data)
     with writing(path):

@@ -175,8 +175,7 @@ def _check(path: Path, *, resume: bool) -> None:
 def _lock(path: Path) -> int:
     """Take the lock of a run directory, which the kernel releases when the process ends.
 
-    Raises:
-        ConfigError: another process has the lock.
+    Raises ConfigError if another process has the lock.
     """
     fd = try_lock(path / "metrics.jsonl")
     if fd is None:

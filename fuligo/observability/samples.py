@@ -181,11 +181,7 @@ def sample_table(
 
 
 def write_table(path: Path, table: pa.Table) -> None:
-    """Write a parquet file atomically.
-
-    Raises:
-        FuligoError: the file cannot be written.
-    """
+    """Write a parquet file atomically. Raises FuligoError if the file cannot be written."""
     unfinished = path.with_name(f".{path.name}.tmp")
     dictionaries = [name for name in table.schema.names if name in _REPETITIVE]
     with writing(path):

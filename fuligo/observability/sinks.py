@@ -75,11 +75,7 @@ class TensorBoardSink:
         self._directory = directory
 
     def write(self, record: Record) -> None:
-        """Write and flush a record.
-
-        Raises:
-            FuligoError: an event file cannot be written.
-        """
+        """Write and flush a record. Raises FuligoError if an event file cannot be written."""
         with writing(self._directory):
             for key, value in record.items():
                 if key not in ("step", "time"):

@@ -40,11 +40,7 @@ class ReportSize:
 
 
 def write_report(runs: Sequence[RunReader], path: Path, size: ReportSize | None = None) -> int:
-    """Write the report and return its size in bytes.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Write the report and return its size in bytes. Raises ConfigError if the file cannot be written."""
     for run in runs:
         run.update_metrics()
         for _ in range(MAX_UPDATES):

@@ -83,8 +83,7 @@ def missing_files(run: Path) -> list[str]:
 def find_runs(paths: Sequence[Path]) -> list[Path]:
     """Return each path if it is a run, else the runs directly inside it, by name.
 
-    Raises:
-        ConfigError: a path is not a directory or has no run.
+    Raises ConfigError if a path is not a directory or has no run.
     """
     found: list[Path] = []
     for path in paths:

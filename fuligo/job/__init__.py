@@ -28,9 +28,8 @@ T = TypeVar("T")
 def run_job(config: Config) -> int:
     """Run `fuligo train` and return the exit code 0. Under torchrun, the first process drives and the others follow it.
 
-    Raises:
-        ConfigError: torchrun started ranks on several hosts, which have no common key, or ranks that --max-restarts should replace
-        FuligoError: the run failed
+    Raises ConfigError if torchrun started ranks on several hosts, which have no common key, or ranks that --max-restarts should replace,
+    and FuligoError if the run failed.
     """
     from rich.console import Console
 

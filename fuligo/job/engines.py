@@ -151,8 +151,7 @@ async def _connect_external(config: Config, stack: AsyncExitStack) -> EngineGrou
 async def _require_changes(config: Config, engines: EngineGroup) -> None:
     """Check that external engines take syncs without the unchanged tensors, if the run sends such syncs.
 
-    Raises:
-        ConfigError: one of them is `fuligo serve`, which is recognized by its count of syncs
+    Raises ConfigError if one of them is `fuligo serve`, which is recognized by its count of syncs.
     """
     if config.weight_sync.update_weight_mode != "delta" or not config.trains:
         return
@@ -167,8 +166,7 @@ async def _require_changes(config: Config, engines: EngineGroup) -> None:
 async def _require_routing(config: Config, engines: EngineGroup) -> None:
     """Check that every engine reports the experts of its tokens, if the run replays them.
 
-    Raises:
-        EngineError: an engine does not report them, or has another model
+    Raises EngineError if an engine does not report them, or has another model.
     """
     if config.replays_engine_routing:
         assert config.model.hf_checkpoint is not None, "validated"

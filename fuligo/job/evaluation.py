@@ -31,8 +31,7 @@ class EvaluatedWeights:
     def find(cls, config: Config) -> EvaluatedWeights:
         """Find the newest checkpoint of `--load`, or that of `--ckpt-step`; without `--load`, the model of `--hf-checkpoint`.
 
-        Raises:
-            CheckpointError: the checkpoint is damaged
+        Raises CheckpointError if the checkpoint is damaged.
         """
         load = config.checkpoint.load
         match resolve(Path(load) if load is not None else None, config.checkpoint.ckpt_step):
@@ -88,11 +87,8 @@ async def evaluate_config(config: Config, run_dir: Path) -> Evaluated:
 def _served(config: Config, weights: Path, target: Path, stack: AsyncExitStack) -> Config:
     """Return the config whose engines load the weights to evaluate: a model, or an adapter.
 
-    Engines that cannot apply an adapter get a merged model, written to `target`.
-
-    Raises:
-        CheckpointError: the weights are damaged
-        ConfigError: the base model of an adapter is not on this machine
+    Engines that cannot apply an adapter get a merged model, written to `target`. Raises CheckpointError if the weights are damaged and
+    ConfigError if the base model of an adapter is not on this machine.
     """
     given = config.lora.lora_adapter
     adapter = weights if is_adapter(weights) else None if given is None else adapter_directory(Path(given))

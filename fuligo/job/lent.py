@@ -34,9 +34,7 @@ class LentParts:
         """Return the engines when they serve.
 
         They are awaited in a daemon thread: asyncio waits at its end for the threads of `to_thread`, and an interrupted run would not end.
-
-        Raises:
-            EngineError: the process of all runs has ended
+        Raises EngineError if the process of all runs has ended.
         """
         if self._engines is None:
             try:

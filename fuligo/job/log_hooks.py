@@ -34,11 +34,7 @@ class LogHooks:
 
     @classmethod
     def of(cls, config: Config) -> Self:
-        """Load the functions that the flags name.
-
-        Raises:
-            HookError: one cannot be imported or does not fit.
-        """
+        """Load the functions that the flags name. Raises HookError if one cannot be imported or does not fit."""
         of_rollout = hook_of(config, "custom_rollout_log_function_path")
         of_evaluation = hook_of(config, "custom_eval_rollout_log_function_path")
         return cls(ArgsView(config), of_rollout, of_evaluation)

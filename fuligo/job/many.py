@@ -231,11 +231,7 @@ def _signals_passed_to(runs: Sequence[RunProcess]) -> Iterator[list[signal.Signa
 
 
 def _require_success(codes: Mapping[str, int], *, is_terminated: bool = False) -> None:
-    """Check that all runs ended with exit code 0, or by the SIGTERM that all of them received.
-
-    Raises:
-        RunsFailedError: a run did not
-    """
+    """Check that all runs ended with exit code 0, or by the SIGTERM that all of them received. Raises RunsFailedError if a run did not."""
     ended_well = (0, INTERRUPTED, -signal.SIGTERM) if is_terminated else (0,)  # a run that was still starting was killed by the signal
     failed = [
         f"{name} ({f'exit code {code}' if code >= 0 else f'killed by signal {-code}'})"

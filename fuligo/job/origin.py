@@ -38,8 +38,7 @@ class Origin:
     def find(cls, config: Config) -> Origin:
         """Determine the origin from `--load` and the flags for the initial weights.
 
-        Raises:
-            CheckpointError: `--load` cannot be resumed, or `--ref-load` has damaged checkpoints
+        Raises CheckpointError if `--load` cannot be resumed, or `--ref-load` has damaged checkpoints.
         """
         load = config.checkpoint.load
         found = resolve(Path(load) if load is not None else None, config.checkpoint.ckpt_step)
@@ -54,8 +53,7 @@ class Origin:
     def after_saving_to(self, store: CheckpointStore) -> Origin:
         """Return the newest checkpoint that this run has saved as an origin; this one if it has saved none.
 
-        Raises:
-            CheckpointError: the checkpoint is damaged
+        Raises CheckpointError if the checkpoint is damaged.
         """
         if store.newest is None:
             return self

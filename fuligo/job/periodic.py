@@ -86,8 +86,7 @@ class SaveCheckpoint:
     async def run(self, rollout: Rollout, version: int) -> None:
         """Save a checkpoint if one is due.
 
-        Raises:
-            FuligoError: this checkpoint, or the one before it, could not be written or exported
+        Raises FuligoError if this checkpoint, or the one before it, could not be written or exported.
         """
         due = self.schedule.due(rollout.step)
         if self._saving is not None and (due or self._saving.done()):
@@ -108,8 +107,7 @@ class SaveCheckpoint:
     async def save_last(self) -> None:
         """Save the state after the last rollout, if it is not saved yet. No rollout has been trained on since.
 
-        Raises:
-            FuligoError: this checkpoint, or the one before it, could not be written
+        Raises FuligoError if this checkpoint, or the one before it, could not be written.
         """
         await self.finish()
         if self._last is not None:

@@ -170,8 +170,7 @@ def build_eval_only(
 ) -> Evaluates | None:
     """Build the evaluator of a run that samples nothing else; None without evaluation data.
 
-    Raises:
-        ConfigError, DataError, HookError: a dataset or its settings are wrong
+    Raises ConfigError, DataError, HookError if a dataset or its settings are wrong.
     """
     reward = reward_runner(config)
     stack.push_async_callback(reward.close)

@@ -60,8 +60,7 @@ def trainer_settings(
 def torch_settings(config: Config, common: TrainerSettings) -> TorchTrainerSettings:
     """Complete the common settings with those of the torch trainer.
 
-    Raises:
-        ConfigError: exact log-probabilities are not available on this device
+    Raises ConfigError if exact log-probabilities are not available on this device.
     """
     return TorchTrainerSettings(
         **{each.name: getattr(common, each.name) for each in fields(common)},
@@ -74,8 +73,7 @@ def torch_settings(config: Config, common: TrainerSettings) -> TorchTrainerSetti
 def _is_exact(config: Config, device: Device, checkpoint: Path) -> bool:
     """Return whether the torch trainer computes the engine's log-probabilities bit for bit.
 
-    Raises:
-        ConfigError: it must, but cannot on this device or with this model
+    Raises ConfigError if it must, but cannot on this device or with this model.
     """
     if not config.train.exact_on_policy:
         return False
@@ -89,11 +87,7 @@ def _is_exact(config: Config, device: Device, checkpoint: Path) -> bool:
 
 
 def _shares_prefixes(config: Config, checkpoint: Path) -> bool:
-    """Return whether the trainer computes shared prefixes once.
-
-    Raises:
-        ConfigError: it must, but the model's layers cannot
-    """
+    """Return whether the trainer computes shared prefixes once. Raises ConfigError if it must, but the model's layers cannot."""
     if not config.shares_prefixes:
         return False
     config_json = read_config_json(checkpoint)
@@ -169,8 +163,7 @@ def _optimizer(config: Config, lr: float, warmup_steps: int, *, num_rollout: int
 def _critic(config: Config, policy_weights: Path, num_rollout: int) -> CriticSettings:
     """Build the settings of the value model.
 
-    Raises:
-        CheckpointError: the checkpoint that the tracker of `--critic-load` names is missing or damaged
+    Raises CheckpointError if the checkpoint that the tracker of `--critic-load` names is missing or damaged.
     """
     given, flags = config.checkpoint.critic_load, config.optimizer
     lr = flags.lr if flags.critic_lr is None else flags.critic_lr
@@ -186,9 +179,7 @@ def _critic(config: Config, policy_weights: Path, num_rollout: int) -> CriticSet
 def _lora(config: Config, initial_weights: Path) -> LoraSettings | None:
     """Build the settings of the adapter.
 
-    Raises:
-        CheckpointError: `--lora-adapter` cannot be read
-        ConfigError: the reference model is not the policy without its adapter
+    Raises CheckpointError if `--lora-adapter` cannot be read and ConfigError if the reference model is not the policy without its adapter.
     """
     adapter = adapter_of(config)
     if adapter is None:

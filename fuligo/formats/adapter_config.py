@@ -135,8 +135,7 @@ class AdapterConfig:
     def read(cls, directory: Path) -> Self:
         """Read `adapter_config.json`.
 
-        Raises:
-            CheckpointError: it is missing or damaged, or the adapter has a feature that fuligo does not support.
+        Raises CheckpointError if it is missing or damaged, or the adapter has a feature that fuligo does not support.
         """
         file = directory / ADAPTER_CONFIG
         try:
@@ -179,12 +178,7 @@ class AdapterConfig:
 
 
 def _number(fields: dict[str, Any], name: str, *, at_least: float = -math.inf, at_most: float = math.inf, whole: bool = False) -> float:
-    """Return a finite number.
-
-    Raises:
-        KeyError: it is missing
-        ValueError: it is not a number, or is out of bounds
-    """
+    """Return a finite number. Raises KeyError if it is missing and ValueError if it is not a number, or is out of bounds."""
     value = fields[name]
     is_number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
     if not is_number or not at_least <= value <= at_most:

@@ -68,8 +68,7 @@ def copy_model_files(source: Path, target: Path) -> None:
 def record_dtypes(source: Path, target: Path) -> None:
     """Write names and dtypes of the weights of a Hugging Face directory to `target`, unless `source` has such a record, which is copied.
 
-    Raises:
-        CheckpointError: its weights are damaged.
+    Raises CheckpointError if its weights are damaged.
     """
     if (source / TENSORS).exists():
         shutil.copy(source / TENSORS, target)

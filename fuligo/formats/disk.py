@@ -22,11 +22,7 @@ def free_space(path: Path) -> str:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn an OSError of the block into an error that names `path` and the free space.
-
-    Raises:
-        FuligoError: `path` cannot be written.
-    """
+    """Turn an OSError of the block into an error that names `path` and the free space. Raises FuligoError if `path` cannot be written."""
     try:
         yield
     except OSError as error:

@@ -40,11 +40,7 @@ class DistributedTensors:
         self._check_files()
 
     def read(self, name: str) -> Tensor:
-        """Return a whole tensor on the CPU.
-
-        Raises:
-            CheckpointError: its bytes are damaged or parts of it are missing.
-        """
+        """Return a whole tensor on the CPU. Raises CheckpointError if its bytes are damaged or parts of it are missing."""
         shape = self.shapes[name]
         num_elements, num_held = math.prod(shape), sum(math.prod(chunk.sizes) for chunk in self._tensors[name].chunks)
         if num_held < num_elements:  # before memory for all of them is taken
@@ -60,8 +56,7 @@ class DistributedTensors:
     def read_into(self, shard: Shard) -> None:
         """Fill `shard.data`, converted to its dtype and device.
 
-        Raises:
-            CheckpointError: its bytes are damaged or parts of it are missing.
+        Raises CheckpointError if its bytes are damaged or parts of it are missing.
         """
         num_elements = 0
         for chunk in self._tensors[shard.name].chunks:
@@ -167,8 +162,7 @@ _METADATA_CLASSES = {
 def _tensors_of(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
     """Return the tensors, after checking all values that reading them relies on.
 
-    Raises:
-        AttributeError, TypeError, ValueError, LookupError: they are not what torch writes.
+    Raises AttributeError, TypeError, ValueError, LookupError if they are not what torch writes.
     """
     tensors = {name: tensor for name, tensor in metadata.state_dict_metadata.items() if isinstance(tensor, TensorStorageMetadata)}
     for place in metadata.storage_data.values():

@@ -36,19 +36,14 @@ def quantise(weight: Tensor, quantisation: Quantisation) -> tuple[Tensor, Tensor
 
 
 def fp8_scales(weight: Tensor, quantisation: Quantisation) -> Tensor:
-    """Return float32 scales of `quantisation.scale_shape` that use the full FP8 range.
-
-    Raises:
-        ValueError: a weight is not finite.
-    """
+    """Return float32 scales of `quantisation.scale_shape` that use the full FP8 range. Raises ValueError if a weight is not finite."""
     return scales_for(block_maxima(weight, quantisation))
 
 
 def block_maxima(weight: Tensor, quantisation: Quantisation) -> Tensor:
     """Return the largest absolute value of each block as float32 of `quantisation.scale_shape`.
 
-    Raises:
-        ValueError: a weight is not finite.
+    Raises ValueError if a weight is not finite.
     """
     shape = tuple(weight.shape)
     largest = _in_blocks(weight, *quantisation.block_of(shape)).abs().amax(dim=(1, 3)).float()

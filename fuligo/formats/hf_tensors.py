@@ -20,11 +20,7 @@ class HuggingFaceTensors:
     """Tensors of a Hugging Face directory; opening it reads the headers."""
 
     def __init__(self, directory: Path) -> None:
-        """Read the headers of all files.
-
-        Raises:
-            CheckpointError: the directory has no tensors, or a file is damaged.
-        """
+        """Read the headers of all files. Raises CheckpointError if the directory has no tensors, or a file is damaged."""
         try:
             self._stored = read_stored_tensors(directory)
         except DamagedFileError as error:
@@ -35,11 +31,7 @@ class HuggingFaceTensors:
         """Dtypes by name, without tensors of other (quantized) types."""
 
     def read(self, name: str) -> Tensor:
-        """Return a whole tensor on the CPU.
-
-        Raises:
-            CheckpointError: its file cannot be read.
-        """
+        """Return a whole tensor on the CPU. Raises CheckpointError if its file cannot be read."""
         file = self.directory / self._stored[name].file
         try:
             with safe_open(file, framework="pt") as tensors:
@@ -52,11 +44,7 @@ class InOwnDtypes(HuggingFaceTensors):
     """Tensors of a Hugging Face directory, converted on reading; those of a directory without a record keep their dtype."""
 
     def __init__(self, directory: Path) -> None:
-        """Read the headers of all files.
-
-        Raises:
-            CheckpointError: the directory has no tensors, or a file is damaged.
-        """
+        """Read the headers of all files. Raises CheckpointError if the directory has no tensors, or a file is damaged."""
         super().__init__(directory)
         file = directory / TENSORS
         recorded = json.loads(file.read_text()) if file.exists() else {}
@@ -67,9 +55,5 @@ class InOwnDtypes(HuggingFaceTensors):
         self.dtypes = {name: own.get(name, self.common) if stored.is_floating_point else stored for name, stored in self.dtypes.items()}
 
     def read(self, name: str) -> Tensor:
-        """Return a whole tensor on the CPU.
-
-        Raises:
-            CheckpointError: its file cannot be read.
-        """
+        """Return a whole tensor on the CPU. Raises CheckpointError if its file cannot be read."""
         return super().read(name).to(self.dtypes[name])

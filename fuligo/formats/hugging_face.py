@@ -102,8 +102,7 @@ def checkpoint_problems(directory: Path, *, may_be_value_model: bool = False) ->
 def architecture_difference(directory: Path, other: Path) -> str | None:
     """Describe how the models of two directories differ; None if they have the same architecture.
 
-    Raises:
-        DamagedFileError: a config.json is missing or unreadable.
+    Raises DamagedFileError if a config.json is missing or unreadable.
     """
     mine, theirs = read_model_config(directory), read_model_config(other)
     # A missing key stands for the family's default.
@@ -138,19 +137,14 @@ def is_weight_file(file: Path) -> bool:
 
 
 def is_quantised(directory: Path) -> bool:
-    """Return True if the weights are stored quantized.
-
-    Raises:
-        DamagedFileError: config.json is missing or unreadable.
-    """
+    """Return True if the weights are stored quantized. Raises DamagedFileError if config.json is missing or unreadable."""
     return read_model_config(directory).get("quantization_config") is not None
 
 
 def quantisation_method(directory: Path) -> str | None:
     """Return `quant_method` of the weights; None if they are not quantized.
 
-    Raises:
-        DamagedFileError: config.json is missing or unreadable.
+    Raises DamagedFileError if config.json is missing or unreadable.
     """
     given = read_model_config(directory).get("quantization_config")
     return str(given.get("quant_method") or "unknown") if isinstance(given, dict) else None
@@ -159,8 +153,7 @@ def quantisation_method(directory: Path) -> str | None:
 def is_trainable(directory: Path) -> bool:
     """Return whether a trainer can load the weights: they are not quantized, or in MXFP4.
 
-    Raises:
-        DamagedFileError: config.json is missing or unreadable.
+    Raises DamagedFileError if config.json is missing or unreadable.
     """
     return quantisation_method(directory) in (None, MXFP4)
 
@@ -168,8 +161,7 @@ def is_trainable(directory: Path) -> bool:
 def read_model_config(directory: Path) -> dict[str, Any]:
     """Read config.json; return the language model's part if the model is multi-modal.
 
-    Raises:
-        DamagedFileError: it is missing or unreadable.
+    Raises DamagedFileError if it is missing or unreadable.
     """
     config = _read_json(directory / "config.json")
     if not isinstance(config, dict) or "model_type" not in config:
@@ -181,8 +173,7 @@ def read_model_config(directory: Path) -> dict[str, Any]:
 def read_config_json(path: Path) -> dict[str, Any]:
     """Read the config.json at `path` or in the directory `path`.
 
-    Raises:
-        ConfigError: it is missing, unreadable, not a JSON object, or holds sizes that no model has.
+    Raises ConfigError if it is missing, unreadable, not a JSON object, or holds sizes that no model has.
     """
     file = path / "config.json" if path.is_dir() else path
     try:
@@ -201,19 +192,14 @@ def read_config_json(path: Path) -> dict[str, Any]:
 
 
 def read_shapes(directory: Path) -> dict[str, Shape]:
-    """Return the shapes of all tensors by name; only headers are read.
-
-    Raises:
-        DamagedFileError: as `read_stored_tensors`.
-    """
+    """Return the shapes of all tensors by name; only headers are read. Raises DamagedFileError like `read_stored_tensors`."""
     return {name: tensor.shape for name, tensor in read_stored_tensors(directory).items()}
 
 
 def read_stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     """Return dtype, shape and location of all tensors by name; only headers are read.
 
-    Raises:
-        DamagedFileError: a file is missing, truncated or not a safetensors file, or a tensor is not where the index says.
+    Raises DamagedFileError if a file is missing, truncated or not a safetensors file, or a tensor is not where the index says.
     """
     index = directory / _INDEX
     if not index.exists():
@@ -238,8 +224,7 @@ def read_stored_tensors(directory: Path) -> dict[str, StoredTensor]:
 def read_header(file: Path) -> dict[str, StoredTensor]:
     """Read the header of a safetensors file: 8 bytes with the header's length, the header as JSON, then the data.
 
-    Raises:
-        DamagedFileError: the file cannot be read, is truncated, or is not a safetensors file.
+    Raises DamagedFileError if the file cannot be read, is truncated, or is not a safetensors file.
     """
     try:
         with open_plain(file) as stream:

@@ -40,10 +40,7 @@ def shared_payload(named_tensors: NamedTensors) -> Iterator[str]:
     """Yield a payload that can be decoded during the `with` block, by any number of processes (CPU tensors) or one (GPU tensors).
 
     CPU tensors are copied to shared memory. Receivers that opened it keep their view; nothing is left behind however this process ends.
-    GPU tensors are not copied.
-
-    Raises:
-        WeightSyncError: shared memory is full
+    GPU tensors are not copied. Raises WeightSyncError if shared memory is full.
     """
     with ExitStack() as stack:
         try:
@@ -60,8 +57,7 @@ def shared_payload(named_tensors: NamedTensors) -> Iterator[str]:
 def named_payload(named_tensors: NamedTensors) -> Iterator[str]:
     """Yield a payload of CPU tensors as a mapping from names, as SGLang takes an adapter; see `shared_payload`.
 
-    Raises:
-        WeightSyncError: shared memory is full
+    Raises WeightSyncError if shared memory is full.
     """
     with ExitStack() as stack:
         try:
@@ -77,8 +73,7 @@ def named_payload(named_tensors: NamedTensors) -> Iterator[str]:
 def decode_named_tensors(payload: str) -> list[tuple[str, torch.Tensor]]:
     """Return the tensors of a payload; they share the sender's memory, so copy what must be kept.
 
-    Raises:
-        WeightSyncError: the payload is malformed, or its memory is gone.
+    Raises WeightSyncError if the payload is malformed, or its memory is gone.
     """
     try:
         decoded = _TensorUnpickler(io.BytesIO(base64.b64decode(payload, validate=True))).load()
@@ -141,8 +136,7 @@ def _encode(handles: object) -> str:
 def _handles(named_tensors: NamedTensors, stack: ExitStack) -> list[tuple[str, torch.Tensor | _Tensor]]:
     """Return GPU tensors as they are, and CPU tensors as copies in a file that stays open as long as the stack.
 
-    Raises:
-        OSError: shared memory is full.
+    Raises OSError if shared memory is full.
     """
     copies = _copies([tensor for _, tensor in named_tensors if tensor.device.type == "cpu"], stack)
     return [(name, next(copies) if tensor.device.type == "cpu" else tensor.detach()) for name, tensor in named_tensors]
@@ -163,8 +157,7 @@ def _write(descriptor: int, tensor: torch.Tensor, begin: int) -> None:
     A copy by torch would start and join a team of OpenMP threads, which takes long on busy cores: an adapter has hundreds of tensors, whose
     copies have taken seconds.
 
-    Raises:
-        OSError: shared memory is full.
+    Raises OSError if shared memory is full.
     """
     data = tensor.reshape(-1).view(torch.uint8).numpy().data
     while data:

@@ -20,8 +20,7 @@ _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a de
 def open_plain(file: Path) -> BinaryIO:
     """Open a file to read; a pipe, whose opening would wait for its writer, or a device raises.
 
-    Raises:
-        OSError: it cannot be opened, or is not a plain file
+    Raises OSError if it cannot be opened, or is not a plain file.
     """
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -40,9 +39,7 @@ def open_plain(file: Path) -> BinaryIO:
 def read_plain_text(file: Path) -> str:
     """Return the text of a plain file in UTF-8.
 
-    Raises:
-        OSError: it cannot be read, is not a plain file, or has more than `MAX_TEXT_BYTES`
-        UnicodeDecodeError: it is not UTF-8
+    Raises OSError if it cannot be read, is not a plain file, or has more than `MAX_TEXT_BYTES`, and UnicodeDecodeError if it is not UTF-8.
     """
     with open_plain(file) as stream:
         content = stream.read(MAX_TEXT_BYTES + 1)

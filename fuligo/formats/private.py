@@ -16,10 +16,7 @@ def private_directory(prefix: str, root: Path | None = None) -> Iterator[Path]:
     """Yield a new directory under `root` (default: the temporary directory) that no other user can enter, and delete it at the end.
 
     This process holds a lock on it that ends with the process, so directories that a killed process left behind are recognized and deleted
-    first. What other users have put under `root` is neither followed nor waited for.
-
-    Raises:
-        OSError: `root` cannot be written.
+    first. What other users have put under `root` is neither followed nor waited for. Raises OSError if `root` cannot be written.
     """
     root = root or Path(tempfile.gettempdir())
     for abandoned in root.glob(f"{prefix}*"):
@@ -104,8 +101,7 @@ def _remove_unlocked(directory: Path) -> None:
 def _lock(directory: Path) -> int:
     """Lock a directory of this user; return its descriptor.
 
-    Raises:
-        OSError: it is in use or gone, belongs to another user, or is not a directory: anybody may put links and pipes there.
+    Raises OSError if it is in use or gone, belongs to another user, or is not a directory: anybody may put links and pipes there.
     """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:

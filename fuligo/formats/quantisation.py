@@ -146,8 +146,7 @@ class EngineQuantisation:
     def read(cls, directory: Path) -> EngineQuantisation | None:
         """Read the quantization of a Hugging Face directory; None if it is not quantized.
 
-        Raises:
-            ConfigError: the directory is damaged, or quantized in a way for which engines accept no new weights (not by blocks).
+        Raises ConfigError if the directory is damaged, or quantized in a way for which engines accept no new weights (not by blocks).
         """
         config = read_config_json(directory).get("quantization_config")
         if config is None:
@@ -168,10 +167,8 @@ class EngineQuantisation:
 def _published_blocks(config: Any, directory: Path) -> Quantisation:
     """Return the block quantization of a config.json.
 
-    SGLang transposes weights with channel or tensor scales on loading and cannot update them in place.
-
-    Raises:
-        ConfigError: the checkpoint uses another quantization.
+    SGLang transposes weights with channel or tensor scales on loading and cannot update them in place. Raises ConfigError if the checkpoint
+    uses another quantization.
     """
     expected = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "scale_fmt": "float"}
     values = config if isinstance(config, Mapping) else {}

@@ -25,11 +25,7 @@ class QuantisedBase:
     block_size: int = BLOCK_SIZE
 
     def write(self, adapter: Path) -> None:
-        """Record the storage in an adapter directory.
-
-        Raises:
-            CheckpointError: it cannot be written.
-        """
+        """Record the storage in an adapter directory. Raises CheckpointError if it cannot be written."""
         try:
             (adapter / BASE_PRECISION).write_text(json.dumps(asdict(self), indent=2))
         except OSError as error:
@@ -39,8 +35,7 @@ class QuantisedBase:
     def read(cls, adapter: Path) -> Self | None:
         """Read the record of an adapter directory; None if there is none: the base was not quantized, or it is not known whether it was.
 
-        Raises:
-            CheckpointError: it is damaged, or of another version.
+        Raises CheckpointError if it is damaged, or of another version.
         """
         file = adapter / BASE_PRECISION
         if not file.exists():

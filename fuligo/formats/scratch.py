@@ -24,8 +24,7 @@ def scratch_root() -> Path:
 def scratch_directory(root: Path) -> Iterator[Path]:
     """Yield a new directory under `root` that no other user can enter, and delete it at the end, with those that killed processes left.
 
-    Raises:
-        WeightSyncError: `root` cannot be written.
+    Raises WeightSyncError if `root` cannot be written.
     """
     with ExitStack() as stack:
         with filling(root):
@@ -37,8 +36,7 @@ def scratch_directory(root: Path) -> Iterator[Path]:
 def filling(directory: Path) -> Iterator[None]:
     """Turn an OSError of the block into an error that names `directory` and the free space.
 
-    Raises:
-        WeightSyncError: the block could not write to `directory`.
+    Raises WeightSyncError if the block could not write to `directory`.
     """
     try:
         yield

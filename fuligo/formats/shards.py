@@ -185,11 +185,7 @@ class _Planner(DefaultSavePlanner):
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Check that the shards of all ranks cover each tensor exactly.
-
-        Raises:
-            ValueError: shards overlap, or do not cover a tensor.
-        """
+        """Check that the shards of all ranks cover each tensor exactly. Raises ValueError if shards overlap, or do not cover a tensor."""
         plans, metadata = super().create_global_plan(all_plans)
         for name, tensor in metadata.state_dict_metadata.items():  # torch checks this only with several ranks.
             assert isinstance(tensor, TensorStorageMetadata)

@@ -16,11 +16,7 @@ prompts of --prompt-data, if that is given with --hf-checkpoint. No GPU is neede
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print a line for each hook; return 0 if all pass.
-
-    Raises:
-        ConfigError: the arguments are not valid, or name no hook.
-    """
+    """Print a line for each hook; return 0 if all pass. Raises ConfigError if the arguments are not valid, or name no hook."""
     if not arguments or any(argument in ("-h", "--help") for argument in arguments):
         print(USAGE, end="")
         return 0

@@ -16,8 +16,7 @@ are stand-ins that record how they are called; the training job that the script 
 def main(arguments: Sequence[str]) -> int:
     """Print the YAML, or write it; notes on what was not run go to stderr.
 
-    Raises:
-        ConfigError: the script cannot be run, starts no training, or its flags are wrong.
+    Raises ConfigError if the script cannot be run, starts no training, or its flags are wrong.
     """
     options = parser().parse_args(arguments)
 

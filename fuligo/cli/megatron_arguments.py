@@ -22,10 +22,6 @@ def unread_arguments(config: Config) -> Iterator[str]:
 
 
 def require_read_arguments(config: Config) -> None:
-    """Check that the trainer reads all of Megatron's arguments that are given.
-
-    Raises:
-        ConfigError: it does not read some of them.
-    """
+    """Check that the trainer reads all of Megatron's arguments that are given. Raises ConfigError if it does not read some of them."""
     if problems := list(unread_arguments(config)):
         raise ConfigError(*problems)

@@ -134,8 +134,7 @@ def _with_model(config: Config) -> Config:
 def split_options(arguments: Sequence[str]) -> Options:
     """Separate the options of `fuligo plan` from the arguments of the job, in any order; the last of two options wins.
 
-    Raises:
-        ConfigError: an option lacks its value, or the value is not a number.
+    Raises ConfigError if an option lacks its value, or the value is not a number.
     """
     given: dict[str, str] = {}
     job: list[str] = []

@@ -16,11 +16,7 @@ Prints the JSON schema of config files. An editor with a YAML language server co
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the schema.
-
-    Raises:
-        ConfigError: there are arguments.
-    """
+    """Print the schema. Raises ConfigError if there are arguments."""
     if any(argument in ("-h", "--help") for argument in arguments):
         print(USAGE, end="")
         return 0

@@ -34,9 +34,8 @@ NO_WARNINGS: Mapping[str, Sequence[str]] = {}
 def main(arguments: Sequence[str]) -> int:
     """Check all runs, then run them.
 
-    Raises:
-        ConfigError: a run cannot start, or the runs do not fit together; names all problems found.
-        RunsFailedError: runs failed.
+    Raises ConfigError if a run cannot start, or the runs do not fit together, naming all problems found, and RunsFailedError if runs
+    failed.
     """
     if asked_for_help(arguments) is not None:
         print(USAGE, end="")
@@ -57,8 +56,7 @@ def main(arguments: Sequence[str]) -> int:
 def _read(files: Sequence[str], flags: Sequence[str]) -> dict[str, Parsed]:
     """Read the config files with the flags; return them by file name, or by path if two files have the same name.
 
-    Raises:
-        ConfigError: a file or a flag is wrong.
+    Raises ConfigError if a file or a flag is wrong.
     """
     if any(flag.partition("=")[0] == CONFIG_OPTION for flag in flags):
         raise ConfigError(f"{CONFIG_OPTION}: fuligo train-many takes config files without an option: fuligo train-many A.yaml B.yaml")
@@ -123,9 +121,8 @@ def _with_directories(configs: Mapping[str, Config], started: datetime) -> dict[
 def _resumed(configs: Mapping[str, Config]) -> dict[str, Config]:
     """Return the configs of the runs that are not complete, each with --load of its own checkpoints if there are any.
 
-    Raises:
-        ConfigError: a run has no name by which its directory is found again.
-        FuligoError: the data of a run, by which --num-epoch is counted, cannot be read.
+    Raises ConfigError if a run has no name by which its directory is found again and FuligoError if the data of a run, by which --num-epoch
+    is counted, cannot be read.
     """
     from fuligo.checkpoint.location import newest_iteration
     from fuligo.cli.console import show_choice

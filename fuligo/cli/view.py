@@ -20,8 +20,7 @@ _DESCRIPTION = "Show curves, samples, step time and health of runs, live or fini
 def main(arguments: Sequence[str]) -> int:
     """Serve until Ctrl-C, or write the report.
 
-    Raises:
-        ConfigError: a path is not a run, the address is taken, or the report cannot be written.
+    Raises ConfigError if a path is not a run, the address is taken, or the report cannot be written.
     """
     options = parser().parse_args(arguments)
     from fuligo.observability.viewer.run import RunReader
@@ -64,8 +63,7 @@ def parser() -> argparse.ArgumentParser:
 def bind(host: str, port: int | None) -> socket.socket:
     """Return a listening socket; without a port, on the default port or a free one if that is taken.
 
-    Raises:
-        ConfigError: the port is taken, or there is no such address.
+    Raises ConfigError if the port is taken, or there is no such address.
     """
     try:
         return _bound(host, DEFAULT_PORT if port is None else port)

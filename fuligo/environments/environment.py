@@ -186,11 +186,7 @@ def environment_problem(kind: Any) -> str | None:
 
 
 def json_copy(value: Any) -> Any:
-    """Copy JSON data.
-
-    Raises:
-        TypeError: it is not JSON data
-    """
+    """Copy JSON data. Raises TypeError if it is not JSON data."""
     try:
         return orjson.loads(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY))
     except orjson.JSONEncodeError as error:

@@ -26,9 +26,7 @@ class EnvironmentFactory:
 def load_environment(path: str, settings: dict[str, Any]) -> EnvironmentFactory:
     """Import the class of --environment and parse --environment-settings.
 
-    Raises:
-        HookError: the class cannot be imported or does not fit
-        ConfigError: the settings do not fit the class
+    Raises HookError if the class cannot be imported or does not fit and ConfigError if the settings do not fit the class.
     """
     kind: Any = load_hook("environment", path)
     if (problem := environment_problem(kind)) is not None:

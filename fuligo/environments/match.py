@@ -42,8 +42,7 @@ class Seat(Generic[Game]):
     async def turn(self) -> None:
         """Wait until the player is to move, or the game is over.
 
-        Raises:
-            RuntimeError: the other player's episode ended before the game
+        Raises RuntimeError if the other player's episode ended before the game.
         """
         match, other = self._match, 1 - self.player
         async with match.changed:

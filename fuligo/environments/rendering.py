@@ -102,8 +102,7 @@ class Renderer:
     def prompt(self, messages: Messages, tools: Sequence[Tool] = ()) -> list[int]:
         """Return the ids of a conversation, with the generation prompt.
 
-        Raises:
-            DataError: the template rejects the messages, or tools are given and it does not show them
+        Raises DataError if the template rejects the messages, or tools are given and it does not show them.
         """
         if tools and not self.shows_tools:
             raise DataError(

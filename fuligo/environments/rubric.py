@@ -20,11 +20,7 @@ class Rubric:
         self.weights = weights
 
     def score(self, **parts: float) -> Score:
-        """Weigh the parts.
-
-        Raises:
-            ValueError: parts and weights differ in their names
-        """
+        """Weigh the parts. Raises ValueError if parts and weights differ in their names."""
         if parts.keys() != self.weights.keys():
             raise ValueError(f"cannot score: the parts are {sorted(parts)}, but the rubric has {sorted(self.weights)}; give each part once")
         total = sum(weight * parts[name] for name, weight in self.weights.items())

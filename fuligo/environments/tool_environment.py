@@ -42,11 +42,7 @@ class ToolFunction:
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        """Read the signature.
-
-        Raises:
-            TypeError: a parameter has no type, or the function takes `*args` or `**kwargs`
-        """
+        """Read the signature. Raises TypeError if a parameter has no type, or the function takes `*args` or `**kwargs`."""
         self.name: str = function.__name__
         self.description = inspect.getdoc(function) or ""
         fields: dict[str, Any] = {}

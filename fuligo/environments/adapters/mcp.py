@@ -55,11 +55,7 @@ class McpTool:
         self.parameters: Mapping[str, Any] = tool.parameters
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
-        """Call the tool and return its text.
-
-        Raises:
-            RuntimeError: the server reports an error, does not answer in time, or has ended.
-        """
+        """Call the tool and return its text. Raises RuntimeError if the server reports an error, does not answer in time, or has ended."""
         return await self._server.call(self.name, arguments)
 
 
@@ -77,9 +73,7 @@ class McpServer:
     async def connect(cls, settings: McpSettings) -> "McpServer":
         """Connect and read the list of tools.
 
-        Raises:
-            ConfigError: mcp is not installed.
-            RolloutError: the server does not start or answer.
+        Raises ConfigError if mcp is not installed and RolloutError if the server does not start or answer.
         """
         server = cls(settings)
         try:

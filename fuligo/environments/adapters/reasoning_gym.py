@@ -65,11 +65,7 @@ def score(answer: str, task: Task) -> float:
 
 
 def reward(args: Any, sample: Sample) -> float:
-    """Score a sample: the function for --custom-rm-path.
-
-    Raises:
-        RewardError: its row was not written by `rows`.
-    """
+    """Score a sample: the function for --custom-rm-path. Raises RewardError if its row was not written by `rows`."""
     try:
         task = Task.model_validate((sample.metadata or {})[_KEY])
     except (KeyError, ValidationError):

@@ -33,11 +33,7 @@ class TextArena(Environment):
     Settings: ClassVar[type[EnvironmentSettings]] = TextArenaSettings
 
     def __init__(self, row: Row, settings: TextArenaSettings) -> None:
-        """Make the game.
-
-        Raises:
-            ConfigError: textarena is not installed, the game does not exist, or the row has no seed.
-        """
+        """Make the game. Raises ConfigError if textarena is not installed, the game does not exist, or the row has no seed."""
         super().__init__(row, settings)
         try:
             textarena = importlib.import_module("textarena")

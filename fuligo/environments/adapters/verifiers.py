@@ -47,9 +47,8 @@ class Task(BaseModel):
 async def play(session: Endpoint, row: Row) -> float:
     """Play the task of a row, and return the reward that verifiers gives: the function for --agent.
 
-    Raises:
-        ConfigError: the row was not written by `rows`, or verifiers is not installed
-        RuntimeError: the harness, the tools or the scoring failed
+    Raises ConfigError if the row was not written by `rows`, or verifiers is not installed, and RuntimeError if the harness, the tools or
+    the scoring failed.
     """
     try:
         task = Task.model_validate(row.metadata[_KEY])

@@ -88,9 +88,7 @@ class Interpreters:
     def start(self) -> None:
         """Start the process unless it runs, with its modules imported.
 
-        Raises:
-            ConfigError: a module cannot be imported.
-            RolloutError: the process does not start.
+        Raises ConfigError if a module cannot be imported and RolloutError if the process does not start.
         """
         if self._process is not None and self._process.poll() is None:
             return
@@ -179,8 +177,7 @@ class PythonSession:
     async def run(self, code: str) -> PythonResult:
         """Run a program. If the call is canceled, the session ends.
 
-        Raises:
-            RolloutError: no sandbox can be built on this machine, or it was lost.
+        Raises RolloutError if no sandbox can be built on this machine, or it was lost.
         """
         async with self._interpreters.running():
             try:
@@ -273,8 +270,7 @@ def _end_note(result: PythonResult, settings: PythonSettings) -> str:
 def check_sandbox(settings: PythonSettings) -> None:
     """Run an empty program, to check before anything expensive starts that this machine can run programs.
 
-    Raises:
-        ConfigError: no sandbox can be built here, or a module cannot be imported.
+    Raises ConfigError if no sandbox can be built here, or a module cannot be imported.
     """
 
     async def run() -> None:

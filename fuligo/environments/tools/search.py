@@ -66,9 +66,7 @@ class SearchIndex:
     def __init__(self, settings: SearchSettings) -> None:
         """Read the documents, and their index from the cache if it holds it.
 
-        Raises:
-            ConfigError: bm25s is not installed.
-            DataError: the documents cannot be read.
+        Raises ConfigError if bm25s is not installed and DataError if the documents cannot be read.
         """
         try:
             import bm25s

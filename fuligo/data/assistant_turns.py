@@ -90,11 +90,7 @@ class AssistantTurns:
         return opened, written if found and written.startswith(opened) else closed
 
     def _check_continued(self, spans: list[tuple[str, str]]) -> None:
-        """Check that every turn continues its generation prompt.
-
-        Raises:
-            DataError: a turn does not
-        """
+        """Check that every turn continues its generation prompt. Raises DataError if a turn does not."""
         for turn, (opened, closed) in zip(self._turns, spans, strict=True):
             if not closed.startswith(opened):
                 raise DataError(

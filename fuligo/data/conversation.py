@@ -112,8 +112,7 @@ class ConversationSource(RowSource[Conversation]):
 def join_segments(segments: list[Segment]) -> MaskedTokens:
     """Join segments, cut after the last trained token.
 
-    Raises:
-        DataError: no token is trained on, or the first one is, which has no context
+    Raises DataError if no token is trained on, or the first one is, which has no context.
     """
     tokens = as_ids(list(chain.from_iterable(ids for ids, _ in segments)))
     mask = np.asarray([trained for ids, trained in segments for _ in ids], np.int8)

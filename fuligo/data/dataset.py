@@ -67,8 +67,7 @@ class Rows:
     def open(cls, paths: str | Path | Sequence[str], settings: DataSettings) -> Self:
         """Open the files of one entry or of several.
 
-        Raises:
-            DataError: a file is missing, unreadable, empty or of an unknown format, or a slice selects no row
+        Raises DataError if a file is missing, unreadable, empty or of an unknown format, or a slice selects no row.
         """
         given = [paths] if isinstance(paths, str | Path) else paths
         return cls([_pieces(PromptPath.parse(entry), settings) for entry in given], settings)
@@ -191,8 +190,7 @@ class Dataset(Generic[Item]):
     def digest(self) -> str:
         """Return a digest of the rows; the first call reads the whole file.
 
-        Raises:
-            DataChangedError: the file's content has changed since it was opened, or cannot be read any more
+        Raises DataChangedError if the file's content has changed since it was opened, or cannot be read any more.
         """
         return self._rows.digest()
 
@@ -203,8 +201,7 @@ class Dataset(Generic[Item]):
     def _with_images(self, messages: Messages) -> Messages:
         """Return messages as the chat templates of models with images read them.
 
-        Raises:
-            DataError: a message has an image where none is allowed
+        Raises DataError if a message has an image where none is allowed.
         """
         if self._images is None:
             return messages
@@ -264,8 +261,7 @@ class PromptDataset(Dataset[Prompt]):
 def check_file(paths: str | Path | Sequence[str], settings: DataSettings) -> int:
     """Check prompt files without a tokenizer (readable, not empty, the first rows have the keys) and count their selected rows.
 
-    Raises:
-        DataError: a file is unusable; names the file, the line and the fix
+    Raises DataError if a file is unusable, naming the file, the line and the fix.
     """
     rows = Rows.open(paths, settings)
     for row in rows.first_rows():

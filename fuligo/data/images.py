@@ -63,11 +63,7 @@ class ImagePlacer(Protocol):
         ...
 
     def decode(self, images: Sequence[PromptImage]) -> None:
-        """Check that images can be decoded.
-
-        Raises:
-            DataError: an image cannot be decoded
-        """
+        """Check that images can be decoded. Raises DataError if an image cannot be decoded."""
         ...
 
     @property
@@ -80,10 +76,7 @@ def read_images(value: Any, key: str, directory: Path) -> tuple[RawImage, ...]:
     """Read the images of a row's column: one, a list, or none (null).
 
     Each is a path, relative to the data file's directory; a data URI with base64; bytes; or, as the package `datasets` stores images, an
-    object with `bytes` or `path`.
-
-    Raises:
-        DataError: an image has another form, or its file cannot be read or is too large
+    object with `bytes` or `path`. Raises DataError if an image has another form, or its file cannot be read or is too large.
     """
     given = [] if value is None else value if isinstance(value, list) else [value]
     return tuple(_read(each, f"image {number} of {key!r}", directory) for number, each in enumerate(given, 1))
@@ -126,11 +119,7 @@ def _check_size(num_bytes: int, name: str) -> None:
 
 
 def check_placeholders(messages: Messages, num_images: int, key: str) -> None:
-    """Check that the messages have a placeholder for each image.
-
-    Raises:
-        DataError: the numbers differ
-    """
+    """Check that the messages have a placeholder for each image. Raises DataError if the numbers differ."""
     found = sum(message["content"].count(PLACEHOLDER) for message in messages if isinstance(message.get("content"), str))
     if found != num_images:
         raise DataError(
@@ -141,8 +130,7 @@ def check_placeholders(messages: Messages, num_images: int, key: str) -> None:
 def check_texts(messages: Messages, image_token: str) -> None:
     """Check that images are in the messages only where the template can write them, and that no text contains their token.
 
-    Raises:
-        DataError: a text contains it, or an assistant message has an image
+    Raises DataError if a text contains it, or an assistant message has an image.
     """
     for number, message in enumerate(messages, 1):
         text = message.get("content") or ""

@@ -56,8 +56,7 @@ def _saved(directory: Path) -> list[Path]:
 def _hub_files(text: str) -> list[Path]:
     """Download a split, unless it is in the cache, and return its Arrow files there. A process asks the Hub once, even if that fails.
 
-    Raises:
-        DataError: the package is missing, or the Hub does not provide the data; names what to do
+    Raises DataError if the package is missing, or the Hub does not provide the data, naming what to do.
     """
     found = _asked(text)
     if isinstance(found, DataError):

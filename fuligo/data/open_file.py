@@ -19,11 +19,7 @@ class OpenFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Open the file.
-
-        Raises:
-            OSError: it cannot be opened
-        """
+        """Open the file. Raises OSError if it cannot be opened."""
         self.path = path
         self.descriptor = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self.descriptor)
@@ -35,8 +31,7 @@ class OpenFile:
     def read(self, start: int, stop: int) -> bytes:
         """Read the bytes from `start` up to `stop`, at most the size when it was opened.
 
-        Raises:
-            DataChangedError: the content has changed or cannot be read any more
+        Raises DataChangedError if the content has changed or cannot be read any more.
         """
         parts: list[bytes] = []
         try:
@@ -53,8 +48,7 @@ class OpenFile:
     def digest(self) -> str:
         """Return the BLAKE2b digest of the content; the first call reads the whole file.
 
-        Raises:
-            DataChangedError: the content has changed since it was opened, or cannot be read any more
+        Raises DataChangedError if the content has changed since it was opened, or cannot be read any more.
         """
         if self._digest is None:
             digest = self._compute_digest()
@@ -63,11 +57,7 @@ class OpenFile:
         return self._digest
 
     def check(self) -> None:
-        """Check that the content is that of the opened file.
-
-        Raises:
-            DataChangedError: it has changed, or cannot be read any more
-        """
+        """Check that the content is that of the opened file. Raises DataChangedError if it has changed, or cannot be read any more."""
         try:
             state = self._current_state()
         except OSError as error:

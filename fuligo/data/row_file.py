@@ -31,9 +31,8 @@ class RowFile(Protocol):
     def __getitem__(self, row: int) -> dict[str, Any]:
         """Read a row.
 
-        Raises:
-            DataError: the row is malformed; names the file and the line
-            DataChangedError: the file's content has changed since it was opened, or cannot be read any more
+        Raises DataError if the row is malformed, naming the file and the line, and DataChangedError if the file's content has changed since
+        it was opened, or cannot be read any more.
         """
         ...
 
@@ -45,8 +44,7 @@ class RowFile(Protocol):
 def open_rows(path: Path, columns: list[str]) -> RowFile:
     """Open a prompt file of any supported format; only `columns` of a columnar file are ever read.
 
-    Raises:
-        DataError: the file is missing, unreadable, empty, of an unknown format, or lacks a column
+    Raises DataError if the file is missing, unreadable, empty, of an unknown format, or lacks a column.
     """
     if not path.is_file():
         raise DataError(f"{path} is not a regular file; rows are read out of order, which a pipe or device does not allow")
@@ -82,11 +80,7 @@ class PromptPath:
 
     @classmethod
     def parse(cls, text: str | Path) -> Self:
-        """Parse `FILE` or `FILE@[start:stop]`.
-
-        Raises:
-            DataError: the slice has another form
-        """
+        """Parse `FILE` or `FILE@[start:stop]`. Raises DataError if the slice has another form."""
         sliced = _SLICED.fullmatch(str(text))
         if sliced is None:
             return cls(str(text), slice(None))
@@ -99,11 +93,7 @@ class PromptPath:
         return cls(sliced["path"], slice(start, stop))
 
     def select(self, num_rows: int) -> range:
-        """Return the row numbers that the slice selects from `num_rows` rows.
-
-        Raises:
-            DataError: the slice selects no row
-        """
+        """Return the row numbers that the slice selects from `num_rows` rows. Raises DataError if the slice selects no row."""
         selected = range(num_rows)[self.rows]
         if not selected:
             start, stop = self.rows.start, self.rows.stop

@@ -115,8 +115,7 @@ class RowSource(Generic[Item]):
     def take(self, num_items: int) -> list[Item]:
         """Return the next `num_items` items. Rows that are too long are skipped and counted, and malformed ones with `skip_bad_rows`.
 
-        Raises:
-            DataError: a row is malformed (without `skip_bad_rows`), or a whole epoch has no usable row
+        Raises DataError if a row is malformed (without `skip_bad_rows`), or a whole epoch has no usable row.
         """
         return [self._next() for _ in range(num_items)]
 
@@ -138,11 +137,7 @@ class RowSource(Generic[Item]):
         }
 
     def check(self, state: SourceState) -> None:
-        """Check that the state belongs to this dataset.
-
-        Raises:
-            DataError: the datasets differ
-        """
+        """Check that the state belongs to this dataset. Raises DataError if the datasets differ."""
         if state.get("num_rows") != len(self):
             raise DataError(
                 f"cannot resume: the dataset has {len(self)} rows, but the checkpoint's had {state.get('num_rows', 'none')}; {_OTHER_DATA}"
@@ -161,11 +156,7 @@ class RowSource(Generic[Item]):
             )
 
     def restore(self, state: SourceState) -> None:
-        """Continue exactly where `state()` was called.
-
-        Raises:
-            DataError: the state belongs to another dataset
-        """
+        """Continue exactly where `state()` was called. Raises DataError if the state belongs to another dataset."""
         self.check(state)
         self._dataset.image_digests.load(str(state.get("images", "")))
         position = {name: value for name, value in state.items() if isinstance(value, int)}

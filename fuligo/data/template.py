@@ -39,8 +39,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any]) -> None:
         """Check template and arguments.
 
-        Raises:
-            ConfigError: the tokenizer has no template, or `kwargs` sets arguments that are not the template's
+        Raises ConfigError if the tokenizer has no template, or `kwargs` sets arguments that are not the template's.
         """
         if not tokenizer.chat_template and "chat_template" not in kwargs:
             raise ConfigError(no_chat_template(tokenizer.name_or_path or "the model"))

@@ -84,11 +84,7 @@ def head_of(hosts: Sequence[Host]) -> Host | None:
 
 
 def head_ip(head: Host | None, others: Sequence[Host]) -> str:
-    """Return the IP address by which the other hosts reach this machine.
-
-    Raises:
-        ConfigError: it cannot be determined
-    """
+    """Return the IP address by which the other hosts reach this machine. Raises ConfigError if it cannot be determined."""
     if head is not None and head.ip is not None:
         return head.ip
     for other in others:
@@ -147,8 +143,7 @@ def slurm_hosts(environment: Mapping[str, str], *, default_slots: int) -> list[H
 def task_number(environment: Mapping[str, str]) -> int:
     """Return the number of this task in its Slurm step; 0 in a batch script and outside of Slurm.
 
-    Raises:
-        ConfigError: SLURM_PROCID is not a number
+    Raises ConfigError if SLURM_PROCID is not a number.
     """
     given = environment.get("SLURM_PROCID") or "0"
     if not given.isdecimal():
@@ -159,8 +154,7 @@ def task_number(environment: Mapping[str, str]) -> int:
 def expand_node_list(text: str) -> list[str]:
     """Expand Slurm's compressed list: `gpu[08-10,12],login` becomes gpu08, gpu09, gpu10, gpu12, login.
 
-    Raises:
-        ConfigError: the list is malformed
+    Raises ConfigError if the list is malformed.
     """
     entries = _ENTRY.findall(text)
     if ",".join(entries) != text or not entries:

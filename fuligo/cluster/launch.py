@@ -51,8 +51,7 @@ class LaunchedCluster:
     def __init__(self, settings: LaunchSettings) -> None:
         """Start all nodes and set the environment of this process so that Ray connects to them.
 
-        Raises:
-            ConfigError: this machine has fewer GPUs than slots
+        Raises ConfigError if this machine has fewer GPUs than slots.
         """
         self._settings = settings
         slots = slots_here(settings.num_slots, settings.device)
@@ -65,11 +64,7 @@ class LaunchedCluster:
         self._workers = {host: self._start_worker(host, token) for host in settings.workers}
 
     async def wait_ready(self) -> None:
-        """Wait until all nodes have joined.
-
-        Raises:
-            EngineError: a node did not start or did not join in time; names it
-        """
+        """Wait until all nodes have joined. Raises EngineError if a node did not start or did not join in time, naming it."""
         await head_is_open(self._head, self._settings.ip, self._settings.port)
         import ray
 
@@ -181,11 +176,7 @@ class Slots:
 
 
 def slots_here(num_slots: int, device: Device, environment: Mapping[str, str] = os.environ) -> Slots:
-    """Return Ray's resources: on a CPU slots are processes, else GPUs.
-
-    Raises:
-        ConfigError: CUDA_VISIBLE_DEVICES leaves fewer GPUs
-    """
+    """Return Ray's resources: on a CPU slots are processes, else GPUs. Raises ConfigError if CUDA_VISIBLE_DEVICES leaves fewer GPUs."""
     if device == "cpu":
         return Slots(num_slots, 0)
     visible = environment.get("CUDA_VISIBLE_DEVICES")

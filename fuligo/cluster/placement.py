@@ -33,10 +33,7 @@ class EnginePart:
 def place(config: Config) -> Placement:
     """Place trainer ranks first, then engines, which share the trainer's slots under --colocate.
 
-    Slots of placeholder groups are reserved and stay free.
-
-    Raises:
-        ConfigError: an engine would have unequal parts on its nodes
+    Slots of placeholder groups are reserved and stay free. Raises ConfigError if an engine would have unequal parts on its nodes.
     """
     per_node = max(config.cluster.num_gpus_per_node, config.resolved_actor_num_gpus_per_node)
     ranks = trainer_slots(config.num_train_gpus, config.resolved_actor_num_gpus_per_node) if config.trains else []
@@ -57,8 +54,7 @@ def place(config: Config) -> Placement:
 def engine_parts(slots: Sequence[Slot], *, name: str) -> tuple[EnginePart, ...]:
     """Split an engine's slots by node, in order.
 
-    Raises:
-        ConfigError: the parts are not equal: SGLang splits an engine evenly over its nodes
+    Raises ConfigError if the parts are not equal: SGLang splits an engine evenly over its nodes.
     """
     nodes = list(dict.fromkeys(node for node, _ in slots))
     parts = tuple(EnginePart(node, tuple(index for its_node, index in slots if its_node == node)) for node in nodes)

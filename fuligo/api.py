@@ -66,8 +66,7 @@ def _plain(name: str, value: Any) -> Any:
 def hook_path(name: str, function: Callable[..., Any]) -> str:
     """Return the dotted path of a function: in its own module if it can be imported from there, else in `fuligo.callables`.
 
-    Raises:
-        ConfigError: this flag takes no function.
+    Raises ConfigError if this flag takes no function.
     """
     if name not in HOOKS:
         raise ConfigError(f"{name} does not accept a function; these flags do: {', '.join(HOOKS)}")

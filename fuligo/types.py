@@ -236,8 +236,7 @@ class Sample:
     def reward_value(self, reward_key: str | None = None) -> float:
         """Return the scalar reward: `reward` itself, or `reward[reward_key]` if the reward is a dict.
 
-        Raises:
-            ValueError: the sample has no reward, or no value under the key
+        Raises ValueError if the sample has no reward, or no value under the key.
         """
         reward = self.reward
         if isinstance(reward, dict):

@@ -52,10 +52,7 @@ def cut_into_steps(samples: list[TrainSample], *, samples_per_step: int, num_ste
 
     Steps are consecutive ranges of trajectories; the parts of a split trajectory stay together. If trajectories were lost, the number of
     steps stays (the learning-rate schedule counts on it) and they share the rest as evenly as possible; with fewer trajectories than steps
-    each is a step.
-
-    Raises:
-        TrainerError: there are more trajectories than the steps hold, or none.
+    each is a step. Raises TrainerError if there are more trajectories than the steps hold, or none.
     """
     positions: dict[int, list[int]] = {}
     for position, sample in enumerate(samples):
@@ -109,10 +106,8 @@ def distillation_penalty(sample: TrainSample, settings: AdvantageSettings) -> Fl
 
     [R] settings.distillation * d, with d = student - teacher log-probability of the sampled token, in nats; 0 where masked.
 
-    The mean of d over the student's samples is KL(student || teacher). A token's penalty does not include later tokens (discount 0).
-
-    Raises:
-        TrainerError: the student's or the teacher's log-probabilities are missing.
+    The mean of d over the student's samples is KL(student || teacher). A token's penalty does not include later tokens (discount 0). Raises
+    TrainerError if the student's or the teacher's log-probabilities are missing.
     """
     student = old_logprobs(sample, settings)
     if student is None or sample.teacher_logprobs is None:

@@ -54,8 +54,7 @@ class Rewards:
     def courses(self, settings: AdvantageSettings) -> list["Course"]:
         """Return the courses of tokens over which returns are computed: each sample, or each episode that is rewarded by turn.
 
-        Raises:
-            TrainerError: an episode's rewards are not known by turn
+        Raises TrainerError if an episode's rewards are not known by turn.
         """
         penalties = self.kl_penalties(settings)
         if not settings.rewards_by_turn:
@@ -78,8 +77,7 @@ class Rewards:
     def kl_penalties(self, settings: AdvantageSettings) -> list[Float64Array]:
         """Return [R] kl_coef times the estimated KL(old policy || reference) of every sample's tokens, 0 where masked.
 
-        Raises:
-            TrainerError: kl_coef is not 0 and log-probabilities are missing.
+        Raises TrainerError if kl_coef is not 0 and log-probabilities are missing.
         """
         if not settings.kl_coef:
             return [np.zeros(sample.response_length) for sample in self.samples]

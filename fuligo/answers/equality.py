@@ -29,11 +29,7 @@ def no_algebra(first: str, second: str) -> bool:
 
 
 def equal_answers(answer: str, gold: str, algebra: Algebra = no_algebra) -> bool:
-    """Return whether an answer says the same as the label.
-
-    Raises:
-        NeedsAlgebraError: it takes algebra, and `algebra` is not given.
-    """
+    """Return whether an answer says the same as the label. Raises NeedsAlgebraError if it takes algebra, and `algebra` is not given."""
     answer, gold = answer.strip(), gold.strip()
     if not answer or not gold:
         return False

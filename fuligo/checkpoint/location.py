@@ -25,11 +25,7 @@ class Checkpoint:
     """Number of complete rollouts."""
 
     def state(self) -> RunState:
-        """Read the driver's state.
-
-        Raises:
-            CheckpointError: another version of fuligo wrote it.
-        """
+        """Read the driver's state. Raises CheckpointError if another version of fuligo wrote it."""
         return RunState.read(self.directory)
 
 
@@ -43,10 +39,8 @@ class WeightsOnly:
 def resolve(load: Path | None, ckpt_step: int | None = None) -> Checkpoint | WeightsOnly | None:
     """Return what a run starts from; None means a fresh start from `--ref-load`.
 
-    A missing or empty directory means a fresh start, so that one command both starts and resumes a run.
-
-    Raises:
-        CheckpointError: the directory holds something other than checkpoints, lacks the iteration, or is damaged.
+    A missing or empty directory means a fresh start, so that one command both starts and resumes a run. Raises CheckpointError if the
+    directory holds something other than checkpoints, lacks the iteration, or is damaged.
     """
     if load is None or not _entries(load):
         if ckpt_step is not None:
@@ -79,8 +73,7 @@ def nothing_left(checkpoint: Path | None, step: int, num_rollout: int) -> str | 
 def weights_directory(given: Path) -> Path:
     """Return the weights that `--ref-load` refers to: those of the newest checkpoint in a directory of checkpoints, else `given`.
 
-    Raises:
-        CheckpointError: the checkpoint that the tracker names is missing or damaged.
+    Raises CheckpointError if the checkpoint that the tracker names is missing or damaged.
     """
     if not given.is_dir():
         return given
@@ -97,8 +90,7 @@ def weights_directory(given: Path) -> Path:
 def value_weights_directory(given: Path) -> Path:
     """Return the weights that `--critic-load` refers to: like `weights_directory`, but a checkpoint's value model if it has one.
 
-    Raises:
-        CheckpointError: the checkpoint that the tracker names is missing or damaged.
+    Raises CheckpointError if the checkpoint that the tracker names is missing or damaged.
     """
     weights = weights_directory(given)
     saved = (weights if is_distributed(weights) else weights.parent) / VALUE_MODEL
@@ -108,8 +100,7 @@ def value_weights_directory(given: Path) -> Path:
 def training_checkpoint(given: Path) -> Path | None:
     """Return the training checkpoint at `given`, or the newest in a directory of them; None if there are only weights.
 
-    Raises:
-        CheckpointError: the checkpoint that the tracker names is missing or damaged.
+    Raises CheckpointError if the checkpoint that the tracker names is missing or damaged.
     """
     weights = weights_directory(given)
     checkpoint = weights if weights == given or is_distributed(weights) else weights.parent
@@ -135,10 +126,8 @@ def weights_of(checkpoint: Path) -> Path:
 def newest_iteration(directory: Path) -> int | None:
     """Return the iteration that the tracker names.
 
-    Without a tracker, a single complete iteration is taken: the run was killed before it wrote its first tracker.
-
-    Raises:
-        CheckpointError: the tracker does not hold an iteration.
+    Without a tracker, a single complete iteration is taken: the run was killed before it wrote its first tracker. Raises CheckpointError if
+    the tracker does not hold an iteration.
     """
     try:
         text = (directory / TRACKER).read_text().strip()
@@ -154,8 +143,7 @@ def newest_iteration(directory: Path) -> int | None:
 def find_iteration(directory: Path, iteration: int) -> Checkpoint:
     """Return a checkpoint after checking its manifest.
 
-    Raises:
-        CheckpointError: it is damaged, or missing (the error lists the existing ones).
+    Raises CheckpointError if it is damaged, or missing (the error lists the existing ones).
     """
     for name in (iteration_name(iteration), replaced_name(iteration)):
         if (directory / name).is_dir():
@@ -195,8 +183,7 @@ def replaced_iterations(directory: Path) -> list[int]:
 def _require_plain_files(directory: Path) -> None:
     """Check that a directory of checkpoints holds no pipe or device, because reading one would block.
 
-    Raises:
-        CheckpointError: one does.
+    Raises CheckpointError if one does.
     """
     for problem in unreadable_files(directory, math.inf):
         raise CheckpointError(f"cannot load from {directory}: {problem}")

@@ -69,11 +69,7 @@ class RunState:
 
     @classmethod
     def read(cls, directory: Path) -> Self:
-        """Read the state from a checkpoint directory.
-
-        Raises:
-            CheckpointError: another version of fuligo wrote it, or it is damaged.
-        """
+        """Read the state from a checkpoint directory. Raises CheckpointError if another version of fuligo wrote it, or it is damaged."""
         path = directory / STATE
         try:
             state = orjson.loads(path.read_bytes())

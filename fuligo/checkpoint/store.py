@@ -35,9 +35,8 @@ logger = logging.getLogger(__name__)
 def saving_to(directory: Path) -> Iterator[None]:
     """Keep other runs from saving to `directory`, which is created if needed: each would delete what the other has not finished.
 
-    Raises:
-        ConfigError: another run saves to it, or another user has put links there.
-        CheckpointError: the directory cannot be written.
+    Raises ConfigError if another run saves to it, or another user has put links there, and CheckpointError if the directory cannot be
+    written.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -81,8 +80,7 @@ class CheckpointStore:
     def clear_up(self) -> None:
         """Create the directory if needed, and finish or undo what a crash left incomplete.
 
-        Raises:
-            CheckpointError: the directory cannot be written.
+        Raises CheckpointError if the directory cannot be written.
         """
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -147,11 +145,7 @@ class CheckpointStore:
             raise CheckpointWriteError(self._failure(iteration, error)) from error
 
     def latest(self) -> Checkpoint | None:
-        """Return the checkpoint that the tracker names.
-
-        Raises:
-            CheckpointError: it is missing or damaged.
-        """
+        """Return the checkpoint that the tracker names. Raises CheckpointError if it is missing or damaged."""
         iteration = newest_iteration(self.directory)
         return None if iteration is None else find_iteration(self.directory, iteration)
 

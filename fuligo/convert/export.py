@@ -21,9 +21,8 @@ logger = logging.getLogger(__name__)
 def export(checkpoint: Path, target: Path) -> None:
     """Write `target`, which appears completely or not at all, and replaces an earlier export.
 
-    Raises:
-        CheckpointError: the checkpoint is damaged, or `target` holds something else (which stays).
-        FuligoError: `target` cannot be written.
+    Raises CheckpointError if the checkpoint is damaged, or `target` holds something else (which stays), and FuligoError if `target` cannot
+    be written.
     """
     problem = export_problem(target)
     if problem is not None:

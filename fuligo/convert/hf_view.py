@@ -50,11 +50,7 @@ class HuggingFaceView:
         self._last: tuple[str, dict[str, Tensor]] | None = None
 
     def read(self, name: str) -> Tensor:
-        """Return a whole tensor on the CPU.
-
-        Raises:
-            CheckpointError: its bytes are damaged.
-        """
+        """Return a whole tensor on the CPU. Raises CheckpointError if its bytes are damaged."""
         weight, part = self._sources[name]
         if self._last is None or self._last[0] != weight.megatron:
             whole = self.tensors.read(weight.megatron)

@@ -25,8 +25,7 @@ class MergedTensors(InOwnDtypes):
     def __init__(self, base: Path, adapter: Path) -> None:
         """Read the headers of the base and the adapter.
 
-        Raises:
-            CheckpointError: one of them is damaged, or the adapter is another model's.
+        Raises CheckpointError if one of them is damaged, or the adapter is another model's.
         """
         super().__init__(base)
         self.rounding = MergeRounding()
@@ -52,11 +51,7 @@ class MergedTensors(InOwnDtypes):
                 )
 
     def _quantisable(self, base: Path, adapter: Path) -> list[str]:
-        """Return the names of the weights that were quantized in training.
-
-        Raises:
-            CheckpointError: the base has other ones.
-        """
+        """Return the names of the weights that were quantized in training. Raises CheckpointError if the base has other ones."""
         model = empty_model(base)
         try:
             names = [stored for name in quantisable_weights(model) for stored in self._file_names(name, len(model.get_parameter(name)))]
@@ -90,11 +85,7 @@ class MergedTensors(InOwnDtypes):
         return found
 
     def read(self, name: str) -> Tensor:
-        """Return a whole tensor on the CPU.
-
-        Raises:
-            CheckpointError: its file cannot be read.
-        """
+        """Return a whole tensor on the CPU. Raises CheckpointError if its file cannot be read."""
         weight, update = super().read(name), self._updates.get(name)
         if self.quantised is not None and name in self._quantised:
             weight = rounded(weight, self.quantised)

@@ -19,11 +19,7 @@ class DequantisedTensors(HuggingFaceTensors):
     """Tensors of an MXFP4 checkpoint; `NAME_blocks` and `NAME_scales` are read as the bfloat16 tensor NAME [experts, inputs, outputs]."""
 
     def __init__(self, directory: Path) -> None:
-        """Read the headers of all files.
-
-        Raises:
-            CheckpointError: a file is damaged, or blocks and scales do not belong to each other.
-        """
+        """Read the headers of all files. Raises CheckpointError if a file is damaged, or blocks and scales do not belong to each other."""
         super().__init__(directory)
         packed = sorted(name.removesuffix(MXFP4_BLOCKS) for name in self.shapes if name.endswith(MXFP4_BLOCKS))
         if not packed:
@@ -41,11 +37,7 @@ class DequantisedTensors(HuggingFaceTensors):
         self._packed = frozenset(packed)
 
     def read(self, name: str) -> Tensor:
-        """Return a whole tensor on the CPU.
-
-        Raises:
-            CheckpointError: its file cannot be read.
-        """
+        """Return a whole tensor on the CPU. Raises CheckpointError if its file cannot be read."""
         if name not in self._packed:
             return super().read(name)
         blocks, scales = super().read(name + MXFP4_BLOCKS), super().read(name + MXFP4_SCALES)

@@ -42,8 +42,7 @@ class PublishedWeights:
     def read(self, name: str) -> Tensor:
         """Return a whole tensor on the CPU. Read in the order of `shapes`, each stored tensor is read once.
 
-        Raises:
-            CheckpointError: its file cannot be read.
+        Raises CheckpointError if its file cannot be read.
         """
         source = self._sources[name]
         if self._open[0] != source.name:

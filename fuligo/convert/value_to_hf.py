@@ -73,11 +73,7 @@ class _Classifier:
     """Tensors of a value model under a token classifier's names, with a zero bias."""
 
     def __init__(self, weights: Weights) -> None:
-        """Map the names.
-
-        Raises:
-            CheckpointError: a tensor is quantized.
-        """
+        """Map the names. Raises CheckpointError if a tensor is quantized."""
         quantised = sorted(weights.shapes.keys() - weights.dtypes.keys())
         if quantised:
             raise CheckpointError(f"cannot export {quantised[0]}: it is quantized; use the value model that a trainer saved")

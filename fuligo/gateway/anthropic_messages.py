@@ -24,8 +24,7 @@ _text = partial(
 def chat_body(raw: bytes) -> dict[str, Any]:
     """Translate a request. Parameters that both APIs have, and those that neither has, stay as they are.
 
-    Raises:
-        InvalidRequest: the body is malformed
+    Raises InvalidRequest if the body is malformed.
     """
     body = parse_body(raw)
     messages = [each for message in objects(body.get("messages"), "messages") for each in _messages(message)]

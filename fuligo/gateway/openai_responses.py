@@ -30,8 +30,7 @@ _text = partial(joined_text, name="input", types=_TEXTS, otherwise="a part of th
 def chat_body(raw: bytes) -> dict[str, Any]:
     """Translate a request. Parameters that both APIs have, and those that neither has, stay as they are.
 
-    Raises:
-        InvalidRequest: the body is malformed, or refers to an earlier response
+    Raises InvalidRequest if the body is malformed, or refers to an earlier response.
     """
     body = parse_body(raw)
     if body.get("previous_response_id") is not None:

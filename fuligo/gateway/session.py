@@ -234,12 +234,7 @@ class Session:
         return Sampled(ids, logprobs, versions, reason, tuple(spans))
 
     async def _generated(self, input_ids: IntArray, params: SamplingParams) -> Generation:
-        """Sample from an engine.
-
-        Raises:
-            EngineError: no engine answered
-            SessionEnded: the session ended meanwhile
-        """
+        """Sample from an engine. Raises EngineError if no engine answered and SessionEnded if the session ended meanwhile."""
         rid = f"{self.label}-{secrets.token_hex(4)}"
         timeout_s = self.policy.timeout_s
         request = asyncio.ensure_future(

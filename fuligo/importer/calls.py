@@ -99,11 +99,7 @@ def find_submission(words: Sequence[str]) -> Submission | None:
 
 
 def declared_environment(text: str) -> dict[str, str]:
-    """Return `env_vars` of a runtime environment, JSON or YAML.
-
-    Raises:
-        ConfigError: it is malformed.
-    """
+    """Return `env_vars` of a runtime environment, JSON or YAML. Raises ConfigError if it is malformed."""
     if not text.strip():
         return {}
     try:

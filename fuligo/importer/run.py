@@ -84,11 +84,7 @@ class ImportedScript:
         return f"{self.path.name} line {found[-1]}" if found else self.launch.place
 
     def file_text(self, path: str) -> str:
-        """Return the text that a file of the command line had when the job was started.
-
-        Raises:
-            ConfigError: there was no such file.
-        """
+        """Return the text that a file of the command line had when the job was started. Raises ConfigError if there was no such file."""
         if path not in self.launch.files:
             raise ConfigError(f"{self.launch.place}: there is no file {path}")
         return self.launch.files[path]
@@ -251,9 +247,7 @@ def _job(task: _Script, state: str, folder: str, options: Sequence[str]) -> dict
 def _start(job: Mapping[str, Any], task: _Script) -> dict[str, Any]:
     """Start `sandbox.py` with a job.
 
-    Raises:
-        UnavailableError: no sandbox can be built here.
-        ConfigError: the script cannot be started.
+    Raises UnavailableError if no sandbox can be built here and ConfigError if the script cannot be started.
     """
     command, own = processes.command(sandbox.__name__), processes.environment()
     text, deadline = json.dumps(job).encode(), task.seconds + _GRACE_SECONDS

@@ -115,11 +115,7 @@ def _libraries(tools: Iterable[str]) -> tuple[str, ...]:
 
 @functools.cache
 def find_commands(*, sandboxed: bool) -> Commands:
-    """Look up the real tools on this machine.
-
-    Raises:
-        ConfigError: bash, or a tool that the stand-ins need, is not installed.
-    """
+    """Look up the real tools on this machine. Raises ConfigError if bash, or a tool that the stand-ins need, is not installed."""
     names = {"bash", *TOOLS, *FILE_TOOLS} if sandboxed else {"bash", *TOOLS}
     found = {name: shutil.which(name, path=_SYSTEM_PATH) or shutil.which(name) for name in sorted(names)}
     tools = {name: str(Path(place).resolve()) for name, place in found.items() if place is not None}

@@ -76,11 +76,7 @@ class Layout:
 
 
 def layout_of(config: Config) -> Layout:
-    """Return the trainer's layout.
-
-    Raises:
-        ConfigError: the sizes do not divide the trainer's number of GPUs.
-    """
+    """Return the trainer's layout. Raises ConfigError if the sizes do not divide the trainer's number of GPUs."""
     num_ranks, sizes = config.num_train_gpus, config.parallel
     tp, cp, pp = sizes.tensor_model_parallel_size, sizes.context_parallel_size, sizes.pipeline_model_parallel_size
     ep, etp = sizes.expert_model_parallel_size, sizes.expert_tensor_parallel_size or tp

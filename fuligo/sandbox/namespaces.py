@@ -112,8 +112,7 @@ def become_program_user() -> None:
 def build_root(root: Root) -> None:
     """Replace the root file system of this process by a tmpfs that holds what `root` shows.
 
-    Raises:
-        UnavailableError: the kernel refuses a mount.
+    Raises UnavailableError if the kernel refuses a mount.
     """
     try:
         _mount("", "/", None, _MS_REC | _MS_PRIVATE)

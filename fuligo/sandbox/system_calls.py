@@ -47,11 +47,7 @@ class UnavailableError(Exception):
 
 
 def call(name: str, *arguments: Any) -> None:
-    """Call a function of the C library.
-
-    Raises:
-        OSError: it returned -1.
-    """
+    """Call a function of the C library. Raises OSError if it returned -1."""
     if getattr(_libc, name)(*arguments) == -1:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
@@ -79,10 +75,8 @@ def drop_capabilities() -> None:
 def filter_system_calls() -> None:
     """Let the system calls of `_DENIED`, and sockets of other families than `_FAMILIES`, fail in this process and its children.
 
-    Call `forbid_capabilities` before: the kernel takes filters only from processes that cannot gain rights.
-
-    Raises:
-        UnavailableError: the machine's numbers are not known here, or its kernel has no seccomp.
+    Call `forbid_capabilities` before: the kernel takes filters only from processes that cannot gain rights. Raises UnavailableError if the
+    machine's numbers are not known here, or its kernel has no seccomp.
     """
     if platform.machine() not in _ARCHITECTURES:
         raise UnavailableError(f"no filter of system calls is known for {platform.machine()}")

@@ -36,10 +36,8 @@ class AdapterRecord:
         """Check that a version that is sent again, as after a resume, has the adapter that it had before; record it if it is new.
 
         A digest in another data type, as after a change of --precision, cannot be compared. The only version of a run directory is
-        replaced: it has no samples yet, because an attempt with another checkpoint ended before its first step.
-
-        Raises:
-            WeightSyncError: it has another adapter
+        replaced: it has no samples yet, because an attempt with another checkpoint ended before its first step. Raises WeightSyncError if
+        it has another adapter.
         """
         known = self._known.get(version)
         if known is None or self._known.keys() == {version}:

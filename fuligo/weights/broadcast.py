@@ -185,12 +185,7 @@ class BroadcastGroup:
             self._loop.run(self._close_connections())
 
     async def _leave(self, client: InferenceEngine) -> None:
-        """Have an engine leave the group.
-
-        Raises:
-            EngineError: it is not in the group
-            TimeoutError: it did not leave in time
-        """
+        """Have an engine leave the group. Raises EngineError if it is not in the group and TimeoutError if it did not leave in time."""
         async with asyncio.timeout(LEAVE_TIMEOUT_S):
             await client.destroy_weights_update_group(self.name)
 

@@ -22,8 +22,7 @@ class ChecksumProof:
     async def check(self, engines: EngineGroup, manifest: WeightManifest) -> None:
         """Check every engine when the engines sample again after a weight sync.
 
-        Raises:
-            WeightSyncError: an engine does not hold what was sent
+        Raises WeightSyncError if an engine does not hold what was sent.
         """
         sent = WeightsDigest(manifest.num_tensors, manifest.num_bytes, manifest.checksum or "")
         for url, held in await engines.weights_checksums():

@@ -114,8 +114,7 @@ class WeightSender:
     def _group_with(self, target: WeightTarget) -> BroadcastGroup:
         """Return the process group with the target's engines, a new one if the engines changed.
 
-        Raises:
-            EngineError: an engine did not join, or cannot be reached
+        Raises EngineError if an engine did not join, or cannot be reached.
         """
         if self._group is not None and self._group.engines != target.engines:
             self.close()

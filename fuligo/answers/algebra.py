@@ -86,7 +86,9 @@ def _equal_values(first: str, left: Any, second: str, right: Any) -> bool:
         if verdict is False:
             break
     if not known:
-        return _simplifies_to_zero(left - right)
+        from sympy import simplify
+
+        return simplify(left - right) == 0
     if all(known):
         return True
     return not symbols and _rounded(first, left, second, right)
@@ -135,9 +137,11 @@ def _close(first: Any, second: Any) -> bool:
 
 def _value(expression: Any, point: dict[str, Any]) -> tuple[Any, Any] | None:
     """Return the real and the imaginary part at a point; None if the expression has no number as its value."""
-    from sympy import Integer, nan, oo, zoo
+    from sympy import Float, Integer, Rational, nan, oo, zoo
 
-    exact = _exact(expression).subs({symbol: point[symbol.name] for symbol in expression.free_symbols if symbol.name in point})
+    exact = expression.replace(lambda part: isinstance(part, Float), lambda part: Rational(str(part))).subs(
+        {symbol: point[symbol.name] for symbol in expression.free_symbols if symbol.name in point}
+    )
     number = _summed(exact.doit())
     if number.is_Rational:
         return number, Integer(0)
@@ -181,13 +185,6 @@ def _limit(series: Any) -> Any:
     return Float(values[0].real, _DIGITS) + I * Float(values[0].imag, _DIGITS)
 
 
-def _exact(expression: Any) -> Any:
-    """Replace decimals by the fractions that they write."""
-    from sympy import Float, Rational
-
-    return expression.replace(lambda part: isinstance(part, Float), lambda part: Rational(str(part)))
-
-
 def _rounded(first: str, left: Any, second: str, right: Any) -> bool:
     """Return whether one of the two is a plain decimal that rounds the other, as 1.41421 for the root of 2."""
     for text, other in ((first, right), (second, left)):
@@ -197,12 +194,6 @@ def _rounded(first: str, left: Any, second: str, right: Any) -> bool:
             if value is not None and value[1] == 0 and rounds(number, Fraction(str(value[0]))):
                 return True
     return False
-
-
-def _simplifies_to_zero(difference: Any) -> bool:
-    from sympy import simplify
-
-    return simplify(difference) == 0
 
 
 def _equal_matrices(left: Any, right: Any) -> bool:

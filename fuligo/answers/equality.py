@@ -73,7 +73,7 @@ class _Comparison:
         if isinstance(answer, Collection) or isinstance(gold, Collection):
             return self._equal_singleton(answer, gold)
         if isinstance(answer, Word) or isinstance(gold, Word):
-            return self._equal_words(answer, gold)
+            return _letters(answer).casefold() == _letters(gold).casefold() != ""
         return self._equal_values(answer, gold)
 
     def _equal_values(self, answer: Value, gold: Value) -> bool:
@@ -107,10 +107,6 @@ class _Comparison:
         if not answer or not gold or _is_prose(answer) or _is_prose(gold):
             return False
         return self._algebra(answer, gold)
-
-    def _equal_words(self, answer: Answer, gold: Answer) -> bool:
-        r"""Compare as text without its case: `\text{(A)}` and `a` are both a choice, `YES` and `yes` a reply."""
-        return _letters(answer).casefold() == _letters(gold).casefold() != ""
 
     def _equal_assignments(self, answer: Answer, gold: Answer) -> bool:
         if isinstance(answer, Assignment) and isinstance(gold, Assignment):
@@ -154,7 +150,7 @@ class _Comparison:
 
     def _equal_collections(self, answer: Collection, gold: Collection) -> bool:
         if answer.kind is gold.kind is Kind.TUPLE:
-            same = answer.brackets == gold.brackets and _agree(answer.variable, gold.variable)
+            same = answer.brackets == gold.brackets and (not answer.variable or not gold.variable or answer.variable == gold.variable)
             return same and self._equal_in_order(answer.items, gold.items)
         if Kind.TUPLE in (answer.kind, gold.kind):
             in_a_tuple, listed = (answer, gold) if answer.kind is Kind.TUPLE else (gold, answer)
@@ -201,10 +197,6 @@ class _Comparison:
 
 
 _FLIPPED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}
-
-
-def _agree(first: str, second: str) -> bool:
-    return not first or not second or first == second
 
 
 def _letters(side: Answer) -> str:

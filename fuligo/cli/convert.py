@@ -98,7 +98,8 @@ def hf_to_dist(arguments: Sequence[str]) -> int:
             for line in conversion.describe(plan):
                 print(line, flush=True)
         if not own.plan:
-            _convert_hf_to_dist(replace(plan, source=str(_downloaded(plan.source))))
+            model = HubModel.parse(plan.source)
+            _convert_hf_to_dist(replace(plan, source=str(Path(plan.source) if model is None else model.download())))
             if is_first:
                 print(f"{plan.target} is complete: use it with --ref-load or --load", flush=True)
     except FuligoError as error:
@@ -106,12 +107,6 @@ def hf_to_dist(arguments: Sequence[str]) -> int:
             raise
         return error.exit_code
     return 0
-
-
-def _downloaded(source: str) -> Path:
-    """Return the directory of the source; download a model on the Hub with its weights."""
-    model = HubModel.parse(source)
-    return Path(source) if model is None else model.download()
 
 
 def _small_model(path: Path | None) -> Path | None:

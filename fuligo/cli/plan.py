@@ -74,7 +74,8 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     options = split_options(arguments)
     parsed = parse(options.job)
-    config, gpu, notes = _with_model(parsed.config), options.gpu, list(parsed.warnings)
+    described = parsed.config.model.model_config_file is not None or architecture_from_flags(parsed.config) is not None
+    config, gpu, notes = parsed.config if described else located(parsed.config), options.gpu, list(parsed.warnings)
     if gpu is None:
         devices = find_devices(config)
         found = known_gpu(devices[0].name, devices[0].memory_bytes) if devices else None
@@ -123,12 +124,6 @@ def _short_of_disk(plan: Plan, config: Config) -> Iterator[Finding]:
         text = f"checkpoints need {amount(needed)}, and {there} has {amount(free)} free"
         advice = "Free some space, give another --save, a larger --save-interval or a smaller --keep-checkpoints."
         yield Finding("PLAN-DISK", Severity.WARNING, text, ("--save", "--keep-checkpoints"), advice=advice)
-
-
-def _with_model(config: Config) -> Config:
-    """Fetch the config.json of models on the Hub, unless the flags describe the model."""
-    described = config.model.model_config_file is not None or architecture_from_flags(config) is not None
-    return config if described else located(config)
 
 
 def split_options(arguments: Sequence[str]) -> Options:

@@ -34,7 +34,11 @@ def main(argv: list[str]) -> int:
     if model is not None:
         args.model_path = str(model.download())
     if not Path(args.model_path, "config.json").is_file():
-        inside = _weights_inside(Path(args.model_path))
+        places = ("hf", "iter_*/hf", "checkpoints/iter_*/hf")
+        found = [
+            place for pattern in places for place in sorted(Path(args.model_path).glob(pattern)) if Path(place, "config.json").is_file()
+        ]
+        inside = found[-1] if found else None
         fix = "use a Hugging Face directory, or the name of a model on the Hub" if inside is None else f"use {inside}"
         raise ConfigError(f"--model-path {args.model_path}: there is no config.json; {fix}")
     if args.adapter is not None:
@@ -75,13 +79,6 @@ def main(argv: list[str]) -> int:
         ),
         listener,
     )
-
-
-def _weights_inside(given: Path) -> Path | None:
-    """Return the newest weights of a run's directory, of its checkpoints, or of one checkpoint; None if there are none."""
-    places = ("hf", "iter_*/hf", "checkpoints/iter_*/hf")
-    found = [place for pattern in places for place in sorted(given.glob(pattern)) if Path(place, "config.json").is_file()]
-    return found[-1] if found else None
 
 
 def _parser() -> argparse.ArgumentParser:

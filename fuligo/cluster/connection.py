@@ -77,7 +77,8 @@ def _require_answer(address: str) -> None:
         ConfigError: nothing listens at `HOST:PORT`, or at the address that `auto` stands for. Ray checks other forms of address.
     """
     if address == "auto":
-        address = _address_on_disk() or address
+        # `ray start` leaves an address on disk until `ray stop`.
+        address = (None if services.find_gcs_addresses() else services.find_bootstrap_address(None)) or address
     host, _, port = address.rpartition(":")
     if "://" in address or not host or not port.isdecimal():
         return
@@ -85,14 +86,6 @@ def _require_answer(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), ANSWER_TIMEOUT_S).close()
     except OSError as error:
         raise ConfigError(_no_cluster(address, error)) from error
-
-
-def _address_on_disk() -> str | None:
-    """Return the address that Ray finds on disk, which `ray start` leaves there without `ray stop`.
-
-    None if a Ray process runs here, which takes precedence.
-    """
-    return None if services.find_gcs_addresses() else services.find_bootstrap_address(None)
 
 
 def _no_cluster(address: str, error: Exception) -> str:

@@ -36,7 +36,11 @@ class RemoteServer:
 
     def __init__(self, settings: ServerSettings, parts: Sequence[RemotePart]) -> None:
         """Start one process tree on each node, with the rendezvous at the first node's address; return before the engine is ready."""
-        self.settings = settings = _with_absolute_paths(settings)
+        # Make the paths absolute, since nodes have other working directories.
+        model = Path(settings.model_path)
+        self.settings = settings = replace(
+            settings, log_file=settings.log_file.absolute(), model_path=str(model.absolute()) if model.exists() else str(model)
+        )
         self._parts = parts
         self._is_lost = False
         self._starting = [
@@ -111,12 +115,6 @@ async def _finished(call: ray.ObjectRef) -> bool:
     except RayError:
         return False
     return True
-
-
-def _with_absolute_paths(settings: ServerSettings) -> ServerSettings:
-    """Make the paths absolute, since nodes have other working directories."""
-    model = Path(settings.model_path)
-    return replace(settings, log_file=settings.log_file.absolute(), model_path=str(model.absolute()) if model.exists() else str(model))
 
 
 def _log_of(settings: ServerSettings, part: int) -> Path:

@@ -24,14 +24,9 @@ def use_interface_of(address: str, environment: MutableMapping[str, str] = os.en
     if is_loopback(address):
         use_loopback_interface(environment)
         return
-    name = _interface_of(address)
+    interfaces = psutil.net_if_addrs().items()
+    name = next((name for name, addresses in interfaces if any(its.address.partition("%")[0] == address for its in addresses)), None)
     if name is not None:
         environment.setdefault("GLOO_SOCKET_IFNAME", name)
         environment.setdefault("TP_SOCKET_IFNAME", name)
         environment.setdefault("NCCL_SOCKET_IFNAME", _EXACTLY + name)
-
-
-def _interface_of(address: str) -> str | None:
-    """Return the interface with this address; None if the node is known by a translated address that is not its own."""
-    interfaces = psutil.net_if_addrs().items()
-    return next((name for name, addresses in interfaces if any(its.address.partition("%")[0] == address for its in addresses)), None)

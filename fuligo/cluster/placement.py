@@ -40,7 +40,11 @@ def place(config: Config) -> Placement:
     groups = engine_groups(config)
     gpus = engine_slots(ranks, sum(group.num_gpus for group in groups), per_node, shares=config.shares_gpus)
     taken = sorted({*ranks, *gpus})
-    compact = _without_gaps(taken)
+    # Renumber nodes and slots, leaving out those that are not taken.
+    nodes = sorted({node for node, _ in taken})
+    compact = {
+        slot: (number, index) for number, node in enumerate(nodes) for index, slot in enumerate(slot for slot in taken if slot[0] == node)
+    }
     placement = Placement(
         node_sizes=tuple(sum(slot[0] == node for slot in taken) for node in sorted({node for node, _ in taken})),
         ranks=tuple(compact[slot] for slot in ranks),
@@ -65,11 +69,3 @@ def engine_parts(slots: Sequence[Slot], *, name: str) -> tuple[EnginePart, ...]:
             "--rollout-num-gpus-per-engine that divides --num-gpus-per-node, and a trainer size that leaves whole engines free"
         )
     return parts
-
-
-def _without_gaps(taken: Sequence[Slot]) -> dict[Slot, Slot]:
-    """Renumber nodes and slots, leaving out those that are not taken."""
-    nodes = sorted({node for node, _ in taken})
-    return {
-        slot: (number, index) for number, node in enumerate(nodes) for index, slot in enumerate(slot for slot in taken if slot[0] == node)
-    }

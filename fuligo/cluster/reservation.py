@@ -155,7 +155,7 @@ async def reserve(node_sizes: Sequence[int], device: Device, *, timeout_s: float
     Raises:
         ConfigError: the cluster lacks them, or does not provide them in time
     """
-    resource = resource_of(device)
+    resource = "GPU" if device == "cuda" else "CPU"
     strategy = "STRICT_SPREAD" if len(node_sizes) > 1 else "PACK"
     group = placement_group([{resource: size} for size in node_sizes], strategy=strategy)
     try:
@@ -176,11 +176,6 @@ def physical_order(bundles: Sequence[Bundle]) -> list[Bundle]:
     """Sort bundles of equal size by address; each size keeps its places in the plan."""
     by_size = {size: sorted((b for b in bundles if b.size == size), key=_physical) for size in {bundle.size for bundle in bundles}}
     return [by_size[bundle.size].pop(0) for bundle in bundles]
-
-
-def resource_of(device: Device) -> str:
-    """Return the Ray resource that counts slots."""
-    return "GPU" if device == "cuda" else "CPU"
 
 
 def start_agent(reservation: Reservation, bundle: Bundle, device: Device, environment: Environment) -> Any:

@@ -96,7 +96,10 @@ def build_config(assignments: Iterable[Assignment], problems: Iterable[str] = ()
     values: dict[str, dict[str, Any]] = defaultdict(dict)
     for (group, name), assignment in last.items():
         if assignment.value is not UNSET:
-            values[group][name] = None if _says_none(assignment) else assignment.value
+            # The word `none` means null, as on the command line, except where it is a text or a choice.
+            flag = assignment.flag
+            plain = flag.optional and flag.kind is not Kind.TEXT and flag.group not in BACKENDS
+            values[group][name] = None if (plain and assignment.value == "none" and "none" not in flag.choices) else assignment.value
     found = list(problems)
     try:
         config = Config.model_validate(values)
@@ -111,13 +114,6 @@ def build_config(assignments: Iterable[Assignment], problems: Iterable[str] = ()
 def unset_value(flag: Flag) -> Any:
     """Return the value that `none` on the command line and None from Python give a flag: null if it allows that, else its default."""
     return None if flag.optional or flag.group in BACKENDS else UNSET
-
-
-def _says_none(assignment: Assignment) -> bool:
-    """Return whether the value is the word `none`, as on the command line, for a flag to which it means null and not a text or choice."""
-    flag = assignment.flag
-    plain = flag.optional and flag.kind is not Kind.TEXT and flag.group not in BACKENDS
-    return plain and assignment.value == "none" and "none" not in flag.choices
 
 
 def _added(before: Assignment, after: Assignment) -> Assignment:

@@ -32,7 +32,12 @@ def compose(text: str) -> yaml.Node | None:
     Raises YAMLError if it is not YAML, or too large or too deep once its aliases are expanded.
     """
     try:
-        _check_depth(text)
+        # Checked before the text is composed, which recurses in C: beyond some depth the process would be killed.
+        depth = 0
+        for event in yaml.parse(text, _LOADER):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_DEPTH:
+                raise _too_deep(event)
         root = yaml.compose(text, _LOADER)
         if root is not None:
             _count(root, {}, 0)
@@ -67,15 +72,6 @@ def yaml_problem(error: Exception) -> str:
     mark = error.problem_mark or error.context_mark
     said = ", ".join(part for part in (error.context, error.problem) if part)
     return said if mark is None else f"{said} (line {mark.line + 1}, column {mark.column + 1})"
-
-
-def _check_depth(text: str) -> None:
-    """Check the depth of the text before it is composed, which recurses in C: beyond some depth the process would be killed."""
-    depth = 0
-    for event in yaml.parse(text, _LOADER):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > MAX_DEPTH:
-            raise _too_deep(event)
 
 
 def _too_deep(place: yaml.Event | yaml.Node) -> yaml.YAMLError:

@@ -41,7 +41,10 @@ class HuggingFaceView:
         self.is_value_model = self.tensors.shapes.get(HEAD) == (1, policy_names.architecture.hidden_size)
         self._names = value_names(policy_names) if self.is_value_model else policy_names
         self._stated = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"))
-        self._origin = _origin_types(directory / MODEL_FILES)
+        file = (directory / MODEL_FILES) / TENSORS
+        self._origin = (
+            {name: DTYPES[dtype] for name, dtype in json.loads(file.read_text()).items() if dtype in DTYPES} if file.exists() else {}
+        )
         self._sources: dict[str, tuple[Weight, str]] = {}
         """Megatron weight and part that each tensor is made from, by tensor name."""
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -85,8 +88,3 @@ class HuggingFaceView:
         if name in self._origin:
             return self._origin[name]
         return torch.float32 if weight.is_float32 else self._stated
-
-
-def _origin_types(model: Path) -> dict[str, torch.dtype]:
-    file = model / TENSORS
-    return {name: DTYPES[dtype] for name, dtype in json.loads(file.read_text()).items() if dtype in DTYPES} if file.exists() else {}

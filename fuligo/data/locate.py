@@ -32,7 +32,10 @@ def locate(text: str) -> list[Path]:
             raise DataError(f"no file matches {text} (looked in {Path.cwd()})")
         return [file for match in matches for file in locate(match)]
     if _HUB_DATASET.fullmatch(text) and not text.endswith(SUFFIXES):
-        return _hub_files(text)
+        found = _asked(text)
+        if isinstance(found, DataError):
+            raise found
+        return found
     raise DataError(f"{path} does not exist (looked in {Path.cwd()})")
 
 
@@ -51,17 +54,6 @@ def _saved(directory: Path) -> list[Path]:
         raise DataError(
             f"{directory} is damaged: its state.json or dataset_dict.json does not have the form that `datasets` writes ({error!r})"
         ) from error
-
-
-def _hub_files(text: str) -> list[Path]:
-    """Download a split, unless it is in the cache, and return its Arrow files there. A process asks the Hub once, even if that fails.
-
-    Raises DataError if the package is missing, or the Hub does not provide the data, naming what to do.
-    """
-    found = _asked(text)
-    if isinstance(found, DataError):
-        raise found
-    return found
 
 
 @functools.cache

@@ -48,7 +48,9 @@ def main(command: Sequence[str], grace_s: float) -> int:
     Returns:
         The command's exit code; 128 + the signal that ended it.
     """
-    _adopt_orphans()
+    # Become the parent of orphans below this process; on systems other than Linux, only the process group is ended.
+    if _LIBC is not None:
+        _LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     asked_to_stop = _Flag()
     signal.signal(signal.SIGTERM, asked_to_stop.set)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C ends
@@ -100,12 +102,6 @@ class _Flag:
         self.value = True
 
 
-def _adopt_orphans() -> None:
-    """Become the parent of orphans below this process; on systems other than Linux, only the process group is ended."""
-    if _LIBC is not None:
-        _LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
 def _end_with(guard: int) -> None:
     """Have this process, a fork of the guard that becomes the command, killed when the guard ends."""
     if _LIBC is not None:
@@ -128,7 +124,8 @@ def _end(child: subprocess.Popen[bytes], grace_s: float) -> int:
         family.update(_descendants(os.getpid()))
         _wait_for_end(child, grace_s, force=True)
     code = child.wait()
-    _remove(_tensor_files(family))
+    # Torch's shared files have the id of their process in their names.
+    _remove([file for file in SHARED_MEMORY.glob("torch_*_*") if file.name.split("_")[1] in map(str, family)])
     return code
 
 
@@ -153,11 +150,6 @@ def _wait_for_end(child: subprocess.Popen[bytes], timeout_s: float, *, force: bo
             return True
         time.sleep(POLL_S)
     return False
-
-
-def _tensor_files(ended: set[int]) -> list[Path]:
-    """Return torch's shared files, whose names have the id of one of these processes."""
-    return [file for file in SHARED_MEMORY.glob("torch_*_*") if file.name.split("_")[1] in map(str, ended)]
 
 
 def _shared_files(family: Iterable[int]) -> list[Path]:

@@ -21,12 +21,6 @@ MARK = "FULIGO_SERVER"
 ORPHANS_POLL_S = 0.05
 
 
-def new_mark() -> dict[str, str]:
-    """Return the variables that mark the processes of one server."""
-    # SGLang's processes rename themselves with setproctitle, which would write over the variables that other processes see.
-    return {MARK: uuid.uuid4().hex, "SPT_NOENV": "1"}
-
-
 def end_marked(mark: str, name: str, timeout_s: float) -> None:
     """Kill all processes with this mark; return when they have ended and released their memory. No-op without /proc.
 
@@ -171,7 +165,7 @@ class ServerProcess(LoggedProcess):
         secrets: Sequence[str] = (),
     ) -> None:
         self._grace_s = grace_s
-        mark = new_mark()
+        mark = {MARK: uuid.uuid4().hex, "SPT_NOENV": "1"}
         self._mark = mark[MARK]
         log_file.parent.mkdir(parents=True, exist_ok=True)
         with log_file.open("ab") as log:

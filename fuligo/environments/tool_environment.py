@@ -5,7 +5,7 @@ import inspect
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Protocol
 
 from pydantic import ConfigDict, ValidationError, create_model
 
@@ -83,7 +83,7 @@ class ToolEnvironment(Environment):
     def __init__(self, row: Row, settings: Any, tools: Sequence[RunsTool | Callable[..., Any]] = ()) -> None:
         """Take the tools: objects such as those of `fuligo.environments.tools`, or typed functions."""
         super().__init__(row, settings)
-        runners = [tool if _runs(tool) else ToolFunction(tool) for tool in tools]  # pyright: ignore[reportArgumentType]
+        runners = [tool if hasattr(tool, "call") else ToolFunction(tool) for tool in tools]  # pyright: ignore[reportArgumentType]
         self._tools: dict[str, RunsTool] = {runner.name: runner for runner in runners}
 
     @abstractmethod
@@ -124,7 +124,3 @@ class ToolEnvironment(Environment):
         if len(text) > MAX_RESULT_CHARS:
             text = f"{text[:MAX_RESULT_CHARS]}\n[{len(text) - MAX_RESULT_CHARS} more characters]"
         return ToolResult(call.name, text, failed, time.monotonic() - start_s)
-
-
-def _runs(tool: RunsTool | Callable[..., Any]) -> TypeGuard[RunsTool]:
-    return hasattr(tool, "call")

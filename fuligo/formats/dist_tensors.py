@@ -63,19 +63,16 @@ class DistributedTensors:
             overlap = _overlap(chunk, shard)
             if overlap is not None:
                 theirs, ours = overlap
-                part = self._read_chunk(shard.name, chunk)[theirs]
+                # The last chunk is kept, because consecutive shards often share it.
+                index = MetadataIndex(shard.name, chunk.offsets)
+                if self._last is None or self._last[0] != index:
+                    self._last = index, self._load(index, chunk.sizes)
+                part = self._last[1][theirs]
                 shard.data[ours].copy_(part)
                 num_elements += part.numel()
         if num_elements != shard.data.numel():
             found = f"it has {num_elements} of {shard.data.numel()} elements from offset {list(shard.offset)}"
             raise CheckpointError(f"cannot read {shard.name} from {self.directory}: {found}; {_FIX}")
-
-    def _read_chunk(self, name: str, chunk: ChunkStorageMetadata) -> Tensor:
-        """Return a chunk; keep the last one, because consecutive shards often share it."""
-        index = MetadataIndex(name, chunk.offsets)
-        if self._last is None or self._last[0] != index:
-            self._last = index, self._load(index, chunk.sizes)
-        return self._last[1]
 
     def _load(self, index: MetadataIndex, shape: torch.Size) -> Tensor:
         place = self._metadata.storage_data[index]

@@ -156,7 +156,7 @@ class Gateway:
             return _error(403, f"the gateway is not reachable as {headers.get('host', '')!r:.100}; use base_url as the session gives it")
         name, _, path = http.url.path.removeprefix("/").partition("/")
         session = self._sessions.get(name)
-        if session is None or not _admits(session.api_key, headers):
+        if session is None or not hmac.compare_digest(_digest(_key(headers)), _digest(session.api_key)):
             if (digest := self._ended.get(name)) is not None and hmac.compare_digest(digest, _digest(_key(headers))):
                 return _ended()
             return _error(401, "the key is missing, or not that of this session", code="invalid_api_key")
@@ -240,10 +240,6 @@ async def _body(http: HttpRequest) -> bytes | None:
 def _key(headers: Headers) -> str:
     """Return the key, as OpenAI's clients send it or as Anthropic's do."""
     return headers.get("authorization", "").removeprefix(_BEARER) or headers.get("x-api-key", "")
-
-
-def _admits(api_key: str, headers: Headers) -> bool:
-    return hmac.compare_digest(_digest(_key(headers)), _digest(api_key))
 
 
 def _digest(key: str) -> bytes:

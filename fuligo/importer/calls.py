@@ -66,11 +66,6 @@ def find_training(words: Sequence[str]) -> Training | None:
     return None
 
 
-def find_converter(words: Sequence[str]) -> str | None:
-    """Return the script of a command that converts a checkpoint, None for another command."""
-    return next((word for word in words if re.search(r"(^|/)convert_\w+\.py$", word)), None)
-
-
 def find_submission(words: Sequence[str]) -> Submission | None:
     """Return the job that a command submits, None for another command.
 
@@ -260,7 +255,7 @@ def _exported(environment: Mapping[str, str], before: Mapping[str, str]) -> dict
 
 def _note(call: Call, findings: Findings) -> None:
     """Note a command that was not run and is not a training job."""
-    converter = find_converter(call.words)
+    converter = next((word for word in call.words if re.search(r"(^|/)convert_\w+\.py$", word)), None)
     if converter is not None:
         findings.note(call, f"`{call.name} ... {converter}` is not run: it converts a checkpoint, which is another job")
     elif call.words[:2] == ("nvidia-smi", "topo"):

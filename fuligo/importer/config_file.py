@@ -11,7 +11,7 @@ import yaml
 from fuligo.config import Config
 from fuligo.config.assignments import Assignment, build_config
 from fuligo.config.changes import apply_changes
-from fuligo.config.command_line import CONFIG_OPTION, CommandLine, read_command_line
+from fuligo.config.command_line import CONFIG_OPTION, read_command_line
 from fuligo.config.flags import flags
 from fuligo.config.rules import effects
 from fuligo.config.topology_file import topology_from_text
@@ -84,7 +84,11 @@ def _imported(script: ImportedScript, *, slime_defaults: bool) -> ImportedConfig
             f"to fuligo train and fuligo plan with {CONFIG_OPTION}"
         )
     for file in topologies:
-        _inline(script, file, line)
+        # Replace a topology file by its list of models: files that the script writes exist only in the sandbox.
+        topology = topology_from_text(script.file_text(file), Path(file))
+        line.problems += topology.problems
+        line.warnings += topology.warnings
+        line.assignments.append(Assignment(flags()["sglang_config"], topology.models, _TOPOLOGY_OPTION))
     if script.launch.environment:
         line.assignments.append(Assignment(flags()["env"], dict(script.launch.environment), "the environment of the job"))
     config = build_config(line.assignments, line.problems)
@@ -107,14 +111,6 @@ def _without_idle_flags(config: Config) -> tuple[Config, list[str], set[tuple[st
             notes.append(f"left out: {violation.text}")
             left_out |= {tuple(map(str, change.path)) for change in violation.fix}
     return config, notes, left_out
-
-
-def _inline(script: ImportedScript, file: str, line: CommandLine) -> None:
-    """Replace a topology file by its list of models: files that the script writes exist only in the sandbox."""
-    topology = topology_from_text(script.file_text(file), Path(file))
-    line.problems += topology.problems
-    line.warnings += topology.warnings
-    line.assignments.append(Assignment(flags()["sglang_config"], topology.models, _TOPOLOGY_OPTION))
 
 
 def _without_topology(arguments: tuple[str, ...]) -> tuple[list[str], list[str]]:

@@ -94,11 +94,12 @@ def _supervise(job: dict[str, Any]) -> NoReturn:
         status, stopped = _wait(script, job["seconds"])
         end_all()
         records = _records(Path(job["state"], "records"))
+        data = _regular(Path(job["state"], "output"), MAX_FILE_BYTES) or b""
         _report({
             "status": status,
             "stopped": stopped if records is not None else "records",
             "place": (_regular(Path(job["state"], "place"), 4096) or b"").decode("utf-8", "replace"),
-            "output": _tail(Path(job["state"], "output")),
+            "output": data[-MAX_OUTPUT_BYTES:].decode("utf-8", "replace"),
             "records": records or {},
         })  # fmt: skip
     except (UnavailableError, OSError) as error:
@@ -169,11 +170,6 @@ def _wait(script: int, seconds: float) -> tuple[int, str | None]:
 
 
 # -- report ----------------------------------------------------------------------------------------------------------------------------
-
-
-def _tail(path: Path) -> str:
-    data = _regular(path, MAX_FILE_BYTES) or b""
-    return data[-MAX_OUTPUT_BYTES:].decode("utf-8", "replace")
 
 
 def _records(folder: Path) -> dict[str, str] | None:

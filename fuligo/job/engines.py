@@ -128,7 +128,11 @@ async def launch_engines(
         launched = engine_backend(config).connect(config, await lent.engines(), stack)
     else:
         launched = await engine_backend(config).launch(config, directory.path, stack, cluster)
-    await _require_routing(config, launched.group)
+    if config.replays_engine_routing:
+        assert config.model.hf_checkpoint is not None, "validated"
+        query = RoutingQuery(RoutingShape.read(Path(config.model.hf_checkpoint)), num_known=0, affinity=0)
+        for number, client in enumerate(launched.group.clients):
+            await client.generate(PROBE_IDS, SamplingParams(max_new_tokens=1), rid=f"routing-{number}", routing=query)
     return Engines(launched, EngineMonitor(launched.group), _shared_devices(config, launched))
 
 
@@ -161,18 +165,6 @@ async def _require_changes(config: Config, engines: EngineGroup) -> None:
                 f"--update-weight-mode delta leaves unchanged tensors out, but {url} (fuligo serve) accepts only whole syncs; remove the "
                 "flag"
             )
-
-
-async def _require_routing(config: Config, engines: EngineGroup) -> None:
-    """Check that every engine reports the experts of its tokens, if the run replays them.
-
-    Raises EngineError if an engine does not report them, or has another model.
-    """
-    if config.replays_engine_routing:
-        assert config.model.hf_checkpoint is not None, "validated"
-        query = RoutingQuery(RoutingShape.read(Path(config.model.hf_checkpoint)), num_known=0, affinity=0)
-        for number, client in enumerate(engines.clients):
-            await client.generate(PROBE_IDS, SamplingParams(max_new_tokens=1), rid=f"routing-{number}", routing=query)
 
 
 def build_weight_sync(

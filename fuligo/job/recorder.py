@@ -83,10 +83,6 @@ class RunRecorder:
         for sink in self._sinks:
             sink.write(tracked)
         self._progress.record(record)
-        self._tell_alarms()
-
-    def _tell_alarms(self) -> None:
-        """Log each alarm of the page of `fuligo view` when it begins, so that the console also shows it."""
         self._columns.update()
         for alarm in alarms(self._columns):
             if alarm.ongoing and alarm.severity != "note" and (alarm.key, alarm.first_step) not in self._alarms_told:

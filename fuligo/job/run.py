@@ -78,7 +78,9 @@ async def run_config(config: Config, termination: Termination, lent: LentParts |
                     if num_restarts == max_restarts or termination.requested:
                         raise
                     num_restarts += 1
-                    origin = _origin_of_restart(opened)
+                    assert opened.store is not None, "there was a trainer"
+                    opened.store.clear_up()
+                    origin = opened.origin.after_saving_to(opened.store)
                     where = "the start of the run" if origin.checkpoint is None else f"{origin.checkpoint}, rollout {origin.step}"
                     logger.warning("%s; restarting the trainer from %s (restart %d of %d)", error.event, where, num_restarts, max_restarts)
             gc.unfreeze()  # what belonged to the lost trainer's loop can be freed
@@ -128,13 +130,6 @@ async def _open(config: Config, stack: AsyncExitStack, lent: LentParts | None) -
     await asyncio.sleep(0)  # lets the task start the engine's process, which loads in parallel with all that follows
 
     return Opened(joined.config, origin, directory, joined.cluster, lent, standbys, store, engines_may_start, launching, stack)
-
-
-def _origin_of_restart(opened: Opened) -> Origin:
-    """Return the newest checkpoint of this run as an origin, or where the run began; remove what a save left unfinished."""
-    assert opened.store is not None, "there was a trainer"
-    opened.store.clear_up()
-    return opened.origin.after_saving_to(opened.store)
 
 
 def _begin(opened: Opened, origin: Origin, stack: AsyncExitStack) -> Begun:
@@ -196,7 +191,9 @@ async def _wire(started: Started, termination: Termination, stack: AsyncExitStac
         schedule = Schedule(started.config.eval.eval_interval, begun.data.num_rollout)
         evaluate = Evaluate(evaluator, schedule, begun.recorder)
     save = None if trainer is None else _save_checkpoint(begun, trainer, stack)
-    return Wired(started, trainer, weights, rollouts, evaluate, save, _periodic(started.config, evaluate, save))
+    debug_data = started.config.debug.save_debug_rollout_data
+    tasks: list[Periodic | None] = [None if debug_data is None else SaveDebugRollout(debug_data), evaluate, save]
+    return Wired(started, trainer, weights, rollouts, evaluate, save, [task for task in tasks if task is not None])
 
 
 async def _loop(wired: Wired, termination: Termination) -> Outcome:
@@ -349,10 +346,3 @@ def _save_checkpoint(begun: Begun, trainer: Trainer, stack: AsyncExitStack) -> S
     )
     stack.push_async_callback(save.abandon)
     return save
-
-
-def _periodic(config: Config, evaluate: Evaluate | None, save: SaveCheckpoint | None) -> list[Periodic]:
-    """Return the periodic tasks in their order: when a checkpoint appears, everything about its last step is on disk."""
-    debug_data = config.debug.save_debug_rollout_data
-    tasks: list[Periodic | None] = [None if debug_data is None else SaveDebugRollout(debug_data), evaluate, save]
-    return [task for task in tasks if task is not None]

@@ -126,7 +126,11 @@ class AdapterShape:
 
     def adapted(self, layer: Layer) -> tuple[Matrix, ...]:
         """Return the adapted matrices of one layer."""
-        return tuple(matrix for matrix in matrices(layer, self.architecture) if self._is_target(matrix, layer))
+        return tuple(
+            matrix
+            for matrix in matrices(layer, self.architecture)
+            if self.config.adapts(f"model.layers.{layer.number}.{matrix.block}.{matrix.name}")
+        )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -160,9 +164,6 @@ class AdapterShape:
     @property
     def num_parameters(self) -> int:
         return sum(self.layer_parameters(layer) for layer in self.architecture.layers)
-
-    def _is_target(self, matrix: Matrix, layer: Layer) -> bool:
-        return self.config.adapts(f"model.layers.{layer.number}.{matrix.block}.{matrix.name}")
 
 
 _REPLICATED = frozenset({"q_a_proj", "kv_a_proj_with_mqa", "shared_expert_gate"})

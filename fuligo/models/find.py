@@ -32,7 +32,11 @@ def find_architectures(config: Config) -> tuple[Architecture, Architecture]:
     if trained is None or served is None:
         architecture = architecture_from_flags(config)
         if architecture is None:
-            raise ConfigError(_nothing_found(config))
+            checkpoint = config.model.hf_checkpoint
+            reason = f"--hf-checkpoint {checkpoint} has no config.json on this machine" if checkpoint else "no --hf-checkpoint is given"
+            raise ConfigError(
+                f"{reason}; to plan without the checkpoint, use --model-config-file with the model's config.json, or its MODEL_ARGS"
+            )
         return architecture, architecture
     values = overridden(trained.values, config) if config.model.override_model_config else trained.values
     trainer = replace(architecture_of(values, trained.source), is_quantised=False, is_mxfp4=False)
@@ -90,9 +94,3 @@ def _of_directory(path: str | None) -> FoundConfigJson | None:
     """Return the directory's config.json, or None if it is not on this machine."""
     file = Path(path) / "config.json" if path else None
     return FoundConfigJson(read_config_json(file), str(file)) if file and file.is_file() else None
-
-
-def _nothing_found(config: Config) -> str:
-    checkpoint = config.model.hf_checkpoint
-    reason = f"--hf-checkpoint {checkpoint} has no config.json on this machine" if checkpoint else "no --hf-checkpoint is given"
-    return f"{reason}; to plan without the checkpoint, use --model-config-file with the model's config.json, or its MODEL_ARGS"

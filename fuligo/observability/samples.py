@@ -166,7 +166,13 @@ def sample_table(
         "engine_logprobs": _lists([sample.engine_logprobs for sample in samples], np.float32),
         "trainer_logprobs": _lists([_trainer_logprobs(row, score) for row, score in zip(trained, scores, strict=True)], np.float32),
         "ref_logprobs": _lists([row.ref_logprobs if row else None for row in trained], np.float32),
-        "teacher_logprobs": _lists([_teacher_logprobs(sample, row) for sample, row in zip(samples, trained, strict=True)], np.float32),
+        "teacher_logprobs": _lists(
+            [
+                row.teacher_logprobs if row is not None and row.teacher_logprobs is not None else sample.teacher_logprobs
+                for sample, row in zip(samples, trained, strict=True)
+            ],
+            np.float32,
+        ),
         "entropy": _lists([score.entropy if score else None for score in scores], np.float32),
         "values": _lists([row.values if row else None for row in trained], np.float32),
         "returns": _lists([row.returns if row else None for row in trained], np.float32),
@@ -237,10 +243,6 @@ def _trainer_logprobs(row: TrainSample | None, score: TokenScores | None) -> np.
     if row is not None and row.old_logprobs is not None:
         return row.old_logprobs
     return score.logprobs if score is not None else None
-
-
-def _teacher_logprobs(sample: Sample, row: TrainSample | None) -> np.ndarray | None:
-    return row.teacher_logprobs if row is not None and row.teacher_logprobs is not None else sample.teacher_logprobs
 
 
 def _scalar_reward(sample: Sample, reward_key: str | None) -> float | None:

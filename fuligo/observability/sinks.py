@@ -94,7 +94,11 @@ class WandbSink:
     def __init__(self, config: Config, run_dir: Path) -> None:
         wandb = importlib.import_module("wandb")
         flags = config.observability
-        _name_api_key()
+        # Take W&B's key from WANDB_KEY, the name in slime's launch scripts, if WANDB_API_KEY is not set.
+        key = os.environ.get("WANDB_KEY")
+        if key and not os.environ.get("WANDB_API_KEY"):
+            os.environ["WANDB_API_KEY"] = key
+            logger.info("took W&B's key from WANDB_KEY, since WANDB_API_KEY is not set")
         try:
             file = run_dir / "wandb" / "run-id.txt"
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -222,14 +226,6 @@ class GuardedSink:
     def _describe(self, error: Exception) -> str:
         """Describe an exception without the passwords of URLs: MLflow names its server's as MLFLOW_TRACKING_URI gives it."""
         return hide_credentials(describe_exception(error, self._hook))
-
-
-def _name_api_key() -> None:
-    """Take W&B's key from WANDB_KEY, the name in slime's launch scripts, if WANDB_API_KEY is not set."""
-    key = os.environ.get("WANDB_KEY")
-    if key and not os.environ.get("WANDB_API_KEY"):
-        os.environ["WANDB_API_KEY"] = key
-        logger.info("took W&B's key from WANDB_KEY, since WANDB_API_KEY is not set")
 
 
 def _require(package: str, flag: str) -> None:

@@ -115,31 +115,7 @@ def build_sampling(
             teacher=teacher,
         )
         return Sampling(custom, source, generators, activity)
-    parts = _runner_parts(
-        config,
-        args,
-        source=source,
-        generate=generate,
-        reward=reward if teacher is None else RewardWithTeacher(reward, teacher),
-        engines=engines,
-        policy_version=policy_version,
-    )
-    if config.rollout.async_mode == "full":
-        return Sampling(ContinuousRunner(parts, admission=_admission(config, num_rollout)), source, generators, activity)
-    return Sampling(RolloutRunner(parts, aligned_waves=reproducible(config)), source, generators, activity)
-
-
-def _runner_parts(
-    config: Config,
-    args: ArgsView,
-    *,
-    source: GroupStream,
-    generate: GenerateFn,
-    reward: RewardFn,
-    engines: EngineGroup,
-    policy_version: Callable[[], int],
-) -> RunnerParts:
-    return RunnerParts(
+    parts = RunnerParts(
         source=source,
         sampler=Sampler(
             generate,
@@ -148,7 +124,7 @@ def _runner_parts(
             turns=Turns(config.resolved_rollout_concurrency),
             timeout_s=config.sample_timeout_s,
         ),
-        reward=reward,
+        reward=reward if teacher is None else RewardWithTeacher(reward, teacher),
         engines=engines,
         params=sampling_params(config.rollout),
         flags=config.rollout,
@@ -160,12 +136,19 @@ def _runner_parts(
         sample_filter=_adapted(config, args, "rollout_sample_filter_path", sample_filter),
         policy_version=policy_version,
     )
-
-
-def _admission(config: Config, num_rollout: int) -> Admission:
-    flags = config.rollout
-    assert flags.max_staleness is not None, "validated: --async-mode full comes with --max-staleness"
-    return Admission(flags.rollout_batch_size, flags.max_staleness, config.weight_sync.update_weights_interval, num_rollout)
+    if config.rollout.async_mode == "full":
+        flags = config.rollout
+        assert flags.max_staleness is not None, "validated: --async-mode full comes with --max-staleness"
+        return Sampling(
+            ContinuousRunner(
+                parts,
+                admission=Admission(flags.rollout_batch_size, flags.max_staleness, config.weight_sync.update_weights_interval, num_rollout),
+            ),
+            source,
+            generators,
+            activity,
+        )
+    return Sampling(RolloutRunner(parts, aligned_waves=reproducible(config)), source, generators, activity)
 
 
 def _adapted(config: Config, args: ArgsView, flag_name: str, adapt: Callable[[Hook, ArgsView], T]) -> T | None:

@@ -51,7 +51,17 @@ def build_evaluator(
     hook = hook_of(config, "eval_function_path")
     if not specs and hook is None:
         return None
-    sets = [_eval_set(config, spec, tokenizer, reward) for spec in specs]
+    sets = [
+        EvalSet(
+            name=spec.name,
+            prompts=_prompts(config, spec, tokenizer),
+            num_samples=spec.n_samples_per_eval_prompt or config.eval.n_samples_per_eval_prompt,
+            params=spec.sampling_params(config),
+            reward=_reward(config, spec) if spec.has_own_reward(config) else reward,
+            reward_key=spec.reward_key or config.resolved_eval_reward_key,
+        )
+        for spec in specs
+    ]
     if hook is not None:
         return CustomEvaluator(
             hook,
@@ -73,17 +83,6 @@ def build_evaluator(
         timeout_s=config.sample_timeout_s,
         aligned=reproducible(config),
         on_close=[own.close for own in own_rewards],
-    )
-
-
-def _eval_set(config: Config, spec: EvalSetSpec, tokenizer: PreTrainedTokenizerBase, reward: RewardFn) -> EvalSet:
-    return EvalSet(
-        name=spec.name,
-        prompts=_prompts(config, spec, tokenizer),
-        num_samples=spec.n_samples_per_eval_prompt or config.eval.n_samples_per_eval_prompt,
-        params=spec.sampling_params(config),
-        reward=_reward(config, spec) if spec.has_own_reward(config) else reward,
-        reward_key=spec.reward_key or config.resolved_eval_reward_key,
     )
 
 

@@ -141,7 +141,8 @@ class ContinuousRunner:
             self._since.num_tokens_before += _num_tokens(group)
         self._drop_stale([group for group in restored if self._is_stale(group)])
         for group in [group for group in restored if group.drop_reason != STALE]:
-            if _is_judged(group):
+            failed = [sample for sample in group.samples if sample.status is SampleStatus.FAILED]
+            if len(judged(group.samples)) + len(failed) == len(group.samples):  # rewarded before the checkpoint
                 self._finish(group)
             else:
                 self._tasks.start(group)
@@ -261,9 +262,3 @@ class _Interval:
 
 def _num_tokens(group: SampleGroup) -> int:
     return sum(sample.response_length for sample in group.samples)
-
-
-def _is_judged(group: SampleGroup) -> bool:
-    """Return whether the group was rewarded before the checkpoint."""
-    failed = [sample for sample in group.samples if sample.status is SampleStatus.FAILED]
-    return len(judged(group.samples)) + len(failed) == len(group.samples)

@@ -115,20 +115,17 @@ def _table(groups: list[SampleGroup], meta: dict[str, Any]) -> pa.Table:
         columns[name] = pa.array([_json(sample, name) for sample in samples], pa.string())
     columns["routed_experts"] = pa.array([_npy(sample.routed_experts) for sample in samples], pa.large_binary())
     columns["teacher_logprobs"] = pa.array([sample.teacher_logprobs for sample in samples], pa.list_(pa.float32()))
-    columns["images"] = pa.array([[asdict(image) for image in sample.images] for sample in samples], _image_list())
-    columns["episode"] = pa.array([_episode_json(sample) for sample in samples], pa.string())
-    for name, dtype in ARRAYS.items():
-        columns[name] = pa.array([getattr(sample, name) for sample in samples], pa.list_(pa.from_numpy_dtype(dtype)))
-    return pa.table(columns).replace_schema_metadata({META_KEY: json.dumps(meta).encode()})
-
-
-def _image_list() -> pa.DataType:
-    """Return the type of a sample's images. Samples of a group repeat their bytes, which the dictionary of a column chunk holds once."""
     import pyarrow as pa
 
     texts, numbers = ("source", "digest"), ("first_token", "num_rows", "num_columns")
     fields = [*((name, pa.string()) for name in texts), ("data", pa.large_binary()), *((name, pa.int64()) for name in numbers)]
-    return pa.list_(pa.struct(fields))
+    columns["images"] = pa.array([[asdict(image) for image in sample.images] for sample in samples], pa.list_(pa.struct(fields)))
+    columns["episode"] = pa.array(
+        [None if sample.episode is None else json.dumps(asdict(sample.episode), default=_base64_npy) for sample in samples], pa.string()
+    )
+    for name, dtype in ARRAYS.items():
+        columns[name] = pa.array([getattr(sample, name) for sample in samples], pa.list_(pa.from_numpy_dtype(dtype)))
+    return pa.table(columns).replace_schema_metadata({META_KEY: json.dumps(meta).encode()})
 
 
 def _npy(array: np.ndarray | None) -> bytes | None:
@@ -145,11 +142,6 @@ def _json(sample: Sample, name: str) -> str:
         return json.dumps(getattr(sample, name), default=_plain)
     except (TypeError, ValueError) as error:
         raise RolloutError(f"sample {sample.index}: cannot save its {name} ({error}); hooks may set it to JSON data only") from error
-
-
-def _episode_json(sample: Sample) -> str | None:
-    """Encode an episode; the arrays of its branches keep their bits as base64 of npy files."""
-    return None if sample.episode is None else json.dumps(asdict(sample.episode), default=_base64_npy)
 
 
 def _base64_npy(value: Any) -> str:

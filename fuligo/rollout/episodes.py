@@ -294,28 +294,28 @@ class _Run:
         sample, episode = self._sample, self._episode
         sample.status, sample.finish_reason = status, "stop" if status is SampleStatus.COMPLETED else "length"
         sample.reward = float(sum(turn.reward or 0.0 for turn in episode.turns))
-        branches = [self._branch_sample(branch) for branch in episode.branches]
+        branches = [
+            replace(
+                self._sample,
+                metadata=deepcopy(self._sample.metadata),
+                prompt_ids=branch.prompt_ids,
+                response_ids=branch.response_ids,
+                loss_mask=branch.loss_mask,
+                engine_logprobs=branch.engine_logprobs,
+                versions=branch.versions,
+                routed_experts=branch.routed_experts,
+                response=self._parts.tokenizer.decode(branch.response_ids.tolist(), skip_special_tokens=True),
+                status=SampleStatus.COMPLETED,
+                finish_reason="stop",
+                metrics={},
+                spans=[],
+                episode=None,
+            )
+            for branch in episode.branches
+        ]
         sample.metrics |= _metrics(episode, [*branches, sample])
         episode.branches, episode.state = [], None
         return [*branches, sample]
-
-    def _branch_sample(self, branch: Branch) -> Sample:
-        return replace(
-            self._sample,
-            metadata=deepcopy(self._sample.metadata),
-            prompt_ids=branch.prompt_ids,
-            response_ids=branch.response_ids,
-            loss_mask=branch.loss_mask,
-            engine_logprobs=branch.engine_logprobs,
-            versions=branch.versions,
-            routed_experts=branch.routed_experts,
-            response=self._parts.tokenizer.decode(branch.response_ids.tolist(), skip_special_tokens=True),
-            status=SampleStatus.COMPLETED,
-            finish_reason="stop",
-            metrics={},
-            spans=[],
-            episode=None,
-        )
 
 
 def _metrics(episode: Episode, samples: Sequence[Sample]) -> dict[str, float]:

@@ -150,20 +150,15 @@ def _share(bucket: Bucket, engines: tuple[EngineAddress, ...], version: int | No
     num_receivers = sum(engine.num_ranks for engine in engines)
     with ExitStack() as shared:
         if any(tensor.is_cuda for _, tensor in bucket):  # a CUDA IPC handle can be opened only once
-            copies = [for_one_receiver(bucket) for _ in range(num_receivers)]
+            # All ranks of an engine but the first zero these biases in place (SGLang 0.5.15.post1, `models/gpt_oss.py`).
+            copies = [
+                [(name, tensor.clone() if name.endswith(".experts.down_proj_bias") else tensor) for name, tensor in bucket]
+                for _ in range(num_receivers)
+            ]
             payloads = [shared.enter_context(shared_payload(copy)) for copy in copies]
         else:
             payloads = [shared.enter_context(shared_payload(bucket))] * num_receivers
         asyncio.run(post(payloads))
-
-
-def for_one_receiver(bucket: Bucket) -> Bucket:
-    """Return a bucket with copies of the tensors that a rank of an engine overwrites while others read them.
-
-    Of gpt-oss, all tensor-parallel ranks but the first set the biases of the experts' outputs to zero in place, since ranks add
-    their outputs up (SGLang 0.5.15.post1, `models/gpt_oss.py`, `_load_normal_weights`).
-    """
-    return [(name, tensor.clone() if name.endswith(".experts.down_proj_bias") else tensor) for name, tensor in bucket]
 
 
 def _write_shards(buckets: Iterator[Bucket], directory: Path) -> None:

@@ -210,7 +210,10 @@ class EmbeddedEngine:
             self._take_in()
             if self._may_step():
                 self._end(self._scheduler.step())
-                self._share_device()
+                # Free a GPU's KV memory when no request runs: a trainer on the same GPU needs it now.
+                if self.model.device.type == "cuda" and not self._scheduler.num_running:
+                    self._scheduler.cache.release()
+                    torch.cuda.empty_cache()
         except BaseException as error:
             logger.exception("the engine failed")
             with self._wake:
@@ -221,12 +224,6 @@ class EmbeddedEngine:
                 request.error = f"the engine failed: {error!r}"
             self._end(left)
             self._on_failure()
-
-    def _share_device(self) -> None:
-        """Free a GPU's KV memory when no request runs: a trainer on the same GPU needs it now."""
-        if self.model.device.type == "cuda" and not self._scheduler.num_running:
-            self._scheduler.cache.release()
-            torch.cuda.empty_cache()
 
     def _take_in(self) -> None:
         with self._wake:

@@ -155,7 +155,11 @@ class Scheduler:
     @torch.inference_mode()
     def step(self) -> list[Request]:
         """Sample one token for every running request; return those that are done."""
-        for packed in packs(self._take_scored(), MAX_SCORED_TOKENS):
+        taken = [entry for entry in self.waiting if entry[1].score_start is not None]
+        if taken:
+            self.waiting = [entry for entry in self.waiting if entry[1].score_start is None]
+            heapq.heapify(self.waiting)
+        for packed in packs([request for _, request in sorted(taken)], MAX_SCORED_TOKENS):
             self._score(packed)
         fresh, copies = self._admit()
         for packed in packs(fresh, MAX_PREFILL_TOKENS):
@@ -191,14 +195,6 @@ class Scheduler:
     def forget_prompts(self) -> None:
         """Stop copying cached prompts into new requests, because the weights changed."""
         self._by_prompt.clear()
-
-    def _take_scored(self) -> list[Request]:
-        """Take the scoring requests off the queue; they need no row."""
-        taken = [entry for entry in self.waiting if entry[1].score_start is not None]
-        if taken:
-            self.waiting = [entry for entry in self.waiting if entry[1].score_start is None]
-            heapq.heapify(self.waiting)
-        return [request for _, request in sorted(taken)]
 
     def _score(self, requests: Sequence[Request]) -> None:
         """Compute log-probabilities, at temperature 1, of given tokens; nothing is cached."""

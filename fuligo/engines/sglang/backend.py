@@ -181,8 +181,10 @@ def _servers(
         assert group.model_path is not None, "validated"
         assert group.worker_type != "placeholder", "a placeholder has no engines"
         arguments = {**_own_arguments(config, group, adapters), **dict(group.arguments.items())}
+        # Keys that the user gives as arguments are taken out of these; missing ones are random.
+        new = EngineKeys.new()
         server = ServerSettings(
-            keys=_taken_keys(arguments),
+            keys=EngineKeys(reveal(arguments.pop("api_key", new.requests)), reveal(arguments.pop("admin_api_key", new.control))),
             name=f"engine {number}",
             model_path=group.model_path,
             tp_size=group.tp_size,
@@ -202,12 +204,6 @@ def _servers(
             start_timeout_s=config.engine.engine_start_timeout_s,
         )
         yield group, server
-
-
-def _taken_keys(arguments: dict[str, Any]) -> EngineKeys:
-    """Return the keys that the user gave as arguments, taken out of them, and random ones in place of those that are missing."""
-    new = EngineKeys.new()
-    return EngineKeys(reveal(arguments.pop("api_key", new.requests)), reveal(arguments.pop("admin_api_key", new.control)))
 
 
 def _own_arguments(config: Config, group: EngineGroupSpec, adapters: Sequence[AdapterConfig]) -> dict[str, Any]:

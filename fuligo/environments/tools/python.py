@@ -136,7 +136,7 @@ class Interpreters:
 
     def _limits(self) -> interpreter.Limits:
         settings = self.settings
-        paths = _package_folders() if settings.modules else ()
+        paths = tuple(dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib"))) if settings.modules else ()
         shown = dict.fromkeys([*(path for path in _LIBRARIES if Path(path).is_dir()), sysconfig.get_path("stdlib"), *paths])
         return interpreter.Limits(
             timeout_s=settings.timeout_s,
@@ -145,18 +145,14 @@ class Interpreters:
             disk_bytes=settings.disk_mb << 20,
             output_bytes=settings.output_bytes,
             max_processes=settings.max_processes,
-            binds=tuple((os.path.realpath(path), path) for path in shown if not _is_inside(path, shown)),
+            binds=tuple(
+                (os.path.realpath(path), path)
+                for path in shown
+                if not any(path != other and Path(path).is_relative_to(other) for other in shown)
+            ),
             paths=paths,
             modules=settings.modules,
         )
-
-
-def _package_folders() -> tuple[str, ...]:
-    return tuple(dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib")))
-
-
-def _is_inside(path: str, others: dict[str, None]) -> bool:
-    return any(path != other and Path(path).is_relative_to(other) for other in others)
 
 
 _shared: dict[PythonSettings, Interpreters] = {}

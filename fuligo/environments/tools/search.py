@@ -79,7 +79,7 @@ class SearchIndex:
             raise DataError(
                 f"cannot search {settings.documents}: it holds no document; name JSON lines, or a folder with .txt or .md files"
             )
-        self._index = self._load(settings.cache or _default_cache())
+        self._index = self._load(settings.cache or (Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fuligo" / "search"))
 
     def search(self, query: str, num_results: int) -> list[Hit]:
         """Return the documents that fit best, best first; equal scores in the order of the documents. Documents with a score of 0 are left
@@ -95,7 +95,10 @@ class SearchIndex:
 
     def _load(self, cache: Path) -> "bm25s.BM25":
         """Return the stored index, or compute and store it. A folder is complete as soon as it has its name."""
-        folder = cache / self._digest()
+        digest = hashlib.sha256(orjson.dumps([_FORMAT.decode(), self._library.__version__, self._stopwords]))
+        for document in self.documents:
+            digest.update(orjson.dumps([document.title, document.text]))
+        folder = cache / digest.hexdigest()[:32]
         if not folder.is_dir():
             self._store(folder)
         return self._library.BM25.load(folder, mmap=True, load_corpus=False)
@@ -114,17 +117,6 @@ class SearchIndex:
                 raise
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
-
-    def _digest(self) -> str:
-        """Return a name for the index that changes with everything that the index depends on."""
-        digest = hashlib.sha256(orjson.dumps([_FORMAT.decode(), self._library.__version__, self._stopwords]))
-        for document in self.documents:
-            digest.update(orjson.dumps([document.title, document.text]))
-        return digest.hexdigest()[:32]
-
-
-def _default_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fuligo" / "search"
 
 
 def _read(source: Path) -> Iterator[Document]:

@@ -44,7 +44,19 @@ def architecture(config: ConfigJson) -> Architecture:
     by_pattern = [SLIDING if (layer.number + 1) % pattern else FULL for layer in dense.layers]
     kinds = config.per_layer("layer_types", (FULL, SLIDING)) or by_pattern
     layers = [replace(layer, window=window if kind == SLIDING else None) for layer, kind in zip(dense.layers, kinds, strict=True)]
-    return replace(dense, layers=tuple(layers), numerics=_numerics(config))
+    return replace(
+        dense,
+        layers=tuple(layers),
+        numerics=Numerics(
+            activation=Activation.GELU_TANH,
+            norms_outputs=True,
+            norms_around_zero=True,
+            embedding_scale=config.count("hidden_size") ** 0.5,
+            softmax_scale=config.count("query_pre_attn_scalar", default=QUERY_SCALAR) ** -0.5,
+            rotary_base=ROTARY_BASE,
+            window_rotary_base=_window_rotary_base(config),
+        ),
+    )
 
 
 def names(config: ConfigJson, architecture: Architecture) -> NameTable:
@@ -55,18 +67,6 @@ def names(config: ConfigJson, architecture: Architecture) -> NameTable:
         norm(architecture, "post_mlp_layernorm", "post_feedforward_layernorm"),
     )
     return dense_table(architecture, grouped_attention(architecture), norms=norms)
-
-
-def _numerics(config: ConfigJson) -> Numerics:
-    return Numerics(
-        activation=Activation.GELU_TANH,
-        norms_outputs=True,
-        norms_around_zero=True,
-        embedding_scale=config.count("hidden_size") ** 0.5,
-        softmax_scale=config.count("query_pre_attn_scalar", default=QUERY_SCALAR) ** -0.5,
-        rotary_base=ROTARY_BASE,
-        window_rotary_base=_window_rotary_base(config),
-    )
 
 
 def _window_rotary_base(config: ConfigJson) -> float:

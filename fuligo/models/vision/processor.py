@@ -106,7 +106,11 @@ class ImageProcessor:
             found = self._find(digest)
             if found is None:
                 found = self._compute(data)
-                self._keep(digest, found)
+                with self._lock:
+                    self._kept[digest] = found
+                    self._kept_bytes += found.values.nbytes
+                    while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
+                        self._kept_bytes -= self._kept.popitem(last=False)[1].values.nbytes
             return found
 
     def resized(self, data: bytes) -> bytes:
@@ -143,7 +147,8 @@ class ImageProcessor:
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
         processor, side = self._processor, self._processor.patch_size
-        width, height = _upright_size(image)
+        turn = _turn(image)
+        width, height = image.size if turn is None or turn.name in _KEEP_SIDES else (image.height, image.width)
         if processor.do_resize:
             try:
                 limits = {"min_pixels": processor.size["shortest_edge"], "max_pixels": processor.size["longest_edge"]}
@@ -151,13 +156,6 @@ class ImageProcessor:
             except ValueError as error:
                 raise DataError(f"the image processor rejects an image of {width} x {height} pixels: {error}") from error
         return height // side, width // side
-
-    def _keep(self, digest: str, patches: Patches) -> None:
-        with self._lock:
-            self._kept[digest] = patches
-            self._kept_bytes += patches.values.nbytes
-            while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
-                self._kept_bytes -= self._kept.popitem(last=False)[1].values.nbytes
 
 
 def read_settings(directory: Path) -> dict[str, Any]:
@@ -236,12 +234,6 @@ def _decoded(data: bytes) -> Image:
         return image.convert("RGB")
     except _DAMAGE as error:
         raise DataError(f"the image is damaged: {error}") from error
-
-
-def _upright_size(image: Image) -> tuple[int, int]:
-    """Return width and height of an image after `_decoded`, from its header. Raises DataError if the header is damaged."""
-    turn = _turn(image)
-    return image.size if turn is None or turn.name in _KEEP_SIDES else (image.height, image.width)
 
 
 def _turn(image: Image) -> Transpose | None:

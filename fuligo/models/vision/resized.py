@@ -26,20 +26,14 @@ class ResizedImages:
         with self._lock:  # samples of a prompt come together: the first resizes their image
             found = self._kept.get(image.digest)
             if found is None:
-                found = self._resize(image)
-                self._keep(image.digest, found)
+                try:
+                    data = self._processor.resized(image.data)
+                except DataError as error:
+                    raise DataError(f"cannot process {image.source}: {error}") from error
+                found = replace(image, data=data, digest=image_digest(data))
+                self._kept[image.digest] = found
+                self._kept_bytes += len(found.data)
+                while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
+                    self._kept_bytes -= len(self._kept.popitem(last=False)[1].data)
             self._kept.move_to_end(image.digest)
         return replace(found, source=image.source, first_token=image.first_token)
-
-    def _resize(self, image: PromptImage) -> PromptImage:
-        try:
-            data = self._processor.resized(image.data)
-        except DataError as error:
-            raise DataError(f"cannot process {image.source}: {error}") from error
-        return replace(image, data=data, digest=image_digest(data))
-
-    def _keep(self, digest: str, image: PromptImage) -> None:
-        self._kept[digest] = image
-        self._kept_bytes += len(image.data)
-        while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
-            self._kept_bytes -= len(self._kept.popitem(last=False)[1].data)

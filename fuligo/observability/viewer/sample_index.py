@@ -9,7 +9,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
-import pyarrow.parquet as pq
 
 from fuligo.observability.samples import PARTS, VERSIONS_IN_FOOTER, prompt_key
 from fuligo.observability.viewer.run_files import SampleFile, SampleSet, sample_files, sample_path
@@ -157,7 +156,10 @@ def read_index_table(path: Path, step: int) -> pa.Table:
     fragment = next(iter(ds.dataset(path, format="parquet").get_fragments()))
     check_size(fragment.metadata, {*_STORED.values(), *_SOURCES, *_SOURCES.values(), "versions"})
     present = set(fragment.physical_schema.names)
-    newest = _newest_version(fragment.metadata)
+    # The statistics in the footer hold the greatest version of any token.
+    places = [at for at in range(fragment.metadata.num_columns) if fragment.metadata.schema.column(at).path == VERSIONS_IN_FOOTER]
+    found = [fragment.metadata.row_group(group).column(at).statistics for group in range(fragment.metadata.num_row_groups) for at in places]
+    newest = max((each.max for each in found if each is not None and each.has_min_max), default=None)
     wanted = {*_STORED.values(), *(name if name in present else source for name, source in _SOURCES.items())}
     if newest is None:
         wanted.add("versions")
@@ -182,13 +184,6 @@ def read_index_table(path: Path, step: int) -> pa.Table:
         "prompt": derived["prompt_key"],
     }
     return pa.table([columns[field.name].cast(field.type) for field in INDEX_SCHEMA], schema=INDEX_SCHEMA)
-
-
-def _newest_version(metadata: pq.FileMetaData) -> int | None:
-    """Return the greatest version of any token, from the statistics in the footer; None if it has none."""
-    places = [at for at in range(metadata.num_columns) if metadata.schema.column(at).path == VERSIONS_IN_FOOTER]
-    found = [metadata.row_group(group).column(at).statistics for group in range(metadata.num_row_groups) for at in places]
-    return max((each.max for each in found if each is not None and each.has_min_max), default=None)
 
 
 def _derived(name: str, source: pa.ChunkedArray | pa.Array) -> pa.Array | pa.ChunkedArray:

@@ -38,7 +38,11 @@ class Tail:
             return []
         end = data.rfind(b"\n") + 1
         if not end and len(data) == max_bytes:
-            return self._skip(data)
+            # Skip a part of a line that is longer than a chunk: no run writes such lines, and reading them would take all memory.
+            self.offset += len(data)
+            self._last_byte = data[-64:]
+            self._is_skipping = True
+            return [b""]
         self.offset += end
         if not end:
             return []
@@ -48,13 +52,6 @@ class Tail:
             self._skipped_bytes = 0
             lines[0] = DAMAGED
         return lines
-
-    def _skip(self, data: bytes) -> list[bytes]:
-        """Skip a part of a line that is longer than a chunk: no run writes such lines, and reading them would take all memory."""
-        self.offset += len(data)
-        self._last_byte = data[-64:]
-        self._skipped_bytes += len(data)
-        return [b""]
 
     @property
     def size_bytes(self) -> int:

@@ -158,7 +158,8 @@ def deepep_takes_blocks(subject: Subject) -> Iterator[Violation]:
 def shares_are_whole_blocks(subject: Subject) -> Iterator[Violation]:
     """A GPU's share of a block-quantized matrix must be a whole number of blocks."""
     architecture, quantisation = subject.rollout_architecture, quantisation_of(subject)
-    block = _block_size(quantisation)
+    size = (quantisation or {}).get("weight_block_size")
+    block = max(size) if isinstance(size, list) and size and all(isinstance(each, int) for each in size) else None
     if block is None:
         return
     for spec in serving_policy(subject):
@@ -182,8 +183,3 @@ def quantisation_of(subject: Subject) -> dict[str, object] | None:
     found = subject.engine_config_json
     value = None if found is None else found.values.get("quantization_config")
     return value if isinstance(value, dict) else None
-
-
-def _block_size(quantisation: dict[str, object] | None) -> int | None:
-    size = (quantisation or {}).get("weight_block_size")
-    return max(size) if isinstance(size, list) and size and all(isinstance(each, int) for each in size) else None

@@ -127,7 +127,11 @@ def _checker(name: Any, given: Any) -> Any:
     if given is not None and not isinstance(given, dict):
         raise BadMetadataError(f"the kwargs of {name} must be an object, not {given!r:.60}")
     # Columnar files have every argument of every instruction, null where it is another's, and all numbers as floats.
-    arguments = {key: _integer(value) for key, value in (given or {}).items() if value is not None}
+    arguments = {
+        key: int(value) if isinstance(value, float) and value.is_integer() else value
+        for key, value in (given or {}).items()
+        if value is not None
+    }
     check = registry()[name](name)
     parameters = inspect.signature(check.build_description).parameters.values()
     # The published checks replace a missing argument by a random value.
@@ -144,7 +148,3 @@ def _checker(name: Any, given: Any) -> Any:
         key = replaced[0]
         raise BadMetadataError(f"the kwargs of {name}: its check replaces {key}={arguments[key]} by a random value; use another value")
     return check
-
-
-def _integer(value: Any) -> Any:
-    return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -128,7 +128,9 @@ def add_adapters(chunks: Sequence[nn.Module], names: AdapterNames, *, seed: int)
         if matrices := names.by_matrix.get(name):
             adapter = LinearAdapter(linear, matrices, names, sequence_parallel=unwrapped(chunks[0]).config.sequence_parallel)
             linear.add_module(ADAPTER_MODULE, adapter)
-            _allow_float32(linear)
+            # Keep a layer of TransformerEngine from refusing the adapter's float32: it compares all parameters with its first input's type.
+            if hasattr(linear, "activation_dtype"):
+                cast(Any, linear).activation_dtype = cast(Tensor, linear.weight).dtype
             # First: other hooks change the gradient of the layer's whole output.
             linear.register_forward_hook(_add_update, prepend=True)
     add_experts_adapters(chunks, names)
@@ -215,12 +217,6 @@ def _add_update(linear: nn.Module, inputs: tuple[Tensor, ...], output: tuple[Ten
     product, bias = output
     assert isinstance(adapter, LinearAdapter)
     return (product + adapter(inputs[0]), bias) if adapter.is_on else output
-
-
-def _allow_float32(linear: nn.Module) -> None:
-    """Keep a layer of TransformerEngine from refusing the adapter's float32: it compares all parameters with its first input's type."""
-    if hasattr(linear, "activation_dtype"):
-        cast(Any, linear).activation_dtype = cast(Tensor, linear.weight).dtype
 
 
 def _with_gradient(embedding: nn.Module, inputs: object, output: Tensor) -> Tensor:

@@ -129,7 +129,9 @@ class MegatronRankWorker:
         gather_parameters(self.chunks)
         if self.critic is not None:
             self.critic.end_rollout()
-        self._maybe_renew_reference()
+        interval = self.settings.ref_update_interval
+        if self.reference is not None and interval is not None and self.progress.num_rollouts % interval == 0:
+            self.reference.copy_from(self.chunks)
         if self.settings.shares_device:
             torch.cuda.empty_cache()  # the engine uses the activations' memory until the next rollout
         on_host = [[_on_host(of_model) for of_model in step if of_model is not None] for step in found]
@@ -273,11 +275,6 @@ class MegatronRankWorker:
         with self._timeline.span("optimizer"):
             lr, grad_norm = self._learner.step(found[-1], num_micro_batches)
         return found, {**metrics, "lr": lr, "grad_norm": grad_norm, "num_micro_batches": float(num_micro_batches)}
-
-    def _maybe_renew_reference(self) -> None:
-        interval = self.settings.ref_update_interval
-        if self.reference is not None and interval is not None and self.progress.num_rollouts % interval == 0:
-            self.reference.copy_from(self.chunks)
 
     def _states(self, directory: Path) -> dict[Path, MegatronState]:
         """Return the states by directory in the checkpoint: the value model has its own checkpoint inside the policy's."""

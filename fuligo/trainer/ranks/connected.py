@@ -180,7 +180,10 @@ def answer_commands(connection: RankConnection, executor: RankExecutor) -> None:
         sender.submit(partial(_send_answer, connection, message))
 
     def send_error(number: int, answer: Answer[Any]) -> None:
-        if not _has_ended(connection):  # a collective noticed first that the driver was killed; nobody needs its traceback
+        # The other end may close within a moment.
+        ends = select.poll()
+        ends.register(connection.fileno(), select.POLLRDHUP)
+        if not ends.poll(NOTICED_WITHIN_MS):  # a collective noticed first that the driver was killed; nobody needs its traceback
             _send_answer(connection, pickle.dumps((number, answer.for_driver(executor.rank.number))))
 
     def serve_next() -> None:
@@ -198,10 +201,3 @@ def answer_commands(connection: RankConnection, executor: RankExecutor) -> None:
 def _send_answer(connection: RankConnection, message: bytes) -> None:
     with suppress(OSError):
         connection.send_bytes(message)
-
-
-def _has_ended(connection: RankConnection) -> bool:
-    """Return whether the other end is closed, or is within a moment."""
-    ends = select.poll()
-    ends.register(connection.fileno(), select.POLLRDHUP)
-    return bool(ends.poll(NOTICED_WITHIN_MS))

@@ -9,19 +9,18 @@ from urllib.parse import urlsplit
 from fuligo.config.flags import flags, option_name
 from fuligo.config.help import shown_default
 from fuligo.config.hook_specs import ALIASES
-from fuligo.config.other_frameworks import MOVED
-from fuligo.config.other_frameworks.advice import PROFILE
-from fuligo.config.other_frameworks.slime import OF_SLIME
+from fuligo.config.other_frameworks import moved, other_settings
 from fuligo.importer.calls import Training
 
 _MEGATRON_DROPOUT = "0.1"
 
 _LEAVE_IT_OUT = "remove it: "
-_OF_OBSERVERS = {name: advice for name, advice in OF_SLIME.items() if advice is PROFILE or name.startswith("wandb_")}
+_OF_SLIME = other_settings()["slime"]
+_OF_OBSERVERS = {name: advice for name, advice in _OF_SLIME.items() if advice == _OF_SLIME["profile_target"] or name.startswith("wandb_")}
 """Flags that choose what is recorded of a run, not what it trains."""
 LEFT_OUT = {
     name: advice.removeprefix(_LEAVE_IT_OUT)
-    for name, advice in (MOVED | _OF_OBSERVERS).items()
+    for name, advice in (moved() | _OF_OBSERVERS).items()
     if advice.startswith(_LEAVE_IT_OUT) or name in _OF_OBSERVERS
 }
 """Flat name -> why a flag of slime is left out."""

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from fuligo.config import Config
 from fuligo.config.command_line import parse
 from fuligo.config.flags import Kind, flags, passthrough_flags
-from fuligo.config.other_frameworks import MOVED
-from fuligo.config.other_frameworks.verl import OF_VERL, SECTIONS
+from fuligo.config.other_frameworks import moved, other_settings
 from fuligo.config.rules import effects
 from fuligo.config.schemas import BACKENDS
 from fuligo.config.validate import findings, with_places
@@ -250,10 +249,10 @@ def test_settings_of_other_frameworks_are_answered_with_ours(given: str, advice:
 
 
 def test_no_flag_is_answered_with_another() -> None:
-    assert MOVED.keys() & flags().keys() == set()
+    assert moved().keys() & flags().keys() == set()
 
 
-@pytest.mark.parametrize("advice", sorted({*MOVED.values(), *OF_VERL.values(), *SECTIONS.values()}))
+@pytest.mark.parametrize("advice", sorted({advice for table in other_settings().values() for advice in table.values()}))
 def test_advice_names_flags_that_exist(advice: str) -> None:
     named = [flag.lstrip("-").replace("-", "_") for flag in re.findall(r"--[a-z][a-z-]+[a-z0-9]", advice)]
     assert [flag for flag in named if flag not in flags() and flag not in PASSED_ON] == []

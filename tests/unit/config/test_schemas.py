@@ -11,7 +11,7 @@ import pytest
 from fuligo.config.command_line import parse
 from fuligo.config.flag import Kind
 from fuligo.config.flags import flags, passthrough_flags, sections
-from fuligo.config.other_frameworks import MOVED
+from fuligo.config.other_frameworks import moved
 from fuligo.config.schemas import BACKENDS, Schema, schema
 from fuligo.config.values import checked_value
 
@@ -49,13 +49,13 @@ def test_names_are_plain_and_unique() -> None:
     names = [flag.flat_name for group in BACKENDS for flag in passthrough_flags(group).values()]
     assert len(set(names)) == len(names)
     assert not set(names) & set(flags())
-    assert not set(MOVED) & {*names, *flags()}
+    assert not set(moved()) & {*names, *flags()}
     assert all(name.isidentifier() for name in names)
 
 
 def test_flags_of_ours_that_advice_names_exist(backend: Schema) -> None:
     known = {flag.option for group in BACKENDS for flag in passthrough_flags(group).values()} | {flag.option for flag in flags().values()}
-    for text in [*backend.hints.values(), *MOVED.values()]:
+    for text in [*backend.hints.values(), *moved().values()]:
         assert set(re.findall(r"--[a-z][\w-]*", text)) <= known, text
 
 

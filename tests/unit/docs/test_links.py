@@ -10,7 +10,7 @@ from fuligo.cli.plan import OWN_OPTIONS
 from fuligo.cli.serve import _parser
 from fuligo.config.flag import option_name
 from fuligo.config.flags import Kind, flags, passthrough_flags
-from fuligo.config.other_frameworks import MOVED
+from fuligo.config.other_frameworks import moved
 from fuligo.convert import fp8_plan
 from fuligo.importer.slime import LEFT_OUT
 from tests.unit.docs.pages import PAGES, REPOSITORY, page_name, without_code_blocks
@@ -21,7 +21,7 @@ FLAG_IN_CODE = re.compile(r"`[^`\n]*`")
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 NO_FLAGS_OF_A_CONFIG = {"--config", "--help"}
 _OTHERS = (import_script.parser(), launch.parser(), view.parser(), fp8_plan.parser())
-OF_OTHER_SYSTEMS = {option_name(name) for name in (*MOVED, *LEFT_OUT)}
+OF_OTHER_SYSTEMS = {option_name(name) for name in (*moved(), *LEFT_OUT)}
 OF_OTHER_COMMANDS = {option for made in _OTHERS for option in made._option_string_actions}
 OF_OTHER_PROGRAMS = {
     "--batch",

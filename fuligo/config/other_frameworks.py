@@ -1,0 +1,50 @@
+"""Settings of slime, TRL and verl that fuligo names differently or lacks, each with what to use instead."""
+
+import functools
+from pathlib import Path
+
+import yaml
+
+from fuligo.config.flags import flags, passthrough_flags
+from fuligo.config.schemas import schema
+
+
+@functools.cache
+def other_settings() -> dict[str, dict[str, str]]:
+    """Return the advice by name of `other_frameworks.yaml`, for each of its sections; read only where a name is unknown."""
+    sections = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    return {section: {name: advice for names, advice in table.items() for name in names.split()} for section, table in sections.items()}
+
+
+@functools.cache
+def moved() -> dict[str, str]:
+    """Return flat names of settings that slime, TRL or verl has (or that people guess) and fuligo lacks -> what to use instead."""
+    tables = other_settings()
+    flat = {name: advice for name, advice in tables["verl"].items() if "." not in name}
+    return tables["slime"] | flat | tables["trl"] | tables["guessed"]
+
+
+def elsewhere(name: str) -> str:
+    """Return `; use --lr` for a name of `moved`, or nothing.
+
+    Args:
+        name: `learning_rate`, or with dots as verl's `actor_rollout_ref.actor.optim.lr`.
+    """
+    name = name.lstrip("+").replace("-", "_")
+    advice = _of_verl(name.split(".")) if "." in name else moved().get(name)
+    return f"; {advice}" if advice is not None else ""
+
+
+def _of_verl(parts: list[str]) -> str:
+    """Return the advice for the longest known suffix of a dotted name, for its innermost section, or for a flag of the same name."""
+    settings, sections = other_settings()["verl"], other_settings()["sections_of_verl"]
+    for first, part in enumerate(parts):
+        ending = ".".join(parts[first:])
+        if ending in settings:
+            return settings[ending]
+        if part in sections:
+            return sections[next(section for section in reversed(parts) if section in sections)]
+    ours = flags().get(parts[-1]) or passthrough_flags("megatron").get(parts[-1])
+    if ours is not None and ours.name != "name":  # verl's `name` in a section names a class, not the run
+        return f"use {ours.option}"
+    return schema("megatron").hints.get(parts[-1]) or "docs/coming-from.md translates the settings of other frameworks"

@@ -61,14 +61,11 @@ class CheckpointStore:
     """Directory of checkpoints with a single writer (see `saving_to`), which keeps the newest ones."""
 
     def __init__(self, directory: Path, *, keep: int | None = None, used: frozenset[int] = frozenset()) -> None:
-        """Create the directory if needed and clean up after a crash.
+        """Create the directory if needed and clean up after a crash. Raises CheckpointError if the directory cannot be written.
 
         Args:
             keep: number of newest checkpoints to keep; None keeps all.
             used: iterations that are never removed.
-
-        Raises:
-            CheckpointError: the directory cannot be written.
         """
         self.directory = directory
         self.newest: int | None = None

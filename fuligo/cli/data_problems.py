@@ -22,11 +22,7 @@ _EVAL_SET_KEYS = {"input_key", "label_key", "metadata_key", "tool_key", "apply_c
 
 
 def data_problems(config: Config, *, missing_is_fine: bool = False) -> Iterator[str]:
-    """Yield the problems of prompts and evaluation data.
-
-    Args:
-        missing_is_fine: check the files that are on this machine.
-    """
+    """Yield the problems of prompts and evaluation data. `missing_is_fine`: check the files that are on this machine."""
     is_here = _on_this_machine if missing_is_fine else lambda paths: True
     if config.data.prompt_data and not config.debug.debug_train_only and is_here(config.data.prompt_data):
         yield from _file("--prompt-data", config.data.prompt_data, data_settings(config))

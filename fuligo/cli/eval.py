@@ -75,11 +75,8 @@ def main(arguments: Sequence[str]) -> int:
 def check(config: Config, places: Mapping[str, str] | None = None) -> None:
     """Check the flags of an evaluation.
 
-    Args:
-        places: file and line of the flags that the config file sets, as in `Parsed`.
-
-    Raises:
-        ConfigError: flags do not fit together, or there is nothing to evaluate.
+    `places`: file and line of the flags that the config file sets, as in `Parsed`. Raises ConfigError if flags do not fit together, or
+    there is nothing to evaluate.
     """
     found = [finding for finding in findings(config) if finding.id not in TRAINING_RULES]
     require_no_errors(with_places(found, places or {}), config)
@@ -111,11 +108,7 @@ def run_directory(config: Config, started: datetime) -> Path:
 
 
 def _show(evaluated: Evaluated, *, of_others: bool) -> None:
-    """Print the metrics of every dataset.
-
-    Args:
-        of_others: the engines are external and keep their weights.
-    """
+    """Print the metrics of every dataset. `of_others`: the engines are external and keep their weights."""
     from rich.console import Console
     from rich.table import Table
 

@@ -68,11 +68,7 @@ class RayCluster:
         return RemoteServer(settings, self._parts[settings.name])
 
     def trainer(self, settings: TrainerSettings, logs: Path) -> RankedTrainer:
-        """Return a trainer whose ranks are actors on the nodes.
-
-        Args:
-            logs: directory of the ranks' logs
-        """
+        """Return a trainer whose ranks are actors on the nodes. `logs`: directory of the ranks' logs."""
 
         async def start_ranks() -> list[ActorRank]:
             nodes = [self._nodes[number] for number, _ in self._placement.ranks]
@@ -85,11 +81,8 @@ class RayCluster:
     async def check_paths(self, read: Sequence[Path], written: Sequence[Path]) -> None:
         """Check that all nodes see the run's files.
 
-        Args:
-            written: directories in which every node must see what another writes
-
-        Raises:
-            ConfigError: a node does not see what this machine sees; names both
+        `written`: directories in which every node must see what another writes. Raises ConfigError if a node does not see what this machine
+        sees, naming both.
         """
         with ExitStack() as stack:
             marks = {stack.enter_context(_mark(path)): f"files written to {path} on another node" for path in written}
@@ -171,11 +164,7 @@ async def _is_silent(agent: Any, timeout_s: float) -> bool:
 async def open_cluster(config: Config, stack: AsyncExitStack, log_file: Path) -> RayCluster:
     """Connect to Ray, or start it on this machine, and reserve what the run takes; released when the stack closes.
 
-    Args:
-        log_file: log of Ray's processes if it is started here
-
-    Raises:
-        ConfigError: there is no cluster, it lacks the resources, or the run needs none
+    `log_file`: log of Ray's processes if it is started here. Raises ConfigError if there is no cluster, it lacks the resources, or the run needs none.
     """
     placement = place(config)
     if not placement.node_sizes:

@@ -38,11 +38,8 @@ class Host:
 def read_hostfile(path: Path, *, default_slots: int) -> list[Host]:
     """Read the hosts of a hostfile.
 
-    Args:
-        default_slots: slots of a line without a number
-
-    Raises:
-        ConfigError: the file cannot be read, lists no host, lists one twice, or has a malformed line
+    `default_slots`: slots of a line without a number. Raises ConfigError if the file cannot be read, lists no host, lists one twice, or has
+    a malformed line.
     """
     try:
         text = path.read_text()
@@ -68,11 +65,7 @@ def read_hostfile(path: Path, *, default_slots: int) -> list[Host]:
 def require_host_name(name: str, source: str) -> None:
     """Refuse what is neither a host name nor an IP address, before a shell or ssh sees it.
 
-    Args:
-        source: place of the name, for errors
-
-    Raises:
-        ConfigError: it holds other characters
+    `source`: place of the name, for errors. Raises ConfigError if it holds other characters.
     """
     if _HOST_NAME.fullmatch(name) is None:
         raise ConfigError(f"{source}: {name!r} is not a host name or an IP address (letters, digits and . : _ -, without a leading -)")
@@ -126,11 +119,8 @@ _RANGE = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+))?", re.ASCII)
 def slurm_hosts(environment: Mapping[str, str], *, default_slots: int) -> list[Host]:
     """Return the nodes of the job, each with the GPUs that Slurm gave the job on this one.
 
-    Args:
-        default_slots: slots of a node in a job that asked for no GPUs (a whole node, or a CPU)
-
-    Raises:
-        ConfigError: Slurm's variables cannot be read
+    `default_slots`: slots of a node in a job that asked for no GPUs (a whole node, or a CPU). Raises ConfigError if Slurm's variables
+    cannot be read.
     """
     given = environment.get("SLURM_GPUS_ON_NODE", "")
     count = given.rpartition(":")[2]  # some versions write the type first: `a100:4`

@@ -149,11 +149,7 @@ class Reservation:
 async def reserve(node_sizes: Sequence[int], device: Device, *, timeout_s: float = RESERVE_TIMEOUT_S) -> Reservation:
     """Reserve nodes of these sizes.
 
-    Args:
-        node_sizes: GPUs (on a CPU processes) of each node
-
-    Raises:
-        ConfigError: the cluster lacks them, or does not provide them in time
+    `node_sizes`: GPUs (on a CPU processes) of each node. Raises ConfigError if the cluster lacks them, or does not provide them in time.
     """
     resource = "GPU" if device == "cuda" else "CPU"
     strategy = "STRICT_SPREAD" if len(node_sizes) > 1 else "PACK"

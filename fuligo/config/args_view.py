@@ -29,11 +29,8 @@ class ArgsView:
     def __init__(self, config: Config, own: Mapping[str, Any] | None = None) -> None:
         """Show a config.
 
-        Args:
-            own: the user's entries; None reads them from `--custom-config-path`
-
-        Raises:
-            ConfigError: that file cannot be read, or has an entry with the name of a flag
+        `own`: the user's entries; None reads them from `--custom-config-path`. Raises ConfigError if that file cannot be read, or has an
+        entry with the name of a flag.
         """
         object.__setattr__(self, "_config", config)
         object.__setattr__(self, "_own", custom_entries(config) if own is None else own)

@@ -51,11 +51,7 @@ def asked_for_help(arguments: Sequence[str]) -> str | None:
 def help_text(topic: str = "") -> str:
     """Return the help text on a topic.
 
-    Args:
-        topic: a group, a flag with underscores, or empty for everything.
-
-    Raises:
-        ConfigError: no group or flag has this name.
+    `topic`: a group, a flag with underscores, or empty for everything. Raises ConfigError if no group or flag has this name.
     """
     if not topic:
         return "\n".join([_USAGE, *(_group_text(group) for group in GROUPS)])

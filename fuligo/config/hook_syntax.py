@@ -31,11 +31,7 @@ def hook_findings(config: Config) -> Iterator[Finding]:
 
 
 def hook_finding(flag_name: str, path: str, env_path: str = "") -> Iterator[Finding]:
-    """Yield the problem of one hook, if it has one.
-
-    Args:
-        env_path: PYTHONPATH of `--env`.
-    """
+    """Yield the problem of one hook, if it has one. `env_path`: PYTHONPATH of `--env`."""
     option = flags()[flag_name].option
     target = ALIASES.get(path, path)
     problem = path_problem(target)

@@ -69,11 +69,7 @@ def compare(first: Path, second: Path, model: Path | None = None) -> Iterator[Co
 
 
 def _all_compared(here: Path, there: Path, model: Path | None, *, named: tuple[Path, Path]) -> Iterator[Comparison]:
-    """Compare all tensors of two directories.
-
-    Args:
-        named: paths to show in the results.
-    """
+    """Compare all tensors of two directories. `named`: paths to show in the results."""
     as_they_are = is_distributed(here) and is_distributed(there)
     one, other = (_open(place, model, as_they_are=as_they_are) for place in (here, there))
     first, second = named

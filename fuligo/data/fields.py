@@ -24,14 +24,11 @@ class Fields:
 
 
 def read_fields(row: dict[str, Any], settings: DataSettings, place: Callable[[], str], directory: Path) -> Fields:
-    """Read the fields of a row.
+    """Read the fields of a row. Raises DataError if a key is missing, or its value is invalid.
 
     Args:
         directory: directory that paths of images are relative to
         place: returns the file and line of the row; called for errors only
-
-    Raises:
-        DataError: a key is missing, or its value is invalid
     """
     try:
         tools = _tools(row, settings.tool_key)
@@ -81,11 +78,8 @@ def _images(row: dict[str, Any], settings: DataSettings, prompt: str | Messages,
 def check_messages(value: Any, key: str, *, has_images: bool = False) -> Messages:
     """Return chat messages without their null fields (columnar files fill missing fields with null).
 
-    Args:
-        has_images: image parts of a message's content become placeholders.
-
-    Raises:
-        DataError: `value` is not a list of messages with a role and content
+    `has_images`: image parts of a message's content become placeholders. Raises DataError if `value` is not a list of messages with a role
+    and content.
     """
     if not isinstance(value, list) or not value:
         raise DataError(f"{key!r} must be a string or a list of chat messages, not {value!r:.80}")

@@ -25,11 +25,7 @@ class ImageDigests:
     def check(self, row: int, images: Sequence[RawImage], place: str) -> None:
         """Remember the images of a row, or check that they are the ones that were read before.
 
-        Args:
-            place: file and line of the row
-
-        Raises:
-            DataChangedError: they have changed
+        `place`: file and line of the row. Raises DataChangedError if they have changed.
         """
         if not any(image.is_file for image in images):
             return

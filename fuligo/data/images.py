@@ -54,11 +54,8 @@ class ImagePlacer(Protocol):
     def place(self, ids: Sequence[int], images: Sequence[RawImage]) -> Placed:
         """Give images their tokens; this depends only on their sizes.
 
-        Args:
-            ids: token ids as the chat template writes them, with one token for each image.
-
-        Raises:
-            DataError: an image's header cannot be read, it is too large, or the numbers of images differ
+        `ids`: token ids as the chat template writes them, with one token for each image. Raises DataError if an image's header cannot be
+        read, it is too large, or the numbers of images differ.
         """
         ...
 

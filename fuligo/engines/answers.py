@@ -135,11 +135,7 @@ def scoring_body(input_ids: Sequence[int] | IntArray, num_given: int) -> dict[st
 def parse_scores(answer: Any, scored_ids: IntArray) -> FloatArray:
     """Return [R] log softmax(logits), always at temperature 1, from an answer of `/generate`.
 
-    Args:
-        scored_ids: [R] the last tokens of the request
-
-    Raises:
-        Retryable: the answer is malformed
+    `scored_ids`: [R] the last tokens of the request. Raises Retryable if the answer is malformed.
     """
     try:
         entries = answer["meta_info"]["input_token_logprobs"][-len(scored_ids) :]

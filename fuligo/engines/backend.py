@@ -129,15 +129,12 @@ class EngineBackend(Protocol):
     """Engine backend; `config.engine_capabilities` has its facts."""
 
     async def launch(self, config: Config, directory: Path, stack: AsyncExitStack, hosts: EngineHosts | None) -> LaunchedEngines:
-        """Start the engines of a run; return when they answer.
+        """Start the engines of a run; return when they answer. Raises EngineError if an engine did not start.
 
         Args:
             directory: directory of the engines' logs
             stack: stops the engines when it closes
             hosts: machines for the engines; None: this one
-
-        Raises:
-            EngineError: an engine did not start
         """
         ...
 

@@ -169,11 +169,7 @@ class InferenceEngine(Protocol):
         ...
 
     async def load(self, *, retries: int | None = None) -> EngineLoad:
-        """Return the current load.
-
-        Args:
-            retries: by default those of every call
-        """
+        """Return the current load. `retries`: by default those of every call."""
         ...
 
     async def start_profile(self, directory: str, name: str) -> None:

@@ -103,11 +103,7 @@ def listening_store(host: str, port: int = 0, *, timeout: timedelta = timedelta(
 def listening_socket(host: str, port: int = 0) -> socket.socket:
     """Listen only at `host`. If it is an address that others translate to this machine, listen on every interface, with a warning.
 
-    Args:
-        port: 0 means any free port
-
-    Raises:
-        OSError: the port is taken
+    `port`: 0 means any free port. Raises OSError if the port is taken.
     """
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     try:

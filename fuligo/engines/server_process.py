@@ -24,11 +24,7 @@ ORPHANS_POLL_S = 0.05
 def end_marked(mark: str, name: str, timeout_s: float) -> None:
     """Kill all processes with this mark; return when they have ended and released their memory. No-op without /proc.
 
-    Args:
-        name: server's name for the error
-
-    Raises:
-        EngineError: some have not ended in time, such as those that hang in a driver
+    `name`: server's name for the error. Raises EngineError if some have not ended in time, such as those that hang in a driver.
     """
     deadline = time.monotonic() + timeout_s
     seen: set[tuple[int, str]] = set()
@@ -108,11 +104,8 @@ class LoggedProcess:
     async def wait_until(self, ready: Callable[[], Awaitable[bool]], timeout_s: float, *, what: str | None = None) -> None:
         """Return when `ready` returns True.
 
-        Args:
-            what: start of the error message at the deadline; by default "NAME was not ready"
-
-        Raises:
-            EngineError: the process ended, or the deadline passed; with the last lines of its log
+        `what`: start of the error message at the deadline; by default "NAME was not ready". Raises EngineError if the process ended, or the
+        deadline passed, with the last lines of its log.
         """
         deadline = time.monotonic() + timeout_s
         while not await ready():

@@ -65,11 +65,7 @@ class Renderer:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", template: ChatTemplate, end_ids: frozenset[int]) -> None:
         """Find out how the template renders tools, tool calls and thinking.
 
-        Args:
-            end_ids: tokens at which the model stops
-
-        Raises:
-            ConfigError: the tokenizer cannot tokenize a conversation in pieces
+        `end_ids`: tokens at which the model stops. Raises ConfigError if the tokenizer cannot tokenize a conversation in pieces.
         """
         self._tokenizer = tokenizer
         self._template = template

@@ -70,11 +70,7 @@ class Quantisation:
         return f"{name}_scale_inv" if self.strategy == "block" else f"{name}_scale"
 
     def quantization_config(self, unquantised: Sequence[str]) -> dict[str, Any]:
-        """Return the `quantization_config` of config.json.
-
-        Args:
-            unquantised: modules with a matrix that is not quantized.
-        """
+        """Return the `quantization_config` of config.json. `unquantised`: modules with a matrix that is not quantized."""
         kept = sorted({*unquantised, _NEVER})
         if self.block_size is not None:
             return {

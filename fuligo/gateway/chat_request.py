@@ -58,15 +58,12 @@ class ChatRequest:
 
 
 def parse_chat_request(body: Mapping[str, Any], rollout: SamplingParams, *, replaces: bool) -> ChatRequest:
-    """Check a request.
+    """Check a request. Raises InvalidRequest if the body is malformed, or asks for something that cannot be trained on.
 
     Args:
         body: request to `/v1/chat/completions`; requests of other APIs are translated to one
         rollout: sampling parameters of the rollout; `max_new_tokens` limits an answer
         replaces: take the rollout's parameters where the request has others, instead of refusing it
-
-    Raises:
-        InvalidRequest: the body is malformed, or asks for something that cannot be trained on
     """
     params, num_replaced = _params(body, rollout, replaces)
     for name, value in body.items():

@@ -70,14 +70,11 @@ class Gateway:
         self._starting = asyncio.Lock()
 
     async def open(self, params: SamplingParams, *, label: str, priority: int = 0) -> Session:
-        """Open a session; the first one starts the server.
+        """Open a session; the first one starts the server. Raises OSError if the gateway cannot listen on its host.
 
         Args:
             label: beginning of the request ids in the engine
             priority: order of queued requests, as of an engine
-
-        Raises:
-            OSError: the gateway cannot listen on its host
         """
         async with self._starting:
             if self._server is None:

@@ -139,13 +139,9 @@ class Session:
     async def complete(self, raw: bytes, read: Callable[[bytes], Mapping[str, Any]] = parse_body) -> Completion:
         """Answer a request.
 
-        Args:
-            read: turns its bytes into the body of a request for a chat completion; raises `InvalidRequest`
-
-        Raises:
-            InvalidRequest: it is malformed, or training cannot honor it
-            EngineError: no engine answered
-            SessionEnded: the session ended before the answer was complete
+        `read`: turns its bytes into the body of a request for a chat completion; raises `InvalidRequest`. Raises InvalidRequest if it is
+        malformed, or training cannot honor it, EngineError if no engine answered, and SessionEnded if the session ended before the answer
+        was complete.
         """
         self.num_requests += 1
         self.last_request_s = time.monotonic()

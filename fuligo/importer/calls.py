@@ -199,11 +199,8 @@ class Findings:
 def read_calls(calls: Iterable[Call], initial: Mapping[str, str]) -> Findings:
     """Sort the calls of a script into launches and notes.
 
-    Args:
-        initial: the environment that the script was started with.
-
-    Raises:
-        ConfigError: a submitted job is malformed, a command looks like an assignment, or the job is started on another machine.
+    `initial`: the environment that the script was started with. Raises ConfigError if a submitted job is malformed, a command looks like an
+    assignment, or the job is started on another machine.
     """
     findings = Findings()
     by_number = {call.number: call for call in calls}

@@ -61,11 +61,7 @@ class ColocatedDevices:
         return not self._trainer_is_loaded and "kv_cache" in self._held
 
     def attach(self, trainer: Trainer, *, is_loaded: bool) -> None:
-        """Start sharing the devices with a trainer.
-
-        Args:
-            is_loaded: the trainer holds its memory, as after `detach`
-        """
+        """Start sharing the devices with a trainer. `is_loaded`: the trainer holds its memory, as after `detach`."""
         self._trainer, self._trainer_is_loaded = trainer, is_loaded
 
     async def detach(self) -> None:

@@ -77,11 +77,8 @@ class Engines:
     async def watched(self, *, are_synced: bool) -> AsyncIterator[None]:
         """Poll the engines and restart dead ones during the block; an engine that cannot be restarted ends the block.
 
-        Args:
-            are_synced: there is a trainer; without one, restarted engines keep the weights that they load
-
-        Raises:
-            EngineError: an engine or the router is lost for good
+        `are_synced`: there is a trainer; without one, restarted engines keep the weights that they load. Raises EngineError if an engine or
+        the router is lost for good.
         """
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(while_watching(self.monitor.watch()))
@@ -178,14 +175,11 @@ def build_weight_sync(
     devices: ColocatedDevices | None,
     run_directory: Path,
 ) -> WeightSync | ColocatedWeightSync:
-    """Return the weight sync of a run.
+    """Return the weight sync of a run. Raises ConfigError if the transport does not reach the engines from where rank 0 runs.
 
     Args:
         trainer: a `ColocatedTrainer` if `devices` are given
         resumes: the trainer's weights are those of a checkpoint of `version`
-
-    Raises:
-        ConfigError: the transport does not reach the engines from where rank 0 runs
     """
     assert config.model.hf_checkpoint is not None
     flags = config.weight_sync

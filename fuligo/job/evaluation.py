@@ -56,11 +56,8 @@ class Evaluated:
 async def evaluate_config(config: Config, run_dir: Path) -> Evaluated:
     """Serve the weights and evaluate every dataset.
 
-    Args:
-        run_dir: new or empty; receives the metrics and every sample, in the form of a run's evaluations
-
-    Raises:
-        FuligoError: the evaluation failed
+    `run_dir`: new or empty; receives the metrics and every sample, in the form of a run's evaluations. Raises FuligoError if the evaluation
+    failed.
     """
     from fuligo.models.directory import load_tokenizer
 

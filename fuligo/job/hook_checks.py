@@ -66,16 +66,13 @@ def check_hooks(config: Config, prompts: list[Prompt] | None = None) -> dict[str
 
 
 def check_hook(flag_name: str, hook: Hook | str, config: Config | None = None, prompts: list[Prompt] | None = None) -> None:
-    """Check one hook.
+    """Check one hook. Raises FuligoError if the hook does not do what a run expects of it.
 
     Args:
         flag_name: its flag with underscores, such as `custom_loss_function_path`.
         hook: the function, or its path.
         config: what `args` shows; default flags if it is None.
         prompts: prompts of the samples, with label and metadata; made up if it is None.
-
-    Raises:
-        FuligoError: the hook does not do what a run expects of it.
     """
     config = config or Config()
     function = load_hook(flag_name, hook) if isinstance(hook, str) else hook

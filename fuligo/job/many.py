@@ -98,11 +98,8 @@ async def _lend_engines(
 ) -> None:
     """Start the engines, have their supervision end the runs with them, and tell each run that samples how it reaches them.
 
-    Args:
-        ends: done when all runs have ended, which also cancels the start of the engines
-
-    Raises:
-        EngineError: one did not start; with the last lines of its log
+    `ends`: done when all runs have ended, which also cancels the start of the engines. Raises EngineError if one did not start, with the
+    last lines of its log.
     """
     sampling = [(run, config) for run, config in zip(runs, configs, strict=True) if config.needs_engine]
     if not sampling:

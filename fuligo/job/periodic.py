@@ -43,11 +43,7 @@ class Evaluate:
         await self.evaluate(num_rollouts=rollout.step + 1)
 
     async def evaluate(self, num_rollouts: int) -> None:
-        """Evaluate and record the result.
-
-        Args:
-            num_rollouts: complete rollouts; 0 is the untrained policy
-        """
+        """Evaluate and record the result. `num_rollouts`: complete rollouts; 0 is the untrained policy."""
         with self.recorder.phase("eval", num_rollouts):
             evaluation = await self.evaluator.evaluate(num_rollouts)
         self.history.append(evaluation)

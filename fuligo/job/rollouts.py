@@ -46,11 +46,8 @@ class RunData:
     def open(cls, config: Config, state: RolloutState | None = None) -> RunData:
         """Load the tokenizer and index the data.
 
-        Args:
-            state: state of the checkpoint that is resumed
-
-        Raises:
-            DataError: the data are missing or malformed, or differ from those of the checkpoint
+        `state`: state of the checkpoint that is resumed. Raises DataError if the data are missing or malformed, or differ from those of the
+        checkpoint.
         """
         from fuligo.models.directory import load_tokenizer
 

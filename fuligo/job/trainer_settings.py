@@ -212,11 +212,8 @@ def _capacity(config: Config, max_tokens: int | None) -> Capacity:
 def megatron_settings(config: Config, common: TrainerSettings) -> MegatronTrainerSettings:
     """Complete the common settings with those of the Megatron trainer.
 
-    Args:
-        common: settings of any trainer
-
-    Raises:
-        ConfigError: config.json cannot be read, the layout does not divide the ranks, or the model cannot have the adapter
+    `common`: settings of any trainer. Raises ConfigError if config.json cannot be read, the layout does not divide the ranks, or the model
+    cannot have the adapter.
     """
     sizes, optimizer, train = config.parallel, config.optimizer, config.train
     config_json, source = read_config_json(common.hf_checkpoint), str(common.hf_checkpoint / "config.json")

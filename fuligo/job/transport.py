@@ -18,11 +18,8 @@ if TYPE_CHECKING:
 def choose_transport(config: Config, cluster: RayCluster | None) -> Transport:
     """Return --update-weight-transport with auto resolved.
 
-    Args:
-        cluster: has the places of ranks and engines; None: all are on this machine.
-
-    Raises:
-        ConfigError: it does not reach the engines, or not all of their ranks.
+    `cluster`: has the places of ranks and engines; None: all are on this machine. Raises ConfigError if it does not reach the engines, or
+    not all of their ranks.
     """
     transport = _reaching(config, cluster)
     stages = max((group.pp_size for group in engine_groups(config) if group.model == policy_model(config)), default=1)

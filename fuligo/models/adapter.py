@@ -77,11 +77,8 @@ def require_layers(targets: Iterable[str], model: PreTrainedModel) -> None:
 def add_adapter(model: PreTrainedModel, config: AdapterConfig, *, seed: int) -> None:
     """Add PEFT's LoRA layers to the model, in place. All other parameters are frozen; B starts as zeros, so the outputs do not change.
 
-    Args:
-        seed: seed for A, so that all ranks start with the same adapter; the global random state does not change.
-
-    Raises:
-        ConfigError: the model lacks a layer that is to be adapted, or the rank is higher than any of its matrices can have.
+    `seed`: seed for A, so that all ranks start with the same adapter; the global random state does not change. Raises ConfigError if the
+    model lacks a layer that is to be adapted, or the rank is higher than any of its matrices can have.
     """
     from peft import inject_adapter_in_model
 

@@ -207,14 +207,11 @@ class PeftTargets:
 
     @classmethod
     def of(cls, adapter: AdapterConfig, layers: Collection[str], *, has_experts: bool) -> "PeftTargets":
-        """Return the targets of an adapter.
+        """Return the targets of an adapter. Raises ConfigError if PEFT has no dropout for one of the layers.
 
         Args:
             layers: names of all layers that an adapter can have.
             has_experts: the model stores all experts of a layer as one tensor.
-
-        Raises:
-            ConfigError: PEFT has no dropout for one of the layers.
         """
         taken = EXPERT_MATRICES if has_experts else frozenset()
         adapted = [layer for layer in layers if adapter.adapts(layer)]
@@ -242,11 +239,7 @@ def _ending(layer: str) -> str:
 def require_targets(targets: Iterable[str], layers: Collection[str], *, lacking: str) -> None:
     """Check that every target is the name of a layer, or its end.
 
-    Args:
-        lacking: first half of the message about a missing layer.
-
-    Raises:
-        ConfigError: a target names no layer that can have an adapter.
+    `lacking`: first half of the message about a missing layer. Raises ConfigError if a target names no layer that can have an adapter.
     """
     kinds = sorted({layer.rpartition(".")[2] for layer in layers})
     for target in targets:

@@ -30,11 +30,8 @@ def load_config(path: str) -> Any:
 def load_tokenizer(path: str | Path, *, runs_its_code: bool) -> PreTrainedTokenizerBase:
     """Load the tokenizer.
 
-    Args:
-        runs_its_code: run Python code of the directory if the tokenizer needs it; transformers never asks on standard input.
-
-    Raises:
-        ConfigError: the tokenizer's files are invalid, or it needs code that may not run.
+    `runs_its_code`: run Python code of the directory if the tokenizer needs it; transformers never asks on standard input. Raises
+    ConfigError if the tokenizer's files are invalid, or it needs code that may not run.
     """
     _require_plain_files(Path(path))
     if not runs_its_code and _is_code_alone(Path(path)):

@@ -44,11 +44,7 @@ class HubModel:
     def download(self, allowed: list[str] | None = None) -> Path:
         """Download the model's files unless they are in the cache, and return their directory.
 
-        Args:
-            allowed: names of the only files needed.
-
-        Raises:
-            ConfigError: the Hub does not provide the model; names what to do.
+        `allowed`: names of the only files needed. Raises ConfigError if the Hub does not provide the model, naming what to do.
         """
         from huggingface_hub import snapshot_download
 
@@ -70,11 +66,7 @@ class HubModel:
 def model_directory(path: Path, *, weights: bool) -> Path:
     """Return the local directory of a model; download it to the Hub cache if `path` is a Hub repository name.
 
-    Args:
-        weights: download everything; else only config.json and the tokenizer.
-
-    Raises:
-        ConfigError: the Hub does not provide the model.
+    `weights`: download everything; else only config.json and the tokenizer. Raises ConfigError if the Hub does not provide the model.
     """
     model = None if path.exists() else HubModel.parse(str(path))
     return path if model is None else model.download(None if weights else list(_SMALL_FILES))

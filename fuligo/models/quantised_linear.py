@@ -76,11 +76,7 @@ class QuantisedLinear(QuantisedWeight):
 def quantise_base(model: PreTrainedModel, base: QuantisedBase, device: torch.device) -> None:
     """Replace the linear layers below the adapter, except the output layer, and the experts' matrices by quantized ones, in place.
 
-    Args:
-        device: quantizes and then holds the matrices.
-
-    Raises:
-        ConfigError: the model has experts that cannot be quantized.
+    `device`: quantizes and then holds the matrices. Raises ConfigError if the model has experts that cannot be quantized.
     """
     linear, stacked = _base_layers(model), _experts(model)
     for name in linear:

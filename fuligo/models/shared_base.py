@@ -17,11 +17,8 @@ class SharedBase:
     def give_to(self, model: nn.Module, *, digest: str | None = None) -> None:
         """Replace the base weights of a model by those of the first model that came here, which keeps its own.
 
-        Args:
-            digest: digest of the model's base weights; None if they need not be compared
-
-        Raises:
-            CheckpointError: the model has other base weights than the first.
+        `digest`: digest of the model's base weights; None if they need not be compared. Raises CheckpointError if the model has other base
+        weights than the first.
         """
         parameters = dict(model.named_parameters(remove_duplicate=False))
         own = {stored_name(name): name for name in parameters if not is_adapter_name(stored_name(name))}

@@ -100,11 +100,7 @@ class CpuKernel:
 
 
 def flash_with_sinks(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
-    """Compute attention with sinks by a kernel that does not support them.
-
-    Args:
-        sinks: logits that broadcast with the kernel's log-sum-exp.
-    """
+    """Compute attention with sinks by a kernel that does not support them. `sinks`: logits that broadcast with the kernel's log-sum-exp."""
     result: Tensor = _FlashWithSinks.apply(query, key, value, sinks, kernel)
     return result
 

@@ -33,11 +33,7 @@ end has a row only for the last of its samples; answers in the others have no pl
 
 
 def turns_column(samples: Sequence[Sample], as_text: Callable[[Any], str | None]) -> pa.Array:
-    """Return the column; null for samples without an episode.
-
-    Args:
-        as_text: text of a value, JSON unless it is a string
-    """
+    """Return the column; null for samples without an episode. `as_text`: text of a value, JSON unless it is a string."""
     if not any(sample.episode for sample in samples):
         return pa.nulls(len(samples), TURNS)
     return pa.array([sample.episode and list(_entries(sample.episode, as_text)) for sample in samples], TURNS)

@@ -35,11 +35,7 @@ def _fresh(sample: Sample) -> Sample:
 
 
 def _write(sample: Sample, path: list[tuple[Turn, bool]], tokenizer: Tokenizer) -> None:
-    """Write the turns of one branch into a sample.
-
-    Args:
-        path: each turn, and whether this branch trains on it
-    """
+    """Write the turns of one branch into a sample. `path`: each turn, and whether this branch trains on it."""
     root = path[0][0]
     sample.prompt, sample.prompt_ids = root.messages[:-1], root.context
     ids: list[np.ndarray] = []

@@ -70,11 +70,8 @@ def save_rollout(template: str, rollout: Rollout) -> Path:
 def load_rollout(template: str, step: int, *, vocab_size: int | None = None) -> Rollout:
     """Load the rollout that `save_rollout` wrote for this step.
 
-    Args:
-        vocab_size: vocabulary size of the model that trains on it; None if unknown
-
-    Raises:
-        DataError: the file is missing, has a different format, or belongs to a model with other tokens
+    `vocab_size`: vocabulary size of the model that trains on it; None if unknown. Raises DataError if the file is missing, has a different
+    format, or belongs to a model with other tokens.
     """
     path = Path(template.replace("{rollout_id}", str(step)))
     try:

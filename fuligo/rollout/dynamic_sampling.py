@@ -74,11 +74,8 @@ class DynamicSampling:
     def begin_wave(self, explain: Callable[[], str] = str) -> None:
         """Count a new wave.
 
-        Args:
-            explain: returns sentences for the end of the error
-
-        Raises:
-            RolloutError: `max_waves` waves did not fill the rollout, or nothing was kept of many groups
+        `explain`: returns sentences for the end of the error. Raises RolloutError if `max_waves` waves did not fill the rollout, or nothing
+        was kept of many groups.
         """
         if self.exhausted:
             tried = f"{self.num_waves} sampling waves ({self.num_submitted} prompts)"

@@ -31,11 +31,7 @@ _REQUEST_ID = re.compile(r"request \S+: ")
 
 
 def judged(samples: Iterable[Sample], *, rewarded: bool = True) -> list[Sample]:
-    """Return the samples that finished and did not fail.
-
-    Args:
-        rewarded: only those with a reward
-    """
+    """Return the samples that finished and did not fail. `rewarded`: only those with a reward."""
     answered = [sample for sample in samples if sample.status in (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)]
     return [sample for sample in answered if sample.reward is not None] if rewarded else answered
 
@@ -87,11 +83,8 @@ class FailureWatch:
     def add(self, step: int, group: SampleGroup, reason: str | None) -> None:
         """Record a finished group.
 
-        Args:
-            reason: its `drop_reason`; only `TOO_FEW_USABLE` counts as a failure, a filter's drop does not
-
-        Raises:
-            RolloutError: nearly all of the last groups failed; names the most frequent errors
+        `reason`: its `drop_reason`; only `TOO_FEW_USABLE` counts as a failure, a filter's drop does not. Raises RolloutError if nearly all
+        of the last groups failed, naming the most frequent errors.
         """
         self._last.append(_errors_of_failed(group) if reason == TOO_FEW_USABLE else None)
         if len(self._last) == self._num_needed:

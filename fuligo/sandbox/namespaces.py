@@ -43,11 +43,8 @@ class Root:
 def enter(*, with_nobody: bool = False) -> None:
     """Move this process, and the processes that it forks from now on, into new namespaces where it has all capabilities.
 
-    Args:
-        with_nobody: if this process is root, the sandbox has a second user, `NOBODY`, to run programs; needs CAP_SETUID
-
-    Raises:
-        UnavailableError: the kernel gives this user no namespaces.
+    `with_nobody`: if this process is root, the sandbox has a second user, `NOBODY`, to run programs; needs CAP_SETUID. Raises
+    UnavailableError if the kernel gives this user no namespaces.
     """
     user, group = os.geteuid(), os.getegid()
     is_mapped = _start_mapper() if with_nobody and user == 0 else None

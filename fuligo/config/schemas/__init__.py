@@ -62,11 +62,7 @@ class Schema:
         return None
 
     def unknown(self, name: str, elsewhere: Sequence[str] = ()) -> str:
-        """Return the error text for an unknown argument.
-
-        Args:
-            elsewhere: suggestions that are better than similar names of this backend.
-        """
+        """Return the error text for an unknown argument. `elsewhere`: suggestions that are better than similar names of this backend."""
         near = elsewhere or nearest(name, [*self.flags, *self.aliases])
         return f"unknown argument of {self.backend} {self.version}{did_you_mean(near)}"
 

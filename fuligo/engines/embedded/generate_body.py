@@ -56,11 +56,7 @@ HARMLESS = {
 def parse_requests(raw: bytes, model: EngineModel, new_waiter: Callable[[], Any]) -> tuple[list[Request], bool]:
     """Return the requests of a body, and whether it has the batch form.
 
-    Args:
-        new_waiter: makes the `waiter` of a request
-
-    Raises:
-        ValueError: the body is malformed, or the model cannot answer it
+    `new_waiter`: makes the `waiter` of a request. Raises ValueError if the body is malformed, or the model cannot answer it.
     """
     try:
         body = orjson.loads(raw)
@@ -158,11 +154,7 @@ async def ended_while_connected(http: HttpRequest, requests: Sequence[Request], 
 
 
 def answer(request: Request, model: EngineModel, started: float) -> dict[str, Any]:
-    """Return SGLang's JSON object for an ended request.
-
-    Args:
-        started: `time.perf_counter()` when the request arrived
-    """
+    """Return SGLang's JSON object for an ended request. `started`: `time.perf_counter()` when the request arrived."""
     assert request.finish_reason is not None
     text = "" if model.tokenizer is None else str(model.tokenizer.decode(request.output_ids, skip_special_tokens=True))
     matched = request.finish_reason.get("matched")

@@ -177,11 +177,7 @@ def _load(settings: ServeSettings) -> list[EngineModel]:
 def affordable_tokens(model: EngineModel, max_running_requests: int, *, num_engines: int = 1) -> int:
     """Return the tokens of KV cache that the longest requests need, limited to a fraction of the free memory.
 
-    Args:
-        num_engines: engines, each of which has such a cache
-
-    Raises:
-        ConfigError: not even the shortest request fits
+    `num_engines`: engines, each of which has such a cache. Raises ConfigError if not even the shortest request fits.
     """
     device = model.device.type
     free_bytes = torch.cuda.mem_get_info(model.device)[0] if device == "cuda" else available_memory_bytes()

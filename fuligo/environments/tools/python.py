@@ -228,11 +228,7 @@ class PythonTool:
         self._keeps_variables = keeps_variables
 
     async def python(self, code: str) -> str:
-        """Run a Python program and return what it prints, and the value of an expression in its last line.
-
-        Args:
-            code: the program
-        """
+        """Run a Python program and return what it prints, and the value of an expression in its last line. `code`: the program."""
         result = await self._session.run(code)
         if not self._keeps_variables:
             self._session.close()

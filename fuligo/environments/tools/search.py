@@ -169,11 +169,7 @@ class SearchTool:
         self._settings = settings
 
     def search(self, query: str) -> str:
-        """Search the documents by words and return the best passages.
-
-        Args:
-            query: a few words
-        """
+        """Search the documents by words and return the best passages. `query`: a few words."""
         hits = shared_index(self._settings).search(query, self._settings.num_results)
         if not hits:
             return "No document contains a word of the query."

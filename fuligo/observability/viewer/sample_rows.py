@@ -72,14 +72,11 @@ def _row_group(path: Path, version: tuple[int, int], group: int, names: tuple[st
 
 
 def check_size(metadata: pq.FileMetaData, names: Container[str] | None, group: int | None = None) -> None:
-    """Check that columns fit into memory once they are uncompressed.
+    """Check that columns fit into memory once they are uncompressed. Raises ArrowInvalid if no run writes as many rows or bytes.
 
     Args:
         names: columns that are read; None reads all.
         group: row group that is read; None reads all.
-
-    Raises:
-        ArrowInvalid: no run writes as many rows or bytes.
     """
     if metadata.num_rows > MAX_ROWS:
         raise pa.ArrowInvalid(f"{metadata.num_rows:,} samples in one file; at most {MAX_ROWS:,} are read")

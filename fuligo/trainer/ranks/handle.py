@@ -32,11 +32,7 @@ class RankHandle(ABC):
 
     @abstractmethod
     async def close(self, *, failed: bool) -> None:
-        """End the rank.
-
-        Args:
-            failed: a command failed or is still running, so that the rank may hang.
-        """
+        """End the rank. `failed`: a command failed or is still running, so that the rank may hang."""
 
     def log_hint(self) -> str:
         """Return a sentence that says where the rank's output is, with its last lines if they can be read here."""

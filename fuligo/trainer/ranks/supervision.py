@@ -68,11 +68,8 @@ async def finish(command: str, ranks: Sequence[RankHandle], calls: Sequence[Awai
 async def heartbeat(rank: RankHandle, phase: str, *, has_answered: bool = True) -> bool:
     """Return whether the rank answers a ping.
 
-    Args:
-        has_answered: the rank answered an earlier ping; else it may be starting, and its silence is not an error.
-
-    Raises:
-        RankError: the rank is gone or has stopped answering.
+    `has_answered`: the rank answered an earlier ping; else it may be starting, and its silence is not an error. Raises RankError if the
+    rank is gone or has stopped answering.
     """
     try:
         async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):

@@ -97,12 +97,8 @@ def torchrun_place() -> TorchrunPlace | None:
 async def connect_ranks(place: TorchrunPlace, size: int) -> list[RankHandle]:
     """Wait until all other ranks have connected to this process, which is rank 0.
 
-    Args:
-        size: ranks that the trainer needs
-
-    Raises:
-        ConfigError: torchrun started a different number of processes.
-        TrainerError: a rank did not connect in time.
+    `size`: ranks that the trainer needs. Raises ConfigError if torchrun started a different number of processes and TrainerError if a rank
+    did not connect in time.
     """
     if place.size != size:
         raise ConfigError(

@@ -31,11 +31,7 @@ class RankWorker(Protocol):
     def logprobs(self, share: ScoreShare) -> list[FloatArray] | None: ...
 
     def train(self, steps: Sequence[StepShare | None]) -> StepResult:
-        """Run the optimizer steps of a rollout.
-
-        Args:
-            steps: the replica's share of each optimizer step; None for one that is skipped.
-        """
+        """Run the optimizer steps of a rollout. `steps`: the replica's share of each optimizer step; None for one that is skipped."""
         ...
 
     def send_weights(self, target: WeightTarget) -> WeightManifest | Undelivered | None: ...

@@ -82,11 +82,7 @@ def set_environment(settings: TrainerSettings) -> None:
 def join_world(rank: int, size: int, device_type: str, *, store: Store, key: bytes | None, timeout_s: float) -> World:
     """Form the process group with the other ranks; return when all have joined.
 
-    Args:
-        key: secret of the ranks that signs their objects; None: objects are not signed
-
-    Raises:
-        dist.DistError: a rank did not join in time.
+    `key`: secret of the ranks that signs their objects; None: objects are not signed. Raises dist.DistError if a rank did not join in time.
     """
     if device_type == "cpu":
         share_cores(size)

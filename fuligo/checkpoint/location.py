@@ -181,10 +181,7 @@ def replaced_iterations(directory: Path) -> list[int]:
 
 
 def _require_plain_files(directory: Path) -> None:
-    """Check that a directory of checkpoints holds no pipe or device, because reading one would block.
-
-    Raises CheckpointError if one does.
-    """
+    """Check that a directory of checkpoints holds no pipe or device, because reading one would block."""
     for problem in unreadable_files(directory, math.inf):
         raise CheckpointError(f"cannot load from {directory}: {problem}")
 

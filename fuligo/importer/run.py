@@ -245,10 +245,7 @@ def _job(task: _Script, state: str, folder: str, options: Sequence[str]) -> dict
 
 
 def _start(job: Mapping[str, Any], task: _Script) -> dict[str, Any]:
-    """Start `sandbox.py` with a job.
-
-    Raises UnavailableError if no sandbox can be built here and ConfigError if the script cannot be started.
-    """
+    """Start `sandbox.py` with a job."""
     command, own = processes.command(sandbox.__name__), processes.environment()
     text, deadline = json.dumps(job).encode(), task.seconds + _GRACE_SECONDS
     try:

@@ -150,10 +150,7 @@ async def _connect_external(config: Config, stack: AsyncExitStack) -> EngineGrou
 
 
 async def _require_changes(config: Config, engines: EngineGroup) -> None:
-    """Check that external engines take syncs without the unchanged tensors, if the run sends such syncs.
-
-    Raises ConfigError if one of them is `fuligo serve`, which is recognized by its count of syncs.
-    """
+    """Check that external engines take syncs without the unchanged tensors, if the run sends such syncs."""
     if config.weight_sync.update_weight_mode != "delta" or not config.trains:
         return
     for url, info in await engines.model_infos():

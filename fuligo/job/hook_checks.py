@@ -191,10 +191,7 @@ class _NoPrompts:
 
 
 def _adds_up(option: str, settings: LossSettings) -> None:
-    """Check that the losses of two micro-batches add up to the loss of both as one, and that masked tokens have no gradient.
-
-    Raises HookError if the losses do not add up, or masked tokens have a gradient.
-    """
+    """Check that the losses of two micro-batches add up to the loss of both as one, and that masked tokens have no gradient."""
     bounds = [0, *accumulate(_LENGTHS)]
     whole = _inputs(range(len(_LENGTHS)))
     result = objective(whole, settings).loss

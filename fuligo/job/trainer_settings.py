@@ -71,10 +71,7 @@ def torch_settings(config: Config, common: TrainerSettings) -> TorchTrainerSetti
 
 
 def _is_exact(config: Config, device: Device, checkpoint: Path) -> bool:
-    """Return whether the torch trainer computes the engine's log-probabilities bit for bit.
-
-    Raises ConfigError if it must, but cannot on this device or with this model.
-    """
+    """Return whether the torch trainer computes the engine's log-probabilities bit for bit."""
     if not config.train.exact_on_policy:
         return False
     if config.needs_engine and device != config.engine_capabilities.exact_on:

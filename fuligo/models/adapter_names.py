@@ -259,10 +259,7 @@ def _linear_layers(model: ModelNames) -> Iterator[AdaptedMatrix]:
 
 
 def _require_plain_attention(model: ModelNames, num_tensor_ranks: int) -> None:
-    """Check that the attention layers can be adapted.
-
-    Raises ConfigError if attention is sparse, or there are more TP ranks than heads of keys.
-    """
+    """Check that the attention layers can be adapted."""
     heads = model.architecture.attention
     if model.architecture.sparse_index is not None:
         raise ConfigError(

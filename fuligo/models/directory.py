@@ -51,10 +51,7 @@ def load_tokenizer(path: str | Path, *, runs_its_code: bool) -> PreTrainedTokeni
 
 
 def _require_plain_files(directory: Path) -> None:
-    """Check that transformers can read a directory without waiting or filling the memory.
-
-    Raises ConfigError if a file is a pipe, a device or endless.
-    """
+    """Check that transformers can read a directory without waiting or filling the memory."""
     if directory.is_dir() and (problems := list(unreadable_files(directory))):
         raise ConfigError(*problems)
 

@@ -137,11 +137,7 @@ def _base_layers(model: PreTrainedModel) -> list[str]:
 
 
 def _experts(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return the experts of all MoE layers by name.
-
-    Raises ConfigError if their matrices are transposed, have biases, rows that are not whole blocks (files with one matrix for each expert
-    would be quantized differently), or more elements than bitsandbytes' kernels can count.
-    """
+    """Return the experts of all MoE layers by name."""
     found = stacked_experts(model)
     for name, experts in found.items():
         matrices = [experts.get_parameter(matrix) for matrix in EXPERT_MATRICES]

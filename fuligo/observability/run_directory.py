@@ -173,10 +173,7 @@ def _check(path: Path, *, resume: bool) -> None:
 
 
 def _lock(path: Path) -> int:
-    """Take the lock of a run directory, which the kernel releases when the process ends.
-
-    Raises ConfigError if another process has the lock.
-    """
+    """Take the lock of a run directory, which the kernel releases when the process ends."""
     fd = try_lock(path / "metrics.jsonl")
     if fd is None:
         raise ConfigError(f"--run-dir {path} is in use by a running job; wait for it, or use another directory")

@@ -112,10 +112,7 @@ class WeightSender:
         return share
 
     def _group_with(self, target: WeightTarget) -> BroadcastGroup:
-        """Return the process group with the target's engines, a new one if the engines changed.
-
-        Raises EngineError if an engine did not join, or cannot be reached.
-        """
+        """Return the process group with the target's engines, a new one if the engines changed."""
         if self._group is not None and self._group.engines != target.engines:
             self.close()
         if self._group is None:

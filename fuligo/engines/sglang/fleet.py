@@ -195,10 +195,7 @@ class Fleet:
         await _stop_all(*self.servers, self.router)
 
     async def _lose(self, engine: FleetEngine) -> None:
-        """Take a dead engine out of service and restart it in the background, from the beginning if a restart was in progress.
-
-        Raises EngineError if it must not be restarted, or died too often.
-        """
+        """Take a dead engine out of service and restart it in the background, from the beginning if a restart was in progress."""
         if not self._settings.restart:
             await engine.answers_or_ends()
             engine.server.check_alive()

@@ -212,10 +212,7 @@ def _opened(data: bytes) -> Image:
 
 
 def _decoded(data: bytes) -> Image:
-    """Return an image with its pixels, in RGB: upright, as its EXIF orientation says, and on white where it is transparent.
-
-    Raises DataError if the bytes are not an image, are truncated, decode to an image that is too large, or hold pixels of an unknown range.
-    """
+    """Return an image with its pixels, in RGB: upright, as its EXIF orientation says, and on white where it is transparent."""
     import PIL.Image
 
     image = _opened(data)
@@ -237,10 +234,7 @@ def _decoded(data: bytes) -> Image:
 
 
 def _turn(image: Image) -> Transpose | None:
-    """Return the transposition that makes an image upright, from its header; None if it is upright.
-
-    Raises DataError if the header is damaged.
-    """
+    """Return the transposition that makes an image upright, from its header; None if it is upright."""
     from PIL.Image import Transpose
 
     # Pillow turns TIFF by itself; to look for a PNG's EXIF data behind its pixels would decode them

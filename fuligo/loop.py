@@ -49,7 +49,6 @@ class Periodic(Protocol):
 
     async def finish(self) -> None:
         """Wait, after the last rollout, until no background work is left."""
-        ...
 
 
 @dataclass(slots=True)

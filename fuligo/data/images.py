@@ -61,7 +61,6 @@ class ImagePlacer(Protocol):
 
     def decode(self, images: Sequence[PromptImage]) -> None:
         """Check that images can be decoded. Raises DataError if an image cannot be decoded."""
-        ...
 
     @property
     def token_id(self) -> int:

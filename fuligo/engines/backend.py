@@ -23,22 +23,18 @@ class SharedDevices(Protocol):
 
     async def to_engines(self) -> None:
         """Offload the trainer and give the engines, which hold the current weights, their KV cache."""
-        ...
 
     async def make_room(self) -> None:
         """Offload the trainer so that engines can start in its turn; return when those that are starting are up."""
-        ...
 
     async def wait_for_room(self) -> None:
         """Return when an engine may start: it sizes its cache by the free memory, so the trainer must have released its own."""
-        ...
 
     async def align(self, client: InferenceEngine, group: EngineGroup) -> None:
         """Release the memory of a restarted engine that the other engines of its group have released.
 
         Raises EngineError if the engine does not release it.
         """
-        ...
 
 
 SyncRestarted = Callable[[InferenceEngine], Awaitable[bool]]
@@ -64,7 +60,6 @@ class EngineFleet(Protocol):
 
     async def watch(self) -> None:
         """Restart dead engines until canceled. Raises EngineError if an engine died and must not be restarted, or died too often."""
-        ...
 
 
 @dataclass(slots=True, frozen=True)
@@ -172,11 +167,9 @@ class StartedProcess(Protocol):
 
     async def check_alive(self) -> None:
         """Check that the processes have not ended. Raises EngineError if a process has ended, with the last lines of its log."""
-        ...
 
     async def stop(self) -> None:
         """Stop the processes; return when they have ended."""
-        ...
 
 
 def engine_backend(config: Config) -> EngineBackend:

@@ -73,23 +73,18 @@ class InferenceEngine(Protocol):
             mode: `abort` ends all requests with the tokens they have; `retract` returns them to the queue; `in_place` keeps them and
                 their KV cache
         """
-        ...
 
     async def resume(self) -> None:
         """Continue generation after `pause`."""
-        ...
 
     async def abort_all(self) -> None:
         """End every request; each returns its tokens so far with finish reason `abort`."""
-        ...
 
     async def flush_cache(self) -> None:
         """Drop all cached keys and values of the paused or idle engine."""
-        ...
 
     async def update_weights_from_disk(self, path: str, version: int) -> None:
         """Load a Hugging Face directory that the engine can read, with the model's shapes."""
-        ...
 
     async def update_weights_from_tensor(self, payloads: Sequence[str], version: int | None) -> None:
         """Load one bucket of weights from shared memory.
@@ -98,7 +93,6 @@ class InferenceEngine(Protocol):
             payloads: `formats.payload.shared_payload`, one per tensor-parallel rank
             version: given with the last bucket, which also drops the old weights' KV cache
         """
-        ...
 
     async def init_weights_update_group(
         self, *, host: str, port: int, rank_offset: int, world_size: int, group_name: str, backend: str
@@ -109,7 +103,6 @@ class InferenceEngine(Protocol):
             host, port: TCPStore of rank 0, the sender
             rank_offset: rank of the engine's first process; the others follow
         """
-        ...
 
     async def update_weights_from_distributed(
         self, *, names: list[str], dtypes: list[str], shapes: list[list[int]], group_name: str, version: int | None
@@ -119,18 +112,15 @@ class InferenceEngine(Protocol):
         Args:
             version: given with the last bucket, which also drops the old weights' KV cache
         """
-        ...
 
     async def destroy_weights_update_group(self, group_name: str) -> None:
         """Leave a process group."""
-        ...
 
     async def load_adapter(self, adapter: AdapterPayload, version: int) -> None:
         """Replace the adapter that requests use, drop the KV cache of the old one, and take the version; the engine is paused.
 
         Only with the capability `applies_adapters`, of engines that know adapters by name.
         """
-        ...
 
     async def weights_checksum(self) -> WeightsDigest:
         """Return the checksum of the weights in the engine; only with the capability `reports_checksum`."""
@@ -138,11 +128,9 @@ class InferenceEngine(Protocol):
 
     async def release_memory(self, tag: MemoryTag | None = None) -> None:
         """Free device memory of the idle engine: the KV cache, the weights (which are lost), or by default both."""
-        ...
 
     async def resume_memory(self, tag: MemoryTag | None = None) -> None:
         """Allocate memory again after `release_memory`."""
-        ...
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Return when the engine is healthy.
@@ -150,7 +138,6 @@ class InferenceEngine(Protocol):
         Raises:
             EngineError: not within `timeout_s`
         """
-        ...
 
     async def is_healthy(self) -> bool:
         """Return whether the engine answers its health check. Never raises."""
@@ -166,7 +153,6 @@ class InferenceEngine(Protocol):
 
     async def read_num_ranks(self) -> None:
         """Set `num_ranks` to what the engine reports; for engines that the run did not start."""
-        ...
 
     async def load(self, *, retries: int | None = None) -> EngineLoad:
         """Return the current load. `retries`: by default those of every call."""
@@ -179,16 +165,12 @@ class InferenceEngine(Protocol):
             directory: receives the traces, on the engine's machine
             name: prefix of their file names
         """
-        ...
 
     async def stop_profile(self) -> None:
         """Stop the profiler; return when the traces are written."""
-        ...
 
     async def give_up(self) -> None:
         """Fail pending requests now and later ones at once, because the engine is lost."""
-        ...
 
     async def close(self) -> None:
         """Close connections."""
-        ...

@@ -38,7 +38,6 @@ class Membership(Protocol):
 
     async def admit(self, clients: Sequence[InferenceEngine]) -> None:
         """Send requests to restarted engines, which have the current weights."""
-        ...
 
     @property
     def is_settled(self) -> bool:

@@ -27,7 +27,6 @@ class Sink(Protocol):
 
     def write(self, record: Record) -> None:
         """Receive the metrics of a step, or those of an evaluation (`eval/*`) of the weights that sample this step."""
-        ...
 
     def close(self) -> None: ...
 

@@ -25,7 +25,6 @@ class RolloutMethod(Protocol):
 
     def restore(self, state: RolloutState) -> None:
         """Continue from the state of a checkpoint; called before the first rollout."""
-        ...
 
 
 class GenerateFn(Protocol):
@@ -44,7 +43,6 @@ class Interruptible(Protocol):
 
     def interrupt(self) -> None:
         """Make every call return an aborted sample as soon as possible, because generation is being aborted."""
-        ...
 
 
 class RewardFn(Protocol):
@@ -62,7 +60,6 @@ class GroupStream(Protocol):
 
     def put_back(self, groups: list[SampleGroup]) -> None:
         """Return the unfinished groups of a full rollout, ordered by index."""
-        ...
 
     def state(self, step: int) -> RolloutState:
         """Return the position in the data after rollout `step`."""

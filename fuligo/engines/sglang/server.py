@@ -195,14 +195,12 @@ class Server(Protocol):
 
     def check_alive(self) -> None:
         """Check that the server has not ended. Raises EngineError if it has ended, with the last lines of its log."""
-        ...
 
     async def wait_ready(self) -> None:
         """Return when the server accepts requests.
 
         Raises EngineError if it ended, or was not ready before the deadline, with the last lines of its log.
         """
-        ...
 
     async def answers(self, timeout_s: float) -> bool:
         """Return whether `/health` succeeds in time."""
@@ -210,7 +208,6 @@ class Server(Protocol):
 
     async def stop(self) -> None:
         """Stop the server; return when it and all its children have ended."""
-        ...
 
 
 class SGLangServer:

@@ -16,7 +16,6 @@ class Compute(Protocol):
 
     def stop(self) -> None:
         """End the thread, or the share, when all submitted work is done."""
-        ...
 
 
 class ComputeThread:

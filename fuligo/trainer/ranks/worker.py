@@ -50,7 +50,6 @@ class RankWorker(Protocol):
 
     def close(self) -> None:
         """Release the process groups that the backend made; the default one is destroyed afterwards."""
-        ...
 
 
 def build_worker(settings: TrainerSettings, world: World) -> RankWorker:

@@ -6,7 +6,6 @@ from typing import Any, Self
 
 from fuligo.config import Config
 from fuligo.config.args_view import ArgsView
-from fuligo.config.flags import flags
 from fuligo.config.hooks import Hook, describe_exception, hook_of
 from fuligo.rollout.evaluate import Evaluation
 from fuligo.rollout.protocol import Rollout
@@ -14,6 +13,8 @@ from fuligo.rollout.scores import is_finite
 from fuligo.types import SampleStatus
 
 logger = logging.getLogger(__name__)
+
+_OPTIONS = {"of_rollout": "--custom-rollout-log-function-path", "of_evaluation": "--custom-eval-rollout-log-function-path"}
 
 
 @dataclass(slots=True)
@@ -40,35 +41,30 @@ class LogHooks:
         return cls(ArgsView(config), of_rollout, of_evaluation)
 
     def rollout(self, rollout: Rollout, rollout_s: float) -> Logged:
-        """Call the function of rollouts with all trained samples; it may add metrics, or change them.
-
-        Args:
-            rollout_s: seconds that the rollout took.
-        """
-        if self.of_rollout is None:
-            return Logged(rollout.metrics)
+        """Call the function of rollouts with all trained samples and the seconds that the rollout took; it may add or change metrics."""
         samples = [sample for group in rollout.kept for sample in group.samples]
         metrics = dict(rollout.metrics)
-        try:
-            skip = self.of_rollout(rollout.step, self.args, samples, metrics, rollout_s)
-            return Logged(_checked(metrics), not skip)
-        except Exception as error:
-            _warn("custom_rollout_log_function_path", self.of_rollout, error)
-            self.of_rollout = None
-            return Logged(rollout.metrics)
+        return self._logged("of_rollout", rollout.step, self.args, samples, metrics, rollout_s, metrics=metrics)
 
     def evaluation(self, num_rollouts: int, evaluation: Evaluation) -> Logged:
         """Call the function of evaluations with rewards, truncation and samples of every dataset; it may add metrics."""
-        if self.of_evaluation is None:
-            return Logged(dict(evaluation.metrics))
         metrics = dict(evaluation.metrics)
+        return self._logged(
+            "of_evaluation", num_rollouts, self.args, {} if self.of_evaluation is None else log_data(evaluation), metrics, metrics=metrics
+        )
+
+    def _logged(self, name: str, *arguments: Any, metrics: dict[str, Any]) -> Logged:
+        """Call a function, which may change `metrics` and returns whether trackers shall not receive them."""
+        hook, given = getattr(self, name), dict(metrics)
+        if hook is None:
+            return Logged(given)
         try:
-            skip = self.of_evaluation(num_rollouts, self.args, log_data(evaluation), metrics)
+            skip = hook(*arguments)
             return Logged(_checked(metrics), not skip)
         except Exception as error:
-            _warn("custom_eval_rollout_log_function_path", self.of_evaluation, error)
-            self.of_evaluation = None
-            return Logged(dict(evaluation.metrics))
+            logger.warning("%s raised %s; the run continues without it", _OPTIONS[name], describe_exception(error, hook))
+            setattr(self, name, None)
+            return Logged(given)
 
 
 def log_data(evaluation: Evaluation) -> dict[str, dict[str, list[Any]]]:
@@ -89,8 +85,3 @@ def _checked(metrics: dict[str, Any]) -> dict[str, float]:
         if not isinstance(name, str) or not is_finite(value):
             raise ValueError(f"metrics has {name!r}: {value!r:.80}; names are strings and values finite numbers")
     return metrics
-
-
-def _warn(flag_name: str, hook: Hook, error: Exception) -> None:
-    cause = describe_exception(error, hook)
-    logger.warning("%s raised %s; the run continues without it", flags()[flag_name].option, cause)

@@ -32,53 +32,6 @@ hf huggingface-cli modelscope wandb aws gsutil tar unzip zip make cmake gcc g++ 
 RECORDED = _RECORDED.split()
 """Stand-ins that `command -v` finds. A command that is neither real nor listed is recorded too, by bash's handler of unknown commands."""
 
-_PREAMBLE = r"""
-command_not_found_handle() { @STATE@/unknown "$@"; }
-_import_script_trace() {
-  export IMPORT_SCRIPT_PLACE=$1:$2 IMPORT_SCRIPT_UNSET=
-  local _text=$BASH_COMMAND _name
-  while [[ $_text = *'[@]}'* ]]; do
-    _name=${_text%%'[@]}'*}; _name=${_name##*'{'}; _text=${_text#*'[@]}'}
-    [[ $_name = *[!A-Za-z0-9_]* ]] || declare -p "$_name" &>/dev/null || IMPORT_SCRIPT_UNSET+=" $_name"
-  done
-  echo "$IMPORT_SCRIPT_PLACE" 1<>@STATE@/place
-}
-set -o functrace
-trap '[[ ${FUNCNAME-} = command_not_found_handle ]] || _import_script_trace "${BASH_SOURCE-}" "$LINENO"' DEBUG
-"""
-"""Sourced by every bash (BASH_ENV): it tells the stand-ins which line calls them, and which of its arrays are not set."""
-
-_RECORDER = r"""#!@BIN@/bash -p
-name=${0##*/} unknown=
-if [ "$0" = @STATE@/unknown ]; then name=$1 unknown=1; shift; fi
-record=@STATE@/records/$EPOCHREALTIME-$$
-captured=; [ -p /dev/stdout ] && captured=1
-{
-  printf '%s\0' "$IMPORT_SCRIPT_PLACE" "$captured" "$unknown" $# "$name" "$@"
-  @BIN@/cat /proc/$$/environ
-} >"$record"
-for word; do
-  file=$word; case $word in --*=*) file=${word#*=} ;; esac
-  if [ -f "$file" ] && [ "${file##*.}" != py ]; then
-    printf '%s\0' "$file"; @BIN@/head -c 200000 "$file" | @BIN@/tr -d '\0'; printf '\0'
-  fi
-done >"$record.files"
-case "$name,$*" in
-  nvidia-smi,topo*) printf '%s\n' '@TOPOLOGY@' ;;
-  nvidia-smi,-L* | nvidia-smi,--list-gpus* | nvidia-smi,*--query-gpu=*) for i in 0 1 2 3 4 5 6 7; do echo "$i"; done ;;
-  hostname,*-[iI]*) echo 127.0.0.1 ;;
-  hostname,*) echo localhost ;;
-  "ray,job submit"*" -- "*)
-    export IMPORT_SCRIPT_SUBMISSION=${record##*/}
-    while [ "$1" != -- ]; do shift; done
-    shift; exec "$@" ;;
-  sudo,?*)
-    while [[ ${1-} = -* || ${1-} = *=* ]]; do [ "$1" = -u ] && shift; shift; done
-    [ $# = 0 ] || exec "$@" ;;
-  pgrep,* | pidof,* | lsof,* | fuser,*) exit 1 ;;
-esac
-exit 0
-"""
 _SYSTEM_PATH = "/usr/bin:/bin:/usr/local/bin:/run/current-system/sw/bin"
 _WITH_NVLINK, _WITHOUT_NVLINK = "GPU0\tX\tNV18", "GPU0\tX\tPHB"
 """Replies of `nvidia-smi topo -m`, reduced to the word NV18 that scripts count (an H100 has 18 links)."""
@@ -99,11 +52,12 @@ class Commands:
         """Return the texts of the preamble and the recorder by path; `folder` is the script's PATH."""
         places = {"STATE": state, "BIN": folder, "TOPOLOGY": _WITH_NVLINK if has_nvlink else _WITHOUT_NVLINK}
 
-        def filled(text: str) -> str:
+        def filled(script: str) -> str:
+            text = Path(__file__).with_name(script).read_text(encoding="utf-8")
             return re.sub("@([A-Z]+)@", lambda match: places[match[1]], text)
 
         kill = "enable -n kill\n" if trusted else ""
-        return {f"{state}/preamble": kill + filled(_PREAMBLE), f"{state}/unknown": filled(_RECORDER)}
+        return {f"{state}/preamble": kill + filled("preamble.sh"), f"{state}/unknown": filled("recorder.sh")}
 
 
 def _libraries(tools: Iterable[str]) -> tuple[str, ...]:

@@ -44,7 +44,6 @@ class PromptImage:
     data: bytes = field(repr=False)
     """Content of the image file (PNG, JPEG, ...)."""
     digest: str
-    """Digest of `data`."""
     first_token: int
     """Position of the image's first token in the prompt, or in the whole sequence of supervised data."""
     num_rows: int
@@ -270,7 +269,6 @@ class SampleGroup:
     """All samples of one prompt, drawn together."""
 
     index: int
-    """The samples' `group_index`."""
     row: int
     """Row of the prompt in the dataset."""
     samples: list[Sample]

@@ -312,4 +312,3 @@ CONVERSIONS = {
     "compare": Conversion("compare two checkpoints, tensor by tensor, to the bit", compare, _compare_parser),
     "fp8": Conversion("a Hugging Face checkpoint to FP8, which engines load: blocks, channels or tensors", fp8, fp8_plan.parser),
 }
-"""Name -> conversion."""

@@ -9,7 +9,6 @@ from fuligo.errors import ConfigError
 from fuligo.trainer.megatron_backend.flags import not_taken
 
 _SHOWN = 3
-"""Number of arguments that the message lists."""
 
 
 def unread_arguments(config: Config) -> Iterator[str]:

@@ -109,7 +109,6 @@ class RemoteServer:
 
 
 async def _finished(call: ray.ObjectRef) -> bool:
-    """Return whether the call succeeded."""
     try:
         await call
     except RayError:

@@ -50,7 +50,6 @@ class Given:
 
     assignments: list[Assignment] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    """Errors, one text each."""
     warnings: list[str] = field(default_factory=list)
 
 

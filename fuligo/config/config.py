@@ -259,7 +259,6 @@ class Config(Placement):
 
     @property
     def resolved_eval_top_p(self) -> float:
-        """Evaluation top-p."""
         return self.eval.eval_top_p or self.rollout.rollout_top_p
 
     @property

@@ -6,9 +6,7 @@ from enum import StrEnum
 from typing import Any, Generic, TypeVar
 
 S = TypeVar("S")
-"""Type of a rule's subject."""
 F = TypeVar("F")
-"""Type of the parts of a fix."""
 
 
 class Severity(StrEnum):

@@ -16,9 +16,7 @@ class HookShape:
     is_async: bool | None
     """True for a coroutine function; None if unknown."""
     methods: Collection[str] | None
-    """Methods of a class; None if unknown."""
     signature: inspect.Signature | None
-    """Parameters of the call; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,6 @@ def hook_problems(config: Config) -> Iterator[str]:
 
 
 def hook_problem(flag_name: str, path: str) -> Iterator[str]:
-    """Yield the problem of one hook, if it has one."""
     try:
         load_hook(flag_name, path)
     except HookError as error:

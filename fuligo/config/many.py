@@ -31,7 +31,6 @@ PATHS_WRITTEN: Mapping[str, Callable[[Config, datetime], str | None]] = {
     "--save-hf": lambda config, _: config.checkpoint.save_hf,
     "--save-debug-rollout-data": lambda config, _: config.debug.save_debug_rollout_data,
 }
-"""Paths that a run writes to, by option."""
 
 
 def problems_of_many(configs: Mapping[str, Config], started: datetime) -> list[str]:

@@ -95,7 +95,6 @@ class Placement(TypedFlags):
 
     @property
     def trainer_capabilities(self) -> TrainerCapabilities:
-        """Capabilities of the trainer."""
         return TRAINER_CAPABILITIES[self.resolved_train_backend]
 
     @property
@@ -168,13 +167,11 @@ class Placement(TypedFlags):
 
     @property
     def total_num_gpus(self) -> int:
-        """GPUs of the run."""
         alone = self.num_train_gpus if self.trains or self.engine_capabilities.beside_trainer else 0
         return alone + self.num_rollout_only_gpus
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of the run."""
         trainer = self.cluster.actor_num_nodes if self.trains else 1
         return max(trainer, -(-self.total_num_gpus // self.cluster.num_gpus_per_node))
 

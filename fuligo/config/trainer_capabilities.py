@@ -80,4 +80,3 @@ TRAINER_CAPABILITIES: Mapping[str, TrainerCapabilities] = {
         saved_bytes=SavedBytes(weights=6, adapter=20, reference=2),
     ),
 }
-"""Capabilities by value of --train-backend."""

@@ -8,7 +8,6 @@ from fuligo.formats.hugging_face import read_model_config
 
 _TOKENIZER = "tokenizer.json"
 _SHOWN = 3
-"""Differing tokens shown in a message."""
 
 
 def vocabulary_difference(teacher: Path, student: Path) -> str | None:

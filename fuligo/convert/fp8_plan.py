@@ -36,9 +36,7 @@ class Fp8Plan:
     target: Path
     quantisation: Quantisation
     num_workers: int
-    """Number of files converted concurrently."""
     num_quantised: int
-    """Number of parameters to quantize."""
     num_kept: int
     source_bytes: int
     target_bytes: int
@@ -52,7 +50,6 @@ class Fp8Plan:
         return len(self.shards) > 1 or (self.source / INDEX).exists()
 
     def config_json(self) -> str:
-        """Return the config.json of the result."""
         described = self.quantisation.quantization_config(unquantised_modules(self.shards))
         return json.dumps({**read_config_json(self.source), "quantization_config": described}, indent=2) + "\n"
 

@@ -22,7 +22,6 @@ from fuligo.trainer.megatron_backend.weights.stored import StoredWeights
 from fuligo.trainer.ranks.world import World
 
 _SHOWN = 3
-"""Number of file names shown in an error."""
 
 
 def hf_to_dist(source: Path, target: Path, world: World) -> None:

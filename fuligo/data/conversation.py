@@ -48,7 +48,6 @@ class Conversation:
 
     @property
     def images(self) -> tuple[PromptImage, ...]:
-        """Images of all parts."""
         return tuple(image for part in self.parts for image in part.images)
 
     def as_samples(self, index: int) -> list[Sample]:

@@ -19,7 +19,6 @@ from fuligo.types import IntArray, Messages, PromptImage
 PLACEHOLDER = "<image>"
 """Text that stands for an image in a prompt."""
 MAX_FILE_BYTES = 32 * 2**20
-"""Size of one image file."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -64,7 +64,6 @@ class PromptOrder:
         self.epoch, self.offset = epoch, offset
 
     def _rows(self) -> NDArray[np.integer]:
-        """Return the rows of this epoch in their order."""
         if self._current is None or self._current[0] != self.epoch:
             rows = self._drawn_rows() if self._drawn != self._sizes else None
             if self._shuffle:

@@ -52,7 +52,6 @@ class ChatTemplate:
 
     @property
     def source(self) -> str:
-        """Text of the template."""
         return str(self._kwargs.get("chat_template", self._tokenizer.chat_template))
 
     def prompt(self, messages: Messages, tools: list[Any] | None = None) -> str:

@@ -67,7 +67,6 @@ class LaunchedEngines:
     """Engines that a backend started."""
 
     group: EngineGroup
-    """Engines that rollouts are sampled from."""
     policy: EngineFleet | None = None
     """Their supervisor; None if they are not restarted."""
     others: Mapping[str, EngineFleet] = field(default_factory=dict)

@@ -32,7 +32,6 @@ class InferenceEngine(Protocol):
 
     url: str
     keys: EngineKeys
-    """Keys that its requests carry."""
     num_ranks: int
     """Tensor-parallel processes."""
     start: int

@@ -210,11 +210,9 @@ class EngineGroup:
             await asyncio.sleep(WAIT_S)
 
     async def wait_ready(self, timeout_s: float) -> None:
-        """Return when every engine is healthy."""
         await self._all(lambda client: client.wait_ready(timeout_s))
 
     async def read_num_ranks(self) -> None:
-        """Read every engine's number of ranks."""
         await self._all(lambda client: client.read_num_ranks())
 
     async def model_infos(self) -> list[tuple[str, ModelInfo]]:

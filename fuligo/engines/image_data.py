@@ -7,7 +7,6 @@ from typing import Any
 from fuligo.types import PromptImage
 
 MAX_IMAGES = 64
-"""Images of one request."""
 _PREFIX = "data:image;base64,"
 
 

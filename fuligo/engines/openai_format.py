@@ -17,7 +17,6 @@ TYPES: dict[str, tuple[type, str]] = {
     "max_completion_tokens": (int, "an integer"),
     "n": (int, "an integer"),
 }
-"""Types of parameters, and their names in messages."""
 
 
 class InvalidRequest(ValueError):
@@ -78,7 +77,6 @@ def head(model: str, *, is_chat: bool = True, stream: bool = False) -> dict[str,
 
 
 def chunk(index: int, delta: Mapping[str, Any], reason: str | None, logprobs: Any = None) -> dict[str, Any]:
-    """Return one choice of a chunk."""
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
 

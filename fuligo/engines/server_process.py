@@ -116,7 +116,6 @@ class LoggedProcess:
             await asyncio.sleep(POLL_S)
 
     async def ended(self) -> None:
-        """Return when the process has ended."""
         while self.alive:  # noqa: ASYNC110  # the end of a process can only be polled for
             await asyncio.sleep(POLL_S)
 
@@ -189,7 +188,6 @@ class ServerProcess(LoggedProcess):
 
 
 def last_lines(log_file: Path) -> str:
-    """Return the end of a log."""
     return "\n".join(log_file.read_text(errors="replace").splitlines()[-NUM_LOG_LINES:])
 
 

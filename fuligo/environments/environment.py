@@ -72,7 +72,6 @@ class AssistantTurn:
     """True if the model gets no further turn, because of --max-turns or because it has no tokens left."""
 
     def message(self) -> dict[str, Any]:
-        """Return the turn as a chat message."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.reasoning is not None:
             message["reasoning_content"] = self.reasoning

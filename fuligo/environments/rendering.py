@@ -44,7 +44,6 @@ class _CallForm:
     """The template reads no calls; they stay in the text, as Hermes writes them."""
 
     def fields(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return content and calls of a message."""
         calls = [call["function"] for call in message["tool_calls"]]
         if self.in_content:
             texts = [f"<tool_call>\n{json.dumps({key: call[key] for key in ('name', 'arguments')})}\n</tool_call>" for call in calls]

@@ -88,7 +88,6 @@ def is_adapter_name(name: str) -> bool:
 
 
 def adapted_weight(name: str) -> str:
-    """Return the name of the weight that an adapter's tensor adapts."""
     layer = name.removeprefix(_PREFIX).rpartition(".lora_")[0]
     experts, is_inner, _ = layer.partition(".experts.base_layer")
     if is_inner:
@@ -114,7 +113,6 @@ class AdapterConfig:
 
     @property
     def scaling(self) -> float:
-        """Return the factor of B A."""
         return self.alpha / (self.rank**0.5 if self.rank_stabilised else self.rank)
 
     def adapts(self, layer: str) -> bool:

@@ -50,7 +50,6 @@ class EngineKeys:
         return {REQUESTS_VARIABLE: self.requests, CONTROL_VARIABLE: self.control}
 
     def headers(self, method: str, path: str) -> dict[str, str]:
-        """Return the headers of a call."""
         key = self._key_for(method, path)
         return {"Authorization": _HEADER + key} if key else {}
 

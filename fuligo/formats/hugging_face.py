@@ -51,12 +51,10 @@ class StoredTensor:
     """Location of a tensor in a checkpoint."""
 
     file: str
-    """File name in the checkpoint's directory."""
     dtype: str
     """Safetensors name of the dtype: `BF16`, `F32`, `F8_E4M3`, ..."""
     shape: Shape
     start: int
-    """Offset of its first byte in the file."""
     end: int
 
 

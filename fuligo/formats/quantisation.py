@@ -106,7 +106,6 @@ class ExpertPart:
     """Matrix of one expert inside a tensor that fuses all experts of a layer."""
 
     name: str
-    """Name in published checkpoints."""
     expert: int
     first_row: int
     num_rows: int

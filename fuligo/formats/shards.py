@@ -78,7 +78,6 @@ class Shard:
     """Rectangular part of a tensor."""
 
     name: str
-    """Name of the tensor in the checkpoint."""
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     offset: tuple[int, ...]

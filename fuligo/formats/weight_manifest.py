@@ -133,7 +133,6 @@ class WeightTarget:
     """disk: a Hugging Face checkpoint that the engines read; tensor: buckets in shared memory; gloo, nccl: buckets broadcast in a process
     group of the sending rank and all engine ranks."""
     version: int
-    """policy_version of the weights."""
     bucket_bytes: int
     engines: tuple[EngineAddress, ...] = ()
     """Receiving engines; unused with disk, where the driver tells the engines to read."""
@@ -158,7 +157,6 @@ class MergeRounding:
 
     @property
     def share_changed(self) -> float:
-        """Return the share of the elements that changed."""
         return self.num_changed / self.num_elements if self.num_elements else 1.0
 
 
@@ -186,7 +184,6 @@ class Undelivered:
     """Result of a sync that engines refused. Not an exception: every rank completed its part and can send again."""
 
     reason: str
-    """Reason, naming the engines."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -46,7 +46,6 @@ class Turn:
     has_children: bool = False
 
     def path(self) -> list["Turn"]:
-        """Return the turns from the root to this one."""
         turns: list[Turn] = [self]
         while (parent := turns[-1].parent) is not None:
             turns.append(parent)

@@ -78,7 +78,6 @@ def _messages(items: Any) -> Messages:
 
 
 def _add(answer: dict[str, Any], item: dict[str, Any], kind: str) -> None:
-    """Add an item to an answer."""
     if kind == "message":
         answer["content"] += _text(item.get("content"))
     elif kind == "reasoning":

@@ -45,11 +45,9 @@ class Policy:
     tokenizer: Tokenizer
     _: KW_ONLY
     name: str
-    """Name of the model in answers."""
     timeout_s: float
     """Deadline of one request to an engine, retries included."""
     max_context_len: int | None = None
-    """Longest conversation, in tokens."""
     replaces_params: bool = False
     """Take the rollout's sampling parameters where a request has others, instead of refusing it."""
 
@@ -76,7 +74,6 @@ class Session:
     priority: int = 0
     conversation: Conversation = field(default_factory=Conversation, init=False)
     offered_tools: set[str] = field(default_factory=set, init=False)
-    """Names of the tools of all requests."""
     num_requests: int = field(default=0, init=False)
     num_replaced: int = field(default=0, init=False)
     """Requests with sampling parameters that the rollout's replaced."""
@@ -90,7 +87,6 @@ class Session:
     is_suspended: bool = field(default=False, init=False)
     has_ended: bool = field(default=False, init=False)
     _at_engine: set[asyncio.Task[Generation]] = field(default_factory=set, init=False)
-    """Requests in an engine."""
     _going: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _reward: "asyncio.Future[Reward]" = field(init=False)
     _repeats: dict[bytes, int] = field(default_factory=dict, init=False)

@@ -72,7 +72,6 @@ class ImportedScript:
     notes: tuple[str, ...]
     """Notes on what was not run and what was assumed, each with its line."""
     path: Path
-    """The script."""
 
     def place_of(self, option: str) -> str:
         """Return the place of an option in the script, `run.sh line 34`; that of the job's start if a sourced file has the option."""

@@ -44,7 +44,6 @@ class Commands:
     tools: Mapping[str, str]
     """Name -> resolved path of a real tool, bash among them."""
     recorded: tuple[str, ...]
-    """Names of the stand-ins."""
     libraries: tuple[str, ...]
     """Files that the tools load; none without a sandbox, where the script sees the whole machine."""
 

@@ -27,7 +27,6 @@ class Origin:
     step: int
     policy_version: int
     initial_weights: Path
-    """Hugging Face directory or distributed checkpoint."""
     checkpoint: Path | None
     """Directory of the resumed checkpoint."""
     state: RunState | None
@@ -82,7 +81,6 @@ class Origin:
 
 
 def save_directory(config: Config, run_dir: Path) -> Path:
-    """Return the directory that the run saves its checkpoints to."""
     return Path(config.checkpoint.save or run_dir / CHECKPOINTS)
 
 

@@ -40,7 +40,6 @@ class RunData:
     source: PromptSource | ConversationSource | None
     """Prompts or conversations of the run; None with `--data-source-path` and with saved rollouts."""
     num_rollout: int
-    """Rollouts of the whole run."""
 
     @classmethod
     def open(cls, config: Config, state: RolloutState | None = None) -> RunData:
@@ -81,9 +80,7 @@ class RolloutBuilder:
     """Engines to sample from; None if nothing is sampled."""
     teacher: ServedTeacher | None
     policy_version: Callable[[], int]
-    """Version of the weights in the engines."""
     stack: AsyncExitStack
-    """Closes what is opened."""
     run_dir: Path
     """Receives profiles of the engines."""
 

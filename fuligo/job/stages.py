@@ -41,13 +41,11 @@ class Opened:
     standbys: StandbyRanks | None
     """Processes for trainers after the first; None without --max-restarts, and on a cluster."""
     store: CheckpointStore | None
-    """Checkpoints of the run; None without a trainer."""
     engines_may_start: asyncio.Event
     """Set once no trainer holds memory of the engines' devices."""
     launching: asyncio.Task[Engines | None]
     """Start of the engines; None if nothing is sampled."""
     stack: AsyncExitStack
-    """Closes every part when the run ends."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -92,7 +90,5 @@ class Wired:
     weights: WeightSyncing
     rollouts: PacedRollouts
     evaluate: Evaluate | None
-    """Evaluation of the run; None without evaluation data."""
     save: SaveCheckpoint | None
-    """Saves of the run; None without a trainer."""
     periodic: list[Periodic]

@@ -125,7 +125,6 @@ class AdapterShape:
     architecture: Architecture
 
     def adapted(self, layer: Layer) -> tuple[Matrix, ...]:
-        """Return the adapted matrices of one layer."""
         return tuple(
             matrix
             for matrix in matrices(layer, self.architecture)

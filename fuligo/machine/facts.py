@@ -19,9 +19,7 @@ class Torch:
     cuda: str | None = None
     """CUDA version of the build; None for a CPU build."""
     nccl: str | None = None
-    """Version of the bundled NCCL."""
     num_devices: int = 0
-    """Number of visible CUDA devices."""
     num_threads: int = 1
 
 

@@ -22,7 +22,6 @@ class Gpu:
     name: str
     memory_bytes: int
     driver: str
-    """Driver version."""
 
 
 @dataclass(frozen=True, slots=True)

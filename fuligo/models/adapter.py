@@ -114,7 +114,6 @@ def has_adapter(model: nn.Module) -> bool:
 
 
 def scaling_of(model: nn.Module) -> float:
-    """Return the factor by which the model's adapter scales B A."""
     return next(iter(lora_layers(model).values())).scaling[NAME]
 
 

@@ -144,7 +144,6 @@ class AdapterNames(ModelNames):
 
     @property
     def matrices(self) -> Iterator[AdaptedMatrix]:
-        """Yield the adapted matrices, layer by layer."""
         model = ModelNames(self.architecture, self.table)
         return (matrix for matrix in _linear_layers(model) if self.adapter.adapts(matrix.layer))
 

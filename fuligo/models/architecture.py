@@ -212,7 +212,6 @@ class Architecture:
     hidden_size: int
     vocab_size: int
     intermediate_size: int
-    """Width of a dense MLP."""
     max_position_embeddings: int
     tied_embeddings: bool
     attention: GroupedAttention | LatentAttention
@@ -245,7 +244,6 @@ class Architecture:
 
     @property
     def num_cached_layers(self) -> int:
-        """Layers with a KV cache."""
         return self.num_layers - self.num_linear_layers
 
     @property

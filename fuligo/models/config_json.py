@@ -63,7 +63,6 @@ class ConfigJson:
         return self._checked_number(key, value)
 
     def switch(self, key: str, default: bool) -> bool:
-        """Return a boolean."""
         value = self.values.get(key)
         if value is None:
             return default
@@ -72,7 +71,6 @@ class ConfigJson:
         return value
 
     def text(self, key: str, default: str) -> str:
-        """Return a string."""
         value = self.values.get(key)
         if value is None:
             return default

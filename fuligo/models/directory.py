@@ -70,7 +70,6 @@ def _needs_code(path: str | Path) -> ConfigError:
 
 
 def has_tokenizer(path: str | Path) -> bool:
-    """Return whether the directory has files of a tokenizer."""
     return any((Path(path) / name).is_file() for name in TOKENIZER_FILES)
 
 

@@ -137,7 +137,6 @@ def has_plain_matrices(experts: nn.Module) -> bool:
 
 
 def experts_adapters(model: nn.Module) -> Iterator[tuple[str, ExpertsAdapter]]:
-    """Yield the adapters of experts by the name of the experts' module."""
     for name, module in model.named_modules():
         if isinstance(module, ExpertsAdapter):
             yield name.removesuffix(".adapter"), module

@@ -106,7 +106,6 @@ def _required(family: str) -> tuple[str, ...]:
 
 
 def _as_config_json(given: PassThrough, family: str) -> dict[str, Any]:
-    """Return the given flags as keys of a family's config.json."""
     args = FAMILIES[family].model_args
     keys = {**SHAPE_KEYS, **SPARSE_INDEX_KEYS, **EXPERT_KEYS, "num_experts": args.num_experts_key}
     keys |= LATENT_ATTENTION_KEYS if args.is_latent else GROUPED_ATTENTION_KEYS

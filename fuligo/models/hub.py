@@ -18,7 +18,6 @@ MODEL_FLAGS = ("hf_checkpoint", "ref_load", "critic_load", "opd_teacher_load")
 _IGNORED = ("*/*", "consolidated*", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx")
 """Files that fuligo does not read: folders, and weights in other formats."""
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer*")
-"""Configuration and tokenizer."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -62,7 +62,6 @@ class Weight:
         )
 
     def of_expert(self, expert: int) -> Weight:
-        """Return the weight of one expert."""
         names = tuple(name.format(expert=expert) for name in self.checkpoint)
         return replace(self, megatron=self.megatron.format(expert=expert), checkpoint=names, expert=expert)
 

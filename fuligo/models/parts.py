@@ -181,7 +181,6 @@ def expert_mlp_parts(experts: Experts, hidden_size: int) -> Parts:
 
 
 def dense_layer(number: int, attention: Parts, hidden_size: int, mlp: Parts, num_norms: int = 2) -> Layer:
-    """Return a layer with a dense MLP."""
     return Layer(number, (*attention, *mlp, norms(num_norms * hidden_size)), is_moe=False)
 
 

@@ -168,7 +168,6 @@ def quantised(weight: Tensor, base: QuantisedBase) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def dequantised(packed: Tensor, scales: Tensor, shape: list[int], base: QuantisedBase) -> Tensor:
-    """Return the dequantized values in this shape."""
     functional, dtype = _bitsandbytes(), _dtype(base)
     if base.precision == "nf4":
         state = functional.QuantState(scales, shape=torch.Size(shape), blocksize=BLOCK_SIZE, quant_type="nf4", dtype=dtype)

@@ -43,7 +43,6 @@ def text_config(config: Any) -> Any:
 
 
 def model_class(config: Any) -> Any:
-    """Return transformers' class that loads the model."""
     return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
 
 

@@ -38,7 +38,6 @@ DOING = {
 DRIVER_PID = 1
 SAMPLE_PIDS = {"generate": 2, "reward": 3, "wait": 4}
 OTHER_PID = 5
-"""Process of spans named by hooks."""
 RANK_PID = 1_000
 """Process of trainer rank 0; the other ranks follow."""
 ENGINE_PID = 1_000_000
@@ -134,7 +133,6 @@ class Trace:
         self._open()
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._fd)
 
     def _open(self) -> None:

@@ -12,9 +12,7 @@ from fuligo.planner.rules.rule import Fix
 from fuligo.planner.subject import Subject
 
 MAX_TRIES = 12
-"""Fixes to try per finding."""
 MAX_COMPARED = 3
-"""Working fixes to compare per finding."""
 
 NO_FIX_FOUND = "no change of these flags that was tried satisfies all rules"
 FIX_OTHERS_FIRST = f"fix the other findings first: with them, {NO_FIX_FOUND}"

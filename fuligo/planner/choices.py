@@ -143,7 +143,6 @@ def requests_wanted(subject: Subject) -> int:
 
 
 def _argument(spec: EngineGroupSpec, name: str, value: float) -> Change:
-    """Return the change of an argument of the engines of one group."""
     if spec.place is None:
         return Change(("sglang", name), value)
     model, group = spec.place

@@ -44,7 +44,6 @@ class EngineRank:
     engine: int
     """Number of the engine among all engines of the run."""
     rank: int
-    """Rank within the engine."""
     tp: int
     pp: int
     dp: int
@@ -58,7 +57,6 @@ class PlacedGpu:
 
     node: int
     local_index: int
-    """Index within the node."""
     trainer: TrainerRank | None
     engine: EngineRank | None
     """Both are set with `--colocate`, neither for GPUs of a placeholder group."""
@@ -115,7 +113,6 @@ class MemoryBar:
     owner: str
     """`trainer stage 0`, `engines: decode`, `host`."""
     num_gpus: int
-    """GPUs of this kind."""
     capacity_bytes: int
     items: tuple[MemoryItem, ...]
     pipeline_rank: int | None = None

@@ -20,7 +20,6 @@ from fuligo.types import Sample, SampleStatus
 
 logger = logging.getLogger(__name__)
 _END_S = 2.0
-"""Time in which a canceled agent must end."""
 Key = tuple[int | None, int]
 """Seed and index of a sample; evaluations number their samples like training."""
 
@@ -51,7 +50,6 @@ class AgentGenerate:
     tokenizer: Tokenizer
     _: KW_ONLY
     timeout_s: float
-    """--agent-timeout-s"""
     continues: bool
     """Interrupted samples may be continued; otherwise their agents are canceled."""
     _running: set[Episode] = field(default_factory=set, init=False)

@@ -69,7 +69,6 @@ class Sampling:
     source: GroupStream
     generators: Generators
     activity: Activity
-    """Activity of the engines."""
 
 
 def build_sampling(

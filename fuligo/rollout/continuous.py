@@ -35,7 +35,6 @@ class Admission:
     """
 
     batch_size: int
-    """Groups of a rollout."""
     max_staleness: int
     """K, in versions."""
     update_interval: int
@@ -254,7 +253,6 @@ class _Interval:
 
     dropped: list[SampleGroup] = field(default_factory=list)
     reasons: Counter[str] = field(default_factory=Counter)
-    """Number of dropped groups by reason."""
     num_tokens_before: int = 0
     """Response tokens of the groups that were queued and in flight when the interval began."""
     start_s: float = field(default_factory=time.monotonic)

@@ -40,15 +40,10 @@ class CustomEvaluator:
     """
 
     hook: Callable[..., Any]
-    """The function."""
     args: Any
-    """Read-only view of the flags."""
     sets: Sequence[EvalSet]
-    """Evaluation data for `data_source`; may be empty."""
     generate: GenerateFn
-    """Used by `continue_sample`."""
     params: SamplingParams
-    """Sampling parameters of evaluations."""
     _: KW_ONLY
     policy_version: Callable[[], int]
     reward_key: str | None

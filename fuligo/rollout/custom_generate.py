@@ -59,16 +59,12 @@ class CustomGenerate:
     """`GenerateFn` that calls the user's function, then completes and checks its samples."""
 
     hook: GenerateHook
-    """The user's function."""
     args: Any
-    """Read-only view of the flags."""
     default: GenerateFn
-    """Used by `continue_sample`."""
     policy_version: Callable[[], int]
     """Version of the weights in the engines, for tokens without a version."""
     _: KW_ONLY
     vocab_size: int | None = None
-    """Vocabulary size of the model; None if unknown."""
 
     async def __call__(self, sample: Sample, params: SamplingParams) -> list[Sample]:
         """Call the function.

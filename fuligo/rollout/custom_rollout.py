@@ -28,24 +28,17 @@ class CustomRollout:
     """
 
     hook: Callable[..., Any]
-    """The function."""
     args: Any
-    """Read-only view of the flags."""
     _: KW_ONLY
     source: GroupStream
-    """Source of the groups that `data_source` returns."""
     generate: GenerateFn
-    """Used by `continue_sample`."""
     params: SamplingParams
-    """Sampling parameters of the run."""
     policy_version: Callable[[], int]
-    """Version of the weights in the engines."""
     reward_key: str | None = None
     """Value of a dict reward that the metrics report."""
     pass_key: str | None = None
     """Value of a dict reward by which a sample passes, as in evaluations."""
     vocab_size: int | None = None
-    """Vocabulary size of the model; None if unknown."""
     teacher: ServedTeacher | None = None
     """Teacher that scores the returned samples; None without one."""
 

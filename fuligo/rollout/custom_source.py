@@ -44,7 +44,6 @@ class CustomSource:
     """`GroupStream` over the user's data source. Fresh samples are numbered here, whatever index they have."""
 
     hook: DataSourceHook
-    """The user's data source."""
     _: KW_ONLY
     partial_rollout: bool = False
     """Return unfinished groups with their tokens; otherwise as fresh samples."""

@@ -26,7 +26,6 @@ class DynamicSampling:
     wave_size: int
     """Groups of one wave (`--over-sampling-batch-size`), at least `target`."""
     max_waves: int
-    """Number of waves after which the rollout fails."""
     _: KW_ONLY
     in_submission_order: bool = False
     """False: the groups that finish first fill the rollout, which favors short answers. True: the groups submitted first fill it, however

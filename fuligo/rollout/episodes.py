@@ -50,7 +50,6 @@ class Episodes:
     """
 
     generate: GenerateFn
-    """Samples one turn."""
     factory: EnvironmentFactory
     renderer: Renderer
     tokenizer: Tokenizer

@@ -33,7 +33,6 @@ class EvalSet:
     name: str
     prompts: Sequence[Prompt]
     num_samples: int
-    """Responses per prompt."""
     params: SamplingParams
     reward: RewardFn
     reward_key: str | None = None
@@ -46,7 +45,6 @@ class Evaluation:
     metrics: dict[str, float]
     """`eval/<name>/*`"""
     groups: dict[str, list[SampleGroup]] = field(repr=False)
-    """Groups of each dataset, in its order."""
     reward_keys: dict[str, str | None] = field(default_factory=dict)
     """Value of dict rewards that each dataset reports."""
 

@@ -35,7 +35,6 @@ class SingleTurn:
 
     engine: Engine
     tokenizer: Tokenizer
-    """Decodes all response ids at once."""
     _: KW_ONLY
     timeout_s: float
     """Deadline of a request, retries included."""
@@ -152,7 +151,6 @@ def append(sample: Sample, generation: Generation) -> None:
 
 
 def sampling_params(flags: RolloutFlags) -> SamplingParams:
-    """Return the sampling parameters of a rollout."""
     return SamplingParams(
         max_new_tokens=flags.rollout_max_response_len,
         temperature=flags.rollout_temperature,

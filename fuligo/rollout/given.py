@@ -16,7 +16,6 @@ class SupervisedRollouts:
     source: ConversationSource
     _: KW_ONLY
     batch_size: int
-    """Conversations of one rollout."""
     _next_index: int = field(default=0, init=False)
 
     def restore(self, state: RolloutState) -> None:
@@ -47,7 +46,6 @@ class SavedRollouts:
     """Rollouts that an earlier run saved (--load-debug-rollout-data). Implements `RolloutMethod`."""
 
     template: str
-    """Path of the files, with `{rollout_id}`."""
     _: KW_ONLY
     vocab_size: int | None
     """Vocabulary size of the model that trains on them; None if unknown."""

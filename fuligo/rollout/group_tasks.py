@@ -69,7 +69,6 @@ class GroupTasks:
         return [SampleGroup(group.index, group.row, _flat(self._snapshots[group.index])) for group in groups]
 
     def start(self, group: SampleGroup) -> None:
-        """Start sampling a group."""
         if self.may_continue is not None:
             self._snapshots[group.index] = [[snapshot(sample)] for sample in group.samples]
         task = asyncio.create_task(self._run(group), name=f"group {group.index}")

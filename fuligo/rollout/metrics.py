@@ -18,7 +18,6 @@ class RolloutCounts:
     """Counts that the samples do not contain."""
 
     num_resumed: int = 0
-    """Samples continued from the buffer."""
     num_stale: int = 0
     """Buffered groups that were too old to continue."""
     num_tokens_before: int = 0
@@ -152,5 +151,4 @@ def _named(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _mean(values: Sequence[float] | np.ndarray) -> float:
-    """Return the mean; 0 for an empty sequence."""
     return float(np.mean(values, dtype=np.float64)) if len(values) else 0.0

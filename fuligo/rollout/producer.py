@@ -26,14 +26,12 @@ class RolloutProducer:
     """Producer of a step's rollout by one method, which it also measures."""
 
     method: RolloutMethod
-    """Method that makes the rollout."""
     _: KW_ONLY
     phase: PhaseTimer
     """Timer of the phase `rollout` of the step."""
     activity: Activity | None = None
     """Counter of the requests of the rollouts; None if nothing is sampled."""
     monitor: EngineMonitor | None = None
-    """Poll of the engines; None without engines."""
     profiler: EngineProfiler | None = None
     """Profiler of the engines in chosen rollouts; None without --profile."""
     _started: bool = field(default=False, init=False)

@@ -31,19 +31,13 @@ class RunnerParts:
     """Parts of a `RolloutRunner` or `ContinuousRunner`."""
 
     source: GroupStream
-    """Source of groups, which takes unfinished ones back."""
     sampler: Sampler
-    """Sampler that generates one sample."""
     reward: RewardFn
     """Reward that judges the samples of a finished group."""
     engines: EngineGroup
-    """Engines, for abort and the aligned start."""
     params: SamplingParams
-    """Sampling parameters of every sample."""
     flags: RolloutFlags
-    """Sizes and modes."""
     concurrency: int
-    """Maximum number of requests in flight."""
     reward_key: str | None = None
     """Value of a dict reward that the metrics report."""
     pass_key: str | None = None
@@ -55,7 +49,6 @@ class RunnerParts:
     all_samples: AllSamples | None = None
     """Hook that sees all groups of a rollout, dropped ones too, after the sample filter."""
     policy_version: Callable[[], int] = lambda: 0
-    """Version of the weights in the engines."""
 
     def finish(self, step: int, version: int, groups: list[SampleGroup]) -> None:
         """Call the hooks that see a whole rollout.
@@ -170,7 +163,6 @@ class _Run:
     version: int
     sampling: DynamicSampling
     groups: dict[int, SampleGroup] = field(default_factory=dict)
-    """All drawn groups, by index."""
     aborted: list[SampleGroup] = field(default_factory=list)
     counts: RolloutCounts = field(default_factory=RolloutCounts)
 

@@ -30,7 +30,6 @@ class Sampler:
     """The default (`generate.SingleTurn`) or a hook."""
     _: KW_ONLY
     seed: int
-    """`--rollout-seed`."""
     stream: str
     """Separates the random numbers of uses that count samples on their own (`train`, `eval/<name>`)."""
     turns: Turns
@@ -127,7 +126,6 @@ def malformation(sample: Sample) -> str | None:
 
 
 def clear_response(sample: Sample) -> None:
-    """Remove the response of a sample."""
     sample.response_ids, sample.versions, sample.routed_experts = np.empty(0, np.int32), np.empty(0, np.int32), None
     sample.loss_mask, sample.engine_logprobs, sample.response = np.empty(0, np.int8), np.empty(0, np.float32), ""
     sample.teacher_logprobs = None

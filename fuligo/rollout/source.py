@@ -22,14 +22,11 @@ class GroupSource:
     """Source that numbers the samples and groups of the whole run, and holds the partial-rollout buffer. Implements `GroupStream`."""
 
     prompts: PromptSource
-    """The data in its order."""
     num_samples_per_prompt: int
-    """Size of a fresh group."""
     _: KW_ONLY
     partial_rollout: bool = False
     """`put_back` keeps groups with their tokens; otherwise only their prompts are drawn again."""
     buffer_filter: BufferFilter = POP_FIRST
-    """Filter that chooses the groups to continue."""
     mask_offpolicy: bool = False
     """Do not train on tokens of earlier rollouts."""
     max_staleness: int | None = None
@@ -153,7 +150,6 @@ def first_version(group: SampleGroup, default: int) -> int:
 
 
 def _prompt(group: SampleGroup) -> Prompt:
-    """Return the prompt of a group."""
     sample = group.samples[0]
     metadata = {key: value for key, value in sample.metadata.items() if key != START_ROLLOUT_ID}
     return Prompt(group.row, sample.prompt, sample.prompt_ids, sample.label, metadata, sample.images)

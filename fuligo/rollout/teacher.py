@@ -17,7 +17,6 @@ class ServedTeacher:
     """Scorer that sets `teacher_logprobs` of finished samples. An error that outlasts the retries makes its sample failed."""
 
     scorer: EngineGroup | InferenceEngine
-    """Engine or engines that serve the teacher."""
     _: KW_ONLY
     timeout_s: float
     """Deadline of one sample, retries included."""

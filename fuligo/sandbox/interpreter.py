@@ -44,7 +44,6 @@ class Limits:
     """Limits of a program, and what it sees."""
 
     timeout_s: float
-    """Time of one call."""
     cpu_s: float
     """CPU time of one call, of all processes together."""
     memory_bytes: int
@@ -52,7 +51,6 @@ class Limits:
     disk_bytes: int
     output_bytes: int
     max_processes: int
-    """Processes and threads."""
     binds: tuple[tuple[str, str], ...]
     """(path of this machine, path in the sandbox)."""
     paths: tuple[str, ...]

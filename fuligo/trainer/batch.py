@@ -47,7 +47,6 @@ class PackedTokens:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the row."""
         return self.cu_seqlens[-1]
 
     @property

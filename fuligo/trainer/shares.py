@@ -87,7 +87,6 @@ def trained_positions(batch: TrainBatch, *, skips_zero_advantages: bool) -> list
 
 
 def has_advantage(sample: TrainSample) -> bool:
-    """Return whether a trained token of the sample has an advantage other than 0."""
     return bool(np.any(sample.advantages[sample.loss_mask != 0]))
 
 

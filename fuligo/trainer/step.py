@@ -84,7 +84,6 @@ class StepGradients:
     """Results of a rank's passes besides the gradients, which the backend keeps with its parameters."""
 
     sums: MetricSums
-    """This rank's sums."""
     losses: Tensor
     """[micro-batches] shares of the step's loss."""
     scores: dict[int, TokenScores]

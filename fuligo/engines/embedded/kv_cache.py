@@ -40,7 +40,6 @@ class CacheShape:
     layers: tuple[int, ...]
     """Numbers of the layers that keep them, among all layers of the model."""
     shapes: tuple[LayerShape, ...]
-    """Shapes of these layers, in their order."""
     recurrent: RecurrentShape | None = None
     """Shape of what the other layers keep per request; None: there are none."""
 

@@ -29,7 +29,6 @@ class EmbeddedEngineSettings:
     num_threads: int | None = None
     trust_remote_code: bool = False
     adapter: Path | None = None
-    """LoRA adapter to apply."""
     adapter_shape: AdapterConfig | None = None
     """Shape of an adapter that a trainer sends; exclusive with `adapter`."""
     shapes_of_runs: Mapping[str, AdapterConfig] = field(default_factory=dict)

@@ -48,7 +48,6 @@ class Request:
     pool_capacity: int = 0
     """Capacity of the KV pool that has the request's row; 0 while it has none."""
     row: int = -1
-    """Row in that pool."""
     prompt_key: bytes = b""
     """Equal for requests with equal prompts, images included."""
 

@@ -59,7 +59,6 @@ class FleetEngine:
         return False
 
     def does_not_answer(self) -> EngineError:
-        """Return the error for an engine that hangs."""
         return EngineError(
             f"{self.server.settings.name} ({self.server.url}) does not answer; its log is {self.server.settings.log_file}. "
             "Resume from the last checkpoint; with --use-fault-tolerance it would have been restarted."

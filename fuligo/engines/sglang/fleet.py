@@ -40,7 +40,6 @@ class FleetSettings:
     request_retries: int
     request_timeout_s: float
     deadlines: ControlDeadlines = DEFAULT
-    """Deadlines of control calls."""
     adapter: str | None = None
     """Name of the LoRA adapter that requests use; None without one."""
 

@@ -47,7 +47,6 @@ class RouterSettings:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """The router's arguments (`--router-*`), with underscores in the names."""
     name: str = "router"
-    """Name in messages."""
     prefill_decode: bool = False
     """Every request passes through a prefill and a decode engine."""
     python: str = sys.executable
@@ -67,7 +66,6 @@ class RouterSettings:
         return {**self.environment.reveal(), KEY_VARIABLE: self.key}
 
     def command(self) -> list[str]:
-        """Return the command that starts the router."""
         own: dict[str, Any] = {
             "host": bracketed(self.host),
             "port": self.port,

@@ -128,7 +128,6 @@ def _client(settings: McpSettings) -> "Client":
 
 
 async def _list(client: "Client") -> list[Tool]:
-    """Return the tools of all pages."""
     tools: list[Tool] = []
     cursor: str | None = None
     while True:

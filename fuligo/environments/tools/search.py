@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 _TEXT_FILES = {".txt", ".md"}
 _FORMAT = b"1"
-"""Version of the cache's format."""
 
 
 class SearchSettings(BaseModel):

@@ -46,7 +46,6 @@ def architecture(config: ConfigJson) -> Architecture:
 
 
 def _expert_biases(experts: Experts, hidden_size: int) -> Parts:
-    """Return the biases of the router and of all experts."""
     return (
         vector(PartKind.ROUTER, experts.num_experts),
         vector(PartKind.ROUTED_EXPERTS, experts.num_experts * (2 * experts.intermediate_size + hidden_size), Split.EXPERT),

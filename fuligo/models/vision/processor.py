@@ -33,7 +33,6 @@ PROCESSOR_TYPES = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2V
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """Formats that are read; Pillow knows some that start other programs."""
 MAX_IMAGE_BYTES = 32 * 2**20
-"""Size of one encoded image."""
 MAX_DECODED_PIXELS = 64 * 2**20
 """Pixels of one image before it is resized: a small file may decode to gigabytes."""
 KEPT_BYTES = 256 * 2**20
@@ -58,7 +57,6 @@ class Patches(NamedTuple):
     values: FloatArray
     """[patches, channels * temporal patch size * patch size * patch size]"""
     num_rows: int
-    """Rows of patches."""
     num_columns: int
 
 

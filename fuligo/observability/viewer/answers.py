@@ -43,7 +43,6 @@ _SHOWN_LATEST = ("rollout/reward_mean", "rollout/response_len_mean", "rollout/to
 
 
 def run_answer(run: RunReader) -> Answer:
-    """Return the overview of a run."""
     run.update_metrics()
     metrics = run.metrics
     state, age_s = run.state()

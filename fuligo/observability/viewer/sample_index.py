@@ -101,7 +101,6 @@ class SampleIndex:
         return self._up_to_date()[1]
 
     def engines(self) -> list[int]:
-        """Return the numbers of the engines that sampled."""
         return self._up_to_date()[2]
 
     def parts(self) -> list[str]:
@@ -114,7 +113,6 @@ class SampleIndex:
         return known[0].path if known is not None else sample_path(self._run, self._of, step)
 
     def file_version(self, step: int) -> tuple[int, int] | None:
-        """Return the version of the file that is indexed for a step."""
         known = self._known.get(step)
         return None if known is None else known[0].version
 

@@ -44,9 +44,7 @@ class SampleFilter(BaseModel):
     kept: bool | None = None
     group: int | None = None
     prompt: int | None = None
-    """Key of the prompt's text."""
     dataset: str | None = None
-    """Name of an evaluation dataset."""
     part: str | None = None
     """Name of a part of the reward that the sample has."""
     part_min: float | None = None
@@ -102,7 +100,6 @@ class Hits:
     """Rows of one file whose text matches."""
 
     version: tuple[int, int] | None
-    """Version of the file."""
     rows: np.ndarray
 
 

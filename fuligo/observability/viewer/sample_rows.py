@@ -53,7 +53,6 @@ def read_rows(path: Path, rows: Sequence[int], columns: Iterable[str] | None = N
 
 @lru_cache(maxsize=256)
 def _group_sizes(path: Path, version: tuple[int, int]) -> list[int]:
-    """Return the number of rows of each row group."""
     metadata = pq.read_metadata(path)
     return [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
 

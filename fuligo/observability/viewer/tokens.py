@@ -10,7 +10,6 @@ _BROKEN = "\ufffd"
 MAX_TOKENIZER_BYTES = 128 * 2**20
 """Size of a tokenizer's file; a hostile run may name one that fills the memory. Those of the largest vocabularies have 35 MB."""
 MAX_PARTS = 8
-"""Maximum number of tokens that are decoded together."""
 
 
 class TokenTexts:

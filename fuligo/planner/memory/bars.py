@@ -40,7 +40,6 @@ def memory_bars(subject: Subject, layout: ClusterLayout, host_memory_bytes: int 
 
 
 def engine_capacities(subject: Subject, layout: ClusterLayout) -> tuple[EngineCapacity, ...]:
-    """Return the capacity of one engine of each group."""
     longest = longest_sample(subject.config)
     if layout.engine_groups and subject.config.engine_capabilities.beside_trainer:
         tokens = embedded_kv_tokens(subject)

@@ -25,7 +25,6 @@ def all_groups(subject: Subject) -> tuple[EngineGroupSpec, ...]:
 
 
 def running(subject: Subject) -> list[EngineGroupSpec]:
-    """Return the groups with engines."""
     return [spec for spec in all_groups(subject) if spec.num_engines and spec.worker_type != "placeholder"]
 
 

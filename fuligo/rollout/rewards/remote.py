@@ -46,7 +46,6 @@ class RemoteReward:
         raise RewardFailure(FailureReason.REMOTE, f"{self._url}: {last_problem}")
 
     async def close(self) -> None:
-        """Close the connections."""
         if self._session is not None:
             await self._session.close()
             self._session = None

@@ -22,9 +22,7 @@ class RewardSettings:
     """Reward type of samples whose metadata name none; None: a custom reward, or metadata only."""
     rm_url: str | Secret | None = None
     timeout_s: float = 30.0
-    """Deadline of one reward, in seconds."""
     retries: int = 3
-    """Retries of a remote reward."""
     num_workers: int | None = None
     """Worker processes per judge; None: one per core, at most 4."""
     group_rm: bool = False

@@ -247,7 +247,6 @@ class _Outputs:
     kinds: tuple[str, ...]
     """All matrices that the layer joins, also those that are not adapted."""
     sizes: tuple[int, ...]
-    """Outputs of each in a group."""
     num_groups: int
 
     @classmethod

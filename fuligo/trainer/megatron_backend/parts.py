@@ -122,7 +122,6 @@ class ParameterState:
 
     optimizer: MegatronOptimizer
     parameter: nn.Parameter
-    """Parameter of the model."""
     start: int
     """The state covers the elements [start, end) of the flattened parameter."""
     end: int

@@ -62,7 +62,6 @@ class SavedAdapter:
 
     names: AdapterNames
     base_digest: str
-    """Digest of the base weights."""
 
 
 @dataclass(slots=True)
@@ -340,7 +339,6 @@ def _gathered_adapter(state: MegatronState, world: World) -> dict[str, Tensor]:
 
 
 def _write_adapter(directory: Path, state: MegatronState, tensors: Mapping[str, Tensor]) -> None:
-    """Write the PEFT directory."""
     if tensors and state.adapter is not None:
         write_config_of(state.adapter.names.adapter, state.adapter.names.peft_targets, directory / ADAPTER)
         write_adapter_weights(tensors, directory / ADAPTER)

@@ -90,7 +90,6 @@ class WorkerCall(Command[R_co]):
     """Call of a method of the rank's worker; `call` builds it."""
 
     name: str
-    """Name of the method."""
     arguments: tuple[Any, ...]
 
     def run(self, rank: Rank) -> R_co | None:

@@ -114,7 +114,6 @@ class TrainerSettings:
     temperature: float = 1.0
     """Sampling temperature: log-probabilities are those of the distribution that was sampled from."""
     capacity: Capacity = field(default_factory=Capacity)
-    """Limits of a micro-batch in training."""
     score_capacity: Capacity = field(default_factory=Capacity)
     """Limits of a micro-batch without gradient."""
     shares_prefixes: bool = False

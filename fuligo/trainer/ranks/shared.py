@@ -138,7 +138,6 @@ class TurnThread:
         threading.Thread(target=self._run, name="shared-trainer", daemon=True).start()
 
     def submit(self, share: RunShare, function: Callable[[], Any]) -> Future[Any]:
-        """Run a function of a run when it is its turn."""
         future: Future[Any] = Future()
         with self._wake:
             self._waiting.append((share, function, future))

@@ -51,9 +51,7 @@ class TorchrunPlace:
     rank: int
     size: int
     rendezvous: Rendezvous
-    """Address of torchrun's store."""
     on_one_host: bool
-    """All of them run on this machine."""
 
     def host_store(self) -> TCPStore | None:
         """Open the store on rank 0; None where torchrun's agent has opened it."""

@@ -182,7 +182,6 @@ class LocalTrainer(RankedTrainer):
 
     @property
     def worker(self) -> RankWorker:
-        """Rank 0's worker."""
         first = self.ranks[0]
         assert isinstance(first, InProcessRank)
         return first.worker

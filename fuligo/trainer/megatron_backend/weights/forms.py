@@ -32,7 +32,6 @@ def read_pieces(weight: Weight, stored: Sequence[StoredPart], architecture: Arch
 
 
 def read_shard(weight: Weight, stored: Sequence[StoredPart], architecture: Architecture, index: int, count: int) -> Tensor:
-    """Read the part as one tensor."""
     return _cat(read_pieces(weight, stored, architecture, index, count))
 
 

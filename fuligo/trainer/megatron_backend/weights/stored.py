@@ -17,7 +17,6 @@ from fuligo.formats.hugging_face import DamagedFileError, StoredTensor, read_sto
 from fuligo.models.names import Form, ModelNames, Weight
 
 NUM_LISTED = 5
-"""Names that an error lists."""
 
 
 class StoredWeights:

@@ -1,8 +1,10 @@
 """Init process of a container: reaps orphans and passes signals on, while the command runs in a child."""
 
 import os
+import select
 import signal
 import sys
+import time
 from contextlib import suppress
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -44,3 +46,15 @@ def _wait(child: int) -> int:
         if pid == child:
             code = os.waitstatus_to_exitcode(status)
             return code if code >= 0 else 128 - code
+
+
+def wait_for_end(pid: int) -> None:
+    """Return when the parent process `pid` has ended, however it ends."""
+    try:
+        parent = os.pidfd_open(pid)
+        select.select([parent], [], [])
+    except ProcessLookupError:
+        pass  # it has already exited
+    except (AttributeError, OSError):  # no pidfd on this system
+        while os.getppid() == pid:
+            time.sleep(0.5)

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
-from fuligo.cli.parent import wait_for_end
+from fuligo.cli.first_process import wait_for_end
 
 
 def main(arguments: Sequence[str]) -> int:

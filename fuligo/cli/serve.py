@@ -10,7 +10,7 @@ import threading
 import time
 from pathlib import Path
 
-from fuligo.cli.parent import wait_for_end
+from fuligo.cli.first_process import wait_for_end
 from fuligo.errors import ConfigError
 from fuligo.formats.adapter_config import AdapterConfig, adapter_directory
 from fuligo.formats.engine_keys import REQUESTS_VARIABLE, EngineKeys

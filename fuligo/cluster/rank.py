@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import RayError
 
-from fuligo.cluster.interface import use_interface_of
+from fuligo.cluster.ray_environment import use_interface_of
 from fuligo.config.secret import Environment
 from fuligo.engines.server_process import last_lines
 from fuligo.limits import raise_open_files

@@ -4,7 +4,10 @@ import os
 import secrets
 from collections.abc import MutableMapping
 
+import psutil
+
 from fuligo.config.launcher import ADDRESS_VARIABLE
+from fuligo.engines.host import is_loopback, use_loopback_interface
 
 TOKEN_VARIABLE = "RAY_AUTH_TOKEN"
 
@@ -30,3 +33,24 @@ def new_token() -> str:
 def token_environment(token: str) -> dict[str, str]:
     """Return the environment of every process of a cluster that requires the token."""
     return {"RAY_AUTH_MODE": "token", TOKEN_VARIABLE: token}
+
+
+_EXACTLY = "="
+"""NCCL takes a bare name as a prefix."""
+
+
+def use_interface_of(address: str, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set gloo, TensorPipe and NCCL of this process and its children to the interface with this address, unless the user chose one.
+
+    Args:
+        address: this node's; on a single node a loopback address, which leaves NCCL its own choice
+    """
+    if is_loopback(address):
+        use_loopback_interface(environment)
+        return
+    interfaces = psutil.net_if_addrs().items()
+    name = next((name for name, addresses in interfaces if any(its.address.partition("%")[0] == address for its in addresses)), None)
+    if name is not None:
+        environment.setdefault("GLOO_SOCKET_IFNAME", name)
+        environment.setdefault("TP_SOCKET_IFNAME", name)
+        environment.setdefault("NCCL_SOCKET_IFNAME", _EXACTLY + name)

@@ -13,8 +13,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fuligo.cluster.connection import node_addresses
-from fuligo.cluster.interface import use_interface_of
-from fuligo.cluster.ray_environment import GUARDS_LIVE
+from fuligo.cluster.ray_environment import GUARDS_LIVE, use_interface_of
 from fuligo.config.secret import Environment
 from fuligo.engines.ports import PortClaims
 from fuligo.engines.server_process import last_lines

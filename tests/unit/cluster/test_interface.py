@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from fuligo.cluster import interface
-from fuligo.cluster.interface import use_interface_of
+from fuligo.cluster.ray_environment import use_interface_of
 
 
 @pytest.fixture(autouse=True)

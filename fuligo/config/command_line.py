@@ -19,8 +19,7 @@ from fuligo.config.flag import PREFIXES, Flag, Kind
 from fuligo.config.flags import flags, option_name, refusal, suggest_options
 from fuligo.config.other_frameworks import elsewhere
 from fuligo.config.passthrough import deprecation
-from fuligo.config.reserved import RESERVED
-from fuligo.config.schemas import BACKENDS, schema
+from fuligo.config.schemas import BACKENDS, RESERVED, schema
 from fuligo.config.secret import hide_credentials, is_secret_option
 from fuligo.config.topology_file import read_topology
 from fuligo.errors import ConfigError

@@ -12,8 +12,7 @@ from pydantic.fields import FieldInfo
 
 from fuligo.config.flag import Flag, Kind, did_you_mean, nearest, option_name
 from fuligo.config.groups import GROUPS
-from fuligo.config.reserved import RESERVED
-from fuligo.config.schemas import BACKENDS, Schema, schema
+from fuligo.config.schemas import BACKENDS, RESERVED, Schema, schema
 from fuligo.config.secret import Url
 from fuligo.config.server_groups import ModelServers
 

@@ -15,8 +15,7 @@ from fuligo.config.flags import flags, passthrough_flags
 from fuligo.config.help import help_text
 from fuligo.config.passthrough import RouterArguments, SglangArguments
 from fuligo.config.placement import MegatronArguments
-from fuligo.config.reserved import RESERVED
-from fuligo.config.schemas import schema
+from fuligo.config.schemas import RESERVED, schema
 from fuligo.errors import ConfigError
 from tests.unit.config.strategies import arguments
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
 
 from fuligo.data.fields import Fields, read_fields
-from fuligo.data.image_digests import ImageDigests
-from fuligo.data.images import ImagePlacer, check_texts, with_image_parts
+from fuligo.data.images import ImageDigests, ImagePlacer, check_texts, with_image_parts
 from fuligo.data.locate import locate
 from fuligo.data.row_file import PromptPath, RowFile, open_rows
 from fuligo.data.settings import DataSettings

@@ -22,12 +22,11 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from fuligo.engines.embedded.engine import EmbeddedEngine
+from fuligo.engines.embedded.engine import EmbeddedEngine, EngineThread
 from fuligo.engines.embedded.http_api import Api, wake
 from fuligo.engines.embedded.kv_cache import length_class
 from fuligo.engines.embedded.launch import run_path
 from fuligo.engines.embedded.model import DTYPES, AdapterSource, EngineModel
-from fuligo.engines.embedded.thread import EngineThread
 from fuligo.engines.host import LOOPBACK, endpoint
 from fuligo.engines.http_access import QuietServer, is_foreign, own_names
 from fuligo.engines.stranger_connections import Connection, Strangers, admit, renew

@@ -10,13 +10,12 @@ import pytest_asyncio
 import torch
 
 from fuligo.engines.client import EngineClient
-from fuligo.engines.embedded.engine import EmbeddedEngine
+from fuligo.engines.embedded.engine import EmbeddedEngine, EngineThread
 from fuligo.engines.embedded.launch import EmbeddedEngineProcess, EmbeddedEngineSettings, launch_embedded, run_path
 from fuligo.engines.embedded.model import AdapterSource, EngineModel
 from fuligo.engines.embedded.request import Request
 from fuligo.engines.embedded.serve import ServeSettings
 from fuligo.engines.embedded.serve import _load as load
-from fuligo.engines.embedded.thread import EngineThread
 from fuligo.engines.generation import Generation, SamplingParams
 from fuligo.errors import EngineError
 from fuligo.formats.adapter_config import AdapterConfig

@@ -22,9 +22,8 @@ from starlette.types import Receive, Scope, Send
 
 from fuligo.engines.generation import SamplingParams
 from fuligo.engines.host import LOOPBACK, endpoint
-from fuligo.engines.http_access import QuietServer, is_foreign, own_names
+from fuligo.engines.http_access import Connection, QuietServer, Strangers, admit, is_foreign, own_names
 from fuligo.engines.openai_format import InvalidRequest, error_content, json_response, parse_body
-from fuligo.engines.stranger_connections import Connection, Strangers, admit
 from fuligo.errors import EngineError
 from fuligo.gateway import anthropic_messages, openai_responses
 from fuligo.gateway.completion import Completion, Dialect, ErrorContent

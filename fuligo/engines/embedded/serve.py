@@ -28,8 +28,7 @@ from fuligo.engines.embedded.kv_cache import length_class
 from fuligo.engines.embedded.launch import run_path
 from fuligo.engines.embedded.model import DTYPES, AdapterSource, EngineModel
 from fuligo.engines.host import LOOPBACK, endpoint
-from fuligo.engines.http_access import QuietServer, is_foreign, own_names
-from fuligo.engines.stranger_connections import Connection, Strangers, admit, renew
+from fuligo.engines.http_access import Connection, QuietServer, Strangers, admit, is_foreign, own_names, renew
 from fuligo.errors import ConfigError
 from fuligo.formats.engine_keys import EngineKeys
 from fuligo.formats.scratch import scratch_root

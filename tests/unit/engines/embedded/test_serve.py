@@ -27,7 +27,7 @@ from fuligo.engines.embedded.serve import ServeSettings
 from fuligo.engines.embedded.serve import _serve as serve_model
 from fuligo.engines.generation import EngineLoad, SamplingParams
 from fuligo.engines.group import EngineGroup
-from fuligo.engines.stranger_connections import Strangers
+from fuligo.engines.http_access import Strangers
 from fuligo.errors import ConfigError, EngineError, WeightSyncError
 from fuligo.formats.payload import shared_payload
 from fuligo.formats.weight_manifest import WeightManifest, WeightTarget, weights_checksum

@@ -28,7 +28,7 @@ from fuligo.config.secret import Environment
 from fuligo.engines.client import EngineClient
 from fuligo.engines.embedded.launch import EmbeddedEngineSettings, launch_embedded
 from fuligo.engines.generation import SamplingParams
-from fuligo.engines.ports import PortClaims
+from fuligo.engines.host import PortClaims
 from fuligo.engines.sglang.server import ServerPorts, ServerSettings, SGLangServer
 
 Runner = Callable[["Workload"], Awaitable[None]]

@@ -30,7 +30,7 @@ from transformers import AutoTokenizer
 
 from fuligo.config.secret import Environment
 from fuligo.engines.group import EngineGroup
-from fuligo.engines.ports import PortClaims
+from fuligo.engines.host import PortClaims
 from fuligo.engines.sglang.fleet import Fleet, FleetSettings
 from fuligo.engines.sglang.router import RouterSettings
 from fuligo.engines.sglang.server import ServerPorts, ServerSettings

@@ -28,7 +28,7 @@ from synthetic_rollout import ASSETS, TIMEOUT_S, build_runner
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from fuligo.config.secret import Environment
-from fuligo.engines.ports import PortClaims
+from fuligo.engines.host import PortClaims
 from fuligo.engines.sglang.fleet import Fleet, FleetSettings
 from fuligo.engines.sglang.router import RouterSettings
 from fuligo.engines.sglang.server import CPU_ARGUMENTS, CPU_ENVIRONMENT, OWN_ARGUMENTS, ServerPorts, ServerSettings

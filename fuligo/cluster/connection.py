@@ -14,7 +14,7 @@ from ray._private import services
 
 from fuligo.cluster.node import head_command, head_is_open, start_node
 from fuligo.config.launcher import ADDRESS_VARIABLE
-from fuligo.engines.ports import PortClaims
+from fuligo.engines.host import PortClaims
 from fuligo.errors import ConfigError
 from fuligo.limits import num_cores
 

@@ -18,8 +18,7 @@ from fuligo.cluster.hostfile import Host
 from fuligo.cluster.node import GRACE_S, head_command, head_is_open, start_node, worker_command
 from fuligo.cluster.ray_environment import TOKEN_VARIABLE, new_token, token_environment
 from fuligo.config.launcher import ADDRESS_VARIABLE
-from fuligo.engines.host import endpoint, own_address
-from fuligo.engines.ports import PortClaims
+from fuligo.engines.host import PortClaims, endpoint, own_address
 from fuligo.engines.server_process import last_lines
 from fuligo.errors import ConfigError, EngineError
 from fuligo.limits import num_cores

@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from fuligo.cluster.connection import node_addresses
 from fuligo.cluster.ray_environment import GUARDS_LIVE, use_interface_of
 from fuligo.config.secret import Environment
-from fuligo.engines.ports import PortClaims
+from fuligo.engines.host import PortClaims
 from fuligo.engines.server_process import last_lines
 from fuligo.engines.sglang.server import ServerPorts, ServerSettings, SGLangServer
 from fuligo.errors import ConfigError, EngineError

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from fuligo.config import Config
 from fuligo.config.schemas import BACKENDS, schema
 from fuligo.config.topology import engine_groups
-from fuligo.engines.ports import PortClaims
+from fuligo.engines.host import PortClaims
 from fuligo.engines.sglang.server import PORTS_PER_ENGINE
 from fuligo.errors import EngineError
 from fuligo.machine.facts import Machine

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fuligo.engines.ports import PortClaims
+from fuligo.engines.host import PortClaims
 from tests.cluster.hosts import Network, network_of, why_not
 from tests.cluster.launched_run import LaunchedRun, LaunchOnHosts
 from tests.e2e.conftest import checkpoint, job, prompts, start, warm_commands

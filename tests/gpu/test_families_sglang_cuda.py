@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore
 
-from fuligo.engines.ports import PortClaims
+from fuligo.engines.host import PortClaims
 from fuligo.trainer.ranks.world import join_world
 from tests.served_families import DEEPSEEK_KEYS, GPT_OSS_KEYS, MINIMAX_KEYS, Scores, ServedFamily, compare
 from tests.sglang.engines import server_settings

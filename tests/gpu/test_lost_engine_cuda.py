@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from fuligo.config.secret import Environment
 from fuligo.engines.group import EngineGroup
-from fuligo.engines.ports import PortClaims
+from fuligo.engines.host import PortClaims
 from fuligo.engines.sglang.fleet import Fleet, FleetSettings
 from fuligo.engines.sglang.server import ServerSettings, SGLangServer
 from fuligo.trainer.protocol import Trainer

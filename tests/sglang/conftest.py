@@ -9,7 +9,7 @@ import pytest_asyncio
 
 from fuligo.config.secret import Environment
 from fuligo.engines.group import EngineGroup
-from fuligo.engines.ports import PortClaims
+from fuligo.engines.host import PortClaims
 from fuligo.engines.sglang.fleet import Fleet, FleetSettings
 from fuligo.engines.sglang.router import RouterSettings
 from fuligo.formats.engine_keys import EngineKeys

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 from fuligo.config.secret import Environment
-from fuligo.engines.ports import PortClaims
+from fuligo.engines.host import PortClaims
 from fuligo.engines.sglang.server import PORTS_PER_ENGINE, ServerPorts, ServerSettings
 
 ROOT = Path(__file__).parents[2]

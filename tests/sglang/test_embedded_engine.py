@@ -10,7 +10,7 @@ from fuligo.engines.client import EngineClient
 from fuligo.engines.embedded.launch import EmbeddedEngineSettings, launch_embedded
 from fuligo.engines.generation import SamplingParams
 from fuligo.engines.group import EngineGroup
-from fuligo.engines.ports import PortClaims
+from fuligo.engines.host import PortClaims
 from fuligo.engines.sglang.router import launch_router
 from tests.sglang.conftest import KEYS, fleet_settings
 

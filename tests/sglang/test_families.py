@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from fuligo.engines.ports import PortClaims
+from fuligo.engines.host import PortClaims
 from fuligo.formats.checkpoint_form import checkpoint_weights
 from fuligo.formats.hugging_face import read_config_json
 from fuligo.models.registry import stored_experts

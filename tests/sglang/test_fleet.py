@@ -12,7 +12,7 @@ import pytest_asyncio
 from fuligo.engines.client import EngineClient
 from fuligo.engines.generation import SamplingParams
 from fuligo.engines.guard import LOOK_S
-from fuligo.engines.ports import PortClaims
+from fuligo.engines.host import PortClaims
 from fuligo.engines.sglang.fleet import Fleet
 from fuligo.errors import EngineError
 from tests.e2e.processes import alive, descendants, nothing_left_in_shared_memory

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fuligo.engines.generation import SamplingParams
-from fuligo.engines.ports import PortClaims
+from fuligo.engines.host import PortClaims
 from fuligo.engines.sglang.fleet import Fleet
 from fuligo.engines.sglang.router import launch_router
 from tests.sglang.conftest import fleet_settings

@@ -12,7 +12,7 @@ import pytest_asyncio
 import torch
 
 from fuligo.engines.client import POLICY_ADAPTER, EngineClient
-from fuligo.engines.ports import PortClaims
+from fuligo.engines.host import PortClaims
 from fuligo.engines.sglang.backend import adapter_arguments
 from fuligo.engines.sglang.server import SGLangServer
 from fuligo.formats.adapter_config import AdapterConfig

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from fuligo.engines.client import EngineClient
 from fuligo.engines.connection import ControlDeadlines, Deadline
-from fuligo.engines.ports import PortClaims
+from fuligo.engines.host import PortClaims
 from fuligo.engines.sglang.fleet import Fleet
 from fuligo.engines.sglang.server import SGLangServer
 from fuligo.formats.weight_manifest import Transport, WeightTarget

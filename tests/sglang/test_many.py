@@ -15,7 +15,7 @@ import torch
 from fuligo.config.command_line import parse
 from fuligo.config.files import save_yaml
 from fuligo.engines.generation import SamplingParams
-from fuligo.engines.ports import PortClaims
+from fuligo.engines.host import PortClaims
 from fuligo.engines.sglang.backend import adapter_arguments
 from fuligo.engines.sglang.server import SGLangServer
 from fuligo.engines.shared_client import RunRequests, SharedEngineClient

@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from fuligo.engines.generation import SamplingParams
 from fuligo.engines.group import EngineGroup
-from fuligo.engines.ports import PortClaims
+from fuligo.engines.host import PortClaims
 from fuligo.engines.sglang.server import SGLangServer
 from fuligo.models.routing import RoutingShape
 from fuligo.rollout.generate import SingleTurn

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from fuligo.engines.generation import SamplingParams
-from fuligo.engines.ports import PortClaims
+from fuligo.engines.host import PortClaims
 from fuligo.engines.sglang.fleet import Fleet
 from fuligo.formats.weight_manifest import EngineAddress, WeightTarget
 from fuligo.weights.senders import WeightSender

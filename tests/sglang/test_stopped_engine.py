@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from fuligo.engines.client import EngineClient
 from fuligo.engines.generation import SamplingParams
-from fuligo.engines.ports import PortClaims
+from fuligo.engines.host import PortClaims
 from fuligo.engines.server_process import ServerProcess
 from fuligo.engines.sglang.fleet import Fleet
 from fuligo.engines.sglang.server import ServerSettings, SGLangServer

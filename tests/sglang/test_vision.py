@@ -15,7 +15,7 @@ from transformers import Qwen3VLForConditionalGeneration
 
 from fuligo.engines.client import EngineClient
 from fuligo.engines.generation import SamplingParams
-from fuligo.engines.ports import PortClaims
+from fuligo.engines.host import PortClaims
 from fuligo.engines.sglang.server import SGLangServer
 from fuligo.models.vision.processor import ImageProcessor
 from fuligo.models.vision.resized import ResizedImages

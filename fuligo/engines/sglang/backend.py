@@ -15,7 +15,7 @@ from fuligo.engines.backend import EngineHosts, LaunchedEngines, LentEngine, Len
 from fuligo.engines.client import POLICY_ADAPTER
 from fuligo.engines.connection import ControlDeadlines
 from fuligo.engines.group import EngineGroup
-from fuligo.engines.ports import PortClaims
+from fuligo.engines.host import PortClaims
 from fuligo.engines.sglang.fleet import Fleet, FleetSettings
 from fuligo.engines.sglang.router import RouterSettings
 from fuligo.engines.sglang.server import CPU_ARGUMENTS, EnginePlace, ServerPorts, ServerSettings, SGLangServer

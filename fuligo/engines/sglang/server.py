@@ -13,8 +13,7 @@ from typing import Any, Literal, Protocol
 from fuligo.config.secret import Environment
 from fuligo.engines.answers import WeightLabel
 from fuligo.engines.client import EngineClient
-from fuligo.engines.host import endpoint, is_loopback, use_loopback_interface
-from fuligo.engines.ports import PortClaims
+from fuligo.engines.host import PortClaims, endpoint, is_loopback, use_loopback_interface
 from fuligo.engines.server_process import ServerProcess, command_line, secrets_of
 from fuligo.errors import EngineError
 from fuligo.formats.engine_keys import CONTROL_VARIABLE, NO_KEYS, REQUESTS_VARIABLE, EngineKeys

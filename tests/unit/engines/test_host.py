@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from fuligo.engines.host import (
+    PortClaims,
     endpoint,
     is_loopback,
     listening_socket,
@@ -18,7 +19,6 @@ from fuligo.engines.host import (
     reachable_by_others,
     use_loopback_interface,
 )
-from fuligo.engines.ports import PortClaims
 
 ANOTHER_ADDRESS = "127.0.0.2"
 """Address of this machine that stands for its address in the network: a server that listens on every interface answers there."""

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from fuligo.engines.ports import FIRST_PORT, LAST_PORT, PortClaims
+from fuligo.engines.host import FIRST_PORT, LAST_PORT, PortClaims
 from fuligo.errors import EngineError
 
-CLAIM = "import sys; from fuligo.engines.ports import PortClaims; c = PortClaims(); print(c.claim(4), flush=True); sys.stdin.read()"
+CLAIM = "import sys; from fuligo.engines.host import PortClaims; c = PortClaims(); print(c.claim(4), flush=True); sys.stdin.read()"
 
 
 def test_claims_do_not_overlap_whoever_makes_them() -> None:

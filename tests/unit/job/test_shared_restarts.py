@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from fuligo.engines.ports import PortClaims
+from fuligo.engines.host import PortClaims
 from fuligo.engines.sglang import fleet as fleet_module
 from fuligo.engines.sglang.fleet import Fleet
 from fuligo.engines.sglang.router import RouterSettings

@@ -124,8 +124,8 @@ def test_ports_that_others_hold_are_found(checkpoint: Path, monkeypatch: pytest.
     with socket.socket() as held:
         held.bind(("", 0))
         port = held.getsockname()[1]
-        monkeypatch.setattr("fuligo.engines.ports.LAST_PORT", port + 2)
-        monkeypatch.setattr("fuligo.engines.ports.FIRST_PORT", port)
+        monkeypatch.setattr("fuligo.engines.host.LAST_PORT", port + 2)
+        monkeypatch.setattr("fuligo.engines.host.FIRST_PORT", port)
         assert "free ports" in (found(asked, LAPTOP)["ports"].problem or "")
     monkeypatch.undo()
     assert found(asked, LAPTOP)["ports"].problem is None

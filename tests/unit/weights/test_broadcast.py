@@ -13,7 +13,7 @@ import torch.distributed as dist
 from aiohttp import web
 
 from fuligo.engines.client import EngineClient
-from fuligo.engines.ports import PortClaims
+from fuligo.engines.host import PortClaims
 from fuligo.errors import EngineError
 from fuligo.formats.weight_manifest import EngineAddress
 from fuligo.weights import broadcast

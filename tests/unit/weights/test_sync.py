@@ -13,7 +13,7 @@ import torch
 
 from fuligo.engines.client import EngineClient
 from fuligo.engines.connection import ControlDeadlines, Deadline
-from fuligo.engines.ports import PortClaims
+from fuligo.engines.host import PortClaims
 from fuligo.engines.sglang import fleet as fleet_module
 from fuligo.engines.sglang.fleet import Fleet, FleetSettings
 from fuligo.engines.sglang.router import RouterSettings

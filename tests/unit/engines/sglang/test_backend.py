@@ -9,7 +9,7 @@ import pytest
 from fuligo.config import Config
 from fuligo.config.changes import apply_changes
 from fuligo.config.findings import Change
-from fuligo.engines.ports import PortClaims
+from fuligo.engines.host import PortClaims
 from fuligo.engines.sglang import backend
 from fuligo.engines.sglang.backend import fleet_settings, local_places
 from fuligo.engines.sglang.fleet import FleetSettings

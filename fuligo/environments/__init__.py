@@ -5,6 +5,8 @@ from fuligo.environments.environment import (
     Environment,
     EnvironmentSettings,
     Row,
+    Rubric,
+    Score,
     Start,
     Step,
     Tool,
@@ -12,7 +14,6 @@ from fuligo.environments.environment import (
     ToolResult,
 )
 from fuligo.environments.match import Matches, Seat
-from fuligo.environments.rubric import Rubric, Score
 from fuligo.environments.tool_environment import ToolEnvironment, ToolFunction
 
 __all__ = [

@@ -24,7 +24,7 @@ from fuligo.engines.metrics import EngineMonitor
 from fuligo.errors import ConfigError, EngineError
 from fuligo.formats.engine_keys import EngineKeys
 from fuligo.formats.hugging_face import read_model_config
-from fuligo.formats.scratch import scratch_root
+from fuligo.formats.private import scratch_root
 from fuligo.job.colocated import ColocatedDevices, ColocatedWeightSync
 from fuligo.job.lent import LentParts
 from fuligo.job.transport import choose_transport, ranks_beside_engines

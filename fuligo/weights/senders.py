@@ -17,7 +17,7 @@ from fuligo.formats.buckets import Bucket, Changes, Counted, NamedTensors, cut_i
 from fuligo.formats.checkpoint_form import checkpoint_weights
 from fuligo.formats.fp8 import quantised_weights
 from fuligo.formats.payload import shared_payload
-from fuligo.formats.scratch import filling
+from fuligo.formats.private import filling
 from fuligo.formats.weight_manifest import AS_CHECKPOINT, EngineAddress, EngineFormat, Undelivered, WeightManifest, WeightTarget
 from fuligo.weights.broadcast import BroadcastGroup
 from fuligo.weights.colocated import TrainerRanks, own_engine

@@ -31,7 +31,7 @@ from fuligo.engines.host import LOOPBACK, endpoint
 from fuligo.engines.http_access import Connection, QuietServer, Strangers, admit, is_foreign, own_names, renew
 from fuligo.errors import ConfigError
 from fuligo.formats.engine_keys import EngineKeys
-from fuligo.formats.scratch import scratch_root
+from fuligo.formats.private import scratch_root
 from fuligo.limits import available_memory_bytes, num_cores, raise_open_files
 from fuligo.models.shared_base import SharedBase
 

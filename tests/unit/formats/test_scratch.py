@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fuligo.errors import WeightSyncError
-from fuligo.formats.scratch import filling, scratch_directory
+from fuligo.formats.private import filling, scratch_directory
 from fuligo.formats.weight_manifest import WeightTarget
 from fuligo.weights.senders import WeightSender
 from tests.small_disk import SmallDisk
@@ -16,7 +16,7 @@ from tests.small_disk import SmallDisk
 USER = """
 import sys
 from pathlib import Path
-from fuligo.formats.scratch import scratch_directory
+from fuligo.formats.private import scratch_directory
 
 with scratch_directory(Path(sys.argv[1])) as directory:
     (directory / "model.safetensors").write_bytes(b"weights")

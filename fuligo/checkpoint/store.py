@@ -25,8 +25,7 @@ from fuligo.checkpoint.location import (
 from fuligo.checkpoint.state import RunState
 from fuligo.errors import CheckpointError, CheckpointWriteError, ConfigError, FuligoError
 from fuligo.formats.checkpoint_files import LOCK, TRACKER, UNFINISHED
-from fuligo.formats.disk import free_space, is_foreign_link, replace_text, sync, sync_tree, try_lock
-from fuligo.formats.file_manifest import write_manifest
+from fuligo.formats.disk import free_space, is_foreign_link, replace_text, sync, sync_tree, try_lock, write_manifest
 
 logger = logging.getLogger(__name__)
 

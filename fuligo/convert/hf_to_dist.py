@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from fuligo.errors import CheckpointError
 from fuligo.formats.checkpoint_files import MODEL_FILES, RELEASE, TRACKER, UNFINISHED, copy_model_files
-from fuligo.formats.disk import replace_text, sync, sync_tree
-from fuligo.formats.file_manifest import write_manifest
+from fuligo.formats.disk import replace_text, sync, sync_tree, write_manifest
 from fuligo.formats.hf_tensors import DTYPES
 from fuligo.formats.hugging_face import DamagedFileError, StoredTensor, read_config_json, read_stored_tensors
 from fuligo.formats.shards import Unread, write_format, write_shards

@@ -8,7 +8,7 @@ from fuligo.checkpoint.location import Checkpoint, WeightsOnly, resolve, value_w
 from fuligo.checkpoint.store import CheckpointStore
 from fuligo.errors import CheckpointError
 from fuligo.formats.checkpoint_files import TRACKER, model_directory
-from fuligo.formats.file_manifest import write_manifest
+from fuligo.formats.disk import write_manifest
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from fuligo.cli import main
 from fuligo.convert.hf_to_dist import hf_to_dist
-from fuligo.formats.file_manifest import write_manifest
+from fuligo.formats.disk import write_manifest
 from fuligo.trainer.ranks.world import World
 from tests import tiny
 from tests.e2e.command import fail, train_command

@@ -15,8 +15,7 @@ from fuligo.convert.hf_to_dist import hf_to_dist
 from fuligo.errors import CheckpointError, ConfigError
 from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.formats.checkpoint_files import TRACKER
-from fuligo.formats.disk import replace_text
-from fuligo.formats.file_manifest import write_manifest
+from fuligo.formats.disk import replace_text, write_manifest
 from fuligo.formats.quantised_base import BASE_PRECISION, QuantisedBase
 from fuligo.models.adapter import adapter_tensors, add_adapter, write_adapter_config, write_adapter_weights
 from fuligo.models.directory import load_tokenizer

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from fuligo.cli.convert import main as convert
 from fuligo.errors import CheckpointError, ConfigError
 from fuligo.formats.checkpoint_files import COUNTERS, TRACKER
-from fuligo.formats.file_manifest import write_manifest
+from fuligo.formats.disk import write_manifest
 from tests import tiny
 
 TOKENS = torch.tensor([[5, 9, 17, 4, 33, 8]])

@@ -9,8 +9,7 @@ from fuligo.checkpoint.state import RunState
 from fuligo.errors import CheckpointError
 from fuligo.formats.adapter_config import ADAPTER, adapter_directory, is_adapter
 from fuligo.formats.checkpoint_files import COUNTERS, LOCK, RELEASE, TRACKER, UNFINISHED, VALUE_MODEL, is_distributed
-from fuligo.formats.disk import MANIFEST, check_manifest
-from fuligo.formats.plain_file import unreadable_files
+from fuligo.formats.disk import MANIFEST, check_manifest, unreadable_files
 
 _REPLACED = ".replaced_"
 _ITERATION = re.compile(r"iter_(\d{7,})")

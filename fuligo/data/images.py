@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fuligo.errors import DataChangedError, DataError
-from fuligo.formats.plain_file import open_plain
+from fuligo.formats.disk import open_plain
 from fuligo.types import IntArray, Messages, PromptImage
 
 PLACEHOLDER = "<image>"

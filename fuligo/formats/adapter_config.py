@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from fuligo.errors import CheckpointError
-from fuligo.formats.plain_file import read_plain_text, unreadable_files
+from fuligo.formats.disk import read_plain_text, unreadable_files
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from fuligo.errors import CheckpointError
-from fuligo.formats.plain_file import open_plain
+from fuligo.formats.disk import open_plain
 from fuligo.formats.shards import Shard
 
 _FIX = "use another checkpoint (--ckpt-step) or create this one again"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fuligo.errors import ConfigError
-from fuligo.formats.plain_file import open_plain, read_plain_text, unreadable_files
+from fuligo.formats.disk import open_plain, read_plain_text, unreadable_files
 
 _INDEX = "model.safetensors.index.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")

@@ -7,8 +7,8 @@ from typing import Any
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from fuligo.errors import ConfigError
+from fuligo.formats.disk import unreadable_files
 from fuligo.formats.hugging_face import brings_code, read_config_json
-from fuligo.formats.plain_file import unreadable_files
 from fuligo.models.transformers_types import LOADED_AS, read_config
 
 logger = logging.getLogger(__name__)

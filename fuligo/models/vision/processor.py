@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fuligo.errors import ConfigError, DataError
-from fuligo.formats.plain_file import read_plain_text
+from fuligo.formats.disk import read_plain_text
 from fuligo.types import FloatArray
 
 if TYPE_CHECKING:

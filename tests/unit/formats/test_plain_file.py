@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fuligo.formats.plain_file import MAX_TEXT_BYTES, open_plain, read_plain_text, unreadable_files
+from fuligo.formats.disk import MAX_TEXT_BYTES, open_plain, read_plain_text, unreadable_files
 
 
 @pytest.fixture

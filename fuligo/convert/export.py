@@ -14,8 +14,7 @@ from torch import Tensor
 from fuligo.checkpoint.location import weights_of
 from fuligo.errors import CheckpointError
 from fuligo.formats.adapter_config import is_adapter
-from fuligo.formats.checkpoint_files import UNFINISHED, is_distributed
-from fuligo.formats.checkpoint_form import checkpoint_weights
+from fuligo.formats.checkpoint_files import UNFINISHED, checkpoint_weights, is_distributed
 from fuligo.formats.disk import sync, sync_tree, writing
 from fuligo.formats.hf_tensors import InOwnDtypes
 from fuligo.formats.hugging_face import read_config_json

@@ -1,13 +1,22 @@
 """Files and directories of a checkpoint: their names, and its copy of the Hugging Face files other than weights. Imports no torch."""
 
+from __future__ import annotations
+
 import json
 import shutil
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fuligo.errors import CheckpointError
 from fuligo.formats.fp8_shards import FP8_DTYPE
 from fuligo.formats.hugging_face import MXFP4_BLOCKS, MXFP4_SCALES, DamagedFileError, is_weight_file, read_stored_tensors
+from fuligo.formats.quantisation import expert_parts
+from fuligo.formats.stored_experts import StoredExperts, mixtral_name
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -104,3 +113,29 @@ def _before_quantisation(dtypes: dict[str, str], config: dict[str, Any]) -> dict
 def other_files(directory: Path) -> list[Path]:
     """Return all files of a Hugging Face directory except weights and their index."""
     return [file for file in sorted(directory.iterdir()) if file.is_file() and not is_weight_file(file)]
+
+
+def checkpoint_weights(
+    named_weights: Iterable[tuple[str, Tensor]], experts: StoredExperts = StoredExperts.APART
+) -> Iterator[tuple[str, Tensor]]:
+    """Split fused expert tensors into the per-expert matrices of a checkpoint (as views); pass other tensors through.
+
+    Args:
+        experts: form in the checkpoint. `WHOLE` keeps the tensors, `MIXTRAL` also renames routers and experts.
+    """
+    renamed = mixtral_name if experts is StoredExperts.MIXTRAL else str
+    for name, weight in named_weights:
+        parts = [] if experts is StoredExperts.WHOLE else expert_parts(name, tuple(weight.shape))
+        if not parts:
+            yield renamed(name), weight
+        for part in parts:
+            yield renamed(part.name), weight[part.expert, part.first_row : part.first_row + part.num_rows]
+
+
+def prediction_prefixes(config_json: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the name prefixes of the MTP layers' weights (DeepSeek-V3 and the families that follow its names).
+
+    MTP layers are numbered after the model's layers. transformers 5.12.1 does not implement them.
+    """
+    first, number = config_json.get("num_hidden_layers"), config_json.get("num_nextn_predict_layers")
+    return tuple(f"model.layers.{first + depth}." for depth in range(number or 0)) if first is not None else ()

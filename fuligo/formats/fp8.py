@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fuligo.errors import WeightSyncError
 from fuligo.formats.buckets import NamedTensors
-from fuligo.formats.checkpoint_form import checkpoint_weights
+from fuligo.formats.checkpoint_files import checkpoint_weights
 from fuligo.formats.quantisation import EngineQuantisation, Quantisation
 from fuligo.formats.stored_experts import StoredExperts
 

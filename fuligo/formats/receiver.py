@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 
 from fuligo.errors import WeightSyncError
 from fuligo.formats.adapter_config import is_adapter_name, stored_name
-from fuligo.formats.checkpoint_form import checkpoint_weights, prediction_prefixes
+from fuligo.formats.checkpoint_files import checkpoint_weights, prediction_prefixes
 from fuligo.formats.payload import NamedTensors
 from fuligo.formats.stored_experts import StoredExperts
 from fuligo.formats.weight_manifest import weights_checksum

@@ -14,7 +14,7 @@ from fuligo.engines.client import EngineClient
 from fuligo.engines.host import own_address
 from fuligo.errors import EngineError
 from fuligo.formats.buckets import Bucket, Changes, Counted, NamedTensors, cut_into_buckets, send_each
-from fuligo.formats.checkpoint_form import checkpoint_weights
+from fuligo.formats.checkpoint_files import checkpoint_weights
 from fuligo.formats.fp8 import quantised_weights
 from fuligo.formats.payload import shared_payload
 from fuligo.formats.private import filling

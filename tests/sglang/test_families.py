@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from fuligo.engines.host import PortClaims
-from fuligo.formats.checkpoint_form import checkpoint_weights
+from fuligo.formats.checkpoint_files import checkpoint_weights
 from fuligo.formats.hugging_face import read_config_json
 from fuligo.models.registry import stored_experts
 from fuligo.trainer.torch_backend.weights import named_weights

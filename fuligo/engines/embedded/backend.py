@@ -12,7 +12,7 @@ from fuligo.engines.embedded.launch import EmbeddedEngineSettings, launch_embedd
 from fuligo.engines.group import EngineGroup
 from fuligo.errors import ConfigError, FuligoError
 from fuligo.formats.adapter_config import adapter_directory
-from fuligo.formats.checkpoint_form import prediction_prefixes
+from fuligo.formats.checkpoint_files import prediction_prefixes
 from fuligo.formats.hugging_face import read_config_json
 from fuligo.formats.weight_manifest import EngineFormat
 from fuligo.limits import half_the_cores

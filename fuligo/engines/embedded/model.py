@@ -15,7 +15,7 @@ from fuligo.engines.embedded.kv_cache import CacheShape, LayerShape
 from fuligo.engines.embedded.linear_attention import keep_states
 from fuligo.errors import ConfigError, EngineError
 from fuligo.formats.adapter_config import AdapterConfig
-from fuligo.formats.checkpoint_form import prediction_prefixes
+from fuligo.formats.checkpoint_files import prediction_prefixes
 from fuligo.formats.quantised_base import QuantisedBase
 from fuligo.models.adapter import adapter_tensors, add_adapter, with_adapter_of
 from fuligo.models.attention import unpackable_layers

@@ -16,7 +16,7 @@ from fuligo.convert.fp8 import convert
 from fuligo.convert.fp8_plan import plan_hf_to_fp8
 from fuligo.errors import CheckpointError, ConfigError
 from fuligo.formats.buckets import as_bytes
-from fuligo.formats.checkpoint_form import checkpoint_weights
+from fuligo.formats.checkpoint_files import checkpoint_weights
 from fuligo.formats.fp8 import quantise, quantised_weights
 from fuligo.formats.quantisation import EngineQuantisation, Quantisation, is_quantised_matrix
 from fuligo.formats.weight_manifest import EngineFormat, WeightTarget

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fuligo.errors import WeightSyncError
-from fuligo.formats.checkpoint_form import checkpoint_weights
+from fuligo.formats.checkpoint_files import checkpoint_weights
 from fuligo.formats.fp8 import quantise, quantised_weights
 from fuligo.formats.quantisation import EngineQuantisation, Quantisation
 from fuligo.formats.stored_experts import StoredExperts

@@ -19,7 +19,7 @@ from fuligo.engines.embedded.attention import AttentionPlan
 from fuligo.engines.embedded.model import AdapterSource, EngineModel
 from fuligo.errors import CheckpointError
 from fuligo.formats.adapter_config import ADAPTER, AdapterConfig
-from fuligo.formats.checkpoint_form import checkpoint_weights
+from fuligo.formats.checkpoint_files import checkpoint_weights
 from fuligo.formats.quantised_base import BASE_PRECISION, BasePrecision, QuantisedBase, stored_bytes
 from fuligo.formats.receiver import WeightStore
 from fuligo.formats.stored_experts import StoredExperts

@@ -25,7 +25,7 @@ from fuligo.environments import AssistantTurn, Row, Start, Step
 from fuligo.environments.environment import json_copy
 from fuligo.environments.load import load_environment
 from fuligo.errors import FuligoError, HookError
-from fuligo.job.log_hooks import log_data
+from fuligo.job.recorder import log_data
 from fuligo.rollout.custom_generate import CustomGenerate
 from fuligo.rollout.evaluate import Evaluation, fresh_group
 from fuligo.rollout.filters import all_samples, buffer_filter, group_filter, sample_filter

@@ -21,10 +21,9 @@ from fuligo.job.colocated import ColocatedDevices, ColocatedTrainer, ColocatedWe
 from fuligo.job.engines import Engines, build_weight_sync, find_teacher, launch_engines
 from fuligo.job.join import Joined, join_cluster
 from fuligo.job.lent import LentParts
-from fuligo.job.log_hooks import LogHooks
 from fuligo.job.origin import Origin, named_checkpoints, save_directory
 from fuligo.job.periodic import Evaluate, SaveCheckpoint, SaveDebugRollout, Schedule
-from fuligo.job.recorder import RunRecorder
+from fuligo.job.recorder import LogHooks, RunRecorder
 from fuligo.job.rollouts import RolloutBuilder, RunData
 from fuligo.job.stages import Begun, Opened, Started, Wired
 from fuligo.job.termination import Termination

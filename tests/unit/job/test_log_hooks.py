@@ -7,7 +7,7 @@ import pytest
 
 from fuligo.config import Config
 from fuligo.config.args_view import ArgsView
-from fuligo.job.log_hooks import LogHooks
+from fuligo.job.recorder import LogHooks
 from fuligo.rollout.evaluate import Evaluation
 from fuligo.rollout.protocol import Rollout, RolloutState
 from fuligo.types import Sample, SampleGroup, SampleStatus

@@ -7,8 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from fuligo.config import Config
-from fuligo.job.log_hooks import LogHooks
-from fuligo.job.recorder import RunRecorder
+from fuligo.job.recorder import LogHooks, RunRecorder
 from fuligo.observability.progress import Progress
 from fuligo.observability.run_directory import RunDirectory
 from fuligo.rollout.protocol import Rollout, RolloutState, UnfilledRolloutError

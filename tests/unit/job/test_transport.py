@@ -7,7 +7,7 @@ import pytest
 
 from fuligo.config.command_line import parse
 from fuligo.errors import ConfigError
-from fuligo.job.transport import choose_transport
+from fuligo.job.engines import choose_transport
 
 SGLANG = ["--rollout-backend", "sglang"]
 ELSEWHERE = [*SGLANG, "--rollout-external-engine-addrs", "host:30000"]

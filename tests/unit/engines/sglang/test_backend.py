@@ -14,7 +14,7 @@ from fuligo.engines.sglang import backend
 from fuligo.engines.sglang.backend import fleet_settings, local_places
 from fuligo.engines.sglang.fleet import FleetSettings
 from fuligo.engines.sglang.server import ServerSettings
-from fuligo.job.transport import ranks_beside_engines
+from fuligo.job.engines import ranks_beside_engines
 from fuligo.observability.run_directory import RunDirectory
 
 ACTOR_IN_PAIRS = {"name": "actor", "server_groups": [{"worker_type": "prefill", "num_gpus": 2}, {"worker_type": "decode", "num_gpus": 1}]}

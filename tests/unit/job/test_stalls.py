@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from fuligo.job.stalls import stalls_reported
+from fuligo.job.watch import stalls_reported
 
 LIMIT_S = 0.2
 

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fuligo.observability.viewer import tail as tail_module
-from fuligo.observability.viewer.tail import DAMAGED, Tail
+from fuligo.observability.viewer.trace_reader import DAMAGED, Tail
 
 
 @settings(max_examples=60, deadline=None)

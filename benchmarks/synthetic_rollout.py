@@ -11,9 +11,8 @@ from fuligo.engines.group import EngineGroup
 from fuligo.rollout.generate import SingleTurn
 from fuligo.rollout.protocol import GenerateFn, Rollout
 from fuligo.rollout.runner import RolloutRunner, RunnerParts
-from fuligo.rollout.sampler import Sampler
+from fuligo.rollout.sampler import Sampler, Turns
 from fuligo.rollout.source import GroupSource
-from fuligo.rollout.turns import Turns
 from fuligo.types import IntArray, Prompt, SampleGroup
 
 ASSETS = Path(__file__).parents[1] / "fuligo" / "quickstart" / "assets"

@@ -35,10 +35,9 @@ from fuligo.rollout.generate import SingleTurn, sampling_params
 from fuligo.rollout.producer import Activity, CountedEngine
 from fuligo.rollout.protocol import GenerateFn, GroupStream, RewardFn, RolloutMethod
 from fuligo.rollout.runner import RolloutRunner, RunnerParts
-from fuligo.rollout.sampler import Sampler
+from fuligo.rollout.sampler import Sampler, Turns
 from fuligo.rollout.source import POP_FIRST, GroupSource
 from fuligo.rollout.teacher import RewardWithTeacher, ServedTeacher
-from fuligo.rollout.turns import Turns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

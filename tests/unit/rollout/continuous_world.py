@@ -11,9 +11,8 @@ from fuligo.rollout.debug_data import decode_groups, encode_groups
 from fuligo.rollout.generate import SingleTurn, sampling_params
 from fuligo.rollout.protocol import GenerateFn, GroupFilter, Rollout, RolloutState
 from fuligo.rollout.runner import RunnerParts
-from fuligo.rollout.sampler import Sampler
+from fuligo.rollout.sampler import Sampler, Turns
 from fuligo.rollout.source import GroupSource
-from fuligo.rollout.turns import Turns
 from fuligo.types import SampleGroup
 from tests.unit.rollout.scripted import Rows, ScriptedEngine, ScriptedReward, Tokenizer
 

@@ -17,9 +17,8 @@ from fuligo.rollout.filters import AllSamples
 from fuligo.rollout.generate import SingleTurn, sampling_params
 from fuligo.rollout.protocol import GenerateFn, GroupFilter, GroupStream, RolloutState
 from fuligo.rollout.runner import RolloutRunner, RunnerParts
-from fuligo.rollout.sampler import Sampler
+from fuligo.rollout.sampler import Sampler, Turns
 from fuligo.rollout.source import GroupSource
-from fuligo.rollout.turns import Turns
 from fuligo.types import IntArray, Prompt, PromptImage, Sample, SampleGroup
 
 

@@ -4,8 +4,7 @@ import asyncio
 
 from fuligo.engines.generation import SamplingParams
 from fuligo.rollout.generate import SingleTurn
-from fuligo.rollout.sampler import Sampler, sampling_seed
-from fuligo.rollout.turns import Turns
+from fuligo.rollout.sampler import Sampler, Turns, sampling_seed
 from fuligo.types import Sample
 from tests.unit.rollout.scripted import Rows, ScriptedEngine, Tokenizer
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from fuligo.rollout.turns import Turns
+from fuligo.rollout.sampler import Turns
 
 
 class Crowd:

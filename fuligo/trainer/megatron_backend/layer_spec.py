@@ -1,5 +1,7 @@
 """Modules of a model's layers: TransformerEngine's on CUDA, otherwise Megatron's own with packed attention."""
 
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch.nn.functional as F
@@ -13,7 +15,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, get_transformer_layer_offset
@@ -25,9 +27,54 @@ from fuligo.trainer.megatron_backend.latent_attention import latent_attention
 from fuligo.trainer.megatron_backend.mtp import mtp_submodules
 from fuligo.trainer.megatron_backend.rotated_attention import FusedRotationAttention, WindowRotaryAttention, window_rotary
 from fuligo.trainer.megatron_backend.router import PackedRouter
-from fuligo.trainer.megatron_backend.sandwich_layer import sandwich
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.megatron_backend.sparse_latent_attention import sparse_latent_attention
+
+OutputWithBias = tuple[Tensor, Tensor | None]
+Add = Callable[[OutputWithBias, Tensor, float], Tensor]
+
+
+@dataclass
+class SandwichLayerSubmodules(TransformerLayerSubmodules):
+    post_self_attn_layernorm: ModuleSpec | type = IdentityOp
+    post_mlp_layernorm: ModuleSpec | type = IdentityOp
+
+
+def sandwich(submodules: TransformerLayerSubmodules, norm: type) -> ModuleSpec:
+    """Return the spec of a `SandwichLayer`, which has these modules and two more norms."""
+    given = {field.name: getattr(submodules, field.name) for field in fields(submodules)}
+    return ModuleSpec(SandwichLayer, submodules=SandwichLayerSubmodules(**given, post_self_attn_layernorm=norm, post_mlp_layernorm=norm))
+
+
+class SandwichLayer(TransformerLayer):
+    """Layer with four norms: before and after attention, before and after the MLP."""
+
+    def __init__(self, config: TransformerConfig, submodules: SandwichLayerSubmodules, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, submodules, *args, **kwargs)
+
+        def norm(spec: ModuleSpec | type) -> nn.Module:
+            built: Any = build_module(spec, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+            return built
+
+        self.post_self_attn_layernorm = norm(submodules.post_self_attn_layernorm)
+        self.post_mlp_layernorm = norm(submodules.post_mlp_layernorm)
+        self.self_attn_bda = _norm_and_add(self.post_self_attn_layernorm)
+        self.mlp_bda = _norm_and_add(self.post_mlp_layernorm)
+
+
+def _norm_and_add(norm: nn.Module) -> Callable[[bool, bool], Add]:
+    """Return the function that Megatron calls to add an output to the residual stream, with a norm of the output before."""
+
+    def choose(training: bool, fused: bool) -> Add:
+        add = get_bias_dropout_add(training, fused)
+
+        def norm_and_add(output_with_bias: OutputWithBias, residual: Tensor, dropout: float) -> Tensor:
+            output, bias = output_with_bias
+            return add((norm(output if bias is None else output + bias), None), residual, dropout)
+
+        return norm_and_add
+
+    return choose
 
 
 class LocalNorm(nn.RMSNorm):

@@ -53,7 +53,7 @@ def train(
 
 
 def step(state: Any, settings: MegatronTrainerSettings) -> None:
-    from fuligo.trainer.megatron_backend.optimizer import apply_step, gradient_norm
+    from fuligo.trainer.megatron_backend.learner import apply_step, gradient_norm
 
     set_gradients(state.chunks, state.names, state.progress.num_optimizer_steps)
     norm = gradient_norm(state.optimizer)
@@ -62,9 +62,8 @@ def step(state: Any, settings: MegatronTrainerSettings) -> None:
 
 
 def build_state(world: World, settings: MegatronTrainerSettings) -> Any:
-    from fuligo.trainer.megatron_backend.learner import wrap
+    from fuligo.trainer.megatron_backend.learner import build_optimizer, freeze_parameters, wrap
     from fuligo.trainer.megatron_backend.model import build_chunks
-    from fuligo.trainer.megatron_backend.optimizer import build_optimizer, freeze_parameters
     from fuligo.trainer.megatron_backend.state import MegatronState
     from fuligo.trainer.megatron_backend.weights.load import load_hugging_face
     from fuligo.trainer.megatron_backend.world import join_megatron

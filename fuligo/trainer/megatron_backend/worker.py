@@ -23,10 +23,9 @@ from fuligo.trainer.megatron_backend.adapted_weights import AdaptedStages, load_
 from fuligo.trainer.megatron_backend.critic import Critic
 from fuligo.trainer.megatron_backend.gradients import Routing, Scores, compute_gradients, compute_scores
 from fuligo.trainer.megatron_backend.host_memory import HostWeights, gradient_tensors, state_tensors
-from fuligo.trainer.megatron_backend.learner import Learner, gather_parameters, zero_gradients
+from fuligo.trainer.megatron_backend.learner import Learner, freeze_parameters, gather_parameters, zero_gradients
 from fuligo.trainer.megatron_backend.lora import adapter_off, add_adapters, dropout_on
 from fuligo.trainer.megatron_backend.model import PolicyModel, build_chunks
-from fuligo.trainer.megatron_backend.optimizer import freeze_parameters
 from fuligo.trainer.megatron_backend.routing_replay import RecordedPart, assemble
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.megatron_backend.state import CheckpointWriter, MegatronState, SavedAdapter, load_weights, restore_state

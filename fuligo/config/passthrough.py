@@ -8,10 +8,9 @@ from pydantic import GetCoreSchemaHandler, SerializationInfo, ValidationError
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
 from fuligo.config.flag import Flag, Kind
-from fuligo.config.layer_pattern import layers_text
 from fuligo.config.schemas import Schema, schema
 from fuligo.config.secret import Secret, reveal
-from fuligo.config.values import checked_value
+from fuligo.config.values import checked_value, layers_text
 
 
 class PassThrough:

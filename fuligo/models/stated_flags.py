@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from fuligo.config.layer_pattern import layers_text
+from fuligo.config.values import layers_text
 from fuligo.models.architecture import Activation, Architecture, GroupedAttention, LatentAttention, PartKind, SparseIndex
 from fuligo.models.config_json import ConfigJson
 from fuligo.models.registry import architecture_of, family_of

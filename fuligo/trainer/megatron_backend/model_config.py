@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
-from fuligo.config.layer_pattern import read_layers
+from fuligo.config.values import read_layers
 from fuligo.errors import ConfigError
 from fuligo.models.architecture import Activation
 from fuligo.trainer.megatron_backend.flags import EXPERTS, LATENT_ATTENTION

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuligo.config.layer_pattern import layers_text, read_layers
+from fuligo.config.values import layers_text, read_layers
 
 
 @pytest.mark.parametrize(

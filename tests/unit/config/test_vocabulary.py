@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fuligo.config.vocabulary import vocabulary_difference
+from fuligo.cli.weight_problems import vocabulary_difference
 
 WORDS = {"a": 0, "b": 1, "c": 2}
 

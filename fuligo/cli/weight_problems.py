@@ -16,9 +16,9 @@ from fuligo.checkpoint.location import (
 )
 from fuligo.cli.adapter_problems import adapter_problems
 from fuligo.config import Config
+from fuligo.config.capabilities import TRAINER_CAPABILITIES
 from fuligo.config.server_groups import TEACHER
 from fuligo.config.topology import engine_groups
-from fuligo.config.trainer_capabilities import TRAINER_CAPABILITIES
 from fuligo.errors import CheckpointError, ConfigError
 from fuligo.formats.adapter_config import AdapterConfig, adapter_directory, is_adapter
 from fuligo.formats.checkpoint_files import VALUE_MODEL, is_distributed, model_directory, no_value_model

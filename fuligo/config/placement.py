@@ -4,13 +4,12 @@ import functools
 from collections.abc import Iterable
 from typing import Literal
 
-from fuligo.config.engine_capabilities import ENGINE_CAPABILITIES, EngineCapabilities
+from fuligo.config.capabilities import ENGINE_CAPABILITIES, TRAINER_CAPABILITIES, EngineCapabilities, TrainerCapabilities
 from fuligo.config.flag import PREFIXES, option_name
 from fuligo.config.flags import MEGATRON_FLAGS, SGLANG_FLAGS, flags, name_problem
 from fuligo.config.groups import TypedFlags
 from fuligo.config.passthrough import PassThrough, RouterArguments, SglangArguments
 from fuligo.config.secret import Environment
-from fuligo.config.trainer_capabilities import TRAINER_CAPABILITIES, TrainerCapabilities
 
 REQUESTS_PER_ENGINE = 512
 """Requests in flight per engine if it is not known how many it runs at a time."""

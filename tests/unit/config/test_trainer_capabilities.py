@@ -5,9 +5,8 @@ from typing import get_args
 import pytest
 
 from fuligo.config import Config
-from fuligo.config.engine_capabilities import ENGINE_CAPABILITIES
+from fuligo.config.capabilities import ENGINE_CAPABILITIES, TRAINER_CAPABILITIES
 from fuligo.config.groups.run import ClusterFlags
-from fuligo.config.trainer_capabilities import TRAINER_CAPABILITIES
 
 
 def test_every_backend_has_capabilities() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fuligo.errors import CheckpointError
-from fuligo.formats import file_manifest as manifest
+from fuligo.formats import disk as manifest
 
 
 def test_a_large_file_is_not_read_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,10 +63,6 @@ class PassThrough:
         """Return these arguments, overridden by those of `other`."""
         return type(self)({**self._values, **other._values})
 
-    def command_line(self) -> list[str]:
-        """Return the given arguments as the backend's own parser takes them: `["--dp-size", "8", "--enable-dp-attention"]`."""
-        return [word for name, value in self.items() for word in _words(self.schema(), name, value)]
-
     def plain(self) -> dict[str, Any]:
         """Return a mapping that builds an equal object, with layer patterns written short."""
         flags = self.schema().flags
@@ -181,6 +177,11 @@ def resolved_value(backend: Schema, alias_value: Any, name: str, value: Any) -> 
     return alias_value
 
 
+def command_line(group: str, arguments: Mapping[str, Any] | PassThrough) -> list[str]:
+    """Return arguments as the backend's own parser takes them: `["--dp-size", "8", "--enable-dp-attention"]`; None leaves one out."""
+    return [word for name, value in arguments.items() if value is not None for word in _words(schema(group), name, value)]
+
+
 def _shown(value: Any) -> Any:
     if isinstance(value, list):
         return [_shown(entry) for entry in value]
@@ -194,7 +195,7 @@ def _words(backend: Schema, name: str, value: Any) -> list[str]:
             return [option]
         case False:
             return [f"--no-{option.removeprefix('--')}"] if name in backend.has_negation else []
-        case list() if backend.flags[name].kind.is_list:
+        case list() | tuple() if backend.flags[name].kind.is_list:
             return [option, *(str(reveal(entry)) for entry in value)]
         case dict() | list():
             return [option, json.dumps(value)]

@@ -1,7 +1,6 @@
 """Server in its own process: started under a guard, watched, logged, and stopped with all its children."""
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -189,28 +188,6 @@ class ServerProcess(LoggedProcess):
 
 def last_lines(log_file: Path) -> str:
     return "\n".join(log_file.read_text(errors="replace").splitlines()[-NUM_LOG_LINES:])
-
-
-def command_line(arguments: Mapping[str, Any]) -> list[str]:
-    """Return arguments as a command line: `{"dp_size": 8, "enable_metrics": True}` -> `["--dp-size", "8", "--enable-metrics"]`.
-
-    True is a bare flag, False and None leave the flag out, a list is several values, a mapping is JSON.
-    """
-    parts: list[str] = []
-    for name, value in arguments.items():
-        if value is None or value is False:
-            continue
-        parts.append("--" + name.replace("_", "-"))
-        if value is True:
-            continue
-        if isinstance(value, Mapping):
-            parts.append(json.dumps(dict(value)))
-        else:
-            parts += [
-                entry.reveal() if isinstance(entry, Secret) else str(entry)
-                for entry in (value if isinstance(value, list | tuple) else [value])
-            ]
-    return parts
 
 
 def secrets_of(arguments: Mapping[str, Any], environment: Environment) -> list[str]:

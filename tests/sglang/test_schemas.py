@@ -9,7 +9,7 @@ import pytest
 
 from fuligo.config.flag import Flag, Kind
 from fuligo.config.flags import passthrough_flags
-from fuligo.config.passthrough import RouterArguments, SglangArguments
+from fuligo.config.passthrough import RouterArguments, SglangArguments, command_line
 from fuligo.config.schemas import BACKENDS
 from tests.sglang.engines import ENVIRONMENT, ROOT, sglang_python
 
@@ -64,7 +64,8 @@ def given_values(group: str) -> dict[str, Any]:
 def found() -> tuple[dict[str, int], dict[str, dict[str, Any]]]:
     """Import the packages once; return the exit code of the check of each schema, and the values that each parser reads."""
     words = {
-        group: {name: kind({name: value}).command_line() for name, value in given_values(group).items()} for group, kind in KINDS.items()
+        group: {name: command_line(group, kind({name: value})) for name, value in given_values(group).items()}
+        for group, kind in KINDS.items()
     }
     done = subprocess.run(
         [str(sglang_python()), "-c", PROGRAM, str(ROOT / "scripts"), *BACKENDS],

@@ -13,9 +13,10 @@ from typing import Any, Literal
 
 import aiohttp
 
+from fuligo.config.passthrough import command_line
 from fuligo.config.secret import Environment
 from fuligo.engines.host import bracketed, endpoint
-from fuligo.engines.server_process import ServerProcess, command_line, secrets_of
+from fuligo.engines.server_process import ServerProcess, secrets_of
 from fuligo.errors import EngineError
 from fuligo.formats.engine_keys import EngineKeys
 
@@ -79,7 +80,7 @@ class RouterSettings:
             # Requests that were being handed over during an abort return as errors. The router must neither retry them on paused engines
             # nor take them for failures of the engine, which would then get no requests for a minute.
             own |= {"pd_disaggregation": True, "disable_retries": True, "disable_circuit_breaker": True}
-        return [self.python, "-c", LAUNCH, *command_line({**own, **self.arguments})]
+        return [self.python, "-c", LAUNCH, *command_line("router", {**own, **self.arguments})]
 
 
 @dataclass(slots=True, frozen=True)

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from fuligo.config.passthrough import command_line
 from fuligo.config.secret import Environment
 from fuligo.engines.answers import WeightLabel
 from fuligo.engines.client import EngineClient
 from fuligo.engines.host import PortClaims, endpoint, is_loopback, use_loopback_interface
-from fuligo.engines.server_process import ServerProcess, command_line, secrets_of
+from fuligo.engines.server_process import ServerProcess, secrets_of
 from fuligo.errors import EngineError
 from fuligo.formats.engine_keys import CONTROL_VARIABLE, NO_KEYS, REQUESTS_VARIABLE, EngineKeys
 from fuligo.formats.private import kernel_cache
@@ -156,7 +157,7 @@ class ServerSettings:
         if self.worker_type != "regular":
             placed |= {"disaggregation_mode": self.worker_type, "disaggregation_bootstrap_port": self.ports.bootstrap}
         defaults = OWN_ARGUMENTS | (CPU_ARGUMENTS if self.device == "cpu" else {}) | (EXACT_ARGUMENTS if self.is_exact else {})
-        return [self.python, "-c", LAUNCH, *command_line({**defaults, **self.arguments, **placed})]
+        return [self.python, "-c", LAUNCH, *command_line("sglang", {**defaults, **self.arguments, **placed})]
 
     def full_environment(self) -> dict[str, str]:
         """Return the variables that the engine's processes get in addition to the driver's."""

@@ -13,7 +13,7 @@ from fuligo.config.command_line import parse
 from fuligo.config.files import load_yaml, save_yaml
 from fuligo.config.flags import flags, passthrough_flags
 from fuligo.config.help import help_text
-from fuligo.config.passthrough import RouterArguments, SglangArguments
+from fuligo.config.passthrough import RouterArguments, SglangArguments, command_line
 from fuligo.config.placement import MegatronArguments
 from fuligo.config.schemas import RESERVED, schema
 from fuligo.errors import ConfigError
@@ -259,7 +259,7 @@ def test_code_gets_all_problems_in_one_error() -> None:
 
 
 def test_the_package_gets_its_own_command_line() -> None:
-    assert SglangArguments(
+    given = SglangArguments(
         {
             "dp_size": 8,
             "enable_dp_attention": True,
@@ -270,7 +270,8 @@ def test_the_package_gets_its_own_command_line() -> None:
             "extra_metric_labels": {"run": "a"},
             "forward_hooks": [{"name": "h"}],
         }
-    ).command_line() == [
+    )
+    assert command_line("sglang", given) == [
         *("--dp-size", "8"),
         "--enable-dp-attention",
         *("--extra-metric-labels", '{"run": "a"}'),
@@ -279,7 +280,7 @@ def test_the_package_gets_its_own_command_line() -> None:
         "--no-lora-strict-loading",
         *("--forward-hooks", '[{"name": "h"}]'),
     ]
-    assert RouterArguments({"policy": "random"}).command_line() == ["--policy", "random"]
+    assert command_line("router", {"policy": "random", "host": None}) == ["--policy", "random"]
 
 
 @settings(max_examples=30, deadline=None)

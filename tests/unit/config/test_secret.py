@@ -11,6 +11,7 @@ from fuligo.cli import main
 from fuligo.cli.preflight import preflight_problems
 from fuligo.config.command_line import parse
 from fuligo.config.files import load_yaml, save_yaml
+from fuligo.config.passthrough import command_line
 from fuligo.config.secret import Environment, Secret, hide_credentials, protect, reveal
 from fuligo.errors import ConfigError
 
@@ -45,7 +46,7 @@ def test_no_form_of_a_config_shows_a_secret_and_its_users_get_it(tmp_path: Path)
         assert copied.cluster.env.reveal()["MY_SETTING"] == f"{KEY}-1"
         assert reveal(copied.sglang.get("api_key")) == f"{KEY}-5"
         assert [reveal(key) for key in copied.router.get("control_plane_api_keys")] == [f"{KEY}-8"]
-        assert copied.router.command_line()[-2:] == ["--control-plane-api-keys", f"{KEY}-8"]
+        assert command_line("router", copied.router)[-2:] == ["--control-plane-api-keys", f"{KEY}-8"]
         assert reveal(copied.reward.rm_url) == f"https://host/judge?api_key={KEY}-11"
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from fuligo.config.passthrough import command_line
 from fuligo.config.secret import Environment, Secret
 from fuligo.engines.guard import _descendants
-from fuligo.engines.server_process import ServerProcess, command_line, secrets_of
+from fuligo.engines.server_process import ServerProcess, secrets_of
 from fuligo.errors import EngineError
 
 SERVER = """
@@ -30,7 +31,7 @@ STARTER = """
 import asyncio, sys, time
 from pathlib import Path
 from fuligo.config.secret import Environment, Secret
-from fuligo.engines.server_process import ServerProcess, command_line, secrets_of
+from fuligo.engines.server_process import ServerProcess, secrets_of
 process = ServerProcess("engine 0", [sys.executable, "-c", sys.argv[1], sys.argv[2]], log_file=Path(sys.argv[3]), grace_s=1)
 time.sleep(600)
 """
@@ -233,7 +234,7 @@ async def test_a_log_shows_no_secret(tmp_path: Path) -> None:
     arguments, environment = {"api_key": Secret("KEY", "canary-1"), "port": 80}, Environment({"TOKEN": "canary-22"})
     process = ServerProcess(
         "engine 0",
-        [sys.executable, "-c", said, *command_line(arguments)[1:]],
+        [sys.executable, "-c", said, *command_line("sglang", arguments)[1:]],
         log_file=log,
         environment=environment.reveal(),
         grace_s=5,

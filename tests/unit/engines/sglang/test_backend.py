@@ -52,6 +52,21 @@ def options(server: ServerSettings) -> dict[str, str]:
     return {option: value for option, value in pairwise(command) if option.startswith("--")}
 
 
+def test_arguments_are_written_as_sglangs_own_parser_takes_them(fleets) -> None:
+    """Options with another name than their argument, switches that are turned off, and lists that are JSON."""
+    given = {"fp8_gemm_runner_backend": "cutlass", "lora_strict_loading": False, "forward_hooks": [{"name": "h"}], "cuda_graph_bs": [1, 2]}
+    config = Config.model_validate({**config_of(None).model_dump(), "sglang": given})
+    [server] = fleets(config)["default"].servers
+    words = " ".join(server.command())
+    for expected in (
+        "--fp8-gemm-backend cutlass",
+        "--no-lora-strict-loading",
+        '--forward-hooks [{"name": "h"}]',
+        "--cuda-graph-bs-decode 1 2",
+    ):
+        assert expected in words
+
+
 def test_every_model_has_its_router_and_pairs_are_told_what_they_are(fleets) -> None:
     settings = fleets(config_of([ACTOR_IN_PAIRS, JUDGE], rollout_num_gpus=4))
     assert list(settings) == ["actor", "judge"]

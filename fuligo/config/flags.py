@@ -30,21 +30,12 @@ __all__ = [
     "suggest_options",
 ]
 
-MEGATRON_FLAGS = (
-    *GROUPS["parallel"].model_fields,
-    "use_distributed_optimizer",
-    "optimizer_cpu_offload",
-    "overlap_cpu_optimizer_d2h_h2d",
-    "use_precision_aware_optimizer",
-    "mtp_num_layers",
-    "enable_mtp_training",
-    "mtp_loss_scaling_factor",
-    "mtp_joint_training",
-    "use_routing_replay",
-    "use_rollout_routing_replay",
-    "override_model_config",
-    "custom_model_provider_path",
-)
+_MEGATRON = """
+use_distributed_optimizer optimizer_cpu_offload overlap_cpu_optimizer_d2h_h2d use_precision_aware_optimizer mtp_num_layers
+enable_mtp_training mtp_loss_scaling_factor mtp_joint_training use_routing_replay use_rollout_routing_replay override_model_config
+custom_model_provider_path
+"""
+MEGATRON_FLAGS = (*GROUPS["parallel"].model_fields, *_MEGATRON.split())
 """Flags that only the Megatron trainer reads; the whole group `megatron` belongs to it as well."""
 TORCH_FLAGS = ("gradient_checkpointing", "freeze_vision_tower")
 """Flags that only the torch trainer reads. `torch_compile` is not listed: its only other value is off."""

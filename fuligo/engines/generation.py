@@ -100,21 +100,12 @@ FIELD_RULES: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
 }
 """Type, range and description of every parameter."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (None, 1),
-    "frequency_penalty": (None, 0),
-    "presence_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
-    "logit_bias": (None,),
-    "json_schema": (None,),
-    "regex": (None,),
-    "ebnf": (None,),
-    "structural_tag": (None,),
-    "stop_regex": (None, []),
-    "custom_params": (None,),
+    **dict.fromkeys(("logit_bias", "json_schema", "regex", "ebnf", "structural_tag", "custom_params", "stream_interval"), (None,)),
+    **dict.fromkeys(("n", "repetition_penalty"), (None, 1)),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty"), (None, 0)),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (None, True)),
     "no_stop_trim": (None, False),
-    "skip_special_tokens": (None, True),
-    "spaces_between_special_tokens": (None, True),
-    "stream_interval": (None,),
+    "stop_regex": (None, []),
 }
 """SGLang's parameters that are accepted only with these neutral values."""
 

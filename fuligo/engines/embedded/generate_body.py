@@ -23,21 +23,11 @@ from fuligo.types import PromptImage
 PER_REQUEST = ("input_ids", "sampling_params", "rid")
 """Fields that are lists in the batch form."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "text": (None,),
-    "input_embeds": (None,),
-    "stream": (None, False),
-    "return_hidden_states": (None, False),
-    "return_routed_experts": (None, False),
-    "routed_experts_start_len": (None, 0),
-    "top_logprobs_num": (None, 0),
-    "token_ids_logprob": (None,),
-    "lora_path": (None,),
-    # sglang-router adds these with its own defaults.
-    "model": (None,),
-    "background": (None, False),
-    "no_logs": (None, False),
-    "return_bytes": (None, False),
-    "return_entropy": (None, False),
+    **dict.fromkeys(("text", "input_embeds", "token_ids_logprob", "lora_path"), (None,)),
+    **dict.fromkeys(("stream", "return_hidden_states", "return_routed_experts"), (None, False)),
+    **dict.fromkeys(("routed_experts_start_len", "top_logprobs_num"), (None, 0)),
+    "model": (None,),  # this and those below are added by sglang-router with its own defaults
+    **dict.fromkeys(("background", "no_logs", "return_bytes", "return_entropy"), (None, False)),
 }
 """Fields that would change the answer, accepted only with these neutral values."""
 HARMLESS = {

@@ -17,18 +17,9 @@ from fuligo.config.secret import Url
 from fuligo.config.server_groups import ModelServers
 
 __all__ = [
-    "Flag",
-    "Kind",
-    "did_you_mean",
-    "flags",
-    "name_problem",
-    "nearest",
-    "option_name",
-    "passthrough_flags",
-    "refusal",
-    "sections",
+    "Flag", "Kind", "did_you_mean", "flags", "name_problem", "nearest", "option_name", "passthrough_flags", "refusal", "sections",
     "suggest_options",
-]
+]  # fmt: skip
 
 _MEGATRON = """
 use_distributed_optimizer optimizer_cpu_offload overlap_cpu_optimizer_d2h_h2d use_precision_aware_optimizer mtp_num_layers

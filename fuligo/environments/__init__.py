@@ -17,19 +17,6 @@ from fuligo.environments.match import Matches, Seat
 from fuligo.environments.tool_environment import ToolEnvironment, ToolFunction
 
 __all__ = [
-    "AssistantTurn",
-    "Environment",
-    "EnvironmentSettings",
-    "Matches",
-    "Row",
-    "Rubric",
-    "Score",
-    "Seat",
-    "Start",
-    "Step",
-    "Tool",
-    "ToolCall",
-    "ToolEnvironment",
-    "ToolFunction",
-    "ToolResult",
-]
+    "AssistantTurn", "Environment", "EnvironmentSettings", "Matches", "Row", "Rubric", "Score", "Seat", "Start", "Step", "Tool",
+    "ToolCall", "ToolEnvironment", "ToolFunction", "ToolResult",
+]  # fmt: skip

@@ -29,25 +29,10 @@ _WRAPPERS = {"gate_up": ".base_layer", "down": ""}
 """Module with the factors of a matrix in PEFT's files, below the experts: PEFT wraps them once for each matrix."""
 _EXPERTS_TENSOR = re.compile(r"(?P<experts>.+\.experts)\.adapter\.(?P<matrix>gate_up|down)_(?P<factor>[AB])")
 _UNSUPPORTED = (
-    "use_dora",
-    "modules_to_save",
-    "lora_bias",
-    "trainable_token_indices",
-    "layer_replication",
-    "fan_in_fan_out",
-    "rank_pattern",
-    "alpha_pattern",
-    "exclude_modules",
-    "layers_to_transform",
-    "use_qalora",
-    "alora_invocation_tokens",
-    "use_bdlora",
-    "monteclora_config",
-    "velora_config",
-    "kasa_config",
-    "arrow_config",
-    "ensure_weight_tying",
-)
+    "use_dora", "modules_to_save", "lora_bias", "trainable_token_indices", "layer_replication", "fan_in_fan_out", "rank_pattern",
+    "alpha_pattern", "exclude_modules", "layers_to_transform", "use_qalora", "alora_invocation_tokens", "use_bdlora", "monteclora_config",
+    "velora_config", "kasa_config", "arrow_config", "ensure_weight_tying",
+)  # fmt: skip
 
 
 def is_adapter(directory: Path) -> bool:

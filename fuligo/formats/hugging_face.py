@@ -28,14 +28,8 @@ _HEADER_LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
 """Limit of the format."""
 _SAME_ARCHITECTURE = (
-    "model_type",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "intermediate_size",
-    "vocab_size",
-)
+    "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size",
+)  # fmt: skip
 """Keys of config.json that are equal in two checkpoints of one architecture."""
 
 MXFP4 = "mxfp4"

@@ -25,19 +25,8 @@ CALLERS_VARIABLES = frozenset({
 
 _STATE = "/run/import-script"
 _SYSTEM_FOLDERS = (
-    "/usr/bin",
-    "/usr/sbin",
-    "/usr/local/bin",
-    "/bin",
-    "/sbin",
-    "/lib",
-    "/lib64",
-    "/usr/lib",
-    "/proc",
-    "/dev",
-    "/etc",
-    _STATE,
-)
+    "/usr/bin", "/usr/sbin", "/usr/local/bin", "/bin", "/sbin", "/lib", "/lib64", "/usr/lib", "/proc", "/dev", "/etc", _STATE,
+)  # fmt: skip
 _MAX_SCRIPT_BYTES = 1_000_000
 _GRACE_SECONDS = 120
 _MAX_RUNS = 8

@@ -36,40 +36,15 @@ _UNREAD: Mapping[str, frozenset[str]] = {
 """Flag -> flags that Megatron ignores with it; published MODEL_ARGS have some of them."""
 
 _SWITCHES = {
-    "add_qkv_bias",
-    "apply_layernorm_1p",
-    "disable_bias_linear",
-    "group_query_attention",
-    "moe_router_enable_expert_bias",
-    "moe_router_pre_softmax",
-    "multi_latent_attention",
-    "post_mlp_layernorm",
-    "post_self_attn_layernorm",
-    "qk_layernorm",
-    "rotary_interleaved",
-    "squared_relu",
-    "swiglu",
-    "untie_embeddings_and_output_weights",
-    "use_rope_scaling",
-}
+    "add_qkv_bias", "apply_layernorm_1p", "disable_bias_linear", "group_query_attention", "moe_router_enable_expert_bias",
+    "moe_router_pre_softmax", "multi_latent_attention", "post_mlp_layernorm", "post_self_attn_layernorm", "qk_layernorm",
+    "rotary_interleaved", "squared_relu", "swiglu", "untie_embeddings_and_output_weights", "use_rope_scaling",
+}  # fmt: skip
 _VALUES = {
-    *SHAPE_KEYS,
-    *GROUPED_ATTENTION_KEYS,
-    *LATENT_ATTENTION_KEYS,
-    *EXPERT_KEYS,
-    *_IF_NOT_STATED,
-    "experimental_attention_variant",
-    "moe_layer_freq",
-    "moe_router_score_function",
-    "moe_shared_expert_intermediate_size",
-    "norm_epsilon",
-    "normalization",
-    "rotary_base",
-    "rotary_seq_len_interpolation_factor",
-    "softmax_scale",
-    "window_attn_skip_freq",
-    "window_size",
-}
+    *SHAPE_KEYS, *GROUPED_ATTENTION_KEYS, *LATENT_ATTENTION_KEYS, *EXPERT_KEYS, *_IF_NOT_STATED, "experimental_attention_variant",
+    "moe_layer_freq", "moe_router_score_function", "moe_shared_expert_intermediate_size", "norm_epsilon", "normalization", "rotary_base",
+    "rotary_seq_len_interpolation_factor", "softmax_scale", "window_attn_skip_freq", "window_size",
+}  # fmt: skip
 _COMPARED = _SWITCHES | _VALUES
 """Flags that describe the model, whether or not its config.json states them."""
 

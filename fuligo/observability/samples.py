@@ -92,21 +92,9 @@ _REPETITIVE = ["prompt", "response", "label", "status", "finish_reason", "drop_r
 """Columns written with a dictionary; for token arrays, building one costs more than it saves."""
 VERSIONS_IN_FOOTER = "versions.list.element"
 _IN_FOOTER = (
-    *(
-        "index",
-        "group_index",
-        "reward",
-        "passed",
-        "status",
-        "kept",
-        "engine",
-        "response_length",
-        "advantage_mean",
-        "oldest_version",
-        "prompt_key",
-    ),
-    VERSIONS_IN_FOOTER,
-)
+    "index", "group_index", "reward", "passed", "status", "kept", "engine", "response_length", "advantage_mean", "oldest_version",
+    "prompt_key", VERSIONS_IN_FOOTER,
+)  # fmt: skip
 """Columns whose minimum and maximum per row group are in the footer."""
 _DEEPEST = 100
 """Levels of nested values that are stored; orjson writes no more than 254."""

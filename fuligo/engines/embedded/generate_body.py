@@ -31,16 +31,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Fields that would change the answer, accepted only with these neutral values."""
 HARMLESS = {
-    "image_data",
-    "return_logprob",
-    "logprob_start_len",
-    "priority",
-    "extra_key",
-    "session_id",
-    "return_text_in_logprobs",
-    "log_metrics",
+    "image_data", "return_logprob", "logprob_start_len", "priority", "extra_key", "session_id", "return_text_in_logprobs", "log_metrics",
     "routing_key",
-}
+}  # fmt: skip
 
 
 def parse_requests(raw: bytes, model: EngineModel, new_waiter: Callable[[], Any]) -> tuple[list[Request], bool]:

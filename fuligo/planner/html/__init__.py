@@ -8,17 +8,8 @@ from fuligo.page import Page
 _PAGE = Page(
     __name__,
     scripts=(
-        "plan.js",
-        "bar.js",
-        "cluster_drawing.js",
-        "inspector.js",
-        "cluster.js",
-        "stages.js",
-        "memory.js",
-        "step.js",
-        "findings.js",
-        "settings.js",
-        "page.js",
+        *("plan.js", "bar.js", "cluster_drawing.js", "inspector.js", "cluster.js", "stages.js"),
+        *("memory.js", "step.js", "findings.js", "settings.js", "page.js"),
     ),
 )
 

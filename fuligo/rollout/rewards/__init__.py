@@ -14,17 +14,9 @@ if TYPE_CHECKING:
     from fuligo.config import Config
 
 __all__ = [
-    "RULES",
-    "CustomReward",
-    "ExtraReward",
-    "FailureReason",
-    "RewardFailure",
-    "RewardRunner",
-    "RewardSettings",
-    "find_rule",
-    "reward_runner",
-    "reward_settings",
-]
+    "RULES", "CustomReward", "ExtraReward", "FailureReason", "RewardFailure", "RewardRunner", "RewardSettings", "find_rule",
+    "reward_runner", "reward_settings",
+]  # fmt: skip
 
 
 def reward_runner(config: Config) -> RewardRunner:

@@ -22,42 +22,13 @@ _REPLACED = (
 )
 """Replacements in this order; later ones apply to the result of earlier ones."""
 _UNITS = (
-    *(
-        "square",
-        "ways",
-        "integers",
-        "dollars",
-        "mph",
-        "inches",
-        "hours",
-        "km",
-        "units",
-        r"\ldots",
-        "sue",
-        "points",
-        "feet",
-        "minutes",
-        "digits",
-    ),
-    *("cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students", "childrentickets", "multiples"),
-)
+    "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", r"\ldots", "sue", "points", "feet", "minutes",
+    "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students", "childrentickets", "multiples",
+)  # fmt: skip
 _MARKUP = (
-    r"\text{s}",
-    r"\text{.}",
-    "\\text{\ns}",
-    r"\text{}^2",
-    r"\text{}^3",
-    "\\text{\n}",
-    r"\text{}",
-    r"\mathrm{th}",
-    r"^\circ",
-    r"^{\circ}",
-    r"\;",
-    r",\!",
-    "{,}",
-    '"',
-    r"\dots",
-)
+    r"\text{s}", r"\text{.}", "\\text{\ns}", r"\text{}^2", r"\text{}^3", "\\text{\n}", r"\text{}", r"\mathrm{th}", r"^\circ", r"^{\circ}",
+    r"\;", r",\!", "{,}", '"', r"\dots",
+)  # fmt: skip
 _WRAPPERS = tuple(re.compile(pattern) for pattern in (r"\\text\{(.*?)\}", r"\\textbf\{(.*?)\}", r"\\overline\{(.*?)\}", r"\\boxed\{(.*)\}"))
 _INLINE_MATH = re.compile(r".*?(\$.*?\$).*")
 _NUMBER = re.compile(r"[+-]?[\d,]*\d(?:\.\d*)?")

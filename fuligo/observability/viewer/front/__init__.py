@@ -7,21 +7,10 @@ import orjson
 from fuligo.page import Page
 
 _SCRIPTS = (
-    *("numbers.js", "address.js", "source.js", "state.js", "controls.js", "curves.js", "chart.js", "run_settings.js", "overview.js"),
-    *(
-        "charts_grid.js",
-        "sample_list.js",
-        "token_view.js",
-        "episode_view.js",
-        "sample_view.js",
-        "samples.js",
-        "prompts.js",
-        "timeline.js",
-        "time.js",
-        "health.js",
-        "page.js",
-    ),
-)
+    "numbers.js", "address.js", "source.js", "state.js", "controls.js", "curves.js", "chart.js", "run_settings.js", "overview.js",
+    "charts_grid.js", "sample_list.js", "token_view.js", "episode_view.js", "sample_view.js", "samples.js", "prompts.js", "timeline.js",
+    "time.js", "health.js", "page.js",
+)  # fmt: skip
 
 
 def page(title: str, document: dict[str, Any] | None = None) -> str:

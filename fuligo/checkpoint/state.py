@@ -78,10 +78,7 @@ class RunState:
                     f"cannot read {path}: it has format {state['format']}, but this version reads {FORMAT}; use the version that wrote it"
                 )
             rollout = RolloutState(
-                state["source"],
-                state["next_sample_index"],
-                state["next_group_index"],
-                decode_groups((directory / BUFFER).read_bytes()),
+                state["source"], state["next_sample_index"], state["next_group_index"], decode_groups((directory / BUFFER).read_bytes())
             )
             config = (directory / CONFIG).read_text(encoding="utf-8")
             return cls(state["step"], state["policy_version"], rollout, config, DriverRng(**state["rng"]))

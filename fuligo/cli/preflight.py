@@ -33,17 +33,7 @@ def preflight(config: Config) -> None:
 
 def preflight_problems(config: Config) -> list[str]:
     """Return the problems on disk, one text each."""
-    checks = (
-        _secrets,
-        weight_problems,
-        _trainer,
-        _engines,
-        data_problems,
-        destination_problems,
-        _hooks,
-        _rewards,
-        _stop_tokens,
-    )
+    checks = (_secrets, weight_problems, _trainer, _engines, data_problems, destination_problems, _hooks, _rewards, _stop_tokens)
     return [problem for check in checks for problem in check(config)]
 
 

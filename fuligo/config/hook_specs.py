@@ -76,9 +76,7 @@ HOOKS: dict[str, HookSpec] = {
     "custom_advantage_function_path": HookSpec(("args", "samples")),
     "custom_loss_function_path": HookSpec(("args", "batch", "logprobs")),
     "custom_tis_function_path": HookSpec(("args", "batch", "old_logprobs")),
-    "custom_pg_loss_reducer_function_path": HookSpec(
-        ("total_lengths", "response_lengths", "loss_masks", "calculate_per_token_loss"),
-    ),
+    "custom_pg_loss_reducer_function_path": HookSpec(("total_lengths", "response_lengths", "loss_masks", "calculate_per_token_loss")),
     "custom_model_provider_path": HookSpec(("pre_process", "post_process"), keywords=("vp_stage",)),
     "before_train_step_path": HookSpec(("args", "rollout_id", "batch")),
     "sink_path": HookSpec(("args", "run_dir"), methods=("write", "close")),

@@ -76,15 +76,7 @@ def parse_generation(answer: Any) -> Generation:
             raise Retryable("a log-probability is not a finite number <= 0")
     label = WeightLabel.parse(meta.get("weight_version", "default"))
     return Generation(
-        ids.astype(np.int32),
-        logprobs,
-        reason,
-        label.version,
-        prompt_tokens,
-        cached_tokens,
-        str(text),
-        num_verifications,
-        label.engine,
+        ids.astype(np.int32), logprobs, reason, label.version, prompt_tokens, cached_tokens, str(text), num_verifications, label.engine
     )
 
 

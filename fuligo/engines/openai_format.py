@@ -81,11 +81,7 @@ def chunk(index: int, delta: Mapping[str, Any], reason: str | None, logprobs: An
 
 
 def usage(num_prompt_tokens: int, num_new_tokens: int) -> dict[str, int]:
-    return {
-        "prompt_tokens": num_prompt_tokens,
-        "completion_tokens": num_new_tokens,
-        "total_tokens": num_prompt_tokens + num_new_tokens,
-    }
+    return {"prompt_tokens": num_prompt_tokens, "completion_tokens": num_new_tokens, "total_tokens": num_prompt_tokens + num_new_tokens}
 
 
 def event(content: Any) -> bytes:

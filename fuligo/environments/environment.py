@@ -33,10 +33,7 @@ class Tool:
 
     def to_json(self) -> dict[str, Any]:
         """Return the definition as OpenAI's API writes it, which chat templates expect."""
-        return {
-            "type": "function",
-            "function": {"name": self.name, "description": self.description, "parameters": dict(self.parameters)},
-        }
+        return {"type": "function", "function": {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}}
 
 
 @dataclass(slots=True, frozen=True)

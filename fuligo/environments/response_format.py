@@ -121,10 +121,7 @@ _MINIMAX = ResponseFormat(
 )
 HERMES = ResponseFormat("hermes", "<tool_call>", _schema(_CALL_TAG, _JSON))
 _LLAMA = ResponseFormat(
-    "llama3",
-    "<|start_header_id|>",
-    _schema(r"\A\s*(?:<\|python_tag\|>\s*)?(\{\s*\"name\"\s*:.*)\Z", _JSON),
-    is_tagged=False,
+    "llama3", "<|start_header_id|>", _schema(r"\A\s*(?:<\|python_tag\|>\s*)?(\{\s*\"name\"\s*:.*)\Z", _JSON), is_tagged=False
 )
 _GLM4 = ResponseFormat(
     "glm-4",

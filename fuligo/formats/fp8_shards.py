@@ -81,11 +81,7 @@ class Shard:
         position = 0
         for entry in self.entries:
             places[entry.name] = position
-            written[entry.name] = {
-                "dtype": entry.dtype,
-                "shape": list(entry.shape),
-                "data_offsets": [position, position + entry.num_bytes],
-            }
+            written[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [position, position + entry.num_bytes]}
             position += entry.num_bytes
         text = json.dumps(written, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)

@@ -37,12 +37,7 @@ class Completion:
 
     def body(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """Return the whole answer."""
-        choice = {
-            "index": 0,
-            "message": self._message(),
-            "logprobs": self._logprobs(tokenizer),
-            "finish_reason": self.finish_reason,
-        }
+        choice = {"index": 0, "message": self._message(), "logprobs": self._logprobs(tokenizer), "finish_reason": self.finish_reason}
         return {**head(self.model), "choices": [choice], "usage": self._usage()}
 
     def events(self, tokenizer: Tokenizer) -> Iterator[bytes]:

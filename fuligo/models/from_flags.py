@@ -22,10 +22,7 @@ SHAPE_KEYS: Mapping[str, str] = {
 }
 """Megatron flag -> key of config.json, in every family."""
 
-GROUPED_ATTENTION_KEYS: Mapping[str, str] = {
-    "num_query_groups": "num_key_value_heads",
-    "kv_channels": "head_dim",
-}
+GROUPED_ATTENTION_KEYS: Mapping[str, str] = {"num_query_groups": "num_key_value_heads", "kv_channels": "head_dim"}
 
 LATENT_ATTENTION_KEYS: Mapping[str, str] = {
     "q_lora_rank": "q_lora_rank",

@@ -29,7 +29,7 @@ _NOT_COMPARED = {"max_position_embeddings", "position_embedding_type"}
 
 _UNREAD: Mapping[str, frozenset[str]] = {
     "multi_latent_attention": frozenset(
-        {"add_qkv_bias", "group_query_attention", "num_query_groups", "rotary_percent", "rotary_interleaved"},
+        {"add_qkv_bias", "group_query_attention", "num_query_groups", "rotary_percent", "rotary_interleaved"}
     ),
     "moe_router_enable_expert_bias": frozenset({"moe_router_pre_softmax"}),
 }

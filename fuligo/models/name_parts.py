@@ -20,11 +20,7 @@ def dense_table(architecture: Architecture, attention: Weights, *, norms: Weight
         norms: norms of a layer; None: before attention and before the MLP.
         mlp: MLP of a layer; None: gate, up and down projection as three tensors.
     """
-    layer = (
-        *(norms or layer_norms(architecture)),
-        *attention,
-        *(mlp or gated_mlp(architecture, "mlp", architecture.intermediate_size)),
-    )
+    layer = (*(norms or layer_norms(architecture)), *attention, *(mlp or gated_mlp(architecture, "mlp", architecture.intermediate_size)))
     return NameTable(model=outer_weights(architecture), dense=layer)
 
 

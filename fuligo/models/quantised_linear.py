@@ -178,14 +178,7 @@ def dequantised(packed: Tensor, scales: Tensor, shape: list[int], base: Quantise
 
 @library.custom_op("fuligo::quantised_product", mutates_args=())
 def _product(
-    rows: Tensor,
-    packed: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-    ends: Tensor | None,
-    shape: list[int],
-    precision: str,
-    dtype: str,
+    rows: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None, ends: Tensor | None, shape: list[int], precision: str, dtype: str
 ) -> Tensor:
     """Return [..., outputs]. One operation for `torch.compile`, which would otherwise keep the dequantized matrix for the backward pass."""
     weight = dequantised(packed, scales, shape, QuantisedBase(cast(BasePrecision, precision), dtype)).to(rows.dtype)

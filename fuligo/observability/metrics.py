@@ -18,11 +18,7 @@ def is_timing(key: str) -> bool:
 
 
 def step_record(
-    step: int,
-    policy_version: int,
-    rollout: Mapping[str, float],
-    result: StepResult | None,
-    perf: Mapping[str, float],
+    step: int, policy_version: int, rollout: Mapping[str, float], result: StepResult | None, perf: Mapping[str, float]
 ) -> Record:
     """Return the line of `metrics.jsonl` for one step.
 

@@ -58,12 +58,7 @@ def _settings(config: Config) -> list[dict[str, Any]]:
     defaults = Config().model_dump(mode="json")
     values_by_group = config.model_dump(mode="json")
     return [
-        {
-            "group": group,
-            "name": name,
-            "value": value,
-            "is_default": name in defaults[group] and defaults[group][name] == value,
-        }
+        {"group": group, "name": name, "value": value, "is_default": name in defaults[group] and defaults[group][name] == value}
         for group, values in values_by_group.items()
         for name, value in values.items()
     ]

@@ -194,13 +194,7 @@ def _engine_ranks(specs: Sequence[EngineGroupSpec]) -> Iterator[EngineRank | Non
             for rank in range(spec.num_gpus_per_engine):
                 pp, tp = divmod(rank, tp_size)
                 yield EngineRank(
-                    group=group,
-                    engine=engine,
-                    rank=rank,
-                    tp=tp,
-                    pp=pp,
-                    dp=tp * dp_size // tp_size,
-                    ep=tp * ep_size // tp_size,
+                    group=group, engine=engine, rank=rank, tp=tp, pp=pp, dp=tp * dp_size // tp_size, ep=tp * ep_size // tp_size
                 )
             engine += 1
 

@@ -238,11 +238,7 @@ def _resized_images(config: Config) -> ResizedImages | None:
 
 
 def _generate(
-    config: Config,
-    args: ArgsView,
-    single_turn: SingleTurn,
-    policy_version: Callable[[], int],
-    tokenizer: PreTrainedTokenizerBase,
+    config: Config, args: ArgsView, single_turn: SingleTurn, policy_version: Callable[[], int], tokenizer: PreTrainedTokenizerBase
 ) -> GenerateFn:
     if config.rollout.environment is not None:
         return _episodes(config, single_turn, tokenizer)

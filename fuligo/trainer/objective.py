@@ -282,8 +282,4 @@ def value_metrics(samples: Sequence[TrainSample]) -> dict[str, float]:
         return {}
     values, returns, masks = zip(*scored, strict=True)
     fit = value_fit(values, returns, masks)
-    return {
-        "train/value_mean": fit.value_mean,
-        "train/return_mean": fit.return_mean,
-        "train/explained_variance": fit.explained_variance,
-    }
+    return {"train/value_mean": fit.value_mean, "train/return_mean": fit.return_mean, "train/explained_variance": fit.explained_variance}

@@ -16,8 +16,7 @@ class ClusterFlags(FlagGroup):
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "device to compute on; auto uses CUDA if available")
     train_backend: Literal["auto", "torch", "megatron"] = flag("auto", "trainer; auto: torch unless a Megatron flag is given")
     rollout_backend: Literal["auto", "embedded", "sglang"] = flag(
-        "auto",
-        "engine; auto: embedded unless the trainer is megatron or you give an SGLang flag, --rollout-num-gpus* or external engines",
+        "auto", "engine; auto: embedded unless the trainer is megatron or you give an SGLang flag, --rollout-num-gpus* or external engines"
     )
     launcher: Literal["auto", "local", "ray"] = flag(
         "auto", "launcher of ranks and engines; auto: ray in a Ray job, with RAY_ADDRESS set, or for several nodes, else local"
@@ -115,9 +114,7 @@ class EngineFlags(FlagGroup):
         600.0, "deadline for starting an engine, and for calls that move all its weights or memory", unit="s", gt=0
     )
     engine_python: str | None = flag(
-        None,
-        "Python interpreter with SGLang and its router (default: the one that runs fuligo, or .venv-sglang next to it)",
-        path=True,
+        None, "Python interpreter with SGLang and its router (default: the one that runs fuligo, or .venv-sglang next to it)", path=True
     )
     engine_env: Environment = flag(Environment(), "environment variables of engines and router, in the form of --env; they override it")
 
@@ -161,8 +158,7 @@ class ObservabilityFlags(FlagGroup):
     use_mlflow: bool = flag(False, "also report to MLflow, at MLFLOW_TRACKING_URI")
     tracking_project: str = flag("fuligo", "Trackio's project, or MLflow's experiment")
     profile: list[int] = flag(
-        [],
-        "rollouts to profile; RUN_DIR/profile gets traces of training and of SGLang engines, and on GPUs a memory snapshot",
+        [], "rollouts to profile; RUN_DIR/profile gets traces of training and of SGLang engines, and on GPUs a memory snapshot"
     )
     profile_ranks: list[int] = flag([0], "trainer ranks to profile")
     custom_rollout_log_function_path: str | None = slime(

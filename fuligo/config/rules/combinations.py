@@ -290,10 +290,7 @@ def agent_is_the_only_generator(config: Config) -> Violation | None:
     others = {
         "custom_generate_function_path": (rollout.custom_generate_function_path, "generates samples too"),
         "rollout_function_path": (rollout.rollout_function_path, "makes whole rollouts"),
-        "use_rollout_routing_replay": (
-            config.algorithm.use_rollout_routing_replay,
-            "needs the experts of every token",
-        ),
+        "use_rollout_routing_replay": (config.algorithm.use_rollout_routing_replay, "needs the experts of every token"),
         "mask_offpolicy_in_partial_rollout": (rollout.mask_offpolicy_in_partial_rollout, "cannot tell the turns of an agent apart"),
     }
     found = next(((name, why) for name, (value, why) in others.items() if value), None)

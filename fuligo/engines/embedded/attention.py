@@ -18,11 +18,7 @@ from fuligo.models.batch_invariant import attention, causal_attention
 from fuligo.models.sink_attention import attention_with_sinks
 
 ATTENTION_NAME = "fuligo_kv_pools"
-UNSUPPORTED = {
-    "softcap": "soft-capped scores",
-    "position_bias": "a position bias",
-    "indices": "keys selected by an indexer",
-}
+UNSUPPORTED = {"softcap": "soft-capped scores", "position_bias": "a position bias", "indices": "keys selected by an indexer"}
 
 
 @dataclass(slots=True)

@@ -101,8 +101,7 @@ def interleaving_needs_stages(subject: Subject) -> Iterator[Violation]:
     cut = _cut(subject)
     if cut is not None and cut.vpp > 1 and cut.pp == 1:
         yield Violation(
-            f"--virtual-pipeline-model-parallel-size {cut.vpp} needs --pipeline-model-parallel-size above 1",
-            ((unset_flag(_VPP),),),
+            f"--virtual-pipeline-model-parallel-size {cut.vpp} needs --pipeline-model-parallel-size above 1", ((unset_flag(_VPP),),)
         )
 
 
@@ -122,12 +121,7 @@ def ranks_divide_into_virtual_stages(subject: Subject) -> Iterator[Violation]:
     )
 
 
-@rule(
-    "PLAN-DSA-STAGE-START",
-    "--pipeline-model-parallel-size",
-    "--decoder-first-pipeline-num-layers",
-    "--decoder-last-pipeline-num-layers",
-)
+@rule("PLAN-DSA-STAGE-START", "--pipeline-model-parallel-size", "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
 def stages_start_on_computing_layers(subject: Subject) -> Iterator[Violation]:
     """A layer that reuses the token choice of a layer below needs that layer in its own stage."""
     cut = _cut(subject)

@@ -64,11 +64,7 @@ def engines_are_whole(subject: Subject) -> Iterator[Violation]:
         if spec.place is None and config.cluster.rollout_num_gpus is not None and spec.num_gpus > spec.num_gpus_per_engine:
             fixes.append((set_flag("rollout_num_gpus", spec.num_gpus // spec.num_gpus_per_engine * spec.num_gpus_per_engine),))
         relation = "exceeds" if spec.num_gpus_per_engine > spec.num_gpus else "does not divide"
-        yield Violation(
-            f"{engine_size(subject, spec)} {relation} {there}",
-            tuple(fixes),
-            "choose a size that divides the GPUs",
-        )
+        yield Violation(f"{engine_size(subject, spec)} {relation} {there}", tuple(fixes), "choose a size that divides the GPUs")
 
 
 @rule("PLAN-ENGINE-NODES", "--rollout-num-gpus-per-engine", "--num-gpus-per-node")

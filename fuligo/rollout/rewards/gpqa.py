@@ -52,8 +52,7 @@ class Question:
         given = metadata.get("correct_letter")
         if label is None and given is None:
             raise RewardFailure(
-                FailureReason.BAD_LABEL,
-                'neither --label-key nor metadata["correct_letter"] says which choice is right; set one of them',
+                FailureReason.BAD_LABEL, 'neither --label-key nor metadata["correct_letter"] says which choice is right; set one of them'
             )
         by_letter = None if given is None else offered.letter_of(given, 'metadata["correct_letter"]')
         if by_letter is not None and (label is None or (isinstance(label, str) and offered.named_alone(label) is None)):
@@ -151,8 +150,7 @@ def _offered(metadata: dict[str, Any]) -> Question:
         choices = list(choices.values())
     if not isinstance(choices, list | tuple | None) or not isinstance(letters, list | tuple | str | None):
         raise RewardFailure(
-            FailureReason.BAD_LABEL,
-            f'metadata["choices"] and ["valid_letters"] must be lists, not {choices!r:.60} and {letters!r:.60}',
+            FailureReason.BAD_LABEL, f'metadata["choices"] and ["valid_letters"] must be lists, not {choices!r:.60} and {letters!r:.60}'
         )
     texts = tuple(str(choice) for choice in choices or ())
     if letters:

@@ -54,14 +54,7 @@ class PackedCoreAttention(MegatronModule):
             self.window = before + 1
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        *,
-        packed_seq_params: PackedSeqParams,
-        **_: object,
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *, packed_seq_params: PackedSeqParams, **_: object
     ) -> Tensor:
         """Compute attention; return [T / cp, H * Dv].
 

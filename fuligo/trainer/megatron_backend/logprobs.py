@@ -12,14 +12,7 @@ from fuligo.trainer.logprobs import TokenLogprobs, add_product, chunks, scaled_l
 
 
 def vocab_parallel_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    temperature: float,
-    chunk_tokens: int,
-    num_vocab: int,
-    tp_group: dist.ProcessGroup,
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float, chunk_tokens: int, num_vocab: int, tp_group: dist.ProcessGroup
 ) -> TokenLogprobs:
     """Compute the log-probabilities of `targets` and the entropies of their distributions; both are differentiable.
 

@@ -114,10 +114,7 @@ def _windows(flags: Mapping[str, Any]) -> Fields:
     if flags.get("window_size") is None:
         return {}
     layers = flags.get("window_attn_skip_freq")
-    return {
-        "window_size": tuple(flags["window_size"]),
-        "window_attn_skip_freq": read_layers(layers) if isinstance(layers, str) else layers,
-    }
+    return {"window_size": tuple(flags["window_size"]), "window_attn_skip_freq": read_layers(layers) if isinstance(layers, str) else layers}
 
 
 def _experts(settings: MegatronTrainerSettings) -> Fields:

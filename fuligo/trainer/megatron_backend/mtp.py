@@ -100,13 +100,7 @@ def predict(
     for layer, tokens in zip(block.layers, row.later, strict=True):
         embedded = embedding(input_ids=tokens.input_ids, position_ids=row.position_ids)
         states.append(
-            layer(
-                states[-1],
-                embedded,
-                rotary_pos_emb=rotary_pos_emb,
-                packed_seq_params=row.packed_seq_params,
-                padding_mask=padding_mask,
-            )
+            layer(states[-1], embedded, rotary_pos_emb=rotary_pos_emb, packed_seq_params=row.packed_seq_params, padding_mask=padding_mask)
         )
     return states[1:]
 

@@ -89,7 +89,10 @@ class Rows:
             yield from range(start, min(end, start + _ROWS_CHECKED))
 
     def digest(self) -> str:
-        """Return a digest of the files' content and of the selection of their rows."""
+        """Return a digest of the files' content and of the selection of their rows; the first call reads the whole files.
+
+        Raises DataChangedError if a file's content has changed since it was opened, or cannot be read any more.
+        """
         digests = [f"{piece.file.content.digest()}[{piece.selected.start}:{piece.selected.stop}]" for piece in self._pieces]
         return digests[0] if len(digests) == 1 else hashlib.blake2b(",".join(digests).encode(), digest_size=16).hexdigest()
 
@@ -120,8 +123,9 @@ class Dataset(Generic[Item]):
     def __init__(self, rows: Rows, settings: DataSettings, tokenizer: PreTrainedTokenizerBase, images: ImagePlacer | None = None) -> None:
         self.settings = settings
         self._images = images
-        self._rows = rows
-        self._image_digests = ImageDigests(len(rows))
+        self.rows = rows
+        self.image_digests = ImageDigests(len(rows))
+        """Digests of the image files that have been read."""
         self._tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer, settings.apply_chat_template_kwargs) if settings.apply_chat_template else None
 
@@ -149,12 +153,7 @@ class Dataset(Generic[Item]):
         return dataset
 
     def __len__(self) -> int:
-        return len(self._rows)
-
-    @property
-    def entry_sizes(self) -> list[int]:
-        """Rows of each entry of --prompt-data."""
-        return self._rows.entry_sizes
+        return len(self.rows)
 
     def __getitem__(self, row: int) -> Item:
         """Make the item of a row.
@@ -165,33 +164,17 @@ class Dataset(Generic[Item]):
             DataChangedError: the file's content has changed since it was opened, or cannot be read any more; or the images of the row
                 have changed since it was first read
         """
-        fields = self._rows[row]
+        fields = self.rows[row]
         if fields.images:
-            self._image_digests.check(row, fields.images, self._rows.place(row))
+            self.image_digests.check(row, fields.images, self.rows.place(row))
         try:
             item, num_tokens = self._make(row, fields)
         except DataError as error:
-            raise DataError(f"cannot use {self._rows.place(row)}: {error}") from error
+            raise DataError(f"cannot use {self.rows.place(row)}: {error}") from error
         limit = self.settings.max_prompt_tokens
         if limit is not None and num_tokens > limit:
-            raise PromptTooLongError(f"{self._rows.place(row)}: {num_tokens} tokens, more than --rollout-max-prompt-len {limit}")
+            raise PromptTooLongError(f"{self.rows.place(row)}: {num_tokens} tokens, more than --rollout-max-prompt-len {limit}")
         return item
-
-    @property
-    def image_digests(self) -> ImageDigests:
-        """Digests of the image files that have been read."""
-        return self._image_digests
-
-    def place(self, row: int) -> str:
-        """Return file and line of a row."""
-        return self._rows.place(row)
-
-    def digest(self) -> str:
-        """Return a digest of the rows; the first call reads the whole file.
-
-        Raises DataChangedError if the file's content has changed since it was opened, or cannot be read any more.
-        """
-        return self._rows.digest()
 
     def _make(self, row: int, fields: Fields) -> tuple[Item, int]:
         """Make the item, and return it with the number of tokens that the length limit applies to."""
@@ -214,12 +197,12 @@ class Dataset(Generic[Item]):
         try:
             self._images.decode(item.images)
         except DataError as error:
-            raise DataError(f"cannot use {self._rows.place(row)}: {error}") from error
+            raise DataError(f"cannot use {self.rows.place(row)}: {error}") from error
 
     def _check_first_rows(self, paths: str | Path | Sequence[str]) -> None:
         usable = 0
         reason = ""
-        first = set(self._rows.first_rows())
+        first = set(self.rows.first_rows())
         for row in chain(sorted(first), (row for row in range(len(self)) if row not in first)):
             if usable and row not in first:
                 return

@@ -97,9 +97,9 @@ class RowSource(Generic[Item]):
         self.counts = SourceCounts()
         self._dataset = dataset
         weights = [] if all(weight == 1 for weight in settings.weights) else settings.weights
-        self._digest = dataset.digest() + "".join(f"*{weight:g}" for weight in weights)
+        self._digest = dataset.rows.digest() + "".join(f"*{weight:g}" for weight in weights)
         self._skip_bad_rows = settings.skip_bad_rows
-        self._order = PromptOrder(dataset.entry_sizes, shuffle=settings.shuffle, seed=settings.seed, weights=weights)
+        self._order = PromptOrder(dataset.rows.entry_sizes, shuffle=settings.shuffle, seed=settings.seed, weights=weights)
         self._returned: deque[int] = deque()
 
     def __len__(self) -> int:
@@ -151,7 +151,7 @@ class RowSource(Generic[Item]):
         changed = self._dataset.image_digests.first_changed(str(state.get("images", "")))
         if changed is not None:
             raise DataError(
-                f"cannot resume: the images of {self._dataset.place(changed)} have changed since the run read them; {_OTHER_DATA}"
+                f"cannot resume: the images of {self._dataset.rows.place(changed)} have changed since the run read them; {_OTHER_DATA}"
             )
 
     def restore(self, state: SourceState) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 from fuligo.config.flag import Flag, Kind, did_you_mean, nearest
 
-_EACH_ENGINE = "fuligo chooses it for every engine"
 _CLIENT = "fuligo talks to its engines over plain HTTP"
 
 RESERVED: dict[str, dict[str, str]] = {
@@ -23,14 +22,10 @@ RESERVED: dict[str, dict[str, str]] = {
         "weight_version": "fuligo sets it to the policy version, with the number of the engine",
         "disaggregation_mode": "worker_type in --sglang-config sets it",
         "config": "fuligo passes every argument itself; engine groups go into --sglang-config",
-        "host": _EACH_ENGINE,
-        "port": _EACH_ENGINE,
-        "nccl_port": _EACH_ENGINE,
-        "dist_init_addr": _EACH_ENGINE,
-        "nnodes": _EACH_ENGINE,
-        "node_rank": _EACH_ENGINE,
-        "base_gpu_id": _EACH_ENGINE,
-        "gpu_id_step": _EACH_ENGINE,
+        **dict.fromkeys(
+            ("host", "port", "nccl_port", "dist_init_addr", "nnodes", "node_rank", "base_gpu_id", "gpu_id_step"),
+            "fuligo chooses it for every engine",
+        ),
         "grpc_mode": _CLIENT,
         "use_ray": "fuligo places the engines itself",
     },

@@ -12,8 +12,8 @@ from fuligo.config import Config
 from fuligo.formats.adapter_config import adapter_directory, is_adapter
 from fuligo.formats.checkpoint_files import is_distributed
 from fuligo.job.engines import launch_engines
-from fuligo.job.join import join_cluster
 from fuligo.job.rollouts import build_eval_only
+from fuligo.job.stages import join_cluster
 from fuligo.observability.run_directory import RunDirectory
 from fuligo.rollout.evaluate import Evaluation
 

@@ -19,13 +19,12 @@ from fuligo.config import Config
 from fuligo.errors import CheckpointError, RankError
 from fuligo.job.colocated import ColocatedDevices, ColocatedTrainer, ColocatedWeightSync
 from fuligo.job.engines import Engines, build_weight_sync, find_teacher, launch_engines
-from fuligo.job.join import Joined, join_cluster
 from fuligo.job.lent import LentParts
 from fuligo.job.origin import Origin, named_checkpoints, save_directory
 from fuligo.job.periodic import Evaluate, SaveCheckpoint, SaveDebugRollout, Schedule
 from fuligo.job.recorder import LogHooks, RunRecorder
 from fuligo.job.rollouts import RolloutBuilder, RunData
-from fuligo.job.stages import Begun, Opened, Started, Wired
+from fuligo.job.stages import Begun, Joined, Opened, Started, Wired, join_cluster
 from fuligo.job.termination import Termination
 from fuligo.job.trainer_settings import trainer_settings
 from fuligo.job.watch import failing_with, while_watching

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fuligo.config import Config
 from fuligo.errors import ConfigError
-from fuligo.job.termination import Termination
-from fuligo.job.watch import stalls_reported
+from fuligo.job.watch import Termination, stalls_reported
 from fuligo.limits import collector_paused
 
 if TYPE_CHECKING:

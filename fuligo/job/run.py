@@ -25,9 +25,8 @@ from fuligo.job.periodic import Evaluate, SaveCheckpoint, SaveDebugRollout, Sche
 from fuligo.job.recorder import LogHooks, RunRecorder
 from fuligo.job.rollouts import RolloutBuilder, RunData
 from fuligo.job.stages import Begun, Joined, Opened, Started, Wired, join_cluster
-from fuligo.job.termination import Termination
 from fuligo.job.trainer_settings import trainer_settings
-from fuligo.job.watch import failing_with, while_watching
+from fuligo.job.watch import Termination, failing_with, while_watching
 from fuligo.limits import freeze_garbage_collector
 from fuligo.loop import Loop, Periodic, sample_only
 from fuligo.models.device import resolve_device

@@ -18,7 +18,7 @@ from fuligo.job.engines import Engines
 from fuligo.job.origin import Origin
 from fuligo.job.run import Outcome, run_config
 from fuligo.job.stages import Opened
-from fuligo.job.termination import Termination
+from fuligo.job.watch import Termination
 from tests.unit.checkpoint.conftest import make_state
 
 DONE = Outcome(Path("run"), [])

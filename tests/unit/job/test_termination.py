@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from fuligo.job.termination import Termination
+from fuligo.job.watch import Termination
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from fuligo.checkpoint.state import RunState
-from fuligo.observability.metrics import is_timing
+from fuligo.job.recorder import is_timing
 from tests.metrics_page import undocumented
 
 TOKENS = ("index", "group_index", "response_ids", "engine_logprobs", "trainer_logprobs", "advantages", "versions", "kept")

@@ -12,7 +12,7 @@ from fuligo.engines.answers import parse_generation, parse_load
 from fuligo.engines.generation import EngineLoad, Generation, Served
 from fuligo.engines.group import EngineGroup
 from fuligo.engines.metrics import EngineMonitor, load_metrics, served_metrics
-from fuligo.observability.metrics import is_timing
+from fuligo.job.recorder import is_timing
 from tests.metrics_page import undocumented
 
 NOBODY = "http://127.0.0.1:9"

@@ -10,8 +10,8 @@ import torch
 
 import fuligo
 from fuligo.algorithms.off_policy import Correction
+from fuligo.job.recorder import is_timing, perf_metrics, step_record
 from fuligo.observability.jsonl import JsonLines, read_json_lines
-from fuligo.observability.metrics import is_timing, perf_metrics, step_record
 from fuligo.rollout.dynamic_sampling import DynamicSampling
 from fuligo.rollout.metrics import RolloutCounts, sample_metrics, sampling_metrics
 from fuligo.trainer.objective import KlLoss, LossInputs, LossSettings, objective

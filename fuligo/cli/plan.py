@@ -181,7 +181,7 @@ def plan_name(config: Config, job: Sequence[str]) -> str:
 
 def _write(plan: Plan, config: Config, notes: Sequence[str], options: Options) -> None:
     if options.json_file is not None or options.html_file is not None:
-        from fuligo.planner.json_output import plan_document
+        from fuligo.planner.plan import plan_document
 
         document = plan_document(plan, config, notes)
         if options.json_file is not None:

@@ -10,8 +10,7 @@ from playwright.sync_api import Page
 
 from fuligo.config import Config
 from fuligo.planner.html import plan_page
-from fuligo.planner.json_output import plan_document
-from fuligo.planner.plan import Plan
+from fuligo.planner.plan import Plan, plan_document
 from tests.browser.conftest import OpenPage
 from tests.unit.planner.hand_made_plans import broken_plan, plan_of_8, plan_of_64, plan_of_256
 

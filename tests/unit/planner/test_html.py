@@ -10,7 +10,7 @@ from importlib import resources
 from fuligo.config import Config
 from fuligo.planner import html
 from fuligo.planner.html import plan_page
-from fuligo.planner.json_output import plan_document
+from fuligo.planner.plan import plan_document
 from tests.unit.planner.hand_made_plans import plan_of_8, plan_of_256
 
 DATA = re.compile(r'<script type="application/json" id="document">(.*?)</script>', re.DOTALL)

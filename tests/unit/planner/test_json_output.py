@@ -9,8 +9,7 @@ import jsonschema
 import pytest
 
 from fuligo.config import Config
-from fuligo.planner.json_output import plan_document
-from fuligo.planner.plan import Plan
+from fuligo.planner.plan import Plan, plan_document
 from tests.unit.planner.hand_made_plans import broken_plan, plan_of_8, plan_of_64, plan_of_256
 
 SCHEMA = json.loads(resources.files("fuligo.planner").joinpath("plan.schema.json").read_text())

@@ -21,8 +21,8 @@ from fuligo.observability.viewer.alarms import alarms
 from fuligo.observability.viewer.metric_columns import MetricColumns
 from fuligo.rollout.evaluate import Evaluation
 from fuligo.rollout.judging import failure_warning
+from fuligo.rollout.metrics import is_finite
 from fuligo.rollout.protocol import Rollout, UnfilledRolloutError
-from fuligo.rollout.scores import is_finite
 from fuligo.types import SampleStatus, StepResult, TrainBatch
 
 TIMING_KEYS = frozenset({"time", "rollout/tokens_per_s", "train/tokens_per_s", "rollout/sample/environment_s"})

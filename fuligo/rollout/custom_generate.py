@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fuligo.engines.generation import SamplingParams
+from fuligo.rollout.metrics import metrics_problem
 from fuligo.rollout.protocol import GenerateFn
-from fuligo.rollout.scores import metrics_problem
 from fuligo.types import Sample, SampleStatus
 
 GenerateHook = Callable[[Any, Sample, dict[str, Any]], Awaitable[Sample | list[Sample]]]

@@ -18,9 +18,9 @@ from fuligo.errors import DataError
 from fuligo.rollout.custom_generate import append_observation
 from fuligo.rollout.environment_calls import CallInterruptedError, EpisodeError, call_within
 from fuligo.rollout.generate import SingleTurn
+from fuligo.rollout.metrics import is_finite
 from fuligo.rollout.protocol import GenerateFn
 from fuligo.rollout.sampler import clear_response, failed
-from fuligo.rollout.scores import is_finite
 from fuligo.types import Branch, Episode, Messages, Sample, SampleStatus, Span, ToolUse, Turn
 
 T = TypeVar("T")

@@ -17,9 +17,9 @@ from fuligo.errors import RolloutError
 from fuligo.rollout.aligned_start import aligned_start
 from fuligo.rollout.group_tasks import GroupTasks
 from fuligo.rollout.judging import judged
+from fuligo.rollout.metrics import prompt_scores, reported_means
 from fuligo.rollout.protocol import GenerateFn, RewardFn
 from fuligo.rollout.sampler import Sampler, Turns
-from fuligo.rollout.scores import prompt_scores, reported_means
 from fuligo.types import Prompt, Sample, SampleGroup, SampleStatus
 
 logger = logging.getLogger(__name__)

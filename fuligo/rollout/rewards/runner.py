@@ -10,6 +10,7 @@ from numbers import Real
 from typing import Any, Self
 
 from fuligo.errors import ConfigError
+from fuligo.rollout.metrics import is_finite, metrics_problem
 from fuligo.rollout.rewards.custom import CustomReward
 from fuligo.rollout.rewards.failure import FailureReason, NoVerdictError, RewardFailure
 from fuligo.rollout.rewards.remote import RemoteReward
@@ -17,7 +18,6 @@ from fuligo.rollout.rewards.rules import Services, find_rule
 from fuligo.rollout.rewards.settings import RewardSettings
 from fuligo.rollout.rewards.symbolic import SymbolicComparison
 from fuligo.rollout.rewards.worker_pool import WorkerPool
-from fuligo.rollout.scores import is_finite, metrics_problem
 from fuligo.types import MAIN_REWARD, Sample, SampleGroup, SampleStatus, Span
 
 

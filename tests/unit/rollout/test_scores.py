@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuligo.rollout.metrics import sample_metrics
+from fuligo.rollout.metrics import pass_at_k, reported_means, sample_metrics
 from fuligo.rollout.rewards import FailureReason, RewardRunner, RewardSettings
 from fuligo.rollout.rewards.custom import CustomReward
-from fuligo.rollout.scores import pass_at_k, reported_means
 from fuligo.types import Sample, SampleGroup, SampleStatus
 
 

@@ -13,7 +13,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fuligo.observability.viewer.alarms import WATCHES
-from fuligo.observability.viewer.prompt_rows import PromptOrder, prompt_table, rewards_by_step
 from fuligo.observability.viewer.run import RunReader
 from fuligo.observability.viewer.run_files import SampleSet
 from fuligo.observability.viewer.sample_index import SampleIndex, read_index_table
@@ -22,10 +21,13 @@ from fuligo.observability.viewer.sample_rows import (
     LINE_COLUMNS,
     MAX_CHARACTERS,
     UNREADABLE,
+    PromptOrder,
     Row,
     message_texts,
     number,
+    prompt_table,
     read_rows,
+    rewards_by_step,
     short,
     short_prompt,
 )

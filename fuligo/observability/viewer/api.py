@@ -18,10 +18,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fuligo.observability.viewer import answers, time_answers
 from fuligo.observability.viewer.front import page
-from fuligo.observability.viewer.prompt_rows import PromptOrder
 from fuligo.observability.viewer.run import RunReader, Watcher
 from fuligo.observability.viewer.run_files import SampleSet, is_readable
 from fuligo.observability.viewer.sample_query import Order, SampleFilter
+from fuligo.observability.viewer.sample_rows import PromptOrder
 
 _HEADERS = ((b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer"), (b"cache-control", b"no-store"))
 

@@ -12,9 +12,9 @@ import pyarrow as pa
 from fuligo.errors import ConfigError
 from fuligo.observability.viewer import answers, time_answers
 from fuligo.observability.viewer.front import page
-from fuligo.observability.viewer.prompt_rows import PromptOrder
 from fuligo.observability.viewer.run import RunReader
 from fuligo.observability.viewer.run_files import SampleSet
+from fuligo.observability.viewer.sample_rows import PromptOrder
 
 MAX_UPDATES = 1024
 """Maximum number of updates, each of which reads a chunk of the trace (4 MiB)."""

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuligo.observability.viewer.answers import others_answer, prompts_answer
-from fuligo.observability.viewer.prompt_rows import PromptOrder, prompt_table, rewards_by_step
 from fuligo.observability.viewer.run import RunReader
 from fuligo.observability.viewer.sample_index import INDEX_SCHEMA
+from fuligo.observability.viewer.sample_rows import PromptOrder, prompt_table, rewards_by_step
 from tests.unit.observability.viewer.recorded_run import NUM_STEPS, PROMPTS
 
 ROW = st.tuples(st.integers(0, 3), st.integers(0, 4), st.sampled_from([0.0, 0.5, 1.0, None, math.nan]))

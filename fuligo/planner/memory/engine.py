@@ -19,7 +19,7 @@ from fuligo.models.registry import family_of
 from fuligo.planner.gpus import MIB, Gpu
 from fuligo.planner.lengths import longest_sample
 from fuligo.planner.memory.activations import BF16, FP32
-from fuligo.planner.memory.constants import COLLECTIVE_BYTES, CUDA_CONTEXT_BYTES, DEEPEP_BYTES, POINT_TO_POINT_BYTES, billions
+from fuligo.planner.memory.parameters import COLLECTIVE_BYTES, CUDA_CONTEXT_BYTES, DEEPEP_BYTES, POINT_TO_POINT_BYTES, billions
 from fuligo.planner.plan import MemoryItem
 from fuligo.planner.server_settings import ServerSettings, decode_graph_bytes, prefill_graph_bytes, server_settings
 from fuligo.planner.subject import Subject

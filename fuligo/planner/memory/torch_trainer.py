@@ -11,7 +11,7 @@ from fuligo.layout.megatron import layout_of
 from fuligo.models.architecture import Architecture, GroupedAttention, Layer
 from fuligo.planner.lengths import micro_batch_tokens
 from fuligo.planner.memory.activations import BF16, FP32, copied_elements, normed_head_elements, num_output_norms
-from fuligo.planner.memory.constants import COLLECTIVE_BYTES, CUDA_CONTEXT_BYTES, billions
+from fuligo.planner.memory.parameters import COLLECTIVE_BYTES, CUDA_CONTEXT_BYTES, billions
 from fuligo.planner.plan import MemoryItem
 from fuligo.planner.subject import Subject, value_architecture
 from fuligo.quantities import amount, count

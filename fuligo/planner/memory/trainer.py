@@ -10,7 +10,7 @@ from fuligo.models.architecture import Layer
 from fuligo.planner.layout import stage_layers
 from fuligo.planner.lengths import micro_batch_tokens, num_micro_batches
 from fuligo.planner.memory.activations import BF16, FP32, LayerBytes, chunks_in_flight, layer_bytes, logits_bytes
-from fuligo.planner.memory.constants import (
+from fuligo.planner.memory.parameters import (
     COLLECTIVE_BYTES,
     CUDA_CONTEXT_BYTES,
     DEEPEP_BYTES,
@@ -19,9 +19,13 @@ from fuligo.planner.memory.constants import (
     TRAINER_HELD_BYTES,
     TRAINER_LEFT_BYTES,
     TRAINER_WORKSPACE_BYTES,
+    LocalParameters,
+    adapter_parameters,
     billions,
+    frozen_parameters,
+    loaded_mtp_layers,
+    trained_parameters,
 )
-from fuligo.planner.memory.parameters import LocalParameters, adapter_parameters, frozen_parameters, loaded_mtp_layers, trained_parameters
 from fuligo.planner.plan import ClusterLayout, MemoryItem, Stage
 from fuligo.planner.subject import Subject
 from fuligo.quantities import amount

@@ -11,7 +11,7 @@ from fuligo.config.findings import Finding
 from fuligo.planner.estimate import Estimate, estimate
 from fuligo.planner.gpus import MIB, gpu
 from fuligo.planner.make_plan import make_plan
-from fuligo.planner.memory.constants import COLLECTIVE_BYTES, CUDA_CONTEXT_BYTES
+from fuligo.planner.memory.parameters import COLLECTIVE_BYTES, CUDA_CONTEXT_BYTES
 from fuligo.planner.plan import MemoryBar, Phase, Plan
 from fuligo.planner.rollout_time import teacher_phase
 from fuligo.planner.roofline import assumptions

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from fuligo.formats.checkpoint_files import is_distributed
 from fuligo.models.names import ModelNames, value_names
 from fuligo.trainer.critic import BaseCritic
+from fuligo.trainer.megatron_backend.gradients import Row, cp_group, head_weight, reports, rows_of, run_rows, token_counts
 from fuligo.trainer.megatron_backend.learner import Learner, gather_parameters, zero_gradients
 from fuligo.trainer.megatron_backend.logprobs import gather_tokens
 from fuligo.trainer.megatron_backend.model import PolicyModel, build_chunks
-from fuligo.trainer.megatron_backend.passes import Row, cp_group, head_weight, reports, rows_of, run_rows, token_counts
 from fuligo.trainer.megatron_backend.router import begin_step, take_balance_loss
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, MTPSettings
 from fuligo.trainer.megatron_backend.state import MegatronState, load_weights

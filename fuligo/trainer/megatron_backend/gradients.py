@@ -1,36 +1,128 @@
 """Passes through the policy: with gradients for one optimizer step, without gradients to score samples."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import partial
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
+from fuligo.trainer.batch import MicroBatch, PackedTokens, pack_tokens
 from fuligo.trainer.logprobs import TokenLogprobs
+from fuligo.trainer.megatron_backend.learner import wait_for
 from fuligo.trainer.megatron_backend.logprobs import gather_predictions, vocab_parallel_logprobs
 from fuligo.trainer.megatron_backend.mtp import mtp_loss
-from fuligo.trainer.megatron_backend.passes import (
-    Row,
-    cp_group,
-    head_weight,
-    model_group,
-    reports,
-    rows_of,
-    run_rows,
-    token_counts,
-    tp_group,
-)
+from fuligo.trainer.megatron_backend.packed import PackedRow, pack_row
 from fuligo.trainer.megatron_backend.router import begin_step, take_balance_loss
 from fuligo.trainer.megatron_backend.routing_replay import LayerReplay, RecordedPart, recorded, recorded_parts, replayed, total_changed
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
+from fuligo.trainer.megatron_backend.weights.local import unwrapped
 from fuligo.trainer.metric_sums import MetricSums
 from fuligo.trainer.objective import Objective, objective
+from fuligo.trainer.packing import MicroBatchPlan, MicroBatchSchedule
 from fuligo.trainer.shares import ScoreShare, StepShare
 from fuligo.trainer.step import StepGradients, loss_inputs, num_choices, split_scores, total
 from fuligo.types import TokenScores, TrainSample
+
+
+@dataclass(slots=True, frozen=True)
+class Row:
+    """One micro-batch; all stages hold its tokens, which are few bytes."""
+
+    plan: MicroBatchPlan
+    tokens: PackedTokens
+    packed: PackedRow
+    inputs: MicroBatch | None
+    """Inputs of the loss; None without a loss."""
+
+
+def reports() -> bool:
+    """Return whether this rank reports the last stage's results for its data-parallel replica."""
+    is_first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
+    return is_first and parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+
+
+def run_rows(
+    chunks: Sequence[nn.Module], rows: list[Row], schedule: MicroBatchSchedule, at_the_end: Callable[..., Any], *, with_gradients: bool
+) -> None:
+    """Run all rows through all stages, in the schedule of the layout; call `at_the_end` on the last with chunk, row and hidden states."""
+
+    def forward_step(waiting: Iterator[Row], chunk: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+        row = next(waiting)
+        return unwrapped(chunk).run(row.packed), partial(at_the_end, chunk, row)
+
+    for chunk in chunks:
+        chunk.train(with_gradients)
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[iter(rows) for _ in chunks],
+        model=list(chunks),
+        num_microbatches=len(rows),
+        seq_length=schedule.num_tokens or max(row.packed.num_tokens for row in rows),
+        micro_batch_size=1,
+        forward_only=not with_gradients,
+        collect_non_loss_data=not with_gradients,
+    )
+
+
+def rows_of(
+    samples: Sequence[TrainSample],
+    schedule: MicroBatchSchedule,
+    settings: MegatronTrainerSettings,
+    device: torch.device,
+    *,
+    inputs_of: Callable[[MicroBatchPlan], MicroBatch | None],
+) -> list[Row]:
+    cp_rank = parallel_state.get_context_parallel_rank()
+    rows: list[Row] = []
+    for plan in schedule.plans:
+        inputs = inputs_of(plan)
+        tokens = pack_tokens([samples[i] for i in plan.samples], device, shared=plan.shared) if inputs is None else inputs.tokens
+        packed = pack_row(
+            tokens,
+            settings.layout,
+            cp_rank,
+            pad_multiple=settings.pad_multiple_tokens,
+            num_tokens=schedule.num_tokens,
+            num_mtp_layers=settings.mtp.num_layers if inputs is not None and settings.mtp.trained else 0,
+            counts=plan.counts,
+        )
+        rows.append(Row(plan, tokens, packed, inputs))
+    return rows
+
+
+def token_counts(rows: Sequence[Row]) -> tuple[int, int]:
+    """Return how many tokens these rows' samples have, and how many were not computed again because samples share them."""
+    counted = [row.tokens for row in rows if row.plan.counts]
+    num_tokens = sum(tokens.num_sample_tokens for tokens in counted)
+    return num_tokens, num_tokens - sum(tokens.num_tokens for tokens in counted)
+
+
+def head_weight(chunk: nn.Module) -> Tensor:
+    weight = unwrapped(chunk).head_weight
+    if isinstance(chunk, DistributedDataParallel):
+        wait_for(chunk, weight)
+    return weight
+
+
+def tp_group() -> dist.ProcessGroup:
+    return cast(dist.ProcessGroup, parallel_state.get_tensor_model_parallel_group())
+
+
+def model_group() -> dist.ProcessGroup:
+    """Return the group of all TP and PP ranks of a replica with the same context-parallel part."""
+    return cast(dist.ProcessGroup, parallel_state.get_model_parallel_group())
+
+
+def cp_group() -> dist.ProcessGroup:
+    return cast(dist.ProcessGroup, parallel_state.get_context_parallel_group())
+
 
 Routing = Literal["own", "recorded", "replayed"]
 """Source of the experts in a pass without gradients: the routers; the routers, with a record of their choice; or the samples' record."""

@@ -148,7 +148,7 @@ def test_recomputed_activations_give_the_same_gradients(
 
 def choices_kept(world: World, settings: MegatronTrainerSettings, of: TrainBatch) -> list[int]:
     """Return the choices kept after a pass with gradients and after one without."""
-    from fuligo.trainer.megatron_backend import passes
+    from fuligo.trainer.megatron_backend import gradients
     from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
 
     worker, rows = MegatronRankWorker(settings, world), list[PackedRow]()
@@ -160,7 +160,7 @@ def choices_kept(world: World, settings: MegatronTrainerSettings, of: TrainBatch
     def num_kept() -> int:
         return sum(len(row.packed_seq_params.chosen_tokens) for row in rows)
 
-    with patch.object(passes, "pack_row", pack):
+    with patch.object(gradients, "pack_row", pack):
         worker.gradients(shares.to_train(worker, of)[0])
         after_gradients, num_trained_rows = num_kept(), len(rows)
         worker.logprobs(shares.to_score(worker, of.samples))

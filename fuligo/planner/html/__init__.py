@@ -15,5 +15,5 @@ _PAGE = Page(
 
 
 def plan_page(document: dict[str, Any]) -> str:
-    """Return the page of a plan, given its `json_output.plan_document`."""
+    """Return the page of a plan, given its `plan.plan_document`."""
     return _PAGE.html(f"{document['name']}: plan", json.dumps(document, separators=(",", ":")))

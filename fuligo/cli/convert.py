@@ -187,7 +187,7 @@ def value_to_hf(arguments: Sequence[str]) -> int:
     """Convert the value model of a checkpoint to a Hugging Face token classifier."""
     options = _value_to_hf_parser().parse_args(list(arguments))
 
-    from fuligo.convert.value_to_hf import value_to_hf
+    from fuligo.convert.dist_to_hf import value_to_hf
 
     source = value_to_hf(options.checkpoint, options.save, model=_small_model(options.hf_checkpoint))
     print(f"{source} -> {options.save}")

@@ -14,8 +14,7 @@ import numpy as np
 from fuligo.engines.generation import SamplingParams
 from fuligo.engines.group import EngineGroup
 from fuligo.errors import RolloutError
-from fuligo.rollout.aligned_start import aligned_start
-from fuligo.rollout.group_tasks import GroupTasks
+from fuligo.rollout.group_tasks import GroupTasks, aligned_start
 from fuligo.rollout.judging import judged
 from fuligo.rollout.metrics import prompt_scores, reported_means
 from fuligo.rollout.protocol import GenerateFn, RewardFn

@@ -12,10 +12,9 @@ from fuligo.config.groups import RolloutFlags
 from fuligo.engines.generation import SamplingParams
 from fuligo.engines.group import EngineGroup
 from fuligo.errors import RolloutError
-from fuligo.rollout.aligned_start import aligned_start
 from fuligo.rollout.dynamic_sampling import DynamicSampling
 from fuligo.rollout.filters import AllSamples, SampleFilter
-from fuligo.rollout.group_tasks import GroupTasks
+from fuligo.rollout.group_tasks import GroupTasks, aligned_start
 from fuligo.rollout.judging import ABORTED, SURPLUS, FailureWatch, drop_reason, equal_rewards, explain_drops
 from fuligo.rollout.metrics import RolloutCounts, epoch_metric, sample_metrics, sampling_metrics
 from fuligo.rollout.protocol import Draw, GroupFilter, GroupStream, RewardFn, Rollout, RolloutState, UnfilledRolloutError

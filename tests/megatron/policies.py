@@ -61,7 +61,7 @@ def megatron_logprobs(world: World, settings: MegatronTrainerSettings, micro_bat
     from fuligo.trainer.megatron_backend.model import build_chunks
     from fuligo.trainer.megatron_backend.packed import PackedRow, pack_row
     from fuligo.trainer.megatron_backend.weights.load import load_hugging_face
-    from fuligo.trainer.megatron_backend.world import join_megatron
+    from fuligo.trainer.megatron_backend.worker import join_megatron
 
     layout = settings.layout
     join_megatron(layout, world, settings.seed)

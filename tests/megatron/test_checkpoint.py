@@ -66,7 +66,7 @@ def build_state(world: World, settings: MegatronTrainerSettings) -> Any:
     from fuligo.trainer.megatron_backend.model import build_chunks
     from fuligo.trainer.megatron_backend.state import MegatronState
     from fuligo.trainer.megatron_backend.weights.load import load_hugging_face
-    from fuligo.trainer.megatron_backend.world import join_megatron
+    from fuligo.trainer.megatron_backend.worker import join_megatron
 
     join_megatron(settings.layout, world, settings.seed)
     chunks = build_chunks(settings, trained=True)
@@ -268,7 +268,7 @@ def first_weights(world: World, settings: MegatronTrainerSettings) -> dict[str, 
     from fuligo.trainer.megatron_backend.model import build_chunks
     from fuligo.trainer.megatron_backend.state import load_weights
     from fuligo.trainer.megatron_backend.weights.export import named_weights
-    from fuligo.trainer.megatron_backend.world import join_megatron
+    from fuligo.trainer.megatron_backend.worker import join_megatron
 
     join_megatron(settings.layout, world, settings.seed)
     chunks = build_chunks(settings, trained=False)
@@ -291,7 +291,7 @@ def refused_weights(world: World, settings: MegatronTrainerSettings) -> str:
     """Return why a checkpoint's weights are not loaded."""
     from fuligo.trainer.megatron_backend.model import build_chunks
     from fuligo.trainer.megatron_backend.weights.load import load_hugging_face
-    from fuligo.trainer.megatron_backend.world import join_megatron
+    from fuligo.trainer.megatron_backend.worker import join_megatron
 
     try:
         if (settings.initial_weights / ".metadata").exists():

@@ -276,7 +276,7 @@ def test_hidden_communication_changes_nothing_of_a_step(pool: RankPool, checkpoi
 def router_types(world: World, settings: MegatronTrainerSettings) -> set[torch.dtype]:
     from fuligo.trainer.megatron_backend.model import build_chunks
     from fuligo.trainer.megatron_backend.router import routers
-    from fuligo.trainer.megatron_backend.world import join_megatron
+    from fuligo.trainer.megatron_backend.worker import join_megatron
 
     join_megatron(settings.layout, world, settings.seed)
     chunks = [chunk.bfloat16() for chunk in build_chunks(settings, trained=True)]

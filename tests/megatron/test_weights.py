@@ -78,7 +78,7 @@ def load_and_export(world: World, settings: Any, gather_bytes: int) -> tuple[str
     from fuligo.trainer.megatron_backend.model import build_chunks
     from fuligo.trainer.megatron_backend.weights.export import named_weights
     from fuligo.trainer.megatron_backend.weights.load import load_hugging_face
-    from fuligo.trainer.megatron_backend.world import join_megatron
+    from fuligo.trainer.megatron_backend.worker import join_megatron
 
     join_megatron(settings.layout, world, settings.seed)
     chunks = build_chunks(settings, trained=True)

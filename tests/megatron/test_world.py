@@ -18,7 +18,7 @@ def places(world: World, layouts: list[Layout]) -> list[tuple[int, int, int, int
     """Return (tp, cp, dp, pp) of this rank under each layout."""
     from megatron.core import parallel_state
 
-    from fuligo.trainer.megatron_backend.world import join_megatron, leave_megatron
+    from fuligo.trainer.megatron_backend.worker import join_megatron, leave_megatron
 
     found = []
     for layout in layouts:
@@ -39,7 +39,7 @@ def places(world: World, layouts: list[Layout]) -> list[tuple[int, int, int, int
 
 def random_weights(world: World, settings: MegatronTrainerSettings) -> dict[str, Tensor]:
     from fuligo.trainer.megatron_backend.model import build_chunks
-    from fuligo.trainer.megatron_backend.world import join_megatron
+    from fuligo.trainer.megatron_backend.worker import join_megatron
 
     join_megatron(settings.layout, world, settings.seed)
     (chunk,) = build_chunks(settings, trained=False)

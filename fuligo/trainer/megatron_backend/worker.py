@@ -1,5 +1,6 @@
 """Rank worker of the Megatron trainer: the same calls on all ranks, in the same order, each with the samples of its replica."""
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -7,19 +8,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
+from fuligo.errors import ConfigError
 from fuligo.formats.checkpoint_files import VALUE_MODEL, is_distributed
 from fuligo.formats.hugging_face import read_config_json
 from fuligo.formats.weight_manifest import Undelivered, WeightManifest, WeightTarget
 from fuligo.layout.flops import forward_flops
+from fuligo.layout.megatron import Layout
 from fuligo.limits import num_cores
 from fuligo.models.adapter_names import AdapterNames
 from fuligo.models.registry import architecture_of, names_of
 from fuligo.trainer.adapter_sender import AdapterSender, base_digest
 from fuligo.trainer.host_memory import HostMemory
 from fuligo.trainer.megatron_backend.adapted_weights import AdaptedStages, load_adapter
+from fuligo.trainer.megatron_backend.cpu import run_on_cpu
 from fuligo.trainer.megatron_backend.critic import Critic
 from fuligo.trainer.megatron_backend.gradients import Routing, Scores, compute_gradients, compute_scores
 from fuligo.trainer.megatron_backend.host_memory import HostWeights, gradient_tensors, state_tensors
@@ -31,7 +35,6 @@ from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.megatron_backend.state import CheckpointWriter, MegatronState, SavedAdapter, load_weights, restore_state
 from fuligo.trainer.megatron_backend.weights.export import named_weights
 from fuligo.trainer.megatron_backend.weights.load import load_hugging_face
-from fuligo.trainer.megatron_backend.world import join_megatron, leave_megatron
 from fuligo.trainer.metric_sums import MetricSums, mean_of_steps
 from fuligo.trainer.parameters import DTYPES, sync_dtype
 from fuligo.trainer.profiling import profiled
@@ -43,6 +46,40 @@ from fuligo.trainer.timeline import Timeline
 from fuligo.types import FloatArray, StepResult, TokenScores
 from fuligo.weights.colocated import TrainerRanks
 from fuligo.weights.senders import WeightSender
+
+
+def join_megatron(layout: Layout, world: World, seed: int, *, timeout_s: float = 1800.0) -> None:
+    """Form the groups of the parallel dimensions, inside the default process group. A collective.
+
+    Args:
+        seed: seed of Megatron's random states; weights that are not read from a checkpoint depend only on it and on the rank's place.
+        timeout_s: deadline of every operation of a group, rounded up to minutes.
+
+    Raises:
+        ConfigError: the ranks cannot be arranged in this layout.
+    """
+    assert layout.num_ranks == world.size
+    if world.device.type == "cpu":
+        run_on_cpu()
+    try:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+            context_parallel_size=layout.cp,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=layout.etp,
+            distributed_timeout_minutes=math.ceil(timeout_s / 60),
+            create_gloo_process_groups=False,
+        )
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"{layout.num_ranks} trainer ranks cannot be arranged as {layout}: {error}") from error
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def leave_megatron() -> None:
+    """Release the groups, so that the process can use another layout; call it before the default process group ends."""
+    parallel_state.destroy_model_parallel()
 
 
 class MegatronRankWorker:

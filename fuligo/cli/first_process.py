@@ -1,4 +1,4 @@
-"""Init process of a container: reaps orphans and passes signals on, while the command runs in a child."""
+"""Processes around a command: init of a container, which reaps orphans and passes signals on, and the end of a parent."""
 
 import os
 import select

@@ -1,4 +1,4 @@
-"""`fuligo train`: a training job."""
+"""`fuligo train`: a training job, and warnings about valid settings that may be a mistake."""
 
 from collections.abc import Mapping, Sequence
 

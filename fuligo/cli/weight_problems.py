@@ -1,4 +1,4 @@
-"""Checks of the weights that a config names, before any model loads: initial weights, checkpoint to resume, teacher."""
+"""Checks of the weights that a config names, before a model loads: initial weights, checkpoint to resume, teacher and its tokens."""
 
 import json
 from collections.abc import Iterator

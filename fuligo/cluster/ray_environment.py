@@ -1,4 +1,4 @@
-"""Environment of every process of a Ray cluster: its token, and settings that Ray reads when it is imported. Imports no Ray."""
+"""Environment of every process of a Ray cluster: token, settings that Ray reads on import, network interface. Imports no Ray."""
 
 import os
 import secrets

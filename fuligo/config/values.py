@@ -1,4 +1,4 @@
-"""Conversion of pass-through values from text or YAML to the type of the schema."""
+"""Conversion of pass-through values, patterns of layers among them, from text or YAML to the type of the schema."""
 
 import ast
 import json

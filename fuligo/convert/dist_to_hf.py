@@ -1,4 +1,4 @@
-"""Conversion of a distributed checkpoint to a Hugging Face directory, one file of weights at a time."""
+"""Conversions to a Hugging Face directory, one file of weights at a time: of a distributed checkpoint, a value model, and MXFP4."""
 
 import json
 import shutil

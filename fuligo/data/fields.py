@@ -1,4 +1,4 @@
-"""Fields of a row, read by the configured keys and checked."""
+"""Settings of the data, and the fields of a row, read by the configured keys and checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images of a row: their bytes, from files or from the row itself, and the messages that they belong to."""
+"""Images of a row: their bytes, from files or the row itself, the messages that they belong to, and digests that show changes."""
 
 from __future__ import annotations
 

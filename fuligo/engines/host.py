@@ -1,4 +1,4 @@
-"""This machine in the network: its address for others, its loopback interface, and stores that listen at a single address."""
+"""This machine in the network: its address for others, loopback interface, listening stores, and ports that no other run takes."""
 
 from __future__ import annotations
 

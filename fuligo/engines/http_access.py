@@ -1,4 +1,4 @@
-"""Servers in this process: uvicorn without its signal handlers, and refusal of requests through names that are not this machine's."""
+"""Servers in this process: uvicorn without its signal handlers, refusal of foreign names, and limits for strangers without a key."""
 
 import asyncio
 import ipaddress

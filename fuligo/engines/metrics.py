@@ -1,4 +1,4 @@
-"""Metrics of the engines during sampling: `engine/*` of a step."""
+"""Metrics of the engines during sampling, `engine/*` of a step, and their profiles."""
 
 import asyncio
 import logging

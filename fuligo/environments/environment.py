@@ -1,4 +1,4 @@
-"""Environments: objects with `reset` and `step` in which a model is trained, one for every sample."""
+"""Environments: objects with `reset` and `step` in which a model is trained, one for every sample, and rubrics."""
 
 import inspect
 from abc import ABC, abstractmethod

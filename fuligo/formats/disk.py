@@ -1,4 +1,4 @@
-"""Durable writes, locks, and errors that name a full file system."""
+"""Durable writes, locks, manifests of files, safe opening of files, and errors that name a full file system."""
 
 import errno
 import fcntl

@@ -1,4 +1,4 @@
-"""Directories that no other user of the machine can enter or replace."""
+"""Directories that no other user of the machine can enter or replace, those for weights on their way to engines among them."""
 
 import atexit
 import fcntl

@@ -1,4 +1,4 @@
-"""Engines of a run, the teacher among them, and their weight sync, built from the configuration."""
+"""Engines of a run, the teacher among them, and their weight sync with its transport, built from the configuration."""
 
 from __future__ import annotations
 

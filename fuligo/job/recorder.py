@@ -1,4 +1,4 @@
-"""Record of a run, step by step: metrics, samples, trace, sinks, console."""
+"""Record of a run, step by step: metrics and the user's log functions, samples, trace, sinks, console."""
 
 import logging
 import time

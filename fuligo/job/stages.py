@@ -1,4 +1,4 @@
-"""Stages of a run: each holds the parts that exist from then on, and is built once from the one before."""
+"""Stages of a run: each holds the parts that exist from then on, and is built once from the one before; the cluster it joins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Background tasks whose failure ends a part of a run."""
+"""Watch over a run: background tasks whose failure ends a part of it, functions that block its event loop, and SIGTERM."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""Data of a plan, which `fuligo plan` prints, writes as JSON and draws."""
+"""Data of a plan, which `fuligo plan` prints and draws, and its form as JSON (schema: `plan.schema.json` next to this file)."""
 
 import json
 from collections.abc import Sequence

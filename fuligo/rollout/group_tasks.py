@@ -1,4 +1,4 @@
-"""Groups that are sampled and rewarded concurrently, and stopped without losing tokens."""
+"""Groups that are sampled and rewarded concurrently, stopped without losing tokens, or started together for reproducible waves."""
 
 from __future__ import annotations
 

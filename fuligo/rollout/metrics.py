@@ -1,4 +1,4 @@
-"""Metrics `rollout/*` of one rollout. All but `tokens_per_s` depend only on the samples."""
+"""Metrics `rollout/*` of one rollout; all but `tokens_per_s` depend only on the samples. Scores of the responses to a prompt."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Execution of a GenerateFn within the limits of the run. An error of one sample is data of that sample."""
+"""Execution of a GenerateFn within the limits of the run, in turns. An error of one sample is data of that sample."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""Sync of a LoRA adapter to engines that know adapters by name (SGLang)."""
+"""Sync of a LoRA adapter to engines that know adapters by name (SGLang), and the record of what was sent."""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""Embedded engine: a scheduler that a thread steps, and the commands that other threads may send it."""
+"""Embedded engine: a scheduler, the thread that steps it, and the commands that other threads may send it."""
 
 from __future__ import annotations
 

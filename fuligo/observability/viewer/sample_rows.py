@@ -1,4 +1,4 @@
-"""Whole samples: single rows of a file, read by row group, and the texts that a list shows of them."""
+"""Whole samples: single rows of a file, read by row group, the texts that a list shows of them, and rows of prompts."""
 
 from collections.abc import Container, Iterable, Sequence
 from functools import lru_cache

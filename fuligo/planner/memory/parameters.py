@@ -1,4 +1,4 @@
-"""Parameters of one trainer rank."""
+"""Parameters of one trainer rank, and measured constants of memory."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

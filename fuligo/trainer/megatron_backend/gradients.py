@@ -1,4 +1,4 @@
-"""Passes through the policy: with gradients for one optimizer step, without gradients to score samples."""
+"""Passes through the policy: with gradients for an optimizer step, without to score samples; the rows of a pass."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext

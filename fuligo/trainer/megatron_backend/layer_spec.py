@@ -1,4 +1,4 @@
-"""Modules of a model's layers: TransformerEngine's on CUDA, otherwise Megatron's own with packed attention."""
+"""Modules of a model's layers: TransformerEngine's on CUDA, else Megatron's own with packed attention; layers with four norms."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields

@@ -5,7 +5,7 @@ import inspect
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from pydantic import ConfigDict, ValidationError, create_model
 
@@ -83,7 +83,7 @@ class ToolEnvironment(Environment):
     def __init__(self, row: Row, settings: Any, tools: Sequence[RunsTool | Callable[..., Any]] = ()) -> None:
         """Take the tools: objects such as those of `fuligo.environments.tools`, or typed functions."""
         super().__init__(row, settings)
-        runners = [tool if hasattr(tool, "call") else ToolFunction(tool) for tool in tools]  # pyright: ignore[reportArgumentType]
+        runners = [cast(RunsTool, tool) if hasattr(tool, "call") else ToolFunction(cast(Callable[..., Any], tool)) for tool in tools]
         self._tools: dict[str, RunsTool] = {runner.name: runner for runner in runners}
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""`fuligo train`: a training job, and warnings about valid settings that may be a mistake."""
+"""`fuligo train`: a training job."""
 
 from collections.abc import Mapping, Sequence
 

@@ -36,7 +36,7 @@ from fuligo.models.routing import RoutingShape
 from fuligo.observability.run_directory import RunDirectory
 from fuligo.rollout.teacher import ServedTeacher
 from fuligo.trainer.protocol import Trainer
-from fuligo.weights.adapter_record import AdapterRecord
+from fuligo.weights.adapter import AdapterRecord
 from fuligo.weights.proof import ChecksumProof, EqualityProof, LogprobProof
 from fuligo.weights.sync import WeightSync, WeightSyncSettings
 

@@ -13,7 +13,7 @@ from fuligo.engines.group import WAIT_S, EngineGroup
 from fuligo.errors import EngineError, TrainerError, WeightSyncError
 from fuligo.formats.private import filling, scratch_directory
 from fuligo.formats.weight_manifest import EngineAddress, Transport, WeightManifest, WeightTarget
-from fuligo.weights.adapter_record import AdapterRecord
+from fuligo.weights.adapter import AdapterRecord
 from fuligo.weights.proof import ChecksumProof, EqualityProof
 from fuligo.weights.source import WeightSource
 

@@ -7,7 +7,7 @@ import pytest
 from fuligo.errors import WeightSyncError
 from fuligo.formats.weight_manifest import WeightsDigest
 from fuligo.observability.jsonl import read_json_lines
-from fuligo.weights.adapter_record import AdapterRecord
+from fuligo.weights.adapter import AdapterRecord
 
 FIRST, SECOND, THIRD = (WeightsDigest(2, 64, letter * 32) for letter in "abc")
 

@@ -44,7 +44,9 @@ def engines_compute_as_the_trainer(config: Config) -> Violation | None:
         return None
     for group in policy_groups(config):
         if group.tp_size > 1:
-            text = f"an engine on {group.tp_size} GPUs adds parts of products that the trainer computes whole; --exact-on-policy needs 1 GPU"
+            text = (
+                f"an engine on {group.tp_size} GPUs adds parts of products that the trainer computes whole; --exact-on-policy needs 1 GPU"
+            )
             fix = (set_flag("rollout_num_gpus_per_engine", 1),)
             return Violation(text, fix, flags=("--exact-on-policy", "--rollout-num-gpus-per-engine"))
         for name, allowed in _ENGINE_NEEDS.items():

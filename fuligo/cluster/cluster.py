@@ -164,7 +164,8 @@ async def _is_silent(agent: Any, timeout_s: float) -> bool:
 async def open_cluster(config: Config, stack: AsyncExitStack, log_file: Path) -> RayCluster:
     """Connect to Ray, or start it on this machine, and reserve what the run takes; released when the stack closes.
 
-    `log_file`: log of Ray's processes if it is started here. Raises ConfigError if there is no cluster, it lacks the resources, or the run needs none.
+    `log_file`: log of Ray's processes if it is started here. Raises ConfigError if there is no cluster, it lacks the resources, or the run
+    needs none.
     """
     placement = place(config)
     if not placement.node_sizes:

@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 from fuligo.engines.ports import PortClaims
+
 from fuligo.engines.sglang.server import EXACT_PLUGIN
 from tests.sglang.engines import STUBS, server_settings, sglang_python
 

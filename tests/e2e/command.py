@@ -2,6 +2,7 @@
 
 import functools
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ from tests.e2e.warm_start import WarmStart
 
 REPOSITORY = Path(__file__).parents[2]
 DEADLINE_S = 480.0
+HAS_CUDA = shutil.which("nvidia-smi") is not None
+"""CUDA's libraries start threads when torch is imported, and a process with threads cannot fork."""
 
 
 def train_command(checkpoint: Path, prompts: Path, **changes: object) -> list[str]:
@@ -64,7 +67,7 @@ def environment(**extra: str) -> dict[str, str]:
 def fuligo(*arguments: object, fresh: bool = False, **extra_environment: str) -> subprocess.CompletedProcess[str]:
     """Run the command to its end; if `fresh`, or where the environment changes imports, in a process that has imported nothing yet."""
     given, variables = [*map(str, arguments)], environment(**extra_environment)
-    if not fresh and warm_start().suits(variables):
+    if not fresh and not HAS_CUDA and warm_start().suits(variables):
         return warm_start().run(given, variables, DEADLINE_S)
     command = [sys.executable, "-m", "fuligo", *given]
     return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, env=variables, check=False)

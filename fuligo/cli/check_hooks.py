@@ -25,7 +25,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError("there is nothing to check: the arguments name no hook, such as --custom-rm-path file.py:function")
     apply_environment(config)
     from fuligo.data.dataset import PromptDataset
-    from fuligo.data.fields import DataSettings, data_settings
+    from fuligo.data.settings import DataSettings, data_settings
     from fuligo.job.hook_checks import CALLED_IN_A_RUN_ALONE, check_hooks
     from fuligo.models.directory import load_tokenizer
     from fuligo.models.vision.prompts import prompt_images

@@ -7,8 +7,8 @@ from pathlib import Path
 from fuligo.config import Config
 from fuligo.config.hooks import hook_problem
 from fuligo.data.dataset import check_file
-from fuligo.data.fields import DataSettings, data_settings
 from fuligo.data.row_file import PromptPath
+from fuligo.data.settings import DataSettings, data_settings
 from fuligo.data.template import no_chat_template
 from fuligo.errors import ConfigError, DataError
 from fuligo.formats.hugging_face import has_chat_template, read_config_json

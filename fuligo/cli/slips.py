@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fuligo.checkpoint.location import resolve
 from fuligo.config import Config
-from fuligo.data.fields import data_settings
+from fuligo.data.settings import data_settings
 from fuligo.formats.hugging_face import has_chat_template
 from fuligo.observability.run_directory import CHECKPOINTS
 

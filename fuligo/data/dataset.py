@@ -10,10 +10,11 @@ from itertools import accumulate, chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
 
-from fuligo.data.fields import DataSettings, Fields, read_fields
+from fuligo.data.fields import Fields, read_fields
 from fuligo.data.images import ImageDigests, ImagePlacer, check_texts, with_image_parts
 from fuligo.data.locate import locate
 from fuligo.data.row_file import PromptPath, RowFile, open_rows
+from fuligo.data.settings import DataSettings
 from fuligo.data.template import ChatTemplate, as_ids, plain_ids, rendered_ids
 from fuligo.errors import DataError
 from fuligo.types import Messages, Prompt, PromptImage

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from fuligo.config import Config
 from fuligo.data.conversation import ConversationDataset, ConversationSource
 from fuligo.data.dataset import PromptDataset
-from fuligo.data.fields import data_settings
+from fuligo.data.settings import data_settings
 from fuligo.data.source import PromptSource
 from fuligo.engines.group import EngineGroup
 from fuligo.engines.metrics import EngineProfiler

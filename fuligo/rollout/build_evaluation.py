@@ -11,7 +11,7 @@ from fuligo.config import Config
 from fuligo.config.args_view import ArgsView
 from fuligo.config.hooks import hook_of, load_hook
 from fuligo.data.dataset import PromptDataset, PromptTooLongError
-from fuligo.data.fields import data_settings
+from fuligo.data.settings import data_settings
 from fuligo.engines.group import EngineGroup
 from fuligo.errors import DataError
 from fuligo.models.vision.prompts import prompt_images

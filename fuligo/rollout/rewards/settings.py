@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fuligo.config.secret import Secret
 from fuligo.data.dataset import Rows
-from fuligo.data.fields import DataSettings
+from fuligo.data.settings import DataSettings
 from fuligo.errors import ConfigError, DataError
 from fuligo.rollout.rewards.failure import RewardFailure
 from fuligo.rollout.rewards.rules import BOXED_PREFIX, find_rule

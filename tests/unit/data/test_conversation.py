@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from fuligo.data.conversation import Conversation, ConversationDataset, ConversationSource, MaskedTokens
 from fuligo.data.dataset import PromptDataset
-from fuligo.data.fields import DataSettings
+from fuligo.data.settings import DataSettings
 from fuligo.errors import DataError
 from fuligo.types import SampleStatus
 

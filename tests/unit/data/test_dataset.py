@@ -10,7 +10,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from fuligo.data.dataset import PromptDataset, PromptTooLongError, check_file
-from fuligo.data.fields import DataSettings
+from fuligo.data.settings import DataSettings
 from fuligo.errors import ConfigError, DataError
 
 Write = Callable[..., Path]

@@ -10,7 +10,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from fuligo.data.conversation import ConversationDataset, MaskedTokens
-from fuligo.data.fields import DataSettings
+from fuligo.data.settings import DataSettings
 from fuligo.errors import DataError
 from tests import tiny
 from tests.unit.data.family_templates import (

@@ -15,7 +15,7 @@ from tests.fake_hub import FakeHub, serve_hub
 
 PROGRAM = """
 import json, sys
-from fuligo.data.fields import DataSettings
+from fuligo.data.settings import DataSettings
 from fuligo.data.dataset import Rows
 from fuligo.errors import DataError
 for entry in sys.argv[1:]:

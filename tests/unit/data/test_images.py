@@ -16,7 +16,7 @@ from transformers import Qwen2VLImageProcessorPil, Qwen3VLProcessor
 from fuligo.data import images as module
 from fuligo.data.conversation import ConversationDataset
 from fuligo.data.dataset import PromptDataset, check_file
-from fuligo.data.fields import DataSettings
+from fuligo.data.settings import DataSettings
 from fuligo.data.source import PromptSource
 from fuligo.errors import DataChangedError, DataError
 from fuligo.models.vision.processor import MAX_DECODED_PIXELS

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from fuligo.data.dataset import PromptDataset, check_file
-from fuligo.data.fields import DataSettings
 from fuligo.data.locate import locate
+from fuligo.data.settings import DataSettings
 from fuligo.data.source import PromptSource
 from fuligo.errors import DataError
 from tests import tiny

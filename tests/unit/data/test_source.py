@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from fuligo.data.dataset import PromptDataset
-from fuligo.data.fields import DataSettings
+from fuligo.data.settings import DataSettings
 from fuligo.data.source import PromptOrder, PromptSource
 from fuligo.errors import DataChangedError, DataError
 from tests import tiny

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fuligo.config import Config
 from fuligo.config.groups import DataFlags, EvalFlags, ModelFlags, RewardFlags, RolloutFlags
 from fuligo.data.dataset import PromptDataset
-from fuligo.data.fields import data_settings
+from fuligo.data.settings import data_settings
 from fuligo.data.source import PromptSource
 from fuligo.engines.embedded.launch import EmbeddedEngineSettings, launch_embedded
 from fuligo.engines.group import EngineGroup

@@ -12,7 +12,7 @@ from fuligo.answers.algebra import equal_expressions
 from fuligo.answers.equality import equal_answers
 from fuligo.answers.statement import stated_answer
 from fuligo.data.dataset import PromptDataset
-from fuligo.data.fields import DataSettings
+from fuligo.data.settings import DataSettings
 from fuligo.rollout.rewards import RewardRunner, RewardSettings
 from fuligo.types import SampleGroup
 from tests import tiny

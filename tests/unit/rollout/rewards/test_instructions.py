@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fuligo.data.fields import DataSettings
+from fuligo.data.settings import DataSettings
 from fuligo.errors import ConfigError
 from fuligo.rollout.rewards import FailureReason, RewardRunner, RewardSettings, instructions
 from fuligo.rollout.rewards.failure import RewardFailure

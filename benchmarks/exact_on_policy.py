@@ -17,8 +17,9 @@ import numpy as np
 import torch
 
 from fuligo.cli.quickstart import ASSETS
-from fuligo.engines.embedded.kv_cache import KVCache, Request
+from fuligo.engines.embedded.kv_cache import KVCache
 from fuligo.engines.embedded.model import EngineModel
+from fuligo.engines.embedded.request import Request
 from fuligo.engines.embedded.scheduler import Scheduler
 from fuligo.engines.generation import SamplingParams
 from fuligo.trainer.batch import pack_tokens

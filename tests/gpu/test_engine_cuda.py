@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fuligo.engines.embedded.engine import EmbeddedEngine
-from fuligo.engines.embedded.kv_cache import Request
 from fuligo.engines.embedded.model import EngineModel
+from fuligo.engines.embedded.request import Request
 from fuligo.engines.generation import SamplingParams
 
 NUM_REQUESTS = 40

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fuligo.engines.embedded.engine import EmbeddedEngine
-from fuligo.engines.embedded.kv_cache import Request
 from fuligo.engines.embedded.model import EngineModel
+from fuligo.engines.embedded.request import Request
 from fuligo.engines.generation import SamplingParams
 from fuligo.formats.checkpoint_files import checkpoint_weights
 from fuligo.models.registry import stored_experts

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from fuligo.engines.embedded.engine import EmbeddedEngine
-from fuligo.engines.embedded.kv_cache import Request
 from fuligo.engines.embedded.model import DTYPES, EngineModel
+from fuligo.engines.embedded.request import Request
 from fuligo.engines.generation import SamplingParams
 from fuligo.trainer.batch import pack_tokens
 from fuligo.trainer.shared_prefixes import find_shared_prefixes

@@ -12,8 +12,8 @@ from transformers import Qwen3VLForConditionalGeneration
 
 from fuligo.engines.embedded.engine import EmbeddedEngine
 from fuligo.engines.embedded.generate_body import parse_requests
-from fuligo.engines.embedded.kv_cache import Request
 from fuligo.engines.embedded.model import EngineModel
+from fuligo.engines.embedded.request import Request
 from fuligo.engines.generation import encoded_images
 from fuligo.models.vision.positions import rotary_positions
 from fuligo.types import PromptImage

@@ -12,8 +12,9 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from fuligo.engines.embedded.kv_cache import KVCache, Request, length_class
+from fuligo.engines.embedded.kv_cache import KVCache, length_class
 from fuligo.engines.embedded.model import EngineModel
+from fuligo.engines.embedded.request import Request
 from fuligo.engines.embedded.scheduler import Scheduler
 from fuligo.engines.engine import PauseMode
 from fuligo.errors import EngineError

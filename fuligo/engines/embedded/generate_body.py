@@ -11,8 +11,8 @@ import orjson
 from starlette.requests import Request as HttpRequest
 
 from fuligo.engines.embedded.engine import EmbeddedEngine
-from fuligo.engines.embedded.kv_cache import Request
 from fuligo.engines.embedded.model import EngineModel
+from fuligo.engines.embedded.request import Request
 from fuligo.engines.generation import SamplingParams, decoded_images, trim
 from fuligo.errors import DataError
 from fuligo.models.vision.placing import completed, place_images

@@ -17,8 +17,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fuligo.engines.embedded.engine import EmbeddedEngine
 from fuligo.engines.embedded.generate_body import answer, ended_while_connected, parse_requests
-from fuligo.engines.embedded.kv_cache import Request
 from fuligo.engines.embedded.openai_api import OpenAiApi
+from fuligo.engines.embedded.request import Request
 from fuligo.errors import EngineError, FuligoError
 from fuligo.formats.payload import decode_named_tensors
 

@@ -13,7 +13,7 @@ from fuligo.data.fields import check_messages
 from fuligo.data.template import ChatTemplate, plain_ids, rendered_ids
 from fuligo.engines.embedded.engine import EmbeddedEngine
 from fuligo.engines.embedded.generate_body import answer, ended_while_connected, parse_requests
-from fuligo.engines.embedded.kv_cache import Request
+from fuligo.engines.embedded.request import Request
 from fuligo.engines.openai_format import DONE, chunk, error_content, event, given_max_tokens, head, json_response, parse_body, usage
 from fuligo.errors import EngineError, FuligoError
 

@@ -13,8 +13,9 @@ import torch
 from numpy.typing import NDArray
 
 from fuligo.engines.embedded.attention import AttentionPlan, Segment
-from fuligo.engines.embedded.kv_cache import KVCache, KVPool, Request
+from fuligo.engines.embedded.kv_cache import KVCache, KVPool
 from fuligo.engines.embedded.model import EngineModel, ordinary_log_softmax
+from fuligo.engines.embedded.request import Request
 from fuligo.engines.generation import matched_stop
 from fuligo.models.sampling import Filter, filtered, inverse_cdf, uniforms
 from fuligo.models.vision.forward import row_images

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fuligo.engines.embedded.kv_cache import KVCache, Request
+from fuligo.engines.embedded.kv_cache import KVCache
 from fuligo.engines.embedded.model import EngineModel
+from fuligo.engines.embedded.request import Request
 from fuligo.engines.embedded.scheduler import Scheduler
 from fuligo.engines.generation import SamplingParams
 from tests import tiny

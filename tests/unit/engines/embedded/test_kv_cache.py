@@ -2,7 +2,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fuligo.engines.embedded.kv_cache import SMALLEST_CLASS, CacheShape, KVCache, LayerShape, RecurrentShape, Request, length_class
+from fuligo.engines.embedded.kv_cache import SMALLEST_CLASS, CacheShape, KVCache, LayerShape, RecurrentShape, length_class
+from fuligo.engines.embedded.request import Request
 from fuligo.engines.generation import SamplingParams
 
 SHAPE = CacheShape((0, 1), (LayerShape(num_heads=1, key_dim=2, value_dim=3),) * 2)

@@ -11,9 +11,9 @@ import torch
 
 from fuligo.engines.client import EngineClient
 from fuligo.engines.embedded.engine import EmbeddedEngine, EngineThread
-from fuligo.engines.embedded.kv_cache import Request
 from fuligo.engines.embedded.launch import EmbeddedEngineProcess, EmbeddedEngineSettings, launch_embedded, run_path
 from fuligo.engines.embedded.model import AdapterSource, EngineModel
+from fuligo.engines.embedded.request import Request
 from fuligo.engines.embedded.serve import ServeSettings
 from fuligo.engines.embedded.serve import _load as load
 from fuligo.engines.generation import Generation, SamplingParams

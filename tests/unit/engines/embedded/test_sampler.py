@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from fuligo.engines.embedded.kv_cache import Request
+from fuligo.engines.embedded.request import Request
 from fuligo.engines.embedded.scheduler import SamplingBatch, sample
 from fuligo.engines.generation import SamplingParams
 

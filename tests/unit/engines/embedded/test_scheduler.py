@@ -3,8 +3,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from fuligo.engines.embedded.kv_cache import KVCache, Request
+from fuligo.engines.embedded.kv_cache import KVCache
 from fuligo.engines.embedded.model import EngineModel
+from fuligo.engines.embedded.request import Request
 from fuligo.engines.embedded.scheduler import Scheduler, packs
 from tests import tiny
 

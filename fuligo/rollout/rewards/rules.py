@@ -17,7 +17,8 @@ from fuligo.rollout.rewards.failure import FailureReason, RewardFailure
 from fuligo.rollout.rewards.gpqa import Question, gpqa_reward
 from fuligo.rollout.rewards.instructions import BadMetadataError, check_metadata
 from fuligo.rollout.rewards.remote import RemoteReward
-from fuligo.rollout.rewards.worker_pool import SymbolicComparison, WorkerPool
+from fuligo.rollout.rewards.symbolic import SymbolicComparison
+from fuligo.rollout.rewards.worker_pool import WorkerPool
 from fuligo.types import Sample
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")

@@ -16,7 +16,8 @@ from fuligo.rollout.rewards.failure import FailureReason, NoVerdictError, Reward
 from fuligo.rollout.rewards.remote import RemoteReward
 from fuligo.rollout.rewards.rules import Services, find_rule
 from fuligo.rollout.rewards.settings import RewardSettings
-from fuligo.rollout.rewards.worker_pool import SymbolicComparison, WorkerPool
+from fuligo.rollout.rewards.symbolic import SymbolicComparison
+from fuligo.rollout.rewards.worker_pool import WorkerPool
 from fuligo.types import MAIN_REWARD, Sample, SampleGroup, SampleStatus, Span
 
 

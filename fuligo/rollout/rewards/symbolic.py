@@ -1,0 +1,52 @@
+"""Mathematical equality: decided at once by spelling and plain numbers if possible, else with sympy in a worker process."""
+
+from collections import OrderedDict
+
+from fuligo.answers.equality import NeedsAlgebraError, equal_answers
+from fuligo.rollout.rewards.worker_pool import WorkerPool
+
+_REMEMBERED = 8192
+"""Verdicts kept, because samples of a group and of later epochs often give the same answers."""
+_MAX_CHARS_HERE = 200
+"""Longer texts go to a worker, where they do not hold up the event loop."""
+
+
+class SymbolicComparison:
+    """Comparison of answers with the label's golds, each of which is right."""
+
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pool = pool
+        self._verdicts: OrderedDict[tuple[str, tuple[str, ...]], bool] = OrderedDict()
+
+    async def answer_equals(self, answer: str, golds: list[str]) -> bool:
+        """Return whether an answer equals a gold. Raises RewardFailure if the comparison raised or exceeded its deadline."""
+        undecided: list[str] = []
+        for gold in golds:
+            verdict = _equal_at_once(answer, gold)
+            if verdict:
+                return True
+            if verdict is None:
+                undecided.append(gold)
+        return bool(undecided) and await self._ask(answer, undecided)
+
+    async def _ask(self, answer: str, golds: list[str]) -> bool:
+        key = answer, tuple(golds)
+        if key in self._verdicts:
+            self._verdicts.move_to_end(key)
+            return self._verdicts[key]
+        verdict = self._verdicts[key] = await self._pool.ask(answer=answer, golds=golds)
+        if len(self._verdicts) > _REMEMBERED:
+            self._verdicts.popitem(last=False)
+        return verdict
+
+
+def _equal_at_once(answer: str, gold: str) -> bool | None:
+    """Return whether two answers are equal; None if it takes algebra."""
+    if answer == gold:
+        return True
+    if max(len(answer), len(gold)) > _MAX_CHARS_HERE:
+        return None
+    try:
+        return equal_answers(answer, gold)
+    except NeedsAlgebraError:
+        return None

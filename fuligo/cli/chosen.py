@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from fuligo.config import Config
 from fuligo.config.changes import apply_changes, change_text
 from fuligo.config.findings import Change, Finding, Severity
-from fuligo.config.flag import option_name
 from fuligo.config.flags import MEGATRON_FLAGS
 from fuligo.config.launcher import chosen_launcher
 from fuligo.config.schemas import schema
@@ -22,7 +21,6 @@ from fuligo.planner.make_plan import make_plan
 from fuligo.planner.plan import Choice
 from fuligo.planner.subject import read_subject
 from fuligo.quantities import as_typed
-from fuligo.trainer.megatron_backend.flags import not_taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,21 +167,3 @@ def apply_environment(config: Config) -> None:
     os.environ.update(given)
     added = [directory for directory in given.get("PYTHONPATH", "").split(os.pathsep) if directory and directory not in sys.path]
     sys.path[1:1] = added
-
-
-_SHOWN = 3
-
-
-def unread_arguments(config: Config) -> Iterator[str]:
-    """Yield the problem of arguments that would have no effect, if there are any."""
-    options = schema("megatron").options
-    given = [f"{options.get(name, option_name(name))} {value}" for name, value, _ in not_taken(config.megatron)]
-    if given:
-        more = f" and {len(given) - _SHOWN} more" if len(given) > _SHOWN else ""
-        yield f"{', '.join(given[:_SHOWN])}{more}: not supported by the Megatron trainer; remove {'it' if len(given) == 1 else 'them'}"
-
-
-def require_read_arguments(config: Config) -> None:
-    """Check that the trainer reads all of Megatron's arguments that are given. Raises ConfigError if it does not read some of them."""
-    if problems := list(unread_arguments(config)):
-        raise ConfigError(*problems)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 
-from fuligo.cli.chosen import find_devices, trainer_choice, unread_arguments, with_installed_engine
+from fuligo.cli.chosen import find_devices, trainer_choice, with_installed_engine
+from fuligo.cli.megatron_arguments import unread_arguments
 from fuligo.config import Config
 from fuligo.config.command_line import parse
 from fuligo.config.findings import Finding, Severity

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fuligo.cli.chosen import require_read_arguments, unread_arguments
+from fuligo.cli.megatron_arguments import require_read_arguments, unread_arguments
 from fuligo.config import Config
 from fuligo.config.command_line import parse
 from fuligo.config.validate import validate

@@ -1,0 +1,26 @@
+"""Refusal of Megatron's arguments that the Megatron trainer does not read."""
+
+from collections.abc import Iterator
+
+from fuligo.config import Config
+from fuligo.config.flag import option_name
+from fuligo.config.schemas import schema
+from fuligo.errors import ConfigError
+from fuligo.trainer.megatron_backend.flags import not_taken
+
+_SHOWN = 3
+
+
+def unread_arguments(config: Config) -> Iterator[str]:
+    """Yield the problem of arguments that would have no effect, if there are any."""
+    options = schema("megatron").options
+    given = [f"{options.get(name, option_name(name))} {value}" for name, value, _ in not_taken(config.megatron)]
+    if given:
+        more = f" and {len(given) - _SHOWN} more" if len(given) > _SHOWN else ""
+        yield f"{', '.join(given[:_SHOWN])}{more}: not supported by the Megatron trainer; remove {'it' if len(given) == 1 else 'them'}"
+
+
+def require_read_arguments(config: Config) -> None:
+    """Check that the trainer reads all of Megatron's arguments that are given. Raises ConfigError if it does not read some of them."""
+    if problems := list(unread_arguments(config)):
+        raise ConfigError(*problems)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from fuligo.cli.chosen import apply_environment
+from fuligo.cli.environment import apply_environment
 from fuligo.config.command_line import parse
 from fuligo.config.hook_specs import given_hooks
 from fuligo.errors import ConfigError

@@ -1,7 +1,6 @@
 """Choices that a run makes by itself (GPU to plan for, SGLang, trainer), its `--env`, and refusal of arguments that nothing reads."""
 
 import os
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -156,14 +155,3 @@ def trainer_choice(config: Config) -> Iterator[str]:
     torch = " (for the torch trainer use --precision bf16)" if "--bf16" in given else ""
     shown = ", ".join(given[:5]) + (f" and {len(given) - 5} more" if len(given) > 5 else "")
     yield f"--train-backend megatron: {shown} {'is a flag' if len(given) == 1 else 'are flags'} of the Megatron trainer{torch}"
-
-
-def apply_environment(config: Config) -> None:
-    """Set the variables of `--env`, and search the directories of its PYTHONPATH for modules, as Python does when it starts.
-
-    A value that refers to an unset variable is left out here; the checks before the start report it.
-    """
-    given = {name: value for name in config.cluster.env if (value := config.cluster.env.get(name)) is not None}
-    os.environ.update(given)
-    added = [directory for directory in given.get("PYTHONPATH", "").split(os.pathsep) if directory and directory not in sys.path]
-    sys.path[1:1] = added

@@ -7,7 +7,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fuligo.cli.chosen import apply_environment, chosen_for_evaluation
+from fuligo.cli.chosen import chosen_for_evaluation
+from fuligo.cli.environment import apply_environment
 from fuligo.cli.megatron_arguments import require_read_arguments
 from fuligo.config import Config
 from fuligo.config.command_line import parse

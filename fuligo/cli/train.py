@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from fuligo.cli.chosen import apply_environment, checked, trainer_choice
+from fuligo.cli.chosen import checked, trainer_choice
+from fuligo.cli.environment import apply_environment
 from fuligo.cli.megatron_arguments import require_read_arguments
 from fuligo.config import Config
 from fuligo.config.command_line import parse

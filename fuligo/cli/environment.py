@@ -1,0 +1,17 @@
+"""Environment of `--env` in the process of a command, before it imports any user code."""
+
+import os
+import sys
+
+from fuligo.config import Config
+
+
+def apply_environment(config: Config) -> None:
+    """Set the variables of `--env`, and search the directories of its PYTHONPATH for modules, as Python does when it starts.
+
+    A value that refers to an unset variable is left out here; the checks before the start report it.
+    """
+    given = {name: value for name in config.cluster.env if (value := config.cluster.env.get(name)) is not None}
+    os.environ.update(given)
+    added = [directory for directory in given.get("PYTHONPATH", "").split(os.pathsep) if directory and directory not in sys.path]
+    sys.path[1:1] = added

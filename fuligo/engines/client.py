@@ -11,7 +11,8 @@ import numpy as np
 from fuligo.engines.answers import Retryable, WeightLabel, parse_generation, parse_load, parse_routing, parse_scores, scoring_body
 from fuligo.engines.connection import DEFAULT, Connection, ControlDeadlines, Deadline, Overdue
 from fuligo.engines.engine import MemoryTag, PauseMode
-from fuligo.engines.generation import EngineLoad, Generation, ModelInfo, RequestOptions, RoutingQuery, SamplingParams, encoded_images
+from fuligo.engines.generation import EngineLoad, Generation, ModelInfo, RequestOptions, RoutingQuery, SamplingParams
+from fuligo.engines.image_data import encoded_images
 from fuligo.errors import EngineError
 from fuligo.formats.engine_keys import NO_KEYS, EngineKeys
 from fuligo.formats.weight_manifest import AdapterPayload, WeightsDigest

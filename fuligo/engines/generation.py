@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypedDict
@@ -237,33 +236,3 @@ def trim(text: str, stops: Sequence[str], num_before: int = 0) -> str:
     """Return the text before the first stop string that ends after the first `num_before` characters."""
     starts = [text.find(stop, max(0, num_before - len(stop) + 1)) for stop in stops]
     return text[: min((start for start in starts if start >= 0), default=len(text))]
-
-
-MAX_IMAGES = 64
-_PREFIX = "data:image;base64,"
-
-
-def encoded_images(images: Sequence[PromptImage]) -> list[str]:
-    """Return the value of `image_data`."""
-    return [_PREFIX + base64.b64encode(image.data).decode() for image in images]
-
-
-def decoded_images(value: Any) -> list[bytes]:
-    """Return the images' bytes. Paths and URLs, which SGLang would open, are refused: nobody may read files through an engine.
-
-    Raises ValueError if the value is malformed.
-    """
-    given = [value] if isinstance(value, str) else value
-    if not isinstance(given, list) or not all(isinstance(each, str) for each in given):
-        raise ValueError("image_data must be a base64 string or data URI, or a list of them")
-    if len(given) > MAX_IMAGES:
-        raise ValueError(f"image_data has {len(given)} images, more than {MAX_IMAGES}")
-    return [_decoded(each, number) for number, each in enumerate(given)]
-
-
-def _decoded(text: str, number: int) -> bytes:
-    encoded = text.partition(",")[2] if text.startswith("data:") else text
-    try:
-        return base64.b64decode(encoded, validate=True)
-    except ValueError as error:
-        raise ValueError(f"image_data[{number}] is not base64, or a data URI with base64; paths and URLs are not read") from error

@@ -13,7 +13,8 @@ from starlette.requests import Request as HttpRequest
 from fuligo.engines.embedded.engine import EmbeddedEngine
 from fuligo.engines.embedded.model import EngineModel
 from fuligo.engines.embedded.request import Request
-from fuligo.engines.generation import SamplingParams, decoded_images, trim
+from fuligo.engines.generation import SamplingParams, trim
+from fuligo.engines.image_data import decoded_images
 from fuligo.errors import DataError
 from fuligo.models.vision.placing import completed, place_images
 from fuligo.models.vision.processor import TokenGrid, image_digest

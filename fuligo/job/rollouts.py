@@ -15,7 +15,7 @@ from fuligo.data.dataset import PromptDataset
 from fuligo.data.settings import data_settings
 from fuligo.data.source import PromptSource
 from fuligo.engines.group import EngineGroup
-from fuligo.engines.metrics import EngineProfiler
+from fuligo.engines.profiling import EngineProfiler
 from fuligo.job.engines import Engines
 from fuligo.models.vision.prompts import prompt_images
 from fuligo.rollout.build import build_generators, build_sampling, vocab_size

@@ -11,7 +11,8 @@ from typing import Literal, Unpack
 
 from fuligo.engines.engine import Engine
 from fuligo.engines.generation import Generation, RequestOptions, SamplingParams
-from fuligo.engines.metrics import EngineMonitor, EngineProfiler
+from fuligo.engines.metrics import EngineMonitor
+from fuligo.engines.profiling import EngineProfiler
 from fuligo.rollout.metrics import staleness_metrics
 from fuligo.rollout.protocol import Rollout, RolloutMethod
 from fuligo.types import IntArray

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fuligo.engines.generation import SamplingParams
 from fuligo.engines.group import EngineGroup
-from fuligo.engines.metrics import EngineProfiler
+from fuligo.engines.profiling import EngineProfiler
 from tests.sglang import oracle
 
 

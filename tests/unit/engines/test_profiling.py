@@ -10,7 +10,7 @@ import pytest
 
 from fuligo.engines import metrics as profiling
 from fuligo.engines.group import EngineGroup
-from fuligo.engines.metrics import EngineProfiler
+from fuligo.engines.profiling import EngineProfiler
 from fuligo.errors import EngineError
 
 

@@ -15,7 +15,7 @@ from fuligo.formats.hugging_face import has_chat_template, read_config_json
 from fuligo.models.vision.processor import read_settings
 from fuligo.models.vision.types import no_tower, sees_images
 from fuligo.rollout.eval_sets import eval_set_specs
-from fuligo.rollout.rewards.settings import unjudged
+from fuligo.rollout.rewards.rows import unjudged
 
 _EVAL_SET_KEYS = {"input_key", "label_key", "metadata_key", "tool_key", "apply_chat_template"}
 """Settings that an evaluation dataset may override."""

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fuligo.config.secret import Secret
-from fuligo.data.dataset import Rows
-from fuligo.data.settings import DataSettings
-from fuligo.errors import ConfigError, DataError
-from fuligo.rollout.rewards.failure import RewardFailure
+from fuligo.errors import ConfigError
 from fuligo.rollout.rewards.rules import BOXED_PREFIX, find_rule
 
 if TYPE_CHECKING:
@@ -80,49 +75,3 @@ def reward_settings(config: Config) -> RewardSettings:
     )
     settings.check()
     return settings
-
-
-_ROWS_READ = 1000
-"""Rows checked, which takes milliseconds; samples of later rows fail one by one with the reason."""
-
-
-def unjudged(paths: Sequence[str], settings: DataSettings, rm_type: str | None) -> str | None:
-    """Describe the first row that cannot be judged and count such rows among the first ones; None if all can be judged.
-
-    Args:
-        paths: entries as of --prompt-data; must have passed `check_file`.
-        rm_type: reward type of rows whose metadata name none.
-    """
-    if settings.metadata_key is None and (rm_type is None or find_rule(rm_type).check_row is None):
-        return None
-    rows = Rows.open(paths, settings)
-    num_read = min(len(rows), _ROWS_READ)
-    problems = {row: problem for row in range(num_read) if (problem := _problem(rows, row, rm_type))}
-    if not problems or (settings.skip_bad_rows and len(problems) < num_read):
-        return None
-    row, problem = next(islice(problems.items(), 1))
-    more = f" ({len(problems)} of the first {num_read} rows cannot be judged)" if len(problems) > 1 else ""
-    return f"{rows.place(row)}: {problem}{more}; fix or remove such rows, or let their samples fail with --skip-bad-rows"
-
-
-def _problem(rows: Rows, row: int, rm_type: str | None) -> str | None:
-    try:
-        fields = rows[row]
-    except DataError:
-        return None  # reported when the dataset is read
-    return row_problem(fields.label, fields.metadata, rm_type)
-
-
-def row_problem(label: Any, metadata: dict[str, Any], rm_type: str | None) -> str | None:
-    """Return the reason why no response to a row can be judged; None if there is none."""
-    own = metadata.get("rm_type")
-    name = own or rm_type
-    if name is None:
-        return None
-    try:
-        check = find_rule(name).check_row
-        if check is not None:
-            check(label, metadata)
-    except (ConfigError, RewardFailure) as error:
-        return f'metadata["rm_type"]: {error}' if own and isinstance(error, ConfigError) else f"--rm-type {name}: {error}"
-    return None

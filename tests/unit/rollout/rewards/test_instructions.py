@@ -16,7 +16,7 @@ from fuligo.data.settings import DataSettings
 from fuligo.errors import ConfigError
 from fuligo.rollout.rewards import FailureReason, RewardRunner, RewardSettings, instructions
 from fuligo.rollout.rewards.failure import RewardFailure
-from fuligo.rollout.rewards.settings import row_problem, unjudged
+from fuligo.rollout.rewards.rows import row_problem, unjudged
 from fuligo.rollout.rewards.worker_pool import WorkerPool
 from fuligo.types import SampleGroup, SampleStatus
 

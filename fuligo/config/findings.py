@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Generic, TypeVar
 
-from fuligo.config.flags import flags
-
 S = TypeVar("S")
 F = TypeVar("F")
 
@@ -96,16 +94,3 @@ def rule(
 ) -> Callable[[Callable[[S], Violation[F] | Iterator[Violation[F]] | None]], Rule[S, F]]:
     """Turn a function into a rule; the first line of its docstring states the reason."""
     return lambda check: Rule(rule_id, severity, options, check)
-
-
-__all__ = ["Violation", "rule", "set_flag", "unset_flag"]
-
-
-def set_flag(name: str, value: Any) -> Change:
-    """Return the change that sets a typed flag."""
-    return Change((flags()[name].group, name), value)
-
-
-def unset_flag(name: str) -> Change:
-    """Return the change that restores the default of a typed flag."""
-    return set_flag(name, None)

@@ -6,7 +6,7 @@ from typing import Self
 
 from fuligo.config import Config
 from fuligo.config.changes import apply_changes
-from fuligo.config.findings import set_flag
+from fuligo.config.rules.rule import set_flag
 from fuligo.config.topology import EngineGroupSpec
 from fuligo.errors import CheckpointError, ConfigError
 from fuligo.formats.adapter_config import AdapterConfig

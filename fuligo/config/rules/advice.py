@@ -4,7 +4,8 @@ from pathlib import Path
 
 from fuligo.algorithms.estimators import ESTIMATORS
 from fuligo.config import Config
-from fuligo.config.findings import Severity, Violation, rule, set_flag, unset_flag
+from fuligo.config.findings import Severity
+from fuligo.config.rules.rule import Violation, rule, set_flag, unset_flag
 from fuligo.config.topology import engine_groups
 
 _HIGHEST_LR = 1e-2

@@ -3,8 +3,9 @@
 from collections.abc import Iterable
 
 from fuligo.config import Config
-from fuligo.config.findings import Change, Violation, rule, set_flag, unset_flag
+from fuligo.config.findings import Change
 from fuligo.config.flags import EMBEDDED_FLAGS, MEGATRON_FLAGS, SGLANG_FLAGS, TORCH_FLAGS
+from fuligo.config.rules.rule import Violation, rule, set_flag, unset_flag
 from fuligo.config.topology import engine_groups, policy_model
 
 SHARED_FRACTION = 0.7

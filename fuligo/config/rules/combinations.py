@@ -3,9 +3,10 @@
 import re
 
 from fuligo.config import Config
-from fuligo.config.findings import Severity, Violation, rule, set_flag, unset_flag
+from fuligo.config.findings import Severity
 from fuligo.config.groups.sampling import EVAL_NAME
 from fuligo.config.hook_specs import ALIASES, NONZERO_STD_FILTER
+from fuligo.config.rules.rule import Violation, rule, set_flag, unset_flag
 
 
 @rule("CFG-KL-TWICE", "--kl-coef", "--kl-loss-coef")

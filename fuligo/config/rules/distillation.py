@@ -3,8 +3,8 @@
 import re
 
 from fuligo.config import Config
-from fuligo.config.findings import Violation, rule, set_flag, unset_flag
 from fuligo.config.hook_specs import ALIASES, NONZERO_STD_FILTER
+from fuligo.config.rules.rule import Violation, rule, set_flag, unset_flag
 from fuligo.config.secret import Secret
 from fuligo.config.server_groups import TEACHER
 from fuligo.config.topology import engine_groups

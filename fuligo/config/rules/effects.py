@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 from fuligo.algorithms.estimators import ESTIMATORS
 from fuligo.config import Config
-from fuligo.config.findings import Change, Rule, Severity, Violation, unset_flag
+from fuligo.config.findings import Change, Rule, Severity
 from fuligo.config.flags import Kind, flags
 from fuligo.config.rules.required import NUMBERS
+from fuligo.config.rules.rule import Violation, unset_flag
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """Rules on --exact-on-policy: the settings under which engine and trainer compute bitwise equal log-probabilities."""
 
 from fuligo.config import Config
-from fuligo.config.findings import Change, Severity, Violation, rule, set_flag, unset_flag
+from fuligo.config.findings import Severity
+from fuligo.config.rules.rule import Change, Violation, rule, set_flag, unset_flag
 from fuligo.config.topology import policy_groups
 
 _OFF = unset_flag("exact_on_policy")

@@ -1,8 +1,9 @@
 """Rules on LoRA: what an adapter can be trained with, and where its flags contradict each other."""
 
 from fuligo.config import Config
-from fuligo.config.findings import Change, Severity, Violation, rule, set_flag, unset_flag
+from fuligo.config.findings import Change, Severity
 from fuligo.config.flags import flags
+from fuligo.config.rules.rule import Violation, rule, set_flag, unset_flag
 
 _SHAPE = ("lora_rank", "lora_alpha", "lora_target_modules", "lora_experts", "lora_use_rslora")
 _RL_LR, _SFT_LR = 1e-5, 1e-4

@@ -1,7 +1,7 @@
 """Rules on --share-prefixes: rows that hold a prefix once need attention that supports token trees."""
 
 from fuligo.config import Config
-from fuligo.config.findings import Violation, rule, set_flag, unset_flag
+from fuligo.config.rules.rule import Violation, rule, set_flag, unset_flag
 
 _OFF = unset_flag("share_prefixes")
 

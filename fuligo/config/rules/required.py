@@ -5,8 +5,8 @@ from typing import Literal
 
 from fuligo.algorithms.estimators import ESTIMATORS
 from fuligo.config import Config
-from fuligo.config.findings import Violation, rule, set_flag
 from fuligo.config.flags import nearest
+from fuligo.config.rules.rule import Violation, rule, set_flag
 from fuligo.config.secret import Secret
 
 REWARD_NEEDS: dict[str, tuple[Literal["label_key", "metadata_key"], ...]] = {

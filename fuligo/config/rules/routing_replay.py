@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from fuligo.config import Config
-from fuligo.config.findings import Change, Severity, Violation, rule, set_flag, unset_flag
+from fuligo.config.findings import Change, Severity
+from fuligo.config.rules.rule import Violation, rule, set_flag, unset_flag
 from fuligo.config.topology import EngineGroupSpec, engine_groups, policy_model
 
 

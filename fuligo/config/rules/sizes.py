@@ -1,8 +1,8 @@
 """Rules on numbers that must agree."""
 
 from fuligo.config import Config
-from fuligo.config.findings import Violation, rule, set_flag, unset_flag
 from fuligo.config.flag import option_name
+from fuligo.config.rules.rule import Violation, rule, set_flag, unset_flag
 
 
 def _samples(config: Config) -> str:

@@ -1,7 +1,7 @@
 """Rules on images in prompts: which trainers, engines and flags support them."""
 
 from fuligo.config import Config
-from fuligo.config.findings import Violation, rule, set_flag, unset_flag
+from fuligo.config.rules.rule import Violation, rule, set_flag, unset_flag
 
 _MEDIA = ("image",)
 

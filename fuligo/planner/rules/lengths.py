@@ -6,7 +6,8 @@ Source: SGLang 0.5.15.post1, `configs/model_config.py` (context length).
 from collections.abc import Iterator
 
 from fuligo.config import Config
-from fuligo.config.findings import Severity, set_flag
+from fuligo.config.findings import Severity
+from fuligo.config.rules.rule import set_flag
 from fuligo.errors import ConfigError
 from fuligo.planner.layout import make_layout
 from fuligo.planner.lengths import longest_prompt, longest_sample

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-from fuligo.config.findings import Change, Severity, set_flag, unset_flag
+from fuligo.config.findings import Change, Severity
+from fuligo.config.rules.rule import set_flag, unset_flag
 from fuligo.errors import ConfigError
 from fuligo.models.megatron_flags import disagreements
 from fuligo.models.registry import batch_variant_because, family_of, unshareable_because

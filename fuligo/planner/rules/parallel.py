@@ -8,7 +8,8 @@ from itertools import product
 from math import log, prod
 
 from fuligo.config import Config
-from fuligo.config.findings import Severity, set_flag, unset_flag
+from fuligo.config.findings import Severity
+from fuligo.config.rules.rule import set_flag, unset_flag
 from fuligo.models.architecture import GroupedAttention
 from fuligo.planner.rules.rule import Fix, Violation, divisors, nearest_first, rule
 from fuligo.planner.subject import Subject

@@ -7,7 +7,8 @@ starts on a layer which computes its own token choice comes with DSA's index sha
 from collections.abc import Iterator
 from itertools import product
 
-from fuligo.config.findings import Change, set_flag, unset_flag
+from fuligo.config.findings import Change
+from fuligo.config.rules.rule import set_flag, unset_flag
 from fuligo.planner.layout import ACCOUNTING, Cut
 from fuligo.planner.rules.rule import Fix, Violation, divisors, nearest_first, rule
 from fuligo.planner.subject import Subject

@@ -5,8 +5,9 @@ Sources: SGLang 0.5.15.post1, `ServerArgs.check_server_args` (pipeline stages); 
 
 from collections.abc import Iterator
 
-from fuligo.config.findings import Change, Severity, set_flag, unset_flag
+from fuligo.config.findings import Change, Severity
 from fuligo.config.rules.cluster import SHARED_FRACTION
+from fuligo.config.rules.rule import set_flag, unset_flag
 from fuligo.config.topology import EngineGroupSpec
 from fuligo.planner.rules.parallel import trainer_gpus
 from fuligo.planner.rules.rule import Fix, Violation, divisors, nearest_first, rule

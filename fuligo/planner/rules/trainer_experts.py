@@ -6,7 +6,8 @@ Sources: Megatron-Core 0.16.1, `TransformerConfig.__post_init__`, `MoELayer`, `t
 from collections.abc import Iterator
 
 from fuligo.config import Config
-from fuligo.config.findings import Change, Severity, set_flag, unset_flag
+from fuligo.config.findings import Change, Severity
+from fuligo.config.rules.rule import set_flag, unset_flag
 from fuligo.planner.rules.parallel import expert_tensor_parallel_size
 from fuligo.planner.rules.rule import Violation, divisors, nearest_first, rule
 from fuligo.planner.subject import Subject

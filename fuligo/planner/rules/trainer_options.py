@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from fuligo.config.changes import apply_changes
-from fuligo.config.findings import Change, Severity, set_flag, unset_flag
+from fuligo.config.findings import Change, Severity
+from fuligo.config.rules.rule import set_flag, unset_flag
 from fuligo.errors import ConfigError
 from fuligo.models.architecture import LatentAttention
 from fuligo.planner.layout import stages

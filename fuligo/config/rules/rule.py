@@ -1,0 +1,18 @@
+"""Parts of the rules on a config: functions that return a violation, or None."""
+
+from typing import Any
+
+from fuligo.config.findings import Change, Violation, rule
+from fuligo.config.flags import flags
+
+__all__ = ["Violation", "rule", "set_flag", "unset_flag"]
+
+
+def set_flag(name: str, value: Any) -> Change:
+    """Return the change that sets a typed flag."""
+    return Change((flags()[name].group, name), value)
+
+
+def unset_flag(name: str) -> Change:
+    """Return the change that restores the default of a typed flag."""
+    return set_flag(name, None)

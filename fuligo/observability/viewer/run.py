@@ -17,8 +17,8 @@ from fuligo.observability.viewer.sample_index import SampleIndex
 from fuligo.observability.viewer.sample_query import TextSearch
 from fuligo.observability.viewer.sample_rows import UNREADABLE
 from fuligo.observability.viewer.settings import Settings, read_settings
-from fuligo.observability.viewer.sources import TokenTexts
 from fuligo.observability.viewer.step_time import NEIGHBOURS, StepTime, step_causes, step_time
+from fuligo.observability.viewer.tokens import TokenTexts
 from fuligo.observability.viewer.trace_reader import TraceReader
 
 logger = logging.getLogger(__name__)

@@ -1,11 +1,9 @@
 """Sources of a sample's tokens (messages, chat template, policy, tools and users between its turns) and their texts."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 SAMPLED, APPENDED, TEMPLATE = "sampled", "appended", "template"
 Source = Literal["sampled", "appended", "template"]
@@ -109,70 +107,3 @@ def sampled_tokens(num_tokens: int, spans: Sequence[dict], engine_logprobs: Sequ
             covered[first : first + span["num_tokens"]] = [True] * max(0, min(span["num_tokens"], num_tokens - first))
         return covered
     return [value != 0 for value in engine_logprobs] if engine_logprobs else [True] * num_tokens
-
-
-_BROKEN = "\ufffd"
-"""Text to which a part of a character is decoded."""
-MAX_TOKENIZER_BYTES = 128 * 2**20
-"""Size of a tokenizer's file; a hostile run may name one that fills the memory. Those of the largest vocabularies have 35 MB."""
-MAX_PARTS = 8
-
-
-class TokenTexts:
-    """Texts of tokens; the tokenizer is loaded on first use."""
-
-    def __init__(self, candidates: Iterable[Path]) -> None:
-        self._candidates = list(candidates)
-        self._tokenizer: Any = None
-        self._searched = False
-
-    def texts(self, ids: Sequence[int]) -> list[str] | None:
-        """Return one text per token; None without a tokenizer. A character of several tokens belongs to the first, the others are empty."""
-        tokenizer = self._found()
-        if tokenizer is None:
-            return None
-        known = {token: tokenizer.decode([token], skip_special_tokens=False) for token in set(ids)}
-        texts = [known[token] for token in ids]
-        at = 0
-        while at < len(ids):
-            at = _joined(tokenizer, ids, texts, at) if _BROKEN in texts[at] else at + 1
-        return texts
-
-    def text(self, ids: Sequence[int]) -> str | None:
-        """Return the text of all tokens together; None without a tokenizer."""
-        tokenizer = self._found()
-        return None if tokenizer is None else tokenizer.decode(list(ids), skip_special_tokens=False)
-
-    def markers(self, ids: Sequence[int]) -> list[bool]:
-        """Return which tokens are not part of ordinary text but were added to the vocabulary, as `<|im_start|>` was."""
-        tokenizer = self._found()
-        added = set() if tokenizer is None else set(tokenizer.get_added_tokens_decoder())
-        return [token in added for token in ids]
-
-    def _found(self) -> Any:
-        if not self._searched:
-            self._searched = True
-            self._tokenizer = next(filter(None, map(_tokenizer, self._candidates)), None)
-        return self._tokenizer
-
-
-def _joined(tokenizer: Any, ids: Sequence[int], texts: list[str], at: int) -> int:
-    """Assign the characters of the tokens from `at` on to the first of them; return the position of the next token."""
-    for end in range(at + 2, min(at + MAX_PARTS, len(ids)) + 1):
-        text = tokenizer.decode(list(ids[at:end]), skip_special_tokens=False)
-        if _BROKEN not in text:
-            texts[at:end] = [text, *[""] * (end - at - 1)]
-            return end
-    return at + 1
-
-
-@lru_cache(maxsize=4)
-def _tokenizer(directory: Path) -> Any:
-    from tokenizers import Tokenizer
-
-    file = directory / "tokenizer.json"
-    try:
-        is_usable = file.is_file() and file.stat().st_size <= MAX_TOKENIZER_BYTES
-        return Tokenizer.from_file(str(file)) if is_usable else None
-    except Exception:  # the library raises plain Exception for unreadable files
-        return None

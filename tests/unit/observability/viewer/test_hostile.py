@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 from fuligo.observability.viewer.api import make_app
 from fuligo.observability.viewer.report import write_report
 from fuligo.observability.viewer.run import RunReader
-from fuligo.observability.viewer.sources import TokenTexts
+from fuligo.observability.viewer.tokens import TokenTexts
 from tests.unit.observability.viewer.recorded_run import NUM_STEPS, SCRIPT
 
 pytestmark = pytest.mark.long

@@ -5,8 +5,6 @@ from fuligo.environments.environment import (
     Environment,
     EnvironmentSettings,
     Row,
-    Rubric,
-    Score,
     Start,
     Step,
     Tool,
@@ -14,6 +12,7 @@ from fuligo.environments.environment import (
     ToolResult,
 )
 from fuligo.environments.match import Matches, Seat
+from fuligo.environments.rubric import Rubric, Score
 from fuligo.environments.tool_environment import ToolEnvironment, ToolFunction
 
 __all__ = [

@@ -11,9 +11,9 @@ from fuligo.formats.adapter_config import adapter_directory
 from fuligo.formats.hugging_face import read_config_json
 from fuligo.formats.weight_manifest import EngineFormat
 from fuligo.layout.megatron import layout_of
+from fuligo.models.adapter_flags import adapter_of
 from fuligo.models.adapter_names import AdapterNames
 from fuligo.models.device import Device, resolve_precision
-from fuligo.models.find import adapter_of
 from fuligo.models.registry import architecture_of, batch_variant_because, names_of, unshareable_because
 from fuligo.models.routing import RoutingShape
 from fuligo.models.stated_flags import stated_flags

@@ -8,7 +8,6 @@ from typing import Any
 from fuligo.config import Config
 from fuligo.config.topology import engine_groups
 from fuligo.errors import ConfigError
-from fuligo.formats.adapter_config import AdapterConfig, adapter_directory
 from fuligo.formats.hugging_face import read_config_json
 from fuligo.models.architecture import Architecture
 from fuligo.models.from_flags import architecture_from_flags, overridden
@@ -95,26 +94,3 @@ def _of_directory(path: str | None) -> FoundConfigJson | None:
     """Return the directory's config.json, or None if it is not on this machine."""
     file = Path(path) / "config.json" if path else None
     return FoundConfigJson(read_config_json(file), str(file)) if file and file.is_file() else None
-
-
-def adapter_of(config: Config) -> AdapterConfig | None:
-    """Return the adapter that a run trains or an evaluation applies; None without one.
-
-    Raises CheckpointError if `--lora-adapter` cannot be read, or has a feature that fuligo does not support.
-    """
-    flags = config.lora
-    base = config.initial_weights_path or ""
-    if flags.lora_adapter is not None:
-        read = AdapterConfig.read(adapter_directory(Path(flags.lora_adapter)))
-        return replace(read, dropout=flags.lora_dropout, base=base)
-    if flags.lora_rank is None:
-        return None
-    return AdapterConfig(
-        flags.lora_rank,
-        flags.lora_alpha,
-        tuple(flags.lora_target_modules),
-        flags.lora_use_rslora,
-        flags.lora_dropout,
-        flags.lora_experts,
-        base,
-    )

@@ -11,10 +11,10 @@ from fuligo.config.topology import EngineGroupSpec
 from fuligo.errors import CheckpointError, ConfigError
 from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.layout.adapter import AdapterShape
+from fuligo.models.adapter_flags import adapter_of
 from fuligo.models.architecture import Architecture, Part, PartKind, Split
 from fuligo.models.find import (
     FoundConfigJson,
-    adapter_of,
     find_architectures,
     find_engine_config_json,
     find_served_architectures,

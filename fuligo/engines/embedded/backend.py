@@ -16,8 +16,8 @@ from fuligo.formats.checkpoint_files import prediction_prefixes
 from fuligo.formats.hugging_face import read_config_json
 from fuligo.formats.weight_manifest import EngineFormat
 from fuligo.limits import half_the_cores
+from fuligo.models.adapter_flags import adapter_of
 from fuligo.models.device import Device, Precision, resolve_device, resolve_precision
-from fuligo.models.find import adapter_of
 from fuligo.models.registry import stored_experts
 
 

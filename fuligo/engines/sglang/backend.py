@@ -28,8 +28,8 @@ from fuligo.formats.quantisation import EngineQuantisation
 from fuligo.formats.weight_manifest import EngineFormat
 from fuligo.layout.adapter import AdapterShape
 from fuligo.layout.megatron import engine_gpus, engine_slots, trainer_slots
+from fuligo.models.adapter_flags import adapter_of
 from fuligo.models.device import Device, Precision, resolve_device
-from fuligo.models.find import adapter_of
 from fuligo.models.registry import read_architecture, stored_experts
 
 LOOPBACK = "127.0.0.1"

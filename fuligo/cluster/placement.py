@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fuligo.config import Config
 from fuligo.config.topology import engine_groups
 from fuligo.errors import ConfigError
-from fuligo.layout.megatron import Slot, engine_gpus, engine_slots, trainer_slots
+from fuligo.layout.slots import Slot, engine_gpus, engine_slots, trainer_slots
 
 
 @dataclass(slots=True, frozen=True)

@@ -30,7 +30,7 @@ from fuligo.formats.weight_manifest import Transport
 from fuligo.job.colocated import ColocatedDevices, ColocatedWeightSync
 from fuligo.job.lent import LentParts
 from fuligo.job.watch import while_watching
-from fuligo.layout.megatron import engine_gpus
+from fuligo.layout.slots import engine_gpus
 from fuligo.models.device import resolve_device, resolve_precision
 from fuligo.models.routing import RoutingShape
 from fuligo.observability.run_directory import RunDirectory

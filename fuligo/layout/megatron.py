@@ -1,11 +1,10 @@
 """Parallel layout of the trainer, derived from the flags, the padding that Megatron requires, and GPUs by node. Pure Python."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fuligo.config import Config
-from fuligo.config.topology import EngineGroupSpec
 from fuligo.errors import ConfigError
 
 
@@ -101,35 +100,3 @@ def layout_of(config: Config) -> Layout:
         num_layers_last_stage=sizes.decoder_last_pipeline_num_layers,
         num_ranks=num_ranks,
     )
-
-
-Slot = tuple[int, int]
-"""(node, GPU index within the node)."""
-
-
-def trainer_slots(num_ranks: int, per_node: int) -> list[Slot]:
-    """Return the trainer's GPUs by rank, `per_node` on each node."""
-    return [divmod(rank, per_node) for rank in range(num_ranks)]
-
-
-def engine_slots(trainers: Sequence[Slot], num_gpus: int, per_node: int, *, shares: bool) -> list[Slot]:
-    """Return the engines' GPUs in order: the trainer's first if they share, then free ones, node by node."""
-    chosen = list(trainers[:num_gpus]) if shares else []
-    taken = set(trainers)
-    number = 0
-    while len(chosen) < num_gpus:
-        slot = divmod(number, per_node)
-        if slot not in taken:
-            chosen.append(slot)
-        number += 1
-    return chosen
-
-
-def engine_gpus(groups: Sequence[EngineGroupSpec]) -> Iterator[range]:
-    """Yield each engine's range within the engines' GPUs; a placeholder group leaves its GPUs free."""
-    first = 0
-    for group in groups:
-        for number in range(group.num_engines):
-            start = first + number * group.num_gpus_per_engine
-            yield range(start, start + group.num_gpus_per_engine)
-        first += group.num_gpus

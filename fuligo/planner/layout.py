@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from fuligo.config.topology import EngineGroupSpec, engine_groups
 from fuligo.errors import ConfigError
-from fuligo.layout.megatron import Layout, engine_slots, layout_of, trainer_slots
+from fuligo.layout.megatron import Layout, layout_of
+from fuligo.layout.slots import engine_slots, trainer_slots
 from fuligo.models.architecture import Architecture, Layer
 from fuligo.planner.plan import ClusterLayout, EngineGroup, EngineRank, PlacedGpu, Stage, TrainerRank
 from fuligo.planner.subject import Subject

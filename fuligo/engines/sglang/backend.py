@@ -27,7 +27,7 @@ from fuligo.formats.hugging_face import read_config_json
 from fuligo.formats.quantisation import EngineQuantisation
 from fuligo.formats.weight_manifest import EngineFormat
 from fuligo.layout.adapter import AdapterShape
-from fuligo.layout.megatron import engine_gpus, engine_slots, trainer_slots
+from fuligo.layout.slots import engine_gpus, engine_slots, trainer_slots
 from fuligo.models.adapter_flags import adapter_of
 from fuligo.models.device import Device, Precision, resolve_device
 from fuligo.models.registry import read_architecture, stored_experts

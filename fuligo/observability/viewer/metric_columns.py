@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from fuligo.observability.viewer.trace_reader import Tail
+from fuligo.observability.viewer.tail import Tail
 
 MAX_CHUNKS = 64
 """Chunks that one update reads: more than runs write. A longer file takes several updates."""

@@ -1,78 +1,14 @@
 """Reader of growing files, and of the phases of a growing trace; spans of samples are skipped: the sample files have them."""
 
-import os
 from collections import defaultdict
 from dataclasses import dataclass
-from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from fuligo.observability.trace import BEGIN, DRIVER_PID, ENGINE_PID, OTHER_PID, SAMPLE_PIDS
-
-CHUNK_BYTES = 4 * 1024**2
-DAMAGED = b"{"
-"""Placeholder for a line that is too long."""
-
-
-class Tail:
-    """Reader of complete lines as they are added; an incomplete last line is read once it is complete."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.generation = 0
-        """Counter, incremented when the file was truncated or replaced, which invalidates what was read before."""
-        self.offset = 0
-        """Bytes read, complete lines only."""
-        self._identity: int | None = None
-        self._last_byte = b""
-        self._is_skipping = False
-
-    def read(self, max_bytes: int = CHUNK_BYTES) -> list[bytes]:
-        """Return the next complete lines without their ends; empty if nothing is new or there is no file. Lines may be empty."""
-        try:
-            with self.path.open("rb") as file:
-                self._notice_restart(file)
-                file.seek(self.offset)
-                data = file.read(max_bytes)
-        except OSError:
-            return []
-        end = data.rfind(b"\n") + 1
-        if not end and len(data) == max_bytes:
-            # Skip a part of a line that is longer than a chunk: no run writes such lines, and reading them would take all memory.
-            self.offset += len(data)
-            self._last_byte = data[-64:]
-            self._is_skipping = True
-            return [b""]
-        self.offset += end
-        if not end:
-            return []
-        self._last_byte = data[max(0, end - 64) : end]
-        lines = data[: end - 1].split(b"\n")
-        if self._is_skipping:  # the first is the end of a line that was too long
-            self._is_skipping = False
-            lines[0] = DAMAGED
-        return lines
-
-    @property
-    def size_bytes(self) -> int:
-        """Return the current size of the file; 0 without one."""
-        try:
-            return self.path.stat().st_size
-        except OSError:
-            return 0
-
-    def _notice_restart(self, file: BufferedReader) -> None:
-        """Detect that the file was truncated by a resumed run, even if it has grown again since: the end of the part read differs then."""
-        state = os.fstat(file.fileno())
-        file.seek(max(0, self.offset - len(self._last_byte)))
-        same = state.st_ino == self._identity or self._identity is None
-        if not same or state.st_size < self.offset or file.read(len(self._last_byte)) != self._last_byte:
-            self.generation += 1
-            self.offset, self._last_byte, self._is_skipping = 0, b"", False
-        self._identity = state.st_ino
-
+from fuligo.observability.viewer.tail import Tail
 
 _SAMPLE_PIDS = {*SAMPLE_PIDS.values(), OTHER_PID}
 

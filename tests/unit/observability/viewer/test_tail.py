@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fuligo.observability.viewer import trace_reader
-from fuligo.observability.viewer.trace_reader import DAMAGED, Tail
+from fuligo.observability.viewer import tail as tail_module
+from fuligo.observability.viewer.tail import DAMAGED, Tail
 
 
 @settings(max_examples=60, deadline=None)
@@ -67,7 +67,7 @@ def test_no_file_has_no_lines(tmp_path: Path) -> None:
 
 
 def test_a_file_is_not_read_beyond_a_line_of_absurd_length_until_it_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_reader, "MAX_LINE_BYTES", 16)
+    monkeypatch.setattr(tail_module, "MAX_LINE_BYTES", 16)
     path = tmp_path / "file"
     path.write_bytes(b"one\n" + b"x" * 100 + b"\ntwo\n")
     tail = Tail(path)

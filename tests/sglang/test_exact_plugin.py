@@ -7,8 +7,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from fuligo.engines.ports import PortClaims
-
+from fuligo.engines.host import PortClaims
 from fuligo.engines.sglang.server import EXACT_PLUGIN
 from tests.sglang.engines import STUBS, server_settings, sglang_python
 

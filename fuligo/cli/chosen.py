@@ -1,4 +1,4 @@
-"""Choices that a run makes by itself (GPU to plan for, SGLang, trainer), its `--env`, and refusal of arguments that nothing reads."""
+"""Choices that a run makes by itself: the GPU to plan for, SGLang in place of the embedded engine, the trainer by its flags."""
 
 import os
 from collections.abc import Iterable, Iterator

@@ -1,4 +1,4 @@
-"""Rules, their findings, and the changes of a config that resolve them."""
+"""Findings of rules, and the changes of a config that resolve them."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Settings of the data, and the fields of a row, read by the configured keys and checked."""
+"""Fields of a row, read by the configured keys and checked."""
 
 import json
 from collections.abc import Callable

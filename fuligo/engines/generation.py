@@ -1,4 +1,4 @@
-"""Requests to inference engines, images among them, their results, and stop strings in them."""
+"""Requests to inference engines, their results, and stop strings in them."""
 
 from __future__ import annotations
 

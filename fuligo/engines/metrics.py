@@ -1,4 +1,4 @@
-"""Metrics of the engines during sampling, `engine/*` of a step, and their profiles."""
+"""Metrics of the engines during sampling: `engine/*` of a step."""
 
 import asyncio
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""Environments: objects with `reset` and `step` in which a model is trained, one for every sample, and rubrics."""
+"""Environments: objects with `reset` and `step` in which a model is trained, one for every sample."""
 
 import inspect
 from abc import ABC, abstractmethod

@@ -1,4 +1,4 @@
-"""Parallel layout of the trainer, derived from the flags, the padding that Megatron requires, and GPUs by node. Pure Python."""
+"""Parallel layout of the trainer, derived from the flags, and the padding that Megatron requires. Pure Python."""
 
 import math
 from collections.abc import Iterable

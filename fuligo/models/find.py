@@ -1,4 +1,4 @@
-"""Lookup of a run's model shapes, in its checkpoint, a config.json, or MODEL_ARGS, and of its adapter. Imports no numpy or torch."""
+"""Lookup of a run's model shapes: in its checkpoint, in a given config.json, or in MODEL_ARGS. Imports neither numpy nor torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Sources of a sample's tokens (messages, chat template, policy, tools and users between its turns) and their texts."""
+"""Sources of a sample's tokens: its messages, the chat template, the policy, and the texts of tools and users between its turns."""
 
 import re
 from collections.abc import Sequence

@@ -41,7 +41,7 @@ class Tail:
             # Skip a part of a line that is longer than a chunk: no run writes such lines, and reading them would take all memory.
             self.offset += len(data)
             self._last_byte = data[-64:]
-            self._is_skipping = True
+            self._skipped_bytes += len(data)
             return [b""]
         self.offset += end
         if not end:

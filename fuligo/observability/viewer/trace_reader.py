@@ -1,4 +1,4 @@
-"""Reader of growing files, and of the phases of a growing trace; spans of samples are skipped: the sample files have them."""
+"""Reader of the phases of a growing trace. Spans of samples are skipped, because the sample files have all of them."""
 
 from collections import defaultdict
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Settings of rewards, independent of the configuration as a whole, and checks of rows by them."""
+"""Settings of rewards, independent of the configuration as a whole."""
 
 from __future__ import annotations
 

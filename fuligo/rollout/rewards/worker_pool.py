@@ -1,4 +1,4 @@
-"""Pool of reward workers, replaced if they hang or die, and mathematical equality, which they decide where spelling does not."""
+"""Pool of reward workers: processes that start when first needed and are replaced if they hang or die."""
 
 import asyncio
 import json

@@ -8,7 +8,7 @@ from typing import cast
 
 import pytest
 
-from fuligo.engines import metrics as profiling
+from fuligo.engines import profiling
 from fuligo.engines.group import EngineGroup
 from fuligo.engines.profiling import EngineProfiler
 from fuligo.errors import EngineError

@@ -2,8 +2,9 @@
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any, ClassVar
 
 import orjson
@@ -179,6 +180,46 @@ def environment_problem(kind: Any) -> str | None:
     except TypeError as error:
         return f"it is called as (row, settings), but its signature is {inspect.signature(kind)}: {error}"
     return None
+
+
+def start_problem(start: Any) -> str | None:
+    """Return why an episode cannot begin with what `reset` returned, or None."""
+    if not isinstance(start, Start) or not start.messages:
+        return f"reset must return a Start with messages, not {start!r:.100}"
+    if (problem := _messages_problem(start.messages)) is not None:
+        return f"the messages of reset {problem}"
+    if not isinstance(start.tools, Sequence) or not all(isinstance(tool, Tool) for tool in start.tools):
+        return f"the tools of reset must be a tuple of Tool, not {start.tools!r:.100}"
+    return None
+
+
+def step_problem(step: Any) -> str | None:
+    """Return why an episode cannot continue with what `step` returned, or None. The reward is not checked."""
+    if not isinstance(step, Step):
+        return f"step must return a Step, not {step!r:.100}"
+    if (problem := _messages_problem(step.messages)) is not None:
+        return f"the messages of step {problem}"
+    if not isinstance(step.metrics, Mapping) or not all(map(_is_metric, step.metrics.items())):
+        return f"the metrics of step must be finite numbers by name, not {step.metrics!r:.100}"
+    if not isinstance(step.tool_results, Sequence) or not all(isinstance(result, ToolResult) for result in step.tool_results):
+        return f"the tool_results of step must be a tuple of ToolResult, not {step.tool_results!r:.100}"
+    return None
+
+
+def _messages_problem(messages: Any) -> str | None:
+    if isinstance(messages, (list, tuple)) and all(
+        isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages
+    ):
+        return None
+    return f"must be a list of dicts with a role, not {messages!r:.100}"
+
+
+def _is_metric(item: tuple[Any, Any]) -> bool:
+    name, value = item
+    try:
+        return isinstance(name, str) and isfinite(value)
+    except (TypeError, OverflowError, ValueError):
+        return False
 
 
 def json_copy(value: Any) -> Any:

@@ -15,11 +15,11 @@ from fuligo.environments.environment import Row
 from fuligo.gateway.server import Gateway
 from fuligo.gateway.session import Reward, Session
 from fuligo.rollout.agent_samples import branches, call_counts, record_turns
+from fuligo.rollout.environment_calls import abandon
 from fuligo.rollout.sampler import clear_response, failed
 from fuligo.types import Sample, SampleStatus
 
 logger = logging.getLogger(__name__)
-_END_S = 2.0
 Key = tuple[int | None, int]
 """Seed and index of a sample; evaluations number their samples like training."""
 
@@ -93,13 +93,8 @@ class AgentGenerate:
         for episode in self._suspended.values():
             self._cancel(episode)
         self._suspended.clear()
-        if not self._cancelled:
-            return
-        _, stubborn = await asyncio.wait(self._cancelled, timeout=_END_S)
-        for task in stubborn:
-            asyncio._unregister_task(task)  # the event loop would wait for it for ever
-        if stubborn:
-            logger.warning("%d agents catch asyncio.CancelledError and continue; they must raise it again (--agent)", len(stubborn))
+        if (num_stubborn := await abandon(self._cancelled)) > 0:
+            logger.warning("%d agents catch asyncio.CancelledError and continue; they must raise it again (--agent)", num_stubborn)
 
     async def _start(self, sample: Sample, params: SamplingParams) -> Episode:
         session = await self.gateway.open(params, label=f"{sample.index}", priority=-sample.index)

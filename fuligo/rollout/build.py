@@ -165,10 +165,9 @@ def build_generators(
     if agent is not None:
         return _agents(config, agent, engine, tokenizer)
     args, single_turn = ArgsView(config), _single_turn(config, engine, tokenizer)
-    return Generators(
-        _generate(config, args, single_turn, policy_version, tokenizer),
-        _generate(config, args, single_turn.without_routing(), policy_version, tokenizer),
-    )
+    training = _generate(config, args, single_turn, policy_version, tokenizer)
+    evaluation = _generate(config, args, single_turn.without_routing(), policy_version, tokenizer)
+    return Generators(training, evaluation, tuple(each.close for each in (training, evaluation) if isinstance(each, Episodes)))
 
 
 def _agents(config: Config, agent: Hook, engine: Engine, tokenizer: PreTrainedTokenizerBase) -> Generators:

@@ -2,10 +2,12 @@
 
 import asyncio
 import sys
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_END_S = 2.0
+"""Time in which a canceled task must end."""
 
 
 class EpisodeError(Exception):
@@ -16,10 +18,17 @@ class CallInterruptedError(Exception):
     """Generation is being aborted while the environment works."""
 
 
-async def call_within(call: Coroutine[Any, Any, T], name: str, timeout_s: float, interrupted: asyncio.Future[None] | None = None) -> T:
+async def call_within(
+    call: Coroutine[Any, Any, T],
+    name: str,
+    timeout_s: float,
+    interrupted: asyncio.Future[None] | None = None,
+    canceled: set[asyncio.Task[Any]] | None = None,
+) -> T:
     """Await a call of the environment for at most `timeout_s` (--turn-timeout-s). A call that ignores its cancellation is abandoned.
 
-    Raises EpisodeError if it raised, or took longer, and CallInterruptedError if `interrupted` was done first.
+    `canceled` holds canceled calls until they end, for `abandon`. Raises EpisodeError if it raised, or took longer, and
+    CallInterruptedError if `interrupted` was done first.
     """
     task = _started(_outcome(call, name))
     if not task.done():
@@ -27,10 +36,10 @@ async def call_within(call: Coroutine[Any, Any, T], name: str, timeout_s: float,
         try:
             await asyncio.wait(awaited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
-            task.cancel()
+            _cancel(task, canceled)
             raise
     if not task.done():
-        task.cancel()
+        _cancel(task, canceled)
         if interrupted is not None and interrupted.done():
             raise CallInterruptedError
         raise EpisodeError(f"environment: {name} did not return within {timeout_s:g} s (--turn-timeout-s)")
@@ -52,12 +61,35 @@ def _started(call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
 
 
 async def _outcome(call: Coroutine[Any, Any, T], name: str) -> T | EpisodeError:
-    """Return the result of a call, or its error as a value: an exit of the environment must not end the event loop."""
+    """Return the result of a call, or whatever it raised as a value, because an exit of the environment must not end the event loop."""
     try:
         return await call
-    except asyncio.CancelledError:
-        if (task := asyncio.current_task()) and task.cancelling():
-            raise
+    except asyncio.CancelledError:  # if `call_within` canceled it, nobody reads the value
         return EpisodeError(f"environment: {name} canceled itself")
-    except (Exception, SystemExit) as error:
-        return EpisodeError(f"environment: {name} raised {type(error).__name__}: {error}")
+    except BaseException as error:
+        return EpisodeError(f"environment: {name} raised {describe_error(error)}")
+
+
+def _cancel(task: asyncio.Task[Any], canceled: set[asyncio.Task[Any]] | None) -> None:
+    task.cancel()
+    if canceled is not None:
+        canceled.add(task)
+        task.add_done_callback(canceled.discard)
+
+
+def describe_error(error: BaseException) -> str:
+    """Describe an exception of the environment; its text may itself fail."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__
+
+
+async def abandon(canceled: Collection[asyncio.Task[Any]]) -> int:
+    """Wait for canceled tasks to end, and abandon those that do not. Return their number."""
+    if not canceled:
+        return 0
+    _, stubborn = await asyncio.wait(list(canceled), timeout=_END_S)
+    for task in stubborn:
+        asyncio._unregister_task(task)  # the event loop would wait for it for ever
+    return len(stubborn)

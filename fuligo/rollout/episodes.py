@@ -1,6 +1,7 @@
 """GenerateFn that runs episodes in an environment: turns of the model and of the environment, until one of them ends it."""
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Coroutine, Sequence
@@ -11,12 +12,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from fuligo.engines.generation import SamplingParams, Tokenizer
-from fuligo.environments.environment import AssistantTurn, Environment, Row, Start, Step, Tool, json_copy
+from fuligo.environments.environment import AssistantTurn, Environment, Row, Step, Tool, json_copy, start_problem, step_problem
 from fuligo.environments.load import EnvironmentFactory
 from fuligo.environments.rendering import Renderer
 from fuligo.errors import DataError
 from fuligo.rollout.custom_generate import append_observation
-from fuligo.rollout.environment_calls import CallInterruptedError, EpisodeError, call_within
+from fuligo.rollout.environment_calls import CallInterruptedError, EpisodeError, abandon, call_within, describe_error
 from fuligo.rollout.generate import SingleTurn
 from fuligo.rollout.metrics import is_finite
 from fuligo.rollout.protocol import GenerateFn
@@ -24,6 +25,7 @@ from fuligo.rollout.sampler import clear_response, failed
 from fuligo.types import Branch, Episode, Messages, Sample, SampleStatus, Span, ToolUse, Turn
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 _SEED_STEP = 0x9E3779B97F4A7C15
 """Odd number, so that the branches of an episode draw from different streams."""
 
@@ -57,6 +59,8 @@ class Episodes:
     limits: Limits
     _running: set[asyncio.Future[None]] = field(default_factory=set, init=False)
     """One future per episode in progress, done when it is to return."""
+    _canceled: set[asyncio.Task[Any]] = field(default_factory=set, init=False)
+    """Calls of environments that were canceled and have not ended yet."""
 
     def __post_init__(self) -> None:
         # The response grows with every turn: its text is decoded once, and not while the next request waits.
@@ -100,15 +104,26 @@ class Episodes:
             if not interrupted.done():
                 interrupted.set_result(None)
 
+    async def close(self) -> None:
+        """Abandon calls that ignore their cancellation, so that the run can end."""
+        if (num_stubborn := await abandon(self._canceled)) > 0:
+            logger.warning(
+                "%d calls of environments catch asyncio.CancelledError and continue; they must raise it again (--environment)", num_stubborn
+            )
+
+    async def call(self, call: Coroutine[Any, Any, T], name: str, interrupted: asyncio.Future[None] | None = None) -> T:
+        """Await a call of an environment; see `call_within`."""
+        return await call_within(call, name, self.limits.turn_timeout_s, interrupted, self._canceled)
+
     def _make(self, row: Row) -> Environment:
         try:
             return self.factory.make(row)
-        except Exception as error:
-            raise EpisodeError(f"environment: the constructor raised {type(error).__name__}: {error}") from error
+        except BaseException as error:
+            raise EpisodeError(f"environment: the constructor raised {describe_error(error)}") from error
 
     async def _close(self, environment: Environment, sample: Sample) -> None:
         try:
-            await call_within(environment.close(), "close", self.limits.turn_timeout_s)
+            await self.call(environment.close(), "close")
         except EpisodeError as error:
             if sample.status is not SampleStatus.FAILED:
                 failed(sample, str(error))
@@ -177,8 +192,8 @@ class _Run:
         sample.spans.clear()
         sample.episode = None
         start = await self._within(self._environment.reset(), "reset")
-        if not isinstance(start, Start) or not start.messages:
-            raise EpisodeError(f"environment: reset must return a Start with messages, not {start!r:.100}")
+        if (problem := start_problem(start)) is not None:
+            raise EpisodeError(f"environment: {problem}")
         self._set_tools(start.tools)
         self._messages = [*start.messages]
         sample.prompt_ids = np.asarray(self._rendered(), np.int32)
@@ -186,7 +201,7 @@ class _Run:
         self._save_state()
 
     async def _within(self, call: Coroutine[Any, Any, T], name: str) -> T:
-        return await call_within(call, name, self._parts.limits.turn_timeout_s, self._interrupted)
+        return await self._parts.call(call, name, self._interrupted)
 
     def _set_tools(self, tools: Sequence[Tool]) -> None:
         self._tools = tuple(tools)
@@ -217,8 +232,8 @@ class _Run:
         start_s, wall_s = time.monotonic(), time.time()
         step = await self._within(self._environment.step(turn), "step")
         self._sample.spans.append(Span("environment", wall_s, time.time(), first_token=self._sample.response_length))
-        if not isinstance(step, Step):
-            raise EpisodeError(f"environment: step must return a Step, not {step!r:.100}")
+        if (problem := step_problem(step)) is not None:
+            raise EpisodeError(f"environment: {problem}")
         if not step.done and not turn.last and not step.messages:
             raise EpisodeError("environment: step returned no message for the model to answer; return one, or done=True")
         reward: Any = step.reward
@@ -285,8 +300,8 @@ class _Run:
         if self._environment.resumable:
             try:
                 self._episode.state = json_copy(self._environment.state())
-            except Exception as error:
-                raise EpisodeError(f"environment: state raised {type(error).__name__}: {error}") from error
+            except BaseException as error:
+                raise EpisodeError(f"environment: state raised {describe_error(error)}") from error
 
     def _finished(self, status: SampleStatus) -> list[Sample]:
         """Return the samples of the episode, which share its reward; the last one has its metrics and turns."""

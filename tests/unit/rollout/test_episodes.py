@@ -1,6 +1,7 @@
 """Episodes: what is trained is what the engine saw; limits; failures of environments; interruptions."""
 
 import asyncio
+import contextlib
 import dataclasses
 import re
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fuligo.environments import AssistantTurn, Environment, Start, Step
+from fuligo.environments import AssistantTurn, Environment, EnvironmentSettings, Row, Start, Step
 from fuligo.observability.samples import sample_table
 from fuligo.rollout.debug_data import decode_groups, encode_groups
 from fuligo.rollout.group_tasks import snapshot
@@ -115,11 +116,38 @@ def test_limits_end_an_episode() -> None:
     assert (sample.status, sample.metrics["turns"], sample.loss_mask.sum()) == (SampleStatus.TRUNCATED, 1, 2)
 
 
-class Broken(Environment):
-    """Misbehaves as its row says."""
+class NoText(Exception):
+    """Exception whose text fails."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class Stubborn(Environment):
+    """Hangs in `step` and ignores every cancellation."""
 
     async def reset(self) -> Start:
         return Start([{"role": "user", "content": "q"}])
+
+    async def step(self, turn: AssistantTurn) -> Step:
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+
+
+class Broken(Environment):
+    """Misbehaves as its row says."""
+
+    def __init__(self, row: Row, settings: EnvironmentSettings) -> None:
+        super().__init__(row, settings)
+        if row.prompt == "exits at once":
+            raise SystemExit(3)
+
+    async def reset(self) -> Start:
+        if self.row.prompt == "resets to text":
+            return Start(["q"])  # type: ignore[list-item]
+        tools = ("add",) if self.row.prompt == "offers text" else ()
+        return Start([{"role": "user", "content": "q"}], tools)  # type: ignore[arg-type]
 
     async def step(self, turn: AssistantTurn) -> Step:
         match self.row.prompt:
@@ -136,8 +164,25 @@ class Broken(Environment):
                         continue
             case "exits":
                 raise SystemExit(3)
-            case "cancels itself":
+            case "is interrupted":
+                raise KeyboardInterrupt
+            case "has no text":
+                raise NoText
+            case "raises a cancellation":
                 raise asyncio.CancelledError
+            case "cancels itself":
+                task = asyncio.current_task()
+                assert task is not None
+                task.cancel()
+                await asyncio.sleep(0)
+            case "gives text as a metric":
+                return Step(metrics={"speed": "fast"}, done=True)  # type: ignore[dict-item]
+            case "gives no metrics":
+                return Step(metrics=[1.0], done=True)  # type: ignore[arg-type]
+            case "gives text as a result":
+                return Step(tool_results=("4",), done=True)  # type: ignore[arg-type]
+            case "gives text as a message":
+                return Step(["4"])  # type: ignore[list-item]
             case "says nothing":
                 return Step()
             case "gives no number":
@@ -158,7 +203,17 @@ class Broken(Environment):
         ("hangs", r"environment: step did not return within 1 s \(--turn-timeout-s\)"),
         ("ignores its cancellation", r"environment: step did not return within 1 s"),
         ("exits", "environment: step raised SystemExit: 3"),
+        ("is interrupted", "environment: step raised KeyboardInterrupt"),
+        ("has no text", "environment: step raised NoText$"),
+        ("raises a cancellation", "environment: step canceled itself"),
         ("cancels itself", "environment: step canceled itself"),
+        ("exits at once", "environment: the constructor raised SystemExit: 3"),
+        ("resets to text", r"environment: the messages of reset must be a list of dicts with a role, not \['q'\]"),
+        ("offers text", r"environment: the tools of reset must be a tuple of Tool, not \('add',\)"),
+        ("gives text as a metric", "environment: the metrics of step must be finite numbers by name, not {'speed': 'fast'}"),
+        ("gives no metrics", r"environment: the metrics of step must be finite numbers by name, not \[1.0\]"),
+        ("gives text as a result", r"environment: the tool_results of step must be a tuple of ToolResult, not \('4',\)"),
+        ("gives text as a message", r"environment: the messages of step must be a list of dicts with a role, not \['4'\]"),
         ("says nothing", "step returned no message"),
         ("gives no number", "the reward of turn 1 is nan"),
         ("gives a number of 400 digits", "the reward of turn 1 is 10{79}; it must be finite"),
@@ -174,6 +229,17 @@ async def test_an_environment_that_fails_fails_only_its_sample(prompt: str, erro
     assert bad.status is SampleStatus.FAILED and bad.error is not None
     assert re.search(error, bad.error), bad.error
     assert (good.status, good.reward) == (SampleStatus.COMPLETED, 1.0)
+
+
+def test_a_call_that_ignores_its_cancellation_does_not_outlive_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    async def run_and_close() -> Sample:
+        runner = episodes(Writer(["a<|im_end|>"]), Stubborn, turn_timeout_s=0.05)
+        (sample,) = await runner(fresh(), PARAMS)
+        await runner.close()
+        return sample
+
+    assert "did not return within" in str(asyncio.run(run_and_close()).error)  # asyncio.run waits for every task that is registered
+    assert "1 calls of environments catch asyncio.CancelledError" in caplog.text
 
 
 async def test_an_episode_that_takes_too_long_fails() -> None:

@@ -5,11 +5,13 @@ import inspect
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, cast
 
 from pydantic import ConfigDict, ValidationError, create_model
 
 from fuligo.environments.environment import UNKNOWN_TOOL, AssistantTurn, Environment, Row, Start, Step, Tool, ToolCall, ToolResult
+from fuligo.environments.threads import call_in_thread
 from fuligo.types import Messages
 
 MAX_RESULT_CHARS = 8_000
@@ -38,7 +40,7 @@ class RunsTool(Protocol):
 class ToolFunction:
     """Tool made of a typed function; name, description and schema follow from its name, docstring and signature.
 
-    A plain function runs in a thread, so that it may compute; the thread of one that never returns cannot be ended.
+    A plain function runs in a thread of its own, so that it may compute; the thread of one that never returns lasts until the run ends.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -74,7 +76,7 @@ class ToolFunction:
         values = {name: getattr(checked, name) for name in type(checked).model_fields}
         if inspect.iscoroutinefunction(self._function):
             return str(await self._function(**values))
-        return str(await asyncio.to_thread(self._function, **values))
+        return str(await call_in_thread(partial(self._function, **values), self.name))
 
 
 class ToolEnvironment(Environment):
@@ -119,8 +121,18 @@ class ToolEnvironment(Environment):
             return ToolResult(UNKNOWN_TOOL, f"error: there is no tool {shown}; the tools are {', '.join(self._tools)}", failed=True)
         try:
             text, failed = await tool.call(call.arguments), False
-        except Exception as error:
-            text, failed = f"error: {error or type(error).__name__}", True
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # an exit of a tool in a task of its own would end the event loop
+            text, failed = f"error: {_text(error) or type(error).__name__}", True
         if len(text) > MAX_RESULT_CHARS:
             text = f"{text[:MAX_RESULT_CHARS]}\n[{len(text) - MAX_RESULT_CHARS} more characters]"
         return ToolResult(call.name, text, failed, time.monotonic() - start_s)
+
+
+def _text(error: BaseException) -> str:
+    """Return the text of an exception, empty if it has none."""
+    try:
+        return str(error)
+    except Exception:
+        return ""

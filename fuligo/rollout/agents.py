@@ -2,16 +2,17 @@
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import Awaitable, Callable
 from copy import deepcopy
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import Any
 
 from fuligo.config.hooks import Hook, describe_exception, is_async
 from fuligo.engines.generation import SamplingParams, Tokenizer
 from fuligo.environments.environment import Row
+from fuligo.environments.threads import call_in_thread
 from fuligo.gateway.server import Gateway
 from fuligo.gateway.session import Reward, Session
 from fuligo.rollout.agent_samples import branches, call_counts, record_turns
@@ -200,23 +201,6 @@ def in_thread(function: Callable[[Session, Row], Any]) -> Callable[[Session, Row
     """
 
     async def call(session: Session, row: Row) -> Any:
-        loop = asyncio.get_running_loop()
-        outcome: asyncio.Future[Any] = loop.create_future()
-
-        def set_outcome(result: Any, error: BaseException | None) -> None:
-            if not outcome.done():
-                outcome.set_result(result) if error is None else outcome.set_exception(error)
-
-        def run() -> None:
-            result, error = None, None
-            try:
-                result = function(session, row)
-            except BaseException as raised:
-                error = RuntimeError(f"{type(raised).__name__}: {raised}") if isinstance(raised, StopIteration) else raised
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(set_outcome, result, error)
-
-        threading.Thread(target=run, name=f"agent {row.index}", daemon=True).start()
-        return await outcome
+        return await call_in_thread(partial(function, session, row), f"agent {row.index}")
 
     return call

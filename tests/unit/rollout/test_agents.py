@@ -16,7 +16,7 @@ from fuligo.environments.environment import Row
 from fuligo.errors import EngineError
 from fuligo.gateway.server import Gateway
 from fuligo.gateway.session import Session
-from fuligo.rollout import agents
+from fuligo.rollout import environment_calls
 from fuligo.rollout.agents import AgentGenerate
 from fuligo.rollout.sampler import malformation
 from fuligo.types import Sample, SampleStatus
@@ -285,7 +285,7 @@ async def test_an_agent_that_is_never_continued_is_cancelled() -> None:
 
 
 async def test_an_agent_that_ignores_its_cancellation_does_not_keep_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agents, "_END_S", 0.1)
+    monkeypatch.setattr(environment_calls, "_END_S", 0.1)
     is_over = False
 
     async def agent(session: Session, row: Row) -> float:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import re
+import threading
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fuligo.environments import AssistantTurn, Environment, EnvironmentSettings, Row, Start, Step
+from fuligo.environments import AssistantTurn, Environment, EnvironmentSettings, Row, Start, Step, ToolEnvironment
 from fuligo.observability.samples import sample_table
 from fuligo.rollout.debug_data import decode_groups, encode_groups
 from fuligo.rollout.group_tasks import snapshot
@@ -103,6 +104,68 @@ def test_tools_run_and_their_failures_are_counted() -> None:
         "failures/add": 2,
     }
     assert '"parameters"' in text(engine.seen[0]), "the model sees the tool"
+
+
+def exits(seconds: float) -> None:
+    """Exit the program."""
+    raise SystemExit(3)
+
+
+async def exits_at_once(seconds: float) -> None:
+    """Exit the program."""
+    raise SystemExit(3)
+
+
+def ends_early(seconds: float) -> None:
+    """Raise what a future cannot hold."""
+    raise StopIteration
+
+
+HANGING = threading.Event()
+
+
+def hangs(seconds: float) -> None:
+    """Wait for ever."""
+    HANGING.wait()
+
+
+class Calling(ToolEnvironment):
+    """Offers the tools above."""
+
+    def __init__(self, row: Row, settings: EnvironmentSettings) -> None:
+        super().__init__(row, settings, [exits, exits_at_once, ends_early, hangs])
+
+    async def judge(self, turn: AssistantTurn) -> Step:
+        return Step(reward=1.0, done=True)
+
+
+def calling(name: str, num_calls: int = 1) -> Writer:
+    call = f'<tool_call>\n{{"name": "{name}", "arguments": {{"seconds": 1}}}}\n</tool_call>'
+    return Writer([*[f"{call}<|im_end|>"] * num_calls, "5<|im_end|>"])
+
+
+@pytest.mark.parametrize(
+    ("tool", "error"), [("exits", "error: 3"), ("exits_at_once", "error: 3"), ("ends_early", "error: StopIteration: ")]
+)
+def test_a_tool_that_exits_fails_only_its_call(tool: str, error: str) -> None:
+    (sample,) = run(calling(tool), Calling)
+    assert sample.episode is not None
+    assert (sample.status, sample.reward) == (SampleStatus.COMPLETED, 1.0)
+    assert sample.episode.turns[0].answers[0]["content"] == error
+
+
+def test_tools_that_hang_hold_up_no_other_thread() -> None:
+    async def run_many() -> list[Sample]:
+        runner = episodes(calling("hangs", 40), Calling, turn_timeout_s=0.2)
+        samples = await asyncio.gather(*(runner(fresh(), PARAMS) for _ in range(40)))
+        await asyncio.wait_for(asyncio.to_thread(int), 60)
+        return [sample for (sample,) in samples]
+
+    try:
+        samples = asyncio.run(run_many())  # waits for the threads of asyncio.to_thread
+    finally:
+        HANGING.set()
+    assert all("did not return within" in str(sample.error) for sample in samples)
 
 
 def test_limits_end_an_episode() -> None:

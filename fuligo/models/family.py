@@ -42,6 +42,8 @@ class Family:
     """Name the weights in the checkpoint and in Megatron; None: `why_not_megatron`."""
     why_not_megatron: str | None = None
     """Why the Megatron trainer cannot train the family."""
+    why_not_transformers: str | None = None
+    """Why transformers' layers, which the torch trainer and the embedded engine run, cannot compute the family."""
     why_not_sglang: str | None = None
     """Why SGLang's engines cannot serve the family's checkpoints."""
     vision_type: str | None = None

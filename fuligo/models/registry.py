@@ -24,6 +24,7 @@ from fuligo.models.families import (
     llama,
     mimo,
     minimax_m2,
+    nemotron_h,
     qwen2,
     qwen3,
     qwen3_5,
@@ -58,6 +59,8 @@ FAMILIES: Mapping[str, Family] = {
 }
 UNPLANNED: Mapping[str, UnplannedFamily] = {"gemma4_text": gemma4_text.UNPLANNED}
 """Types that the torch trainer and the embedded engine know, and the plan does not. Other types that transformers loads have no facts."""
+REFUSED: Mapping[str, str] = {"nemotron_h": nemotron_h.WHY_NOT}
+"""Types that nothing here can train or serve, with the reason."""
 VISION_TYPES: Mapping[str, str] = {family.vision_type: name for name, family in FAMILIES.items() if family.vision_type is not None}
 """model_type of the config.json of a model of text and images -> that of its language model."""
 
@@ -77,6 +80,8 @@ def architecture_of(config_json: Mapping[str, Any], source: str = "config.json")
     family = FAMILIES.get(config.model_type)
     if family is None and (unplanned := UNPLANNED.get(config.model_type)) is not None:
         raise ConfigError(f"{source}: model_type {config.model_type} is not supported by the plan: {unplanned.why_not_planned}")
+    if family is None and (reason := REFUSED.get(config.model_type)) is not None:
+        raise ConfigError(f"{source}: model_type {config.model_type} is not supported: {reason}; choose another model")
     if family is None:
         raise ConfigError(f"{source}: model_type {config.model_type} is not supported; supported are {', '.join(FAMILIES)}")
     architecture, model_type = family.architecture(config), config_json.get("model_type")

@@ -28,7 +28,7 @@ def save_published(directory: Path, family: str, *, num_prediction_layers: int =
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.data = buffer.data.float()
-    model.save_pretrained(directory)
+    tiny.save_as_published(model, directory, family)
     tiny.tokenizer().save_pretrained(directory)
     if num_prediction_layers:
         add_prediction_layer(directory)
@@ -69,6 +69,7 @@ SHAPES: dict[str, dict] = {
     "qwen3": {"vocab_size": 397, "tie_word_embeddings": True},
     "glm4": {},
     "gemma3_text": {},
+    "kimi_k2": {},
     "qwen3_moe": {},
     "glm4_moe_lite": {"num_prediction_layers": 1},
     "deepseek_v32": {"num_prediction_layers": 1},

@@ -34,6 +34,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "minimax_m2": {},
     "qwen3_next": {"layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2},
     "qwen3_5_text": {},
+    "qwen3_5_moe_text": {},
     "gpt_oss": {"sliding_window": 24},
     "gemma3_text": {},
     "gemma4_text": tiny.GEMMA4,

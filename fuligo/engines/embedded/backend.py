@@ -18,7 +18,7 @@ from fuligo.formats.weight_manifest import EngineFormat
 from fuligo.limits import half_the_cores
 from fuligo.models.adapter_flags import adapter_of
 from fuligo.models.device import Device, Precision, resolve_device, resolve_precision
-from fuligo.models.registry import stored_experts
+from fuligo.models.registry import REFUSED, stored_experts
 
 
 class EmbeddedBackend:
@@ -70,6 +70,8 @@ class EmbeddedBackend:
         try:
             served = servable_config(str(directory))
         except FuligoError as error:
+            if config_json.get("model_type") in REFUSED:
+                raise ConfigError(f"cannot use --hf-checkpoint: {error}") from error
             fix = "--rollout-backend sglang" + ("" if config.trainer_capabilities.splits_model else " --train-backend megatron")
             raise ConfigError(f"the embedded engine cannot serve --hf-checkpoint {directory}; use {fix}: {error}") from error
         return EngineFormat(left_out=prediction_prefixes(served.to_dict()), experts=stored_experts(config_json))

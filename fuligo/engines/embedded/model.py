@@ -25,7 +25,7 @@ from fuligo.models.directory import end_ids, has_tokenizer, load_config, load_to
 from fuligo.models.invariant_modules import InvariantModel
 from fuligo.models.modules import align_weights, speed_up_rms_norms, take_stated_epsilon, take_stated_rotation
 from fuligo.models.quantised_linear import round_base
-from fuligo.models.registry import batch_variant_because
+from fuligo.models.registry import REFUSED, batch_variant_because
 from fuligo.models.shared_base import SharedBase
 from fuligo.models.transformers_types import (
     LANGUAGE_MODEL_ALONE,
@@ -232,6 +232,8 @@ def servable_config(path: str) -> Any:
     config = load_config(path)
     if has_unknown_tower(config):
         raise EngineError(f"cannot serve --model-path {path} ({config.model_type}): {LANGUAGE_MODEL_ALONE}")
+    if (reason := REFUSED.get(config.model_type)) is not None:
+        raise EngineError(f"cannot serve --model-path {path} ({config.model_type}): {reason}; choose another model")
     language = text_config(config)
     kind = (getattr(language, "rope_parameters", None) or {}).get("rope_type")
     if kind in BATCH_DEPENDENT_ROPE:

@@ -68,4 +68,11 @@ def _indexer_parts(index: SparseIndex, heads: LatentAttention, config: ConfigJso
     )
 
 
-FAMILY = Family(architecture=architecture, names=names, model_args=ModelArgs(is_latent=True, needs_experts=True))
+WHY_NOT_TRANSFORMERS = "its attention is sparse, which neither the torch trainer nor the embedded engine computes"
+
+FAMILY = Family(
+    architecture=architecture,
+    names=names,
+    why_not_transformers=WHY_NOT_TRANSFORMERS,
+    model_args=ModelArgs(is_latent=True, needs_experts=True),
+)

@@ -51,6 +51,7 @@ def _computing_layers(config: ConfigJson) -> tuple[bool, ...]:
 FAMILY = Family(
     architecture=architecture,
     names=deepseek_v32.names,
+    why_not_transformers=deepseek_v32.WHY_NOT_TRANSFORMERS,
     model_args=ModelArgs(
         told_by={"experimental_attention_variant": "dsa"},
         precedence=7,

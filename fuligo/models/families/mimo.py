@@ -26,4 +26,4 @@ def names(config: ConfigJson, architecture: Architecture) -> NameTable:
     return replace(table, mtp=mtp, mtp_prefix="model.mtp_layers.{mtp}.")
 
 
-FAMILY = Family(architecture=architecture, names=names)
+FAMILY = Family(architecture=architecture, names=names, why_not_transformers="transformers 5.12.1 does not have its layers")

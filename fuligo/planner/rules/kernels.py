@@ -66,6 +66,27 @@ def trainer_computes_the_layers(subject: Subject) -> Iterator[Violation]:
         )
 
 
+@rule("PLAN-MEGATRON-ONLY", "--train-backend")
+def transformers_computes_the_layers(subject: Subject) -> Iterator[Violation]:
+    """The torch trainer has no sparse attention (DeepSeek-V3.2, GLM-5), and transformers no MiMo."""
+    reason = family_of(subject.architecture).why_not_transformers
+    if reason is not None and subject.config.trains and not subject.is_megatron:
+        yield Violation(
+            f"--train-backend torch cannot train a {subject.architecture.model_type} model: {reason}", advice="use --train-backend megatron"
+        )
+
+
+@rule("PLAN-EMBEDDED-MODEL", "--rollout-backend")
+def transformers_computes_the_engines_layers(subject: Subject) -> Iterator[Violation]:
+    """The embedded engine has no sparse attention (DeepSeek-V3.2, GLM-5), and transformers no MiMo."""
+    config, architecture = subject.config, subject.rollout_architecture
+    reason = family_of(architecture).why_not_transformers
+    if reason is not None and config.needs_engine and not config.engine_capabilities.has_own_models:
+        yield Violation(
+            f"--rollout-backend embedded cannot serve a {architecture.model_type} model: {reason}", advice="use --rollout-backend sglang"
+        )
+
+
 @rule("PLAN-SGLANG-MODEL", "--rollout-backend")
 def engines_have_the_model(subject: Subject) -> Iterator[Violation]:
     """SGLang serves the language models of Qwen3.5 only together with their vision towers."""

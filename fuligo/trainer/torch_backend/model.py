@@ -23,7 +23,7 @@ from fuligo.models.cpu_products import speed_up_linear_layers
 from fuligo.models.gated_delta import gated_delta_modules, pack_gated_delta, sequence_arguments
 from fuligo.models.invariant_modules import InvariantModel
 from fuligo.models.modules import align_weights, speed_up_rms_norms, take_stated_epsilon, take_stated_rotation
-from fuligo.models.registry import batch_variant_because
+from fuligo.models.registry import REFUSED, batch_variant_because
 from fuligo.models.token_tree import TokenTree
 from fuligo.models.transformers_types import (
     LANGUAGE_MODEL_ALONE,
@@ -246,6 +246,8 @@ def read_model(directory: Path) -> tuple[PreTrainedModel, dict[str, str]]:
         config = read_config(directory)
         if has_unknown_tower(config):
             raise TrainerError(f"cannot train {directory} ({config.model_type}): {LANGUAGE_MODEL_ALONE}")
+        if (reason := REFUSED.get(config.model_type)) is not None:
+            raise TrainerError(f"cannot train {directory} ({config.model_type}): {reason}; choose another model")
         if unknown := unpackable_layers(text_config(config)):
             raise TrainerError(
                 f"{config.model_type}: layers of type {', '.join(unknown)} are not supported by the torch trainer's packed attention,"

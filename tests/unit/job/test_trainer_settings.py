@@ -75,6 +75,14 @@ def test_what_the_embedded_engine_cannot_serve_is_refused_before_it_starts(tmp_p
         settings_of(tmp_path, tmp_path)
 
 
+@pytest.mark.parametrize("flags", [(), EMBEDDED_MEGATRON, ("--rollout-backend", "sglang", "--train-backend", "megatron")])
+def test_nemotron_h_is_refused_without_advice_to_use_another_backend(tmp_path: Path, flags: tuple[str, ...]):
+    tiny.model_config("nemotron_h", layers_block_type=["mamba", "attention"]).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"from one packed sample to the next.*; choose another model$") as error:
+        settings_of(tmp_path, tmp_path, *flags)
+    assert "--train-backend" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("device", "given", "expected"),
     [

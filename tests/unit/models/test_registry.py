@@ -86,6 +86,11 @@ def test_an_unknown_family_is_refused_with_the_known_ones() -> None:
     assert len(FAMILIES) == 19
 
 
+def test_nemotron_h_is_refused_with_the_reason() -> None:
+    with pytest.raises(ConfigError, match=r"model_type nemotron_h is not supported: .*from one packed sample to the next"):
+        architecture_of({"model_type": "nemotron_h"})
+
+
 def test_the_language_model_of_a_multi_modal_one_is_read() -> None:
     assert architecture_of({"model_type": "something_with_pictures", "text_config": QWEN3}).num_parameters == 4_022_468_096
 

@@ -54,6 +54,7 @@ def test_a_directory_that_holds_no_model_is_an_error_of_the_user(tmp_path: Path)
         ("glm_moe_dsa", {"index_topk": 64, "layer_types": ["full_attention"] * 2}, "keys selected by an indexer"),
         ("bloom", {"n_head": 4}, "does not support|cannot serve"),
         ("mamba", {}, "does not support|cannot serve"),
+        ("nemotron_h", {"layers_block_type": ["mamba", "attention"]}, "from one packed sample to the next"),
     ],
 )
 def test_a_model_that_would_be_served_wrong_is_refused(tmp_path: Path, family: str, overrides: dict[str, object], cause: str) -> None:

@@ -276,6 +276,15 @@ BROKEN: dict[str, tuple[Run, ...]] = {
         Run(DENSE, trainer_model={"model_type": "gpt_oss"}),
         Run(DENSE, trainer_model={"model_type": "qwen3_vl"}),
     ),
+    "PLAN-MEGATRON-ONLY": (
+        Run(ON_CPU, trainer_model={"model_type": "deepseek_v32"}),
+        Run(ON_CPU, trainer_model={"model_type": "glm_moe_dsa"}),
+        Run(ON_CPU, trainer_model={"model_type": "mimo"}),
+    ),
+    "PLAN-EMBEDDED-MODEL": (
+        Run(ON_CPU, engine_model={"model_type": "deepseek_v32"}),
+        Run(ON_CPU, engine_model={"model_type": "mimo"}),
+    ),
     "PLAN-SGLANG-MODEL": (
         Run(DENSE, engine_model={"model_type": "qwen3_5_text"}),
         Run(DENSE, engine_model={"model_type": "qwen3_5_moe_text"}),

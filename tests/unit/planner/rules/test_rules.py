@@ -12,7 +12,15 @@ from fuligo.planner.rules.reference import reference
 from tests.unit.planner.rules.broken_runs import BROKEN, DENSE, DRAFTS, EXAMPLES, FP8, LARGE, MIXTURE, REDUNDANT, SPARSE, Run
 
 _IDS = [rule.id for rule in RULES]
-_ADVICE_ONLY = {"PLAN-QUANTISED-WEIGHTS", "PLAN-MXFP4-ENGINES", "PLAN-CHECKPOINT-GPU", "PLAN-TORCH-ONLY", "PLAN-SGLANG-MODEL"}
+_ADVICE_ONLY = {
+    "PLAN-QUANTISED-WEIGHTS",
+    "PLAN-MXFP4-ENGINES",
+    "PLAN-CHECKPOINT-GPU",
+    "PLAN-TORCH-ONLY",
+    "PLAN-MEGATRON-ONLY",
+    "PLAN-EMBEDDED-MODEL",
+    "PLAN-SGLANG-MODEL",
+}
 """Rules that no change of flags fixes."""
 
 

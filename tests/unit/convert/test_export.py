@@ -64,7 +64,7 @@ def test_a_distributed_checkpoint_becomes_a_hugging_face_directory(tmp_path: Pat
         assert [path.name for path in target.parent.iterdir()] == ["19"]
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "minimax_m2", "gpt_oss", "qwen3"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "kimi_k2", "minimax_m2", "gpt_oss", "qwen3_next", "qwen3_5_moe_text", "qwen3"])
 def test_experts_are_stored_as_published_files_have_them(family: str, tmp_path: Path):
     """transformers writes the names and shapes of published files, and the torch trainer those of transformers' model."""
     published = tiny.save_checkpoint(tmp_path / "published", family)

@@ -156,6 +156,7 @@ class ServerProcess(LoggedProcess):
         secrets: Sequence[str] = (),
     ) -> None:
         self._grace_s = grace_s
+        # SGLang's processes rename themselves with setproctitle, which would write over the variables that other processes see.
         mark = {MARK: uuid.uuid4().hex, "SPT_NOENV": "1"}
         self._mark = mark[MARK]
         log_file.parent.mkdir(parents=True, exist_ok=True)

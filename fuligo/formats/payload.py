@@ -9,6 +9,7 @@ are started by somebody else.
 
 import base64
 import binascii
+import ctypes
 import io
 import os
 import pickle
@@ -159,7 +160,8 @@ def _write(descriptor: int, tensor: torch.Tensor, begin: int) -> None:
 
     Raises OSError if shared memory is full.
     """
-    data = tensor.reshape(-1).view(torch.uint8).numpy().data
+    # numpy would make the storage unresizable, and an offloaded trainer resizes it.
+    data = memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()))
     while data:
         written = os.pwrite(descriptor, data, begin)
         data, begin = data[written:], begin + written

@@ -194,3 +194,11 @@ class Evil:
 def test_a_payload_can_do_nothing_but_rebuild_tensors(payload: str, cause: str) -> None:
     with pytest.raises(WeightSyncError, match=cause):
         decode_named_tensors(payload)
+
+
+def test_a_sent_tensor_can_still_be_offloaded() -> None:
+    """An offloaded trainer resizes the storages of its weights, which torch refuses for those that numpy has seen."""
+    weight = torch.ones(3, 5)
+    with shared_payload([("weight", weight)]):
+        pass
+    assert weight.untyped_storage().resizable()

@@ -6,62 +6,14 @@ Weights are in the model's own dtypes. A LoRA run exports its PEFT directory.
 import logging
 import shutil
 from pathlib import Path
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
 
 from fuligo.checkpoint.location import weights_of
 from fuligo.errors import CheckpointError
 from fuligo.formats.adapter_config import is_adapter
-from fuligo.formats.checkpoint_files import UNFINISHED, checkpoint_weights, is_distributed
+from fuligo.formats.checkpoint_files import UNFINISHED, is_distributed
 from fuligo.formats.disk import sync, sync_tree, writing
-from fuligo.formats.hf_tensors import InOwnDtypes
 from fuligo.formats.hugging_face import read_config_json
-from fuligo.formats.stored_experts import StoredExperts
 from fuligo.models.registry import stored_experts
-
-
-class _Source(NamedTuple):
-    """Part of a stored tensor."""
-
-    name: str
-    number: int
-    """Place among the published tensors that the stored one holds."""
-
-
-class PublishedWeights:
-    """Implementation of `dist_to_hf.Weights` that takes experts apart, as the family's published files have them.
-
-    Args:
-        weights: under the names of transformers' model
-        experts: form of routed experts in the published files
-    """
-
-    def __init__(self, weights: InOwnDtypes, experts: StoredExperts) -> None:
-        self._weights = weights
-        self._experts = experts
-        self._sources: dict[str, _Source] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.dtypes: dict[str, torch.dtype] = {}
-        for name, shape in weights.shapes.items():
-            parts = checkpoint_weights([(name, torch.empty(shape, device="meta"))], experts)
-            for number, (published, part) in enumerate(parts):
-                self._sources[published] = _Source(name, number)
-                self.shapes[published], self.dtypes[published] = tuple(part.shape), weights.dtypes[name]
-        self._open: tuple[str, list[Tensor]] = ("", [])
-
-    def read(self, name: str) -> Tensor:
-        """Return a whole tensor on the CPU. Read in the order of `shapes`, each stored tensor is read once.
-
-        Raises CheckpointError if its file cannot be read.
-        """
-        source = self._sources[name]
-        if self._open[0] != source.name:
-            stored = self._weights.read(source.name)
-            self._open = (source.name, [part for _, part in checkpoint_weights([(source.name, stored)], self._experts)])
-        return self._open[1][source.number].clone()
-
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +52,7 @@ def export_problem(target: Path) -> str | None:
 
 def _write(checkpoint: Path, new: Path) -> None:
     from fuligo.convert.dist_to_hf import dist_to_hf, write_directory
+    from fuligo.convert.published import PublishedWeights
     from fuligo.formats.hf_tensors import InOwnDtypes
 
     if is_adapter(weights_of(checkpoint)):

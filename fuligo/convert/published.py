@@ -1,0 +1,51 @@
+"""Weights of the torch trainer's checkpoint under the names of published files, which engines load."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fuligo.formats.checkpoint_files import checkpoint_weights
+from fuligo.formats.hf_tensors import InOwnDtypes
+from fuligo.formats.stored_experts import StoredExperts
+
+
+class _Source(NamedTuple):
+    """Part of a stored tensor."""
+
+    name: str
+    number: int
+    """Place among the published tensors that the stored one holds."""
+
+
+class PublishedWeights:
+    """Implementation of `dist_to_hf.Weights` that takes experts apart, as the family's published files have them.
+
+    Args:
+        weights: under the names of transformers' model
+        experts: form of routed experts in the published files
+    """
+
+    def __init__(self, weights: InOwnDtypes, experts: StoredExperts) -> None:
+        self._weights = weights
+        self._experts = experts
+        self._sources: dict[str, _Source] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        for name, shape in weights.shapes.items():
+            parts = checkpoint_weights([(name, torch.empty(shape, device="meta"))], experts)
+            for number, (published, part) in enumerate(parts):
+                self._sources[published] = _Source(name, number)
+                self.shapes[published], self.dtypes[published] = tuple(part.shape), weights.dtypes[name]
+        self._open: tuple[str, list[Tensor]] = ("", [])
+
+    def read(self, name: str) -> Tensor:
+        """Return a whole tensor on the CPU. Read in the order of `shapes`, each stored tensor is read once.
+
+        Raises CheckpointError if its file cannot be read.
+        """
+        source = self._sources[name]
+        if self._open[0] != source.name:
+            stored = self._weights.read(source.name)
+            self._open = (source.name, [part for _, part in checkpoint_weights([(source.name, stored)], self._experts)])
+        return self._open[1][source.number].clone()

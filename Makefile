@@ -6,7 +6,7 @@ HASHED := $(PIP) --no-deps --require-hashes --requirement requirements/hashed
 # Version of torch for CPUs. On GPUs it is that of requirements/gpu.txt, which the pinned SGLang is built for.
 TORCH ?= 2.13.0
 # Workers of pytest. More of them slow each other down on two cores, since many tests start processes.
-TEST_WORKERS ?= 3
+TEST_WORKERS ?= 2
 # Tests start many processes, which would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 

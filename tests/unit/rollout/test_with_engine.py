@@ -111,8 +111,10 @@ async def test_continued_samples_carry_the_log_probabilities_of_a_plain_forward_
         config, partial_rollout=True, rollout_batch_size=2, over_sampling_batch_size=6, rollout_max_response_len=120, rollout_concurrency=12
     )
     sampling = build(partial, engines)
-    rollouts = [await sampling.method.rollout(step) for step in range(2)]
-    assert sum(rollout.metrics["rollout/num_resumed"] for rollout in rollouts) > 0, "something was interrupted and continued"
+    rollouts: list[Rollout] = []
+    while len(rollouts) < 3 and not any(rollout.metrics["rollout/num_resumed"] for rollout in rollouts):
+        rollouts.append(await sampling.method.rollout(len(rollouts)))  # on a busy machine all responses may end at once
+    assert any(rollout.metrics["rollout/num_resumed"] for rollout in rollouts), "something was interrupted and continued"
     model = AutoModelForCausalLM.from_pretrained(checkpoint).float().eval()
     for sample in samples_of([group for rollout in rollouts for group in rollout.kept]):
         assert sample.status in (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)

@@ -102,7 +102,7 @@ def test_what_the_layers_do_not_compute_is_refused(checkpoint: Path, changes: di
 
 def count_rotaries(world: World, settings: MegatronTrainerSettings) -> tuple[int, int]:
     """Return the layers with a rotary embedding of their own, and the different embeddings among them."""
-    from fuligo.trainer.megatron_backend.latent_attention import WindowRotaryAttention
+    from fuligo.trainer.megatron_backend.rotated_attention import WindowRotaryAttention
     from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
 
     [chunk] = MegatronRankWorker(settings, world).chunks

@@ -11,16 +11,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_data_parallel_rng_tracker_name
-from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor, nn
 
 
@@ -131,95 +128,3 @@ class SumGradient(torch.autograd.Function):
         total = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
         return total, None
-
-
-OutputWithBias = tuple[Tensor, Tensor | None]
-
-
-class WindowRotaryAttention(SelfAttention):
-    """Attention of a layer with a window, which has its own rotary base and no scaling of positions.
-
-    Args:
-        rotary: the same object for all such layers: Megatron keeps the angles of its last 32 calls, whichever layers they come from.
-    """
-
-    def __init__(self, *args: Any, rotary: RotaryEmbedding, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._own_rotary = rotary
-
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # packed sequences only
-        self,
-        hidden_states: Tensor,
-        attention_mask: Any,
-        *args: Any,
-        rotary_pos_emb: Tensor,
-        packed_seq_params: PackedSeqParams,
-        **kwargs: Any,
-    ) -> OutputWithBias:
-        positions = getattr(packed_seq_params, "positions", None)  # of the tokens of a tree
-        angles = self._own_rotary(len(rotary_pos_emb), packed_seq=True)
-        angles = angles if positions is None else angles[positions]
-        return super().forward(hidden_states, attention_mask, *args, rotary_pos_emb=angles, packed_seq_params=packed_seq_params, **kwargs)
-
-
-def window_rotary(config: TransformerConfig, base: float | None) -> RotaryEmbedding | None:
-    """Build the rotary embedding of all layers with a window; None if they have no base of their own."""
-    if base is None:
-        return None
-    assert config.kv_channels is not None
-    return RotaryEmbedding(
-        config.kv_channels,
-        rotary_percent=1.0,
-        rotary_interleaved=config.rotary_interleaved,
-        rotary_base=base,  # pyright: ignore[reportArgumentType]
-        use_cpu_initialization=bool(config.use_cpu_initialization),
-    )
-
-
-class FusedRotationAttention(SelfAttention):
-    """Attention whose queries and keys TransformerEngine rotates, in interleaved pairs.
-
-    Megatron-Core 0.16.1 does not tell the fused kernel for packed sequences which pairs to rotate (extensions/transformer_engine.py,
-    `fused_apply_rotary_pos_emb_thd`), and without that kernel waits for the GPU several times per layer. So the rotation is done here,
-    before it.
-    """
-
-    _rotation: tuple[Tensor, PackedSeqParams] | None = None
-
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # packed sequences only
-        self,
-        hidden_states: Tensor,
-        attention_mask: Any,
-        *args: Any,
-        rotary_pos_emb: Tensor,
-        packed_seq_params: PackedSeqParams,
-        **kwargs: Any,
-    ) -> OutputWithBias:
-        self._rotation = (rotary_pos_emb, packed_seq_params)
-        try:
-            return super().forward(hidden_states, attention_mask, *args, rotary_pos_emb=None, packed_seq_params=packed_seq_params, **kwargs)
-        finally:
-            self._rotation = None
-
-    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values, [L, 1, heads, D] each."""
-        tensors: Any = super().get_query_key_value_tensors(*args, **kwargs)
-        query, key, value = tensors
-        assert self._rotation is not None
-        return self._rotated(query, *self._rotation), self._rotated(key, *self._rotation), value
-
-    def _rotated(self, heads: Tensor, angles: Tensor, packed: PackedSeqParams) -> Tensor:
-        from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb  # pyright: ignore[reportMissingImports]
-
-        group = self.pg_collection.cp
-        rotated = apply_rotary_pos_emb(
-            heads.squeeze(1),
-            angles,
-            tensor_format="thd",
-            interleaved=True,
-            fused=True,
-            cu_seqlens=packed.cu_seqlens_q,
-            cp_size=group.size(),
-            cp_rank=group.rank(),
-        )
-        return rotated.unsqueeze(1)

@@ -239,7 +239,7 @@ def mxfp4_to_bf16(arguments: Sequence[str]) -> int:
     options = _mxfp4_parser().parse_args(list(arguments))
     source = model_directory(options.hf_checkpoint, weights=True)
 
-    from fuligo.convert.dist_to_hf import mxfp4_to_bf16
+    from fuligo.convert.mxfp4 import mxfp4_to_bf16
 
     mxfp4_to_bf16(source, options.save)
     print(f"{source} -> {options.save}")

@@ -19,12 +19,12 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fuligo.models.attention import equal_length_runs, packed_attention, varlen_row
 from fuligo.models.cpu_products import product
+from fuligo.models.gpu_invariant import kernels, paged_attention
 
 MANTISSA_BITS = 53
 """Bits of a float64 with the implicit one: integers up to 2 ** 53 are exact."""
@@ -101,7 +101,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rounded: Sequence[Tensor] | None, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(x, weight)
         if x.is_cuda:
-            return _kernels().linear(x, weight, bias, dtype)
+            return kernels().linear(x, weight, bias, dtype)
         rows, (num_outputs, num_inputs) = x.reshape(-1, x.size(-1)), weight.shape
         bits, _ = _bits(num_inputs)
         blocks = round_weight(weight) if rounded is None else rounded
@@ -129,13 +129,6 @@ class _Linear(torch.autograd.Function):
         )
 
 
-def _kernels() -> Any:
-    """Return the module of GPU kernels; torch for CPUs comes without triton."""
-    from fuligo.models import invariant_kernels
-
-    return invariant_kernels
-
-
 def _parts(num_rows: int, width: int) -> Iterator[slice]:
     """Split rows into slices of at most `MAX_ELEMENTS` elements."""
     size = max(1, MAX_ELEMENTS // width)
@@ -154,7 +147,7 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.is_cuda:
-            out, inverse_rms = _kernels().rms_norm(x, weight, eps)
+            out, inverse_rms = kernels().rms_norm(x, weight, eps)
             ctx.save_for_backward(x, weight, inverse_rms)
             return out
         squares = x.double().square_()
@@ -183,9 +176,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def silu(x: Tensor) -> Tensor:
-    """Return x / (1 + exp(-x)), rounded to x's type once."""
-    if x.is_cuda:
-        return F.silu(x)
+    """Return x / (1 + exp(-x)), rounded to x's type once, on a CPU."""
     result: Tensor = _Silu.apply(x)
     return result
 
@@ -201,46 +192,6 @@ class _Silu(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         (x,) = ctx.saved_tensors
         return torch.ops.aten.silu_backward(grad, x)
-
-
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up on a GPU, [..., K], rounded once."""
-    result: Tensor = _SwiGlu.apply(gate, up)
-    return result
-
-
-class _SwiGlu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return _kernels().swiglu(gate.flatten(0, -2), up.flatten(0, -2)).view(gate.shape)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        rows = (each.flatten(0, -2).contiguous() for each in (*ctx.saved_tensors, grad))
-        of_gate, of_up = _kernels().swiglu_backward(*rows)
-        return of_gate.view(grad.shape), of_up.view(grad.shape)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary embeddings [T, D], each half of which has all angles, to [T, H, D] on a GPU."""
-    result: Tensor = _Rotate.apply(x, cos, sin)
-    return result
-
-
-class _Rotate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _kernels().rotate(x, torch.arange(len(x), device=x.device), cos, sin)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        cos, sin = ctx.saved_tensors
-        rows = torch.arange(len(grad), device=grad.device)
-        return _kernels().rotate(grad.contiguous(), rows, cos, sin, backward=True), None, None
 
 
 def softmax(logits: Tensor) -> Tensor:
@@ -263,11 +214,6 @@ class _Softmax(torch.autograd.Function):
         (shares,) = ctx.saved_tensors
         weighted = grad * shares
         return weighted - shares * weighted.sum(-1, keepdim=True)
-
-
-def log_sum_exp(logits: Tensor) -> Tensor:
-    """Return [N] the log of the sum of exp over the rows of [N, V] float32 on a GPU, without gradient."""
-    return _kernels().log_sum_exp(logits)
 
 
 def log_softmax(logits: Tensor) -> Tensor:
@@ -385,15 +331,6 @@ class _CausalAttention(torch.autograd.Function):
             query, key, value = (x.detach().requires_grad_() for x in ctx.saved_tensors)
             ordinary = packed_attention(query, key, value, ctx.cu_seqlens, scale=ctx.scale)
             return (*torch.autograd.grad(ordinary, (query, key, value), grad), None, None)
-
-
-def paged_attention(
-    query: Tensor, key: Tensor, value: Tensor, query_starts: Tensor, key_starts: Tensor, slots: Tensor, *, longest: int, scale: float
-) -> Tensor:
-    """Return [T, H, D] `invariant_kernels.attention` on a GPU, without gradient."""
-    out = query.new_empty(query.shape)
-    _kernels().attention(query, key, value, query_starts, key_starts, slots, longest=longest, scale=scale, out=out)
-    return out
 
 
 def _attend_causally(query: Tensor, key: Tensor, value: Tensor, out: Tensor, scale: float) -> None:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from fuligo.models.batch_invariant import linear, rms_norm, rotate, round_weight, silu, softmax, swiglu
+from fuligo.models.batch_invariant import linear, rms_norm, round_weight, silu, softmax
+from fuligo.models.gpu_invariant import rotate, swiglu
 
 
 class InvariantLinear:

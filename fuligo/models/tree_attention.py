@@ -17,7 +17,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from fuligo.models.attention import fits_flash_kernel, size_tensor
-from fuligo.models.batch_invariant import causal_attention, paged_attention
+from fuligo.models.batch_invariant import causal_attention
+from fuligo.models.gpu_invariant import paged_attention
 from fuligo.models.sink_attention import VarlenKernel, batched_with_sinks, flash_with_sinks
 from fuligo.models.token_tree import NodeShape, TokenTree
 

@@ -113,7 +113,37 @@ def build_sampling(
             teacher=teacher,
         )
         return Sampling(custom, source, generators, activity)
-    parts = RunnerParts(
+    parts = _runner_parts(
+        config, args, source=source, generate=generate, engines=engines, reward=reward, policy_version=policy_version, teacher=teacher
+    )
+    if config.rollout.async_mode == "full":
+        flags = config.rollout
+        assert flags.max_staleness is not None, "validated: --async-mode full comes with --max-staleness"
+        return Sampling(
+            ContinuousRunner(
+                parts,
+                admission=Admission(flags.rollout_batch_size, flags.max_staleness, config.weight_sync.update_weights_interval, num_rollout),
+            ),
+            source,
+            generators,
+            activity,
+        )
+    return Sampling(RolloutRunner(parts, aligned_waves=reproducible(config)), source, generators, activity)
+
+
+def _runner_parts(
+    config: Config,
+    args: ArgsView,
+    *,
+    source: GroupStream,
+    generate: GenerateFn,
+    engines: EngineGroup,
+    reward: RewardFn,
+    policy_version: Callable[[], int],
+    teacher: ServedTeacher | None,
+) -> RunnerParts:
+    """Build what the runners of waves and of single groups share."""
+    return RunnerParts(
         source=source,
         sampler=Sampler(
             generate,
@@ -134,19 +164,6 @@ def build_sampling(
         sample_filter=_adapted(config, args, "rollout_sample_filter_path", sample_filter),
         policy_version=policy_version,
     )
-    if config.rollout.async_mode == "full":
-        flags = config.rollout
-        assert flags.max_staleness is not None, "validated: --async-mode full comes with --max-staleness"
-        return Sampling(
-            ContinuousRunner(
-                parts,
-                admission=Admission(flags.rollout_batch_size, flags.max_staleness, config.weight_sync.update_weights_interval, num_rollout),
-            ),
-            source,
-            generators,
-            activity,
-        )
-    return Sampling(RolloutRunner(parts, aligned_waves=reproducible(config)), source, generators, activity)
 
 
 def _adapted(config: Config, args: ArgsView, flag_name: str, adapt: Callable[[Hook, ArgsView], T]) -> T | None:

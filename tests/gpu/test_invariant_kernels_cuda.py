@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from fuligo.models.attention import packed_attention
-from fuligo.models.batch_invariant import causal_attention, linear, log_sum_exp, paged_attention, rms_norm, rotate, swiglu
+from fuligo.models.batch_invariant import causal_attention, linear, rms_norm
+from fuligo.models.gpu_invariant import log_sum_exp, paged_attention, rotate, swiglu
 from fuligo.models.token_tree import TokenTree
 from fuligo.models.tree_attention import invariant_tree_attention
 

@@ -8,6 +8,8 @@ from fuligo.config.topology import policy_groups
 _OFF = unset_flag("exact_on_policy")
 _ENGINE_NEEDS = {
     "attention_backend": ("triton",),
+    "prefill_attention_backend": ("triton",),
+    "decode_attention_backend": ("triton",),
     "dtype": ("auto", "bfloat16"),
     "kv_cache_dtype": ("auto", "bfloat16", "bf16"),
     "page_size": (1,),
@@ -15,6 +17,7 @@ _ENGINE_NEEDS = {
     "disable_prefill_cuda_graph": (True,),
     "enable_torch_compile": (False,),
     "quantization": (),
+    "torchao_config": ("",),
     "speculative_algorithm": (),
 }
 """Values of SGLang's arguments, if they are given, with which it can compute as the trainer does."""

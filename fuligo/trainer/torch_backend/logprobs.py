@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fuligo.models.batch_invariant import linear, log_softmax, log_sum_exp
+from fuligo.models.batch_invariant import linear, log_softmax
 from fuligo.models.cpu_products import product
+from fuligo.models.gpu_invariant import log_sum_exp
 from fuligo.trainer.logit_passes import grad_of_logits, row_sums
 from fuligo.trainer.logprobs import TokenLogprobs, add_product, chunks, rowwise_dot, scaled_logits
 

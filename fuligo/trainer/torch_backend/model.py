@@ -171,6 +171,8 @@ class PackedModel(nn.Module):
             TrainerError: the model has layers without batch-invariant operations.
         """
         because = batch_variant_because(self.model.config.to_dict(), device)
+        if device == "cuda" and torch.cuda.get_device_capability() < (9, 0):
+            because = f"its kernels need a GPU of the Hopper generation or later, not {torch.cuda.get_device_name()}"
         if because is not None:
             raise TrainerError(f"cannot train with --exact-on-policy: {because}; drop --exact-on-policy")
         InvariantModel(self.model)

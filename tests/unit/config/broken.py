@@ -87,6 +87,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
     ],
     "CFG-EXACT-ENGINE": [
         ({**SGLANG, "exact_on_policy": True, "sglang": {"attention_backend": "fa3"}}, "--sglang-attention-backend fa3 with --exact-on"),
+        ({**SGLANG, "exact_on_policy": True, "sglang": {"decode_attention_backend": "fa3"}}, "--sglang-decode-attention-backend fa3 with"),
         ({**SGLANG, "exact_on_policy": True, "sglang": {"quantization": "fp8"}}, "--sglang-quantization fp8 with --exact-on-policy"),
         ({**SGLANG, "exact_on_policy": True, "rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 4}, "an engine on 4 GPUs adds parts"),
     ],

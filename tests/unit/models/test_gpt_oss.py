@@ -14,8 +14,8 @@ from transformers import GptOssConfig
 from fuligo.cli.convert import main as convert
 from fuligo.config.command_line import parse
 from fuligo.config.topology import engine_groups
-from fuligo.convert.dist_to_hf import mxfp4_to_bf16
 from fuligo.convert.fp8_plan import plan_hf_to_fp8
+from fuligo.convert.mxfp4 import mxfp4_to_bf16
 from fuligo.engines.embedded.model import EngineModel
 from fuligo.errors import CheckpointError, ConfigError
 from fuligo.formats.adapter_config import AdapterConfig

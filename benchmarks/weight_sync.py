@@ -38,8 +38,9 @@ from fuligo.engines.client import EngineClient
 from fuligo.engines.group import EngineGroup
 from fuligo.engines.sglang.backend import adapter_arguments
 from fuligo.formats.adapter_config import AdapterConfig
+from fuligo.formats.host_copies import host_copies
 from fuligo.formats.payload import NamedTensors, named_payload
-from fuligo.formats.weight_manifest import EngineAddress, Undelivered, WeightManifest, WeightTarget, host_copies, weights_checksum
+from fuligo.formats.weight_manifest import EngineAddress, Undelivered, WeightManifest, WeightTarget, weights_checksum
 from fuligo.models.adapter import adapter_tensors, empty_adapted_model
 from fuligo.trainer.ranks.settings import LearningRateSchedule, LoraSettings, OptimizerSettings
 from fuligo.trainer.ranks.world import World, join_world

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fuligo.errors import CheckpointError
 from fuligo.formats.adapter_config import ADAPTER, AdapterConfig
+from fuligo.formats.host_copies import host_copies
 from fuligo.formats.weight_manifest import (
     EngineAddress,
     MergeRounding,
@@ -19,7 +20,6 @@ from fuligo.formats.weight_manifest import (
     WeightManifest,
     WeightsDigest,
     WeightTarget,
-    host_copies,
     weights_checksum,
 )
 from fuligo.trainer.ranks.world import World

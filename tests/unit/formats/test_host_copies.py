@@ -1,6 +1,6 @@
 import torch
 
-from fuligo.formats.weight_manifest import host_copies, joined_copies
+from fuligo.formats.host_copies import host_copies, joined_copies
 
 
 def test_joined_copies_are_equal_and_independent() -> None:

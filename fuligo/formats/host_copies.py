@@ -1,0 +1,38 @@
+"""Copies of many small tensors from a device to host memory in one transfer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    NamedTensors = Sequence[tuple[str, torch.Tensor]]
+
+
+def host_copies(named_tensors: NamedTensors) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors in host memory, in their order. Tensors that are there already are returned as they are.
+
+    A transfer waits for the device; an adapter has hundreds of tensors, so all of one data type are copied together.
+    """
+    names = [name for name, _ in named_tensors]
+    tensors = [tensor.detach() for _, tensor in named_tensors]
+    away: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for position, tensor in enumerate(tensors):
+        if tensor.device.type != "cpu":
+            away.setdefault((tensor.device, tensor.dtype), []).append(position)
+    for positions in away.values():
+        for position, copy in zip(positions, joined_copies([tensors[position] for position in positions]), strict=True):
+            tensors[position] = copy
+    return list(zip(names, tensors, strict=True))
+
+
+def joined_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return copies of tensors of one data type and device in host memory, as views of one tensor."""
+    import torch
+
+    joined = torch.cat([tensor.reshape(-1) for tensor in tensors]).cpu()
+    parts = joined.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fuligo.engines.embedded.attention import AttentionPlan, Segment
-from fuligo.engines.embedded.kv_cache import RecurrentRows, RecurrentShape
+from fuligo.engines.embedded.recurrent_state import RecurrentRows, RecurrentShape
 from fuligo.models.gated_delta import gated_delta_modules, packed_convolution, rule_by_runs, sequence_ids
 
 

@@ -2,7 +2,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fuligo.engines.embedded.kv_cache import SMALLEST_CLASS, CacheShape, KVCache, LayerShape, RecurrentShape, length_class
+from fuligo.engines.embedded.kv_cache import SMALLEST_CLASS, CacheShape, KVCache, LayerShape, length_class
+from fuligo.engines.embedded.recurrent_state import RecurrentShape
 from fuligo.engines.embedded.request import Request
 from fuligo.engines.generation import SamplingParams
 

@@ -114,3 +114,8 @@ def episodes(engine: Writer, kind: type[Environment] = Counting, template: str =
 
 def fresh(prompt: str = "q", label: str = "") -> Sample:
     return Sample(4, 2, prompt, np.array(ids("row"), np.int32), label, {"key": 1})
+
+
+def run(engine: Writer, kind: type[Environment] = Counting, template: str = "CHATML", **limits: Any) -> list[Sample]:
+    """Run one episode to its end and return its samples."""
+    return asyncio.run(episodes(engine, kind, template, **limits)(fresh(), PARAMS))

@@ -1,10 +1,7 @@
-"""Episodes: what is trained is what the engine saw; limits; failures of environments; interruptions."""
+"""Episodes: what is trained is what the engine saw; limits; interruptions."""
 
 import asyncio
-import contextlib
 import dataclasses
-import re
-import threading
 from typing import Any
 
 import numpy as np
@@ -12,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fuligo.environments import AssistantTurn, Environment, EnvironmentSettings, Row, Start, Step, ToolEnvironment
+from fuligo.environments import AssistantTurn, Start, Step
 from fuligo.observability.samples import sample_table
 from fuligo.rollout.debug_data import decode_groups, encode_groups
 from fuligo.rollout.group_tasks import snapshot
@@ -20,7 +17,7 @@ from fuligo.rollout.protocol import Interruptible
 from fuligo.rollout.source import first_version
 from fuligo.types import Branch, Episode, Sample, SampleGroup, SampleStatus, Turn
 from tests.unit.environments.conversations import ids, text, tokenizer
-from tests.unit.rollout.episode_world import PARAMS, Adding, Anew, Counting, Writer, episodes, fresh
+from tests.unit.rollout.episode_world import PARAMS, Adding, Anew, Counting, Writer, episodes, fresh, run
 
 END = {
     "CHATML": "<|im_end|>",
@@ -30,10 +27,6 @@ END = {
     "deepseekv3": "<｜end▁of▁sentence｜>",
 }
 EXAMPLES = max(10, settings().max_examples // 4)
-
-
-def run(engine: Writer, kind: type[Environment] = Counting, template: str = "CHATML", **limits: Any) -> list[Sample]:
-    return asyncio.run(episodes(engine, kind, template, **limits)(fresh(), PARAMS))
 
 
 def trained(samples: list[Sample]) -> list[list[int]]:
@@ -106,68 +99,6 @@ def test_tools_run_and_their_failures_are_counted() -> None:
     assert '"parameters"' in text(engine.seen[0]), "the model sees the tool"
 
 
-def exits(seconds: float) -> None:
-    """Exit the program."""
-    raise SystemExit(3)
-
-
-async def exits_at_once(seconds: float) -> None:
-    """Exit the program."""
-    raise SystemExit(3)
-
-
-def ends_early(seconds: float) -> None:
-    """Raise what a future cannot hold."""
-    raise StopIteration
-
-
-HANGING = threading.Event()
-
-
-def hangs(seconds: float) -> None:
-    """Wait for ever."""
-    HANGING.wait()
-
-
-class Calling(ToolEnvironment):
-    """Offers the tools above."""
-
-    def __init__(self, row: Row, settings: EnvironmentSettings) -> None:
-        super().__init__(row, settings, [exits, exits_at_once, ends_early, hangs])
-
-    async def judge(self, turn: AssistantTurn) -> Step:
-        return Step(reward=1.0, done=True)
-
-
-def calling(name: str, num_calls: int = 1) -> Writer:
-    call = f'<tool_call>\n{{"name": "{name}", "arguments": {{"seconds": 1}}}}\n</tool_call>'
-    return Writer([*[f"{call}<|im_end|>"] * num_calls, "5<|im_end|>"])
-
-
-@pytest.mark.parametrize(
-    ("tool", "error"), [("exits", "error: 3"), ("exits_at_once", "error: 3"), ("ends_early", "error: StopIteration: ")]
-)
-def test_a_tool_that_exits_fails_only_its_call(tool: str, error: str) -> None:
-    (sample,) = run(calling(tool), Calling)
-    assert sample.episode is not None
-    assert (sample.status, sample.reward) == (SampleStatus.COMPLETED, 1.0)
-    assert sample.episode.turns[0].answers[0]["content"] == error
-
-
-def test_tools_that_hang_hold_up_no_other_thread() -> None:
-    async def run_many() -> list[Sample]:
-        runner = episodes(calling("hangs", 40), Calling, turn_timeout_s=0.2)
-        samples = await asyncio.gather(*(runner(fresh(), PARAMS) for _ in range(40)))
-        await asyncio.wait_for(asyncio.to_thread(int), 60)
-        return [sample for (sample,) in samples]
-
-    try:
-        samples = asyncio.run(run_many())  # waits for the threads of asyncio.to_thread
-    finally:
-        HANGING.set()
-    assert all("did not return within" in str(sample.error) for sample in samples)
-
-
 def test_limits_end_an_episode() -> None:
     (sample,) = run(Writer([f"{n}<|im_end|>" for n in range(5)]), max_turns=2)
     assert (sample.status, sample.reward, sample.metrics["turns"]) == (SampleStatus.TRUNCATED, 0.5, 2)
@@ -177,137 +108,6 @@ def test_limits_end_an_episode() -> None:
         Writer(["a<|im_end|>"]), max_context_len=len(ids("<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na<|im_end|>")) + 2
     )
     assert (sample.status, sample.metrics["turns"], sample.loss_mask.sum()) == (SampleStatus.TRUNCATED, 1, 2)
-
-
-class NoText(Exception):
-    """Exception whose text fails."""
-
-    def __str__(self) -> str:
-        raise RuntimeError("no text")
-
-
-class Stubborn(Environment):
-    """Hangs in `step` and ignores every cancellation."""
-
-    async def reset(self) -> Start:
-        return Start([{"role": "user", "content": "q"}])
-
-    async def step(self, turn: AssistantTurn) -> Step:
-        while True:
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.Event().wait()
-
-
-class Broken(Environment):
-    """Misbehaves as its row says."""
-
-    def __init__(self, row: Row, settings: EnvironmentSettings) -> None:
-        super().__init__(row, settings)
-        if row.prompt == "exits at once":
-            raise SystemExit(3)
-
-    async def reset(self) -> Start:
-        if self.row.prompt == "resets to text":
-            return Start(["q"])  # type: ignore[list-item]
-        tools = ("add",) if self.row.prompt == "offers text" else ()
-        return Start([{"role": "user", "content": "q"}], tools)  # type: ignore[arg-type]
-
-    async def step(self, turn: AssistantTurn) -> Step:
-        match self.row.prompt:
-            case "raises":
-                raise RuntimeError("no such game")
-            case "hangs":
-                await asyncio.Event().wait()
-            case "ignores its cancellation":
-                while True:
-                    try:
-                        await asyncio.sleep(2.0)
-                        return Step(done=True)
-                    except asyncio.CancelledError:
-                        continue
-            case "exits":
-                raise SystemExit(3)
-            case "is interrupted":
-                raise KeyboardInterrupt
-            case "has no text":
-                raise NoText
-            case "raises a cancellation":
-                raise asyncio.CancelledError
-            case "cancels itself":
-                task = asyncio.current_task()
-                assert task is not None
-                task.cancel()
-                await asyncio.sleep(0)
-            case "gives text as a metric":
-                return Step(metrics={"speed": "fast"}, done=True)  # type: ignore[dict-item]
-            case "gives no metrics":
-                return Step(metrics=[1.0], done=True)  # type: ignore[arg-type]
-            case "gives text as a result":
-                return Step(tool_results=("4",), done=True)  # type: ignore[arg-type]
-            case "gives text as a message":
-                return Step(["4"])  # type: ignore[list-item]
-            case "says nothing":
-                return Step()
-            case "gives no number":
-                return Step(reward=float("nan"), done=True)
-            case "gives a number of 400 digits":
-                return Step(reward=10**400, done=True)
-            case "gives no step":
-                return None  # type: ignore[return-value]
-            case "says what no template renders":
-                return Step([{"role": "user"}])
-        return Step(done=True, reward=1.0)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "error"),
-    [
-        ("raises", "environment: step raised RuntimeError: no such game"),
-        ("hangs", r"environment: step did not return within 1 s \(--turn-timeout-s\)"),
-        ("ignores its cancellation", r"environment: step did not return within 1 s"),
-        ("exits", "environment: step raised SystemExit: 3"),
-        ("is interrupted", "environment: step raised KeyboardInterrupt"),
-        ("has no text", "environment: step raised NoText$"),
-        ("raises a cancellation", "environment: step canceled itself"),
-        ("cancels itself", "environment: step canceled itself"),
-        ("exits at once", "environment: the constructor raised SystemExit: 3"),
-        ("resets to text", r"environment: the messages of reset must be a list of dicts with a role, not \['q'\]"),
-        ("offers text", r"environment: the tools of reset must be a tuple of Tool, not \('add',\)"),
-        ("gives text as a metric", "environment: the metrics of step must be finite numbers by name, not {'speed': 'fast'}"),
-        ("gives no metrics", r"environment: the metrics of step must be finite numbers by name, not \[1.0\]"),
-        ("gives text as a result", r"environment: the tool_results of step must be a tuple of ToolResult, not \('4',\)"),
-        ("gives text as a message", r"environment: the messages of step must be a list of dicts with a role, not \['4'\]"),
-        ("says nothing", "step returned no message"),
-        ("gives no number", "the reward of turn 1 is nan"),
-        ("gives a number of 400 digits", "the reward of turn 1 is 10{79}; it must be finite"),
-        ("gives no step", "step must return a Step, not None"),
-        ("says what no template renders", "environment: the chat template rejects the messages"),
-    ],
-)
-async def test_an_environment_that_fails_fails_only_its_sample(prompt: str, error: str) -> None:
-    template = "deepseekv3" if "template" in prompt else "CHATML"
-    turn_timeout_s = 1.0 if "did not return" in error else 60.0
-    runner = episodes(Writer(["a<|im_end|>", "a<|im_end|>"]), Broken, template, turn_timeout_s=turn_timeout_s)
-    (bad,), (good,) = await asyncio.gather(runner(fresh(prompt), PARAMS), runner(fresh("works"), PARAMS))
-    assert bad.status is SampleStatus.FAILED and bad.error is not None
-    assert re.search(error, bad.error), bad.error
-    assert (good.status, good.reward) == (SampleStatus.COMPLETED, 1.0)
-
-
-def test_a_call_that_ignores_its_cancellation_does_not_outlive_the_run(caplog: pytest.LogCaptureFixture) -> None:
-    async def run_and_close() -> Sample:
-        runner = episodes(Writer(["a<|im_end|>"]), Stubborn, turn_timeout_s=0.05)
-        (sample,) = await runner(fresh(), PARAMS)
-        await runner.close()
-        return sample
-
-    assert "did not return within" in str(asyncio.run(run_and_close()).error)  # asyncio.run waits for every task that is registered
-    assert "1 calls of environments catch asyncio.CancelledError" in caplog.text
-
-
-async def test_an_episode_that_takes_too_long_fails() -> None:
-    (sample,) = await episodes(Writer(["a<|im_end|>"]), Broken, episode_timeout_s=0.05)(fresh("hangs"), PARAMS)
-    assert sample.error == "the episode did not end within 0.05 s (--episode-timeout-s)"
 
 
 def stored(sample: Sample) -> Sample:

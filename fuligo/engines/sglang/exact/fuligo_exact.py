@@ -27,7 +27,9 @@ def install() -> None:
         _replace_logprobs(kernels)
     except Exception as error:
         traceback.print_exc()
-        raise SystemExit("fuligo cannot replace SGLang's operations for --exact-on-policy; install the pinned SGLang") from error
+        raise SystemExit(
+            f"fuligo cannot replace SGLang's operations for --exact-on-policy: {error}; install the SGLang version that fuligo supports"
+        ) from error
 
 
 def _load_kernels() -> Any:

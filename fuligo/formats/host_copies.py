@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
     NamedTensors = Sequence[tuple[str, torch.Tensor]]
 
+MOST_PINNED_BYTES = 2**28
+
 
 def host_copies(named_tensors: NamedTensors) -> list[tuple[str, torch.Tensor]]:
     """Return the tensors in host memory, in their order. Tensors that are there already are returned as they are.
@@ -30,9 +32,13 @@ def host_copies(named_tensors: NamedTensors) -> list[tuple[str, torch.Tensor]]:
 
 
 def joined_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return copies of tensors of one data type and device in host memory, as views of one tensor."""
+    """Return copies of tensors of one data type and device in host memory, as views of one tensor.
+
+    Small ones of a GPU go to pinned memory, several times as fast as to memory that the system may move; torch keeps it for later copies.
+    """
     import torch
 
-    joined = torch.cat([tensor.reshape(-1) for tensor in tensors]).cpu()
+    away = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    joined = torch.empty_like(away, device="cpu", pin_memory=away.is_cuda and away.nbytes <= MOST_PINNED_BYTES).copy_(away)
     parts = joined.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

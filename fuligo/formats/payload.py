@@ -17,8 +17,10 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -29,9 +31,11 @@ from torch.multiprocessing import reductions
 
 from fuligo.errors import WeightSyncError
 from fuligo.formats.disk import free_space
+from fuligo.limits import num_cores
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
 SHARED_MEMORY = Path("/dev/shm")
+_WRITE_THREADS = 8
 _ALIGNMENT = 64
 """Alignment of each tensor in bytes, enough for any dtype."""
 
@@ -146,25 +150,31 @@ def _handles(named_tensors: NamedTensors, stack: ExitStack) -> list[tuple[str, t
 def _copies(tensors: Sequence[torch.Tensor], stack: ExitStack) -> Iterator[_Tensor]:
     *begins, num_bytes = accumulate((-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors), initial=0)
     file = stack.enter_context(_open_file(max(num_bytes, _ALIGNMENT)))
-    for tensor, begin in zip(tensors, begins):
-        contiguous = tensor.detach().contiguous()
-        _write(file.descriptor, contiguous, begin)
-        yield _Tensor(_Typed(file, tensor.dtype), begin // tensor.element_size(), tuple(tensor.shape), contiguous.stride())
+    placed = [(tensor.detach().contiguous(), begin) for tensor, begin in zip(tensors, begins)]
+    num_threads = min(_WRITE_THREADS, num_cores(), len(placed))
+    if num_threads < 2:
+        _write(file.descriptor, placed)
+    else:
+        with ThreadPoolExecutor(num_threads, thread_name_prefix="payload") as threads:
+            list(threads.map(partial(_write, file.descriptor), (placed[first::num_threads] for first in range(num_threads))))
+    for tensor, begin in placed:
+        yield _Tensor(_Typed(file, tensor.dtype), begin // tensor.element_size(), tuple(tensor.shape), tensor.stride())
 
 
-def _write(descriptor: int, tensor: torch.Tensor, begin: int) -> None:
-    """Write a contiguous tensor to a file.
+def _write(descriptor: int, placed: Sequence[tuple[torch.Tensor, int]]) -> None:
+    """Write contiguous tensors to a file, each from its first byte on.
 
     A copy by torch would start and join a team of OpenMP threads, which takes long on busy cores: an adapter has hundreds of tensors, whose
     copies have taken seconds.
 
     Raises OSError if shared memory is full.
     """
-    # numpy would make the storage unresizable, and an offloaded trainer resizes it.
-    data = memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()))
-    while data:
-        written = os.pwrite(descriptor, data, begin)
-        data, begin = data[written:], begin + written
+    for tensor, begin in placed:
+        # numpy would make the storage unresizable, and an offloaded trainer resizes it.
+        data, position = memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())), begin
+        while data:
+            written = os.pwrite(descriptor, data, position)
+            data, position = data[written:], position + written
 
 
 @contextmanager

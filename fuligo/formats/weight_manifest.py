@@ -41,27 +41,31 @@ class WeightsChecksum:
         self._num_tensors = self._num_bytes = self._sum = 0
 
     def update(self, name: str, tensor: torch.Tensor) -> None:
-        self._add(tensor.nbytes, tensor_digest(name, tensor))
+        self._add(1, tensor.nbytes, _digest_sum([(name, tensor)]))
 
     def update_all(self, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Take several tensors at a time, on several cores: a tensor's digest takes about as long as 20 copies of it."""
         tensors = host_copies(named_tensors)
         num_threads = min(DIGEST_THREADS, num_cores(), len(tensors))
         if num_threads < 2 or sum(tensor.nbytes for _, tensor in tensors) < SMALLEST_SHARED:
-            digests = [tensor_digest(name, tensor) for name, tensor in tensors]
+            shares = [_digest_sum(tensors)]
         else:
             with ThreadPoolExecutor(num_threads, thread_name_prefix="digest") as threads:
-                digests = list(threads.map(lambda entry: tensor_digest(*entry), tensors))
-        for (_, tensor), digest in zip(tensors, digests, strict=True):
-            self._add(tensor.nbytes, digest)
+                # One call for all of a thread's tensors: threads that fetched them one by one would wait for each other.
+                shares = list(threads.map(_digest_sum, (tensors[first::num_threads] for first in range(num_threads))))
+        self._add(len(tensors), sum(tensor.nbytes for _, tensor in tensors), sum(shares))
 
-    def _add(self, num_bytes: int, digest: bytes) -> None:
-        self._num_tensors += 1
+    def _add(self, num_tensors: int, num_bytes: int, digest_sum: int) -> None:
+        self._num_tensors += num_tensors
         self._num_bytes += num_bytes
-        self._sum += int.from_bytes(digest, "big")
+        self._sum += digest_sum
 
     def result(self) -> WeightsDigest:
         return WeightsDigest(self._num_tensors, self._num_bytes, f"{self._sum % 2 ** (8 * DIGEST_BYTES):0{2 * DIGEST_BYTES}x}")
+
+
+def _digest_sum(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
+    return sum(int.from_bytes(tensor_digest(name, tensor), "big") for name, tensor in named_tensors)
 
 
 def tensor_digest(name: str, tensor: torch.Tensor) -> bytes:

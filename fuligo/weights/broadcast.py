@@ -58,6 +58,8 @@ class BroadcastGroup:
         self._clients = [EngineClient(engine.url, engine.keys, retries=0, number=engine.number) for engine in engines]
         self._loop = asyncio.Runner()
         self._last_call_s = time.monotonic()
+        self._loading: asyncio.Task[None] | None = None
+        """Answers about the bucket before, which engines load while the next is prepared."""
         self._device = torch.device("cuda" if backend == "nccl" else "cpu")
         self._group: dist.ProcessGroup | None = None
         self._store: TCPStore | None = listening_store(host, timeout=TIMEOUT)
@@ -103,10 +105,13 @@ class BroadcastGroup:
         return self._together(join, engines_join(), f"join the {backend} group")
 
     def broadcast(self, bucket: Bucket, version: int | None) -> None:
-        """Send one bucket to all engines, the last one with the version; return when they have loaded it.
+        """Send one bucket to all engines, the last one with the version; return when they have received it, and loaded the last.
+
+        An engine takes a bucket only after it loaded the one before.
 
         Raises:
-            EngineError: an engine refused it or died; others may have loaded it, and some may wait in the group until `close`
+            EngineError: an engine refused it or the one before, or died; others may have loaded it, and some may wait in the group until
+                `close`
         """
         row = torch.cat([as_bytes(tensor) for _, tensor in bucket]).to(self._device)
 
@@ -129,14 +134,18 @@ class BroadcastGroup:
             if row.is_cuda:
                 torch.cuda.synchronize(row.device)
 
-        self._together(send, engines_receive(), f"take a bucket of {row.numel()} bytes")
+        what = f"take a bucket of {row.numel()} bytes" + (" or the one before" if self._loading else "")
+        self._together(send, engines_receive(), what, waits_for_engines=version is not None)
         if version is not None:
             self._loop.run(self._close_connections())
 
-    def _together(self, own_part: Callable[[], T], engines_part: Coroutine[Any, Any, None], what: str) -> T:
+    def _together(
+        self, own_part: Callable[[], T], engines_part: Coroutine[Any, Any, None], what: str, *, waits_for_engines: bool = True
+    ) -> T:
         """Run both parts at once, because each waits for the other; the first failure ends the wait.
 
-        The sender's part runs in a daemon thread: if an engine fails, it may wait forever, and no deadline can interrupt it.
+        The engines' part may go on until the next call, which waits for it. The sender's part runs in a daemon thread: if an engine fails,
+        it may wait forever, and no deadline can interrupt it.
         """
         mine: Future[T] = Future()
         mine.set_running_or_notify_cancel()
@@ -149,19 +158,23 @@ class BroadcastGroup:
 
         async def both() -> T:
             own, theirs = asyncio.wrap_future(mine), asyncio.create_task(engines_part)
+            before, self._loading = self._loading, None
+            tasks = [theirs] if before is None else [before, theirs]
             try:
                 async with asyncio.timeout(TIMEOUT.total_seconds()):
-                    await asyncio.gather(own, theirs)
+                    await _first_failure([own, *tasks], until=[own, *tasks] if waits_for_engines else [own, *tasks[:-1]])
+                if not waits_for_engines:
+                    self._loading = theirs
                 return own.result()
             finally:
                 own.cancel()  # the thread is not waited for
-                theirs.cancel()
-                await asyncio.gather(theirs, return_exceptions=True)
+                if self._loading is None:
+                    await _end(tasks)
 
         threading.Thread(target=work, name="weights-broadcast", daemon=True).start()
         try:
             if time.monotonic() - self._last_call_s > IDLE_S:
-                self._loop.run(self._close_connections())
+                self._loop.run(self._renew_connections())
             self._last_call_s = time.monotonic()  # not its end: an engine that answers before the others is idle meanwhile
             return self._loop.run(both())
         except (EngineError, RuntimeError, TimeoutError) as error:
@@ -189,5 +202,25 @@ class BroadcastGroup:
         async with asyncio.timeout(LEAVE_TIMEOUT_S):
             await client.destroy_weights_update_group(self.name)
 
+    async def _renew_connections(self) -> None:
+        if self._loading is not None:
+            await asyncio.wait([self._loading])  # the next call raises its error
+        await self._close_connections()
+
     async def _close_connections(self) -> None:
         await asyncio.gather(*(client.close() for client in self._clients))
+
+
+async def _first_failure(futures: Sequence[asyncio.Future[Any]], until: Sequence[asyncio.Future[Any]]) -> None:
+    """Wait until some of the futures are done; raise the first error of any."""
+    running = set(futures)
+    while not all(future.done() for future in until):
+        done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        for future in done:
+            future.result()
+
+
+async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

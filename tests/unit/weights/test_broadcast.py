@@ -69,17 +69,36 @@ def test_an_engine_that_does_not_join_is_named(engine: RefusingEngine) -> None:
         BroadcastGroup([EngineAddress(engine.url)], "gloo", "127.0.0.1")
 
 
+def joined_group(engine: RefusingEngine) -> BroadcastGroup:
+    """Return a group as it is once all have joined."""
+    group = object.__new__(BroadcastGroup)
+    group.engines, group.name = (EngineAddress(engine.url),), "g"
+    group._clients, group._device = [EngineClient(engine.url, retries=0)], torch.device("cpu")
+    group._group, group._loop, group._last_call_s, group._loading = None, asyncio.Runner(), time.monotonic(), None
+    return group
+
+
 @pytest.mark.timeout(60)
 def test_an_engine_that_does_not_receive_is_named(engine: RefusingEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Our side stays in the collective meanwhile."""
-    group = object.__new__(BroadcastGroup)  # as it is once all have joined
-    group.engines, group.name = (EngineAddress(engine.url),), "g"
-    group._clients, group._device = [EngineClient(engine.url, retries=0)], torch.device("cpu")
-    group._group, group._loop, group._last_call_s = None, asyncio.Runner(), time.monotonic()
+    group = joined_group(engine)
     monkeypatch.setattr(dist, "broadcast", lambda *_, **__: threading.Event().wait())
     with pytest.raises(EngineError, match=r"did not take a bucket of 16 bytes: .*no /update_weights_from_distributed here"):
         group.broadcast([("weight", torch.zeros(4))], version=1)
     group.close()  # as the sender does after an error; it closes the connections that a bucket leaves open
+
+
+@pytest.mark.timeout(60)
+def test_a_bucket_is_sent_while_engines_load_the_one_before(engine: RefusingEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That they could not load it ends the next call."""
+    group = joined_group(engine)
+    monkeypatch.setattr(dist, "broadcast", lambda *_, **__: None)
+    engine.may_answer.clear()
+    group.broadcast([("weight", torch.zeros(4))], version=None)
+    engine.may_answer.set()
+    with pytest.raises(EngineError, match=r"did not take a bucket of 32 bytes or the one before: .*no /update_weights_from_distributed"):
+        group.broadcast([("other", torch.zeros(8))], version=1)
+    group.close()
 
 
 @pytest.fixture

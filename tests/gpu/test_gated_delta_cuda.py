@@ -7,10 +7,12 @@ python -m pytest -s tests/gpu/test_gated_delta_cuda.py
 from importlib.util import find_spec
 from itertools import accumulate, pairwise
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from fuligo.models.gated_delta import gated_delta_modules, is_kernel, pack_gated_delta, sequence_arguments
 from tests import tiny
@@ -23,8 +25,10 @@ HEADS = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
 
 
 def layers(device: str, dtype: torch.dtype) -> Any:
-    """Return the same model, with weights that bfloat16 holds, on any device."""
-    return tiny.model("qwen3_5_text", **SHAPE, **HEADS).bfloat16().to(device, dtype).model
+    """Return the same model, with weights that bfloat16 holds, on any device; on a CPU with transformers' own functions."""
+    names = ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", "FusedRMSNormGated")
+    with patch.multiple(modeling_qwen3_5, **({} if device == "cuda" else dict.fromkeys(names))):
+        return tiny.model("qwen3_5_text", **SHAPE, **HEADS).bfloat16().to(device, dtype).model
 
 
 def embedded(device: str, dtype: torch.dtype) -> Tensor:

@@ -92,10 +92,13 @@ def _engine_choices(subject: Subject) -> Iterator[Choice]:
         if memory.settings.uses_deepep or spec.arguments.get("speculative_algorithm") is not None:
             continue  # their graphs and requests follow other limits, which have their own rules
         changes = []
+        # By default no more are in flight than `requests`; a given --rollout-concurrency may fill the spare slots, which then need graphs.
+        may_fill, decides_graphs = config.rollout.rollout_concurrency is not None, _decides_graphs(spec)
         if spec.arguments.get("max_running_requests") is None:
-            changes.append(_argument(spec, "max_running_requests", requests + SPARE_SLOTS * spec.dp_size))
-        if not _decides_graphs(spec):
-            graphs = max(memory.settings.graph_batch, ceil(requests / spec.dp_size))
+            spare = 0 if may_fill and decides_graphs else SPARE_SLOTS * spec.dp_size
+            changes.append(_argument(spec, "max_running_requests", requests + spare))
+        if not decides_graphs:
+            graphs = max(memory.settings.graph_batch, ceil(requests / spec.dp_size) + (SPARE_SLOTS if may_fill else 0))
             changes.append(_argument(spec, "cuda_graph_max_bs_decode", graphs))
         if changes:
             yield Choice(tuple(changes), reason)

@@ -69,6 +69,12 @@ def test_given_requests_in_flight_win() -> None:
     assert "rollout_concurrency" not in chosen(f"{ENGINES} --rollout-batch-size 64 --rollout-concurrency 100")
 
 
+@pytest.mark.parametrize("graphs", ["", " --sglang-cuda-graph-max-bs-decode 300"])
+def test_requests_that_may_fill_the_spare_slots_have_graphs(graphs: str) -> None:
+    subject, _ = choose(subject_of(f"{ENGINES} --rollout-batch-size 32 --rollout-concurrency 4096{graphs}", "qwen3-4b", "h200-141"))
+    assert subject.config.sglang.get("max_running_requests") == subject.config.sglang.get("cuda_graph_max_bs_decode")
+
+
 def test_graphs_take_memory_from_the_cache() -> None:
     small = subject_of(f"{ENGINES} --rollout-batch-size 4", "qwen3-4b", "h100-80")
     large = subject_of(f"{ENGINES} --rollout-batch-size 64", "qwen3-4b", "h100-80")

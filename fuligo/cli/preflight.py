@@ -63,7 +63,7 @@ def _hooks(config: Config) -> Iterator[str]:
 def _trainer(config: Config) -> Iterator[str]:
     """Check what the trainer needs here; on a cluster only the nodes need its packages."""
     name, trainer = config.resolved_train_backend, config.trainer_capabilities
-    for package in trainer.packages if chosen_launcher(config) == "local" else ():
+    for package in trainer.packages if config.trains and chosen_launcher(config) == "local" else ():
         if package_version(package) is None:
             yield f"--train-backend {name}: the package {package} is not installed; pip install 'fuligo[{name}]'"
     directory = config.model.hf_checkpoint

@@ -46,7 +46,8 @@ def _packages(config: Config, machine: Machine, versions: Versions) -> Iterator[
     """Check the packages of the backends, in the versions whose flags are known; engines may have their own interpreter."""
     here = sys.executable
     trainer, pinned = config.trainer_capabilities, {schema(group).package: schema(group).version for group in BACKENDS}
-    for package in (*trainer.packages, *(trainer.gpu_packages if num_gpus_of_node(config, machine) > 0 else ())):
+    needed = (*trainer.packages, *(trainer.gpu_packages if num_gpus_of_node(config, machine) > 0 else ()))
+    for package in needed if config.trains else ():
         yield _package(versions, here, package, pinned.get(package))
     if engine_groups(config):
         python = config.engine.interpreter

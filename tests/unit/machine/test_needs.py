@@ -57,6 +57,8 @@ def test_packages_of_the_backends_in_their_versions(checkpoint: Path) -> None:
     assert "-m pip install sglang-router==0.3.2" in (wrong["sglang-router"].problem or "")
     assert "pip install transformer-engine" in (wrong["transformer-engine"].problem or "")
     assert "ray" not in wrong, "one node needs none"
+    only_sampling = config(checkpoint, "--train-backend", "megatron", "--rollout-num-gpus", "1", "--debug-rollout-only")
+    assert not {"megatron-core", "transformer-engine"} & found(only_sampling, TWO_H200).keys(), "the trainer's packages"
 
 
 def test_several_nodes_need_ray(checkpoint: Path) -> None:

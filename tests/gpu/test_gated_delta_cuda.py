@@ -4,6 +4,7 @@ pip install flash-linear-attention causal-conv1d
 python -m pytest -s tests/gpu/test_gated_delta_cuda.py
 """
 
+from contextlib import ExitStack
 from importlib.util import find_spec
 from itertools import accumulate, pairwise
 from typing import Any
@@ -27,7 +28,9 @@ HEADS = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
 def layers(device: str, dtype: torch.dtype) -> Any:
     """Return the same model, with weights that bfloat16 holds, on any device; on a CPU with transformers' own functions."""
     names = ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", "FusedRMSNormGated")
-    with patch.multiple(modeling_qwen3_5, **({} if device == "cuda" else dict.fromkeys(names))):
+    with ExitStack() as stack:
+        for name in names if device == "cpu" else ():
+            stack.enter_context(patch.object(modeling_qwen3_5, name, None))
         return tiny.model("qwen3_5_text", **SHAPE, **HEADS).bfloat16().to(device, dtype).model
 
 

@@ -188,7 +188,7 @@ class _Reader:
 def _has_misplaced_bool(flag: Flag, value: Any) -> bool:
     """Return True for a boolean where the flag takes none, or the reverse; pydantic would accept YAML's `yes` as 1."""
     if flag.kind is Kind.BOOL:
-        return not isinstance(value, bool)
+        return not isinstance(value, bool) and not (value is None and flag.optional)
     values = value if flag.kind.is_list and isinstance(value, list) else [value]
     return any(isinstance(item, bool) for item in values)
 

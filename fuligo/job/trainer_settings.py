@@ -65,7 +65,7 @@ def torch_settings(config: Config, common: TrainerSettings) -> TorchTrainerSetti
     return TorchTrainerSettings(
         **{each.name: getattr(common, each.name) for each in fields(common)},
         gradient_checkpointing=config.model.gradient_checkpointing,
-        torch_compile=config.model.torch_compile and not config.train.exact_on_policy,  # compiled layers round differently
+        torch_compile=config.model.torch_compile is not False and not config.train.exact_on_policy,  # compiled layers round differently
         exact_on_policy=_is_exact(config, common.device, common.hf_checkpoint),
     )
 

@@ -59,7 +59,9 @@ class ModelFlags(FlagGroup):
         "auto", "compute dtype of the trainer (master weights stay fp32); auto: bf16 on CUDA, fp32 on a CPU"
     )
     gradient_checkpointing: bool = flag(False, "recompute every layer's activations in the backward pass")
-    torch_compile: bool = flag(True, "compile the layers of dense models on CUDA in bf16 (torch trainer)")
+    torch_compile: bool | None = flag(
+        None, "compile the layers of dense models on CUDA in bf16 (torch trainer; default: those of 50 M parameters or more)"
+    )
 
 
 class CheckpointFlags(FlagGroup):

@@ -175,7 +175,7 @@ def _gathered(subject: Subject) -> MemoryItem:
 def compiles_layers(subject: Subject) -> bool:
     """Return whether the trainer compiles the layers: those of dense models of text with grouped heads, in bf16."""
     architecture, config = subject.architecture, subject.config
-    is_wanted = config.model.torch_compile and not config.train.exact_on_policy
+    is_wanted = config.model.torch_compile is not False and not config.train.exact_on_policy
     is_dense = architecture.experts is None and isinstance(architecture.attention, GroupedAttention) and not architecture.num_linear_layers
     return is_wanted and is_dense and architecture.vision_tower is None and compute_bytes(subject) == BF16
 

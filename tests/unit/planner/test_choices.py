@@ -116,6 +116,16 @@ def test_given_rows_are_kept() -> None:
     assert choose(given)[0].config.train.max_tokens_per_gpu == 8192
 
 
+@pytest.mark.parametrize("flags, chosen_value", [("", False), ("--torch-compile", None), ("--precision fp32", None)])
+def test_small_models_are_not_compiled_by_default(flags: str, chosen_value: bool | None) -> None:
+    for sizes, expected in ((TINY, chosen_value), (SMOLLM2, None)):
+        subject = replace(
+            subject_of(f"{SHARED} {flags or '--precision bf16'}", "qwen3-4b", "h200-141"), architecture=architecture_of(sizes)
+        )
+        found = [change.value for choice in choose(subject)[1] for change in choice.changes if change.path[-1] == "torch_compile"]
+        assert found == ([] if expected is None else [expected])
+
+
 def test_every_choice_says_why() -> None:
     _, choices = choose(subject_of(f"{ENGINES} --rollout-batch-size 64", "qwen3-4b", "h200-141"))
     assert all(choice.reason and all(change_text(change).startswith("--") for change in choice.changes) for choice in choices)
@@ -125,6 +135,7 @@ SMOLLM2 = {
     "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3,
     "num_hidden_layers": 30, "vocab_size": 49152, "tie_word_embeddings": True, "max_position_embeddings": 8192,
 }  # fmt: skip
+TINY = {**SMOLLM2, "num_hidden_layers": 2, "vocab_size": 512}
 MEASURED_ROLLOUTS = [
     # docs/benchmarks-gpu.md: requests of 105 tokens, their longest response, the mean measured, and the seconds of a rollout
     ("qwen3-4b", 512, 1.0, 21.8),

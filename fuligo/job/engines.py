@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -32,6 +32,7 @@ from fuligo.job.lent import LentParts
 from fuligo.job.watch import while_watching
 from fuligo.layout.slots import engine_gpus
 from fuligo.models.device import resolve_device, resolve_precision
+from fuligo.models.registry import architecture_of
 from fuligo.models.routing import RoutingShape
 from fuligo.observability.run_directory import RunDirectory
 from fuligo.rollout.teacher import ServedTeacher
@@ -119,9 +120,10 @@ def ranks_beside_engines(config: Config) -> dict[int, tuple[int, ...]]:
 
 PROBE_IDS = (1, 2, 3)
 """Token ids that exist in every vocabulary."""
-FP32_TOLERANCE, BF16_TOLERANCE, FP8_TOLERANCE = 1e-3, 0.05, 0.2
-"""Tolerance, in nats, of the mean difference of log-probabilities between two implementations of a model (bf16: 0.01 to 0.03 measured), or
-between a model and itself with weights and activations in FP8 (quickstart model: 0.06)."""
+FP32_TOLERANCE, BF16_TOLERANCE, COARSE_TOLERANCE = 1e-3, 0.05, 0.2
+"""Tolerance, in nats, of the mean difference of log-probabilities between two implementations of a model (bf16: 0.01 to 0.03 measured). It
+is coarse in FP8 (quickstart model: 0.06), and in bf16 for mixtures, where rounding sends tokens to other experts, and linear attention
+(0.08 to 0.14 with random weights, docs/benchmarks-gpu.md)."""
 
 
 @dataclass(slots=True)
@@ -283,9 +285,12 @@ def _proof(config: Config, trainer: Trainer) -> EqualityProof:
         return ChecksumProof()
     assert config.model.hf_checkpoint is not None
     model = read_model_config(Path(config.model.hf_checkpoint))
-    tolerance = FP32_TOLERANCE if resolve_precision(config.model.precision, resolve_device(config)) == "fp32" else BF16_TOLERANCE
     if model.get("quantization_config") is not None:
-        tolerance = FP8_TOLERANCE
+        tolerance = COARSE_TOLERANCE
+    elif resolve_precision(config.model.precision, resolve_device(config)) == "fp32":
+        tolerance = FP32_TOLERANCE
+    else:
+        tolerance = COARSE_TOLERANCE if _amplifies_rounding(model) else BF16_TOLERANCE
     return LogprobProof(
         trainer,
         temperature=config.rollout.rollout_temperature,
@@ -293,6 +298,14 @@ def _proof(config: Config, trainer: Trainer) -> EqualityProof:
         tolerance=tolerance,
         num_replicas=config.resolved_data_parallel_size,
     )
+
+
+def _amplifies_rounding(model: dict[str, Any]) -> bool:
+    try:
+        architecture = architecture_of(model)
+    except ConfigError:  # a family that cannot be planned
+        return True
+    return architecture.experts is not None or architecture.num_linear_layers > 0
 
 
 async def find_teacher(config: Config, engines: Engines, stack: AsyncExitStack) -> ServedTeacher | None:

@@ -210,8 +210,10 @@ def _own_arguments(config: Config, group: EngineGroupSpec, adapters: Sequence[Ad
     """Return the arguments that the run itself needs; flags of the user override them.
 
     With --colocate, SGLang releases memory only with its memory saver, and weights that are never synced need a copy in host memory.
+    On a GPU, SGLang would compute a float32 checkpoint, such as one that a run saved, in float16; the trainer computes in bf16, and rounds
+    the policy's weights accordingly.
     """
-    is_policy = group.model == policy_model(config)
+    is_policy, is_on_gpu = group.model == policy_model(config), resolve_device(config) == "cuda"
     arguments: dict[str, Any] = {"enable_return_routed_experts": True} if config.replays_engine_routing and is_policy else {}
     if adapters and is_policy:
         assert config.model.hf_checkpoint is not None, "validated"
@@ -220,7 +222,9 @@ def _own_arguments(config: Config, group: EngineGroupSpec, adapters: Sequence[Ad
         arguments |= {"trust_remote_code": True}
     if config.data.multimodal_keys and is_policy:
         arguments |= {"disable_fast_image_processor": True}  # else torchvision's, on the engine's GPU if it has one
-    if config.shares_gpus and resolve_device(config) == "cuda":
+    if is_policy and is_on_gpu:
+        arguments |= {"dtype": "bfloat16"}
+    if config.shares_gpus and is_on_gpu:
         arguments |= {"enable_memory_saver": True, "enable_weights_cpu_backup": not is_policy}
     return arguments
 

@@ -98,6 +98,16 @@ def test_on_shared_gpus_memory_is_released_and_models_that_are_never_synced_keep
     assert "--enable-weights-cpu-backup" in judge and "--enable-weights-cpu-backup" not in actor
 
 
+def test_engines_of_the_policy_compute_in_the_trainers_precision_on_gpus(fleets) -> None:
+    """By itself, SGLang takes float16 for a checkpoint in float32, such as the checkpoint of a run."""
+    models = [JUDGE, {"name": "actor", "server_groups": [{"num_gpus": 1}]}]
+    config = config_of(models, rollout_num_gpus=2)
+    given = Config.model_validate({**config.model_dump(), "sglang": {"dtype": "float32"}})
+    for each, device, dtype in ((config, "cuda", "bfloat16"), (given, "cuda", "float32"), (config, "cpu", "float32")):
+        assert options(fleets(each, device)["actor"].servers[0])["--dtype"] == dtype
+    assert "--dtype" not in options(fleets(config, "cuda")["judge"].servers[0])
+
+
 def test_engines_of_the_policy_compute_images_as_the_trainer_does(fleets) -> None:
     models = [JUDGE, {"name": "actor", "server_groups": [{"num_gpus": 1}]}]
     text = config_of(models, rollout_num_gpus=2)

@@ -35,6 +35,10 @@ def test_glm4_9b_has_9_40_billion() -> None:
     assert architecture("glm4-9b").num_parameters == 9_400_279_040
 
 
+def test_qwen3_vl_counts_its_vision_tower() -> None:
+    assert architecture("qwen3-vl-8b").num_parameters == 8_767_123_696
+
+
 def test_qwen3_next_has_the_published_counts() -> None:
     """The total of its files, and what is left of it without the experts that a token does not use."""
     model = architecture("qwen3-next-80b")

@@ -125,4 +125,5 @@ class Recipe:
 
 def read_recipe(file: dict[str, Any]) -> Recipe:
     """Return the recipe of a config file's content."""
-    return Recipe(file, json.loads(Path(file["model"]["model_config_file"]).read_text(encoding="utf-8")), {})
+    model = json.loads(Path(file["model"]["model_config_file"]).read_text(encoding="utf-8"))
+    return Recipe(file, model | model.get("text_config", {}), {})

@@ -36,6 +36,10 @@ LOOPBACK = "127.0.0.1"
 _DTYPES: Mapping[str, Precision] = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16"}
 """Values of `--sglang-dtype` in which weights are sent."""
 
+POLICY_ON_GPU: Mapping[str, Any] = {"dtype": "bfloat16"}
+"""Arguments of the policy's engines on GPUs. By itself, SGLang would compute a float32 checkpoint, such as one that a run saved, in
+float16; the trainer computes in bf16, which rounds small updates away that float16 keeps."""
+
 
 class SGLangBackend:
     """Implementation of `engines.backend.EngineBackend`."""
@@ -98,7 +102,7 @@ class SGLangBackend:
         policy = next((group for group in engine_groups(config) if group.update_weights), None)
         if policy is None:
             return None
-        arguments = {**(CPU_ARGUMENTS if device == "cpu" else {}), **dict(policy.arguments.items())}
+        arguments = {**(CPU_ARGUMENTS if device == "cpu" else POLICY_ON_GPU), **dict(policy.arguments.items())}
         return _DTYPES.get(arguments.get("dtype", "auto"))
 
 
@@ -210,8 +214,6 @@ def _own_arguments(config: Config, group: EngineGroupSpec, adapters: Sequence[Ad
     """Return the arguments that the run itself needs; flags of the user override them.
 
     With --colocate, SGLang releases memory only with its memory saver, and weights that are never synced need a copy in host memory.
-    On a GPU, SGLang would compute a float32 checkpoint, such as one that a run saved, in float16; the trainer computes in bf16, and rounds
-    the policy's weights accordingly.
     """
     is_policy, is_on_gpu = group.model == policy_model(config), resolve_device(config) == "cuda"
     arguments: dict[str, Any] = {"enable_return_routed_experts": True} if config.replays_engine_routing and is_policy else {}
@@ -223,7 +225,7 @@ def _own_arguments(config: Config, group: EngineGroupSpec, adapters: Sequence[Ad
     if config.data.multimodal_keys and is_policy:
         arguments |= {"disable_fast_image_processor": True}  # else torchvision's, on the engine's GPU if it has one
     if is_policy and is_on_gpu:
-        arguments |= {"dtype": "bfloat16"}
+        arguments |= POLICY_ON_GPU
     if config.shares_gpus and is_on_gpu:
         arguments |= {"enable_memory_saver": True, "enable_weights_cpu_backup": not is_policy}
     return arguments

@@ -90,8 +90,8 @@ def test_nemotron_h_is_refused_without_advice_to_use_another_backend(tmp_path: P
         ("cuda", ["--sglang-dtype", "float32"], "fp32"),
         ("cpu", ["--sglang-dtype", "bfloat16"], "bf16"),
         ("cuda", ["--sglang-dtype", "bfloat16"], "bf16"),
-        ("cuda", ["--rollout-backend", "sglang"], None),  # SGLang computes in the checkpoint's type
-        ("cpu", ["--rollout-backend", "sglang"], "fp32"),  # it is started so there
+        ("cuda", ["--rollout-backend", "sglang"], "bf16"),  # it is started so
+        ("cpu", ["--rollout-backend", "sglang"], "fp32"),
     ],
 )
 def test_sglang_gets_weights_in_the_type_that_it_computes_in(bf16: Path, given: list[str], expected: str | None, device: Device):

@@ -1,11 +1,11 @@
 """CPU time of a turn in an environment, above the engine's own.
 
-    python benchmarks/episodes.py [--episodes 2000] [--concurrency 1000] [--turns 8] [--tokens 64] [--family qwen2_5]
+    python benchmarks/episodes.py [--episodes 2000] [--concurrency 1000] [--turns 8] [--tokens 64] [--family qwen2_5] [--isolation none]
 
-One process, an engine that answers at once, and an environment that answers every turn with a user's message or a tool's result. Each turn
-is sampled, parsed, answered, rendered by the chat template and recorded. Half of the turns call a tool. Memory is the growth of the process
-from one third of the episodes to the end, without the samples, which are dropped when they are finished. `--profile` writes the profile of
-the run.
+An engine that answers at once, and an environment that answers every turn with a user's message or a tool's result. Each turn is sampled,
+parsed, answered, rendered by the chat template and recorded. Half of the turns call a tool. CPU time and memory are those of all processes
+together; memory that processes share counts once. Its growth is that from one third of the episodes to the end, without the samples, which
+are dropped when they are finished. `--profile` writes the profile of the run.
 """
 
 import argparse
@@ -20,18 +20,21 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 
+from benchmarks.talking_environment import ADD, QUESTION, Talk
 from fuligo.cli.quickstart import ASSETS
 from fuligo.data.template import ChatTemplate
 from fuligo.engines.generation import Generation, SamplingParams
-from fuligo.environments import AssistantTurn, Environment, EnvironmentSettings, Start, Step, Tool, ToolCall, ToolResult
+from fuligo.environments import AssistantTurn, EnvironmentSettings, ToolCall
+from fuligo.environments.isolation.factory import IsolatedFactory, MakesEnvironments
+from fuligo.environments.isolation.workers import Workers
 from fuligo.environments.load import EnvironmentFactory
 from fuligo.environments.rendering import Renderer
+from fuligo.limits import raise_open_files
 from fuligo.rollout.episodes import Episodes, Limits
 from fuligo.rollout.generate import SingleTurn
+from fuligo.sandbox.processes import descendants
 from fuligo.types import Sample, SampleStatus
 
-QUESTION = "What is 695 + 830? Think step by step and box the answer."
-ADD = Tool("add", "Add two numbers.", {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}})
 CALL = ToolCall("add", {"a": 695, "b": 830}, "call00001")
 ENDS = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|user|>", "<|observation|>", "<｜end▁of▁sentence｜>")
 
@@ -50,27 +53,20 @@ class Instant:
         return Generation(ids, np.full(len(ids), -0.5, np.float32), "stop", 0, len(input_ids), 0, "", engine=0)
 
 
-class Talk(Environment):
-    """Answers at once."""
-
-    async def reset(self) -> Start:
-        self.turns = 0
-        return Start([{"role": "user", "content": QUESTION}], (ADD,))
-
-    async def step(self, turn: AssistantTurn) -> Step:
-        if turn.last:
-            return Step(reward=1.0, done=True)
-        if turn.tool_calls:
-            return Step(
-                [{"role": "tool", "name": "add", "tool_call_id": turn.tool_calls[0].id, "content": "1525"}],
-                tool_results=(ToolResult("add", "1525"),),
-            )
-        return Step([{"role": "user", "content": QUESTION}])
+def pids() -> list[int]:
+    """Return this process and its descendants."""
+    return [os.getpid(), *(process.pid for process in descendants())]
 
 
-def rss_mib() -> float:
-    with Path("/proc/self/statm").open() as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+def cpu_s() -> float:
+    """Return the CPU time of all processes."""
+    return sum(int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) for pid in pids()) / 1e9
+
+
+def memory_mib() -> float:
+    """Return the memory of all processes; what several share counts once."""
+    lines = (line for pid in pids() for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines())
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 2**10
 
 
 async def run(episodes: Episodes, num: int, concurrency: int, max_tokens: int) -> None:
@@ -111,6 +107,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64, help="tokens of an answer")
     parser.add_argument("--family", default="qwen2_5", help="chat template, by its name in TRL")
+    parser.add_argument("--isolation", choices=("process", "none"), default="process", help="--environment-isolation")
     parser.add_argument("--profile", type=Path)
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / "model")
@@ -123,26 +120,34 @@ def main() -> None:
     answers = [written(tokenizer, template, message) for message in (said, AssistantTurn("", tool_calls=(CALL,)).message())]
     single = SingleTurn(Instant(answers), tokenizer, timeout_s=60.0)
     limits = Limits(max_turns=args.turns, turn_timeout_s=600.0, episode_timeout_s=6000.0, max_context_len=None)
-    episodes = Episodes(single, EnvironmentFactory(Talk, EnvironmentSettings()), renderer, tokenizer, limits=limits)
+    raise_open_files()
+    factory: MakesEnvironments = EnvironmentFactory(Talk, EnvironmentSettings())
+    if args.isolation == "process":
+        workers = Workers("benchmarks.talking_environment.Talk", {})
+        workers.start()
+        factory = IsolatedFactory(Talk, EnvironmentSettings(), workers)
+    episodes = Episodes(single, factory, renderer, tokenizer, limits=limits)
     max_tokens = 100 * args.turns * args.tokens
     asyncio.run(run(episodes, args.concurrency, args.concurrency, max_tokens))
     first = args.episodes // 3
-    start_s, profile = time.process_time(), cProfile.Profile()
+    start_s, profile = cpu_s(), cProfile.Profile()
     if args.profile:
         profile.enable()
     asyncio.run(run(episodes, first, args.concurrency, max_tokens))
-    before_mib = rss_mib()
+    before_mib = memory_mib()
     asyncio.run(run(episodes, args.episodes - first, args.concurrency, max_tokens))
     if args.profile:
         profile.disable()
         profile.dump_stats(args.profile)
-    whole_ms = 1000 * (time.process_time() - start_s) / (args.episodes * args.turns)
-    growth_mib = rss_mib() - before_mib
+    whole_ms = 1000 * (cpu_s() - start_s) / (args.episodes * args.turns)
+    growth_mib, own_mib = memory_mib() - before_mib, memory_mib()
+    num = len(pids())
+    asyncio.run(episodes.close())
     start_s = time.process_time()
     asyncio.run(bare(single, args.episodes, args.turns, text, max_tokens))
     bare_ms = 1000 * (time.process_time() - start_s) / (args.episodes * args.turns)
     print(f"{whole_ms:.3f} CPU ms a turn, {bare_ms:.3f} of them for the requests alone; {whole_ms - bare_ms:.3f} for the environment")
-    print(f"memory grew by {growth_mib:.1f} MiB over the last {args.episodes - first} episodes")
+    print(f"memory grew by {growth_mib:.1f} MiB over the last {args.episodes - first} episodes, to {own_mib:,.0f} MiB in {num} processes")
 
 
 if __name__ == "__main__":

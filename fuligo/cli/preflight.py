@@ -11,7 +11,7 @@ from fuligo.config.args_view import custom_entries
 from fuligo.config.hooks import hook_problems
 from fuligo.config.launcher import chosen_launcher
 from fuligo.config.topology import engine_groups
-from fuligo.environments.load import environment_problems
+from fuligo.environments.isolation.factory import environment_problems
 from fuligo.errors import ConfigError
 from fuligo.formats.hugging_face import DamagedFileError, read_config_json, read_model_config
 from fuligo.machine.packages import package_version, package_versions

@@ -127,14 +127,17 @@ class ToolResult:
 class Environment(ABC):
     """World of one episode. The run makes one per sample, `EnvironmentClass(row, settings)`, and closes it at the end.
 
-    The methods run in the event loop of the run: they must await what takes time, and leave computation to `asyncio.to_thread` or a
-    process. Each has --turn-timeout-s; if one raises or takes longer, its sample fails with the reason, and no other.
+    Each episode has a process while it lasts, unless `isolated` is False or --environment-isolation says `none`: then the methods run in the
+    event loop of the run, so that they must await what takes time, and leave computation to `asyncio.to_thread`. Each has
+    --turn-timeout-s; if one raises or takes longer, its sample fails with the reason, and no other.
     """
 
     Settings: ClassVar[type[EnvironmentSettings]] = EnvironmentSettings
     """Model of --environment-settings; a subclass of `EnvironmentSettings` with typed fields."""
     resumable: ClassVar[bool] = False
     """True if `state` and `restore` let an interrupted episode continue; otherwise it starts over."""
+    isolated: ClassVar[bool] = True
+    """False if episodes share objects that change, such as a match: they then live in the process of the run."""
 
     def __init__(self, row: Row, settings: Any) -> None:
         self.row = row

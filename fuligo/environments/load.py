@@ -1,15 +1,13 @@
 """Environment class of a run and its settings, checked before anything starts."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
 
-from fuligo.config import Config
 from fuligo.config.hooks import load_hook
 from fuligo.environments.environment import Environment, EnvironmentSettings, Row, environment_problem
-from fuligo.errors import ConfigError, FuligoError, HookError
+from fuligo.errors import ConfigError, HookError
 
 
 @dataclass(slots=True, frozen=True)
@@ -21,6 +19,9 @@ class EnvironmentFactory:
 
     def make(self, row: Row) -> Environment:
         return self.kind(row, self.settings)
+
+    async def close(self) -> None:
+        """Do nothing: each environment closes what it opened."""
 
 
 def load_environment(path: str, settings: dict[str, Any]) -> EnvironmentFactory:
@@ -37,14 +38,3 @@ def load_environment(path: str, settings: dict[str, Any]) -> EnvironmentFactory:
         known = ", ".join(kind.Settings.model_fields) or "none"
         problems = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
         raise ConfigError(f"--environment-settings does not fit {path}: {problems}; its settings: {known}") from None
-
-
-def environment_problems(config: Config) -> Iterator[str]:
-    """Yield the problem of the environment of a config, if it has one. Imports its module."""
-    path = config.rollout.environment
-    if path is None:
-        return
-    try:
-        load_environment(path, config.rollout.environment_settings)
-    except FuligoError as error:
-        yield str(error)

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 Game = TypeVar("Game")
 
@@ -75,6 +75,8 @@ class Matches(Generic[Game]):
     An interruption interrupts both samples of a match; if they start over, they meet in a new one.
     """
 
+    in_process_of_one: ClassVar[bool] = False
+    """True in the process of a single episode, where nobody else joins."""
     _open: dict[int, _Match[Game]] = field(default_factory=dict, init=False)
     """Matches in which one player waits for the other, by number of the pair."""
 
@@ -84,7 +86,12 @@ class Matches(Generic[Game]):
         Args:
             index: number of the sample in the run
             make: makes the game
+
+        Raises:
+            RuntimeError: the episode has a process of its own
         """
+        if self.in_process_of_one:
+            raise RuntimeError("cannot join a match in a process of one episode; set `isolated = False` in the environment's class")
         pair = index // 2
         match = self._open.pop(pair, None)
         if match is None:

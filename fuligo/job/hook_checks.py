@@ -23,7 +23,7 @@ from fuligo.config.hooks import Hook, load_hook
 from fuligo.engines.generation import SamplingParams
 from fuligo.environments import AssistantTurn, Row, Start, Step
 from fuligo.environments.environment import json_copy
-from fuligo.environments.load import load_environment
+from fuligo.environments.isolation.factory import environment_factory
 from fuligo.errors import FuligoError, HookError
 from fuligo.job.recorder import log_data
 from fuligo.rollout.custom_generate import CustomGenerate
@@ -254,7 +254,7 @@ def _group_filter(hook: Hook, config: Config, groups: list[SampleGroup]) -> None
 
 def _environment(hook: Hook, config: Config, groups: list[SampleGroup]) -> None:
     """Reset an environment, step it with a last turn, and close it."""
-    factory = load_environment(str(config.rollout.environment), config.rollout.environment_settings)
+    factory = environment_factory(config)
 
     async def play(sample: Sample) -> None:
         environment = factory.make(Row(sample.prompt, sample.label, deepcopy(sample.metadata), sample.index))
@@ -272,8 +272,11 @@ def _environment(hook: Hook, config: Config, groups: list[SampleGroup]) -> None:
         finally:
             await environment.close()
 
-    for group in groups:
-        asyncio.run(asyncio.wait_for(play(group.samples[0]), 2 * config.rollout.turn_timeout_s))
+    try:
+        for group in groups:
+            asyncio.run(asyncio.wait_for(play(group.samples[0]), 2 * config.rollout.turn_timeout_s))
+    finally:
+        asyncio.run(factory.close())
 
 
 _CHECKS: dict[str, Callable[[Hook, Config, list[SampleGroup]], Any]] = {

@@ -15,7 +15,7 @@ from fuligo.data.source import PromptSource
 from fuligo.data.template import ChatTemplate
 from fuligo.engines.engine import Engine
 from fuligo.engines.group import EngineGroup
-from fuligo.environments.load import load_environment
+from fuligo.environments.isolation.factory import MakesEnvironments, environment_factory
 from fuligo.environments.rendering import Renderer
 from fuligo.errors import ConfigError, HookError
 from fuligo.formats.hugging_face import read_model_config
@@ -182,9 +182,18 @@ def build_generators(
     if agent is not None:
         return _agents(config, agent, engine, tokenizer)
     args, single_turn = ArgsView(config), _single_turn(config, engine, tokenizer)
-    training = _generate(config, args, single_turn, policy_version, tokenizer)
-    evaluation = _generate(config, args, single_turn.without_routing(), policy_version, tokenizer)
-    return Generators(training, evaluation, tuple(each.close for each in (training, evaluation) if isinstance(each, Episodes)))
+    if config.rollout.environment is not None:
+        factory = environment_factory(config)
+        training, evaluation = (_episodes(config, factory, turns, tokenizer) for turns in (single_turn, single_turn.without_routing()))
+        return Generators(training, evaluation, (training.close, evaluation.close))
+    hook = hook_of(config, "custom_generate_function_path")
+    if hook is None:
+        return Generators(single_turn, single_turn.without_routing())
+    training, evaluation = (
+        CustomGenerate(hook, args, turns, policy_version, vocab_size=vocab_size(config))
+        for turns in (single_turn, single_turn.without_routing())
+    )
+    return Generators(training, evaluation)
 
 
 def _agents(config: Config, agent: Hook, engine: Engine, tokenizer: PreTrainedTokenizerBase) -> Generators:
@@ -253,15 +262,6 @@ def _resized_images(config: Config) -> ResizedImages | None:
     return ResizedImages(ImageProcessor(str(config.model.hf_checkpoint)))
 
 
-def _generate(
-    config: Config, args: ArgsView, single_turn: SingleTurn, policy_version: Callable[[], int], tokenizer: PreTrainedTokenizerBase
-) -> GenerateFn:
-    if config.rollout.environment is not None:
-        return _episodes(config, single_turn, tokenizer)
-    hook = hook_of(config, "custom_generate_function_path")
-    return single_turn if hook is None else CustomGenerate(hook, args, single_turn, policy_version, vocab_size=vocab_size(config))
-
-
 def _renderer(config: Config, tokenizer: PreTrainedTokenizerBase) -> Renderer:
     from fuligo.models.directory import end_ids_of
 
@@ -269,12 +269,11 @@ def _renderer(config: Config, tokenizer: PreTrainedTokenizerBase) -> Renderer:
     return Renderer(tokenizer, ChatTemplate(tokenizer, config.data.apply_chat_template_kwargs), end_ids)
 
 
-def _episodes(config: Config, single_turn: SingleTurn, tokenizer: PreTrainedTokenizerBase) -> Episodes:
+def _episodes(config: Config, factory: MakesEnvironments, single_turn: SingleTurn, tokenizer: PreTrainedTokenizerBase) -> Episodes:
     flags = config.rollout
-    assert flags.environment is not None
     return Episodes(
         single_turn,
-        load_environment(flags.environment, flags.environment_settings),
+        factory,
         _renderer(config, tokenizer),
         tokenizer,
         limits=Limits(

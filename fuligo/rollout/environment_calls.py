@@ -5,6 +5,8 @@ import sys
 from collections.abc import Collection, Coroutine
 from typing import Any, TypeVar
 
+from fuligo.environments.isolation.messages import FailureError
+
 T = TypeVar("T")
 _END_S = 2.0
 """Time in which a canceled task must end."""
@@ -66,6 +68,8 @@ async def _outcome(call: Coroutine[Any, Any, T], name: str) -> T | EpisodeError:
         return await call
     except asyncio.CancelledError:  # if `call_within` canceled it, nobody reads the value
         return EpisodeError(f"environment: {name} canceled itself")
+    except FailureError as failure:
+        return EpisodeError(f"environment: {failure}")
     except BaseException as error:
         return EpisodeError(f"environment: {name} raised {describe_error(error)}")
 

@@ -13,7 +13,8 @@ import numpy as np
 
 from fuligo.engines.generation import SamplingParams, Tokenizer
 from fuligo.environments.environment import AssistantTurn, Environment, Row, Step, Tool, json_copy, start_problem, step_problem
-from fuligo.environments.load import EnvironmentFactory
+from fuligo.environments.isolation.factory import MakesEnvironments
+from fuligo.environments.isolation.messages import FailureError
 from fuligo.environments.rendering import Renderer
 from fuligo.errors import DataError
 from fuligo.rollout.custom_generate import append_observation
@@ -52,7 +53,7 @@ class Episodes:
     """
 
     generate: GenerateFn
-    factory: EnvironmentFactory
+    factory: MakesEnvironments
     renderer: Renderer
     tokenizer: Tokenizer
     _: KW_ONLY
@@ -105,11 +106,12 @@ class Episodes:
                 interrupted.set_result(None)
 
     async def close(self) -> None:
-        """Abandon calls that ignore their cancellation, so that the run can end."""
+        """Abandon calls that ignore their cancellation, so that the run can end, and end the processes of environments."""
         if (num_stubborn := await abandon(self._canceled)) > 0:
             logger.warning(
                 "%d calls of environments catch asyncio.CancelledError and continue; they must raise it again (--environment)", num_stubborn
             )
+        await self.factory.close()
 
     async def call(self, call: Coroutine[Any, Any, T], name: str, interrupted: asyncio.Future[None] | None = None) -> T:
         """Await a call of an environment; see `call_within`."""
@@ -300,6 +302,8 @@ class _Run:
         if self._environment.resumable:
             try:
                 self._episode.state = json_copy(self._environment.state())
+            except FailureError as failure:
+                raise EpisodeError(f"environment: {failure}") from failure
             except BaseException as error:
                 raise EpisodeError(f"environment: state raised {describe_error(error)}") from error
 

@@ -120,6 +120,8 @@ class Limits:
     disk_bytes: int
     output_bytes: int
     max_processes: int
+    max_running: int
+    """Programs of all sessions that run at once."""
     binds: tuple[tuple[str, str], ...]
     """(path of this machine, path in the sandbox)."""
     paths: tuple[str, ...]
@@ -141,6 +143,7 @@ def main() -> None:
             control.send(json.dumps({"problem": f"import {module}: {type(error).__name__}: {error}"}).encode())
             return
     control.send(b"{}")
+    running = _Running(limits.max_running)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects what ends
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -153,11 +156,11 @@ def main() -> None:
         (session,) = received
         if os.fork() == 0:
             control.close()
-            _begin(socket.socket(fileno=session), limits)
+            _begin(socket.socket(fileno=session), limits, running)
         os.close(session)
 
 
-def _begin(session: socket.socket, limits: Limits) -> NoReturn:
+def _begin(session: socket.socket, limits: Limits, running: "_Running") -> NoReturn:
     """Enter the namespaces and fork the supervisor."""
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -165,7 +168,7 @@ def _begin(session: socket.socket, limits: Limits) -> NoReturn:
         enter(with_nobody=True)
         prctl(PR_SET_DUMPABLE, 0)
         if os.fork() == 0:
-            _Supervisor(session, limits).serve()
+            _Supervisor(session, limits, running).serve()
     except (UnavailableError, OSError) as error:
         _answer(session, {"unavailable": str(error)})
     os._exit(0)
@@ -175,12 +178,38 @@ def _answer(session: socket.socket, report: dict[str, Any]) -> None:
     session.sendall(json.dumps(report).encode() + b"\n")
 
 
+class _Running:
+    """Limit of the programs that run at once: a pipe with a byte for each that may begin, shared by all forks."""
+
+    def __init__(self, count: int) -> None:
+        self._free, self._freed = os.pipe()
+        os.set_blocking(self._free, False)
+        os.write(self._freed, b"." * min(count, select.PIPE_BUF))
+
+    def begin(self, session: socket.socket) -> bool:
+        """Wait until a program may run; return False if the session closed."""
+        poll = select.poll()
+        for descriptor in (session.fileno(), self._free):
+            poll.register(descriptor, select.POLLIN)
+        while True:
+            ready = {descriptor for descriptor, _ in poll.poll()}
+            if session.fileno() in ready:
+                return False
+            with suppress(BlockingIOError):  # another session took it
+                os.read(self._free, 1)
+                return True
+
+    def end(self) -> None:
+        os.write(self._freed, b".")
+
+
 class _Supervisor:
     """First process of a session's PID namespace: when it ends, the kernel ends all others there."""
 
-    def __init__(self, session: socket.socket, limits: Limits) -> None:
+    def __init__(self, session: socket.socket, limits: Limits, running: _Running) -> None:
         self._session = session
         self._limits = limits
+        self._running = running
         self._interpreter: _Interpreter | None = None
 
     def serve(self) -> NoReturn:
@@ -188,7 +217,13 @@ class _Supervisor:
         try:
             build_root(Root(self._limits.binds, disk_bytes=self._limits.disk_bytes))
             for line in self._session.makefile("rb"):
-                report = self._run(json.loads(line)["code"])
+                if not self._running.begin(self._session):
+                    break
+                try:
+                    _answer(self._session, {"started": True})
+                    report = self._run(json.loads(line)["code"])
+                finally:
+                    self._running.end()
                 if report is None:
                     break
                 _answer(self._session, report)

@@ -89,6 +89,17 @@ class RolloutFlags(FlagGroup):
     agent_host: str = flag("127.0.0.1", "address at which agents reach the policy; for agents on other machines it must not be loopback")
     environment: str | None = flag(None, "hook: environment class with reset, step, close; every sample is an episode", path=True)
     environment_settings: dict[str, Any] = flag({}, "settings of the environment, as a JSON object")
+    environment_isolation: Literal["auto", "process", "none"] = flag(
+        "auto",
+        "where environments run: each episode in a process of its own, or all in the process of the run; auto is process unless the class "
+        "says `isolated = False`, or cannot be imported by name",
+    )
+    environment_variables: list[str] = flag(
+        [], "environment variables that the processes of environments get although their names say that they hold a key or token"
+    )
+    environment_memory_mb: int | None = flag(
+        None, "memory that the process of an episode may take, its interpreter included", unit="MiB", ge=64
+    )
     max_turns: int = flag(16, "maximum number of model turns in an episode", unit="turns", ge=1)
     turn_timeout_s: float = flag(60.0, "deadline for each call of the environment", unit="s", gt=0)
     episode_timeout_s: float | None = flag(None, "deadline for an episode (default --rollout-timeout-s)", unit="s", gt=0)

@@ -1,7 +1,8 @@
 """Python interpreter in a sandbox, as a tool.
 
 Programs run in their own processes without network, files of the machine, or secrets (`fuligo.sandbox.interpreter`). One helper
-process with the modules imported serves all episodes of a run; a session, one for each call or for each episode, is a fork of it.
+process with the modules imported serves all episodes of a run, also those in processes of their own if it was started before
+(`check_sandbox` in the settings); a session, one for each call or for each episode, is a fork of it.
 """
 
 import asyncio
@@ -77,22 +78,25 @@ class PythonResult(BaseModel):
 
 
 class Interpreters:
-    """Process that serves the sessions of one `PythonSettings`. It ends with this process, or when it is closed."""
+    """Process that serves the sessions of one `PythonSettings`, of this process and its forks. It ends with the last of them, or when it is
+    closed.
+    """
 
     def __init__(self, settings: PythonSettings) -> None:
         self.settings = settings
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._running: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+        self._owner = os.getpid()
 
     def start(self) -> None:
         """Start the process unless it runs, with its modules imported.
 
         Raises ConfigError if a module cannot be imported and RolloutError if the process does not start.
         """
-        if self._process is not None and self._process.poll() is None:
+        if self._process is not None and (self._owner != os.getpid() or self._process.poll() is None):
             return
         self.close()
+        self._owner = os.getpid()
         self._control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with other:
             environment = processes.environment() | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # threads would not survive forks
@@ -124,15 +128,13 @@ class Interpreters:
         assert self._control is not None
         ours, theirs = socket.socketpair()
         with theirs:
-            socket.send_fds(self._control, [b"."], [theirs.fileno()])
+            try:
+                socket.send_fds(self._control, [b"."], [theirs.fileno()])
+            except (BrokenPipeError, ConnectionResetError):  # the process of the owner ended
+                self.close()
+                self.start()
+                socket.send_fds(self._control, [b"."], [theirs.fileno()])
         return ours
-
-    def running(self) -> asyncio.Semaphore:
-        """Return the semaphore of this event loop that bounds the programs that run at once."""
-        loop = asyncio.get_running_loop()
-        if self._running is None or self._running[0] is not loop:
-            self._running = loop, asyncio.Semaphore(self.settings.max_running or num_cores())
-        return self._running[1]
 
     def _limits(self) -> interpreter.Limits:
         settings = self.settings
@@ -145,6 +147,7 @@ class Interpreters:
             disk_bytes=settings.disk_mb << 20,
             output_bytes=settings.output_bytes,
             max_processes=settings.max_processes,
+            max_running=settings.max_running or num_cores(),
             binds=tuple(
                 (os.path.realpath(path), path)
                 for path in shown
@@ -175,16 +178,14 @@ class PythonSession:
 
         Raises RolloutError if no sandbox can be built on this machine, or it was lost.
         """
-        async with self._interpreters.running():
-            try:
-                async with asyncio.timeout(self._interpreters.settings.timeout_s + _GRACE_S):
-                    report = await self._ask(code)
-            except TimeoutError:
-                self.close()
-                raise RolloutError("the sandbox of the Python tool did not answer; the machine may have too little memory") from None
-            except BaseException:
-                self.close()
-                raise
+        try:
+            report = await self._ask(code)
+        except TimeoutError:
+            self.close()
+            raise RolloutError("the sandbox of the Python tool did not answer; the machine may have too little memory") from None
+        except BaseException:
+            self.close()
+            raise
         kind, _, status = report["ended"].partition(" ")
         return PythonResult.model_validate(
             {"output": report["output"], "end": kind, "status": int(status or 0), "keeps_variables": report["kept"]}
@@ -197,6 +198,14 @@ class PythonSession:
         reader, writer = self._streams
         writer.write(json.dumps({"code": code}).encode() + b"\n")
         await writer.drain()
+        report = await self._read(reader)
+        while "started" in report:  # until then, it waited for other programs
+            async with asyncio.timeout(self._interpreters.settings.timeout_s + _GRACE_S):
+                report = await self._read(reader)
+        return report
+
+    @staticmethod
+    async def _read(reader: asyncio.StreamReader) -> dict[str, str]:
         line = await reader.readline()
         if not line:
             raise RolloutError("the sandbox of the Python tool ended by itself; see its output above")

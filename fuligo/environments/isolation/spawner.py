@@ -1,0 +1,218 @@
+"""Process that imports the environment's module once and forks the processes of episodes.
+
+The run cannot fork them itself: it has threads and a GPU. This process has one thread and no GPU. It ends, with all that it started, when
+the run ends, however that happens.
+"""
+
+import asyncio
+import faulthandler
+import gc
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from fuligo.environments.isolation import worker
+from fuligo.environments.isolation.messages import Reply
+from fuligo.environments.load import EnvironmentFactory, load_environment
+from fuligo.environments.match import Matches
+from fuligo.sandbox import processes
+from fuligo.sandbox.system_calls import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
+
+MAX_REQUEST_BYTES = 1 << 17
+ENDING_S = 0.5
+"""Time that a process whose socket closed has to end by itself."""
+
+
+@dataclass(slots=True, frozen=True)
+class SpawnerSettings:
+    """First message of the run."""
+
+    path: str
+    """--environment."""
+    settings: dict[str, Any]
+    """--environment-settings."""
+    withheld: tuple[str, ...]
+    """Names of the environment variables that were not handed over."""
+    memory_bytes: int | None
+    """Limit of the data of each process."""
+
+    def encode(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+
+def main() -> None:
+    """Serve requests of the run until its socket closes."""
+    control = socket.socket(fileno=os.dup(0))
+    os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    given = json.loads(control.recv(MAX_REQUEST_BYTES))
+    settings = SpawnerSettings(given["path"], given["settings"], tuple(given["withheld"]), given["memory_bytes"])
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        factory = load_environment(settings.path, settings.settings)
+        problem = _threads_problem()
+    except BaseException as error:
+        factory, problem = None, f"{type(error).__name__}: {error}"
+    control.send(json.dumps({"problem": problem}).encode())
+    try:
+        if factory is not None and problem is None:
+            faulthandler.enable()
+            gc.collect()
+            gc.freeze()  # the processes share these objects' pages
+            _Spawner(control, factory, settings).serve()
+    finally:
+        processes.end_all()
+
+
+def _threads_problem() -> str | None:
+    names = {(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())}
+    if not names:
+        return None
+    return f"importing its module started threads ({', '.join(sorted(names))}), which a fork does not copy; start them in `reset`"
+
+
+@dataclass(eq=False)
+class _Spawner:
+    """Processes by their id."""
+
+    control: socket.socket
+    factory: EnvironmentFactory
+    settings: SpawnerSettings
+    running: set[int] = field(default_factory=set)
+    statuses: dict[int, int] = field(default_factory=dict)
+    """Exit status of processes that ended and were not asked for."""
+    deadlines: dict[int, float] = field(default_factory=dict)
+    """Processes whose status the run waits for -> time at which they are killed."""
+
+    def serve(self) -> None:
+        woken, waking = os.pipe()
+        for descriptor in (woken, waking):
+            os.set_blocking(descriptor, False)
+        signal.set_wakeup_fd(waking, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        poll = select.poll()
+        poll.register(self.control, select.POLLIN)
+        poll.register(woken, select.POLLIN)
+        while True:
+            timeout_s = None if not self.deadlines else max(0.0, min(self.deadlines.values()) - time.monotonic())
+            ready = {descriptor for descriptor, _ in poll.poll(None if timeout_s is None else 1000 * timeout_s + 1)}
+            if woken in ready:
+                with suppress(BlockingIOError):
+                    os.read(woken, 4096)
+                self._collect()
+            for pid in [pid for pid, deadline in self.deadlines.items() if deadline <= time.monotonic()]:
+                _kill(pid)
+                self.deadlines[pid] = float("inf")
+            if self.control.fileno() in ready and not self._handle(woken, waking):
+                return
+
+    def _handle(self, *own: int) -> bool:
+        """Handle one request; return False if the run has ended."""
+        try:
+            data, received, _, _ = socket.recv_fds(self.control, MAX_REQUEST_BYTES, 1)
+        except ConnectionError:
+            return False
+        if not data:
+            return False
+        if received:
+            self._start(received[0], own)
+            return True
+        request = json.loads(data)
+        pid = request["pid"]
+        if request["name"] == "kill":
+            if pid in self.running:
+                _kill(pid)
+                self.running.discard(pid)  # its status does not matter
+        elif pid in self.running:
+            self.deadlines[pid] = time.monotonic() + ENDING_S
+        else:
+            self._report(pid)
+        return True
+
+    def _start(self, descriptor: int, own: tuple[int, ...]) -> None:
+        spawner = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            problem = f"cannot start its process: {error.strerror}; raise the limit of processes or memory, or lower --rollout-concurrency"
+            with socket.socket(fileno=descriptor) as connection, suppress(OSError):
+                connection.sendall(Reply(0, {}, problem).encode())
+            return
+        if pid == 0:
+            _become_worker(descriptor, (self.control.fileno(), *own), spawner, self.factory, self.settings)
+        os.close(descriptor)
+        self.running.add(pid)
+
+    def _collect(self) -> None:
+        """Collect processes that ended, and end what they leave behind."""
+        while True:
+            try:
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if ended is None:
+                return
+            pid = ended.si_pid
+            with suppress(ProcessLookupError, PermissionError):  # before its id is free, which then names no other group
+                os.killpg(pid, signal.SIGKILL)
+            _, status = os.waitpid(pid, 0)
+            if pid in self.running:
+                self.running.discard(pid)
+                self.statuses[pid] = os.waitstatus_to_exitcode(status)
+                if pid in self.deadlines:
+                    self._report(pid)
+
+    def _report(self, pid: int) -> None:
+        was_killed = self.deadlines.pop(pid, 0.0) == float("inf")
+        status = None if was_killed else self.statuses.pop(pid, None)
+        with suppress(OSError):
+            self.control.send(json.dumps({"pid": pid, "status": status}).encode())
+
+
+def _kill(pid: int) -> None:
+    for send in (os.killpg, os.kill):
+        with suppress(ProcessLookupError):
+            send(pid, signal.SIGKILL)
+
+
+def _become_worker(
+    descriptor: int, unneeded: tuple[int, ...], spawner: int, factory: EnvironmentFactory, settings: SpawnerSettings
+) -> NoReturn:
+    """Turn this process, a fork of the spawner, into the process of an episode."""
+    status = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for each in unneeded:
+            os.close(each)
+        os.setsid()
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != spawner:
+            os._exit(1)
+        prctl(PR_SET_CHILD_SUBREAPER, 0)
+        with suppress(OSError):  # if memory runs out, the kernel ends an episode rather than the run
+            Path("/proc/self/oom_score_adj").write_text("1000")
+        if settings.memory_bytes is not None:
+            resource.setrlimit(resource.RLIMIT_DATA, (settings.memory_bytes, settings.memory_bytes))
+        if (numpy_random := sys.modules.get("numpy.random")) is not None:
+            numpy_random.seed()  # Python's own generator is seeded anew by a fork
+        Matches.in_process_of_one = True
+        asyncio.run(worker.serve(socket.socket(fileno=descriptor), factory, frozenset(settings.withheld)))
+        status = 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        with suppress(BaseException):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)

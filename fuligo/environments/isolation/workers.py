@@ -1,0 +1,356 @@
+"""Processes of environments, as the run sees them: started on demand, one episode each at a time, reused by later episodes."""
+
+import asyncio
+import json
+import logging
+import os
+import re
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from functools import partial
+from typing import IO, Any
+
+from fuligo.environments.isolation import spawner
+from fuligo.environments.isolation.messages import HEADER, MAX_MESSAGE_BYTES, FailureError, Reply, Request, decode_reply
+from fuligo.environments.isolation.spawner import SpawnerSettings
+from fuligo.environments.threads import call_in_thread
+from fuligo.errors import ConfigError, RolloutError
+
+logger = logging.getLogger(__name__)
+_START_S = 300.0
+"""Time to import the environment's module and check its settings."""
+_STATUS_S = 10.0
+_CANCEL_S = 2.0
+"""Time in which a process must answer that it canceled a call; one that computes does not, and is killed."""
+_CHUNK_BYTES = 1 << 14
+_PAUSE_S = 0.005
+_SECRET = re.compile(r"(^|_)(KEY|KEYS|TOKEN|TOKENS|SECRET|SECRETS|PASSWORD|PASSWD|CREDENTIALS?|KEY_ID)(_|$)", re.IGNORECASE)
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""Libraries start threads when they are imported, and a fork does not copy those; thousands of processes need no more than one each."""
+MAX_LINES_A_MINUTE = 100
+MAX_LINE_CHARS = 500
+_START_CODE = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from fuligo.environments.isolation.spawner import main; main()"
+
+
+class ProcessEndedError(Exception):
+    """End of the process of an episode; the text says how it ended."""
+
+
+def variables(handed_over: tuple[str, ...], environment: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return the environment variables for environments, and the names of those withheld, whose names say that they hold a secret."""
+    withheld = tuple(name for name in environment if _SECRET.search(name) and name not in handed_over)
+    kept = {name: value for name, value in environment.items() if name not in withheld}
+    return _ONE_THREAD | kept | {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}, withheld
+
+
+class Workers:
+    """Processes for the episodes of one environment class."""
+
+    def __init__(self, path: str, settings: dict[str, Any], *, handed_over: tuple[str, ...] = (), memory_bytes: int | None = None) -> None:
+        """Describe the processes. None is started before `start`.
+
+        Args:
+            path: --environment
+            settings: --environment-settings
+            handed_over: names of environment variables that the processes get although their names say that they hold a secret
+            memory_bytes: limit of the data of each process
+        """
+        self._variables, self._withheld = variables(handed_over, os.environ)
+        self._settings = SpawnerSettings(path, settings, self._withheld, memory_bytes)
+        self._control: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._asking = threading.Lock()
+        self._idle: list[Worker] = []
+        self._busy: set[Worker] = set()
+
+    def start(self) -> None:
+        """Start the process that the others are forked from, unless it runs.
+
+        Raises ConfigError if it cannot import the environment, or that started threads, and RolloutError if it does not answer.
+        """
+        if self._process is not None and self._process.poll() is None:
+            return
+        self._end()
+        self._control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with other:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _START_CODE, json.dumps(sys.path)],
+                stdin=other.fileno(),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=self._variables,
+                start_new_session=True,  # Ctrl-C in a terminal reaches only the run
+            )
+        threading.Thread(target=_log_output, args=(self._process.stdout,), name="output of environments", daemon=True).start()
+        self._control.settimeout(_START_S)
+        try:
+            self._control.send(self._settings.encode())
+            problem = json.loads(self._control.recv(spawner.MAX_REQUEST_BYTES))["problem"]
+        except (OSError, ValueError) as error:
+            self._end()
+            raise RolloutError(f"cannot isolate the environment {self._settings.path}: its process did not start ({error!r})") from None
+        if problem is not None:
+            self._end()
+            withheld = f"; it does not see {', '.join(self._withheld)} (--environment-variables)" if self._withheld else ""
+            raise ConfigError(
+                f"cannot isolate the environment {self._settings.path}: {problem}{withheld}; or set --environment-isolation none"
+            )
+        if self._withheld:
+            logger.info("environments do not see %s (--environment-variables)", ", ".join(sorted(self._withheld)))
+
+    async def take(self) -> "Worker":
+        """Return a process for an episode: an idle one, or a new one.
+
+        Raises FailureError if none can be started.
+        """
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.is_idle():
+                break
+            worker.kill()
+        else:
+            worker = await self._new()
+        self._busy.add(worker)
+        return worker
+
+    def give_back(self, worker: "Worker") -> None:
+        """Take back a process whose episode has ended."""
+        self._busy.discard(worker)
+        self._idle.append(worker)
+
+    def discard(self, worker: "Worker") -> None:
+        """End a process."""
+        self._busy.discard(worker)
+        worker.kill()
+
+    def close(self) -> None:
+        """End all processes."""
+        for worker in (*self._idle, *self._busy):
+            worker.close()
+        self._idle.clear()
+        self._busy.clear()
+        self._end()
+
+    async def _new(self) -> "Worker":
+        ours, theirs = socket.socketpair()
+        with theirs:
+            for _ in range(2):
+                try:
+                    await self._send_descriptor(theirs.fileno())
+                    break
+                except (BrokenPipeError, ConnectionResetError):
+                    logger.warning("the process that starts environments ended; starting it again")
+                    await call_in_thread(self.start, "start of environments")
+            else:
+                ours.close()
+                raise FailureError("its process cannot be started: the process that starts it ended")
+        ours.setblocking(False)
+        worker = Worker(self, ours)
+        try:
+            await worker.greeting()
+        except BaseException as error:
+            worker.close()  # at which the process ends
+            if isinstance(error, ProcessEndedError):
+                raise FailureError(f"its process cannot be started: it {error}") from None
+            raise
+        return worker
+
+    async def _send_descriptor(self, descriptor: int) -> None:
+        """Ask for a process, and wait while many others are being started."""
+        while True:
+            if self._control is None:
+                raise BrokenPipeError
+            try:
+                socket.send_fds(self._control, [b"."], [descriptor], socket.MSG_DONTWAIT)
+                return
+            except BlockingIOError:
+                await asyncio.sleep(_PAUSE_S)
+
+    def request_kill(self, pid: int) -> None:
+        """Have a process killed, with those that it started."""
+        if self._control is not None:
+            try:
+                self._control.send(json.dumps({"name": "kill", "pid": pid}).encode())
+            except OSError:
+                logger.debug("the process that starts environments has ended, and with it process %d", pid)
+
+    async def status(self, pid: int) -> str:
+        """Return how a process ended whose socket closed; one that has not ended is killed."""
+        return await call_in_thread(partial(self._ask_status, pid), "status of an environment")
+
+    def _ask_status(self, pid: int) -> str:
+        with self._asking:
+            control, deadline = self._control, time.monotonic() + _STATUS_S
+            try:
+                assert control is not None
+                control.send(json.dumps({"name": "status", "pid": pid}).encode())
+                while select.select([control], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                    answer = json.loads(control.recv(spawner.MAX_REQUEST_BYTES))
+                    if answer["pid"] == pid:
+                        return _ending(answer["status"])
+            except (OSError, ValueError, AssertionError):
+                return "ended with the process that starts environments"
+        return "ended"
+
+    def _end(self) -> None:
+        if self._control is not None:
+            self._control.close()
+        if self._process is not None:
+            try:
+                self._process.wait(_STATUS_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._control = self._process = None
+
+
+class Worker:
+    """Process of one episode at a time."""
+
+    def __init__(self, workers: Workers, connection: socket.socket) -> None:
+        self._workers = workers
+        self._connection = connection
+        self._received = bytearray()
+        self._num_requests = 0
+        self._awaited: int | None = None
+        """Number of the request without a reply."""
+        self._is_broken = False
+        """A request was sent in part."""
+        self._is_open = True
+        self.pid = 0
+
+    @property
+    def is_open(self) -> bool:
+        return self._is_open
+
+    async def greeting(self) -> None:
+        """Wait until the process serves requests. Raises FailureError if it could not be started."""
+        reply = await self._reply(0)
+        self.pid = reply.result["pid"]
+
+    async def call(self, **request: Any) -> Reply:
+        """Send a request (fields of `Request` without its number) and return the reply.
+
+        Raises FailureError if the environment failed and ProcessEndedError if its process ended.
+        """
+        self._num_requests += 1
+        number = self._num_requests
+        data = Request(number, **request).encode()
+        self._awaited = number
+        self._is_broken = True
+        try:
+            await asyncio.get_running_loop().sock_sendall(self._connection, data)
+        except OSError:
+            raise ProcessEndedError(await self._ended()) from None
+        self._is_broken = False
+        reply = await self._reply(number)
+        self._awaited = None
+        return reply
+
+    async def cancel(self) -> bool:
+        """Cancel the call in progress, if there is one; return False if the process does not react."""
+        if self._awaited is None:
+            return True
+        if self._is_broken:
+            return False
+        try:
+            async with asyncio.timeout(_CANCEL_S):
+                await self.call(name="cancel")
+        except (TimeoutError, FailureError, ProcessEndedError):
+            return False
+        return True
+
+    def is_idle(self) -> bool:
+        """Return whether the process waits for requests."""
+        try:
+            self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
+    def kill(self) -> None:
+        """End the process, with those that it started."""
+        if self._is_open:
+            self._workers.request_kill(self.pid)
+            self.close()
+
+    def close(self) -> None:
+        """Close the connection, at which an idle process ends."""
+        self._is_open = False
+        self._connection.close()
+
+    async def _reply(self, number: int) -> Reply:
+        """Return the reply to a request; those to earlier requests, which were canceled, are dropped."""
+        while True:
+            try:
+                reply = decode_reply(await self._message())
+            except FailureError:
+                self._is_broken = True
+                raise
+            if reply.number != number:
+                continue
+            if reply.failure is not None:
+                self._awaited = None
+                raise FailureError(reply.failure)
+            return reply
+
+    async def _message(self) -> bytes:
+        received, loop = self._received, asyncio.get_running_loop()
+        while True:
+            if len(received) >= HEADER.size:
+                (length,) = HEADER.unpack_from(received)
+                if length > MAX_MESSAGE_BYTES:
+                    raise FailureError(f"its process sent a message of {length:,} bytes, more than {MAX_MESSAGE_BYTES:,}")
+                end = HEADER.size + length
+                if len(received) >= end:
+                    body = bytes(memoryview(received)[HEADER.size : end])
+                    del received[:end]
+                    return body
+            try:
+                data = await loop.sock_recv(self._connection, _CHUNK_BYTES)
+            except OSError:
+                data = b""
+            if not data:
+                raise ProcessEndedError(await self._ended())
+            received += data
+
+    async def _ended(self) -> str:
+        status = await self._workers.status(self.pid) if self.pid else "ended at its start"
+        self.close()
+        return status
+
+
+def _ending(status: int | None) -> str:
+    if status is None:
+        return "closed its connection"
+    if status >= 0:
+        return f"ended with exit status {status}"
+    return f"ended by {_signal_name(-status)}"
+
+
+def _signal_name(number: int) -> str:
+    import signal
+
+    known = {each.value: each.name for each in signal.Signals}
+    return f"signal {number} ({known[number]})" if number in known else f"signal {number}"
+
+
+def _log_output(output: IO[bytes]) -> None:
+    """Log what environments print, up to a number of lines a minute."""
+    minute, num_lines = 0.0, 0
+    with output:
+        while line := output.readline(1 << 16):
+            if time.monotonic() - minute > 60.0:
+                if num_lines > MAX_LINES_A_MINUTE:
+                    logger.info("environments printed %d more lines in a minute", num_lines - MAX_LINES_A_MINUTE)
+                minute, num_lines = time.monotonic(), 0
+            num_lines += 1
+            if num_lines <= MAX_LINES_A_MINUTE:
+                logger.info("environment: %s", line.decode("utf-8", "replace").rstrip("\n")[:MAX_LINE_CHARS])

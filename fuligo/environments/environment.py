@@ -127,8 +127,8 @@ class ToolResult:
 class Environment(ABC):
     """World of one episode. The run makes one per sample, `EnvironmentClass(row, settings)`, and closes it at the end.
 
-    Each episode has a process while it lasts, unless `isolated` is False or --environment-isolation says `none`: then the methods run in the
-    event loop of the run, so that they must await what takes time, and leave computation to `asyncio.to_thread`. Each has
+    Each episode has a process while it lasts, unless `isolated` is False or --environment-isolation is `none`: then the methods run in
+    the event loop of the run, so that they must await what takes time, and leave computation to `asyncio.to_thread`. Each has
     --turn-timeout-s; if one raises or takes longer, its sample fails with the reason, and no other.
     """
 

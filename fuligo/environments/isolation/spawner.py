@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -30,6 +31,8 @@ from fuligo.sandbox.system_calls import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG
 MAX_REQUEST_BYTES = 1 << 17
 ENDING_S = 0.5
 """Time that a process whose socket closed has to end by itself."""
+_KILLED = float("inf")
+"""Deadline of a process that has been killed."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -104,15 +107,16 @@ class _Spawner:
         poll.register(self.control, select.POLLIN)
         poll.register(woken, select.POLLIN)
         while True:
-            timeout_s = None if not self.deadlines else max(0.0, min(self.deadlines.values()) - time.monotonic())
-            ready = {descriptor for descriptor, _ in poll.poll(None if timeout_s is None else 1000 * timeout_s + 1)}
+            deadline = min(self.deadlines.values(), default=_KILLED)
+            timeout_ms = None if deadline == _KILLED else 1000 * max(0.0, deadline - time.monotonic()) + 1
+            ready = {descriptor for descriptor, _ in poll.poll(timeout_ms)}
             if woken in ready:
                 with suppress(BlockingIOError):
                     os.read(woken, 4096)
                 self._collect()
             for pid in [pid for pid, deadline in self.deadlines.items() if deadline <= time.monotonic()]:
                 _kill(pid)
-                self.deadlines[pid] = float("inf")
+                self.deadlines[pid] = _KILLED
             if self.control.fileno() in ready and not self._handle(woken, waking):
                 return
 
@@ -173,7 +177,7 @@ class _Spawner:
                     self._report(pid)
 
     def _report(self, pid: int) -> None:
-        was_killed = self.deadlines.pop(pid, 0.0) == float("inf")
+        was_killed = self.deadlines.pop(pid, 0.0) == _KILLED
         status = None if was_killed else self.statuses.pop(pid, None)
         with suppress(OSError):
             self.control.send(json.dumps({"pid": pid, "status": status}).encode())
@@ -210,7 +214,7 @@ def _become_worker(
         asyncio.run(worker.serve(socket.socket(fileno=descriptor), factory, frozenset(settings.withheld)))
         status = 0
     except BaseException:
-        sys.excepthook(*sys.exc_info())
+        traceback.print_exc()
     finally:
         with suppress(BaseException):
             sys.stdout.flush()

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -64,6 +65,7 @@ class Workers:
         self._settings = SpawnerSettings(path, settings, self._withheld, memory_bytes)
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._output: threading.Thread | None = None
         self._asking = threading.Lock()
         self._idle: list[Worker] = []
         self._busy: set[Worker] = set()
@@ -86,7 +88,8 @@ class Workers:
                 env=self._variables,
                 start_new_session=True,  # Ctrl-C in a terminal reaches only the run
             )
-        threading.Thread(target=_log_output, args=(self._process.stdout,), name="output of environments", daemon=True).start()
+        self._output = threading.Thread(target=_log_output, args=(self._process.stdout,), name="output of environments", daemon=True)
+        self._output.start()
         self._control.settimeout(_START_S)
         try:
             self._control.send(self._settings.encode())
@@ -336,8 +339,6 @@ def _ending(status: int | None) -> str:
 
 
 def _signal_name(number: int) -> str:
-    import signal
-
     known = {each.value: each.name for each in signal.Signals}
     return f"signal {number} ({known[number]})" if number in known else f"signal {number}"
 

@@ -8,12 +8,16 @@ from typing import Any
 import numpy as np
 
 from fuligo.engines.generation import Generation, RoutingQuery, SamplingParams
-from fuligo.environments import AssistantTurn, Environment, EnvironmentSettings, Row, Start, Step, ToolEnvironment
+from fuligo.environments import Environment
+from fuligo.environments.isolation.factory import MakesEnvironments
 from fuligo.environments.load import EnvironmentFactory
 from fuligo.rollout.episodes import Episodes, Limits
 from fuligo.rollout.generate import SingleTurn
 from fuligo.types import IntArray, PromptImage, Sample
 from tests.unit.environments.conversations import ids, renderer, tokenizer
+from tests.unit.rollout.episode_environments import Adding, Anew, Counting
+
+__all__ = ["PARAMS", "Adding", "Anew", "Counting", "Writer", "episodes", "fresh", "run"]
 
 PARAMS = SamplingParams(max_new_tokens=400, temperature=1.0, sampling_seed=5)
 
@@ -54,62 +58,18 @@ class Writer:
         return Generation(out, -(out % 7 + 1) / 8, reason, self.version, len(input_ids), 0, "")
 
 
-class Settings(EnvironmentSettings):
-    reward: float = 1.0
-
-
-class Counting(Environment):
-    """Says the number of the turn until the model says `done`; each turn is worth 0.25, the last one `settings.reward`."""
-
-    Settings = Settings
-    resumable = True
-    closed = 0
-
-    async def reset(self) -> Start:
-        self.turns = 0
-        return Start([{"role": "user", "content": f"{self.row.prompt}"}])
-
-    async def step(self, turn: AssistantTurn) -> Step:
-        self.turns += 1
-        if turn.content == "done":
-            return Step(reward=self.settings.reward, done=True, metrics={"score": self.turns})
-        return Step([{"role": "user", "content": f"turn {self.turns} é🙂"}], reward=0.25)
-
-    async def close(self) -> None:
-        type(self).closed += 1
-
-    def state(self) -> Any:
-        return {"turns": self.turns}
-
-    async def restore(self, state: Any) -> None:
-        self.turns = state["turns"]
-
-
-class Anew(Counting):
-    resumable = False
-
-
-def add(a: int, b: int = 1) -> int:
-    """Add two numbers."""
-    if a < 0:
-        raise ValueError("a is negative")
-    return a + b
-
-
-class Adding(ToolEnvironment):
-    """Offers one tool; the answer is right if it equals the label."""
-
-    def __init__(self, row: Row, settings: EnvironmentSettings) -> None:
-        super().__init__(row, settings, [add])
-
-    async def judge(self, turn: AssistantTurn) -> Step:
-        return Step(reward=float(turn.content == self.row.label), done=True)
-
-
-def episodes(engine: Writer, kind: type[Environment] = Counting, template: str = "CHATML", **limits: Any) -> Episodes:
+def episodes(
+    engine: Writer,
+    kind: type[Environment] = Counting,
+    template: str = "CHATML",
+    factory: MakesEnvironments | None = None,
+    **limits: Any,
+) -> Episodes:
+    """Make the `GenerateFn`; without a factory, environments of `kind` live in this process."""
     given: dict[str, Any] = {"max_turns": 8, "turn_timeout_s": 5.0, "episode_timeout_s": 20.0, "max_context_len": None} | limits
     generate = SingleTurn(engine, tokenizer(), timeout_s=9)
-    return Episodes(generate, EnvironmentFactory(kind, kind.Settings()), renderer(template), tokenizer(), limits=Limits(**given))
+    maker = factory or EnvironmentFactory(kind, kind.Settings())
+    return Episodes(generate, maker, renderer(template), tokenizer(), limits=Limits(**given))
 
 
 def fresh(prompt: str = "q", label: str = "") -> Sample:

@@ -4,11 +4,15 @@ import asyncio
 import contextlib
 import re
 import threading
+from collections.abc import Iterator
 
 import pytest
 
 from fuligo.environments import AssistantTurn, Environment, EnvironmentSettings, Row, Start, Step, ToolEnvironment
+from fuligo.environments.isolation.factory import IsolatedFactory
+from fuligo.environments.isolation.workers import Workers
 from fuligo.types import Sample, SampleStatus
+from tests.unit.rollout.episode_environments import Broken
 from tests.unit.rollout.episode_world import PARAMS, Writer, episodes, fresh, run
 
 
@@ -74,13 +78,6 @@ def test_tools_that_hang_hold_up_no_other_thread() -> None:
     assert all("did not return within" in str(sample.error) for sample in samples)
 
 
-class NoText(Exception):
-    """Exception whose text fails."""
-
-    def __str__(self) -> str:
-        raise RuntimeError("no text")
-
-
 class Stubborn(Environment):
     """Hangs in `step` and ignores every cancellation."""
 
@@ -93,67 +90,16 @@ class Stubborn(Environment):
                 await asyncio.Event().wait()
 
 
-class Broken(Environment):
-    """Misbehaves as its row says."""
-
-    def __init__(self, row: Row, settings: EnvironmentSettings) -> None:
-        super().__init__(row, settings)
-        if row.prompt == "exits at once":
-            raise SystemExit(3)
-
-    async def reset(self) -> Start:
-        if self.row.prompt == "resets to text":
-            return Start(["q"])  # type: ignore[list-item]
-        tools = ("add",) if self.row.prompt == "offers text" else ()
-        return Start([{"role": "user", "content": "q"}], tools)  # type: ignore[arg-type]
-
-    async def step(self, turn: AssistantTurn) -> Step:
-        match self.row.prompt:
-            case "raises":
-                raise RuntimeError("no such game")
-            case "hangs":
-                await asyncio.Event().wait()
-            case "ignores its cancellation":
-                while True:
-                    try:
-                        await asyncio.sleep(2.0)
-                        return Step(done=True)
-                    except asyncio.CancelledError:
-                        continue
-            case "exits":
-                raise SystemExit(3)
-            case "is interrupted":
-                raise KeyboardInterrupt
-            case "has no text":
-                raise NoText
-            case "raises a cancellation":
-                raise asyncio.CancelledError
-            case "cancels itself":
-                task = asyncio.current_task()
-                assert task is not None
-                task.cancel()
-                await asyncio.sleep(0)
-            case "gives text as a metric":
-                return Step(metrics={"speed": "fast"}, done=True)  # type: ignore[dict-item]
-            case "gives no metrics":
-                return Step(metrics=[1.0], done=True)  # type: ignore[arg-type]
-            case "gives text as a result":
-                return Step(tool_results=("4",), done=True)  # type: ignore[arg-type]
-            case "gives text as a message":
-                return Step(["4"])  # type: ignore[list-item]
-            case "says nothing":
-                return Step()
-            case "gives no number":
-                return Step(reward=float("nan"), done=True)
-            case "gives a number of 400 digits":
-                return Step(reward=10**400, done=True)
-            case "gives no step":
-                return None  # type: ignore[return-value]
-            case "says what no template renders":
-                return Step([{"role": "user"}])
-        return Step(done=True, reward=1.0)
+@pytest.fixture(scope="module")
+def isolated() -> Iterator[IsolatedFactory]:
+    """Start processes for the class below, which the cases share."""
+    workers = Workers(f"{Broken.__module__}.Broken", {})
+    workers.start()
+    yield IsolatedFactory(Broken, EnvironmentSettings(), workers)
+    workers.close()
 
 
+@pytest.mark.parametrize("has_processes", [False, True])
 @pytest.mark.parametrize(
     ("prompt", "error"),
     [
@@ -179,10 +125,13 @@ class Broken(Environment):
         ("says what no template renders", "environment: the chat template rejects the messages"),
     ],
 )
-async def test_an_environment_that_fails_fails_only_its_sample(prompt: str, error: str) -> None:
+async def test_an_environment_that_fails_fails_only_its_sample(
+    prompt: str, error: str, has_processes: bool, isolated: IsolatedFactory
+) -> None:
     template = "deepseekv3" if "template" in prompt else "CHATML"
     turn_timeout_s = 1.0 if "did not return" in error else 60.0
-    runner = episodes(Writer(["a<|im_end|>", "a<|im_end|>"]), Broken, template, turn_timeout_s=turn_timeout_s)
+    factory = isolated if has_processes else None
+    runner = episodes(Writer(["a<|im_end|>", "a<|im_end|>"]), Broken, template, factory, turn_timeout_s=turn_timeout_s)
     (bad,), (good,) = await asyncio.gather(runner(fresh(prompt), PARAMS), runner(fresh("works"), PARAMS))
     assert bad.status is SampleStatus.FAILED and bad.error is not None
     assert re.search(error, bad.error), bad.error

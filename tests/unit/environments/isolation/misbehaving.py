@@ -1,0 +1,115 @@
+"""Environment that misbehaves as its row says; the processes of environments import this module."""
+
+import asyncio
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+from fuligo.environments import AssistantTurn, Environment, EnvironmentSettings, Row, Start, Step
+
+
+class Misbehaving(Environment):
+    """Misbehaves in the first step, unless the prompt says where. The second step tells the process, and ends the episode."""
+
+    resumable = True
+    last_pid = 0
+
+    def __init__(self, row: Row, settings: EnvironmentSettings) -> None:
+        super().__init__(row, settings)
+        if row.prompt == "crashes in the constructor":
+            crash()
+
+    async def reset(self) -> Start:
+        if self.row.prompt == "blocks in reset":
+            time.sleep(3600)  # noqa: ASYNC251 - it is to block
+        return Start([{"role": "user", "content": "q"}])
+
+    async def step(self, turn: AssistantTurn) -> Step:
+        if turn.last:
+            return Step(reward=0.5, done=True, metrics={"pid": os.getpid(), "leader": float(os.getsid(0) == os.getpid())})
+        content = misbehave(str(self.row.prompt))
+        if self.row.prompt == "leaves a task":
+            self.task = asyncio.create_task(asyncio.sleep(3600))
+        return Step([{"role": "user", "content": content}])
+
+    def state(self) -> Any:
+        return object() if self.row.prompt == "has no JSON state" else {"pid": os.getpid()}
+
+    async def restore(self, state: Any) -> None:
+        pass
+
+    async def close(self) -> None:
+        if self.row.prompt == "blocks in close":
+            time.sleep(3600)  # noqa: ASYNC251 - it is to block
+        if self.row.prompt == "exits in close":
+            os._exit(4)
+
+
+def crash() -> None:
+    signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+    ctypes.string_at(0)
+
+
+def misbehave(how: str) -> str:
+    """Do it, and return what there is to say."""
+    match how:
+        case "blocks":
+            time.sleep(3600)
+        case "computes in C":
+            sum(range(10**15))
+        case "waits for a lock":
+            lock = threading.Lock()
+            lock.acquire()
+            lock.acquire()
+        case "ignores signals":
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN)
+            time.sleep(3600)
+        case "exits":
+            os._exit(7)
+        case "crashes":
+            crash()
+        case "kills itself":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "closes descriptors":
+            os.closerange(0, 4096)
+        case "closes descriptors and blocks":
+            os.closerange(0, 4096)
+            time.sleep(3600)
+        case "writes garbage" | "announces too much":
+            garbage = b"\x05\0\0\0\0\0\0\0hello" if how == "writes garbage" else b"\xff" * 8
+            for descriptor in range(3, 64):
+                try:
+                    with socket.socket(fileno=os.dup(descriptor)) as connection:
+                        connection.sendall(garbage)
+                except OSError:
+                    continue
+        case "eats memory":
+            len(bytearray(1 << 34))
+        case "says much":
+            return "x" * (64 << 20)
+        case "prints":
+            print("printed by the environment", flush=True)
+            print("x" * (1 << 20))
+            for number in range(100_000):
+                print(number)
+            sys.stderr.write("\n")
+        case "leaves a child":
+            return str(subprocess.Popen(["sleep", "3600"], start_new_session=False).pid)
+        case "leaves a thread":
+            threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()
+        case "shows its variables":
+            return repr(dict(os.environ))
+        case "wants a secret":
+            return os.environ["MY_API_KEY"]
+        case "draws":
+            return str(np.random.random())
+    return ""

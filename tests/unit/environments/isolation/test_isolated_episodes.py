@@ -1,0 +1,215 @@
+"""Environments in processes of their own: a process that blocks, crashes or exits fails its sample, and no other."""
+
+import asyncio
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fuligo.environments import AssistantTurn, Row
+from fuligo.environments.environment import Environment
+from fuligo.environments.isolation.factory import IsolatedFactory
+from fuligo.environments.isolation.messages import FailureError
+from tests.unit.conftest import Isolate
+from tests.unit.environments.isolation.misbehaving import Misbehaving
+
+FIRST, LAST = AssistantTurn("a"), AssistantTurn("a", last=True)
+
+
+async def play(environment: Environment) -> tuple[str, float]:
+    """Play an episode; return what the environment said, and the id of its process."""
+    try:
+        await environment.reset()
+        step = await environment.step(FIRST)
+        last = await environment.step(LAST)
+        assert last.metrics["leader"] == 1.0
+        return step.messages[0]["content"], last.metrics["pid"]
+    finally:
+        await environment.close()
+
+
+def environment(factory: IsolatedFactory, prompt: str = "") -> Environment:
+    return factory.make(Row(prompt, "", {}, 0))
+
+
+async def gone(pids: Sequence[float]) -> None:
+    """Wait until processes have ended."""
+    processes = [psutil.Process(int(pid)) for pid in pids if psutil.pid_exists(int(pid))]
+    _, alive = await asyncio.to_thread(psutil.wait_procs, processes, 60)
+    assert not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error"),
+    [
+        ("exits", "its process ended with exit status 7 in step 1"),
+        ("crashes", r"its process ended by signal 11 \(SIGSEGV\) in step 1"),
+        ("kills itself", r"its process ended by signal 9 \(SIGKILL\) in step 1"),
+        ("crashes in the constructor", r"its process ended by signal 11 \(SIGSEGV\) in reset"),
+        ("closes descriptors", "its process .* in step 1"),
+        ("closes descriptors and blocks", "its process closed its connection in step 1"),
+        ("writes garbage", "its process sent an invalid message"),
+        ("announces too much", "its process sent a message of 18,446,744,073,709,551,615 bytes"),
+        ("exits in close", "its process ended with exit status 4 in close"),
+        ("eats memory", "step raised MemoryError"),
+        ("has no JSON state", "state raised TypeError: not JSON data"),
+    ],
+)
+async def test_a_process_that_misbehaves_fails_its_own_episode(isolate: Isolate, prompt: str, error: str) -> None:
+    factory = isolate(Misbehaving, memory_bytes=1 << 30)
+
+    async def bad() -> str:
+        each = environment(factory, prompt)
+        with pytest.raises(FailureError, match=error) as raised:
+            try:
+                await each.reset()
+                if prompt == "has no JSON state":
+                    each.state()
+                await each.step(FIRST)
+            finally:
+                await each.close()
+        return str(raised.value)
+
+    _, (_, good_pid) = await asyncio.gather(bad(), play(environment(factory)))
+    _, other_pid = await play(environment(factory))
+    assert os.getpid() not in (good_pid, other_pid)
+
+
+@pytest.mark.parametrize("prompt", ["blocks", "computes in C", "waits for a lock", "ignores signals", "blocks in reset", "blocks in close"])
+async def test_a_process_that_blocks_is_killed_and_holds_up_nobody(isolate: Isolate, prompt: str) -> None:
+    factory = isolate(Misbehaving)
+    blocked = environment(factory, prompt)
+
+    async def block() -> None:
+        try:
+            async with asyncio.timeout(1.0):
+                await blocked.reset()
+                await blocked.step(FIRST)
+                await blocked.step(LAST)
+                await blocked.close()
+        finally:
+            await blocked.close()
+
+    task = asyncio.create_task(block())
+    for _ in range(20):
+        await play(environment(factory))
+    with pytest.raises(TimeoutError):
+        await task
+    assert factory.workers._process is not None
+    children = psutil.Process(factory.workers._process.pid).children()
+    async with asyncio.timeout(60):
+        while len(children) > 1:  # the one that is reused
+            await asyncio.sleep(0.02)
+            children = psutil.Process(factory.workers._process.pid).children()
+
+
+async def test_a_process_is_reused_if_its_episode_leaves_nothing_behind(isolate: Isolate) -> None:
+    factory = isolate(Misbehaving)
+    pids = [(await play(environment(factory)))[1] for _ in range(3)]
+    assert len(set(pids)) == 1
+    for prompt in ("leaves a task", "leaves a thread"):
+        _, pid = await play(environment(factory, prompt))
+        await gone([pid])
+    child, pid = await play(environment(factory, "leaves a child"))
+    await gone([pid, int(child)])
+
+
+async def test_an_idle_process_that_died_is_replaced(isolate: Isolate) -> None:
+    factory = isolate(Misbehaving)
+    _, pid = await play(environment(factory))
+    os.kill(int(pid), signal.SIGKILL)
+    await gone([pid])
+    _, other = await play(environment(factory))
+    assert other != pid
+
+
+async def test_the_process_that_starts_the_others_is_started_again(isolate: Isolate) -> None:
+    factory = isolate(Misbehaving)
+    _, pid = await play(environment(factory))
+    assert factory.workers._process is not None
+    factory.workers._process.kill()
+    factory.workers._process.wait()
+    await gone([pid])
+    _, other = await play(environment(factory))
+    assert other != pid
+
+
+async def test_messages_of_any_size_pass(isolate: Isolate) -> None:
+    factory = isolate(Misbehaving)
+    said, _ = await play(environment(factory, "says much"))
+    assert len(said) == 64 << 20
+    each = factory.make(Row("", "", {"text": "y" * (32 << 20)}, 0))
+    await play(each)
+
+
+async def test_what_an_environment_prints_is_logged_in_part(isolate: Isolate, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    factory = isolate(Misbehaving)
+    await play(environment(factory, "prints"))
+    await factory.close()
+    await asyncio.to_thread(factory.workers._output.join)
+    assert "environment: printed by the environment" in caplog.messages
+    assert len(caplog.records) < 200
+    assert max(map(len, caplog.messages)) < 1000
+
+
+async def test_secrets_and_gpus_are_not_handed_over(isolate: Isolate, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MY_API_KEY", "WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "TOKENIZERS_PARALLELISM"):
+        monkeypatch.setenv(name, f"value of {name}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    factory = isolate(Misbehaving, handed_over=("DB_PASSWORD",))
+    said, _ = await play(environment(factory, "shows its variables"))
+    assert set(re.findall("value of ([A-Z_]+)", said)) == {"DB_PASSWORD", "TOKENIZERS_PARALLELISM"}
+    assert "'CUDA_VISIBLE_DEVICES': ''" in said
+    with pytest.raises(FailureError, match="KeyError: 'MY_API_KEY'; the run withholds this variable"):
+        await play(environment(factory, "wants a secret"))
+
+
+async def test_processes_draw_different_random_numbers(isolate: Isolate) -> None:
+    factory = isolate(Misbehaving)
+    drawn = await asyncio.gather(*(play(environment(factory, "draws")) for _ in range(4)))
+    assert len({said for said, _ in drawn}) == 4
+
+
+RUN = """
+import asyncio, os, subprocess, sys
+from fuligo.environments import AssistantTurn, Row
+from fuligo.environments.isolation.factory import IsolatedFactory
+from fuligo.environments.isolation.workers import Workers
+from tests.unit.environments.isolation.misbehaving import Misbehaving
+
+async def main():
+    workers = Workers("tests.unit.environments.isolation.misbehaving.Misbehaving", {})
+    workers.start()
+    factory = IsolatedFactory(Misbehaving, Misbehaving.Settings(), workers)
+    idle, blocked, parent = (factory.make(Row(prompt, "", {}, 0)) for prompt in ("", "ignores signals", "leaves a child"))
+    await asyncio.gather(*(each.reset() for each in (idle, blocked, parent)))
+    child = (await parent.step(AssistantTurn("a"))).messages[0]["content"]
+    pids = [workers._process.pid, child, *(each.state()["pid"] for each in (idle, blocked, parent))]
+    step = asyncio.create_task(blocked.step(AssistantTurn("a")))
+    await asyncio.sleep(0.1)
+    print(*pids, flush=True)
+    await step
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_no_process_outlives_the_run(number: signal.Signals) -> None:
+    root = str(Path(__file__).parents[4])
+    run = subprocess.Popen([sys.executable, "-c", RUN], cwd=root, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert run.stdout is not None
+    pids = [int(pid) for pid in run.stdout.readline().split()]
+    assert len(pids) == 5 and all(map(psutil.pid_exists, pids))
+    run.send_signal(number)
+    run.wait()
+    asyncio.run(gone(pids))

@@ -43,6 +43,7 @@ class NimPlayer(Environment):
     """One player of a match, or player 0 against a rule. The reward is 1 for a win."""
 
     Settings = Settings
+    isolated = False  # both players of a match change one game
 
     def __init__(self, row: Row, settings: Settings) -> None:
         super().__init__(row, settings)

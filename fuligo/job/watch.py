@@ -83,7 +83,7 @@ def stalls_reported(limit_s: float = LIMIT_S) -> Iterator[None]:
             if culprit is not None:
                 logger.warning(
                     "event loop blocked for %g s in %s (%s:%s); an async function must await slow work, or be a plain function, which runs "
-                    "in a thread if it is a reward",
+                    "in a thread if it is a reward; an environment must not have --environment-isolation none or `isolated = False`",
                     limit_s,
                     culprit.name,
                     culprit.filename,

@@ -10,7 +10,7 @@ TEST_WORKERS ?= 2
 # Tests start many processes, which would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart install install-dev install-sglang install-gpu browser ready check unit test test-main test-sglang test-full test-gpu chaos format lint licenses lock types imports
+.PHONY: quickstart install install-dev install-sglang install-verifiers install-gpu browser ready check unit test test-main test-sglang test-verifiers test-full test-gpu chaos format lint licenses lock types imports
 
 quickstart: install
 	.venv/bin/fuligo quickstart $(ARGS)
@@ -40,6 +40,16 @@ install-sglang: .venv-sglang/.installed
 	test -x .venv-sglang/bin/python || $(PYTHON) -m venv .venv-sglang
 	.venv-sglang/bin/python $(PIP) torch==$(TORCH)
 	.venv-sglang/bin/python $(HASHED)/sglang-cpu.txt
+	touch $@
+
+# verifiers needs other versions of mcp and openai than the other tests: its environment has those above the packages of .venv.
+install-verifiers: .venv-verifiers/.installed
+
+.venv-verifiers/.installed: .venv/.installed-dev requirements/hashed/verifiers.txt
+	test -x .venv-verifiers/bin/python || $(PYTHON) -m venv .venv-verifiers
+	.venv/bin/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+		> "$$(.venv-verifiers/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/above_venv.pth"
+	.venv-verifiers/bin/python $(HASHED)/verifiers.txt --ignore-installed
 	touch $@
 
 # On a machine with NVIDIA GPUs: fuligo with its trainers in .venv, SGLang in .venv-sglang, where runs find it. docs/install-gpu.md has the details.
@@ -72,11 +82,11 @@ unit: install-dev
 
 # SGLang is installed beside the rest, and while the checks run.
 ready:
-	+@$(MAKE) --no-print-directory --jobs 2 --output-sync install-sglang browser lint types imports
+	+@$(MAKE) --no-print-directory --jobs 2 --output-sync install-sglang install-verifiers browser lint types imports
 
 # The SGLang tests run beside the others, since their engines leave a core idle at times.
 test: ready
-	+@$(MAKE) --no-print-directory --jobs 2 --output-sync=line --keep-going test-main test-sglang
+	+@$(MAKE) --no-print-directory --jobs 2 --output-sync=line --keep-going test-main test-sglang test-verifiers
 
 test-main: install-dev
 	.venv/bin/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m "not gpu and not slow and not sglang"
@@ -84,9 +94,13 @@ test-main: install-dev
 test-sglang: install-sglang install-dev
 	.venv/bin/python -m pytest tests/sglang tests/cluster -m "sglang and not slow"
 
+test-verifiers: install-verifiers
+	.venv-verifiers/bin/python -m pytest -q tests/unit/environments/adapters/test_verifiers.py
+
 test-full: ready
 	.venv/bin/python -m pytest -n $(TEST_WORKERS) --dist worksteal --hypothesis-profile full -m "not gpu and not sglang"
 	.venv/bin/python -m pytest tests/sglang tests/cluster -m sglang
+	.venv-verifiers/bin/python -m pytest -q tests/unit/environments/adapters/test_verifiers.py
 
 test-gpu: install-dev
 	.venv/bin/python -m pytest tests/gpu -m gpu

@@ -16,7 +16,7 @@ from packaging.utils import canonicalize_name
 REQUIREMENTS = Path(__file__).parents[1] / "requirements"
 HASHED = REQUIREMENTS / "hashed"
 UNHASHED = {"torch", "fuligo"}
-COMPLETE = ("ray.txt", "gpu.txt", "megatron-gpu.txt", "sglang-cpu.txt", "sglang-gpu.txt")
+COMPLETE = ("ray.txt", "gpu.txt", "megatron-gpu.txt", "sglang-cpu.txt", "sglang-gpu.txt", "verifiers.txt")
 """Files of requirements/ that list every package they install."""
 
 

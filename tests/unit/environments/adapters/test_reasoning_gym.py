@@ -8,7 +8,7 @@ from fuligo.environments.adapters import reasoning_gym as adapter
 from fuligo.errors import ConfigError, RewardError
 from fuligo.types import Sample
 
-gym = pytest.importorskip("reasoning_gym")
+gym = pytest.importorskip("reasoning_gym", reason="`make install-dev` installs reasoning-gym")
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "leg_counting": {},

@@ -8,7 +8,7 @@ from fuligo.environments.adapters.textarena import TextArena, TextArenaSettings
 from fuligo.environments.environment import AssistantTurn, Row, Step
 from fuligo.errors import ConfigError
 
-pytest.importorskip("textarena")
+pytest.importorskip("textarena", reason="`make install-dev` installs textarena")
 
 SETTINGS = TextArenaSettings(game="GuessTheNumber-v0", arguments={"max_number": 16, "max_turns": 8})
 

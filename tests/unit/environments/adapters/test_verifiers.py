@@ -1,6 +1,7 @@
 """Environments of verifiers, played by its own harness through the gateway."""
 
 import asyncio
+import os
 import random
 import sys
 from dataclasses import replace
@@ -35,10 +36,23 @@ class Two(RandomEngine):
         return answer
 
 
+UV = """#!/bin/sh
+case "$*" in
+*--help) echo --script ;;
+"python find"*) echo "{python}" ;;
+esac
+"""
+"""uv that gives harnesses this environment, instead of installing what they need without hashes."""
+
+
 @pytest.fixture
-def taskset(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("verifiers")
+def taskset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("verifiers", reason="verifiers pins mcp 2.0.0 and openai 2: `make test-verifiers` runs this in its own environment")
     monkeypatch.syspath_prepend(Path(__file__).parent)
+    (tmp_path / "uv").write_text(UV.format(python=sys.executable))
+    (tmp_path / "uv").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("HOME", str(tmp_path))  # verifiers prefers $HOME/.local/bin
 
 
 async def test_its_harness_plays_and_its_tasks_reward(taskset: None) -> None:

@@ -14,7 +14,7 @@ from fuligo.job.hook_checks import check_hooks
 from tests.unit.docs.pages import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "environments.md").read_text(encoding="utf-8")
-WORLD = "tests.unit.rollout.episode_world"
+WORLD = "tests.unit.rollout.episode_environments"
 
 
 def test_a_tool_function_is_described_by_its_signature() -> None:

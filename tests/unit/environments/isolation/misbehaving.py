@@ -13,7 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from fuligo.environments import AssistantTurn, Environment, EnvironmentSettings, Row, Start, Step
+from fuligo.environments import AssistantTurn, Environment, EnvironmentSettings, Matches, Row, Start, Step
+
+match os.environ.get("WHEN_IMPORTED"):
+    case "start a thread":
+        threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()
+    case "want a secret":
+        os.environ["MY_API_KEY"]
 
 
 class Misbehaving(Environment):
@@ -51,6 +57,20 @@ class Misbehaving(Environment):
             time.sleep(3600)  # noqa: ASYNC251 - it is to block
         if self.row.prompt == "exits in close":
             os._exit(4)
+
+
+class Shared(Misbehaving):
+    """Episodes that must live in the process of the run."""
+
+    isolated = False
+
+
+class Joining(Misbehaving):
+    """Player of a match whose class forgot to say so."""
+
+    async def reset(self) -> Start:
+        Matches[list[int]]().join(self.row.index, list)
+        return Start([])
 
 
 def crash() -> None:

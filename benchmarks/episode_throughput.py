@@ -34,43 +34,19 @@ import numpy as np
 import orjson
 from rollout_waves import add_fleet_flags, fleet, run_with_logs
 from synthetic_rollout import TIMEOUT_S, build_runner
+from talking_environment import made_environments
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from fuligo.data.template import ChatTemplate
 from fuligo.engines.generation import Generation, RequestOptions, SamplingParams
 from fuligo.engines.group import EngineGroup
-from fuligo.environments import AssistantTurn, Environment, EnvironmentSettings, Start, Step
-from fuligo.environments.load import EnvironmentFactory
+from fuligo.environments.isolation.factory import MakesEnvironments
 from fuligo.environments.rendering import Renderer
 from fuligo.limits import freeze_garbage_collector
 from fuligo.models.directory import end_ids_of
 from fuligo.rollout.episodes import Episodes, Limits
 from fuligo.rollout.generate import SingleTurn
 from fuligo.types import IntArray
-
-QUESTION = (
-    "Story {number}: a village by a river has a mill, a school and a market. On market days the farmers of {number} valleys bring grain, "
-    "honey and cloth. Tell me what happens there on a rainy morning, and who arrives."
-)
-ANSWER = "Go on, please: describe the place more exactly, and tell me what the people there say to each other about it."
-
-
-class Settings(EnvironmentSettings):
-    """Settings of the benchmark's environment."""
-
-    samples_per_prompt: int
-
-
-class Talk(Environment):
-    """Asks the question of the sample's prompt, and answers each turn with the same message."""
-
-    Settings = Settings
-
-    async def reset(self) -> Start:
-        return Start([{"role": "user", "content": QUESTION.format(number=self.row.index // self.settings.samples_per_prompt)}])
-
-    async def step(self, turn: AssistantTurn) -> Step:
-        return Step(reward=1.0, done=True) if turn.last else Step([{"role": "user", "content": ANSWER}])
 
 
 @dataclass(slots=True)
@@ -132,12 +108,14 @@ class Recorder:
         return replace(generation, finish_reason="stop") if generation.finish_reason == "length" else generation
 
 
-async def run_rollout(args: argparse.Namespace, engines: EngineGroup, tokenizer: PreTrainedTokenizerBase) -> Measured:
+async def run_rollout(
+    args: argparse.Namespace, engines: EngineGroup, tokenizer: PreTrainedTokenizerBase, environments: MakesEnvironments
+) -> Measured:
     """Run a rollout of the real runner."""
     recorder = Recorder(engines, args.tokens)
     episodes = Episodes(
         SingleTurn(recorder, tokenizer, timeout_s=TIMEOUT_S),
-        EnvironmentFactory(Talk, Settings(samples_per_prompt=args.samples)),
+        environments,
         Renderer(tokenizer, ChatTemplate(tokenizer, {}), end_ids_of(args.model, tokenizer)),
         tokenizer,
         limits=Limits(max_turns=args.turns, turn_timeout_s=TIMEOUT_S, episode_timeout_s=TIMEOUT_S, max_context_len=None),
@@ -213,6 +191,7 @@ async def measure(args: argparse.Namespace) -> None:
     start_s = time.perf_counter()
     async with fleet(args) as running:
         print(f"engines ready after {time.perf_counter() - start_s:.0f} s", flush=True)
+        environments = made_environments("Story", {"samples_per_prompt": args.samples}, args.isolation)
         results: dict[str, list[Measured]] = {"fuligo": [], "bare client": []}
         recorded: Measured | None = None
         for number in range(args.repeats + 1):
@@ -220,13 +199,14 @@ async def measure(args: argparse.Namespace) -> None:
             for name in order:
                 await asyncio.gather(*(client.flush_cache() for client in running.group.clients))
                 if name == "fuligo":
-                    result = recorded = await run_rollout(args, running.group, tokenizer)
+                    result = recorded = await run_rollout(args, running.group, tokenizer, environments)
                 else:
                     assert recorded is not None
                     result = await run_client(args, running.group, recorded)
                 report(f"{number or 'warm-up'}: {name}", result)
                 if number:
                     results[name].append(result)
+        await environments.close()
         summarize(args, results["fuligo"], results["bare client"])
 
 
@@ -256,6 +236,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, help="episodes at a time (default: all)")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=32, help="most tokens of a turn")
+    parser.add_argument("--isolation", choices=("process", "none"), default="process", help="--environment-isolation")
     parser.add_argument("--repeats", type=int, default=4, help="rounds; an even number balances the orders")
     args = parser.parse_args()
     args.concurrency = args.concurrency or args.prompts * args.samples

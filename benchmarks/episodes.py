@@ -18,16 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from talking_environment import ADD, QUESTION, made_environments
 from transformers import AutoTokenizer
 
-from benchmarks.talking_environment import ADD, QUESTION, Talk
 from fuligo.cli.quickstart import ASSETS
 from fuligo.data.template import ChatTemplate
 from fuligo.engines.generation import Generation, SamplingParams
-from fuligo.environments import AssistantTurn, EnvironmentSettings, ToolCall
-from fuligo.environments.isolation.factory import IsolatedFactory, MakesEnvironments
-from fuligo.environments.isolation.workers import Workers
-from fuligo.environments.load import EnvironmentFactory
+from fuligo.environments import AssistantTurn, ToolCall
 from fuligo.environments.rendering import Renderer
 from fuligo.limits import raise_open_files
 from fuligo.rollout.episodes import Episodes, Limits
@@ -121,11 +118,7 @@ def main() -> None:
     single = SingleTurn(Instant(answers), tokenizer, timeout_s=60.0)
     limits = Limits(max_turns=args.turns, turn_timeout_s=600.0, episode_timeout_s=6000.0, max_context_len=None)
     raise_open_files()
-    factory: MakesEnvironments = EnvironmentFactory(Talk, EnvironmentSettings())
-    if args.isolation == "process":
-        workers = Workers("benchmarks.talking_environment.Talk", {})
-        workers.start()
-        factory = IsolatedFactory(Talk, EnvironmentSettings(), workers)
+    factory = made_environments("Talk", {}, args.isolation)
     episodes = Episodes(single, factory, renderer, tokenizer, limits=limits)
     max_tokens = 100 * args.turns * args.tokens
     asyncio.run(run(episodes, args.concurrency, args.concurrency, max_tokens))

@@ -26,6 +26,7 @@ from aiohttp import web
 from episode_throughput import Measured, run_client, run_rollout
 from scripted_server import serve, started
 from synthetic_rollout import ASSETS, TIMEOUT_S
+from talking_environment import made_environments
 from transformers import AutoTokenizer
 
 from fuligo.engines.group import EngineGroup
@@ -113,11 +114,12 @@ async def measure(args: argparse.Namespace) -> None:
         aiohttp.ClientSession() as session,
     ):
         engines = EngineGroup.connect([url], router_url=url, retries=0, timeout_s=TIMEOUT_S)
+        environments = made_environments("Story", {"samples_per_prompt": args.samples}, args.isolation)
         recorded: Measured | None = None
         for number in range(args.repeats + 1):
             for name in ("fuligo", "bare client"):
                 if name == "fuligo":
-                    result = recorded = await run_rollout(args, engines, tokenizer)
+                    result = recorded = await run_rollout(args, engines, tokenizer, environments)
                 else:
                     assert recorded is not None
                     result = await run_client(args, engines, recorded)
@@ -135,9 +137,10 @@ async def measure(args: argparse.Namespace) -> None:
         if args.profile:
             profile = cProfile.Profile()
             profile.enable()
-            await run_rollout(args, engines, tokenizer)
+            await run_rollout(args, engines, tokenizer, environments)
             profile.disable()
             profile.dump_stats(args.profile)
+        await environments.close()
         await engines.close()
     ours, bare = ([statistics.median(column) for column in zip(*rows)] for rows in results.values())
     print(f"{args.episodes} episodes of {args.turns} turns of {args.tokens} tokens; medians of {args.repeats} rounds")
@@ -152,6 +155,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=456, help="tokens of an answer")
     parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--isolation", choices=("process", "none"), default="process", help="--environment-isolation")
     parser.add_argument("--profile", type=Path)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()

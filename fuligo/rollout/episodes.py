@@ -238,9 +238,8 @@ class _Run:
             raise EpisodeError(f"environment: {problem}")
         if not step.done and not turn.last and not step.messages:
             raise EpisodeError("environment: step returned no message for the model to answer; return one, or done=True")
-        reward: Any = step.reward
-        if not is_finite(reward.item() if hasattr(reward, "item") else reward):
-            raise EpisodeError(f"environment: the reward of turn {len(self._episode.turns) + 1} is {reward!r:.80}; it must be finite")
+        if not is_finite(_number(step.reward)):
+            raise EpisodeError(f"environment: the reward of turn {len(self._episode.turns) + 1} is {step.reward!r:.80}; it must be finite")
         return start_s, step
 
     def _record(self, turn: AssistantTurn, step: Step, *, generate_s: float, step_s: float) -> None:
@@ -354,6 +353,14 @@ def _metrics(episode: Episode, samples: Sequence[Sample]) -> dict[str, float]:
     metrics |= {f"calls/{name}": float(count) for name, count in calls.items()}
     metrics |= {f"failures/{name}": float(count) for name, count in failures.items()}
     return metrics | episode.metrics
+
+
+def _number(reward: Any) -> object:
+    """Return the number in a scalar array or tensor, anything else as it is."""
+    try:
+        return reward.item() if hasattr(reward, "item") else reward
+    except (ValueError, RuntimeError):  # an array or tensor of several numbers
+        return reward
 
 
 def _tool(definition: dict[str, Any]) -> Tool:

@@ -33,6 +33,9 @@ ENDING_S = 0.5
 """Time that a process whose socket closed has to end by itself."""
 _KILLED = float("inf")
 """Deadline of a process that has been killed."""
+_SHOWS_STACK = signal.SIGUSR1
+"""Signal at which a process prints where it is, also if it computes in C."""
+_SHOWING_S = 0.1
 
 
 @dataclass(slots=True, frozen=True)
@@ -92,10 +95,12 @@ class _Spawner:
     factory: EnvironmentFactory
     settings: SpawnerSettings
     running: set[int] = field(default_factory=set)
-    statuses: dict[int, int] = field(default_factory=dict)
-    """Exit status of processes that ended and were not asked for."""
+    statuses: dict[int, int | None] = field(default_factory=dict)
+    """Exit status of processes that ended, None if they were killed; the run has not asked for them yet."""
     deadlines: dict[int, float] = field(default_factory=dict)
-    """Processes whose status the run waits for -> time at which they are killed."""
+    """Processes that are to end -> time at which they are killed."""
+    asked: set[int] = field(default_factory=set)
+    """Processes whose status the run waits for."""
 
     def serve(self) -> None:
         woken, waking = os.pipe()
@@ -135,9 +140,12 @@ class _Spawner:
         pid = request["pid"]
         if request["name"] == "kill":
             if pid in self.running:
-                _kill(pid)
-                self.running.discard(pid)  # its status does not matter
+                self.deadlines[pid] = time.monotonic()
+                if request["shows_stack"]:
+                    os.kill(pid, _SHOWS_STACK)
+                    self.deadlines[pid] += _SHOWING_S
         elif pid in self.running:
+            self.asked.add(pid)
             self.deadlines[pid] = time.monotonic() + ENDING_S
         else:
             self._report(pid)
@@ -172,15 +180,15 @@ class _Spawner:
             _, status = os.waitpid(pid, 0)
             if pid in self.running:
                 self.running.discard(pid)
-                self.statuses[pid] = os.waitstatus_to_exitcode(status)
-                if pid in self.deadlines:
+                was_killed = self.deadlines.pop(pid, 0.0) == _KILLED
+                self.statuses[pid] = None if was_killed else os.waitstatus_to_exitcode(status)
+                if pid in self.asked:
                     self._report(pid)
 
     def _report(self, pid: int) -> None:
-        was_killed = self.deadlines.pop(pid, 0.0) == _KILLED
-        status = None if was_killed else self.statuses.pop(pid, None)
+        self.asked.discard(pid)
         with suppress(OSError):
-            self.control.send(json.dumps({"pid": pid, "status": status}).encode())
+            self.control.send(json.dumps({"pid": pid, "status": self.statuses.pop(pid, None)}).encode())
 
 
 def _kill(pid: int) -> None:
@@ -197,6 +205,7 @@ def _become_worker(
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        faulthandler.register(_SHOWS_STACK, all_threads=False)
         for each in unneeded:
             os.close(each)
         os.setsid()

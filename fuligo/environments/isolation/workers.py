@@ -174,11 +174,11 @@ class Workers:
             except BlockingIOError:
                 await asyncio.sleep(_PAUSE_S)
 
-    def request_kill(self, pid: int) -> None:
-        """Have a process killed, with those that it started."""
+    def request_kill(self, pid: int, *, shows_stack: bool) -> None:
+        """Have a process killed, with those that it started; `shows_stack`: it prints where it is."""
         if self._control is not None:
             try:
-                self._control.send(json.dumps({"name": "kill", "pid": pid}).encode())
+                self._control.send(json.dumps({"name": "kill", "pid": pid, "shows_stack": shows_stack}).encode())
             except OSError:
                 logger.debug("the process that starts environments has ended, and with it process %d", pid)
 
@@ -224,6 +224,8 @@ class Worker:
         """Number of the request without a reply."""
         self._is_broken = False
         """A request was sent in part."""
+        self._is_stuck = False
+        """It did not react to a cancellation."""
         self._is_open = True
         self.pid = 0
 
@@ -264,7 +266,10 @@ class Worker:
         try:
             async with asyncio.timeout(_CANCEL_S):
                 await self.call(name="cancel")
-        except (TimeoutError, FailureError, ProcessEndedError):
+        except TimeoutError:
+            self._is_stuck = True
+            return False
+        except (FailureError, ProcessEndedError):
             return False
         return True
 
@@ -281,7 +286,7 @@ class Worker:
     def kill(self) -> None:
         """End the process, with those that it started."""
         if self._is_open:
-            self._workers.request_kill(self.pid)
+            self._workers.request_kill(self.pid, shows_stack=self._is_stuck)
             self.close()
 
     def close(self) -> None:

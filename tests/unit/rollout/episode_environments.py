@@ -4,6 +4,8 @@ import asyncio
 import time
 from typing import Any
 
+import numpy as np
+
 from fuligo.environments import AssistantTurn, Environment, EnvironmentSettings, Row, Start, Step, ToolEnvironment
 
 
@@ -118,6 +120,8 @@ class Broken(Environment):
                 return Step()
             case "gives no number":
                 return Step(reward=float("nan"), done=True)
+            case "gives several numbers":
+                return Step(reward=np.ones(2), done=True)  # type: ignore[arg-type]
             case "gives a number of 400 digits":
                 return Step(reward=10**400, done=True)
             case "gives no step":

@@ -120,6 +120,7 @@ def isolated() -> Iterator[IsolatedFactory]:
         ("gives text as a message", r"environment: the messages of step must be a list of dicts with a role, not \['4'\]"),
         ("says nothing", "step returned no message"),
         ("gives no number", "the reward of turn 1 is nan"),
+        ("gives several numbers", r"the reward of turn 1 is array\(\[1., 1.\]\); it must be finite"),
         ("gives a number of 400 digits", "the reward of turn 1 is 10{79}; it must be finite"),
         ("gives no step", "step must return a Step, not None"),
         ("says what no template renders", "environment: the chat template rejects the messages"),

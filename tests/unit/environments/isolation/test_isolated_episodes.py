@@ -110,6 +110,27 @@ async def test_a_process_that_blocks_is_killed_and_holds_up_nobody(isolate: Isol
             children = psutil.Process(factory.workers._process.pid).children()
 
 
+async def test_a_process_that_is_killed_says_where_it_was(isolate: Isolate, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    factory = isolate(Misbehaving)
+    for prompt in ("computes in C", "blocks"):
+        stuck = environment(factory, prompt)
+        await stuck.reset()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await stuck.step(FIRST)
+        await stuck.close()
+        await gone([stuck.state()["pid"]])
+    assert factory.workers._output is not None
+    output = factory.workers._output
+    await factory.close()
+    await asyncio.to_thread(output.join)
+    places = [
+        message for message in caplog.messages if re.search(r'environment:   File ".*misbehaving.py", line \d+ in misbehave', message)
+    ]
+    assert len(places) == 2
+
+
 async def test_a_process_is_reused_if_its_episode_leaves_nothing_behind(isolate: Isolate) -> None:
     factory = isolate(Misbehaving)
     pids = [(await play(environment(factory)))[1] for _ in range(3)]

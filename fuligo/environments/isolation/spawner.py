@@ -14,6 +14,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from contextlib import suppress
@@ -81,10 +82,11 @@ def main() -> None:
 
 
 def _threads_problem() -> str | None:
-    names = {(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())}
+    """Return why forks would lack threads, or None. Those of libraries in C, such as pyarrow's, are left to their handlers of forks."""
+    names = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
     if not names:
         return None
-    return f"importing its module started threads ({', '.join(sorted(names))}), which a fork does not copy; start them in `reset`"
+    return f"importing its module started threads ({', '.join(names)}), which a fork does not copy; start them in `reset`"
 
 
 @dataclass(eq=False)

@@ -32,6 +32,8 @@ from fuligo.sandbox.system_calls import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG
 MAX_REQUEST_BYTES = 1 << 17
 ENDING_S = 0.5
 """Time that a process whose socket closed has to end by itself."""
+_LOOK_S = 1.0
+"""Interval at which it looks for the run."""
 _KILLED = float("inf")
 """Deadline of a process that has been killed."""
 _SHOWS_STACK = signal.SIGUSR1
@@ -51,6 +53,8 @@ class SpawnerSettings:
     """Names of the environment variables that were not handed over."""
     memory_bytes: int | None
     """Limit of the data of each process."""
+    run_pid: int
+    """Process of the run."""
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -62,7 +66,7 @@ def main() -> None:
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     given = json.loads(control.recv(MAX_REQUEST_BYTES))
-    settings = SpawnerSettings(given["path"], given["settings"], tuple(given["withheld"]), given["memory_bytes"])
+    settings = SpawnerSettings(given["path"], given["settings"], tuple(given["withheld"]), given["memory_bytes"], given["run_pid"])
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -114,9 +118,10 @@ class _Spawner:
         poll.register(self.control, select.POLLIN)
         poll.register(woken, select.POLLIN)
         while True:
-            deadline = min(self.deadlines.values(), default=_KILLED)
-            timeout_ms = None if deadline == _KILLED else 1000 * max(0.0, deadline - time.monotonic()) + 1
-            ready = {descriptor for descriptor, _ in poll.poll(timeout_ms)}
+            wait_s = min([_LOOK_S, *(deadline - time.monotonic() for deadline in self.deadlines.values())])
+            ready = {descriptor for descriptor, _ in poll.poll(1000 * max(0.0, wait_s) + 1)}
+            if os.getppid() != self.settings.run_pid:  # forks of the run may hold its socket open
+                return
             if woken in ready:
                 with suppress(BlockingIOError):
                     os.read(woken, 4096)

@@ -62,7 +62,7 @@ class Workers:
             memory_bytes: limit of the data of each process
         """
         self._variables, self._withheld = variables(handed_over, os.environ)
-        self._settings = SpawnerSettings(path, settings, self._withheld, memory_bytes)
+        self._settings = SpawnerSettings(path, settings, self._withheld, memory_bytes, os.getpid())
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._output: threading.Thread | None = None

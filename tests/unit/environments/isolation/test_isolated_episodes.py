@@ -214,6 +214,11 @@ async def main():
     await asyncio.gather(*(each.reset() for each in (idle, blocked, parent)))
     child = (await parent.step(AssistantTurn("a"))).messages[0]["content"]
     pids = [workers._process.pid, child, *(each.state()["pid"] for each in (idle, blocked, parent))]
+    if os.fork() == 0:  # it holds the run's sockets open
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        import time
+        time.sleep(30)
+        os._exit(0)
     step = asyncio.create_task(blocked.step(AssistantTurn("a")))
     await asyncio.sleep(0.1)
     print(*pids, flush=True)

@@ -22,7 +22,7 @@ def test_a_fork_that_fails_is_reported_to_its_episode(monkeypatch: pytest.Monkey
     control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours, theirs = socket.socketpair()
     with control, other, closing(ours):
-        spawner = _Spawner(control, EnvironmentFactory(Misbehaving, EnvironmentSettings()), SpawnerSettings("", {}, (), None))
+        spawner = _Spawner(control, EnvironmentFactory(Misbehaving, EnvironmentSettings()), SpawnerSettings("", {}, (), None, os.getpid()))
         spawner._start(theirs.detach(), ())
         answer = ours.makefile("rb").read()
     failure = decode_reply(answer[HEADER.size :]).failure

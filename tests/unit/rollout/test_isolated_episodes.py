@@ -83,6 +83,7 @@ def test_samples_are_the_same_as_without_processes(
     assert samples[-1]["status"] is SampleStatus.COMPLETED
 
 
+@pytest.mark.long
 async def test_an_interruption_ends_a_process_that_blocks_and_its_episode_continues(
     factories: dict[type[Environment], IsolatedFactory], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,6 +82,7 @@ async def test_a_process_that_misbehaves_fails_its_own_episode(isolate: Isolate,
     assert os.getpid() not in (good_pid, other_pid)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("prompt", ["blocks", "computes in C", "waits for a lock", "ignores signals", "blocks in reset", "blocks in close"])
 async def test_a_process_that_blocks_is_killed_and_holds_up_nobody(isolate: Isolate, prompt: str) -> None:
     factory = isolate(Misbehaving)
@@ -110,6 +111,7 @@ async def test_a_process_that_blocks_is_killed_and_holds_up_nobody(isolate: Isol
             children = psutil.Process(factory.workers._process.pid).children()
 
 
+@pytest.mark.long
 async def test_a_process_that_is_killed_says_where_it_was(isolate: Isolate, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     factory = isolate(Misbehaving)
@@ -151,6 +153,7 @@ async def test_an_idle_process_that_died_is_replaced(isolate: Isolate) -> None:
     assert other != pid
 
 
+@pytest.mark.long
 async def test_the_process_that_starts_the_others_is_started_again(isolate: Isolate) -> None:
     factory = isolate(Misbehaving)
     _, pid = await play(environment(factory))
@@ -217,7 +220,7 @@ async def main():
     if os.fork() == 0:  # it holds the run's sockets open
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         import time
-        time.sleep(30)
+        time.sleep(20)
         os._exit(0)
     step = asyncio.create_task(blocked.step(AssistantTurn("a")))
     await asyncio.sleep(0.1)

@@ -98,7 +98,7 @@ class RolloutFlags(FlagGroup):
         [], "environment variables that the processes of environments get although their names say that they hold a key or token"
     )
     environment_memory_mb: int | None = flag(
-        None, "memory that the process of an episode may take, its interpreter included", unit="MiB", ge=64
+        None, "memory that the process of an episode may take, its interpreter included", unit="MiB", ge=128
     )
     max_turns: int = flag(16, "maximum number of model turns in an episode", unit="turns", ge=1)
     turn_timeout_s: float = flag(60.0, "deadline for each call of the environment", unit="s", gt=0)

@@ -29,7 +29,7 @@ _STATUS_S = 10.0
 _CANCEL_S = 2.0
 """Time in which a process must answer that it canceled a call; one that computes does not, and is killed."""
 _CHUNK_BYTES = 1 << 14
-_PAUSE_S = 0.005
+_PAUSE_S, _RETRY_S = 0.005, 0.2
 _SECRET = re.compile(r"(^|_)(KEY|KEYS|TOKEN|TOKENS|SECRET|SECRETS|PASSWORD|PASSWD|CREDENTIALS?|KEY_ID)(_|$)", re.IGNORECASE)
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """Libraries start threads when they are imported, and a fork does not copy those; thousands of processes need no more than one each."""
@@ -69,6 +69,7 @@ class Workers:
         self._asking = threading.Lock()
         self._idle: list[Worker] = []
         self._busy: set[Worker] = set()
+        self._has_warned = False
 
     def start(self) -> None:
         """Start the process that the others are forked from, unless it runs.
@@ -107,19 +108,31 @@ class Workers:
             logger.info("environments do not see %s (--environment-variables)", ", ".join(sorted(self._withheld)))
 
     async def take(self) -> "Worker":
-        """Return a process for an episode: an idle one, or a new one.
+        """Return a process for an episode: an idle one, or a new one. If no more can be started, wait for an episode that ends.
 
-        Raises FailureError if none can be started.
+        Raises FailureError if none can be started and none is in use.
         """
+        while (worker := self._idle_one()) is None:
+            try:
+                worker = await self._new()
+                break
+            except FailureError as failure:
+                if not self._busy:
+                    raise
+                if not self._has_warned:
+                    logger.warning("episodes wait for %d others to end: %s", len(self._busy), failure)
+                    self._has_warned = True
+            await asyncio.sleep(_RETRY_S)
+        self._busy.add(worker)
+        return worker
+
+    def _idle_one(self) -> "Worker | None":
         while self._idle:
             worker = self._idle.pop()
             if worker.is_idle():
-                break
+                return worker
             worker.kill()
-        else:
-            worker = await self._new()
-        self._busy.add(worker)
-        return worker
+        return None
 
     def give_back(self, worker: "Worker") -> None:
         """Take back a process whose episode has ended."""
@@ -340,12 +353,9 @@ def _ending(status: int | None) -> str:
         return "closed its connection"
     if status >= 0:
         return f"ended with exit status {status}"
-    return f"ended by {_signal_name(-status)}"
-
-
-def _signal_name(number: int) -> str:
-    known = {each.value: each.name for each in signal.Signals}
-    return f"signal {number} ({known[number]})" if number in known else f"signal {number}"
+    known = {each.value: each.name for each in signal.Signals}  # most real-time signals have no name
+    hint = "; memory may have run out" if status == -signal.SIGKILL else ""
+    return f"ended by signal {-status} ({known.get(-status, 'no name')}{hint})"
 
 
 def _log_output(output: IO[bytes]) -> None:

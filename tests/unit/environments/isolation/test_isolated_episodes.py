@@ -1,6 +1,7 @@
 """Environments in processes of their own: a process that blocks, crashes or exits fails its sample, and no other."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import re
@@ -17,6 +18,7 @@ from fuligo.environments import AssistantTurn, Row
 from fuligo.environments.environment import Environment
 from fuligo.environments.isolation.factory import IsolatedFactory
 from fuligo.environments.isolation.messages import FailureError
+from fuligo.environments.isolation.workers import Worker
 from tests.unit.conftest import Isolate
 from tests.unit.environments.isolation.misbehaving import Misbehaving
 
@@ -41,9 +43,12 @@ def environment(factory: IsolatedFactory, prompt: str = "") -> Environment:
 
 async def gone(pids: Sequence[float]) -> None:
     """Wait until processes have ended."""
-    processes = [psutil.Process(int(pid)) for pid in pids if psutil.pid_exists(int(pid))]
+    processes: list[psutil.Process] = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            processes.append(psutil.Process(int(pid)))
     _, alive = await asyncio.to_thread(psutil.wait_procs, processes, 60)
-    assert not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
+    assert all(each.status() == psutil.STATUS_ZOMBIE for each in alive)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +56,7 @@ async def gone(pids: Sequence[float]) -> None:
     [
         ("exits", "its process ended with exit status 7 in step 1"),
         ("crashes", r"its process ended by signal 11 \(SIGSEGV\) in step 1"),
-        ("kills itself", r"its process ended by signal 9 \(SIGKILL\) in step 1"),
+        ("kills itself", r"its process ended by signal 9 \(SIGKILL; memory may have run out\) in step 1"),
         ("crashes in the constructor", r"its process ended by signal 11 \(SIGSEGV\) in reset"),
         ("closes descriptors", "its process .* in step 1"),
         ("closes descriptors and blocks", "its process closed its connection in step 1"),
@@ -163,6 +168,27 @@ async def test_the_process_that_starts_the_others_is_started_again(isolate: Isol
     await gone([pid])
     _, other = await play(environment(factory))
     assert other != pid
+
+
+async def test_an_episode_without_a_process_waits_for_another_one(isolate: Isolate, monkeypatch: pytest.MonkeyPatch) -> None:
+    factory = isolate(Misbehaving)
+    workers = factory.workers
+    first = environment(factory)
+    await first.reset()
+
+    async def refused() -> Worker:
+        raise FailureError("cannot start its process")
+
+    monkeypatch.setattr(workers, "_new", refused)
+    waiting = asyncio.create_task(play(environment(factory)))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    (pid,) = [worker.pid for worker in workers._busy]
+    await first.close()
+    assert (await waiting)[1] == pid
+    workers.discard(workers._idle.pop())
+    with pytest.raises(FailureError, match="cannot start its process"):
+        await play(environment(factory))
 
 
 async def test_messages_of_any_size_pass(isolate: Isolate) -> None:

@@ -66,7 +66,7 @@ class Workers:
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._output: threading.Thread | None = None
-        self._asking = threading.Lock()
+        self._starting, self._asking = threading.Lock(), threading.Lock()
         self._idle: list[Worker] = []
         self._busy: set[Worker] = set()
         self._has_warned = False
@@ -76,10 +76,14 @@ class Workers:
 
         Raises ConfigError if it cannot import the environment, or that started threads, and RolloutError if it does not answer.
         """
+        with self._starting:  # episodes notice at the same time that it ended
+            self._start()
+
+    def _start(self) -> None:
         if self._process is not None and self._process.poll() is None:
             return
         self._end()
-        self._control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with other:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _START_CODE, json.dumps(sys.path)],
@@ -91,19 +95,22 @@ class Workers:
             )
         self._output = threading.Thread(target=_log_output, args=(self._process.stdout,), name="output of environments", daemon=True)
         self._output.start()
-        self._control.settimeout(_START_S)
+        path, problem = self._settings.path, None
         try:
-            self._control.send(self._settings.encode())
-            problem = json.loads(self._control.recv(spawner.MAX_REQUEST_BYTES))["problem"]
+            control.settimeout(_START_S)
+            control.send(self._settings.encode())
+            problem = json.loads(control.recv(spawner.MAX_REQUEST_BYTES))["problem"]
+            control.settimeout(_STATUS_S)
         except (OSError, ValueError) as error:
+            control.close()
             self._end()
-            raise RolloutError(f"cannot isolate the environment {self._settings.path}: its process did not start ({error!r})") from None
+            raise RolloutError(f"cannot isolate the environment {path}: its process did not start ({error!r})") from None
         if problem is not None:
+            control.close()
             self._end()
             withheld = f"; it does not see {', '.join(self._withheld)} (--environment-variables)" if self._withheld else ""
-            raise ConfigError(
-                f"cannot isolate the environment {self._settings.path}: {problem}{withheld}; or set --environment-isolation none"
-            )
+            raise ConfigError(f"cannot isolate the environment {path}: {problem}{withheld}; or set --environment-isolation none")
+        self._control = control  # from now on, episodes may ask for processes
         if self._withheld:
             logger.info("environments do not see %s (--environment-variables)", ", ".join(sorted(self._withheld)))
 

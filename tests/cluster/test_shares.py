@@ -16,7 +16,7 @@ from fuligo.cluster.rank import ActorRank
 from fuligo.layout.megatron import Layout
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.packing import Capacity
-from fuligo.trainer.ranks.commands import Answer, WorkerCall
+from fuligo.trainer.ranks.commands import Answer, Command
 from fuligo.trainer.ranks.settings import LearningRateSchedule, OptimizerSettings
 from fuligo.trainer.ranks.trainer import RankedTrainer
 from fuligo.trainer.shares import SampleScores
@@ -33,7 +33,7 @@ class ListeningRank:
     def __init__(self) -> None:
         self._positions: list[list[int]] = []
 
-    async def run(self, command: WorkerCall[Any]) -> Answer[Any]:
+    async def run(self, command: Command[Any]) -> Answer[Any]:
         (sent,) = command.arguments
         if command.name == "score":
             self._positions.append(list(sent.positions))

@@ -11,8 +11,8 @@ from fuligo.config.command_line import parse
 from fuligo.config.files import save_yaml
 from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.models.adapter import base_tensors
-from fuligo.trainer.ranks.commands import Command, Load
-from fuligo.trainer.ranks.rank import RankExecutor
+from fuligo.trainer.ranks.commands import Command, call_rank
+from fuligo.trainer.ranks.rank import Rank, RankExecutor
 from fuligo.trainer.ranks.settings import LearningRateSchedule, LoraSettings, OptimizerSettings
 from fuligo.trainer.ranks.shared import SharedTrainer
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
@@ -43,10 +43,10 @@ def test_a_second_run_takes_memory_for_its_adapter_only(trainer: SharedTrainer, 
     lora = LoraSettings(AdapterConfig(rank=2, alpha=8.0))
     settings = TorchTrainerSettings(checkpoint, checkpoint, optimizer, lora=lora, device="cuda", precision=precision)
     executors = [trainer.executor() for _ in range(2)]
-    run(executors[0], Load(settings, None))
+    run(executors[0], call_rank(Rank.load, settings, None))
     base = sum(tensor.nbytes for tensor in base_tensors(executors[0].rank.worker.policy.model).values())  # pyright: ignore[reportAttributeAccessIssue]
     before = torch.cuda.memory_allocated()
-    run(executors[1], Load(settings, None))
+    run(executors[1], call_rank(Rank.load, settings, None))
     assert torch.cuda.memory_allocated() - before < 0.3 * base
 
 

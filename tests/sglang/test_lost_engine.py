@@ -23,7 +23,7 @@ from fuligo.engines.sglang.fleet import Fleet
 from fuligo.engines.sglang.server import SGLangServer
 from fuligo.formats.weight_manifest import Transport, WeightTarget
 from fuligo.trainer.protocol import Trainer
-from fuligo.trainer.ranks.commands import Command, WorkerCall
+from fuligo.trainer.ranks.commands import Command
 from fuligo.trainer.ranks.trainer import RankedTrainer
 from fuligo.weights import senders
 from fuligo.weights.senders import WeightSender
@@ -45,7 +45,7 @@ class KillingTrainer(RankedTrainer):
         self.sender = WeightSender()
 
     async def _run(self, command: Command[Any]) -> Any:
-        assert isinstance(command, WorkerCall) and command.name == "send_weights"
+        assert command.name == "send_weights"
         return await asyncio.to_thread(self._send, *command.arguments)
 
     def _send(self, target: WeightTarget) -> Any:

@@ -157,9 +157,9 @@ def start_process(rank: int, size: int, host: str) -> ConnectedRank:
 
 
 def serve(connection: RankConnection, executor: RankExecutor) -> None:
-    """Answer commands until the driver closes the connection after `Leave`.
+    """Answer commands until the driver closes the connection after `LEAVE`.
 
-    Where the driver ends without `Leave`, end this process at once, even if it hangs in a collective.
+    Where the driver ends without `LEAVE`, end this process at once, even if it hangs in a collective.
     """
     answer_commands(connection, executor)
     if not executor.rank.has_left:

@@ -6,7 +6,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
-from fuligo.trainer.ranks.commands import Answer, Command, Leave, R, SharedCommand
+from fuligo.trainer.ranks.commands import LEAVE, Answer, Command, R, SharedCommand
 from fuligo.trainer.ranks.rank import RankExecutor
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class RankHandle(ABC):
 
     async def leave(self) -> None:
         """Have the rank leave the process group; give up after a while, since it may hang in a collective."""
-        leaving = asyncio.ensure_future(self.run(SharedCommand[None](Leave())))
+        leaving = asyncio.ensure_future(self.run(SharedCommand(LEAVE)))
         await asyncio.wait([leaving], timeout=LEAVE_TIMEOUT_S)
         if leaving.done():
             leaving.exception()  # a rank that is gone has left

@@ -14,6 +14,8 @@ from fuligo.trainer.ranks.commands import Answer, Command, R
 from fuligo.trainer.ranks.compute_thread import Compute, ComputeThread
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     from fuligo.trainer.packing import Cost
@@ -36,7 +38,7 @@ class Rank:
     ) -> None:
         self.number = number
         self.saving: Future[None] | None = None
-        """Future of the last `BeginSave`."""
+        """Future of the last `begin_save`."""
         self.has_left = False
         self._size = size
         self._host = host
@@ -46,10 +48,14 @@ class Rank:
 
     @property
     def worker(self) -> RankWorker:
-        assert self._worker is not None, "Load first"
+        assert self._worker is not None, "load it first"
         return self._worker
 
-    def open_rendezvous(self) -> Rendezvous:
+    def ping(self) -> None:
+        """Do nothing: the answer shows that the interpreter runs."""
+
+    def start(self) -> Rendezvous:
+        """Open the store through which the ranks form their process group; called on rank 0."""
         from fuligo.trainer.ranks.world import Rendezvous
 
         if self._rendezvous is None:
@@ -74,6 +80,10 @@ class Rank:
             raise TrainerError("cannot start a standby rank: an import has initialized CUDA, which takes GPU memory")
 
     def load(self, settings: TrainerSettings, rendezvous: Rendezvous | None) -> Cost | None:
+        """Join the other ranks and build the worker; return its `balance_by`.
+
+        `rendezvous`: store at which the ranks meet; None: the rank is alone.
+        """
         joined = self.join(settings, rendezvous)
         from fuligo.trainer.ranks import worker
 
@@ -96,6 +106,15 @@ class Rank:
         else:
             world.share_cores(1)
         return joined
+
+    def begin_save(self, directory: Path) -> None:
+        """Begin the worker's save, and keep its future for `end_save`."""
+        self.saving = self.worker.begin_save(directory)
+
+    def end_save(self) -> None:
+        """Wait until the save that `begin_save` began is on disk."""
+        assert self.saving is not None, "begin_save first"
+        self.saving.result()
 
     def leave(self) -> None:
         """Leave the process group; the process may form another one, for the next trainer."""

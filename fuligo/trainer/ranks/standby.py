@@ -4,9 +4,10 @@ import asyncio
 import logging
 import socket
 
-from fuligo.trainer.ranks.commands import ImportWorker, SharedCommand
+from fuligo.trainer.ranks.commands import SharedCommand, call_rank
 from fuligo.trainer.ranks.connected import ConnectedRank, start_process
 from fuligo.trainer.ranks.handle import RankLostError
+from fuligo.trainer.ranks.rank import Rank
 from fuligo.trainer.ranks.settings import TrainerSettings
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ class StandbyRanks:
     async def _import(self, standby: ConnectedRank, settings: TrainerSettings) -> None:
         """Have a standby import the worker's modules; end it if it cannot."""
         try:
-            failure = (await standby.run(SharedCommand(ImportWorker(settings)))).error
+            failure = (await standby.run(SharedCommand(call_rank(Rank.import_worker, settings)))).error
         except RankLostError as error:
             failure = error
         if failure is None or self._waiting.get(standby.rank) is not standby:  # taken or closed meanwhile

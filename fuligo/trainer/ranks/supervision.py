@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Sequence
 from typing import Any, cast
 
 from fuligo.errors import FuligoError, RankError, TrainerError
-from fuligo.trainer.ranks.commands import Answer, Ping, R, SharedCommand, UnexpectedError
+from fuligo.trainer.ranks.commands import PING, Answer, R, SharedCommand, UnexpectedError
 from fuligo.trainer.ranks.handle import RankHandle, RankLostError
 
 HEARTBEAT_S = 5.0
@@ -73,7 +73,7 @@ async def heartbeat(rank: RankHandle, phase: str, *, has_answered: bool = True) 
     """
     try:
         async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
-            await rank.run(SharedCommand[None](Ping()))
+            await rank.run(SharedCommand(PING))
     except TimeoutError:
         if has_answered:
             raise lost(rank, phase, f"has not answered for {HEARTBEAT_TIMEOUT_S:g} s (stopped, or its machine is lost)") from None

@@ -12,7 +12,7 @@ from fuligo.formats.weight_manifest import Undelivered, WeightManifest, WeightTa
 from fuligo.trainer.objective import value_metrics
 from fuligo.trainer.packing import Cost
 from fuligo.trainer.ranks import supervision
-from fuligo.trainer.ranks.commands import BeginSave, Command, EndSave, Load, OpenRendezvous, R, SharedCommand, call
+from fuligo.trainer.ranks.commands import END_SAVE, Command, R, SharedCommand, call, call_rank
 from fuligo.trainer.ranks.connected import start_process
 from fuligo.trainer.ranks.handle import InProcessRank, RankHandle
 from fuligo.trainer.ranks.rank import Rank, RankExecutor
@@ -55,12 +55,13 @@ class RankedTrainer:
             self.ranks = await self._start_ranks()
             rendezvous = None
             if len(self.ranks) > 1:
-                opened = self.ranks[0].run(SharedCommand(OpenRendezvous()))
-                rendezvous = await supervision.finish(OpenRendezvous.name, self.ranks[:1], [opened], timeout_s=START_TIMEOUT_S)
+                start = call_rank(Rank.start)
+                opened = self.ranks[0].run(SharedCommand(start))
+                rendezvous = await supervision.finish(start.name, self.ranks[:1], [opened], timeout_s=START_TIMEOUT_S)
         except BaseException:
             self._failed = True
             raise
-        self._balance_by = await self._run(Load(self._settings, rendezvous))
+        self._balance_by = await self._run(call_rank(Rank.load, self._settings, rendezvous))
 
     async def score(self, samples: list[TrainSample]) -> list[TrainSample]:
         if not samples or not self._settings.scores:
@@ -87,12 +88,12 @@ class RankedTrainer:
         await self._run(call(RankWorker.save, _for_ranks(directory)))
 
     async def begin_save(self, directory: Path) -> None:
-        await self._run(BeginSave(_for_ranks(directory)))
+        await self._run(call_rank(Rank.begin_save, _for_ranks(directory)))
 
     async def end_save(self) -> None:
         writer = self.ranks[:1]  # it is done when all are
-        calls = [rank.run(SharedCommand(EndSave())) for rank in writer]
-        await supervision.finish(EndSave.name, writer, calls, timeout_s=self._settings.command_timeout_s)
+        calls = [rank.run(SharedCommand(END_SAVE)) for rank in writer]
+        await supervision.finish(END_SAVE.name, writer, calls, timeout_s=self._settings.command_timeout_s)
 
     async def restore(self, directory: Path) -> None:
         await self._run(call(RankWorker.restore, _for_ranks(directory)))

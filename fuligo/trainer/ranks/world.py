@@ -25,7 +25,7 @@ class Rendezvous:
     host: str
     port: int
     key: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
-    """Secret of the ranks, with which they sign the objects of collectives. It reaches them with `Load`, never through the store."""
+    """Secret of the ranks, with which they sign the objects of collectives. It reaches them with `Rank.load`, never through the store."""
 
     def connect(self, *, timeout: timedelta = timedelta(seconds=300)) -> TCPStore:
         """Open a separate connection: a blocking wait on one connection does not hold up another."""

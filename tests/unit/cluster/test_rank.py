@@ -11,7 +11,7 @@ from ray.exceptions import ActorDiedError
 
 from fuligo.cluster.rank import ActorRank
 from fuligo.cluster.reservation import Bundle, physical_order
-from fuligo.trainer.ranks.commands import Answer, Command, Ping, SharedCommand
+from fuligo.trainer.ranks.commands import PING, Answer, Command, SharedCommand
 from fuligo.trainer.ranks.handle import RankLostError
 
 
@@ -34,7 +34,7 @@ def no_object_store(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_rank_whose_actor_died_is_lost(tmp_path: Path) -> None:
-    ping = SharedCommand[None](Ping())
+    ping = SharedCommand(PING)
     assert await ActorRank(3, "10.0.0.3", ScriptedActor(Answer()), tmp_path / "log.txt").run(ping) == Answer()
     with pytest.raises(RankLostError, match=r"^was lost \(The actor died"):
         await ActorRank(3, "10.0.0.3", ScriptedActor(ActorDiedError()), tmp_path / "log.txt").run(ping)

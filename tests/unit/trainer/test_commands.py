@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fuligo.errors import CheckpointError, TrainerError
-from fuligo.trainer.ranks.commands import BeginSave, Command, EndSave, Leave, Ping, SharedCommand, call
+from fuligo.trainer.ranks.commands import END_SAVE, LEAVE, PING, Command, SharedCommand, call, call_rank
 from fuligo.trainer.ranks.compute_thread import ComputeThread
 from fuligo.trainer.ranks.connected import ConnectedRank, serve
 from fuligo.trainer.ranks.handle import InProcessRank, RankLostError
@@ -36,6 +36,9 @@ class Worker:
     def score(self, share: Held) -> str:
         self.seen.append(weakref.ref(share))
         return "scores"
+
+    def fail(self, error: Exception) -> None:
+        raise error
 
     def offload(self) -> None:
         assert self.released.wait(60)
@@ -94,28 +97,23 @@ async def test_the_result_comes_only_from_rank_0(rank: int, result: str | None) 
 
 
 async def test_a_rank_answers_pings_and_ends_a_save_while_it_computes(served: Served) -> None:
-    await served.handle.run(of(BeginSave(Path("checkpoint"))))
+    await served.handle.run(of(call_rank(Rank.begin_save, Path("checkpoint"))))
     computing = asyncio.create_task(served.handle.run(of(call(RankWorker.offload))))
-    saving = asyncio.create_task(served.handle.run(of(EndSave())))
-    assert (await served.handle.run(of(Ping()))).error is None
+    saving = asyncio.create_task(served.handle.run(of(END_SAVE)))
+    assert (await served.handle.run(of(PING))).error is None
     assert not computing.done() and not saving.done()
     served.worker.released.set()
     assert (await saving).error is None
     assert (await computing).error is None
 
 
-@dataclass(slots=True, frozen=True)
-class Fail(Command[None]):
-    name = "fail"
-    error: Exception
-
-    def run(self, rank: Rank) -> None:
-        raise self.error
+def fail(error: Exception) -> SharedCommand[Any]:
+    return SharedCommand(Command("fail", (error,)))
 
 
 async def test_errors_of_another_process_keep_their_type_if_they_are_for_the_user(served: Served) -> None:
-    refused = (await served.handle.run(of(Fail(CheckpointError("incomplete"))))).error
-    unexpected = (await served.handle.run(of(Fail(IndexError("7"))))).error
+    refused = (await served.handle.run(fail(CheckpointError("incomplete")))).error
+    unexpected = (await served.handle.run(fail(IndexError("7")))).error
     assert type(refused) is CheckpointError and str(refused) == "incomplete"
     assert isinstance(unexpected, TrainerError) and str(unexpected) == "IndexError: 7"
 
@@ -123,35 +121,35 @@ async def test_errors_of_another_process_keep_their_type_if_they_are_for_the_use
 async def test_an_error_of_this_process_is_the_same_object() -> None:
     error = IndexError("7")
     handle = InProcessRank(executor_of(0, Worker()), "here")
-    assert (await handle.run(of(Fail(error)))).error is error
+    assert (await handle.run(fail(error))).error is error
     await handle.close(failed=True)
 
 
 async def test_a_command_is_encoded_once_for_all_ranks_of_a_transport(served: Served) -> None:
     num_encodings = 0
 
-    class Counted(Ping):
+    class Counted:
         def __reduce__(self) -> Any:
             nonlocal num_encodings
             num_encodings += 1
-            return Ping, ()
+            return Held, ()
 
-    command = of(Counted())
+    command = of(Command("score", (Counted(),)))
     await asyncio.gather(*(served.handle.run(command) for _ in range(4)))
     assert num_encodings == 1
-    assert pickle.loads(command.encoded(pickle.dumps)) == Ping()
+    assert pickle.loads(command.encoded(pickle.dumps)).name == "score"
 
 
 async def test_a_rank_that_ends_fails_its_running_and_its_next_commands() -> None:
     ours, theirs = Pipe()
     handle = ConnectedRank(1, "here", ours)
-    running = asyncio.create_task(handle.run(of(Ping())))
+    running = asyncio.create_task(handle.run(of(PING)))
     await asyncio.sleep(0.05)
     theirs.close()
     with pytest.raises(RankLostError, match="closed its connection"):
         await running
     with pytest.raises(RankLostError, match="closed its connection"):
-        await handle.run(of(Ping()))
+        await handle.run(of(PING))
 
 
 def test_compute_thread_keeps_no_reference_to_finished_work() -> None:
@@ -171,5 +169,5 @@ async def test_a_waiting_rank_keeps_no_reference_to_the_last_command(served: Ser
 
 def test_leave_can_be_sent_to_a_rank_that_was_never_loaded() -> None:
     executor = RankExecutor(Rank(0, 1))
-    assert executor.answer(Leave, is_queued=True).result(10).error is None
+    assert executor.answer(lambda: LEAVE, is_queued=True).result(10).error is None
     assert executor.rank.has_left

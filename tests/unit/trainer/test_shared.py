@@ -16,7 +16,7 @@ from fuligo.errors import TrainerError
 from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.models.adapter import adapter_tensors, base_tensors
 from fuligo.trainer.objective import LossSettings
-from fuligo.trainer.ranks.commands import Command, Leave, Load, Ping, call
+from fuligo.trainer.ranks.commands import LEAVE, PING, Command, call, call_rank
 from fuligo.trainer.ranks.connected import answer_commands
 from fuligo.trainer.ranks.rank import Rank, RankExecutor
 from fuligo.trainer.ranks.settings import LearningRateSchedule, LoraSettings, OptimizerSettings
@@ -47,8 +47,6 @@ def trainer() -> Iterator[SharedTrainer]:
 
 
 class LargeAnswer(Command[bytes]):
-    name = "large answer"
-
     def run(self, rank: Rank) -> bytes:
         return bytes(1 << 24)
 
@@ -74,14 +72,14 @@ def test_runs_in_turns_train_as_alone(trainer: SharedTrainer, settings: list[Tor
     alone = []
     for each in settings:
         executor = RankExecutor(Rank(0, 1))
-        run(executor, Load(each, None))
+        run(executor, call_rank(Rank.load, each, None))
         for seed in range(3):
             train(executor, seed)
         alone.append(adapter(executor))
         executor.stop()
     together = [trainer.executor() for _ in settings]
     for executor, each in zip(together, settings, strict=True):
-        run(executor, Load(each, None))
+        run(executor, call_rank(Rank.load, each, None))
     for seed in range(3):
         for executor in together:
             train(executor, seed)
@@ -93,7 +91,7 @@ def test_runs_in_turns_train_as_alone(trainer: SharedTrainer, settings: list[Tor
 def test_the_base_is_in_memory_once(trainer: SharedTrainer, settings: list[TorchTrainerSettings]) -> None:
     executors = [trainer.executor() for _ in settings]
     for executor, each in zip(executors, settings, strict=True):
-        run(executor, Load(each, None))
+        run(executor, call_rank(Rank.load, each, None))
     workers: list[Any] = [executor.rank.worker for executor in executors]
     first, second = ({tensor.data_ptr() for tensor in base_tensors(worker.policy.model).values()} for worker in workers)
     assert first == second
@@ -108,17 +106,17 @@ def test_layers_of_every_run_may_be_compiled(trainer: SharedTrainer, settings: l
         return torch._dynamo.config.recompile_limit, torch._dynamo.config.accumulated_recompile_limit
 
     with torch._dynamo.config.patch(recompile_limit=8, accumulated_recompile_limit=256):
-        run(executors[0], Load(settings[0], None))
+        run(executors[0], call_rank(Rank.load, settings[0], None))
         in_thread = executors[0]._share.submit(limits).result(30)  # each thread has limits of its own
     assert in_thread == (10 * COMPILED_KINDS, 10 * COMPILED_KINDS)
 
 
 def test_a_run_that_ends_leaves_the_others(trainer: SharedTrainer, settings: list[TorchTrainerSettings]) -> None:
-    """With `Leave`, or without it because its process was killed."""
+    """With `LEAVE`, or without it because its process was killed."""
     executors = [trainer.executor() for _ in range(3)]
     for executor in executors:
-        run(executor, Load(settings[0], None))
-    run(executors[0], Leave())
+        run(executor, call_rank(Rank.load, settings[0], None))
+    run(executors[0], LEAVE)
     executors[0].stop()
     trainer.release(executors[1])
     train(executors[2], seed=0)
@@ -128,11 +126,11 @@ def test_a_run_that_ends_leaves_the_others(trainer: SharedTrainer, settings: lis
 def test_other_base_weights_and_full_training_are_refused(
     trainer: SharedTrainer, settings: list[TorchTrainerSettings], reference_checkpoint
 ) -> None:
-    run(trainer.executor(), Load(settings[0], None))
+    run(trainer.executor(), call_rank(Rank.load, settings[0], None))
     with pytest.raises(TrainerError, match="only runs that train a LoRA adapter"):
-        run(trainer.executor(), Load(replace(settings[0], lora=None), None))
+        run(trainer.executor(), call_rank(Rank.load, replace(settings[0], lora=None), None))
     with pytest.raises(Exception, match="give all runs the same --hf-checkpoint"):
-        run(trainer.executor(), Load(replace(settings[0], initial_weights=reference_checkpoint), None))
+        run(trainer.executor(), call_rank(Rank.load, replace(settings[0], initial_weights=reference_checkpoint), None))
 
 
 def test_a_run_keeps_its_turn_from_training_to_its_sync() -> None:
@@ -188,21 +186,21 @@ def test_a_run_that_is_stopped_does_not_stop_the_others(trainer: SharedTrainer) 
     ours, theirs = (Connection(end.detach()) for end in socket.socketpair())
     threading.Thread(target=answer_commands, args=(theirs, stopped), daemon=True).start()
     ours.send_bytes(struct.pack("!q?", 0, True))
-    ours.send_bytes(pickle.dumps(LargeAnswer()))
+    ours.send_bytes(pickle.dumps(LargeAnswer("large")))
     assert ours.poll(60), "the answer has begun"
-    assert run(other, LargeAnswer()) == LargeAnswer().run(other.rank)
+    assert run(other, LargeAnswer("large")) == LargeAnswer("large").run(other.rank)
     number, answer = pickle.loads(ours.recv_bytes())
-    assert (number, answer.value) == (0, LargeAnswer().run(other.rank))
+    assert (number, answer.value) == (0, LargeAnswer("large").run(other.rank))
     ours.close()
 
 
 def test_which_commands_another_follows(trainer: SharedTrainer, settings: list[TorchTrainerSettings], tmp_path) -> None:
     executor: Any = trainer.executor()
-    run(executor, Load(settings[0], None))
+    run(executor, call_rank(Rank.load, settings[0], None))
     assert not executor._share.is_in_step
     train(executor, seed=0)
     assert executor._share.is_in_step
-    executor.answer(Ping, is_queued=False).result(60)
+    executor.answer(lambda: PING, is_queued=False).result(60)
     assert executor._share.is_in_step
     run(executor, call(RankWorker.save, tmp_path / "saved"))
     assert not executor._share.is_in_step

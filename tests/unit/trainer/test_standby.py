@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from fuligo.trainer.packing import Capacity
-from fuligo.trainer.ranks.commands import Ping, SharedCommand
+from fuligo.trainer.ranks.commands import PING, SharedCommand
 from fuligo.trainer.ranks.connected import ConnectedRank
 from fuligo.trainer.ranks.settings import LearningRateSchedule, OptimizerSettings
 from fuligo.trainer.ranks.standby import StandbyRanks
@@ -50,7 +50,7 @@ async def test_a_trainer_takes_the_processes_that_wait() -> None:
         taken = ranks.take(2)
         assert {rank.pid for rank in taken} == waiting and [rank.rank for rank in taken] == [0, 1]
         for rank in taken:
-            assert (await rank.run(SharedCommand[None](Ping()))).error is None
+            assert (await rank.run(SharedCommand(PING))).error is None
         await close(taken)
     assert not processes()
 

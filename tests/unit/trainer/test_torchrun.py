@@ -19,7 +19,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from fuligo.engines.host import listening_store
 from fuligo.errors import ConfigError, TrainerError
 from fuligo.trainer.ranks import torchrun
-from fuligo.trainer.ranks.commands import Ping, SharedCommand
+from fuligo.trainer.ranks.commands import PING, SharedCommand
 from fuligo.trainer.ranks.signed import SignedConnection
 from fuligo.trainer.ranks.torchrun import KEY_VARIABLE, TorchrunPlace, connect_ranks, follow, torchrun_place
 from fuligo.trainer.ranks.world import Rendezvous
@@ -57,7 +57,7 @@ async def test_ranks_of_torchrun_connect_to_rank_0(store: TCPStore, on_one_host:
     ranks = await connect_ranks(places[0], 3)
     assert [rank.rank for rank in ranks] == [0, 1, 2]
     assert all(rank.host == socket.gethostname() for rank in ranks)
-    answers = await asyncio.gather(*(rank.run(SharedCommand(Ping())) for rank in ranks))
+    answers = await asyncio.gather(*(rank.run(SharedCommand(PING)) for rank in ranks))
     assert all(answer.error is None for answer in answers)
     await asyncio.gather(*(rank.close(failed=False) for rank in ranks))
     for follower in followers:

@@ -22,7 +22,7 @@ from fuligo.errors import EngineError, TrainerError
 from fuligo.formats.payload import SHARED_MEMORY
 from fuligo.formats.weight_manifest import Transport, WeightManifest, WeightTarget
 from fuligo.trainer.protocol import Trainer
-from fuligo.trainer.ranks.commands import Command, WorkerCall
+from fuligo.trainer.ranks.commands import Command
 from fuligo.trainer.ranks.trainer import RankedTrainer
 from fuligo.weights import broadcast, senders
 from fuligo.weights.senders import WeightSender
@@ -58,7 +58,7 @@ class OneRank(RankedTrainer):
         return {name: tensor.tolist() for name, tensor in self.weights.items()}
 
     async def _run(self, command: Command[Any]) -> Any:
-        assert isinstance(command, WorkerCall) and command.name == "send_weights"
+        assert command.name == "send_weights"
         return await asyncio.to_thread(self._send, *command.arguments)
 
     def _send(self, target: WeightTarget) -> Any:

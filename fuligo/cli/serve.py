@@ -8,9 +8,11 @@ import signal
 import socket
 import threading
 import time
+from dataclasses import fields
 from pathlib import Path
 
 from fuligo.cli.first_process import wait_for_end
+from fuligo.engines.embedded.launch import EmbeddedEngineSettings
 from fuligo.errors import ConfigError
 from fuligo.formats.adapter_config import AdapterConfig, adapter_directory
 from fuligo.formats.engine_keys import REQUESTS_VARIABLE, EngineKeys
@@ -44,51 +46,23 @@ def main(argv: list[str]) -> int:
     if args.adapter is not None:
         args.adapter = adapter_directory(args.adapter)
         AdapterConfig.read(args.adapter)
+    args.adapter = args.adapter or args.adapter_shape
     listener = _bind(args.host, args.port)
-    keys = _keys()
+    args.keys = _keys()
 
     with collector_paused():
-        from fuligo.engines.embedded.model import AdapterSource
-        from fuligo.engines.embedded.serve import ServeSettings, serve
+        from fuligo.engines.embedded.serve import serve
 
-    adapter, of_runs = None, {}
-    if args.adapter is not None:
-        adapter = AdapterSource(directory=args.adapter)
-    elif args.adapter_shape is not None:
-        adapter = AdapterSource(shape=AdapterConfig.from_json(args.adapter_shape))
-    elif args.shapes_of_runs is not None:
-        shapes = json.loads(args.shapes_of_runs)
-        of_runs = {name: AdapterSource(shape=AdapterConfig.from_json(shape)) for name, shape in shapes.items()}
-
-    return serve(
-        ServeSettings(
-            model_path=args.model_path,
-            device=args.device,
-            dtype=args.dtype,
-            max_running_requests=args.max_running_requests,
-            max_total_tokens=args.max_total_tokens,
-            num_threads=args.num_threads,
-            trust_remote_code=args.trust_remote_code,
-            adapter=adapter,
-            adapters_of_runs=of_runs,
-            is_batch_invariant=args.batch_invariant,
-            ready_file=args.ready_file,
-            host=args.host,
-            weight_directories=tuple(args.weights_from),
-            keys=keys,
-        ),
-        listener,
-    )
+    given = {each.name: getattr(args, each.name) for each in fields(EmbeddedEngineSettings) if each.name in args}
+    return serve(EmbeddedEngineSettings(**given), listener)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="fuligo serve", description="The embedded engine: SGLang's HTTP API on a CPU or one GPU.")
     parser.add_argument("--model-path", required=True, help="Hugging Face directory, or ORG/NAME on the Hub")
     parser.add_argument("--adapter", type=Path, help="LoRA adapter to apply: a PEFT directory, or a checkpoint of a LoRA run")
-    parser.add_argument("--adapter-shape", help=argparse.SUPPRESS)  # JSON of AdapterConfig; a trainer sends the weights
-    parser.add_argument(
-        "--shapes-of-runs", help=argparse.SUPPRESS
-    )  # JSON of such shapes by the name of a run; each run's trainer sends its
+    parser.add_argument("--adapter-shape", type=AdapterConfig.from_json, help=argparse.SUPPRESS)  # a trainer sends the weights
+    parser.add_argument("--shapes-of-runs", type=_shapes, default={}, help=argparse.SUPPRESS)  # each run's trainer sends its weights
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=30000, help="port to listen on; 0 takes a free one (default: %(default)s)")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: CUDA if available")
@@ -101,12 +75,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code from the directory if its tokenizer needs it")
     parser.add_argument(
         "--batch-invariant",
+        dest="is_batch_invariant",
         action="store_true",
         help="compute log-probabilities that depend, bit for bit, only on a request's own tokens; slower (Llama, Qwen2, Qwen3 and "
         "Qwen3-MoE on a CPU)",
     )
     parser.add_argument(
         "--weights-from",
+        dest="weight_directories",
         type=Path,
         action="append",
         default=[],
@@ -117,6 +93,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--parent-pid", type=int, help="exit when this process exits")
     parser.add_argument("--ready-file", type=Path, help='write {"port": ...} here once requests are accepted')
     return parser
+
+
+def _shapes(text: str) -> dict[str, AdapterConfig]:
+    """Parse JSON with the JSON of an `AdapterConfig` for each run."""
+    return {name: AdapterConfig.from_json(shape) for name, shape in json.loads(text).items()}
 
 
 def _keys() -> EngineKeys:

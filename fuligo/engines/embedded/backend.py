@@ -26,14 +26,11 @@ class EmbeddedBackend:
 
     async def launch(self, config: Config, directory: Path, stack: AsyncExitStack, hosts: EngineHosts | None) -> LaunchedEngines:
         given = config.lora.lora_adapter
-        engine = await launch_embedded(
-            replace(
-                _settings(config, directory / "engine.txt"),
-                adapter=None if given is None or config.trains else adapter_directory(Path(given)),
-                adapter_shape=adapter_of(config) if config.trains and config.syncs_adapter else None,
-                is_batch_invariant=config.train.exact_on_policy,
-            )
-        )
+        adapter = None if given is None or config.trains else adapter_directory(Path(given))
+        if config.trains and config.syncs_adapter:
+            adapter = adapter_of(config)
+        settings = _settings(config, directory / "engine.txt")
+        engine = await launch_embedded(replace(settings, adapter=adapter, is_batch_invariant=config.train.exact_on_policy))
         await stack.enter_async_context(stopped_at_exit(engine))
         return self.connect(config, LentEngines("", (LentEngine(engine.url, engine.keys),)), stack)
 

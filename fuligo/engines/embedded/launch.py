@@ -5,36 +5,46 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from fuligo.engines.host import LOOPBACK
 from fuligo.engines.server_process import LoggedProcess
 from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.formats.engine_keys import EngineKeys
 from fuligo.formats.private import private_directory
 
+AdapterSource = Path | AdapterConfig
+"""LoRA adapter that an engine applies: a PEFT directory, or the shape of one whose weights a trainer sends."""
+
 
 @dataclass(slots=True, frozen=True)
 class EmbeddedEngineSettings:
-    """Settings of `fuligo serve`."""
+    """Settings of an embedded engine, for the process that starts it and for its own, `fuligo serve`."""
 
     model_path: str
-    log_file: Path
-    """Receives the engine's stdout and stderr; appended to."""
+    log_file: Path | None = None
+    """Receives the engine's stdout and stderr; appended to. None only in the engine's own process."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     max_running_requests: int = 256
     max_total_tokens: int | None = None
     num_threads: int | None = None
     trust_remote_code: bool = False
-    adapter: Path | None = None
-    adapter_shape: AdapterConfig | None = None
-    """Shape of an adapter that a trainer sends; exclusive with `adapter`."""
+    adapter: AdapterSource | None = None
     shapes_of_runs: Mapping[str, AdapterConfig] = field(default_factory=dict)
-    """Shapes of the adapters of several runs that share the engine, by the name of the run; exclusive with both."""
+    """Shapes of the adapters of several runs that share the engine, by the name of the run, each served below `run_path`; exclusive with
+    `adapter`. Empty: one engine at the root.
+    """
     is_batch_invariant: bool = False
     """Log-probabilities depend, bit for bit, only on a request's own tokens."""
+    ready_file: Path | None = None
+    """Receives the port once requests are accepted."""
+    host: str = LOOPBACK
+    """Name or address that it listens on, for its access control."""
+    weight_directories: tuple[Path, ...] = ()
+    """Directories, besides the model's and the machine's scratch, from which new weights may be loaded."""
     start_timeout_s: float = 600.0
     keys: EngineKeys = field(default_factory=EngineKeys.new)
 
@@ -47,8 +57,9 @@ class EmbeddedEngineSettings:
             "--max-running-requests": self.max_running_requests,
             "--max-total-tokens": self.max_total_tokens,
             "--num-threads": self.num_threads,
-            "--adapter": self.adapter,
-            "--adapter-shape": None if self.adapter_shape is None else self.adapter_shape.to_json(),
+            "--adapter": self.adapter if isinstance(self.adapter, Path) else None,
+            "--adapter-shape": self.adapter.to_json() if isinstance(self.adapter, AdapterConfig) else None,
+            "--ready-file": self.ready_file,
             "--shapes-of-runs": json.dumps({name: shape.to_json() for name, shape in self.shapes_of_runs.items()})
             if self.shapes_of_runs
             else None,
@@ -84,13 +95,14 @@ async def launch_embedded(settings: EmbeddedEngineSettings) -> EmbeddedEnginePro
 
     Raises EngineError if it ended, or was not ready before the deadline, with the last lines of its log.
     """
+    assert settings.log_file is not None
     settings.log_file.parent.mkdir(parents=True, exist_ok=True)
     with private_directory("fuligo-embedded-") as directory:
         ready_file = directory / "ready.json"
-        command = [sys.executable, "-m", "fuligo", "serve", *settings.arguments(), "--parent-pid", str(os.getpid())]
+        arguments = replace(settings, ready_file=ready_file).arguments()
         with settings.log_file.open("ab") as log:
             process = subprocess.Popen(  # noqa: ASYNC220  # returns at once; a child of asyncio would be bound to this event loop
-                [*command, "--ready-file", str(ready_file)],
+                [sys.executable, "-m", "fuligo", "serve", *arguments, "--parent-pid", str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

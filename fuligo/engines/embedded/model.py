@@ -3,8 +3,6 @@
 import inspect
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -12,6 +10,7 @@ from safetensors import SafetensorError
 
 from fuligo.engines.embedded.attention import ATTENTION_NAME, AttentionPlan
 from fuligo.engines.embedded.kv_cache import CacheShape, LayerShape
+from fuligo.engines.embedded.launch import AdapterSource
 from fuligo.engines.embedded.linear_attention import keep_states
 from fuligo.errors import ConfigError, EngineError
 from fuligo.formats.adapter_config import AdapterConfig
@@ -48,31 +47,6 @@ NOISE_FACTOR = 3.0
 """If a model's own two implementations differ by more, the engine may differ by this multiple of that: those of SmolLM2-135M differ by 0.07
 in bf16, and by 0.5 on its reserved tokens."""
 BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
-
-
-@dataclass(slots=True, frozen=True)
-class AdapterSource:
-    """LoRA adapter that an engine applies."""
-
-    directory: Path | None = None
-    """PEFT directory; None: a trainer sends the weights of an adapter of this `shape`, which has no effect until then."""
-    shape: AdapterConfig | None = None
-
-    def add_to(self, module: Any, dtype: torch.dtype) -> None:
-        """Add the adapter to the model.
-
-        Raises CheckpointError if the directory is damaged, or the adapter does not fit the model, and ConfigError if the model lacks a
-        layer that `shape` adapts.
-        """
-        if self.directory is not None:
-            with_adapter_of(module, self.directory)
-            if (base := QuantisedBase.read(self.directory)) is not None:
-                round_base(module, base)  # the adapter was trained on these values
-        else:
-            assert self.shape is not None, "there is one or the other"
-            add_adapter(module, self.shape, seed=0)
-        for parameter in adapter_tensors(module).values():
-            parameter.data = parameter.data.to(dtype)
 
 
 class EngineModel:
@@ -121,7 +95,7 @@ class EngineModel:
         self.log_softmax: Callable[[torch.Tensor], torch.Tensor] = log_softmax if is_batch_invariant else ordinary_log_softmax
         """[N, V] -> [N, V], float32"""
         if adapter is not None:
-            adapter.add_to(self.module, dtype)
+            _add_adapter(self.module, adapter, dtype)
         if base is not None:
             base.give_to(self.module)
         self.module.to(device).eval().requires_grad_(False)
@@ -241,6 +215,22 @@ def servable_config(path: str) -> Any:
     if layers := unpackable_layers(language):
         raise EngineError(f"{config.model_type} has layers of type {', '.join(layers)}, which the embedded engine does not support")
     return config
+
+
+def _add_adapter(module: Any, source: AdapterSource, dtype: torch.dtype) -> None:
+    """Add an adapter to the model.
+
+    Raises CheckpointError if the directory is damaged, or the adapter does not fit the model, and ConfigError if the model lacks a layer
+    that the shape adapts.
+    """
+    if isinstance(source, AdapterConfig):
+        add_adapter(module, source, seed=0)
+    else:
+        with_adapter_of(module, source)
+        if (base := QuantisedBase.read(source)) is not None:
+            round_base(module, base)  # the adapter was trained on these values
+    for parameter in adapter_tensors(module).values():
+        parameter.data = parameter.data.to(dtype)
 
 
 def _require_batch_invariant(path: str, config: Any, device: torch.device, adapter: AdapterSource | None) -> None:

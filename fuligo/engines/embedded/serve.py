@@ -8,10 +8,8 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import orjson
 import torch
@@ -25,9 +23,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from fuligo.engines.embedded.engine import EmbeddedEngine, EngineThread
 from fuligo.engines.embedded.http_api import Api, wake
 from fuligo.engines.embedded.kv_cache import length_class
-from fuligo.engines.embedded.launch import run_path
-from fuligo.engines.embedded.model import DTYPES, AdapterSource, EngineModel
-from fuligo.engines.host import LOOPBACK, endpoint
+from fuligo.engines.embedded.launch import EmbeddedEngineSettings, run_path
+from fuligo.engines.embedded.model import DTYPES, EngineModel
+from fuligo.engines.host import endpoint
 from fuligo.engines.http_access import Connection, QuietServer, Strangers, admit, is_foreign, own_names, renew
 from fuligo.errors import ConfigError
 from fuligo.formats.engine_keys import EngineKeys
@@ -45,30 +43,7 @@ MEMORY_SHARE = {"cpu": 0.5, "cuda": 0.4}
 """Fraction of the free memory that running requests may use; the rest covers the space that rows leave behind in shorter pools."""
 
 
-@dataclass(slots=True, frozen=True)
-class ServeSettings:
-    """Settings of the engine's process."""
-
-    model_path: str
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    max_running_requests: int = 256
-    max_total_tokens: int | None = None
-    num_threads: int | None = None
-    trust_remote_code: bool = False
-    adapter: AdapterSource | None = None
-    adapters_of_runs: Mapping[str, AdapterSource] = field(default_factory=dict)
-    """Adapters of runs that share this engine, by the name of the run; each is served below `run_path`. Empty: one engine at the root."""
-    is_batch_invariant: bool = False
-    ready_file: Path | None = None
-    host: str = LOOPBACK
-    """Name or address that it listens on, for its access control."""
-    weight_directories: tuple[Path, ...] = ()
-    """Directories, besides the model's and the machine's scratch, from which new weights may be loaded."""
-    keys: EngineKeys = field(default_factory=EngineKeys.new)
-
-
-def serve(settings: ServeSettings, listener: socket.socket) -> int:
+def serve(settings: EmbeddedEngineSettings, listener: socket.socket) -> int:
     """Serve on `listener` until SIGTERM or SIGINT; return the exit code, 1 after a failure of the engine."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     transformers.utils.logging.disable_progress_bar()
@@ -83,7 +58,7 @@ def serve(settings: ServeSettings, listener: socket.socket) -> int:
     return uvloop.run(_serve(settings, models, listener))
 
 
-async def _serve(settings: ServeSettings, models: Sequence[EngineModel], listener: socket.socket) -> int:
+async def _serve(settings: EmbeddedEngineSettings, models: Sequence[EngineModel], listener: socket.socket) -> int:
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     max_running, thread = settings.max_running_requests, EngineThread()
@@ -141,23 +116,23 @@ def _after_failure(engines: Sequence[EmbeddedEngine], stop: asyncio.Event) -> No
         stop.set()
 
 
-def _application(settings: ServeSettings, engines: Sequence[EmbeddedEngine]) -> ASGIApp:
+def _application(settings: EmbeddedEngineSettings, engines: Sequence[EmbeddedEngine]) -> ASGIApp:
     """Return the application of one engine, or of the engines of several runs, each below its path."""
     allowed = (Path(settings.model_path), scratch_root(), *settings.weight_directories)
     applications = [protected(Api(engine, allowed).app(), settings.keys, settings.host) for engine in engines]
-    if not settings.adapters_of_runs:
+    if not settings.shapes_of_runs:
         return applications[0]
-    return below_paths({run_path(name): application for name, application in zip(settings.adapters_of_runs, applications, strict=True)})
+    return below_paths({run_path(name): application for name, application in zip(settings.shapes_of_runs, applications, strict=True)})
 
 
-def _load(settings: ServeSettings) -> list[EngineModel]:
+def _load(settings: EmbeddedEngineSettings) -> list[EngineModel]:
     """Load the model, once for each run that shares the engine; they have the base weights in common."""
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no CUDA device; use --device cpu")
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if settings.device == "auto" else settings.device)
     dtype = ("bf16" if device.type == "cuda" else "fp32") if settings.dtype == "auto" else settings.dtype
     trusts = settings.trust_remote_code
-    base = SharedBase() if settings.adapters_of_runs else None
+    base = SharedBase() if settings.shapes_of_runs else None
     return [
         EngineModel(
             settings.model_path,
@@ -168,7 +143,7 @@ def _load(settings: ServeSettings) -> list[EngineModel]:
             is_batch_invariant=settings.is_batch_invariant,
             base=base,
         )
-        for adapter in (settings.adapters_of_runs.values() or [settings.adapter])
+        for adapter in (settings.shapes_of_runs.values() or [settings.adapter])
     ]
 
 

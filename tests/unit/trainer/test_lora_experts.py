@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from fuligo.convert.merge_adapter import merge_adapter
 from fuligo.engines.embedded.attention import AttentionPlan
-from fuligo.engines.embedded.model import AdapterSource, EngineModel
+from fuligo.engines.embedded.model import EngineModel
 from fuligo.errors import ConfigError
 from fuligo.formats.adapter_config import ADAPTER, EXPERT_PARAMETERS, AdapterConfig
 from fuligo.formats.receiver import WeightStore
@@ -96,7 +96,7 @@ def test_peft_loads_and_merges_what_is_saved(base: Path, adapter: Path, tmp_path
 
 @torch.no_grad()
 def test_the_embedded_engine_applies_what_a_sync_sends(base: Path, adapter: Path) -> None:
-    model = EngineModel(str(base), torch.device("cpu"), torch.float32, adapter=AdapterSource(shape=AdapterConfig.read(adapter)))
+    model = EngineModel(str(base), torch.device("cpu"), torch.float32, adapter=AdapterConfig.read(adapter))
     store, tensors = WeightStore(model.module, experts=StoredExperts.APART), list(read_adapter_weights(adapter).items())
     store.load_tensors(tensors, 1)
     assert store.adapter_digest == weights_checksum(tensors).checksum

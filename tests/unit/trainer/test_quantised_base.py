@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from fuligo.convert.merge_adapter import merge_adapter
 from fuligo.engines.embedded.attention import AttentionPlan
-from fuligo.engines.embedded.model import AdapterSource, EngineModel
+from fuligo.engines.embedded.model import EngineModel
 from fuligo.errors import CheckpointError
 from fuligo.formats.adapter_config import ADAPTER, AdapterConfig
 from fuligo.formats.checkpoint_files import checkpoint_weights
@@ -163,7 +163,7 @@ def test_the_engine_samples_from_the_base_that_is_trained(base: Path, adapter: P
         assert sent[name].dtype is worker.export_dtype
     full = AutoModelForCausalLM.from_pretrained(base).state_dict()
     assert sent.keys() == full.keys()
-    model = EngineModel(str(base), torch.device("cpu"), torch.float32, adapter=AdapterSource(shape=AdapterConfig.read(adapter)))
+    model = EngineModel(str(base), torch.device("cpu"), torch.float32, adapter=AdapterConfig.read(adapter))
     store = WeightStore(model.module, experts=StoredExperts.APART)
     policy = worker._adapter_sender._policy  # pyright: ignore[reportOptionalMemberAccess]
     as_stored = checkpoint_weights(policy.base(), StoredExperts.APART)
@@ -206,7 +206,7 @@ def test_conversions_and_engines_take_the_base_that_the_record_names(base: Path,
     merge_adapter(base, saved, tmp_path / "merged")
     for name, tensor in AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict().items():
         torch.testing.assert_close(tensor, merged[name], rtol=1e-6, atol=1e-7, msg=name)
-    served = EngineModel(str(base), torch.device("cpu"), torch.float32, adapter=AdapterSource(directory=saved))
+    served = EngineModel(str(base), torch.device("cpu"), torch.float32, adapter=saved)
     weights = {name: layer.get_base_layer().weight for name, layer in lora_layers(served.module).items()}
     layers = quantised_weights(worker.policy.model)
     for name, weight in weights.items():

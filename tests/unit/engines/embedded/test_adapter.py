@@ -8,7 +8,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from fuligo.engines.embedded.attention import AttentionPlan
-from fuligo.engines.embedded.model import AdapterSource, EngineModel
+from fuligo.engines.embedded.launch import AdapterSource
+from fuligo.engines.embedded.model import EngineModel
 from fuligo.errors import CheckpointError, WeightSyncError
 from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.formats.receiver import WeightStore
@@ -50,12 +51,12 @@ def logits(model: EngineModel) -> torch.Tensor:
 def test_logits_are_those_of_peft(base, adapter) -> None:
     theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
     expected = theirs(input_ids=torch.arange(5, 25)[None]).logits[0]
-    torch.testing.assert_close(logits(served(base, AdapterSource(directory=adapter))), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits(served(base, adapter)), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_sync_of_only_the_adapter_is_complete(base, adapter) -> None:
     shape, tensors = AdapterConfig.read(adapter), read_adapter_weights(adapter)
-    model = served(base, AdapterSource(shape=shape))
+    model = served(base, shape)
     torch.testing.assert_close(logits(model), logits(served(base, None)))  # no effect before the first sync
     store = WeightStore(model.module, experts=StoredExperts.APART)
     named = list(tensors.items())
@@ -66,11 +67,11 @@ def test_a_sync_of_only_the_adapter_is_complete(base, adapter) -> None:
     store.load_tensors(named[3:], 1)
     assert (store.version, store.torn) == (1, False)
     assert store.adapter_digest == weights_checksum(adapter_tensors(model.module).items()).checksum == weights_checksum(named).checksum
-    torch.testing.assert_close(logits(model), logits(served(base, AdapterSource(directory=adapter))))
+    torch.testing.assert_close(logits(model), logits(served(base, adapter)))
 
 
 def test_a_sync_of_the_weights_brings_the_adapter_too(base, adapter) -> None:
-    model = served(base, AdapterSource(shape=AdapterConfig.read(adapter)))
+    model = served(base, AdapterConfig.read(adapter))
     store = WeightStore(model.module, experts=StoredExperts.APART)
     weights = [(name, tensor.detach().clone()) for name, tensor in store.named_weights().items()]
     ours = [(name, tensor) for name, tensor in weights if not name.startswith("base_model.")]
@@ -83,4 +84,4 @@ def test_a_sync_of_the_weights_brings_the_adapter_too(base, adapter) -> None:
 def test_an_adapter_of_another_model_is_refused(adapter, tmp_path) -> None:
     other = tiny.save_checkpoint(tmp_path, "qwen3", hidden=32)
     with pytest.raises(CheckpointError, match="use the model that the adapter was trained on"):
-        served(other, AdapterSource(directory=adapter))
+        served(other, adapter)

@@ -12,9 +12,8 @@ import torch
 from fuligo.engines.client import EngineClient
 from fuligo.engines.embedded.engine import EmbeddedEngine, EngineThread
 from fuligo.engines.embedded.launch import EmbeddedEngineProcess, EmbeddedEngineSettings, launch_embedded, run_path
-from fuligo.engines.embedded.model import AdapterSource, EngineModel
+from fuligo.engines.embedded.model import EngineModel
 from fuligo.engines.embedded.request import Request
-from fuligo.engines.embedded.serve import ServeSettings
 from fuligo.engines.embedded.serve import _load as load
 from fuligo.engines.generation import Generation, SamplingParams
 from fuligo.errors import EngineError
@@ -58,7 +57,7 @@ async def sample(engine: EngineClient, number: int = 1) -> Generation:
 
 async def sync(engine: EngineClient, checkpoint: Path, name: str, version: int, scale: float) -> None:
     """Send an adapter whose B is not zero."""
-    source = AdapterSource(shape=SHAPES[name])
+    source = SHAPES[name]
     model = EngineModel(str(checkpoint), torch.device("cpu"), torch.float32, adapter=source)
     torch.manual_seed(int(name))
     tensors = [(stored, torch.randn_like(tensor) * scale) for stored, tensor in adapter_tensors(model.module).items()]
@@ -115,8 +114,7 @@ async def test_only_paths_of_runs_are_served_and_only_with_the_key(process: Embe
 
 
 def test_the_models_of_all_runs_have_one_base(checkpoint: Path) -> None:
-    sources = {name: AdapterSource(shape=shape) for name, shape in SHAPES.items()}
-    first, second = (model.module for model in load(ServeSettings(str(checkpoint), device="cpu", adapters_of_runs=sources)))
+    first, second = (model.module for model in load(EmbeddedEngineSettings(str(checkpoint), device="cpu", shapes_of_runs=SHAPES)))
     addresses = [{name: tensor.data_ptr() for name, tensor in base_tensors(module).items()} for module in (first, second)]
     assert addresses[0] == addresses[1]
     assert len(adapter_tensors(first)) > len(adapter_tensors(second)) > 0

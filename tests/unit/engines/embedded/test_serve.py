@@ -23,7 +23,6 @@ from fuligo.cli import serve
 from fuligo.engines.client import EngineClient
 from fuligo.engines.embedded.launch import EmbeddedEngineProcess, EmbeddedEngineSettings, launch_embedded
 from fuligo.engines.embedded.model import EngineModel
-from fuligo.engines.embedded.serve import ServeSettings
 from fuligo.engines.embedded.serve import _serve as serve_model
 from fuligo.engines.generation import EngineLoad, SamplingParams
 from fuligo.engines.group import EngineGroup
@@ -119,7 +118,7 @@ async def test_a_server_that_cannot_listen_says_so(checkpoint: Path, tmp_path: P
     """The process ends instead of never answering."""
     listener = socket.socket()
     listener.close()
-    given = ServeSettings(str(checkpoint), max_total_tokens=1024, ready_file=tmp_path / "ready.json")
+    given = EmbeddedEngineSettings(str(checkpoint), max_total_tokens=1024, ready_file=tmp_path / "ready.json")
     with pytest.raises(OSError, match="Bad file descriptor"):
         async with asyncio.timeout(120):
             await serve_model(given, [EngineModel(str(checkpoint), torch.device("cpu"), torch.float32)], listener)

@@ -1,19 +1,13 @@
 """Shares of samples for ranks, planned as the driver plans them, for tests that call a rank's worker."""
 
-from typing import Protocol
+from typing import Any
 
-from fuligo.trainer.ranks.settings import TrainerSettings
 from fuligo.trainer.ranks.worker import RankWorker
-from fuligo.trainer.ranks.world import World
 from fuligo.trainer.shares import ScoreShare, StepShare, score_shares, step_shares
 from fuligo.types import TrainBatch, TrainSample
 
-
-class Worker(RankWorker, Protocol):
-    """Rank worker of either backend."""
-
-    settings: TrainerSettings
-    world: World
+Worker = RankWorker[Any, Any, Any]
+"""Rank worker of either backend."""
 
 
 def to_score(worker: Worker, samples: list[TrainSample]) -> ScoreShare:

@@ -1,33 +1,52 @@
 """Critic parts that all backends share: the phase in which only the critic learns, and its start from a checkpoint."""
 
 import logging
+from abc import ABC, abstractmethod
 from pathlib import Path
+from typing import Any
 
 from fuligo.errors import CheckpointError
 from fuligo.formats.checkpoint_files import no_value_model
 from fuligo.trainer.ranks.settings import CriticSettings
 from fuligo.trainer.ranks.world import World
-from fuligo.trainer.step import Progress
+from fuligo.trainer.shares import ScoreShare, StepShare
+from fuligo.trainer.step import StepGradients
+from fuligo.types import FloatArray
 
 logger = logging.getLogger(__name__)
 
 
-class BaseCritic:
-    """Base class of all backends' critics; its learner advances `progress`, the value model's counters."""
+class BaseCritic(ABC):
+    """Base class of all backends' critics, which learn the returns of the policy's samples."""
 
-    def __init__(self, settings: CriticSettings, progress: Progress, world: World) -> None:
+    learner: Any
+    """The backend's `Learner` of the value model."""
+
+    def __init__(self, settings: CriticSettings, world: World) -> None:
         self.settings = settings
-        self._progress = progress
         self._world = world
+
+    @abstractmethod
+    def values(self, share: ScoreShare) -> dict[int, FloatArray]:
+        """Return [R] values of this rank's samples by position among all; empty on a rank that reports none."""
+
+    @abstractmethod
+    def gradients(self, step: StepShare) -> StepGradients | None:
+        """Compute the gradient of the step's value loss; None on a rank that reports nothing."""
+
+    def step(self, gradients: StepGradients | None, num_micro_batches: int) -> dict[str, float]:
+        """Call `Learner.step`, and prefix the names of its metrics to tell them from the policy's."""
+        lr, grad_norm = self.learner.step(gradients, num_micro_batches)
+        return {"critic_lr": lr, "critic_grad_norm": grad_norm}
 
     @property
     def learns_alone(self) -> bool:
         """True while only the value model learns. Rollouts count from where it began, which may be at a resume."""
-        return self._progress.num_rollouts < self.settings.num_only_rollouts
+        return self.learner.progress.num_rollouts < self.settings.num_only_rollouts
 
     def end_rollout(self) -> None:
         """Count a rollout whose optimizer steps are done."""
-        self._progress.num_rollouts += 1
+        self.learner.progress.num_rollouts += 1
 
     def begin_at(self, checkpoint: Path) -> None:
         """Keep the value model as it is when the run resumes from a checkpoint without one.

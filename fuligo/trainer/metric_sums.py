@@ -1,6 +1,6 @@
 """Metrics of an optimizer step as sums and maxima, so that they do not depend on the split into micro-batches and ranks."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from types import MappingProxyType
@@ -56,9 +56,8 @@ class MetricSums:
             )
         return self.with_vectors(self.vector() + other.vector(), self.peaks().maximum(other.peaks()))
 
-    def reduced(self, add: Callable[[Tensor], Tensor], maximum: Callable[[Tensor], Tensor]) -> Self:
-        """Reduce over ranks: `add` takes and returns the vector of sums, `maximum` that of maxima (unless there are none)."""
-        return self.with_vectors(add(self.vector()), maximum(self.peaks()) if self.maxima else self.peaks())
+    def cpu(self) -> Self:
+        return self.with_vectors(self.vector().cpu(), self.peaks().cpu())
 
     def vector(self) -> Tensor:
         """Return [K] float64, for instance to all-reduce. The order is fixed: the same settings give the same on every rank."""

@@ -17,6 +17,7 @@ from fuligo.trainer.logprobs import TokenLogprobs
 from fuligo.trainer.metric_sums import MetricSums
 from fuligo.trainer.objective import LossInputs, LossSettings
 from fuligo.trainer.packing import MicroBatchPlan
+from fuligo.trainer.ranks.world import World
 from fuligo.types import FloatArray, TokenScores, TrainBatch, TrainSample
 
 
@@ -128,6 +129,14 @@ def num_choices(samples: Iterable[TrainSample]) -> int:
 def total(sums: Sequence[MetricSums]) -> MetricSums:
     """Add sums, at least one."""
     return reduce(add, sums)
+
+
+def losses_of_ranks(gradients: StepGradients | None, num_micro_batches: int, world: World) -> Tensor:
+    """Return [ranks, micro-batches] losses on every rank, 0 for a rank that reports none (None). A collective."""
+    losses = torch.zeros(world.size, num_micro_batches, device=world.device)
+    if gradients is not None:
+        losses[world.rank] = gradients.losses
+    return world.sum(losses)
 
 
 def require_finite(losses: Tensor, grad_norm: float, *, optimizer_step: int, flag: str = "--lr", whose: str = "") -> None:

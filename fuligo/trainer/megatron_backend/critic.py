@@ -28,7 +28,7 @@ from fuligo.types import FloatArray
 
 
 class Critic(BaseCritic):
-    """Critic that learns the returns of the policy's samples."""
+    """Critic of one rank."""
 
     def __init__(self, settings: CriticSettings, policy: MegatronTrainerSettings, names: ModelNames, world: World) -> None:
         """Load the initial weights and build the optimizer.
@@ -50,22 +50,15 @@ class Critic(BaseCritic):
             load_weights(settings.initial_weights, chunks, self.names, world)
         else:
             load_hugging_face(chunks, settings.initial_weights, is_value_model=True)
+        super().__init__(settings, world)
         self.learner = Learner(chunks, self._model, world, flag="--critic-lr", whose="of the value model")
-        super().__init__(settings, self.learner.progress, world)
 
     def values(self, share: ScoreShare) -> dict[int, FloatArray]:
-        """Call `compute_values`."""
         return compute_values(self.learner.chunks, share, self._model, self._world.device)
 
     def gradients(self, step: StepShare) -> StepGradients | None:
-        """Compute the gradient of the step's value loss into the stages' buffers."""
         zero_gradients(self.learner.chunks)
         return compute_value_gradients(self.learner.chunks, step, self._model, self._world.device, clip=self.settings.clip)
-
-    def step(self, gradients: StepGradients | None, num_micro_batches: int) -> dict[str, float]:
-        """Call `Learner.step`, and prefix the names of its metrics to tell them from the policy's."""
-        lr, grad_norm = self.learner.step(gradients, num_micro_batches)
-        return {"critic_lr": lr, "critic_grad_norm": grad_norm}
 
     def end_rollout(self) -> None:
         super().end_rollout()

@@ -12,7 +12,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor, nn
 
 from fuligo.config.flag import option_name
-from fuligo.errors import ConfigError, TrainerError
+from fuligo.errors import ConfigError
 from fuligo.models.names import EMBEDDING, HEAD, Weight
 from fuligo.trainer.megatron_backend.model import PolicyModel
 from fuligo.trainer.megatron_backend.router import move_corrections
@@ -21,7 +21,7 @@ from fuligo.trainer.megatron_backend.weights.local import local_weights
 from fuligo.trainer.parameters import DTYPES, trained_names
 from fuligo.trainer.ranks.settings import OptimizerSettings, TrainedParameters
 from fuligo.trainer.ranks.world import World
-from fuligo.trainer.step import Progress, StepGradients, require_finite
+from fuligo.trainer.step import Progress, StepGradients, losses_of_ranks, require_finite
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
 
@@ -134,7 +134,7 @@ class Learner:
         self.chunks = wrap(chunks, settings)
         self.optimizer = build_optimizer(self.chunks, settings)
         self.progress = Progress()
-        self._settings, self._world = settings, world
+        self._settings, self._world = settings.optimizer, world
         self._flag, self._whose = flag, whose
 
     def step(self, gradients: StepGradients | None, num_micro_batches: int) -> tuple[float, float]:
@@ -144,25 +144,14 @@ class Learner:
             TrainerError: a loss or the gradient is not finite; the weights are unchanged.
         """
         grad_norm = gradient_norm(self.optimizer)
-        self._check_finite(gradients, num_micro_batches, grad_norm)
-        lr = apply_step(self.optimizer, self._settings.optimizer, step=self.progress.num_optimizer_steps, grad_norm=grad_norm)
+        losses = losses_of_ranks(gradients, num_micro_batches, self._world)
+        step = self.progress.num_optimizer_steps
+        require_finite(losses, grad_norm, optimizer_step=step, flag=self._flag, whose=self._whose)
+        lr = apply_step(self.optimizer, self._settings, step=step, grad_norm=grad_norm)
         move_corrections(self.chunks)
         self.optimizer.zero_grad()
         self.progress.num_optimizer_steps += 1
         return lr, grad_norm
-
-    def _check_finite(self, gradients: StepGradients | None, num_micro_batches: int, grad_norm: float) -> None:
-        """Check the losses of all ranks and the norm of the whole gradient, so that all ranks decide the same."""
-        losses = torch.zeros(self._world.size, num_micro_batches, device=self._world.device)
-        if gradients is not None:
-            losses[self._world.rank] = gradients.losses
-        number = self.progress.num_optimizer_steps
-        try:
-            require_finite(self._world.sum(losses), grad_norm, optimizer_step=number, flag=self._flag, whose=self._whose)
-        except TrainerError:
-            self.optimizer.zero_grad()
-            zero_gradients(self.chunks)
-            raise
 
 
 def wrap(chunks: Sequence[PolicyModel], settings: MegatronTrainerSettings) -> list[DistributedDataParallel]:

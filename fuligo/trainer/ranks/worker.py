@@ -1,58 +1,255 @@
-"""Worker of a trainer rank, the same for every backend."""
+"""Worker of a trainer rank: what every backend does, around the passes that each computes in its own way."""
 
-from collections.abc import Callable, Sequence
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
 
 from fuligo.formats.weight_manifest import Undelivered, WeightManifest, WeightTarget
 from fuligo.limits import collector_paused
+from fuligo.trainer.adapter_sender import AdapterSender
+from fuligo.trainer.critic import BaseCritic
+from fuligo.trainer.host_memory import HostMemory
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
+from fuligo.trainer.metric_sums import mean_of_steps
 from fuligo.trainer.packing import Cost
+from fuligo.trainer.profiling import profiled
 from fuligo.trainer.ranks.settings import TrainerSettings
 from fuligo.trainer.ranks.world import World
-from fuligo.trainer.shares import SampleScores, ScoreShare, StepShare
+from fuligo.trainer.shares import SampleScores, ScoreShare, StepShare, join_by_position
+from fuligo.trainer.step import Progress, StepGradients, total
+from fuligo.trainer.timeline import Timeline
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 from fuligo.types import FloatArray, StepResult
+from fuligo.weights.colocated import TrainerRanks
+from fuligo.weights.senders import WeightSender
+
+SettingsT = TypeVar("SettingsT", bound=TrainerSettings)
+CriticT = TypeVar("CriticT", bound=BaseCritic)
+ModelT = TypeVar("ModelT")
 
 
-class RankWorker(Protocol):
+class RankWorker(ABC, Generic[SettingsT, CriticT, ModelT]):
     """This rank's part of the models. The methods are those of `trainer.protocol.Trainer`, called on all ranks in the same order.
 
     Samples come as the share of the rank's data-parallel replica; other arguments are the same on all ranks. Rank 0 returns the result for
-    all samples; other ranks return None or their part.
+    all samples; other ranks return None or their part. A backend's constructor sets the attributes that follow.
     """
 
+    _learner: Any
+    """The backend's `Learner` of the policy."""
+    critic: CriticT | None
+    reference: ModelT | None
+    """Reference model; None if there is none, or it is the policy without its adapter."""
+    teacher: ModelT | None
     balance_by: Cost | None
     """Cost that is balanced over the replicas."""
+    _adapter_sender: AdapterSender | None
 
-    def score(self, share: ScoreShare) -> list[SampleScores] | None: ...
+    def __init__(self, settings: SettingsT, world: World) -> None:
+        self.settings = settings
+        self.world = world
+        self._sender = WeightSender(settings.engine_format, TrainerRanks(world.rank, world.objects))
+        self._timeline = Timeline(world.device)
+        self._host_memory = HostMemory(world.device)
 
-    def logprobs(self, share: ScoreShare) -> list[FloatArray] | None: ...
+    @property
+    def progress(self) -> Progress:
+        return self._learner.progress
+
+    def score(self, share: ScoreShare) -> list[SampleScores] | None:
+        """Return old, reference and teacher log-probabilities and values of all replicas' samples, on rank 0; None on others."""
+        with self._timeline.span("score"):
+            olds, recorded = self._old_logprobs(share) if self.settings.needs_old_logprobs else ({}, {})
+            refs = self._reference_logprobs(share)
+            teachers = {} if self.teacher is None else self._logprobs_of(self.teacher, share)
+            values = {} if self.critic is None else self.critic.values(share)
+        scored = olds.keys() | refs.keys() | teachers.keys() | values.keys()
+        own = {i: SampleScores(olds.get(i), refs.get(i), teachers.get(i), values.get(i)) for i in scored}
+        gathered = self.world.gather((own, recorded))
+        if gathered is None:
+            return None
+        return self._with_routing(join_by_position(scores for scores, _ in gathered), [parts for _, parts in gathered])
+
+    def logprobs(self, share: ScoreShare) -> list[FloatArray] | None:
+        """Return log-probabilities of the current policy for all replicas' samples, on rank 0; None on others."""
+        gathered = self.world.gather(self._policy_logprobs(share))
+        return None if gathered is None else join_by_position(gathered)
 
     def train(self, steps: Sequence[StepShare | None]) -> StepResult:
-        """Run the optimizer steps of a rollout. `steps`: the replica's share of each optimizer step; None for one that is skipped."""
-        ...
+        """Run the optimizer steps of a rollout. The result is complete on rank 0; other ranks have no metrics.
 
-    def send_weights(self, target: WeightTarget) -> WeightManifest | Undelivered | None: ...
+        Args:
+            steps: the replica's share of each optimizer step; None for one that is skipped
 
+        Raises:
+            TrainerError: a loss or a gradient is not finite; the weights are as they were before that optimizer step.
+        """
+        started = time.perf_counter()
+        found: list[list[StepGradients]] = []
+        metrics: list[dict[str, float]] = []
+        with profiled(self.settings.profile, rollout=self.progress.num_rollouts, rank=self.world.rank, device=self.world.device):
+            for step in steps:
+                if step is None:  # skipped, but the learning-rate schedule counts it
+                    self.progress.num_optimizer_steps += 1
+                    continue
+                gradients, of_step = self._optimizer_steps(step)
+                found.append([_on_host(of_model) for of_model in gradients if of_model is not None])
+                metrics.append(of_step)
+        self._end_rollout()
+        gathered = self.world.gather((found, self._timeline.take()))
+        if gathered is None:
+            return StepResult(metrics={}, scores={}, num_tokens=0)
+        replicas = [replica for replica, _ in gathered if all(replica)]
+        metrics = [{**_means([replica[step] for replica in replicas]), **own} for step, own in enumerate(metrics)]
+        policies = [step[-1] for replica in replicas for step in replica]
+        num_tokens = sum(gradients.num_tokens for gradients in policies)
+        means = {f"train/{name}": value for name, value in mean_of_steps(metrics).items()}
+        means["train/tokens_per_s"] = num_tokens / (time.perf_counter() - started)
+        if self.settings.shares_prefixes:
+            means["train/shared_prefix_share"] = sum(gradients.num_shared_tokens for gradients in policies) / max(1, num_tokens)
+        scores = {i: score for gradients in policies for i, score in gradients.scores.items()}
+        return StepResult(means, scores, num_tokens, rank_spans=[spans for _, spans in gathered])
+
+    @abstractmethod
+    def gradients(self, step: StepShare) -> StepGradients | None:
+        """Compute the gradient of the step's loss into the parameters; None on a rank that reports nothing."""
+
+    def send_weights(self, target: WeightTarget) -> WeightManifest | Undelivered | None:
+        """Gather on all ranks; rank 0 sends, and so does any rank with an engine on its GPU."""
+        with self._timeline.span("send"):
+            if self._adapter_sender is not None:
+                return self._adapter_sender.send(target)
+            return self._sender.send(self.named_weights(), target)
+
+    @abstractmethod
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield Hugging Face names and full tensors in the data type of `hf_checkpoint`, an adapter merged into them.
+
+        A collective: every rank iterates to the end.
+        """
+
+    @abstractmethod
     def save(self, directory: Path) -> None: ...
 
+    @abstractmethod
     def begin_save(self, directory: Path) -> Future[None]:
         """Return a future; rank 0's is done when all ranks have written."""
-        ...
 
+    @abstractmethod
     def restore(self, directory: Path) -> None: ...
 
-    def offload(self) -> None: ...
+    def offload(self) -> None:
+        """Free the device's memory of everything that training keeps between rollouts."""
+        with self._timeline.span("offload"):
+            self._host_memory.take(self._kept_tensors(), dropped=self._dropped_tensors())
+            if self.world.device.type == "cuda":
+                torch.cuda.empty_cache()
 
-    def onload(self) -> None: ...
+    def onload(self) -> None:
+        with self._timeline.span("onload"):
+            self._host_memory.give_back()
 
     def close(self) -> None:
         """Release the process groups that the backend made; the default one is destroyed afterwards."""
 
+    @abstractmethod
+    def _policy_logprobs(self, share: ScoreShare) -> dict[int, FloatArray]:
+        """Return log-probabilities of the policy for this rank's samples, by position among all; empty on a rank that reports none."""
 
-def build_worker(settings: TrainerSettings, world: World) -> RankWorker:
+    @abstractmethod
+    def _logprobs_of(self, model: ModelT, share: ScoreShare) -> dict[int, FloatArray]:
+        """Return log-probabilities of the reference or teacher, as `_policy_logprobs` does."""
+
+    def _old_logprobs(self, share: ScoreShare) -> tuple[dict[int, FloatArray], Mapping[int, Any]]:
+        """Return the policy's log-probabilities before training, and this rank's part of the routing that the passes recorded."""
+        return self._policy_logprobs(share), {}
+
+    def _with_routing(self, scores: list[SampleScores], parts_of_ranks: Sequence[Mapping[int, Any]]) -> list[SampleScores]:
+        """Add the routing that the ranks recorded to the scores, if they did."""
+        del parts_of_ranks
+        return scores
+
+    def _reference_logprobs(self, share: ScoreShare) -> dict[int, FloatArray]:
+        """Return the reference's log-probabilities; with LoRA it is the policy without its adapter."""
+        if self.reference is not None:
+            return self._logprobs_of(self.reference, share)
+        if self.settings.lora is None or self.settings.reference_weights is None:
+            return {}
+        with self._adapter_off():
+            return self._policy_logprobs(share)
+
+    @abstractmethod
+    def _adapter_off(self) -> AbstractContextManager[None]:
+        """Compute without the policy's adapter inside the block."""
+
+    def _optimizer_steps(self, step: StepShare) -> tuple[list[StepGradients | None], dict[str, float]]:
+        """Step the value model, then the policy unless the value model learns alone; return the results, the policy's last."""
+        num_micro_batches = len(step.schedule.plans)
+        found: list[StepGradients | None] = []
+        metrics: dict[str, float] = {}
+        if self.critic is not None:
+            with self._timeline.span("forward, backward"):
+                found.append(self.critic.gradients(step))
+            with self._timeline.span("optimizer"):
+                metrics = self.critic.step(found[-1], num_micro_batches)
+            if self.critic.learns_alone:
+                return found, metrics
+        with self._timeline.span("forward, backward"):
+            found.append(self.gradients(step))
+        with self._timeline.span("optimizer"):
+            lr, grad_norm = self._learner.step(found[-1], num_micro_batches)
+        return found, {**metrics, "lr": lr, "grad_norm": grad_norm, "num_micro_batches": float(num_micro_batches)}
+
+    def _end_rollout(self) -> None:
+        """Count the rollout, update the reference if it is due, and leave the memory to engines on the same device."""
+        self.progress.num_rollouts += 1
+        if self.critic is not None:
+            self.critic.end_rollout()
+        interval = self.settings.ref_update_interval
+        if self.reference is not None and interval is not None and self.progress.num_rollouts % interval == 0:
+            self._update_reference(self.reference)
+        if self.settings.shares_device:
+            torch.cuda.empty_cache()  # the engine uses the activations' memory until the next rollout
+
+    @abstractmethod
+    def _update_reference(self, reference: ModelT) -> None:
+        """Copy the policy's weights to the reference."""
+
+    @property
+    def _changed_reference(self) -> ModelT | None:
+        """Reference model that checkpoints contain; None if there is none, or it does not change."""
+        return None if self.settings.ref_update_interval is None else self.reference
+
+    @abstractmethod
+    def _kept_tensors(self) -> Iterable[Tensor]:
+        """Return all tensors that training keeps between rollouts."""
+
+    def _dropped_tensors(self) -> Iterable[Tensor]:
+        """Return tensors whose contents training does not need between rollouts."""
+        return ()
+
+
+def _means(replicas: Sequence[Sequence[StepGradients]]) -> dict[str, float]:
+    """Average the metrics of one optimizer step over all replicas, model by model."""
+    means: dict[str, float] = {}
+    for of_model in zip(*replicas, strict=True):
+        means |= total([gradients.sums for gradients in of_model]).means()
+    return means
+
+
+def _on_host(step: StepGradients) -> StepGradients:
+    return replace(step, sums=step.sums.cpu(), losses=step.losses.cpu())
+
+
+def build_worker(settings: TrainerSettings, world: World) -> RankWorker[Any, Any, Any]:
     """Build this rank's part of the model with the settings' backend. A collective.
 
     Raises CheckpointError if weights cannot be read, TrainerError if the backend cannot run the model, and ConfigError if the lists of
@@ -61,7 +258,7 @@ def build_worker(settings: TrainerSettings, world: World) -> RankWorker:
     return import_worker(settings)(settings, world)
 
 
-def import_worker(settings: TrainerSettings) -> Callable[[Any, World], RankWorker]:
+def import_worker(settings: TrainerSettings) -> Callable[[Any, World], RankWorker[Any, Any, Any]]:
     """Import the settings' backend and return its worker's class."""
     if isinstance(settings, MegatronTrainerSettings):
         with collector_paused():

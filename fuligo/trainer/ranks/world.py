@@ -49,13 +49,6 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
-    def max(self, tensor: Tensor) -> Tensor:
-        """Return the elementwise maximum over ranks, on every rank."""
-        if self.size > 1:
-            tensor = tensor.to(self.device)
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-        return tensor
-
     def gather(self, value: Any) -> list[Any] | None:
         """Return every rank's value, in the order of ranks, on rank 0; None elsewhere."""
         if self.size == 1:

@@ -12,11 +12,12 @@ from fuligo.trainer.batch import PackedTokens
 from fuligo.trainer.critic import BaseCritic
 from fuligo.trainer.ranks.settings import CriticSettings
 from fuligo.trainer.ranks.world import World
-from fuligo.trainer.shares import StepShare
+from fuligo.trainer.shares import ScoreShare, StepShare
 from fuligo.trainer.step import StepGradients
-from fuligo.trainer.torch_backend.learner import Learner, compute_value_gradients
+from fuligo.trainer.torch_backend.learner import Learner, compute_scores, compute_value_gradients
 from fuligo.trainer.torch_backend.model import PackedModel, output_head, read_model, require_whole
 from fuligo.trainer.torch_backend.weights import weight_tensors
+from fuligo.types import FloatArray
 
 
 class ValueModel(PackedModel):
@@ -76,19 +77,15 @@ def _require_same_architecture(directory: Path, model: PreTrainedModel, policy: 
 
 
 class Critic(BaseCritic):
-    """Critic that learns the returns of the policy's samples."""
+    """Critic of one rank."""
 
     def __init__(self, value_model: ValueModel, settings: CriticSettings, world: World) -> None:
         self.value_model = value_model
+        super().__init__(settings, world)
         self.learner = Learner(value_model.model, settings.optimizer, world, flag="--critic-lr", whose="of the value model")
-        super().__init__(settings, self.learner.progress, world)
+
+    def values(self, share: ScoreShare) -> dict[int, FloatArray]:
+        return compute_scores(self.value_model, share, self._world.device)
 
     def gradients(self, step: StepShare) -> StepGradients:
-        """Compute the gradient of the step's value loss into the parameters."""
         return compute_value_gradients(self.value_model, step, clip=self.settings.clip, device=self._world.device)
-
-    def step(self, gradients: StepGradients) -> dict[str, float]:
-        """Call `Learner.step`, and prefix the names of its metrics to tell them from the policy's."""
-        metrics = self.learner.step(gradients)
-        own = {"critic_lr": metrics.pop("lr"), "critic_grad_norm": metrics.pop("grad_norm")}
-        return metrics | own

@@ -1,14 +1,14 @@
 """Model in training, with AdamW over its trained parameters, its counters, and the gradients of an optimizer step."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from fuligo.errors import TrainerError
-from fuligo.trainer.batch import MicroBatch, PackedTokens
+from fuligo.trainer.batch import MicroBatch, PackedTokens, pack_tokens
 from fuligo.trainer.logprobs import TokenLogprobs
 from fuligo.trainer.metric_sums import MetricSums
 from fuligo.trainer.objective import LossSettings, Objective, objective, value_objective
@@ -16,9 +16,10 @@ from fuligo.trainer.packing import MicroBatchPlan
 from fuligo.trainer.parameters import trained_names
 from fuligo.trainer.ranks.settings import OptimizerSettings, TrainedParameters
 from fuligo.trainer.ranks.world import World
-from fuligo.trainer.shares import StepShare
-from fuligo.trainer.step import Progress, StepGradients, loss_inputs, require_finite, total
-from fuligo.types import TokenScores
+from fuligo.trainer.shares import ScoreShare, StepShare
+from fuligo.trainer.step import Progress, StepGradients, loss_inputs, losses_of_ranks, require_finite, total
+from fuligo.trainer.torch_backend.model import PackedModel
+from fuligo.types import FloatArray, TokenScores
 
 
 class Learner:
@@ -36,8 +37,8 @@ class Learner:
         self._settings, self._world = settings, world
         self._flag, self._whose = flag, whose
 
-    def step(self, gradients: StepGradients) -> dict[str, float]:
-        """Update the weights by their gradients; return the metrics of the step, over all ranks.
+    def step(self, gradients: StepGradients, num_micro_batches: int) -> tuple[float, float]:
+        """Update the weights by their gradients; return (learning rate, gradient norm). A collective.
 
         Raises:
             TrainerError: a loss or the gradient is not finite; the weights are unchanged.
@@ -45,8 +46,10 @@ class Learner:
         parameters: list[Tensor] = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         grad_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()  # over all ranks
-        self._check_finite(gradients.losses, grad_norm)
-        lr = self._settings.schedule.at(self.progress.num_optimizer_steps)
+        losses = losses_of_ranks(gradients, num_micro_batches, self._world)
+        step = self.progress.num_optimizer_steps
+        require_finite(losses, grad_norm, optimizer_step=step, flag=self._flag, whose=self._whose)
+        lr = self._settings.schedule.at(step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         if self._settings.clip_grad > 0:
@@ -54,22 +57,10 @@ class Learner:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.progress.num_optimizer_steps += 1
-        sums = gradients.sums.reduced(self._world.sum, self._world.max)
-        return {**sums.means(), "lr": lr, "grad_norm": grad_norm}
+        return lr, grad_norm
 
     def tensors(self) -> list[Tensor]:
         return [value for state in self.optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-
-    def _check_finite(self, losses: Tensor, grad_norm: float) -> None:
-        """Check the losses of all ranks and the norm of the whole gradient, so that all ranks decide the same."""
-        all_losses = losses.new_zeros(self._world.size, len(losses))
-        all_losses[self._world.rank] = losses
-        number = self.progress.num_optimizer_steps
-        try:
-            require_finite(self._world.sum(all_losses), grad_norm, optimizer_step=number, flag=self._flag, whose=self._whose)
-        except TrainerError:
-            self.optimizer.zero_grad(set_to_none=True)
-            raise
 
 
 def freeze_parameters(model: nn.Module, trained: TrainedParameters) -> None:
@@ -140,3 +131,17 @@ def _sum_gradients(
             num_tokens += inputs.tokens.num_sample_tokens
             num_row_tokens += inputs.tokens.num_tokens
     return StepGradients(total(sums), torch.stack(losses), scores, num_tokens, num_tokens - num_row_tokens)
+
+
+@torch.no_grad()
+def compute_scores(
+    model: PackedModel, share: ScoreShare, device: torch.device, of: Callable[[Any], Tensor] = lambda outputs: outputs
+) -> dict[int, FloatArray]:
+    """Return one number, by `of` from the model's outputs, for each response token of this rank's samples, by position among all."""
+    found: dict[int, FloatArray] = {}
+    for plan in share.schedule.plans:
+        tokens = pack_tokens([share.samples[i] for i in plan.samples], device, shared=plan.shared)
+        columns = of(model(tokens)).cpu().split(tokens.response_lengths)
+        found |= {share.positions[i]: column.numpy() for i, column in zip(plan.samples, columns, strict=True)}
+    model.release_gathered()
+    return found

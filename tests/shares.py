@@ -21,5 +21,7 @@ def to_train(worker: Worker, batch: TrainBatch) -> list[StepShare | None]:
 
 def scored(worker: Worker, samples: list[TrainSample]) -> list[TrainSample] | None:
     """Compute the scores that are needed; return the samples on rank 0, None on other ranks."""
+    if not worker.settings.scores:
+        return samples
     scores = worker.score(to_score(worker, samples))
     return None if scores is None else [of_sample.filled_into(sample) for of_sample, sample in zip(scores, samples, strict=True)]

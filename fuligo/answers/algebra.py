@@ -23,23 +23,26 @@ def equal_expressions(first: str, second: str) -> bool:
     `second` may be an equation `... = 0`; then they must be proportional.
     """
     try:
-        return _equal(first, second)
+        proportional = second.endswith("=0")
+        left, right = _parsed(first), _parsed(second.removesuffix("=0"))
+        if left is None or right is None:
+            return _squeezed(first) == _squeezed(second)
+        if proportional:
+            return _are_proportional(left, right)
+        if hasattr(left, "shape") or hasattr(right, "shape"):
+            import sympy
+
+            if getattr(left, "shape", None) != getattr(right, "shape", None):
+                return False
+            return all(
+                _equal_values(str(one), one, str(other), other)
+                for one, other in zip(*(sympy.Matrix(side.doit()) for side in (left, right)), strict=True)
+            )
+        return _equal_values(first, left, second, right)
     except RecursionError:
         raise
     except Exception:  # sympy raises many types, and an answer that makes it raise is wrong
         return False
-
-
-def _equal(first: str, second: str) -> bool:
-    proportional = second.endswith("=0")
-    left, right = _parsed(first), _parsed(second.removesuffix("=0"))
-    if left is None or right is None:
-        return _squeezed(first) == _squeezed(second)
-    if proportional:
-        return _are_proportional(left, right)
-    if hasattr(left, "shape") or hasattr(right, "shape"):
-        return _equal_matrices(left, right)
-    return _equal_values(first, left, second, right)
 
 
 @lru_cache(maxsize=64)
@@ -194,17 +197,6 @@ def _rounded(first: str, left: Any, second: str, right: Any) -> bool:
             if value is not None and value[1] == 0 and rounds(number, Fraction(str(value[0]))):
                 return True
     return False
-
-
-def _equal_matrices(left: Any, right: Any) -> bool:
-    import sympy
-
-    if getattr(left, "shape", None) != getattr(right, "shape", None):
-        return False
-    return all(
-        _equal_values(str(one), one, str(other), other)
-        for one, other in zip(*(sympy.Matrix(side.doit()) for side in (left, right)), strict=True)
-    )
 
 
 def _are_proportional(left: Any, right: Any) -> bool:

@@ -234,7 +234,11 @@ def _chain(text: str) -> Answer | None:
         exact, decimal = _split(text, _APPROXIMATELY)
         return Assignment(exact, (_read(decimal),)) if is_name(exact) else Approximation(_read(exact), _read(decimal))
     if set(relations) == {"="}:
-        return _equalities(sides)
+        if is_name(sides[0]):
+            return Assignment(sides[0], tuple(_read(side) for side in sides[1:]))
+        if len(sides) == 2 and is_name(sides[1]) and _CONSTANT.fullmatch(sides[0]):
+            return Assignment(sides[1], (_read(sides[0]),))
+        return Equation(tuple(sides), ("=",) * (len(sides) - 1))
     return _interval(sides, relations) or Equation(tuple(sides), relations)
 
 
@@ -249,14 +253,6 @@ def _relations(text: str) -> list[str]:
         found.append(match[0])
         rest = rest[match.end() :]
     return found
-
-
-def _equalities(sides: list[str]) -> Answer:
-    if is_name(sides[0]):
-        return Assignment(sides[0], tuple(_read(side) for side in sides[1:]))
-    if len(sides) == 2 and is_name(sides[1]) and _CONSTANT.fullmatch(sides[0]):
-        return Assignment(sides[1], (_read(sides[0]),))
-    return Equation(tuple(sides), ("=",) * (len(sides) - 1))
 
 
 def is_name(text: str) -> bool:

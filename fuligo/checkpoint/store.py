@@ -80,7 +80,17 @@ class CheckpointStore:
         """
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            self._finish_or_undo()
+            for iteration in replaced_iterations(self.directory):
+                replaced, final = self.directory / replaced_name(iteration), self.directory / iteration_name(iteration)
+                if final.exists():
+                    shutil.rmtree(replaced)
+                else:
+                    replaced.rename(final)
+            for unfinished in self.directory.glob(f"{UNFINISHED}*"):
+                if unfinished.is_dir():
+                    shutil.rmtree(unfinished)
+                else:
+                    unfinished.unlink()
         except OSError as error:
             raise _unwritable(self.directory, error) from None
 
@@ -138,7 +148,12 @@ class CheckpointStore:
         except Exception as error:
             if isinstance(error, FuligoError) and not isinstance(error, CheckpointError):
                 raise
-            raise CheckpointWriteError(self._failure(iteration, error)) from error
+            earlier = iterations(self.directory)
+            kept = f"{iteration_name(earlier[-1])} is intact" if earlier else "no earlier checkpoint exists"
+            raise CheckpointWriteError(
+                f"cannot write checkpoint {iteration_name(iteration)} to {self.directory}: {error} "
+                f"({free_space(self.directory)}; {kept}); free some space or use another directory with --save, then resume"
+            ) from error
 
     def latest(self) -> Checkpoint | None:
         """Return the checkpoint that the tracker names. Raises CheckpointError if it is missing or damaged."""
@@ -169,27 +184,6 @@ class CheckpointStore:
             remove = self.directory / f"{UNFINISHED}{iteration_name(iteration)}"
             (self.directory / iteration_name(iteration)).rename(remove)
             shutil.rmtree(remove, ignore_errors=True)
-
-    def _finish_or_undo(self) -> None:
-        for iteration in replaced_iterations(self.directory):
-            replaced, final = self.directory / replaced_name(iteration), self.directory / iteration_name(iteration)
-            if final.exists():
-                shutil.rmtree(replaced)
-            else:
-                replaced.rename(final)
-        for unfinished in self.directory.glob(f"{UNFINISHED}*"):
-            if unfinished.is_dir():
-                shutil.rmtree(unfinished)
-            else:
-                unfinished.unlink()
-
-    def _failure(self, iteration: int, error: Exception) -> str:
-        earlier = iterations(self.directory)
-        kept = f"{iteration_name(earlier[-1])} is intact" if earlier else "no earlier checkpoint exists"
-        return (
-            f"cannot write checkpoint {iteration_name(iteration)} to {self.directory}: {error} "
-            f"({free_space(self.directory)}; {kept}); free some space or use another directory with --save, then resume"
-        )
 
 
 def _unwritable(directory: Path, error: OSError) -> CheckpointError:

@@ -43,7 +43,13 @@ def main(arguments: Sequence[str]) -> int:
     if options.output is None:
         print(text, end="")
     else:
-        _write(options.output, text)
+        try:
+            with options.output.open("x", encoding="utf-8") as out:
+                out.write(text)
+        except FileExistsError:
+            raise ConfigError(f"--output {options.output} already exists; choose a new file") from None
+        except OSError as error:
+            raise ConfigError(f"cannot write --output {options.output}: {error.strerror}") from None
     return 0
 
 
@@ -74,13 +80,3 @@ def _pairs(option: str, form: str, entries: Sequence[str]) -> dict[str, str]:
         if not equals or not name or (option == "--env" and not name.isidentifier()):
             raise ConfigError(f"{option} {entry}: must be {form}")
     return dict(entry.split("=", 1) for entry in entries)
-
-
-def _write(file: Path, text: str) -> None:
-    try:
-        with file.open("x", encoding="utf-8") as out:
-            out.write(text)
-    except FileExistsError:
-        raise ConfigError(f"--output {file} already exists; choose a new file") from None
-    except OSError as error:
-        raise ConfigError(f"cannot write --output {file}: {error.strerror}") from None

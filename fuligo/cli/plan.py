@@ -81,7 +81,9 @@ def main(arguments: Sequence[str]) -> int:
         found = known_gpu(devices[0].name, devices[0].memory_bytes) if devices else None
         gpu = found.name if found is not None else DEFAULT_GPU
         if found is None:
-            notes.append(_no_gpu(devices[0].name if devices else None))
+            device = devices[0].name if devices else None
+            reason = "this machine has no GPU" if device is None else f"this machine's GPU ({device}) is unknown to the planner"
+            notes.append(f"{reason}: planned for {DEFAULT_GPU}; name yours with --gpu, such as h200-141")
         else:
             config, engine = with_installed_engine(config, len(devices))
             notes += engine
@@ -93,12 +95,6 @@ def main(arguments: Sequence[str]) -> int:
         notes += trainer_choice(config)  # which may be the cause
     _write(plan, apply_choices(config, plan.choices), notes, options)
     return 2 if is_broken else 0
-
-
-def _no_gpu(device: str | None) -> str:
-    """Describe the GPU that the plan assumes without --gpu, on a machine without a known GPU."""
-    reason = "this machine has no GPU" if device is None else f"this machine's GPU ({device}) is unknown to the planner"
-    return f"{reason}: planned for {DEFAULT_GPU}; name yours with --gpu, such as h200-141"
 
 
 def _refused_at_start(config: Config) -> Iterator[Finding]:
@@ -191,24 +187,21 @@ def _write(plan: Plan, config: Config, notes: Sequence[str], options: Options) -
 
             _write_text("--html", options.html_file, plan_page(document))
     if STANDARD_OUTPUT not in (options.json_file, options.html_file):
-        _report(plan, config, notes, list(_written(options)))
+        from rich.console import Console
+
+        from fuligo.planner.report import print_report
+
+        written = list(_written(options))
+        console = Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
+        print_report(plan, config, console, notes)
+        for line in written:
+            console.print(line, markup=False, soft_wrap=True)
 
 
 def _written(options: Options) -> Iterator[str]:
     for file in (options.json_file, options.html_file):
         if file is not None:
             yield f"wrote {file}"
-
-
-def _report(plan: Plan, config: Config, notes: Sequence[str], written: Sequence[str]) -> None:
-    from rich.console import Console
-
-    from fuligo.planner.report import print_report
-
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
-    print_report(plan, config, console, notes)
-    for line in written:
-        console.print(line, markup=False, soft_wrap=True)
 
 
 def _write_text(option: str, file: str, text: str) -> None:

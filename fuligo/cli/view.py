@@ -66,21 +66,17 @@ def bind(host: str, port: int | None) -> socket.socket:
     Raises ConfigError if the port is taken, or there is no such address.
     """
     try:
-        return _bound(host, DEFAULT_PORT if port is None else port)
+        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, DEFAULT_PORT if port is None else port))
+            listener.listen(BACKLOG)  # early visitors wait instead of being refused
+        except BaseException:
+            listener.close()
+            raise
+        return listener
     except (OSError, OverflowError) as error:
         if port is None and isinstance(error, OSError):
             return bind(host, 0)
         given = f"--host {host}" + ("" if port is None else f" --port {port}")
         raise ConfigError(f"cannot listen on {given}: {error}; use another address, or --port 0 for a free port") from error
-
-
-def _bound(host: str, port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(BACKLOG)  # early visitors wait instead of being refused
-    except BaseException:
-        listener.close()
-        raise
-    return listener

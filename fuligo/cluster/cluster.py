@@ -16,7 +16,6 @@ from fuligo.cluster.placement import Placement, engine_parts, place
 from fuligo.cluster.rank import ActorRank, TrainerRank
 from fuligo.cluster.reservation import AGENT_TIMEOUT_S, Bundle, Device, Reservation, reserve, start_agent
 from fuligo.config import Config
-from fuligo.config.secret import Environment
 from fuligo.engines.sglang.server import EnginePlace, ServerSettings
 from fuligo.errors import ConfigError, TrainerError
 from fuligo.trainer.ranks.settings import TrainerSettings
@@ -179,19 +178,15 @@ async def open_cluster(config: Config, stack: AsyncExitStack, log_file: Path) ->
     device: Device = "cuda" if asked == "cuda" or (asked == "auto" and has_gpus()) else "cpu"
     reservation = await reserve(placement.node_sizes, device)
     stack.callback(reservation.close)
-    nodes = await _open_nodes(reservation, device, config.cluster.env)
-    return RayCluster(config, device, placement, reservation, nodes)
-
-
-async def _open_nodes(reservation: Reservation, device: Device, environment: Environment) -> list[Node]:
-    agents = [start_agent(reservation, bundle, device, environment) for bundle in reservation.bundles]
+    agents = [start_agent(reservation, bundle, device, config.cluster.env) for bundle in reservation.bundles]
     try:
         async with asyncio.timeout(AGENT_TIMEOUT_S):
             gpus = await asyncio.gather(*(agent.gpus.remote() for agent in agents))
     except TimeoutError:
         hosts = ", ".join(bundle.host for bundle in reservation.bundles)
         raise ConfigError(f"Ray did not start a process on each of {hosts} within {AGENT_TIMEOUT_S:g} s; see Ray's logs there") from None
-    return [Node(bundle, agent, its) for bundle, agent, its in zip(reservation.bundles, agents, gpus)]
+    nodes = [Node(bundle, agent, its) for bundle, agent, its in zip(reservation.bundles, agents, gpus)]
+    return RayCluster(config, device, placement, reservation, nodes)
 
 
 def ordinals(node: Node, slots: Sequence[int]) -> tuple[int, ...]:

@@ -58,7 +58,9 @@ def help_text(topic: str = "") -> str:
     if topic in GROUPS:
         return _group_text(topic)
     if topic in BACKENDS:
-        return _passthrough_text(topic)
+        backend = schema(topic)
+        heading = f"{topic}: arguments passed on to {BACKENDS[topic]} (checked against {backend.package} {backend.version})."
+        return "\n".join([heading, *(_flag_text(flag) for flag in passthrough_flags(topic).values())]) + "\n"
     if topic in flags():
         flag = flags()[topic]
         return f"{_flag_text(flag)}\n  in a file: `{flag.group}: {{{flag.name}: ...}}`\n"
@@ -74,12 +76,6 @@ def help_text(topic: str = "") -> str:
 def _group_text(group: str) -> str:
     doc = (GROUPS[group].__doc__ or "").strip().splitlines()[0]
     return "\n".join([f"{group}: {doc}", *(_flag_text(flag) for flag in flags().values() if flag.group == group)]) + "\n"
-
-
-def _passthrough_text(group: str) -> str:
-    backend = schema(group)
-    heading = f"{group}: arguments passed on to {BACKENDS[group]} (checked against {backend.package} {backend.version})."
-    return "\n".join([heading, *(_flag_text(flag) for flag in passthrough_flags(group).values())]) + "\n"
 
 
 def _argument_text(backend: Schema, topic: str) -> str | None:

@@ -45,7 +45,12 @@ def load_hook(flag_name: str, path: str) -> Hook:
         raise _error(flag_name, path, f"{module_path} has no {name}{did_you_mean(nearest(name, vars(module)))}")
     if not callable(hook):
         raise _error(flag_name, path, f"{name} is a {type(hook).__name__}, not a function")
-    mismatch = HOOKS[flag_name].mismatch(_shape(hook))
+    try:
+        signature = inspect.signature(hook)
+    except ValueError:
+        signature = None  # functions written in C may not expose their parameters
+    methods = [name for name in dir(hook) if callable(getattr(hook, name, None))]
+    mismatch = HOOKS[flag_name].mismatch(HookShape(inspect.isclass(hook), is_async(hook), methods, signature))
     if mismatch is not None:
         raise _error(flag_name, path, mismatch)
     return hook
@@ -140,15 +145,6 @@ def _import_file(file: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
-
-
-def _shape(hook: Hook) -> HookShape:
-    try:
-        signature = inspect.signature(hook)
-    except ValueError:
-        signature = None  # functions written in C may not expose their parameters
-    methods = [name for name in dir(hook) if callable(getattr(hook, name, None))]
-    return HookShape(inspect.isclass(hook), is_async(hook), methods, signature)
 
 
 def _error(flag_name: str, path: str, cause: str) -> HookError:

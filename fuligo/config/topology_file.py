@@ -57,20 +57,16 @@ def topology_from_text(text: str, file: Path) -> Topology:
 def topology_of(node: yaml.Node, file: Path) -> Topology:
     """Read the list of models in a node of a file. Never raises: errors are in `problems`."""
     try:
-        return _checked(node, file)
+        twice = list(_repeated_keys(node, file))
+        plain = construct(node)
+        try:
+            models = _MODELS.validate_python(_anchored_models(plain, file.parent))
+        except ValidationError as error:
+            problems = [_problem(details, node, file) for details in error.errors()]
+            return Topology(problems=list(dict.fromkeys([*twice, *problems])))
+        return Topology([] if twice else models, twice, list(_deprecations(node, file)))
     except yaml.YAMLError as error:
         return Topology(problems=[f"{file} line {node.start_mark.line + 1}: {yaml_problem(error)}"])
-
-
-def _checked(node: yaml.Node, file: Path) -> Topology:
-    twice = list(_repeated_keys(node, file))
-    plain = construct(node)
-    try:
-        models = _MODELS.validate_python(_anchored_models(plain, file.parent))
-    except ValidationError as error:
-        problems = [_problem(details, node, file) for details in error.errors()]
-        return Topology(problems=list(dict.fromkeys([*twice, *problems])))
-    return Topology([] if twice else models, twice, list(_deprecations(node, file)))
 
 
 def _anchored_models(plain: Any, base: Path) -> Any:

@@ -44,7 +44,13 @@ def convert(plan: Fp8Plan, report: Report) -> None:
             leftover.unlink()
         _convert_shards(plan, report)
         for name in plan.other_files:
-            _copy(plan.source / name, plan.target / name)
+            source = plan.source / name
+            target = plan.target / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = target.with_name(f"{UNFINISHED}{target.name}")
+            shutil.copyfile(source, unfinished)
+            sync(unfinished)
+            unfinished.replace(target)
         if plan.has_index:
             replace_text(plan.target / INDEX, plan.index_json())
         replace_text(plan.target / CONFIG, plan.config_json())
@@ -174,11 +180,3 @@ def _read(file: BinaryIO, start: int, num_bytes: int) -> bytearray:
 
 def _bytes(tensor: Tensor) -> bytes:
     return tensor.contiguous().view(torch.uint8).numpy().tobytes()
-
-
-def _copy(source: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = target.with_name(f"{UNFINISHED}{target.name}")
-    shutil.copyfile(source, unfinished)
-    sync(unfinished)
-    unfinished.replace(target)

@@ -91,23 +91,20 @@ def _read(value: Any, name: str, directory: Path) -> RawImage:
         except ValueError as error:
             raise DataError(f"{name} is a data URI without valid base64") from error
     if isinstance(value, str) and value and "://" not in value:
-        return _read_file(directory / value, name)
+        path = directory / value
+        try:
+            if not path.is_file():
+                raise DataError(f"{name}: {path} is not a file; paths are relative to the data file's directory")
+            with open_plain(path) as file:
+                _check_size(os.fstat(file.fileno()).st_size, f"{name}: {path}")
+                data = file.read(MAX_FILE_BYTES + 1)  # files of /proc have no size, and others grow
+            _check_size(len(data), f"{name}: {path}")
+            return RawImage(str(path), data, is_file=True)
+        except OSError as error:
+            raise DataError(
+                f"{name}: cannot read {path!s:.200}: {error.strerror or error}; if it is base64, put data:image/png;base64, before it"
+            ) from error
     raise DataError(f"{name} is {value!r:.80}; it must be a path, a data URI, bytes, or an object with bytes or path")
-
-
-def _read_file(path: Path, name: str) -> RawImage:
-    try:
-        if not path.is_file():
-            raise DataError(f"{name}: {path} is not a file; paths are relative to the data file's directory")
-        with open_plain(path) as file:
-            _check_size(os.fstat(file.fileno()).st_size, f"{name}: {path}")
-            data = file.read(MAX_FILE_BYTES + 1)  # files of /proc have no size, and others grow
-        _check_size(len(data), f"{name}: {path}")
-        return RawImage(str(path), data, is_file=True)
-    except OSError as error:
-        raise DataError(
-            f"{name}: cannot read {path!s:.200}: {error.strerror or error}; if it is base64, put data:image/png;base64, before it"
-        ) from error
 
 
 def _check_size(num_bytes: int, name: str) -> None:

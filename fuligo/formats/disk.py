@@ -112,7 +112,14 @@ def check_manifest(directory: Path) -> None:
     Raises:
         CheckpointError: a file is missing or changed; the error names the first one.
     """
-    for name, listed in _read(directory).items():
+    path = directory / MANIFEST
+    try:
+        files = orjson.loads(path.read_bytes())["files"]
+    except FileNotFoundError:
+        raise CheckpointError(f"cannot load {directory}: it has no {MANIFEST}, so it is not a complete fuligo checkpoint; {_FIX}") from None
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        raise CheckpointError(f"cannot read {path}: the checkpoint is damaged; {_FIX}") from None
+    for name, listed in files.items():
         file = directory / name
         if not file.is_file():
             raise CheckpointError(f"cannot load {directory}: {file} is missing; {_FIX}")
@@ -132,17 +139,6 @@ def _describe(file: Path) -> dict[str, Any]:
     size = file.stat().st_size
     checksum = hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest() if size <= CHECKSUM_MAX_BYTES else None
     return {"bytes": size, "blake2b": checksum}
-
-
-def _read(directory: Path) -> dict[str, dict[str, Any]]:
-    path = directory / MANIFEST
-    try:
-        files = orjson.loads(path.read_bytes())["files"]
-    except FileNotFoundError:
-        raise CheckpointError(f"cannot load {directory}: it has no {MANIFEST}, so it is not a complete fuligo checkpoint; {_FIX}") from None
-    except (orjson.JSONDecodeError, KeyError, TypeError):
-        raise CheckpointError(f"cannot read {path}: the checkpoint is damaged; {_FIX}") from None
-    return files
 
 
 MAX_TEXT_BYTES = 256 * 2**20

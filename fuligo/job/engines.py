@@ -65,7 +65,13 @@ def _reaching(config: Config, cluster: RayCluster | None) -> Transport:
     """Resolve auto: shared memory on one machine, broadcast between GPUs and machines, files for engines that the run did not start."""
     asked = config.weight_sync.update_weight_transport
     if config.engine.rollout_external_engine_addrs:
-        return _to_engines_elsewhere("disk" if asked == "auto" else asked, cluster)
+        transport = "disk" if asked == "auto" else asked
+        if transport == "disk" and cluster is not None and not cluster.sender_is_here:
+            raise ConfigError(
+                "--rollout-external-engine-addrs: the disk transport goes through a directory on the driver's machine, but rank 0 is on "
+                "another: use --update-weight-transport nccl (gloo on a CPU)"
+            )
+        return transport
     beside = config.engine_capabilities.beside_trainer
     one_machine = cluster is None or (cluster.sender_is_here if beside else cluster.sender_shares_machine_with(_served_by_rank_0(config)))
     if config.syncs_adapter and config.engine_capabilities.names_adapters and not one_machine:
@@ -88,15 +94,6 @@ def _reaching(config: Config, cluster: RayCluster | None) -> Transport:
     if not beside and resolve_device(config) == "cuda" and not config.cluster.colocate and not config.syncs_adapter:
         return "nccl"
     return "tensor" if one_machine else "gloo"
-
-
-def _to_engines_elsewhere(transport: Transport, cluster: RayCluster | None) -> Transport:
-    if transport == "disk" and cluster is not None and not cluster.sender_is_here:
-        raise ConfigError(
-            "--rollout-external-engine-addrs: the disk transport goes through a directory on the driver's machine, but rank 0 is on "
-            "another: use --update-weight-transport nccl (gloo on a CPU)"
-        )
-    return transport
 
 
 def _served_by_rank_0(config: Config) -> list[int]:

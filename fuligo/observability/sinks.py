@@ -44,7 +44,9 @@ def open_sinks(config: Config, run_dir: Path, *, start: int, kept: Sequence[Reco
     flags = config.observability
     for package in ("tensorboard", "wandb", "trackio", "mlflow"):
         if getattr(flags, f"use_{package}"):
-            _require(package, f"--use-{package}")
+            flag = f"--use-{package}"
+            if importlib.util.find_spec(package) is None:
+                raise ConfigError(f"{flag} needs the package {package}, which is not installed: pip install 'fuligo[{package}]'")
     sinks: list[Sink] = []
     if flags.use_tensorboard:
         tensorboard = TensorBoardSink(run_dir / "tensorboard", start=start)
@@ -225,8 +227,3 @@ class GuardedSink:
     def _describe(self, error: Exception) -> str:
         """Describe an exception without the passwords of URLs: MLflow names its server's as MLFLOW_TRACKING_URI gives it."""
         return hide_credentials(describe_exception(error, self._hook))
-
-
-def _require(package: str, flag: str) -> None:
-    if importlib.util.find_spec(package) is None:
-        raise ConfigError(f"{flag} needs the package {package}, which is not installed: pip install 'fuligo[{package}]'")

@@ -42,7 +42,9 @@ def architecture(config: ConfigJson) -> Architecture:
     kinds = config.per_layer("layer_types", (FULL, SLIDING)) or [(SLIDING, FULL)[number % 2] for number in range(num_layers)]
     window = config.count("sliding_window", default=WINDOW)
     layers = [Layer(number, parts, is_moe=True, window=window if kind == SLIDING else None) for number, kind in enumerate(kinds)]
-    return replace(assemble(config, heads, layers, experts=experts), **_quantisation(config))
+    given = config.values.get("quantization_config")
+    is_mxfp4 = isinstance(given, dict) and given.get("quant_method") == "mxfp4"
+    return replace(assemble(config, heads, layers, experts=experts), **{"is_mxfp4": True, "is_quantised": False} if is_mxfp4 else {})
 
 
 def _expert_biases(experts: Experts, hidden_size: int) -> Parts:
@@ -50,12 +52,6 @@ def _expert_biases(experts: Experts, hidden_size: int) -> Parts:
         vector(PartKind.ROUTER, experts.num_experts),
         vector(PartKind.ROUTED_EXPERTS, experts.num_experts * (2 * experts.intermediate_size + hidden_size), Split.EXPERT),
     )
-
-
-def _quantisation(config: ConfigJson) -> dict[str, bool]:
-    given = config.values.get("quantization_config")
-    is_mxfp4 = isinstance(given, dict) and given.get("quant_method") == "mxfp4"
-    return {"is_mxfp4": True, "is_quantised": False} if is_mxfp4 else {}
 
 
 FAMILY = Family(

@@ -103,7 +103,13 @@ class ImageProcessor:
         with self._decoding[hash(digest) % _NUM_DECODING]:
             found = self._find(digest)
             if found is None:
-                found = self._compute(data)
+                image = _decoded(data)
+                try:
+                    inputs = self._processor(images=[image], return_tensors="np")
+                except ValueError as error:
+                    raise DataError(f"the image processor rejects an image of {image.width} x {image.height} pixels: {error}") from error
+                _, num_rows, num_columns = (int(number) for number in inputs["image_grid_thw"][0])
+                found = Patches(np.ascontiguousarray(inputs["pixel_values"], np.float32), num_rows, num_columns)
                 with self._lock:
                     self._kept[digest] = found
                     self._kept_bytes += found.values.nbytes
@@ -130,15 +136,6 @@ class ImageProcessor:
             if digest in self._kept:
                 self._kept.move_to_end(digest)
             return self._kept.get(digest)
-
-    def _compute(self, data: bytes) -> Patches:
-        image = _decoded(data)
-        try:
-            inputs = self._processor(images=[image], return_tensors="np")
-        except ValueError as error:
-            raise DataError(f"the image processor rejects an image of {image.width} x {image.height} pixels: {error}") from error
-        _, num_rows, num_columns = (int(number) for number in inputs["image_grid_thw"][0])
-        return Patches(np.ascontiguousarray(inputs["pixel_values"], np.float32), num_rows, num_columns)
 
     def _size(self, image: Image) -> tuple[int, int]:
         """Return rows and columns of patches."""

@@ -86,7 +86,17 @@ class SampleIndex:
             self._version += bool(gone)
         end = time.monotonic() + budget_s
         for file in pending:
-            self._read(file)
+            table, problem = None, ""
+            try:
+                table = read_index_table(file.path, file.step)
+            except Exception as error:  # columns of others may hold anything
+                problem = " ".join(str(error).split())[:200]
+            with self._lock:
+                self._known[file.step] = (file, table)
+                self._version += 1
+                self.damaged.pop(file.step, None)
+                if problem:
+                    self.damaged[file.step] = problem
             if time.monotonic() > end:
                 break
         return bool(gone or pending)
@@ -130,19 +140,6 @@ class SampleIndex:
                 names = [part.as_py() for chunk in table["parts"].chunks for part in chunk.keys.unique()]
                 self._joined = (self._version, table, engines, sorted(set(names)))
             return self._joined
-
-    def _read(self, file: SampleFile) -> None:
-        table, problem = None, ""
-        try:
-            table = read_index_table(file.path, file.step)
-        except Exception as error:  # columns of others may hold anything
-            problem = " ".join(str(error).split())[:200]
-        with self._lock:
-            self._known[file.step] = (file, table)
-            self._version += 1
-            self.damaged.pop(file.step, None)
-            if problem:
-                self.damaged[file.step] = problem
 
 
 def read_index_table(path: Path, step: int) -> pa.Table:

@@ -69,7 +69,13 @@ class Worker:
         """
         try:
             async with asyncio.timeout(timeout_s + _GRACE_S):
-                await self._write({**request, "timeout_s": timeout_s})
+                message = {**request, "timeout_s": timeout_s}
+                assert self._process.stdin is not None
+                try:
+                    self._process.stdin.write(json.dumps(message, default=str).encode() + b"\n")
+                    await self._process.stdin.drain()
+                except (BrokenPipeError, ConnectionResetError) as error:
+                    raise WorkerDiedError from error
                 reply = await self._read()
         except (TimeoutError, WorkerDiedError) as error:
             await self.kill()
@@ -94,14 +100,6 @@ class Worker:
             self._killed = True
             with suppress(ProcessLookupError):
                 self._process.kill()
-
-    async def _write(self, message: dict[str, Any]) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(message, default=str).encode() + b"\n")
-            await self._process.stdin.drain()
-        except (BrokenPipeError, ConnectionResetError) as error:
-            raise WorkerDiedError from error
 
     async def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None

@@ -322,7 +322,8 @@ def check_packed_forward(policy: Policy, *, shares_prefixes: bool = False) -> No
         images = None if policy.vision is None else policy.vision.processor
         checked = Policy(model, temperature=1.0, chunk_tokens=policy.chunk_tokens, images=images)
         checked.is_batch_invariant = policy.is_batch_invariant
-        packed = checked(_all_but_first_as_response(sequences, shared)).logprobs
+        samples = [_sample(ids) for ids in sequences]
+        packed = checked(pack_tokens(samples, torch.device("cpu"), shared=shared)).logprobs
     except TrainerError:
         raise
     except Exception as error:
@@ -350,11 +351,6 @@ def _random_sequences(config) -> list[Tensor]:
     lengths = (*CHECK_LENGTHS, window + 3) if isinstance(window, int) and window <= 512 else CHECK_LENGTHS
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(0, config.vocab_size, (length,), generator=generator) for length in lengths]
-
-
-def _all_but_first_as_response(sequences: list[Tensor], shared: Sequence[int]) -> PackedTokens:
-    samples = [_sample(ids) for ids in sequences]
-    return pack_tokens(samples, torch.device("cpu"), shared=shared)
 
 
 def _sample(ids: Tensor) -> TrainSample:

@@ -197,7 +197,13 @@ class _Saved:
             load_tensors(adapter_tensors(model), self.weights.read())
         else:
             load_weights(model, self.weights.read())
-        _load_moments(self.learner.model, self.learner.optimizer, self.moments)
+        parameters, state = _trained_parameters(model), self.learner.optimizer.state
+        state.clear()
+        for name, full in self.moments.read():
+            parameter_name, _, key = name.rpartition(".")
+            parameter = parameters[parameter_name]
+            own = full.to(parameter.device) if key == "step" else shard_like(full, parameter)
+            state[parameter][key] = own.clone()  # on a CPU it is the file's memory, which cannot be freed for engines
         self.learner.progress.num_optimizer_steps = self.progress.num_optimizer_steps
         self.learner.progress.num_rollouts = self.progress.num_rollouts
 
@@ -242,16 +248,6 @@ def _moment_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     for name, parameter in _trained_parameters(model).items():
         shapes |= {f"{name}.step": (), **{f"{name}.{moment}": tuple(parameter.shape) for moment in MOMENTS}}
     return shapes
-
-
-def _load_moments(model: nn.Module, optimizer: torch.optim.Optimizer, moments: TensorFiles) -> None:
-    parameters = _trained_parameters(model)
-    optimizer.state.clear()
-    for name, full in moments.read():
-        parameter_name, _, key = name.rpartition(".")
-        parameter = parameters[parameter_name]
-        own = full.to(parameter.device) if key == "step" else shard_like(full, parameter)
-        optimizer.state[parameter][key] = own.clone()  # on a CPU it is the file's memory, which cannot be freed for engines
 
 
 @dataclass(slots=True, frozen=True)

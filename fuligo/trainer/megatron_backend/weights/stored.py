@@ -33,7 +33,21 @@ class StoredWeights:
         self._files: dict[str, Any] = {}
         self._open_files = ExitStack()
         self._opening = Lock()
-        self._check(num_mtp_layers)
+        tensors = self._tensors
+        expected = {name: shape for weight in self._names.weights(num_mtp_layers) for name, shape in self._stored_as(weight)}
+        self._refuse("lacks", (name for name in expected if name not in tensors))
+        self._refuse(
+            "holds tensors that config.json does not account for:",
+            (name for name in tensors if name not in expected and not self._names.is_superfluous(name, num_mtp_layers)),
+        )
+        self._refuse(
+            "has different shapes than config.json says:",
+            (
+                f"{name} {list(tensors[name].shape)} instead of {list(shape)}"
+                for name, shape in expected.items()
+                if tensors[name].shape != shape
+            ),
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -67,23 +81,6 @@ class StoredWeights:
             assert weight.all_experts is not None and experts is not None
             return [(weight.all_experts, (experts.num_experts, *weight.shape))]
         return zip(weight.checkpoint, self._names.checkpoint_shapes(weight), strict=True)
-
-    def _check(self, num_mtp_layers: int) -> None:
-        tensors = self._tensors
-        expected = {name: shape for weight in self._names.weights(num_mtp_layers) for name, shape in self._stored_as(weight)}
-        self._refuse("lacks", (name for name in expected if name not in tensors))
-        self._refuse(
-            "holds tensors that config.json does not account for:",
-            (name for name in tensors if name not in expected and not self._names.is_superfluous(name, num_mtp_layers)),
-        )
-        self._refuse(
-            "has different shapes than config.json says:",
-            (
-                f"{name} {list(tensors[name].shape)} instead of {list(shape)}"
-                for name, shape in expected.items()
-                if tensors[name].shape != shape
-            ),
-        )
 
     def _refuse(self, problem: str, names: Iterable[str]) -> None:
         found = list(names)

@@ -25,16 +25,14 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError("there is nothing to check: the arguments name no hook, such as --custom-rm-path file.py:function")
     apply_environment(config)
     from fuligo.data.dataset import PromptDataset
-    from fuligo.data.settings import DataSettings, data_settings
     from fuligo.job.hook_checks import CALLED_IN_A_RUN_ALONE, check_hooks
     from fuligo.models.directory import load_tokenizer
     from fuligo.models.vision.prompts import prompt_images
 
     prompts = None
     if config.data.prompt_data is not None and config.model.hf_checkpoint is not None:
-        settings: DataSettings = data_settings(config)
         tokenizer = load_tokenizer(config.model.hf_checkpoint, runs_its_code=config.model.trust_remote_code)
-        data = PromptDataset.open(config.data.prompt_data, settings, tokenizer, prompt_images(config))
+        data = PromptDataset.open(config.data.prompt_data, config.data, tokenizer, prompt_images(config))
         prompts = [data[row] for row in range(min(2, len(data)))]
     problems = check_hooks(config, prompts)
     for name, problem in problems.items():

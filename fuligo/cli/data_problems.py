@@ -1,14 +1,13 @@
 """Checks of prompt files and evaluation data, shared by `fuligo plan`, `train` and `eval`; loads neither torch nor transformers."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from fuligo.config import Config
+from fuligo.config.groups import DataFlags
 from fuligo.config.hooks import hook_problem
 from fuligo.data.dataset import check_file
 from fuligo.data.row_file import PromptPath
-from fuligo.data.settings import DataSettings, data_settings
 from fuligo.data.template import no_chat_template
 from fuligo.errors import ConfigError, DataError
 from fuligo.formats.hugging_face import has_chat_template, read_config_json
@@ -17,19 +16,16 @@ from fuligo.models.vision.types import no_tower, sees_images
 from fuligo.rollout.eval_sets import eval_set_specs
 from fuligo.rollout.rewards.rows import unjudged
 
-_EVAL_SET_KEYS = {"input_key", "label_key", "metadata_key", "tool_key", "apply_chat_template"}
-"""Settings that an evaluation dataset may override."""
-
 
 def data_problems(config: Config, *, missing_is_fine: bool = False) -> Iterator[str]:
     """Yield the problems of prompts and evaluation data. `missing_is_fine`: check the files that are on this machine."""
     is_here = _on_this_machine if missing_is_fine else lambda paths: True
     if config.data.prompt_data and not config.debug.debug_train_only and is_here(config.data.prompt_data):
-        yield from _file("--prompt-data", config.data.prompt_data, data_settings(config))
+        yield from _file("--prompt-data", config.data.prompt_data, config.data)
         rollout = config.rollout
         by_hook = rollout.custom_generate_function_path or rollout.agent or rollout.environment
         if not (config.reward.custom_rm_path or by_hook or rollout.rollout_function_path or config.is_sft):
-            yield from _judged("--prompt-data", config.data.prompt_data, data_settings(config), config.reward.rm_type)
+            yield from _judged("--prompt-data", config.data.prompt_data, config.data, config.reward.rm_type)
     yield from _chat_template(config)
     yield from _images(config)
     try:
@@ -38,8 +34,7 @@ def data_problems(config: Config, *, missing_is_fine: bool = False) -> Iterator[
         yield from error.problems
         return
     for spec in specs:
-        keys = spec.model_dump(include=_EVAL_SET_KEYS, exclude_none=True)
-        given, settings, here = f"evaluation dataset {spec.name}", replace(data_settings(config), **keys), is_here(spec.path)
+        given, settings, here = f"evaluation dataset {spec.name}", spec.data_flags(config), is_here(spec.path)
         if here:
             yield from _file(given, spec.path, settings)
         by_hook = config.rollout.custom_generate_function_path or config.rollout.agent or config.rollout.environment
@@ -58,7 +53,7 @@ def _on_this_machine(paths: Sequence[str]) -> bool:
 
 
 def _chat_template(config: Config) -> Iterator[str]:
-    directory, settings = config.model.hf_checkpoint, data_settings(config)
+    directory, settings = config.model.hf_checkpoint, config.data
     if (
         directory is None
         or not (settings.apply_chat_template or config.rollout.environment)
@@ -84,14 +79,14 @@ def _images(config: Config) -> Iterator[str]:
         yield from (f"--multimodal-keys: {text}" for text in error.problems)
 
 
-def _file(given: str, paths: Sequence[str], settings: DataSettings) -> Iterator[str]:
+def _file(given: str, paths: Sequence[str], settings: DataFlags) -> Iterator[str]:
     try:
         check_file(paths, settings)
     except DataError as error:
         yield f"{given}: {error}"
 
 
-def _judged(given: str, paths: Sequence[str], settings: DataSettings, rm_type: str | None) -> Iterator[str]:
+def _judged(given: str, paths: Sequence[str], settings: DataFlags, rm_type: str | None) -> Iterator[str]:
     try:
         problem = unjudged(paths, settings, rm_type)
     except (ConfigError, DataError):

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from fuligo.checkpoint.location import resolve
 from fuligo.config import Config
-from fuligo.data.settings import data_settings
 from fuligo.formats.hugging_face import has_chat_template
 from fuligo.observability.run_directory import CHECKPOINTS
 
@@ -26,7 +25,7 @@ def _begins_anew(config: Config) -> Iterator[str]:
 
 
 def _plain_prompts(config: Config) -> Iterator[str]:
-    directory, settings = config.model.hf_checkpoint, data_settings(config)
+    directory, settings = config.model.hf_checkpoint, config.data
     if directory is None or not config.data.prompt_data or config.debug.debug_train_only or settings.apply_chat_template:
         return
     if Path(directory).is_dir() and has_chat_template(Path(directory)):

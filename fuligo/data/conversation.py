@@ -88,8 +88,8 @@ class ConversationDataset(Dataset[Conversation]):
             messages = fields.prompt
             if self.settings.label_key is not None:
                 messages = [*messages, {"role": "assistant", "content": str(fields.label)}]
-            turns = AssistantTurns(self._with_images(messages), fields.tools, self._template, self._tokenizer, self.settings.end_ids)
-            sequences = turns.sequences(self.settings.rewritten_turns)
+            turns = AssistantTurns(self._with_images(messages), fields.tools, self._template, self._tokenizer, self._end_ids)
+            sequences = turns.sequences(self.settings.sft_rewritten_turns)
         parts = tuple(self._place(join_segments(segments), fields.images) for segments in sequences)
         longest = max(len(part.tokens) for part in parts)
         return Conversation(row, fields.prompt, parts, fields.label, fields.metadata), longest

@@ -10,11 +10,11 @@ from itertools import accumulate, chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
 
+from fuligo.config.groups import DataFlags
 from fuligo.data.fields import Fields, read_fields
 from fuligo.data.images import ImageDigests, ImagePlacer, check_texts, with_image_parts
 from fuligo.data.locate import locate
 from fuligo.data.row_file import PromptPath, RowFile, open_rows
-from fuligo.data.settings import DataSettings
 from fuligo.data.template import ChatTemplate, as_ids, plain_ids, rendered_ids
 from fuligo.errors import DataError
 from fuligo.types import Messages, Prompt, PromptImage
@@ -54,7 +54,7 @@ class _Piece:
 class Rows:
     """Selected rows of one or several files, numbered from 0 through all of them, read by the configured keys."""
 
-    def __init__(self, entries: Sequence[Sequence[_Piece]], settings: DataSettings) -> None:
+    def __init__(self, entries: Sequence[Sequence[_Piece]], settings: DataFlags) -> None:
         """Join the pieces of each entry of --prompt-data."""
         self.entry_sizes = [sum(len(piece.selected) for piece in pieces) for pieces in entries]
         """Rows of each entry."""
@@ -63,7 +63,7 @@ class Rows:
         self._settings = settings
 
     @classmethod
-    def open(cls, paths: str | Path | Sequence[str], settings: DataSettings) -> Self:
+    def open(cls, paths: str | Path | Sequence[str], settings: DataFlags) -> Self:
         """Open the files of one entry or of several.
 
         Raises DataError if a file is missing, unreadable, empty or of an unknown format, or a slice selects no row.
@@ -103,7 +103,7 @@ class Rows:
         return piece, piece.selected[row - self._ends[index] + len(piece.selected)]
 
 
-def _pieces(entry: PromptPath, settings: DataSettings) -> list[_Piece]:
+def _pieces(entry: PromptPath, settings: DataFlags) -> list[_Piece]:
     """Open the files of an entry; its slice counts through all of them."""
     files = [open_rows(path, settings.keys) for path in locate(entry.path)]
     selected = entry.select(sum(len(file) for file in files))
@@ -120,8 +120,16 @@ def _pieces(entry: PromptPath, settings: DataSettings) -> list[_Piece]:
 class Dataset(Generic[Item]):
     """Random access to the items made from the rows of prompt files. Each access parses and tokenizes its row."""
 
-    def __init__(self, rows: Rows, settings: DataSettings, tokenizer: PreTrainedTokenizerBase, images: ImagePlacer | None = None) -> None:
+    def __init__(
+        self,
+        rows: Rows,
+        settings: DataFlags,
+        tokenizer: PreTrainedTokenizerBase,
+        images: ImagePlacer | None = None,
+        end_ids: frozenset[int] = frozenset(),
+    ) -> None:
         self.settings = settings
+        self._end_ids = end_ids
         self._images = images
         self.rows = rows
         self.image_digests = ImageDigests(len(rows))
@@ -133,22 +141,24 @@ class Dataset(Generic[Item]):
     def open(
         cls,
         paths: str | Path | Sequence[str],
-        settings: DataSettings,
+        settings: DataFlags,
         tokenizer: PreTrainedTokenizerBase,
         images: ImagePlacer | None = None,
+        end_ids: frozenset[int] = frozenset(),
     ) -> Self:
         """Index the files, check their first rows, and make sure that at least one row is usable.
 
         Args:
             paths: entry of --prompt-data, or several; each with an optional slice: `FILE@[a:b]`
             images: image placer of the model; None if rows have no images
+            end_ids: tokens at which the model stops, to end supervised turns
 
         Raises:
             DataError: a file is missing, unreadable, empty or of an unknown format; one of its first rows is malformed
                 (unless `skip_bad_rows`); or no row is usable
             ConfigError: the tokenizer has no chat template, and one is requested
         """
-        dataset = cls(Rows.open(paths, settings), settings, tokenizer, images)
+        dataset = cls(Rows.open(paths, settings), settings, tokenizer, images, end_ids)
         dataset._check_first_rows(paths)
         return dataset
 
@@ -159,7 +169,7 @@ class Dataset(Generic[Item]):
         """Make the item of a row.
 
         Raises:
-            PromptTooLongError: it is longer than `max_prompt_tokens`
+            PromptTooLongError: it is longer than `rollout_max_prompt_len`
             DataError: the row is malformed; names the file and the line
             DataChangedError: the file's content has changed since it was opened, or cannot be read any more; or the images of the row
                 have changed since it was first read
@@ -171,7 +181,7 @@ class Dataset(Generic[Item]):
             item, num_tokens = self._make(row, fields)
         except DataError as error:
             raise DataError(f"cannot use {self.rows.place(row)}: {error}") from error
-        limit = self.settings.max_prompt_tokens
+        limit = self.settings.rollout_max_prompt_len
         if limit is not None and num_tokens > limit:
             raise PromptTooLongError(f"{self.rows.place(row)}: {num_tokens} tokens, more than --rollout-max-prompt-len {limit}")
         return item
@@ -240,7 +250,7 @@ class PromptDataset(Dataset[Prompt]):
         return Prompt(row, fields.prompt, ids, fields.label, fields.metadata, images), len(ids)
 
 
-def check_file(paths: str | Path | Sequence[str], settings: DataSettings) -> int:
+def check_file(paths: str | Path | Sequence[str], settings: DataFlags) -> int:
     """Check prompt files without a tokenizer (readable, not empty, the first rows have the keys) and count their selected rows.
 
     Raises DataError if a file is unusable, naming the file, the line and the fix.

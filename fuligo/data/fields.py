@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fuligo.config.groups import DataFlags
 from fuligo.data.images import PLACEHOLDER, RawImage, check_placeholders, read_images
-from fuligo.data.settings import DataSettings
 from fuligo.errors import DataError
 from fuligo.types import Messages
 
@@ -23,7 +23,7 @@ class Fields:
     images: tuple[RawImage, ...] = ()
 
 
-def read_fields(row: dict[str, Any], settings: DataSettings, place: Callable[[], str], directory: Path) -> Fields:
+def read_fields(row: dict[str, Any], settings: DataFlags, place: Callable[[], str], directory: Path) -> Fields:
     """Read the fields of a row. Raises DataError if a key is missing, or its value is invalid.
 
     Args:
@@ -54,7 +54,7 @@ def _value(row: dict[str, Any], key: str, flag: str) -> Any:
     return row[key]
 
 
-def _prompt(row: dict[str, Any], settings: DataSettings) -> str | Messages:
+def _prompt(row: dict[str, Any], settings: DataFlags) -> str | Messages:
     key = settings.input_key
     prompt = _value(row, key, "--input-key")
     if isinstance(prompt, str):
@@ -67,7 +67,7 @@ def _prompt(row: dict[str, Any], settings: DataSettings) -> str | Messages:
     return messages
 
 
-def _images(row: dict[str, Any], settings: DataSettings, prompt: str | Messages, directory: Path) -> tuple[RawImage, ...]:
+def _images(row: dict[str, Any], settings: DataFlags, prompt: str | Messages, directory: Path) -> tuple[RawImage, ...]:
     if settings.image_key is None or isinstance(prompt, str):
         return ()
     images = read_images(_value(row, settings.image_key, "--multimodal-keys"), settings.image_key, directory)

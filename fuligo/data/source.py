@@ -96,10 +96,10 @@ class RowSource(Generic[Item]):
         settings = dataset.settings
         self.counts = SourceCounts()
         self._dataset = dataset
-        weights = [] if all(weight == 1 for weight in settings.weights) else settings.weights
+        weights = [] if all(weight == 1 for weight in settings.prompt_data_weights) else settings.prompt_data_weights
         self._digest = dataset.rows.digest() + "".join(f"*{weight:g}" for weight in weights)
         self._skip_bad_rows = settings.skip_bad_rows
-        self._order = PromptOrder(dataset.rows.entry_sizes, shuffle=settings.shuffle, seed=settings.seed, weights=weights)
+        self._order = PromptOrder(dataset.rows.entry_sizes, shuffle=settings.rollout_shuffle, seed=settings.rollout_seed, weights=weights)
         self._returned: deque[int] = deque()
 
     def __len__(self) -> int:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fuligo.config import Config
 from fuligo.data.conversation import ConversationDataset, ConversationSource
 from fuligo.data.dataset import PromptDataset
-from fuligo.data.settings import data_settings
 from fuligo.data.source import PromptSource
 from fuligo.engines.group import EngineGroup
 from fuligo.engines.profiling import EngineProfiler
@@ -65,9 +64,9 @@ class RunData:
         if config.is_sft:
             from fuligo.models.directory import end_ids_of
 
-            settings = replace(data_settings(config), end_ids=end_ids_of(str(config.model.hf_checkpoint), tokenizer))
-            return ConversationSource(ConversationDataset.open(entries, settings, tokenizer, prompt_images(config)))
-        return PromptSource(PromptDataset.open(entries, data_settings(config), tokenizer, prompt_images(config)))
+            end_ids = end_ids_of(str(config.model.hf_checkpoint), tokenizer)
+            return ConversationSource(ConversationDataset.open(entries, config.data, tokenizer, prompt_images(config), end_ids))
+        return PromptSource(PromptDataset.open(entries, config.data, tokenizer, prompt_images(config)))
 
 
 @dataclass(slots=True, frozen=True)

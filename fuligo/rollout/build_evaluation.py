@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fuligo.config import Config
 from fuligo.config.args_view import ArgsView
 from fuligo.config.hooks import hook_of, load_hook
 from fuligo.data.dataset import PromptDataset, PromptTooLongError
-from fuligo.data.settings import data_settings
 from fuligo.engines.group import EngineGroup
 from fuligo.errors import DataError
 from fuligo.models.vision.prompts import prompt_images
@@ -87,12 +85,7 @@ def build_evaluator(
 
 
 def _prompts(config: Config, spec: EvalSetSpec, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    given: dict[str, Any] = {
-        name: value
-        for name in ("input_key", "label_key", "metadata_key", "tool_key", "apply_chat_template")
-        if (value := getattr(spec, name)) is not None
-    }
-    dataset = PromptDataset.open(spec.path, replace(data_settings(config), **given), tokenizer, prompt_images(config))
+    dataset = PromptDataset.open(spec.path, spec.data_flags(config), tokenizer, prompt_images(config))
     prompts: list[Prompt] = []
     num_skipped = 0
     for row in range(len(dataset)):

@@ -23,6 +23,7 @@ from pydantic import ValidationError, field_validator
 
 from fuligo.config.flag import FlagGroup, flag
 from fuligo.config.flags import did_you_mean, nearest
+from fuligo.config.groups import DataFlags
 from fuligo.config.groups.sampling import EVAL_NAME
 from fuligo.config.rules.required import lacking_column
 from fuligo.config.yaml_text import load, read_yaml_text, yaml_problem
@@ -78,6 +79,11 @@ class EvalSetSpec(FlagGroup):
             group_rm=config.reward.group_rm and custom,
             optional=False,
         )
+
+    def data_flags(self, config: Config) -> DataFlags:
+        """Return the flags with which the dataset is read."""
+        own = {"input_key", "label_key", "metadata_key", "tool_key", "apply_chat_template"}
+        return config.data.model_copy(update=self.model_dump(include=own, exclude_none=True))
 
     def sampling_params(self, config: Config) -> SamplingParams:
         """Return the sampling parameters of the dataset."""

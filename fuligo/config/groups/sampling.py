@@ -46,6 +46,16 @@ class DataFlags(FlagGroup):
         """Accept a single entry without a list, as most files have it."""
         return [] if value is None else [value] if isinstance(value, str) else value
 
+    @property
+    def image_key(self) -> str | None:
+        """Column with the images of a prompt."""
+        return self.multimodal_keys.get("image")
+
+    @property
+    def keys(self) -> list[str]:
+        """Columns that are read."""
+        return [key for key in (self.input_key, self.label_key, self.metadata_key, self.tool_key, self.image_key) if key is not None]
+
 
 class RolloutFlags(FlagGroup):
     """Sampling of responses."""

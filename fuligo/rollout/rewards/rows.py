@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
+from fuligo.config.groups import DataFlags
 from fuligo.data.dataset import Rows
-from fuligo.data.settings import DataSettings
 from fuligo.errors import ConfigError, DataError
 from fuligo.rollout.rewards.failure import RewardFailure
 from fuligo.rollout.rewards.rules import find_rule
@@ -14,7 +14,7 @@ _ROWS_READ = 1000
 """Rows checked, which takes milliseconds; samples of later rows fail one by one with the reason."""
 
 
-def unjudged(paths: Sequence[str], settings: DataSettings, rm_type: str | None) -> str | None:
+def unjudged(paths: Sequence[str], settings: DataFlags, rm_type: str | None) -> str | None:
     """Describe the first row that cannot be judged and count such rows among the first ones; None if all can be judged.
 
     Args:

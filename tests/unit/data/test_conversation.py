@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from fuligo.config.groups import DataFlags
 from fuligo.data.conversation import Conversation, ConversationDataset, ConversationSource, MaskedTokens
 from fuligo.data.dataset import PromptDataset
-from fuligo.data.settings import DataSettings
 from fuligo.errors import DataError
 from fuligo.types import SampleStatus
 
 Write = Callable[..., Path]
-CHAT = DataSettings(apply_chat_template=True)
+CHAT = DataFlags(apply_chat_template=True)
 GENERATION_MARKS = (
     "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|end|>{% endgeneration %}"
     "{% else %}{{ m.content }}<|end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -51,7 +51,7 @@ def test_every_assistant_turn_is_trained_with_its_end_token(
     """Rendered prefixes and the template's own marks give the same tokens."""
     messages = [{"role": "system", "content": "add"}, *turns("1+1", "2", "and 2+2", "it is 4")]
     dataset = ConversationDataset.open(
-        write_rows({"input": messages}), DataSettings(apply_chat_template=True, apply_chat_template_kwargs=kwargs), tokenizer
+        write_rows({"input": messages}), DataFlags(apply_chat_template=True, apply_chat_template_kwargs=kwargs), tokenizer
     )
     conversation = dataset[0]
     assert trained_text(conversation, tokenizer) == ["2<|end|>", "it is 4<|end|>"]
@@ -68,7 +68,7 @@ def test_a_prompt_with_its_answer_begins_with_the_ids_of_a_rollouts_prompt(
     write_rows: Write, tokenizer: PreTrainedTokenizerFast, template: bool
 ) -> None:
     path = write_rows({"input": "what is 1 + 1", "answer": 2})
-    settings = DataSettings(apply_chat_template=template, label_key="answer")
+    settings = DataFlags(apply_chat_template=template, label_key="answer")
     sample = ConversationDataset.open(path, settings, tokenizer)[0].as_samples(7)[0]
     assert sample.prompt_ids.tolist() == PromptDataset.open(path, settings, tokenizer)[0].prompt_ids.tolist()
     assert tokenizer.decode(sample.response_ids) == ("2<|end|>" if template else "2<eos>")
@@ -83,7 +83,7 @@ def test_a_newline_that_the_template_writes_after_the_end_token_is_not_trained(
     template = (
         "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
-    settings = DataSettings(apply_chat_template=True, apply_chat_template_kwargs={"chat_template": template})
+    settings = DataFlags(apply_chat_template=True, apply_chat_template_kwargs={"chat_template": template})
     conversation = ConversationDataset.open(write_rows({"input": turns("q", "a", "r", "b")}), settings, tokenizer)[0]
     assert trained_text(conversation, tokenizer) == ["a<|end|>", "b<|end|>"]
     assert "<|end|>\n<|user|>" in tokenizer.decode(conversation.parts[0].tokens)
@@ -96,8 +96,8 @@ REWRITES = (
 """Drops the thinking of all turns but the last, as Qwen3, Qwen3.5 and DeepSeek-R1 do."""
 
 
-def rewriting(**settings: Any) -> DataSettings:
-    return DataSettings(apply_chat_template=True, apply_chat_template_kwargs={"chat_template": REWRITES}, **settings)
+def rewriting(**settings: Any) -> DataFlags:
+    return DataFlags(apply_chat_template=True, apply_chat_template_kwargs={"chat_template": REWRITES}, **settings)
 
 
 def test_turns_that_the_template_rewrites_are_trained_as_the_model_writes_them(
@@ -120,14 +120,16 @@ def test_rewritten_turns_are_trained_as_the_whole_conversation_shows_them_if_ask
     write_rows: Write, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     path = write_rows({"input": turns("q", "thinking a", "r", "b")})
-    conversation = ConversationDataset.open(path, rewriting(rewritten_turns="rendered"), tokenizer)[0]
+    conversation = ConversationDataset.open(path, rewriting(sft_rewritten_turns="rendered"), tokenizer)[0]
     assert len(conversation.parts) == 1
     assert trained_text(conversation, tokenizer) == ["a<|end|>", "b<|end|>"]
 
 
 def test_rewritten_turns_are_refused_if_asked(write_rows: Write, tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(DataError, match="line 1: message 2 of 4: the chat template renders this assistant turn differently"):
-        ConversationDataset.open(write_rows({"input": turns("q", "thinking a", "r", "b")}), rewriting(rewritten_turns="refuse"), tokenizer)
+        ConversationDataset.open(
+            write_rows({"input": turns("q", "thinking a", "r", "b")}), rewriting(sft_rewritten_turns="refuse"), tokenizer
+        )
 
 
 ROLES_ALONE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -144,9 +146,9 @@ def test_a_turn_that_the_next_role_ends_is_trained_with_that_roles_token(
     write_rows: Write, tokenizer: PreTrainedTokenizerFast, template: str, thanks: bool
 ) -> None:
     user = tokenizer.convert_tokens_to_ids("<|user|>")
-    settings = DataSettings(apply_chat_template=True, apply_chat_template_kwargs={"chat_template": template}, end_ids=frozenset([user]))
+    settings = DataFlags(apply_chat_template=True, apply_chat_template_kwargs={"chat_template": template})
     path = write_rows({"input": turns("q", "a", "r", "b", *(["thanks"] if thanks else []))})
-    conversation = ConversationDataset.open(path, settings, tokenizer)[0]
+    conversation = ConversationDataset.open(path, settings, tokenizer, end_ids=frozenset([user]))[0]
     assert trained_text(conversation, tokenizer) == ["a<|user|>", "b<|user|>"]
     assert tokenizer.decode(conversation.parts[0].tokens) == "<|user|>q<|assistant|>a<|user|>r<|assistant|>b<|user|>"
 
@@ -154,18 +156,19 @@ def test_a_turn_that_the_next_role_ends_is_trained_with_that_roles_token(
 def test_a_tool_call_is_ended_by_the_token_of_its_result(write_rows: Write, tokenizer: PreTrainedTokenizerFast) -> None:
     template = ROLES_ALONE.replace("<|{{ m.role }}|>", "<|{{ 'end' if m.role == 'tool' else m.role }}|>")
     ends = frozenset(tokenizer.convert_tokens_to_ids(["<|user|>", "<|end|>"]))
-    settings = DataSettings(apply_chat_template=True, apply_chat_template_kwargs={"chat_template": template}, end_ids=ends)
+    settings = DataFlags(apply_chat_template=True, apply_chat_template_kwargs={"chat_template": template})
     call = {"role": "assistant", "content": "look", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     whole = [*turns("q"), call, {"role": "tool", "content": "7"}, {"role": "assistant", "content": "b"}]
-    first, last = (ConversationDataset.open(write_rows({"input": messages}), settings, tokenizer)[0] for messages in (whole[:2], whole))
+    first, last = (
+        ConversationDataset.open(write_rows({"input": messages}), settings, tokenizer, end_ids=ends)[0] for messages in (whole[:2], whole)
+    )
     assert trained_text(first, tokenizer) == ["look<|end|>"]
     assert trained_text(last, tokenizer) == ["look<|end|>", "b<|user|>"]
 
 
 def test_a_turn_that_has_its_own_end_token_gets_no_other(write_rows: Write, tokenizer: PreTrainedTokenizerFast) -> None:
     ends = frozenset(tokenizer.convert_tokens_to_ids(["<|end|>", "<|user|>"]))
-    settings = DataSettings(apply_chat_template=True, end_ids=ends)
-    conversation = ConversationDataset.open(write_rows({"input": turns("q", "a", "r", "b")}), settings, tokenizer)[0]
+    conversation = ConversationDataset.open(write_rows({"input": turns("q", "a", "r", "b")}), CHAT, tokenizer, end_ids=ends)[0]
     assert trained_text(conversation, tokenizer) == ["a<|end|>", "b<|end|>"]
 
 
@@ -173,11 +176,11 @@ def test_a_turn_that_has_its_own_end_token_gets_no_other(write_rows: Write, toke
     ("row", "settings", "problem"),
     [
         ({"input": turns("q")}, CHAT, "no assistant turn to train on"),
-        ({"input": "q"}, DataSettings(), "a plain prompt has no answer to train on; use --label-key"),
+        ({"input": "q"}, DataFlags(), "a plain prompt has no answer to train on; use --label-key"),
     ],
 )
 def test_a_row_without_anything_to_train_on_is_refused(
-    write_rows: Write, tokenizer: PreTrainedTokenizerFast, row: dict, settings: DataSettings, problem: str
+    write_rows: Write, tokenizer: PreTrainedTokenizerFast, row: dict, settings: DataFlags, problem: str
 ) -> None:
     with pytest.raises(DataError, match=problem):
         ConversationDataset.open(write_rows(row), settings, tokenizer)

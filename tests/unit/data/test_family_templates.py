@@ -1,6 +1,5 @@
 """Supervised data through the templates of our families. Expected texts are written by hand; trained tokens stand in double brackets."""
 
-import dataclasses
 from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
@@ -9,8 +8,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from fuligo.config.groups import DataFlags
 from fuligo.data.conversation import ConversationDataset, MaskedTokens
-from fuligo.data.settings import DataSettings
 from fuligo.errors import DataError
 from tests import tiny
 from tests.unit.data.family_templates import (
@@ -223,10 +222,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def settings(tokenizer: PreTrainedTokenizerFast, template: str, ends: list[str], kwargs: dict[str, Any]) -> DataSettings:
-    ids = tokenizer.convert_tokens_to_ids(ends)
-    assert isinstance(ids, list)
-    return DataSettings(apply_chat_template=True, apply_chat_template_kwargs={"chat_template": template, **kwargs}, end_ids=frozenset(ids))
+def settings(template: str, **kwargs: Any) -> DataFlags:
+    return DataFlags(apply_chat_template=True, apply_chat_template_kwargs={"chat_template": template, **kwargs})
 
 
 def marked_text(part: MaskedTokens, tokenizer: PreTrainedTokenizerFast) -> str:
@@ -239,7 +236,8 @@ def marked_text(part: MaskedTokens, tokenizer: PreTrainedTokenizerFast) -> str:
 @pytest.mark.parametrize("case", CASES)
 def test_the_model_is_trained_on_what_it_would_write(write_rows: Write, tokenizer: PreTrainedTokenizerFast, case: str) -> None:
     template, ends, messages, kwargs, expected = CASES[case]
-    dataset = ConversationDataset.open(write_rows({"input": messages}), settings(tokenizer, template, ends, kwargs), tokenizer)
+    end_ids = frozenset(tokenizer.convert_tokens_to_ids(ends))
+    dataset = ConversationDataset.open(write_rows({"input": messages}), settings(template, **kwargs), tokenizer, end_ids=end_ids)
     assert [marked_text(part, tokenizer) for part in dataset[0].parts] == expected
 
 
@@ -249,14 +247,14 @@ def test_a_turn_without_the_thinking_that_its_prompt_opens_is_refused(
 ) -> None:
     """The model would write it after `<think>`; trained without, it would learn from a context that it never sees."""
     with pytest.raises(DataError, match="the chat template does not continue its generation prompt"):
-        ConversationDataset.open(write_rows({"input": messages}), settings(tokenizer, template, [], {}), tokenizer)
+        ConversationDataset.open(write_rows({"input": messages}), settings(template), tokenizer)
 
 
 @pytest.mark.parametrize("messages", [MULTI_TURN[1:], IN_TEXT])
 def test_turns_are_trained_as_the_whole_conversation_shows_them_where_the_prompt_opens_the_thinking(
     write_rows: Write, tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]]
 ) -> None:
-    rendered = dataclasses.replace(settings(tokenizer, DEEPSEEK_R1, [], {}), rewritten_turns="rendered")
+    rendered = settings(DEEPSEEK_R1).model_copy(update={"sft_rewritten_turns": "rendered"})
     (part,) = ConversationDataset.open(write_rows({"input": messages}), rendered, tokenizer)[0].parts
     shown = [message["content"].split("</think>")[-1] for message in messages[1::2]]
     assert [text.split("]]")[0] for text in marked_text(part, tokenizer).split("[[")[1:]] == [

@@ -15,12 +15,12 @@ from tests.fake_hub import FakeHub, serve_hub
 
 PROGRAM = """
 import json, sys
-from fuligo.data.settings import DataSettings
+from fuligo.config.groups import DataFlags
 from fuligo.data.dataset import Rows
 from fuligo.errors import DataError
 for entry in sys.argv[1:]:
     try:
-        rows = Rows.open(entry, DataSettings())
+        rows = Rows.open(entry, DataFlags())
         print(json.dumps({"prompts": [rows[row].prompt for row in range(len(rows))], "digest": rows.digest()}))
     except DataError as error:
         print(json.dumps({"error": str(error)}))

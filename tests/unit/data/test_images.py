@@ -1,7 +1,6 @@
 """Prompts with images: where images come from, and their tokens."""
 
 import base64
-import dataclasses
 import json
 import os
 from pathlib import Path
@@ -13,17 +12,17 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import Qwen2VLImageProcessorPil, Qwen3VLProcessor
 
+from fuligo.config.groups import DataFlags
 from fuligo.data import images as module
 from fuligo.data.conversation import ConversationDataset
 from fuligo.data.dataset import PromptDataset, check_file
-from fuligo.data.settings import DataSettings
 from fuligo.data.source import PromptSource
 from fuligo.errors import DataChangedError, DataError
 from fuligo.models.vision.processor import MAX_DECODED_PIXELS
 from fuligo.models.vision.prompts import PromptImages
 from tests import tiny_vision
 
-SETTINGS = DataSettings(image_key="images", apply_chat_template=True)
+SETTINGS = DataFlags(multimodal_keys={"image": "images"}, apply_chat_template=True)
 PNG, OTHER = tiny_vision.png(16, 24), tiny_vision.png(30, 9, seed=1)
 
 
@@ -212,7 +211,7 @@ def rewrite(file: Path, content: bytes) -> None:
 
 @pytest.mark.parametrize("skips_bad_rows", [False, True])
 def test_an_image_that_changes_under_a_run_is_named_when_its_row_is_drawn_again(tmp_path, images, skips_bad_rows, monkeypatch):
-    monkeypatch.setattr("tests.unit.data.test_images.SETTINGS", dataclasses.replace(SETTINGS, skip_bad_rows=skips_bad_rows))
+    monkeypatch.setattr("tests.unit.data.test_images.SETTINGS", SETTINGS.model_copy(update={"skip_bad_rows": skips_bad_rows}))
     source = PromptSource(with_files(tmp_path, images))
     source.take(12)
     os.utime(tmp_path / "3.png")

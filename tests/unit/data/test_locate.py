@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from fuligo.config.groups import DataFlags
 from fuligo.data.dataset import PromptDataset, check_file
 from fuligo.data.locate import locate
-from fuligo.data.settings import DataSettings
 from fuligo.data.source import PromptSource
 from fuligo.errors import DataError
 from tests import tiny
@@ -27,7 +27,7 @@ def files(tmp_path: Path) -> Path:
 
 
 def prompts(paths: list[str], tokenizer: PreTrainedTokenizerFast) -> list[object]:
-    dataset = PromptDataset.open(paths, DataSettings(), tokenizer)
+    dataset = PromptDataset.open(paths, DataFlags(), tokenizer)
     return [dataset[row].prompt for row in range(len(dataset))]
 
 
@@ -47,7 +47,7 @@ def test_a_slice_counts_through_all_files_of_its_entry(files: Path, tokenizer: P
 def test_the_first_rows_of_every_file_are_checked(files: Path) -> None:
     (files / "d.jsonl").write_text('{"other": 1}\n')
     with pytest.raises(DataError, match=r"d\.jsonl, line 1: no key 'input'"):
-        check_file([f"{files}/*.jsonl"], DataSettings())
+        check_file([f"{files}/*.jsonl"], DataFlags())
 
 
 def test_a_folder_of_several_splits_asks_for_one(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_a_folder_of_several_splits_asks_for_one(tmp_path: Path) -> None:
     DatasetDict(train=rows, test=rows).save_to_disk(tmp_path / "saved")
     with pytest.raises(DataError, match=f"holds the splits train, test; choose one of them: {tmp_path}/saved/train"):
         locate(f"{tmp_path}/saved")
-    assert check_file(f"{tmp_path}/saved/test", DataSettings()) == 1
+    assert check_file(f"{tmp_path}/saved/test", DataFlags()) == 1
     with pytest.raises(DataError, match="not one that `datasets` saved; name its files as a pattern"):
         locate(str(tmp_path))
 
@@ -73,7 +73,7 @@ def test_weighted_rows_are_drawn_as_often_as_told_and_resume_exactly(
         (directory / f"{name}.jsonl").write_text("".join(json.dumps({"input": f"{name}{row}"}) + "\n" for row in range(count)))
 
     def source() -> PromptSource:
-        settings = DataSettings(weights=tuple(weights), shuffle=shuffle)
+        settings = DataFlags(prompt_data_weights=weights, rollout_shuffle=shuffle)
         return PromptSource(PromptDataset.open([f"{directory}/{name}.jsonl" for name in sizes], settings, tiny.tokenizer()))
 
     first, resumed = source(), source()
@@ -95,7 +95,7 @@ def test_weighted_rows_are_drawn_as_often_as_told_and_resume_exactly(
 
 def test_other_weights_or_files_do_not_resume(files: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     def source(paths: list[str], *weights: float) -> PromptSource:
-        return PromptSource(PromptDataset.open(paths, DataSettings(weights=weights), tokenizer))
+        return PromptSource(PromptDataset.open(paths, DataFlags(prompt_data_weights=weights), tokenizer))
 
     a, b, c = (f"{files}/{name}" for name in ("a.jsonl", "b.jsonl", "c.csv"))
     state = source([a, b]).state()

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from fuligo.config.groups import DataFlags
 from fuligo.data.dataset import PromptDataset
-from fuligo.data.settings import DataSettings
 from fuligo.data.source import PromptOrder, PromptSource
 from fuligo.errors import DataChangedError, DataError
 from tests import tiny
@@ -26,7 +26,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> PromptDataset:
     lines[2] = "{"
     path = tmp_path_factory.mktemp("source") / "rows.jsonl"
     path.write_text("\n".join(lines))
-    return PromptDataset.open(path, DataSettings(shuffle=True, skip_bad_rows=True, max_prompt_tokens=40), tiny.tokenizer())
+    return PromptDataset.open(path, DataFlags(rollout_shuffle=True, skip_bad_rows=True, rollout_max_prompt_len=40), tiny.tokenizer())
 
 
 def rows(source: PromptSource, count: int) -> list[int]:
@@ -44,7 +44,7 @@ def test_every_epoch_draws_every_usable_row_once(dataset: PromptDataset) -> None
 
 
 def test_without_shuffling_rows_come_in_the_order_of_the_file(write_rows: Write, tokenizer: PreTrainedTokenizerFast) -> None:
-    source = PromptSource(PromptDataset.open(write_rows({"input": "a"}, {"input": "b"}, {"input": "c"}), DataSettings(), tokenizer))
+    source = PromptSource(PromptDataset.open(write_rows({"input": "a"}, {"input": "b"}, {"input": "c"}), DataFlags(), tokenizer))
     assert rows(source, 7) == [0, 1, 2, 0, 1, 2, 0]
     assert source.epoch == 2
 
@@ -93,17 +93,17 @@ def test_a_restored_source_continues_as_if_never_interrupted(
 
 def test_a_bad_row_ends_the_run_unless_it_may_be_skipped(write_rows: Write, tokenizer: PreTrainedTokenizerFast) -> None:
     path = write_rows(*({"input": f"q{row}"} for row in range(10)), "broken")
-    source = PromptSource(PromptDataset.open(path, DataSettings(), tokenizer))
+    source = PromptSource(PromptDataset.open(path, DataFlags(), tokenizer))
     with pytest.raises(DataError, match="line 11: not JSON"):
         source.take(11)
-    source = PromptSource(PromptDataset.open(path, DataSettings(skip_bad_rows=True), tokenizer))
+    source = PromptSource(PromptDataset.open(path, DataFlags(skip_bad_rows=True), tokenizer))
     assert len(source.take(11)) == 11
     assert source.counts.bad_rows == 1
 
 
 def test_a_rewritten_file_ends_the_run_also_where_bad_rows_are_skipped(write_rows: Write, tokenizer: PreTrainedTokenizerFast) -> None:
     path = write_rows({"input": "first"}, {"input": "other"})
-    source = PromptSource(PromptDataset.open(path, DataSettings(skip_bad_rows=True), tokenizer))
+    source = PromptSource(PromptDataset.open(path, DataFlags(skip_bad_rows=True), tokenizer))
     path.write_text("x" * path.stat().st_size)
     with pytest.raises(DataChangedError, match="its content changed while it was read"):
         source.take(1)
@@ -113,14 +113,14 @@ def test_a_rewritten_file_ends_the_run_also_where_bad_rows_are_skipped(write_row
 def test_a_file_whose_rows_became_unusable_ends_the_run_instead_of_looping(
     write_rows: Write, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = PromptSource(PromptDataset.open(write_rows({"input": "a"}, {"input": "b"}), DataSettings(skip_bad_rows=True), tokenizer))
+    source = PromptSource(PromptDataset.open(write_rows({"input": "a"}, {"input": "b"}), DataFlags(skip_bad_rows=True), tokenizer))
     monkeypatch.setattr(tokenizer, "__class__", type("Broken", (), {"__call__": lambda *_, **__: {"input_ids": []}, "bos_token_id": None}))
     with pytest.raises(DataError, match="a whole epoch of 2 rows has no usable row"):
         source.take(1)
 
 
 def test_a_state_of_other_data_is_refused(dataset: PromptDataset, write_rows: Write, tokenizer: PreTrainedTokenizerFast) -> None:
-    other = PromptSource(PromptDataset.open(write_rows({"input": "a"}), DataSettings(), tokenizer))
+    other = PromptSource(PromptDataset.open(write_rows({"input": "a"}), DataFlags(), tokenizer))
     with pytest.raises(DataError, match="the dataset has 1 rows, but the checkpoint's had 7"):
         other.restore(PromptSource(dataset).state())
 
@@ -129,7 +129,7 @@ def test_a_state_of_other_content_with_as_many_rows_is_refused(
     write_rows: Write, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
 ) -> None:
     def source(path: Path | str) -> PromptSource:
-        return PromptSource(PromptDataset.open(path, DataSettings(), tokenizer))
+        return PromptSource(PromptDataset.open(path, DataFlags(), tokenizer))
 
     path = write_rows({"input": "a"}, {"input": "b"}, {"input": "c"})
     state = source(f"{path}@[:2]").state()

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fuligo.config import Config
 from fuligo.config.groups import DataFlags, EvalFlags, ModelFlags, RewardFlags, RolloutFlags
 from fuligo.data.dataset import PromptDataset
-from fuligo.data.settings import data_settings
 from fuligo.data.source import PromptSource
 from fuligo.engines.embedded.launch import EmbeddedEngineSettings, launch_embedded
 from fuligo.engines.group import EngineGroup
@@ -68,7 +67,7 @@ def with_rollout(config: Config, **flags: object) -> Config:
 def build(config: Config, engines: EngineGroup) -> Sampling:
     tokenizer = AutoTokenizer.from_pretrained(config.model.hf_checkpoint)
     assert config.data.prompt_data is not None
-    prompts = PromptSource(PromptDataset.open(config.data.prompt_data, data_settings(config), tokenizer))
+    prompts = PromptSource(PromptDataset.open(config.data.prompt_data, config.data, tokenizer))
     return build_sampling(
         config,
         prompts=prompts,

@@ -11,8 +11,8 @@ import pytest
 from fuligo.answers.algebra import equal_expressions
 from fuligo.answers.equality import equal_answers
 from fuligo.answers.statement import stated_answer
+from fuligo.config.groups import DataFlags
 from fuligo.data.dataset import PromptDataset
-from fuligo.data.settings import DataSettings
 from fuligo.rollout.rewards import RewardRunner, RewardSettings
 from fuligo.types import SampleGroup
 from tests import tiny
@@ -92,7 +92,7 @@ def test_every_graded_solution_is_judged_as_it_was_graded() -> None:
 def test_the_converted_files_are_prompt_files(convert: ModuleType, labels: list[str], problems: Path, tmp_path: Path) -> None:
     num_rows = 1319 if REAL else 20
     assert convert.convert_file(problems / "test.jsonl", tmp_path / "test.jsonl") == num_rows
-    settings = DataSettings(input_key="prompt", label_key="label", apply_chat_template=True)
+    settings = DataFlags(input_key="prompt", label_key="label", apply_chat_template=True)
     dataset = PromptDataset.open(tmp_path / "test.jsonl", settings, tiny.tokenizer())
     assert [dataset[row].label for row in range(len(dataset))] == labels[-num_rows:]
     assert dataset[0].prompt[0]["content"].endswith(convert.INSTRUCTION)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fuligo.data.settings import DataSettings
+from fuligo.config.groups import DataFlags
 from fuligo.errors import ConfigError
 from fuligo.rollout.rewards import FailureReason, RewardRunner, RewardSettings, instructions
 from fuligo.rollout.rewards.failure import RewardFailure
@@ -298,7 +298,7 @@ def test_langdetect_is_needed_by_the_checks_that_use_it_alone() -> None:
 def test_rows_that_cannot_be_judged_are_found_before_anything_is_sampled(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     good, bad = '{"input": "a", "m": {"instruction_id_list": ["format:newline"]}}\n', '{"input": "a", "m": {"correct_letter": "Z"}}\n'
-    settings = DataSettings(metadata_key="m")
+    settings = DataFlags(metadata_key="m")
     file.write_text(good * 9)
     assert unjudged(str(file), settings, "ifbench") is None
     assert unjudged(str(file), settings, "remote_rm") is None
@@ -306,7 +306,7 @@ def test_rows_that_cannot_be_judged_are_found_before_anything_is_sampled(tmp_pat
     problem = unjudged(str(file), settings, "ifbench")
     assert problem is not None and "line 10" in problem and "(2 of the first 11 rows cannot be judged)" in problem
     assert unjudged(f"{file}@[:9]", settings, "ifbench") is None
-    lenient = DataSettings(metadata_key="m", skip_bad_rows=True)
+    lenient = DataFlags(metadata_key="m", skip_bad_rows=True)
     assert unjudged(str(file), lenient, "ifbench") is None
     assert "but it must be A, B" in str(unjudged(f"{file}@[9:]", lenient, "gpqa"))
     file.write_text('{"input": "a", "m": {"rm_type": "mth"}}\n')

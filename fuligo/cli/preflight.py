@@ -17,7 +17,7 @@ from fuligo.formats.hugging_face import DamagedFileError, read_config_json, read
 from fuligo.machine.packages import package_version, package_versions
 from fuligo.models.registry import names_of
 from fuligo.planner.rules.model import unknown_tokens
-from fuligo.rollout.rewards.settings import reward_settings
+from fuligo.rollout.rewards.check import check_reward
 
 
 def preflight(config: Config) -> None:
@@ -104,7 +104,7 @@ def _names_its_class(model: Path) -> bool:
 
 def _rewards(config: Config) -> Iterator[str]:
     try:
-        reward_settings(config)
+        check_reward(config.reward)
     except ConfigError as error:
         yield from error.problems
 

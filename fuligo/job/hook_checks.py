@@ -30,7 +30,7 @@ from fuligo.rollout.custom_generate import CustomGenerate
 from fuligo.rollout.evaluate import Evaluation, fresh_group
 from fuligo.rollout.filters import all_samples, buffer_filter, group_filter, sample_filter
 from fuligo.rollout.protocol import Draw, RolloutState
-from fuligo.rollout.rewards import CustomReward, RewardRunner, RewardSettings
+from fuligo.rollout.rewards import CustomReward, RewardRunner
 from fuligo.rollout.sampler import malformation
 from fuligo.rollout.source import START_ROLLOUT_ID, DataSource
 from fuligo.trainer.objective import LossInputs, LossSettings, objective
@@ -123,14 +123,7 @@ def _reward(hook: Hook, config: Config, groups: list[SampleGroup]) -> None:
             sample.reward = None
 
     async def judge() -> None:
-        flags = config.reward
-        settings = RewardSettings(
-            timeout_s=flags.rm_timeout_s,
-            group_rm=flags.group_rm,
-            reward_key=flags.reward_key,
-            keyless_dicts=flags.custom_reward_post_process_path is not None,
-        )
-        async with RewardRunner(settings, CustomReward(hook, ArgsView(config), flags.rm_timeout_s)) as runner:
+        async with RewardRunner(config.reward, CustomReward(hook, ArgsView(config), config.reward.rm_timeout_s)) as runner:
             for group in groups:
                 await runner(group)
 

@@ -101,6 +101,7 @@ def _prompts(config: Config, spec: EvalSetSpec, tokenizer: PreTrainedTokenizerBa
 
 
 def _reward(config: Config, spec: EvalSetSpec) -> RewardRunner:
-    settings, path = spec.reward_settings(config), spec.custom_reward_path(config)
-    custom = None if path is None else CustomReward(load_hook("custom_rm_path", path), ArgsView(config), settings.timeout_s)
-    return RewardRunner(settings, custom)
+    flags = spec.reward_flags(config)
+    path = flags.custom_rm_path
+    custom = None if path is None else CustomReward(load_hook("custom_rm_path", path), ArgsView(config), flags.rm_timeout_s)
+    return RewardRunner(flags, custom)

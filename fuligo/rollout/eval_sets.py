@@ -14,7 +14,6 @@ Settings that are missing are inherited from the eval flags, then from the rollo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,14 +22,14 @@ from pydantic import ValidationError, field_validator
 
 from fuligo.config.flag import FlagGroup, flag
 from fuligo.config.flags import did_you_mean, nearest
-from fuligo.config.groups import DataFlags
+from fuligo.config.groups import DataFlags, RewardFlags
 from fuligo.config.groups.sampling import EVAL_NAME
 from fuligo.config.rules.required import lacking_column
 from fuligo.config.yaml_text import load, read_yaml_text, yaml_problem
 from fuligo.engines.generation import SamplingParams
 from fuligo.errors import ConfigError
 from fuligo.rollout.generate import sampling_params
-from fuligo.rollout.rewards.settings import RewardSettings, reward_settings
+from fuligo.rollout.rewards.check import check_reward
 
 if TYPE_CHECKING:
     from fuligo.config import Config
@@ -69,16 +68,16 @@ class EvalSetSpec(FlagGroup):
         """Return the path of its reward hook; None for a built-in reward."""
         return self.custom_rm_path or (config.reward.custom_rm_path if self.rm_type is None else None)
 
-    def reward_settings(self, config: Config) -> RewardSettings:
-        """Return the settings of its own reward, completed from those of the training reward."""
-        custom = self.custom_reward_path(config) is not None
-        return replace(
-            reward_settings(config),
-            rm_type=None if custom else self.rm_type or config.reward.rm_type,
-            reward_key=self.reward_key or config.resolved_eval_reward_key,
-            group_rm=config.reward.group_rm and custom,
-            optional=False,
-        )
+    def reward_flags(self, config: Config) -> RewardFlags:
+        """Return the flags of its own reward, completed from those of the training reward."""
+        custom = self.custom_reward_path(config)
+        own = {
+            "custom_rm_path": custom,
+            "rm_type": None if custom else self.rm_type or config.reward.rm_type,
+            "reward_key": self.reward_key or config.resolved_eval_reward_key,
+            "group_rm": config.reward.group_rm and custom is not None,
+        }
+        return config.reward.model_copy(update=own)
 
     def data_flags(self, config: Config) -> DataFlags:
         """Return the flags with which the dataset is read."""
@@ -118,13 +117,13 @@ def eval_set_specs(config: Config) -> list[EvalSetSpec]:
 
 def _reward_problem(config: Config, spec: EvalSetSpec) -> Iterator[str]:
     try:
-        settings = spec.reward_settings(config)
-        settings.check()
+        flags = spec.reward_flags(config)
+        check_reward(flags)
     except ConfigError as error:
         yield f"evaluation dataset {spec.name}: {error}"
         return
     label_key, metadata_key = spec.label_key or config.data.label_key, spec.metadata_key or config.data.metadata_key
-    lacking = settings.rm_type and lacking_column(settings.rm_type, label_key=label_key, metadata_key=metadata_key)
+    lacking = flags.rm_type and lacking_column(flags.rm_type, label_key=label_key, metadata_key=metadata_key)
     if lacking:
         yield f"evaluation dataset {spec.name}: {lacking[0]}; {lacking[1]}"
 

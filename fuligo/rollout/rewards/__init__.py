@@ -8,14 +8,12 @@ from fuligo.rollout.rewards.custom import CustomReward
 from fuligo.rollout.rewards.failure import FailureReason, RewardFailure
 from fuligo.rollout.rewards.rules import RULES, find_rule
 from fuligo.rollout.rewards.runner import ExtraReward, RewardRunner
-from fuligo.rollout.rewards.settings import RewardSettings, reward_settings
 
 if TYPE_CHECKING:
     from fuligo.config import Config
 
 __all__ = [
-    "RULES", "CustomReward", "ExtraReward", "FailureReason", "RewardFailure", "RewardRunner", "RewardSettings", "find_rule",
-    "reward_runner", "reward_settings",
+    "RULES", "CustomReward", "ExtraReward", "FailureReason", "RewardFailure", "RewardRunner", "find_rule", "reward_runner",
 ]  # fmt: skip
 
 
@@ -27,15 +25,15 @@ def reward_runner(config: Config) -> RewardRunner:
     from fuligo.config.args_view import ArgsView
     from fuligo.config.hooks import hook_of, load_hook
 
-    settings = reward_settings(config)
-    function = hook_of(config, "custom_rm_path")
+    flags, function = config.reward, hook_of(config, "custom_rm_path")
     args = ArgsView(config)
-    custom = None if function is None else CustomReward(function, args, settings.timeout_s)
-    paths, weights = config.reward.extra_rm_path, config.reward.extra_rm_weights
+    custom = None if function is None else CustomReward(function, args, flags.rm_timeout_s)
+    paths, weights = flags.extra_rm_path, flags.extra_rm_weights
     extra = [
         ExtraReward(
-            path.replace(":", ".").rpartition(".")[2], CustomReward(load_hook("extra_rm_path", path), args, settings.timeout_s), weight
+            path.replace(":", ".").rpartition(".")[2], CustomReward(load_hook("extra_rm_path", path), args, flags.rm_timeout_s), weight
         )
         for path, weight in zip(paths, weights or [1.0] * len(paths), strict=True)
     ]
-    return RewardRunner(settings, custom, extra)
+    optional = config.algorithm.use_opd and flags.rm_type is None and config.data.metadata_key is None
+    return RewardRunner(flags, custom, extra, optional=optional)

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Self
 
+from fuligo.config.groups import RewardFlags
 from fuligo.errors import ConfigError
 from fuligo.rollout.metrics import is_finite, metrics_problem
+from fuligo.rollout.rewards.check import check_reward
 from fuligo.rollout.rewards.custom import CustomReward
 from fuligo.rollout.rewards.failure import FailureReason, NoVerdictError, RewardFailure
 from fuligo.rollout.rewards.remote import RemoteReward
 from fuligo.rollout.rewards.rules import Services, find_rule
-from fuligo.rollout.rewards.settings import RewardSettings
 from fuligo.rollout.rewards.symbolic import SymbolicComparison
 from fuligo.rollout.rewards.worker_pool import WorkerPool
 from fuligo.types import MAIN_REWARD, Sample, SampleGroup, SampleStatus, Span
@@ -38,27 +39,32 @@ class RewardRunner:
     must be a finite number like any other.
     """
 
-    def __init__(self, settings: RewardSettings, custom: CustomReward | None = None, extra: Sequence[ExtraReward] = ()) -> None:
-        """Check the settings and prepare the services; nothing starts before the first sample.
+    def __init__(
+        self, flags: RewardFlags, custom: CustomReward | None = None, extra: Sequence[ExtraReward] = (), *, optional: bool = False
+    ) -> None:
+        """Check the flags and prepare the services; nothing starts before the first sample.
 
-        Raises ConfigError if the settings contradict each other.
+        `custom`: the function of `--custom-rm-path`. `optional`: samples without a reward type get the reward 0, because a teacher trains
+        them (--use-opd). Raises ConfigError if the flags contradict each other.
         """
-        settings.check()
-        if settings.group_rm and custom is None:
+        if custom is None:
+            check_reward(flags)
+        if flags.group_rm and custom is None:
             raise ConfigError("--group-rm needs --custom-rm-path: the built-in rewards judge one sample at a time")
         self.failures: Counter[FailureReason] = Counter()
         """Samples without a reward since the start of the run, by reason."""
-        self._settings = settings
+        self._flags = flags
+        self._optional = optional
         self._custom = custom
         self._extra = extra
-        self._symbolic = WorkerPool("symbolic_judge.py", settings.num_workers, settings.timeout_s)
-        self._instructions = WorkerPool("instructions.py", settings.num_workers, settings.timeout_s)
-        remote = RemoteReward(settings.rm_url, timeout_s=settings.timeout_s, retries=settings.retries)
+        self._symbolic = WorkerPool("symbolic_judge.py", flags.rm_num_workers, flags.rm_timeout_s)
+        self._instructions = WorkerPool("instructions.py", flags.rm_num_workers, flags.rm_timeout_s)
+        remote = RemoteReward(flags.rm_url, timeout_s=flags.rm_timeout_s, retries=flags.rm_retries)
         self._services = Services(SymbolicComparison(self._symbolic), self._instructions, remote)
 
     async def __call__(self, group: SampleGroup) -> None:
         judged = [sample for sample in group.samples if sample.finished and sample.status is not SampleStatus.FAILED]
-        if self._settings.group_rm:
+        if self._flags.group_rm:
             await self._judge_together([sample for sample in judged if sample.reward is None])
             judged = [sample for sample in judged if sample.status is not SampleStatus.FAILED]
         await asyncio.gather(*(self._judge(sample) for sample in judged))
@@ -88,14 +94,14 @@ class RewardRunner:
             sample.reward, sample.judge_error = 0.0, str(error)
         except RewardFailure as failure:
             self._fail(sample, failure)
-        if not self._settings.group_rm:
+        if not self._flags.group_rm:
             sample.spans.append(Span("reward", start_s, time.time()))
 
     async def _reward(self, sample: Sample) -> Any:
         if self._custom is not None:
             return await self._custom(sample)
-        name = sample.metadata.get("rm_type") or self._settings.rm_type
-        if name is None and self._settings.optional:
+        name = sample.metadata.get("rm_type") or self._flags.rm_type
+        if name is None and self._optional:
             return 0.0
         if name is None:
             raise RewardFailure(
@@ -110,7 +116,7 @@ class RewardRunner:
     async def _add_extra(self, sample: Sample, reward: float | dict[str, Any]) -> None:
         """Add the weighted additional rewards to the reward; record it and each of them as metrics of the sample."""
         parts = await asyncio.gather(*(extra.function(sample) for extra in self._extra))
-        key = self._settings.reward_key
+        key = self._flags.reward_key
         total = main = reward_number(reward, key)
         sample.metrics[MAIN_REWARD] = main
         for extra, part in zip(self._extra, parts, strict=True):
@@ -146,10 +152,10 @@ class RewardRunner:
         for name, part in reward.items():
             if isinstance(part, int) and not is_finite(part):  # metrics average all numbers
                 raise RewardFailure(FailureReason.BAD_VALUE, f"the reward's {name!r:.80} is an integer that no float can hold")
-        key = self._settings.reward_key
+        key = self._flags.reward_key
         if key is not None and key in reward:
             return {**reward, key: finite(reward[key], f"the reward's {key!r}")}
-        if key is None and self._settings.keyless_dicts:
+        if key is None and self._flags.custom_reward_post_process_path is not None:
             return reward
         raise RewardFailure(
             FailureReason.BAD_VALUE,

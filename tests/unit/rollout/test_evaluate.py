@@ -6,12 +6,13 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from fuligo.config.groups import RewardFlags
 from fuligo.engines.generation import SamplingParams
 from fuligo.errors import RolloutError
 from fuligo.rollout.evaluate import EvalSet, Evaluator, eval_metrics
 from fuligo.rollout.generate import SingleTurn
 from fuligo.rollout.metrics import sample_metrics
-from fuligo.rollout.rewards import RewardRunner, RewardSettings
+from fuligo.rollout.rewards import RewardRunner
 from fuligo.types import Sample, SampleGroup, SampleStatus
 from tests.unit.rollout.scripted import Rows, ScriptedEngine, ScriptedReward, Tokenizer, by_row, samples_of, world
 
@@ -63,7 +64,7 @@ async def test_answers_that_hang_the_judge_count_as_wrong():
         sample.reward, sample.error, sample.status = None, None, SampleStatus.COMPLETED
         sample.versions = np.zeros(3, np.int32)
         sample.label, sample.response = "5", f"\\boxed{{{answer}}}"
-    async with RewardRunner(RewardSettings("math", timeout_s=1.0)) as runner:
+    async with RewardRunner(RewardFlags(rm_type="math", rm_timeout_s=1.0)) as runner:
         await runner(judged)
     metrics = eval_metrics("aime", 4, None, [judged])
     assert metrics["eval/aime/mean@4"] == 0.25 and metrics["eval/aime/pass@4"] == 1.0

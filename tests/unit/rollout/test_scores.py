@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fuligo.config.groups import RewardFlags
 from fuligo.rollout.metrics import pass_at_k, reported_means, sample_metrics
-from fuligo.rollout.rewards import FailureReason, RewardRunner, RewardSettings
+from fuligo.rollout.rewards import FailureReason, RewardRunner
 from fuligo.rollout.rewards.custom import CustomReward
 from fuligo.types import Sample, SampleGroup, SampleStatus
 
@@ -77,7 +78,7 @@ async def test_a_metric_that_is_no_finite_number_fails_its_sample(value: Any) ->
         return 1.0
 
     group = SampleGroup(0, 0, [finished(0, None)])
-    async with RewardRunner(RewardSettings(), CustomReward(reward, None, 5.0)) as runner:
+    async with RewardRunner(RewardFlags(), CustomReward(reward, None, 5.0)) as runner:
         await runner(group)
     assert group.samples[0].status is SampleStatus.FAILED and "metrics has 'num_calls'" in str(group.samples[0].error)
     assert runner.failures == {FailureReason.BAD_VALUE: 1}

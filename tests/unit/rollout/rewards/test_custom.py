@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fuligo.rollout.rewards import CustomReward, ExtraReward, FailureReason, RewardRunner, RewardSettings
+from fuligo.config.groups import RewardFlags
+from fuligo.rollout.rewards import CustomReward, ExtraReward, FailureReason, RewardRunner
 from fuligo.types import SampleGroup, SampleStatus
 
 MakeGroup = Callable[..., SampleGroup]
@@ -18,7 +19,7 @@ ARGS = object()
 
 
 async def judge(function: Callable[..., Any], group: SampleGroup, *, timeout_s: float = 20.0, **settings: Any) -> RewardRunner:
-    async with RewardRunner(RewardSettings(timeout_s=timeout_s, **settings), CustomReward(function, ARGS, timeout_s)) as runner:
+    async with RewardRunner(RewardFlags(rm_timeout_s=timeout_s, **settings), CustomReward(function, ARGS, timeout_s)) as runner:
         await runner(group)
     return runner
 
@@ -152,7 +153,7 @@ async def test_a_dict_must_have_the_reward_key(make_group: MakeGroup) -> None:
     assert "a dict with the keys score, note; --reward-key (acc)" in str(group.samples[0].error)
 
     group = make_group("a")
-    await judge(function, group, keyless_dicts=True)
+    await judge(function, group, custom_reward_post_process_path="module.function")
     assert group.samples[0].reward == {"score": 1, "note": "kept"}
 
 
@@ -196,7 +197,7 @@ async def test_samples_that_need_no_judging_are_kept(make_group: MakeGroup) -> N
 
 async def test_no_reward_is_needed_with_a_teacher(make_group: MakeGroup) -> None:
     """Samples that already have a reward keep it."""
-    async with RewardRunner(RewardSettings(optional=True)) as runner:
+    async with RewardRunner(RewardFlags(), optional=True) as runner:
         group = make_group("a", "b")
         group.samples[1].reward = 0.5
         await runner(group)
@@ -204,7 +205,7 @@ async def test_no_reward_is_needed_with_a_teacher(make_group: MakeGroup) -> None
 
 
 async def test_a_sample_without_a_reward_type_fails(make_group: MakeGroup) -> None:
-    async with RewardRunner(RewardSettings()) as runner:
+    async with RewardRunner(RewardFlags()) as runner:
         group, unknown = make_group("a"), make_group("a", rm_type="maths")
         await runner(group)
         await runner(unknown)
@@ -234,7 +235,7 @@ async def test_cancelling_the_run_cancels_a_running_reward(make_group: MakeGroup
 
 async def judge_with_extra(main: Callable[..., Any], group: SampleGroup, extra: Callable[..., Any], **settings: Any) -> None:
     parts = [ExtraReward("brief", CustomReward(extra, ARGS, 20.0), -0.5)]
-    async with RewardRunner(RewardSettings(timeout_s=20.0, **settings), CustomReward(main, ARGS, 20.0), parts) as runner:
+    async with RewardRunner(RewardFlags(rm_timeout_s=20.0, **settings), CustomReward(main, ARGS, 20.0), parts) as runner:
         await runner(group)
 
 

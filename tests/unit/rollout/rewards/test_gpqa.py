@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fuligo.rollout.rewards import FailureReason, RewardRunner, RewardSettings
+from fuligo.config.groups import RewardFlags
+from fuligo.rollout.rewards import FailureReason, RewardRunner
 from fuligo.rollout.rewards.failure import RewardFailure
 from fuligo.rollout.rewards.gpqa import Question, chosen, gpqa_reward
 from fuligo.types import SampleGroup, SampleStatus
@@ -162,7 +163,7 @@ def test_rows_without_a_right_choice_fail_with_the_reason(label: Any, metadata: 
 
 
 async def test_the_runner_judges_by_it_also_in_the_box_alone(make_group: Callable[..., SampleGroup]) -> None:
-    async with RewardRunner(RewardSettings("gpqa")) as runner:
+    async with RewardRunner(RewardFlags(rm_type="gpqa")) as runner:
         group = make_group("Answer: C", r"Answer: C \boxed{B}", label=2, choices=list(TEXTS))
         boxed = make_group("Answer: C", r"Answer: B \boxed{\text{a large amount}}", label="C", choices=list(TEXTS), rm_type="boxed_gpqa")
         broken = make_group("Answer: C", label="Z")

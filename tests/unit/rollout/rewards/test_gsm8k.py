@@ -11,9 +11,9 @@ import pytest
 from fuligo.answers.algebra import equal_expressions
 from fuligo.answers.equality import equal_answers
 from fuligo.answers.statement import stated_answer
-from fuligo.config.groups import DataFlags
+from fuligo.config.groups import DataFlags, RewardFlags
 from fuligo.data.dataset import PromptDataset
-from fuligo.rollout.rewards import RewardRunner, RewardSettings
+from fuligo.rollout.rewards import RewardRunner
 from fuligo.types import SampleGroup
 from tests import tiny
 from tests.gsm8k import REAL, save_problems
@@ -54,7 +54,7 @@ async def test_gold_answers_are_right_and_other_numbers_wrong(
 ) -> None:
     assert len(labels) == (8792 if REAL else 120)
     wrong = {"math": 0.0, "deepscaler": 0.0, "dapo": -1.0}[rm_type]
-    async with RewardRunner(RewardSettings(rm_type, reward_key="score")) as runner:
+    async with RewardRunner(RewardFlags(rm_type=rm_type, reward_key="score")) as runner:
         for position, label in enumerate(labels):
             number = float(label)
             others = [

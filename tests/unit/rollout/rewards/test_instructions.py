@@ -12,9 +12,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fuligo.config.groups import DataFlags
+from fuligo.config.groups import DataFlags, RewardFlags
 from fuligo.errors import ConfigError
-from fuligo.rollout.rewards import FailureReason, RewardRunner, RewardSettings, instructions
+from fuligo.rollout.rewards import FailureReason, RewardRunner, instructions
 from fuligo.rollout.rewards.failure import RewardFailure
 from fuligo.rollout.rewards.rows import row_problem, unjudged
 from fuligo.rollout.rewards.worker_pool import WorkerPool
@@ -245,7 +245,7 @@ def test_judge_ignores_nulls_and_float_typed_integers_of_columnar_files() -> Non
 
 async def test_all_instructions_must_be_followed_after_the_thinking(make_group: Callable[..., SampleGroup]) -> None:
     metadata = row("punctuation:no_comma", "count:numbers", kwargs=[{}, {"N": 1}])
-    async with RewardRunner(RewardSettings()) as runner:
+    async with RewardRunner(RewardFlags()) as runner:
         group = make_group("1", "1, one", "one", "hm, 2 or 3</think> 1", "1</think>", rm_type="ifbench", **metadata)
         boxed = make_group(r"So, \boxed{1}", "1", rm_type="boxed_ifbench", **metadata)
         broken = make_group("1", rm_type="ifbench", instruction_id_list=["format:emojis"])
@@ -259,7 +259,7 @@ async def test_all_instructions_must_be_followed_after_the_thinking(make_group: 
 def test_run_is_refused_before_the_start_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"--rm-type ifbench needs the package if-verifiable, .* pip install 'fuligo\[ifbench\]'"):
-        RewardRunner(RewardSettings("ifbench"))
+        RewardRunner(RewardFlags(rm_type="ifbench"))
 
 
 def test_row_is_refused_before_the_start_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from fuligo.rollout.rewards import FailureReason, RewardRunner, RewardSettings
+from fuligo.config.groups import RewardFlags
+from fuligo.rollout.rewards import FailureReason, RewardRunner
 from fuligo.types import SampleGroup, SampleStatus
 
 MakeGroup = Callable[..., SampleGroup]
@@ -31,7 +32,7 @@ async def serve() -> AsyncIterator[Callable[[Handler], Awaitable[str]]]:
 
 
 async def judge(url: str, group: SampleGroup, rm_type: str = "remote_rm", **settings: Any) -> RewardRunner:
-    async with RewardRunner(RewardSettings(rm_type, rm_url=url, **settings)) as runner:
+    async with RewardRunner(RewardFlags(rm_type=rm_type, rm_url=url, **settings)) as runner:
         await runner(group)
     return runner
 
@@ -65,7 +66,7 @@ async def test_a_transient_failure_is_retried(make_group: MakeGroup, serve: Any)
         return web.json_response(1.0) if tries == 3 else web.Response(status=503)
 
     group = make_group("a")
-    await judge(await serve(handler), group, retries=2)
+    await judge(await serve(handler), group, rm_retries=2)
     assert (group.samples[0].reward, tries) == (1.0, 3)
 
 
@@ -90,7 +91,7 @@ async def test_a_model_that_does_not_answer_with_a_number_fails_the_sample(
         return answer()
 
     group = make_group("a")
-    runner = await judge(await serve(handler), group, retries=1)
+    runner = await judge(await serve(handler), group, rm_retries=1)
     assert group.samples[0].status is SampleStatus.FAILED
     assert text in str(group.samples[0].error)
     assert (runner.failures, count) == ({reason: 1}, tries)
@@ -104,13 +105,13 @@ async def test_a_model_that_never_answers_fails_the_sample_in_time(make_group: M
         return web.json_response(1.0)
 
     group = make_group("a", "b")
-    runner = await judge(await serve(handler), group, timeout_s=0.3)
+    runner = await judge(await serve(handler), group, rm_timeout_s=0.3)
     assert "gave no reward within 0.3 s" in str(group.samples[0].error)
     assert runner.failures == {FailureReason.TIMEOUT: 2}
 
 
 async def test_a_refused_connection_is_reported(make_group: MakeGroup, unused_tcp_port: int) -> None:
     group = make_group("a")
-    runner = await judge(f"http://127.0.0.1:{unused_tcp_port}/judge", group, retries=1)
+    runner = await judge(f"http://127.0.0.1:{unused_tcp_port}/judge", group, rm_retries=1)
     assert "ClientConnectorError" in str(group.samples[0].error)
     assert runner.failures == {FailureReason.REMOTE: 1}

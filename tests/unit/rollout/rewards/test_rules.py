@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fuligo.config.groups import RewardFlags
 from fuligo.errors import ConfigError
-from fuligo.rollout.rewards import RULES, FailureReason, RewardRunner, RewardSettings, find_rule
+from fuligo.rollout.rewards import RULES, FailureReason, RewardRunner, find_rule
 from fuligo.rollout.rewards.dapo import dapo_reward, normalise
 from fuligo.rollout.rewards.rules import f1_score
 from fuligo.types import SampleGroup, SampleStatus
@@ -63,7 +64,7 @@ def cases() -> list[tuple[str, str, Any, Any]]:
 
 
 async def test_rewards_follow_their_rules(cases: list[tuple[str, str, Any, Any]], make_group: MakeGroup) -> None:
-    async with RewardRunner(RewardSettings(reward_key="score")) as runner:
+    async with RewardRunner(RewardFlags(reward_key="score")) as runner:
         for rm_type, response, label, expected in cases:
             group = make_group(response, label=label, rm_type=rm_type)
             await runner(group)
@@ -120,7 +121,7 @@ def test_f1_is_the_harmonic_mean_of_precision_and_recall(answer: str, gold: str)
 
 
 async def test_random_is_a_fair_coin_that_depends_on_the_sample_only(make_group: MakeGroup) -> None:
-    async with RewardRunner(RewardSettings("random")) as runner:
+    async with RewardRunner(RewardFlags(rm_type="random")) as runner:
         first, second = make_group(*["x"] * 400), make_group(*["y"] * 400)
         await runner(first)
         await runner(second)
@@ -132,7 +133,7 @@ async def test_random_is_a_fair_coin_that_depends_on_the_sample_only(make_group:
 @pytest.mark.parametrize("label", [None, "", " ", "\\boxed{}", [], {"answer": 1}, True])
 @pytest.mark.parametrize("rm_type", ["math", "deepscaler", "dapo", "f1"])
 async def test_without_a_usable_label_the_sample_fails(make_group: MakeGroup, rm_type: str, label: Any) -> None:
-    async with RewardRunner(RewardSettings(rm_type, reward_key="acc")) as runner:
+    async with RewardRunner(RewardFlags(rm_type=rm_type, reward_key="acc")) as runner:
         group = make_group("no answer at all", label=label)
         await runner(group)
     assert group.samples[0].status is SampleStatus.FAILED
@@ -150,11 +151,11 @@ def test_an_unknown_name_lists_the_known_ones_and_the_nearest() -> None:
 
 def test_contradictory_settings_are_refused() -> None:
     with pytest.raises(ConfigError, match="needs --rm-url"):
-        RewardRunner(RewardSettings("boxed_remote_rm"))
+        RewardRunner(RewardFlags(rm_type="boxed_remote_rm"))
     with pytest.raises(ConfigError, match="choose --reward-key score"):
-        RewardRunner(RewardSettings("dapo"))
+        RewardRunner(RewardFlags(rm_type="dapo"))
     with pytest.raises(ConfigError, match="--group-rm needs --custom-rm-path"):
-        RewardRunner(RewardSettings("math", group_rm=True))
+        RewardRunner(RewardFlags(rm_type="math", group_rm=True))
 
 
 def test_the_worker_imports_little() -> None:

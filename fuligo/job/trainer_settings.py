@@ -18,7 +18,7 @@ from fuligo.models.registry import architecture_of, batch_variant_because, names
 from fuligo.models.routing import RoutingShape
 from fuligo.models.stated_flags import stated_flags
 from fuligo.models.vision.types import TOWER_PATTERN
-from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, MTPSettings, OptimizerPlace, Recomputation, SparseLayers
+from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, SparseLayers
 from fuligo.trainer.packing import Capacity
 from fuligo.trainer.profiling import ProfileSettings
 from fuligo.trainer.ranks.settings import (
@@ -212,7 +212,7 @@ def megatron_settings(config: Config, common: TrainerSettings) -> MegatronTraine
     `common`: settings of any trainer. Raises ConfigError if config.json cannot be read, the layout does not divide the ranks, or the model
     cannot have the adapter.
     """
-    sizes, optimizer, train = config.parallel, config.optimizer, config.train
+    sizes, train = config.parallel, config.train
     config_json, source = read_config_json(common.hf_checkpoint), str(common.hf_checkpoint / "config.json")
     architecture = architecture_of(config_json, source)
     if common.lora is not None:
@@ -225,16 +225,9 @@ def megatron_settings(config: Config, common: TrainerSettings) -> MegatronTraine
         numerics=architecture.numerics,
         sparse_layers=SparseLayers.of(architecture),
         model_provider=config.model.custom_model_provider_path,
-        recomputation=Recomputation(
-            sizes.recompute_granularity, sizes.recompute_method, sizes.recompute_num_layers, tuple(sizes.recompute_modules)
-        ),
-        mtp=MTPSettings(train.mtp_num_layers or 0, train.enable_mtp_training, train.mtp_loss_scaling_factor, train.mtp_joint_training),
-        optimizer_place=OptimizerPlace(
-            distributed=optimizer.use_distributed_optimizer,
-            on_cpu=optimizer.optimizer_cpu_offload,
-            overlap_transfers=optimizer.overlap_cpu_optimizer_d2h_h2d,
-            precision_aware=optimizer.use_precision_aware_optimizer,
-        ),
+        parallel=sizes,
+        mtp=train,
+        optimizer_place=config.optimizer,
         dispatcher=sizes.moe_token_dispatcher_type,
         deepep=sizes.moe_enable_deepep,
         attention_backend=sizes.attention_backend,

@@ -10,23 +10,24 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from fuligo.config.groups import OptimizerFlags
 from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.formats.weight_manifest import MergeRounding
 from fuligo.layout.megatron import Layout
-from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, OptimizerPlace, Recomputation
+from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.objective import LossSettings
 from fuligo.trainer.packing import Capacity
 from fuligo.trainer.ranks.settings import LearningRateSchedule, LoraSettings, OptimizerSettings
 from fuligo.trainer.ranks.world import World
 from fuligo.types import FloatArray, TrainSample
 from tests import shares, tiny, train_batches
-from tests.megatron.policies import settings_of
+from tests.megatron.policies import recomputing, settings_of
 from tests.megatron.ranks import RankPool
 
 LENGTHS = [(4, 9), (1, 3), (6, 9), (2, 1), (5, 14), (3, 9), (7, 6), (8, 2), (4, 30)]
 CAPACITY = Capacity(max_tokens=34)
 SFT = LossSettings(loss_type="sft_loss", per_token=True)
-FULL = Recomputation("full", "uniform", 1)
+FULL = recomputing("full", "uniform", 1)
 
 LAYOUTS = {
     "one": Layout(),
@@ -60,7 +61,7 @@ class Start:
     def settings(self, layout: str, **overrides: object) -> MegatronTrainerSettings:
         lora = LoraSettings(AdapterConfig.read(self.adapter), initial_adapter=self.adapter)
         common = {"capacity": CAPACITY, "score_capacity": CAPACITY, "loss": SFT, "chunk_tokens": 7}
-        place = OptimizerPlace(distributed=False)
+        place = OptimizerFlags(use_distributed_optimizer=False)
         return settings_of(self.checkpoint, LAYOUTS[layout], **{**common, "lora": lora, "optimizer_place": place, **overrides})
 
 

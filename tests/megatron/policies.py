@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from fuligo.config.groups import ParallelFlags, TrainFlags
 from fuligo.formats.hugging_face import read_config_json
 from fuligo.layout.megatron import Layout
 from fuligo.models.registry import architecture_of
@@ -107,3 +108,15 @@ def _own_logprobs(model: Any, hidden: Tensor, tokens: Any, row: Any, settings: M
     whole = torch.zeros(len(tokens.targets)).index_copy(0, row.local_ids, own.logprobs)
     dist.all_reduce(whole, group=parallel_state.get_context_parallel_group())
     return whole
+
+
+def recomputing(granularity: Any = None, method: Any = None, num_layers: int | None = None, modules: Sequence[str] = ()) -> ParallelFlags:
+    return ParallelFlags(
+        recompute_granularity=granularity, recompute_method=method, recompute_num_layers=num_layers, recompute_modules=list(modules)
+    )
+
+
+def mtp_flags(num_layers: int = 0, *, trained: bool = False, loss_scale: float = 0.2, joint: bool = False) -> TrainFlags:
+    return TrainFlags(
+        mtp_num_layers=num_layers or None, enable_mtp_training=trained, mtp_loss_scaling_factor=loss_scale, mtp_joint_training=joint
+    )

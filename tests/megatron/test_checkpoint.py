@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fuligo.checkpoint.location import weights_directory
+from fuligo.config.groups import OptimizerFlags
 from fuligo.convert.hf_to_dist import hf_to_dist
 from fuligo.convert.hf_view import HuggingFaceView
 from fuligo.errors import CheckpointError
@@ -22,7 +23,7 @@ from fuligo.formats.hugging_face import read_config_json
 from fuligo.layout.megatron import Layout
 from fuligo.models.names import ModelNames
 from fuligo.models.registry import names_of
-from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, OptimizerPlace
+from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.ranks.settings import TrainedParameters
 from fuligo.trainer.ranks.world import World
 from fuligo.trainer.step import Progress
@@ -164,7 +165,9 @@ def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor], *, rtol: fl
         torch.testing.assert_close(ours[name], tensor, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("options", [{}, {"optimizer_place": OptimizerPlace(distributed=False)}, {"precision": "bf16"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"optimizer_place": OptimizerFlags(use_distributed_optimizer=False)}, {"precision": "bf16"}], ids=str
+)
 def test_under_the_same_layout_it_is_exact(pool: RankPool, models, tmp_path: Path, options: dict[str, Any]):
     """Including half precision with float32 master weights, and the whole optimizer on every rank."""
     settings = settings_of(models["dense"], LAYOUTS["dp2"], **options)

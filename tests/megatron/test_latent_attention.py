@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from fuligo.config.groups import OptimizerFlags
 from fuligo.layout.megatron import Layout
-from fuligo.trainer.megatron_backend.settings import OptimizerPlace
 from fuligo.trainer.objective import LossSettings
 from fuligo.trainer.packing import Capacity
 from tests import train_batches
@@ -90,7 +90,7 @@ def test_gradients_are_those_of_the_torch_trainer(pool: RankPool, checkpoints, m
         capacity=Capacity(max_tokens=34),
         loss=LOSS,
         dispatcher="alltoall",
-        optimizer_place=OptimizerPlace(distributed=False),
+        optimizer_place=OptimizerFlags(use_distributed_optimizer=False),
     )
     got, *_ = pool.run(shape.num_ranks, megatron_gradients, settings, batch)
     assert_gradients_agree(got, torch_gradients(directory, batch, LOSS))

@@ -9,13 +9,14 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from fuligo.checkpoint.location import weights_of
+from fuligo.config.groups import OptimizerFlags
 from fuligo.errors import CheckpointError, ConfigError
 from fuligo.formats.adapter_config import ADAPTER, AdapterConfig
 from fuligo.formats.dist_tensors import DistributedTensors
 from fuligo.formats.hugging_face import read_config_json
 from fuligo.models.adapter_names import AdapterNames
 from fuligo.models.registry import names_of
-from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, OptimizerPlace, Recomputation
+from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.ranks.settings import LoraSettings
 from fuligo.trainer.ranks.world import World
 from fuligo.types import TrainSample
@@ -36,6 +37,7 @@ from tests.megatron.adapters import (
     run_course,
     start,
 )
+from tests.megatron.policies import recomputing
 from tests.megatron.ranks import RankPool
 
 SLOW = pytest.mark.slow
@@ -72,11 +74,11 @@ def of_deep(deep: Start, samples: list[TrainSample]) -> Found:
     [
         pytest.param("one", {}, marks=SLOW),  # what the layouts below share
         pytest.param("tp2", {}, marks=SLOW),  # test_families_are_adapted_as_by_peft[qwen2]
-        pytest.param("tp2 sp", {"recomputation": FULL}, marks=SLOW),  # "tp2 sp pp2" below
+        pytest.param("tp2 sp", {"parallel": FULL}, marks=SLOW),  # "tp2 sp pp2" below
         ("pp2 vpp2", {}),
-        ("cp2", {"recomputation": Recomputation("selective", modules=("mlp",))}),
+        ("cp2", {"parallel": recomputing("selective", modules=("mlp",))}),
         ("dp2", {}),
-        ("tp2 sp pp2", {"recomputation": FULL}),
+        ("tp2 sp pp2", {"parallel": FULL}),
     ],
 )
 def test_gradients_and_log_probabilities_are_those_of_peft(
@@ -107,7 +109,7 @@ def test_gradients_and_log_probabilities_are_those_of_peft(
         ),  # gate and up are one matrix in PEFT, too
         # test_lora_experts.py adapts the attention of this family beside its experts
         pytest.param("qwen3_moe", ATTENTION, {}, "tp2 sp ep2", {"dispatcher": "alltoall"}, marks=SLOW),
-        ("deepseek_v3", LATENT, {}, "tp2 sp ep2", {"recomputation": FULL}),
+        ("deepseek_v3", LATENT, {}, "tp2 sp ep2", {"parallel": FULL}),
         ("deepseek_v3", ["q_proj", *LATENT[2:]], {"q_lora_rank": None}, "cp2", {}),
         ("glm4_moe_lite", LATENT, {"layers": 4, "rms_norm_eps": 1e-6}, "pp2 vpp2", {}),  # the latents' in transformers
     ],
@@ -121,7 +123,7 @@ def test_families_are_adapted_as_by_peft(
 
 
 RANDOM = LoraSettings(AdapterConfig(4, 8.0, ("down_proj", "q_proj", "up_proj", "v_proj"), rank_stabilised=True))
-DISTRIBUTED = {"lora": RANDOM, "optimizer": ADAM, "optimizer_place": OptimizerPlace()}
+DISTRIBUTED = {"lora": RANDOM, "optimizer": ADAM, "optimizer_place": OptimizerFlags()}
 
 
 @pytest.mark.parametrize(

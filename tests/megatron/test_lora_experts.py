@@ -10,10 +10,10 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from fuligo.config.groups import OptimizerFlags
 from fuligo.errors import ConfigError
 from fuligo.formats.adapter_config import ADAPTER, EXPERT_PARAMETERS, AdapterConfig
 from fuligo.formats.dist_tensors import DistributedTensors
-from fuligo.trainer.megatron_backend.settings import OptimizerPlace
 from fuligo.trainer.ranks.settings import LoraSettings
 from fuligo.trainer.ranks.world import World
 from fuligo.types import TrainSample
@@ -68,14 +68,14 @@ def of_deep(deep: Start, samples: list[TrainSample]) -> Found:
 @pytest.mark.parametrize(
     ("layout", "overrides"),
     [
-        pytest.param("one", {"recomputation": FULL}, marks=SLOW),  # what the layouts below share; "tp2 sp ep2" recomputes, too
+        pytest.param("one", {"parallel": FULL}, marks=SLOW),  # what the layouts below share; "tp2 sp ep2" recomputes, too
         ("tp2 sp", {}),  # TP ranks have copies of the experts
         ("pp2 vpp2", {}),
         ("cp2", {}),
         pytest.param("dp2", {}, marks=SLOW),  # test_lora.py sums the gradients of an adapter over replicas
         pytest.param("ep2", {"dispatcher": "alltoall"}, marks=SLOW),  # "pp2 ep2" below
         pytest.param("tp2 sp etp2", {"dispatcher": "alltoall"}, marks=SLOW),  # "tp2 sp ep2 etp2" below
-        ("tp2 sp ep2", {"recomputation": FULL}),
+        ("tp2 sp ep2", {"parallel": FULL}),
         ("tp2 sp ep2 etp2", {}),
         ("pp2 ep2", {"dispatcher": "alltoall"}),
     ],
@@ -113,7 +113,7 @@ def test_families_with_dense_layers_and_shared_experts_are_adapted_as_by_peft(
 
 
 RANDOM = LoraSettings(AdapterConfig(4, 8.0, ("q_proj", "v_proj"), rank_stabilised=True, adapts_experts=True))
-DISTRIBUTED = {"lora": RANDOM, "optimizer": ADAM, "optimizer_place": OptimizerPlace()}
+DISTRIBUTED = {"lora": RANDOM, "optimizer": ADAM, "optimizer_place": OptimizerFlags()}
 
 
 @pytest.mark.parametrize(

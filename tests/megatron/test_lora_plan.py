@@ -9,6 +9,7 @@ import pytest
 from torch import Tensor
 
 from fuligo.config.command_line import parse
+from fuligo.config.groups import OptimizerFlags
 from fuligo.formats.adapter_config import ADAPTER, AdapterConfig
 from fuligo.formats.dist_tensors import DistributedTensors
 from fuligo.formats.hugging_face import read_config_json
@@ -20,7 +21,7 @@ from fuligo.planner.layout import make_layout
 from fuligo.planner.make_plan import disk_of_checkpoints
 from fuligo.planner.memory.trainer import trainer_state
 from fuligo.planner.subject import Subject
-from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, OptimizerPlace
+from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.objective import LossSettings
 from fuligo.trainer.packing import Capacity
 from fuligo.trainer.ranks.settings import LoraSettings
@@ -90,7 +91,7 @@ def test_a_rank_holds_the_planned_bytes(
     pool: RankPool, tmp_path: Path, samples: list[TrainSample], family: str, layout: str, distributed: bool, experts: bool
 ) -> None:
     checkpoint = tiny.save_checkpoint(tmp_path / "model", family, hidden=128, vocab_size=512)
-    settings, subject = run_of(checkpoint, layout, OptimizerPlace(distributed=distributed), precision="bf16", experts=experts)
+    settings, subject = run_of(checkpoint, layout, OptimizerFlags(use_distributed_optimizer=distributed), precision="bf16", experts=experts)
     ranks = pool.run(settings.num_ranks, held, settings, samples)
     planned = make_layout(subject)
     for rank, got in enumerate(ranks):
@@ -105,7 +106,7 @@ def test_a_rank_holds_the_planned_bytes(
 
 
 def test_a_checkpoint_has_the_planned_bytes(pool: RankPool, tmp_path: Path, samples: list[TrainSample]) -> None:
-    settings, subject = run_of(tiny.save_checkpoint(tmp_path / "model"), "one", OptimizerPlace())
+    settings, subject = run_of(tiny.save_checkpoint(tmp_path / "model"), "one", OptimizerFlags())
     pool.run(1, held, settings, samples, save=tmp_path / "saved")
     sharded = sum(4 * math.prod(shape) for shape in DistributedTensors(tmp_path / "saved").shapes.values())
     disk = disk_of_checkpoints(subject)
@@ -114,7 +115,7 @@ def test_a_checkpoint_has_the_planned_bytes(pool: RankPool, tmp_path: Path, samp
 
 
 def run_of(
-    checkpoint: Path, layout: str, place: OptimizerPlace, *, precision: str = "fp32", experts: bool = False
+    checkpoint: Path, layout: str, place: OptimizerFlags, *, precision: str = "fp32", experts: bool = False
 ) -> tuple[MegatronTrainerSettings, Subject]:
     """Return the settings of a run with an adapter, and the subject of its plan."""
     shape, flags = LAYOUTS[layout]

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from fuligo.config.groups import OptimizerFlags
 from fuligo.errors import ConfigError, TrainerError
 from fuligo.layout.megatron import Layout
 from fuligo.trainer.megatron_backend.model_config import transformer_config
-from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, OptimizerPlace, Recomputation
+from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.objective import LossSettings
 from fuligo.trainer.packing import Capacity
 from fuligo.trainer.ranks.settings import LearningRateSchedule, OptimizerSettings
@@ -24,7 +25,7 @@ from fuligo.types import TrainBatch, TrainSample
 from tests import shares, train_batches
 from tests.megatron.checkpoints import expert_by_expert, save_uneven
 from tests.megatron.gradients import assert_gradients_agree, megatron_gradients, torch_gradients
-from tests.megatron.policies import settings_of
+from tests.megatron.policies import recomputing, settings_of
 from tests.megatron.ranks import RankPool
 
 LENGTHS = [(4, 9), (1, 3), (6, 9), (2, 1), (5, 14), (3, 9)]
@@ -62,7 +63,12 @@ def batch() -> TrainBatch:
 
 
 def mixture_settings(directory: Path, layout: Layout, **overrides: Any) -> MegatronTrainerSettings:
-    given = {"capacity": CAPACITY, "loss": LOSS, "dispatcher": "alltoall", "optimizer_place": OptimizerPlace(distributed=False)}
+    given = {
+        "capacity": CAPACITY,
+        "loss": LOSS,
+        "dispatcher": "alltoall",
+        "optimizer_place": OptimizerFlags(use_distributed_optimizer=False),
+    }
     return settings_of(directory, layout, **{**given, **overrides})
 
 
@@ -145,7 +151,7 @@ def test_a_balance_loss_of_sequences_does_not_see_packing_padding_or_layout(pool
 @pytest.mark.parametrize("layout", ["tp2 sp", *(pytest.param(layout, marks=SLOW) for layout in ("ep2", "tp2 sp etp2", "ep2 pp2"))])
 def test_the_norm_counts_every_weight_once(pool: RankPool, checkpoints, layout: str) -> None:
     directory = checkpoints("glm4_moe")
-    settings = mixture_settings(directory, LAYOUTS[layout], optimizer_place=OptimizerPlace(distributed=True))
+    settings = mixture_settings(directory, LAYOUTS[layout], optimizer_place=OptimizerFlags(use_distributed_optimizer=True))
     of_step, *_ = pool.run(settings.num_ranks, metrics, settings, batch())
     norms = torch.stack([gradient.norm() for gradient in torch_gradients(directory, batch(), LOSS).values()])
     assert of_step["train/grad_norm"] == pytest.approx(float(norms.norm()), rel=1e-5)
@@ -191,14 +197,14 @@ def tokens_of_experts(world: World, settings: MegatronTrainerSettings, of: Train
 @pytest.mark.parametrize("layout", ["ep2", *(pytest.param(layout, marks=SLOW) for layout in ("tp2 sp", "cp2", "ep2 pp2"))])
 def test_each_real_token_counts_once_for_its_experts_and_padding_never(pool: RankPool, checkpoints, layout: str) -> None:
     directory = checkpoints("glm4_moe")
-    recomputed = Recomputation("full", "uniform", 1)
+    recomputed = recomputing("full", "uniform", 1)
     settings = mixture_settings(
         directory,
         LAYOUTS[layout],
         flags={"moe_router_bias_update_rate": 0.0},
         optimizer=OptimizerSettings(LearningRateSchedule(peak=0.0)),  # the second step's choices are the first's
         pad_multiple_tokens=32,
-        recomputation=recomputed,
+        parallel=recomputed,
         needs_old_logprobs=True,
     )
     _, expected = corrections_and_counts(directory)
@@ -264,7 +270,9 @@ def test_hidden_communication_changes_nothing_of_a_step(pool: RankPool, checkpoi
     """Experts have their own gradient buffers, which other ranks share than those of the other weights."""
     layout = Layout(ep=2, num_ranks=4)
     adam = OptimizerSettings(LearningRateSchedule(peak=1e-3), eps=1e-3)  # with a usual epsilon, steps are little more than signs
-    settings = mixture_settings(checkpoints("glm4_moe"), layout, optimizer=adam, optimizer_place=OptimizerPlace(distributed=True))
+    settings = mixture_settings(
+        checkpoints("glm4_moe"), layout, optimizer=adam, optimizer_place=OptimizerFlags(use_distributed_optimizer=True)
+    )
     hidden = replace(settings, model_flags={**settings.model_flags, "overlap_grad_reduce": True, "overlap_param_gather": True})
     expected, *_ = pool.run(4, weights_after_a_step, settings, batch())
     got, *_ = pool.run(4, weights_after_a_step, hidden, batch())
@@ -308,7 +316,7 @@ def test_what_would_not_be_the_model_is_refused(checkpoints, flags: dict[str, An
     [
         ({"layout": Layout(tp=2, num_ranks=2)}, "needs --sequence-parallel"),
         (
-            {"recomputation": Recomputation("full", "block", 1), "model_flags": {"moe_router_bias_update_rate": 0.1}},
+            {"parallel": recomputing("full", "block", 1), "model_flags": {"moe_router_bias_update_rate": 0.1}},
             "--recompute-method block with balanced experts",
         ),
         ({"dispatcher": "flex"}, "CUDA only; use alltoall"),

@@ -7,13 +7,13 @@ import pytest
 import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from fuligo.config.groups import ParallelFlags
 from fuligo.errors import ConfigError
 from fuligo.layout.megatron import Layout
 from fuligo.trainer.megatron_backend.flags import EXPERTS, LATENT_ATTENTION
 from fuligo.trainer.megatron_backend.model_config import padded_vocab_size, transformer_config
-from fuligo.trainer.megatron_backend.settings import Recomputation
 from tests import tiny
-from tests.megatron.policies import settings_of
+from tests.megatron.policies import recomputing, settings_of
 
 
 @pytest.fixture(scope="module")
@@ -56,17 +56,17 @@ def test_the_vocabulary_gets_the_smallest_padding_that_ranks_can_share(directory
 @pytest.mark.parametrize(
     ("layout", "flags", "recomputation", "text"),
     [
-        (Layout(pp=4, num_ranks=4), {}, Recomputation(), "num_layers should be divisible by pipeline_model_parallel_size"),
-        (Layout(pp=2, vpp=2, num_ranks=2), {}, Recomputation(), "should be divisible by vp_size 2"),
-        (Layout(pp=3, num_layers_first_stage=1, num_ranks=3), {}, Recomputation(), "number of layers at middle stage: 5 must be divisible"),
-        (Layout(), {}, Recomputation("full"), "recompute_method must be"),
-        (Layout(), {"normalization": "LayerNorm"}, Recomputation(), "use --normalization RMSNorm --swiglu"),
-        (Layout(), {"swiglu": False}, Recomputation(), "use --normalization RMSNorm --swiglu"),
+        (Layout(pp=4, num_ranks=4), {}, recomputing(), "num_layers should be divisible by pipeline_model_parallel_size"),
+        (Layout(pp=2, vpp=2, num_ranks=2), {}, recomputing(), "should be divisible by vp_size 2"),
+        (Layout(pp=3, num_layers_first_stage=1, num_ranks=3), {}, recomputing(), "number of layers at middle stage: 5 must be divisible"),
+        (Layout(), {}, recomputing("full"), "recompute_method must be"),
+        (Layout(), {"normalization": "LayerNorm"}, recomputing(), "use --normalization RMSNorm --swiglu"),
+        (Layout(), {"swiglu": False}, recomputing(), "use --normalization RMSNorm --swiglu"),
     ],
 )
-def test_what_megatron_cannot_build_is_refused(directory: Path, layout: Layout, flags: dict, recomputation: Recomputation, text: str):
+def test_what_megatron_cannot_build_is_refused(directory: Path, layout: Layout, flags: dict, recomputation: ParallelFlags, text: str):
     with pytest.raises(ConfigError, match=text):
-        transformer_config(settings_of(directory, layout, flags=flags, recomputation=recomputation))
+        transformer_config(settings_of(directory, layout, flags=flags, parallel=recomputation))
 
 
 def test_embedding_and_head_can_count_as_layers(directory: Path):

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from fuligo.config.groups import OptimizerFlags, ParallelFlags
 from fuligo.errors import ConfigError
 from fuligo.layout.megatron import Layout
 from fuligo.trainer.megatron_backend.model_config import transformer_config
-from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, MTPSettings, OptimizerPlace, Recomputation
+from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.objective import LossSettings
 from fuligo.trainer.packing import Capacity
 from fuligo.trainer.ranks.world import World
@@ -19,7 +20,7 @@ from fuligo.trainer.step import StepSamples
 from fuligo.types import TrainBatch
 from tests import shares, train_batches
 from tests.megatron.gradients import assert_gradients_agree, megatron_gradients
-from tests.megatron.policies import settings_of
+from tests.megatron.policies import mtp_flags, recomputing, settings_of
 from tests.megatron.prediction_fixture import PredictingModel
 from tests.megatron.ranks import RankPool
 
@@ -93,8 +94,8 @@ def prediction_settings(
         "capacity": Capacity(max_tokens=34),
         "loss": LOSS,
         "dispatcher": "alltoall",
-        "optimizer_place": OptimizerPlace(distributed=False),
-        "mtp": MTPSettings(len(reference.model.layers), trained=trained, loss_scale=SCALE, joint=joint),
+        "optimizer_place": OptimizerFlags(use_distributed_optimizer=False),
+        "mtp": mtp_flags(len(reference.model.layers), trained=trained, loss_scale=SCALE, joint=joint),
     }
     return settings_of(reference.directory, layout, **{**given, **overrides})
 
@@ -125,7 +126,7 @@ def test_gradients_of_joint_training_are_those_of_plain_torch(
 @pytest.mark.parametrize(
     ("layout", "overrides"),
     [
-        ("one", {"recomputation": Recomputation("full", "uniform", 1)}),
+        ("one", {"parallel": recomputing("full", "uniform", 1)}),
         ("pp2", {"flags": {"overlap_grad_reduce": True}}),
         *(pytest.param(layout, {}, marks=SLOW) for layout in ("tp2 sp", "cp2", "pp2 vpp2")),
     ],
@@ -135,7 +136,7 @@ def test_otherwise_their_loss_trains_only_the_layers(pool: RankPool, references,
     """The model's gradients equal those without MTP layers; the MTP layers' gradients equal those of joint training."""
     reference, shape = references("mimo", 2), LAYOUTS[layout]
     apart, *_ = pool.run(shape.num_ranks, megatron_gradients, prediction_settings(reference, shape, joint=False, **overrides), batch())
-    without, *_ = pool.run(shape.num_ranks, megatron_gradients, prediction_settings(reference, shape, mtp=MTPSettings()), batch())
+    without, *_ = pool.run(shape.num_ranks, megatron_gradients, prediction_settings(reference, shape, mtp=mtp_flags()), batch())
     assert apart is not None and without is not None
     layers = {name: gradient for name, gradient in reference.model.gradients().items() if ".mtp_layers." in name}
     assert_gradients_agree(apart, without | layers)
@@ -144,14 +145,14 @@ def test_otherwise_their_loss_trains_only_the_layers(pool: RankPool, references,
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "recomputation",
-    [Recomputation("full", "uniform", 2), Recomputation("selective", modules=("moe", "shared_experts"))],
+    [recomputing("full", "uniform", 2), recomputing("selective", modules=("moe", "shared_experts"))],
     ids=str,
 )
-def test_recomputed_activations_give_the_same_gradients(pool: RankPool, references, recomputation: Recomputation) -> None:
+def test_recomputed_activations_give_the_same_gradients(pool: RankPool, references, recomputation: ParallelFlags) -> None:
     reference = references("glm4_moe", 1)
     flags = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.3}
     settings = prediction_settings(reference, LAYOUTS["tp2 sp"], flags=flags)
-    recomputed, *_ = pool.run(2, megatron_gradients, replace(settings, recomputation=recomputation), batch())
+    recomputed, *_ = pool.run(2, megatron_gradients, replace(settings, parallel=recomputation), batch())
     kept, *_ = pool.run(2, megatron_gradients, settings, batch())
     assert kept is not None
     assert_gradients_agree(recomputed, kept)
@@ -187,7 +188,7 @@ def untrained(world: World, settings: MegatronTrainerSettings, of: TrainBatch) -
 def test_layers_that_are_not_trained_do_not_change_and_do_not_affect_the_model(pool: RankPool, references) -> None:
     reference = references("mimo", 1)
     (after, before), _ = pool.run(2, untrained, prediction_settings(reference, LAYOUTS["pp2"], trained=False), batch())
-    (without, _), _ = pool.run(2, untrained, prediction_settings(reference, LAYOUTS["pp2"], mtp=MTPSettings()), batch())
+    (without, _), _ = pool.run(2, untrained, prediction_settings(reference, LAYOUTS["pp2"], mtp=mtp_flags()), batch())
     layers = {name for name in after if ".mtp_layers." in name}
     assert layers and after.keys() - layers == without.keys()
     for name, tensor in after.items():

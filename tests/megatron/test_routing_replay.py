@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fuligo.config.groups import OptimizerFlags
 from fuligo.errors import TrainerError
 from fuligo.layout.megatron import Layout
 from fuligo.models.routing import RoutingShape
 from fuligo.trainer.batch import pack_tokens
-from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, OptimizerPlace, Recomputation
+from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.objective import LossSettings
 from fuligo.trainer.packing import Capacity
 from fuligo.trainer.ranks.world import World
@@ -24,7 +25,7 @@ from tests import shares, train_batches
 from tests.megatron.checkpoints import expert_by_expert, save_uneven
 from tests.megatron.forced_routing import ForcedModel, with_random_experts
 from tests.megatron.gradients import assert_gradients_agree
-from tests.megatron.policies import settings_of
+from tests.megatron.policies import recomputing, settings_of
 from tests.megatron.ranks import RankPool
 
 LENGTHS = [(4, 9), (1, 3), (6, 9), (2, 1), (5, 14), (3, 9), (4, 26)]
@@ -43,10 +44,10 @@ LAYOUTS = {
     "ep2 pp2": Layout(pp=2, ep=2, num_ranks=4),
 }
 RECOMPUTED = {
-    "": Recomputation(),
-    "full": Recomputation("full", "uniform", 1),
-    "block": Recomputation("full", "block", 1),
-    "selective": Recomputation("selective", modules=("moe",)),
+    "": recomputing(),
+    "full": recomputing("full", "uniform", 1),
+    "block": recomputing("full", "block", 1),
+    "selective": recomputing("selective", modules=("moe",)),
 }
 SLOW = pytest.mark.slow
 
@@ -70,8 +71,8 @@ def replay_settings(directory: Path, layout: str, recomputed: str = "", **overri
         "score_capacity": SCORE_CAPACITY,
         "loss": LOSS,
         "dispatcher": "alltoall",
-        "optimizer_place": OptimizerPlace(distributed=False),
-        "recomputation": RECOMPUTED[recomputed],
+        "optimizer_place": OptimizerFlags(use_distributed_optimizer=False),
+        "parallel": RECOMPUTED[recomputed],
         "pad_multiple_tokens": 16,
         "needs_old_logprobs": True,
         "routing": RoutingShape.read(directory),

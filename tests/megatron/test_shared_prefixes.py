@@ -13,10 +13,11 @@ from torch import Tensor
 
 from fuligo.algorithms.estimators import ESTIMATORS
 from fuligo.algorithms.off_policy import Correction
+from fuligo.config.groups import OptimizerFlags, ParallelFlags
 from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.layout.megatron import Layout
 from fuligo.models.routing import RoutingShape
-from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, MTPSettings, OptimizerPlace, Recomputation
+from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.objective import KlLoss, LossSettings
 from fuligo.trainer.packing import Capacity
 from fuligo.trainer.ranks.settings import CriticSettings, LearningRateSchedule, LoraSettings, OptimizerSettings
@@ -25,7 +26,7 @@ from fuligo.types import TrainBatch, TrainSample
 from tests import shares, tiny, train_batches
 from tests.megatron.checkpoints import save_uneven
 from tests.megatron.forced_routing import with_random_experts
-from tests.megatron.policies import settings_of
+from tests.megatron.policies import mtp_flags, recomputing, settings_of
 from tests.megatron.prediction_fixture import PredictingModel
 from tests.megatron.ranks import RankPool
 from tests.prefix_trees import tree_samples
@@ -101,7 +102,7 @@ def settings_for(directory: Path, layout: str, **overrides: Any) -> MegatronTrai
         "capacity": CAPACITY,
         "score_capacity": Capacity(max_tokens=150),
         "dispatcher": "alltoall",
-        "optimizer_place": OptimizerPlace(distributed=False),
+        "optimizer_place": OptimizerFlags(use_distributed_optimizer=False),
         "needs_old_logprobs": True,
         "pad_multiple_tokens": 8,
         "optimizer": OPTIMIZER,
@@ -195,11 +196,9 @@ def test_values_are_those_of_the_samples_laid_end_to_end(pool: RankPool, checkpo
     assert_the_same_course(pool, settings_for(checkpoint, layout, loss=LOSSES["ppo"], critic=critic))
 
 
-@pytest.mark.parametrize(
-    "recomputation", [Recomputation("full", "uniform", 1), Recomputation("selective", modules=("core_attn",))], ids=str
-)
-def test_recomputed_layers_see_the_tree_again(pool: RankPool, checkpoint: Path, recomputation: Recomputation) -> None:
-    assert_the_same_course(pool, settings_for(checkpoint, "one", recomputation=recomputation))
+@pytest.mark.parametrize("recomputation", [recomputing("full", "uniform", 1), recomputing("selective", modules=("core_attn",))], ids=str)
+def test_recomputed_layers_see_the_tree_again(pool: RankPool, checkpoint: Path, recomputation: ParallelFlags) -> None:
+    assert_the_same_course(pool, settings_for(checkpoint, "one", parallel=recomputation))
 
 
 @pytest.mark.parametrize("layout", ["cp2", pytest.param("tp2 sp", marks=SLOW), pytest.param("one", marks=SLOW)])
@@ -210,7 +209,7 @@ def test_latent_attention_rotates_by_the_positions_of_samples(pool: RankPool, mi
 @pytest.mark.parametrize("layout", ["cp2", pytest.param("pp2", marks=SLOW), pytest.param("tp2 sp", marks=SLOW)])
 def test_mtp_layers_see_the_followers_of_each_sample(pool: RankPool, layers: int, tmp_path: Path, layout: str) -> None:
     directory = PredictingModel.random("mimo", num_predictions=2, layers=layers).save(tmp_path)
-    settings = settings_for(directory, layout, loss=LOSSES["sft"], mtp=MTPSettings(2, trained=True, loss_scale=0.3, joint=True))
+    settings = settings_for(directory, layout, loss=LOSSES["sft"], mtp=mtp_flags(2, trained=True, loss_scale=0.3, joint=True))
     shared, _ = assert_the_same_course(pool, settings)
     assert shared.metrics["train/mtp_loss"] > 0
 

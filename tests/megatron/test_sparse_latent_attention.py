@@ -12,13 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from fuligo.config.groups import OptimizerFlags, ParallelFlags
 from fuligo.errors import ConfigError
 from fuligo.formats.hugging_face import read_config_json
 from fuligo.layout.megatron import Layout
 from fuligo.models.registry import names_of
 from fuligo.trainer.megatron_backend.model_config import transformer_config
 from fuligo.trainer.megatron_backend.packed import PackedRow, pack_row
-from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, MTPSettings, OptimizerPlace, Recomputation
+from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.objective import LossSettings
 from fuligo.trainer.packing import Capacity
 from fuligo.trainer.ranks.world import World
@@ -27,7 +28,7 @@ from fuligo.types import TrainBatch
 from tests import shares, train_batches
 from tests.megatron.checkpoints import save_uneven
 from tests.megatron.gradients import assert_gradients_agree, megatron_gradients
-from tests.megatron.policies import megatron_logprobs, settings_of, transformers_logprobs
+from tests.megatron.policies import megatron_logprobs, mtp_flags, recomputing, settings_of, transformers_logprobs
 from tests.megatron.prediction_fixture import PredictingModel
 from tests.megatron.ranks import RankPool
 from tests.megatron.test_latent_attention import YARN
@@ -98,8 +99,8 @@ def training_settings(reference: Reference, layout: Layout, **overrides: Any) ->
         "capacity": Capacity(max_tokens=34),
         "loss": LOSS,
         "dispatcher": "alltoall",
-        "optimizer_place": OptimizerPlace(distributed=False),
-        "mtp": MTPSettings(1, trained=True, loss_scale=SCALE, joint=True),
+        "optimizer_place": OptimizerFlags(use_distributed_optimizer=False),
+        "mtp": mtp_flags(1, trained=True, loss_scale=SCALE, joint=True),
     }
     return settings_of(reference.directory, layout, **{**given, **overrides})
 
@@ -132,16 +133,16 @@ def test_deepseeks_logprobs_are_those_of_transformers(pool: RankPool, of_deepsee
 @pytest.mark.parametrize(
     ("layout", "recomputation"),
     [
-        ("one", Recomputation("full", "uniform", 1)),  # recomputation runs a layer that reuses a choice without the layer that made it
-        pytest.param("pp2 uneven", Recomputation("full", "uniform", 1), marks=SLOW),
-        pytest.param("tp2 sp", Recomputation("selective", modules=("core_attn", "moe")), marks=SLOW),
+        ("one", recomputing("full", "uniform", 1)),  # recomputation runs a layer that reuses a choice without the layer that made it
+        pytest.param("pp2 uneven", recomputing("full", "uniform", 1), marks=SLOW),
+        pytest.param("tp2 sp", recomputing("selective", modules=("core_attn", "moe")), marks=SLOW),
     ],
     ids=str,
 )
 def test_recomputed_activations_give_the_same_gradients(
-    pool: RankPool, reference: Reference, layout: str, recomputation: Recomputation
+    pool: RankPool, reference: Reference, layout: str, recomputation: ParallelFlags
 ) -> None:
-    settings = training_settings(reference, LAYOUTS[layout], recomputation=recomputation)
+    settings = training_settings(reference, LAYOUTS[layout], parallel=recomputation)
     got, *_ = pool.run(LAYOUTS[layout].num_ranks, megatron_gradients, settings, batch())
     assert_gradients_agree(got, reference.gradients)
 
@@ -168,9 +169,9 @@ def choices_kept(world: World, settings: MegatronTrainerSettings, of: TrainBatch
     return [after_gradients, num_kept()]
 
 
-@pytest.mark.parametrize("recomputation", [Recomputation(), Recomputation("full", "uniform", 2)], ids=["kept", "recomputed"])
-def test_no_choice_outlives_its_use(pool: RankPool, reference: Reference, recomputation: Recomputation) -> None:
-    settings = training_settings(reference, Layout(), recomputation=recomputation)
+@pytest.mark.parametrize("recomputation", [recomputing(), recomputing("full", "uniform", 2)], ids=["kept", "recomputed"])
+def test_no_choice_outlives_its_use(pool: RankPool, reference: Reference, recomputation: ParallelFlags) -> None:
+    settings = training_settings(reference, Layout(), parallel=recomputation)
     assert pool.run(1, choices_kept, settings, batch()) == [[0, 0]]
 
 
@@ -233,4 +234,4 @@ def test_a_stage_cannot_begin_with_a_layer_that_takes_over_a_choice(reference: R
 
 def test_recomputation_of_what_is_never_computed_is_refused(reference: Reference) -> None:
     with pytest.raises(ConfigError, match="remove mla_up_proj"):
-        transformer_config(training_settings(reference, Layout(), recomputation=Recomputation("selective", modules=("mla_up_proj",))))
+        transformer_config(training_settings(reference, Layout(), parallel=recomputing("selective", modules=("mla_up_proj",))))

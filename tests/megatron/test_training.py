@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fuligo.config.groups import OptimizerFlags
 from fuligo.errors import ConfigError, TrainerError
 from fuligo.layout.megatron import Layout
-from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, OptimizerPlace
+from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.objective import KlLoss, LossSettings
 from fuligo.trainer.packing import Capacity
 from fuligo.trainer.ranks.settings import LearningRateSchedule, OptimizerSettings, TrainedParameters, TrainerSettings
@@ -124,7 +125,7 @@ def test_gradients_are_those_of_the_torch_trainer(pool: RankPool, checkpoint: Pa
         capacity=CAPACITY,
         loss=LOSSES[loss],
         chunk_tokens=7,
-        optimizer_place=OptimizerPlace(distributed=False),
+        optimizer_place=OptimizerFlags(use_distributed_optimizer=False),
     )
     got, *_ = pool.run(LAYOUTS[layout].num_ranks, megatron_gradients, settings, batch)
     assert_equal_gradients(got, torch_gradients(checkpoint, batch, LOSSES[loss]))
@@ -137,7 +138,7 @@ REPEATED = [(4, 26), (5, 25), (6, 24)]
 @pytest.mark.parametrize("layout", ["dp2", pytest.param("pp2 vpp2", marks=pytest.mark.slow)])
 def test_a_repeated_micro_batch_weighs_nothing(pool: RankPool, checkpoint: Path, layout: str) -> None:
     batch = train_batches.batch(train_batches.samples(REPEATED))
-    settings = settings_of(checkpoint, LAYOUTS[layout], capacity=CAPACITY, optimizer_place=OptimizerPlace(distributed=False))
+    settings = settings_of(checkpoint, LAYOUTS[layout], capacity=CAPACITY, optimizer_place=OptimizerFlags(use_distributed_optimizer=False))
     got, *_ = pool.run(LAYOUTS[layout].num_ranks, megatron_gradients, settings, batch)
     assert_equal_gradients(got, torch_gradients(checkpoint, batch, LossSettings()))
 
@@ -286,15 +287,15 @@ def plainly_trained(pool: RankPool, checkpoint: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("place", "flags"),
     [
-        (OptimizerPlace(distributed=False), {"overlap_grad_reduce": True}),
-        (OptimizerPlace(), {**OVERLAP, "ddp_bucket_size": 5_000}),
-        (OptimizerPlace(), {"ddp_bucket_size": 5_000, "pad_buckets_for_high_nccl_busbw": True}),
-        (OptimizerPlace(on_cpu=True, overlap_transfers=True, precision_aware=True), OVERLAP),
+        (OptimizerFlags(use_distributed_optimizer=False), {"overlap_grad_reduce": True}),
+        (OptimizerFlags(), {**OVERLAP, "ddp_bucket_size": 5_000}),
+        (OptimizerFlags(), {"ddp_bucket_size": 5_000, "pad_buckets_for_high_nccl_busbw": True}),
+        (OptimizerFlags(optimizer_cpu_offload=True, overlap_cpu_optimizer_d2h_h2d=True, use_precision_aware_optimizer=True), OVERLAP),
     ],
     ids=["whole on each rank", "small buckets, overlapped", "small buckets, padded", "on the CPU"],
 )
 def test_where_and_when_the_optimizer_works_changes_no_step(
-    pool: RankPool, checkpoint: Path, plainly_trained: dict[str, Tensor], place: OptimizerPlace, flags: dict[str, Any]
+    pool: RankPool, checkpoint: Path, plainly_trained: dict[str, Tensor], place: OptimizerFlags, flags: dict[str, Any]
 ) -> None:
     settings = settings_of(checkpoint, LAYOUTS["dp2"], capacity=CAPACITY, optimizer=ADAM, optimizer_place=place, flags=flags)
     weights, _ = pool.run(2, weights_after_steps, settings, train_batches.samples(LENGTHS * 2))

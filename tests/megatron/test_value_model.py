@@ -16,9 +16,10 @@ from transformers import AutoModelForTokenClassification
 from fuligo.algorithms.assign import assign_advantages
 from fuligo.algorithms.settings import AdvantageSettings
 from fuligo.cli.convert import main as convert
+from fuligo.config.groups import OptimizerFlags
 from fuligo.errors import CheckpointError
 from fuligo.layout.megatron import Layout
-from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, OptimizerPlace
+from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.ranks.settings import CriticSettings, TrainerSettings
 from fuligo.trainer.ranks.worker import build_worker
 from fuligo.trainer.ranks.world import World
@@ -102,7 +103,7 @@ def megatron_gradients(world: World, settings: MegatronTrainerSettings, batch: T
 def test_gradients_are_those_of_the_torch_trainer(
     pool: RankPool, checkpoint: Path, critic: CriticSettings, batch: TrainBatch, layout: str
 ) -> None:
-    place = OptimizerPlace(distributed=False)
+    place = OptimizerFlags(use_distributed_optimizer=False)
     settings = settings_of(checkpoint, LAYOUTS[layout], **LIMITS, critic=critic, optimizer_place=place)
     got, *_ = pool.run(LAYOUTS[layout].num_ranks, megatron_gradients, settings, batch)
     assert_equal_gradients(got, torch_gradients(torch_settings(checkpoint, critic=critic), batch))
@@ -134,7 +135,7 @@ def test_values_of_a_mixture_begin_where_the_torch_trainer_stopped(pool: RankPoo
     critic = CriticSettings(tmp_path / "saved" / "critic", ADAM)
     batch = train_batches.batch(train_batches.with_returns(shares.scored(begun, samples) or [], noise=0.2))
     settings = settings_of(
-        directory, layout, **LIMITS, critic=critic, dispatcher="alltoall", optimizer_place=OptimizerPlace(distributed=False)
+        directory, layout, **LIMITS, critic=critic, dispatcher="alltoall", optimizer_place=OptimizerFlags(use_distributed_optimizer=False)
     )
     got, *_ = pool.run(layout.num_ranks, mixture_gradients, settings, batch)
     assert_equal_gradients(got, expert_by_expert(torch_gradients(torch_settings(directory, critic=critic), batch)))

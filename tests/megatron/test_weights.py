@@ -15,10 +15,9 @@ from fuligo.formats.hugging_face import read_config_json
 from fuligo.formats.weight_manifest import WeightsChecksum
 from fuligo.layout.megatron import Layout
 from fuligo.models.registry import names_of
-from fuligo.trainer.megatron_backend.settings import MTPSettings
 from fuligo.trainer.ranks.world import World
 from tests import tiny
-from tests.megatron.policies import settings_of
+from tests.megatron.policies import mtp_flags, settings_of
 from tests.megatron.ranks import RankPool
 
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_routed_experts": 4}
@@ -140,7 +139,7 @@ def test_a_checkpoint_comes_back_byte_for_byte(pool: RankPool, checkpoints, fami
 )
 def test_prediction_layers_come_back(pool: RankPool, tmp_path: Path, family: str, layout: Layout):
     directory = save_with_prediction_layer(tmp_path, family)
-    assert_comes_back(pool, directory, layout, mtp=MTPSettings(num_layers=1))
+    assert_comes_back(pool, directory, layout, mtp=mtp_flags(num_layers=1))
 
 
 def test_experts_as_transformers_keeps_them_are_read_too(pool: RankPool, checkpoints, tmp_path: Path):

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch.nn.functional as F
 
+from fuligo.config.groups import OptimizerFlags
 from fuligo.errors import ConfigError
 from fuligo.formats.hugging_face import read_config_json
 from fuligo.layout.megatron import Layout
 from fuligo.models.stated_flags import stated_flags
 from fuligo.trainer.megatron_backend.model_config import gelu_tanh, transformer_config
-from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, OptimizerPlace
+from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.objective import LossSettings
 from fuligo.trainer.packing import Capacity
 from fuligo.trainer.ranks.world import World
@@ -48,7 +49,7 @@ def batch() -> TrainBatch:
 
 @pytest.mark.parametrize("layout", ["cp2", "tp2 sp pp2", *(pytest.param(layout, marks=SLOW) for layout in ("one", "tp2"))])
 def test_gradients_are_those_of_the_torch_trainer(pool: RankPool, checkpoint: Path, layout: str) -> None:
-    place = OptimizerPlace(distributed=False)
+    place = OptimizerFlags(use_distributed_optimizer=False)
     settings = settings_of(checkpoint, LAYOUTS[layout], loss=LOSS, capacity=Capacity(max_tokens=34), optimizer_place=place)
     got, *_ = pool.run(LAYOUTS[layout].num_ranks, megatron_gradients, settings, batch())
     assert_gradients_agree(got, torch_gradients(checkpoint, batch(), LOSS))
@@ -57,7 +58,7 @@ def test_gradients_are_those_of_the_torch_trainer(pool: RankPool, checkpoint: Pa
 @pytest.mark.parametrize("layout", ["cp2", pytest.param("tp2 sp pp2", marks=SLOW)])
 def test_windows_and_their_rotary_base_follow_the_branches_of_a_tree(pool: RankPool, checkpoint: Path, layout: str) -> None:
     samples = train_batches.batch(tree_samples())
-    place = OptimizerPlace(distributed=False)
+    place = OptimizerFlags(use_distributed_optimizer=False)
     settings = settings_of(
         checkpoint, LAYOUTS[layout], loss=LOSS, capacity=Capacity(max_tokens=150), optimizer_place=place, shares_prefixes=True
     )

@@ -7,6 +7,7 @@ import torch
 from megatron.core import tensor_parallel
 from torch import Tensor, nn
 
+from fuligo.config.groups import TrainFlags
 from fuligo.formats.checkpoint_files import is_distributed
 from fuligo.models.names import ModelNames, value_names
 from fuligo.trainer.critic import BaseCritic
@@ -15,7 +16,7 @@ from fuligo.trainer.megatron_backend.learner import Learner, gather_parameters, 
 from fuligo.trainer.megatron_backend.logprobs import gather_tokens
 from fuligo.trainer.megatron_backend.model import PolicyModel, build_chunks
 from fuligo.trainer.megatron_backend.router import begin_step, take_balance_loss
-from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, MTPSettings
+from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.megatron_backend.state import MegatronState, load_weights
 from fuligo.trainer.megatron_backend.weights.load import load_hugging_face
 from fuligo.trainer.objective import Objective, value_objective
@@ -41,7 +42,7 @@ class Critic(BaseCritic):
             optimizer=settings.optimizer,
             trained=TrainedParameters(),
             model_flags={**policy.model_flags, "untie_embeddings_and_output_weights": True},
-            mtp=MTPSettings(),
+            mtp=TrainFlags(),
             routing=None,
             records_routing=False,
         )

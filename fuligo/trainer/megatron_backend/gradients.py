@@ -90,7 +90,7 @@ def rows_of(
             cp_rank,
             pad_multiple=settings.pad_multiple_tokens,
             num_tokens=schedule.num_tokens,
-            num_mtp_layers=settings.mtp.num_layers if inputs is not None and settings.mtp.trained else 0,
+            num_mtp_layers=settings.num_mtp_layers if inputs is not None and settings.mtp.enable_mtp_training else 0,
             counts=plan.counts,
         )
         rows.append(Row(plan, tokens, packed, inputs))
@@ -162,8 +162,8 @@ def compute_gradients(
         outputs = _logprobs(chunk, row, hidden, settings)
         result = objective(loss_inputs(row.inputs, outputs, settings.loss), settings.loss)
         loss = result.loss
-        if settings.mtp.trained:
-            loss = loss + settings.mtp.loss_scale * _mtp_loss(chunk, row, hidden, settings, result.sums)
+        if settings.mtp.enable_mtp_training:
+            loss = loss + settings.mtp.mtp_loss_scaling_factor * _mtp_loss(chunk, row, hidden, settings, result.sums)
         outcome.objectives.append(Objective(loss.detach(), result.sums))
         if reports():
             outcome.scores |= samples.scores(row.plan, row.tokens, outputs)
@@ -244,7 +244,7 @@ def _mtp_loss(chunk: nn.Module, row: Row, hidden: Tensor, settings: MegatronTrai
     head = head_weight(chunk)
     loss = mtp_loss(
         hidden,
-        head if settings.mtp.joint else head.detach(),
+        head if settings.mtp.mtp_joint_training else head.detach(),
         row.packed,
         row.tokens.targets,
         row.inputs.weights,

@@ -58,14 +58,14 @@ def build_optimizer(chunks: list[DistributedDataParallel], settings: MegatronTra
         clip_grad=adam.clip_grad,
         bf16=settings.precision == "bf16",
         params_dtype=DTYPES[settings.precision],
-        use_distributed_optimizer=place.distributed,
+        use_distributed_optimizer=place.use_distributed_optimizer,
         overlap_param_gather=flags.get("overlap_param_gather", False),
-        optimizer_cpu_offload=place.on_cpu and settings.device == "cuda",  # without a GPU it is there already
+        optimizer_cpu_offload=place.optimizer_cpu_offload and settings.device == "cuda",  # without a GPU it is there already
         optimizer_offload_fraction=flags.get("optimizer_offload_fraction", 1.0),
-        overlap_cpu_optimizer_d2h_h2d=place.overlap_transfers,
+        overlap_cpu_optimizer_d2h_h2d=place.overlap_cpu_optimizer_d2h_h2d,
         pin_cpu_grads=not flags.get("no_pin_cpu_grads", False),
         pin_cpu_params=not flags.get("no_pin_cpu_params", False),
-        **(_precisions(settings) if place.precision_aware else {}),
+        **(_precisions(settings) if place.use_precision_aware_optimizer else {}),
     )
     optimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
     assert isinstance(optimizer, ChainedOptimizer)
@@ -164,7 +164,7 @@ def wrap(chunks: Sequence[PolicyModel], settings: MegatronTrainerSettings) -> li
         grad_reduce_in_fp32=settings.gradients_in_fp32,
         overlap_grad_reduce=flags.get("overlap_grad_reduce", False),
         overlap_param_gather=flags.get("overlap_param_gather", False),
-        use_distributed_optimizer=settings.optimizer_place.distributed,
+        use_distributed_optimizer=settings.optimizer_place.use_distributed_optimizer,
         bucket_size=flags.get("ddp_bucket_size"),
         pad_buckets_for_high_nccl_busbw=flags.get("pad_buckets_for_high_nccl_busbw", False),
     )

@@ -113,9 +113,9 @@ def build_chunks(settings: MegatronTrainerSettings, *, trained: bool) -> list[Po
         chunk.requires_grad_(trained)
         sum_expert_gradients_over_copies(chunk)
         freeze_indexers(chunk)
-        chunk.trains_jointly = settings.mtp.joint
+        chunk.trains_jointly = settings.mtp.mtp_joint_training
         chunk.embedding_scale = settings.numerics.embedding_scale
-        if chunk.mtp_process and not settings.mtp.trained:
+        if chunk.mtp_process and not settings.mtp.enable_mtp_training:
             chunk.mtp.requires_grad_(False)
         if settings.fuses_gradient_sums:
             fuse_gradient_sums(chunk)

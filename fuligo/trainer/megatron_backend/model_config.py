@@ -120,7 +120,7 @@ def _windows(flags: Mapping[str, Any]) -> Fields:
 def _experts(settings: MegatronTrainerSettings) -> Fields:
     """Return fields of experts. Routers are in float32, and neither balanced nor moved unless the flags say so."""
     flags, on_cuda = settings.model_flags, settings.device == "cuda"
-    mtp = {"mtp_num_layers": settings.mtp.num_layers or None}
+    mtp = {"mtp_num_layers": settings.num_mtp_layers or None}
     if not flags.get("num_experts"):
         return mtp
     frequency = flags.get("moe_layer_freq", 1)
@@ -176,17 +176,17 @@ def _computation(settings: MegatronTrainerSettings) -> Fields:
 
     Token weights hold every denominator, so no gradient is averaged over ranks or micro-batches.
     """
-    flags, on_cuda, recomputation = settings.model_flags, settings.device == "cuda", settings.recomputation
+    flags, on_cuda, parallel = settings.model_flags, settings.device == "cuda", settings.parallel
     return {
         "params_dtype": DTYPES[settings.precision],
         "bf16": settings.precision == "bf16",
         "calculate_per_token_loss": True,
         "attention_softmax_in_fp32": True,
         "init_method_std": 0.02,
-        "recompute_granularity": recomputation.granularity,
-        "recompute_method": recomputation.method,
-        "recompute_num_layers": recomputation.num_layers,
-        "recompute_modules": list(recomputation.modules) or None,
+        "recompute_granularity": parallel.recompute_granularity,
+        "recompute_method": parallel.recompute_method,
+        "recompute_num_layers": parallel.recompute_num_layers,
+        "recompute_modules": list(parallel.recompute_modules) or None,
         "transformer_impl": "transformer_engine" if on_cuda else "local",
         "attention_backend": AttnBackend[settings.attention_backend],
         "apply_rope_fusion": on_cuda and not flags.get("no_rope_fusion") and not flags.get("multi_latent_attention"),

@@ -70,11 +70,11 @@ def refuse_idle_embedding(settings: MegatronTrainerSettings) -> None:
 
     Raises ConfigError if the last stage would hold the MTP layers' copy of the embedding, which gets no gradient.
     """
-    flags, mtp = settings.model_flags, settings.mtp
-    is_idle = mtp.num_layers > 0 and not mtp.trained and settings.layout.pp > 1
+    flags, num_layers = settings.model_flags, settings.num_mtp_layers
+    is_idle = num_layers > 0 and not settings.mtp.enable_mtp_training and settings.layout.pp > 1
     if is_idle and flags.get("untie_embeddings_and_output_weights") and flags.get("overlap_grad_reduce"):
         raise ConfigError(
-            f"--overlap-grad-reduce with --mtp-num-layers {mtp.num_layers} and {settings.layout.pp} pipeline stages needs "
+            f"--overlap-grad-reduce with --mtp-num-layers {num_layers} and {settings.layout.pp} pipeline stages needs "
             "--enable-mtp-training: the last stage has a copy of the embedding for the layers, which gets no gradient without it"
         )
 

@@ -86,7 +86,7 @@ def require_weights(path: str, chunks: Sequence[nn.Module], settings: MegatronTr
     dist.all_gather_object(of_stages, held, group=pipeline)
     there = {name for stage in of_stages for name in stage}
     experts = {weight.expert for name in there if (weight := names.by_megatron_name.get(name)) is not None}
-    wanted = [weight.megatron for weight in names.weights(settings.mtp.num_layers) if weight.expert in experts | {None}]
+    wanted = [weight.megatron for weight in names.weights(settings.num_mtp_layers) if weight.expert in experts | {None}]
     for problem, found in {
         "has weights that are not in the checkpoint": sorted(there - names.by_megatron_name.keys()),
         "lacks weights of the checkpoint": [name for name in wanted if name not in there],

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
+from fuligo.config.groups import OptimizerFlags, ParallelFlags, TrainFlags
 from fuligo.layout.megatron import Layout
 from fuligo.models.architecture import Activation, Architecture, Numerics
 from fuligo.models.routing import RoutingShape
@@ -11,29 +12,6 @@ from fuligo.trainer.packing import Capacity, Cost, MicroBatchPlan, MicroBatchSch
 from fuligo.trainer.ranks.settings import TrainerSettings
 from fuligo.trainer.shared_prefixes import SharedPrefixes, find_shared_prefixes
 from fuligo.types import TrainSample
-
-
-@dataclass(slots=True, frozen=True)
-class Recomputation:
-    """Activations that are computed again in the backward pass; names and meanings are Megatron's."""
-
-    granularity: Literal["full", "selective"] | None = None
-    method: Literal["uniform", "block"] | None = None
-    num_layers: int | None = None
-    modules: tuple[str, ...] = ()
-    """For selective recomputation; empty: core_attn."""
-
-
-@dataclass(slots=True, frozen=True)
-class MTPSettings:
-    """Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2)."""
-
-    num_layers: int = 0
-    """MTP layers that are loaded with the model."""
-    trained: bool = False
-    loss_scale: float = 0.2
-    joint: bool = False
-    """Train also the model below, its embedding and its head with the MTP loss."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -55,17 +33,6 @@ class SparseLayers:
 
 
 @dataclass(slots=True, frozen=True)
-class OptimizerPlace:
-    """Device, sharding and precision of the optimizer's state."""
-
-    distributed: bool = True
-    """Shard over the data-parallel ranks."""
-    on_cpu: bool = False
-    overlap_transfers: bool = False
-    precision_aware: bool = False
-
-
-@dataclass(slots=True, frozen=True)
 class MegatronTrainerSettings(TrainerSettings):
     layout: Layout = field(default_factory=Layout)
     model_flags: Mapping[str, Any] = field(default_factory=dict)
@@ -78,9 +45,12 @@ class MegatronTrainerSettings(TrainerSettings):
     """Layers with sparse attention; None: every token attends to all before it."""
     model_provider: str | None = None
     """Path of a function that builds the stages (`provider`); None: fuligo builds them."""
-    recomputation: Recomputation = field(default_factory=Recomputation)
-    mtp: MTPSettings = field(default_factory=MTPSettings)
-    optimizer_place: OptimizerPlace = field(default_factory=OptimizerPlace)
+    parallel: ParallelFlags = field(default_factory=ParallelFlags)
+    """Flags of recomputation; `layout` has the sizes."""
+    mtp: TrainFlags = field(default_factory=TrainFlags)
+    """Flags of multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2)."""
+    optimizer_place: OptimizerFlags = field(default_factory=OptimizerFlags)
+    """Flags of device, sharding and precision of the optimizer's state; `optimizer` has the others."""
     dispatcher: Literal["allgather", "alltoall", "flex"] = "allgather"
     """Transport of tokens to their experts."""
     deepep: bool = False
@@ -93,6 +63,11 @@ class MegatronTrainerSettings(TrainerSettings):
     """`score` records the routers' choices in the samples; else the samples name them already, and `score` replays them."""
     pad_multiple_tokens: int = 128
     """Packed rows are padded to a multiple of it."""
+
+    @property
+    def num_mtp_layers(self) -> int:
+        """MTP layers that are loaded with the model."""
+        return self.mtp.mtp_num_layers or 0
 
     @property
     def activation(self) -> Activation:
@@ -147,7 +122,7 @@ class MegatronTrainerSettings(TrainerSettings):
         if not self.shares_prefixes:
             return None
         routing = () if self.routing is None else [sample.routed_experts for sample in samples]
-        look_ahead = self.mtp.num_layers if self.mtp.trained else 0
+        look_ahead = self.num_mtp_layers if self.mtp.enable_mtp_training else 0
         return find_shared_prefixes([sample.tokens[:-1] for sample in samples], routing=routing, look_ahead=look_ahead)
 
 

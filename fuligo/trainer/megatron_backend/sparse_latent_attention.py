@@ -262,7 +262,7 @@ def refuse_unsupported_sparsity(config: TransformerConfig, settings: MegatronTra
     sparse, layout = settings.sparse_layers, settings.layout
     if sparse is None:
         return
-    if "mla_up_proj" in settings.recomputation.modules:
+    if "mla_up_proj" in settings.parallel.recompute_modules:
         raise ConfigError(
             "--recompute-modules mla_up_proj: sparse attention does not compute keys and values from latents; remove mla_up_proj"
         )

@@ -99,7 +99,7 @@ class MegatronRankWorker(RankWorker[MegatronTrainerSettings, Critic, HostWeights
             freeze_parameters(chunks, list(self.names.weights()), settings.trained)
         else:
             self._saved_adapter = self._add_adapter(chunks, settings.lora)
-        if settings.optimizer_place.on_cpu and world.device.type == "cuda":
+        if settings.optimizer_place.optimizer_cpu_offload and world.device.type == "cuda":
             torch.set_num_threads(max(1, num_cores() // torch.cuda.device_count()))  # all ranks of a node step at once
         self._learner = Learner(chunks, settings, world)
         self.chunks = self._learner.chunks
@@ -199,7 +199,7 @@ class MegatronRankWorker(RankWorker[MegatronTrainerSettings, Critic, HostWeights
 
     def _optimizer_steps(self, step: StepShare) -> tuple[list[StepGradients | None], dict[str, float]]:
         found = super()._optimizer_steps(step)
-        if self.settings.optimizer_place.on_cpu and self.world.device.type == "cuda":
+        if self.settings.optimizer_place.optimizer_cpu_offload and self.world.device.type == "cuda":
             torch.cuda.empty_cache()  # otherwise the cache grew by 20 GiB from step to step (docs/benchmarks-gpu.md)
         return found
 

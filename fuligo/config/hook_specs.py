@@ -86,13 +86,12 @@ HOOKS: dict[str, HookSpec] = {
 NONZERO_STD_FILTER = "fuligo.rollout.filters.check_reward_nonzero_std"
 POP_FIRST_FILTER = "fuligo.rollout.filters.pop_first"
 ALIASES = {
-    "fuligo.rollout.buffer.pop_first": POP_FIRST_FILTER,
     "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std": NONZERO_STD_FILTER,
     "slime.rollout.buffer.pop_first": POP_FIRST_FILTER,
     "slime.ray.rollout_data_source.pop_first": POP_FIRST_FILTER,
     "slime.rollout.data_source.pop_first": POP_FIRST_FILTER,
 }
-"""Paths from slime's launch scripts and earlier versions of fuligo -> the same functions here."""
+"""Paths from slime's launch scripts -> the same functions here."""
 
 
 def given_hooks(config: Config) -> Iterator[tuple[str, str]]:

@@ -1,15 +1,13 @@
 """State of a run, determined from outside without touching it, its current phase, pace and expected end."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
 from fuligo.observability.trace import DOING
 from fuligo.observability.viewer.attribution import PRIORITY, ROLLOUT
 from fuligo.observability.viewer.metric_columns import MetricColumns, finite, median
-from fuligo.observability.viewer.trace_reader import PhaseEvent, TraceReader
+from fuligo.observability.viewer.trace_reader import TraceReader
 
 State = Literal["finished", "running", "quiet", "stopped", "empty"]
 STALE_STEPS = 5
@@ -35,7 +33,7 @@ class Now:
 
 
 def current_activity(metrics: MetricColumns, num_rollouts: int | None, trace: TraceReader) -> Now:
-    """Return the current activity: the phase that has begun, or, in traces of earlier versions, the usual successor of the last phase."""
+    """Return the current activity: the phase that has begun, if one has."""
     step_s = median(finite(metrics.column("perf/step_s")[-WINDOW_STEPS:]))
     latest = metrics.latest("step")
     num_done = 0 if latest is None else int(latest) + 1
@@ -43,27 +41,13 @@ def current_activity(metrics: MetricColumns, num_rollouts: int | None, trace: Tr
     if trace.begun:
         name, step = min(trace.begun, key=_rank)
         return Now(DOING.get(name, name), step, trace.begun[name, step], step_s, left_s)
-    last = trace.last
-    name = _successor(last, trace.by_step) if last is not None else None
-    if last is None or name is None:
-        return Now(None, None, None, step_s, left_s)
-    return Now(DOING.get(name, name), last.step + (name == "rollout" and last.name != "eval"), last.end_s, step_s, left_s)
+    return Now(None, None, None, step_s, left_s)
 
 
 def _rank(phase: tuple[str, int]) -> int:
     """Return the sort key of a phase. A rollout runs in parallel with other phases and counts only if there is no other."""
     name = phase[0]
     return PRIORITY.index(name) if name in PRIORITY else len(PRIORITY) + (name == ROLLOUT)
-
-
-def _successor(last: PhaseEvent, by_step: Mapping[int, Sequence[PhaseEvent]]) -> str | None:
-    """Return the name of the phase that most recently followed one like `last`."""
-    for step in range(last.step - 1, max(-1, last.step - WINDOW_STEPS), -1):
-        phases = sorted([*by_step.get(step, ()), *by_step.get(step + 1, ())], key=lambda phase: phase.start_s)
-        for before, after in pairwise(phases):
-            if before.name == last.name and before.step == step:
-                return after.name
-    return {"start": "sync", "sync": "rollout", "rollout": "score", "score": "train", "train": "sync"}.get(last.name)
 
 
 def run_state(*, num_done: int, num_rollouts: int | None, locked: bool, age_s: float | None, step_s: float | None) -> State:

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +9,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
-from fuligo.observability.samples import PARTS, VERSIONS_IN_FOOTER, prompt_key
+from fuligo.observability.samples import PARTS, VERSIONS_IN_FOOTER
 from fuligo.observability.viewer.run_files import SampleFile, SampleSet, sample_files, sample_path
 from fuligo.observability.viewer.sample_rows import check_size
-from fuligo.types import PASS_REWARD
 
 INDEX_SCHEMA = pa.schema(
     [
@@ -41,21 +39,18 @@ _STORED = {
     "index": "index",
     "group": "group_index",
     "reward": "reward",
+    "passed": "passed",
     "parts": "parts",
+    "length": "response_length",
+    "advantage": "advantage_mean",
     "engine": "engine",
     "status": "status",
     "kept": "kept",
+    "prompt": "prompt_key",
     "dataset": "dataset",
 }
 """Columns of the index that are columns of the file."""
-_SOURCES = {
-    "response_length": "loss_mask",
-    "advantage_mean": "advantages",
-    "oldest_version": "versions",
-    "prompt_key": "prompt",
-    "passed": "reward",
-}
-"""Columns of the file, and the columns to compute them from in files of earlier versions, which lack them."""
+_READ = {*_STORED.values(), "oldest_version"}
 
 
 class SampleIndex:
@@ -149,56 +144,22 @@ def read_index_table(path: Path, step: int) -> pa.Table:
         OSError, pa.ArrowException: the file is not a parquet file, or is damaged.
     """
     fragment = next(iter(ds.dataset(path, format="parquet").get_fragments()))
-    check_size(fragment.metadata, {*_STORED.values(), *_SOURCES, *_SOURCES.values(), "versions"})
-    present = set(fragment.physical_schema.names)
+    check_size(fragment.metadata, _READ)
     # The statistics in the footer hold the greatest version of any token.
     places = [at for at in range(fragment.metadata.num_columns) if fragment.metadata.schema.column(at).path == VERSIONS_IN_FOOTER]
     found = [fragment.metadata.row_group(group).column(at).statistics for group in range(fragment.metadata.num_row_groups) for at in places]
     newest = max((each.max for each in found if each is not None and each.has_min_max), default=None)
-    wanted = {*_STORED.values(), *(name if name in present else source for name, source in _SOURCES.items())}
-    if newest is None:
-        wanted.add("versions")
-    table = fragment.to_table(columns=sorted(wanted & present), use_threads=False)
+    table = fragment.to_table(columns=sorted(_READ.intersection(fragment.physical_schema.names)), use_threads=False)
     num, none = table.num_rows, pa.nulls(table.num_rows)
 
     def column(name: str) -> pa.ChunkedArray | pa.Array:
         return table[name] if name in table.column_names else none
 
-    derived = {name: column(name) if name in present else _derived(name, column(source)) for name, source in _SOURCES.items()}
-    if newest is None:
-        newest = max(chain.from_iterable(filter(None, column("versions").to_pylist())), default=None)
     columns = {
+        **{name: column(stored) for name, stored in _STORED.items()},
         "step": pa.repeat(pa.scalar(step, pa.int32()), num),
         "row": pa.array(np.arange(num, dtype=np.int32)),
-        **{name: column(stored) for name, stored in _STORED.items()},
         "kept": pc.fill_null(column("kept").cast(pa.bool_()), True),
-        "passed": derived["passed"],
-        "length": derived["response_length"],
-        "advantage": derived["advantage_mean"],
-        "staleness": pc.call_function("subtract", [pa.scalar(newest, pa.int32()), derived["oldest_version"].cast(pa.int32())]),
-        "prompt": derived["prompt_key"],
+        "staleness": pc.call_function("subtract", [pa.scalar(newest, pa.int32()), column("oldest_version").cast(pa.int32())]),
     }
     return pa.table([columns[field.name].cast(field.type) for field in INDEX_SCHEMA], schema=INDEX_SCHEMA)
-
-
-def _derived(name: str, source: pa.ChunkedArray | pa.Array) -> pa.Array | pa.ChunkedArray:
-    """Compute a column that files of earlier versions lack."""
-    if name == "prompt_key":
-        return pa.array([None if text is None else prompt_key(text) for text in source.to_pylist()], pa.int64())
-    if name == "passed":
-        return pc.call_function("greater_equal", [source.cast(pa.float64()), pa.scalar(PASS_REWARD)])
-    if pa.types.is_null(source.type):
-        return pa.array([0 if name == "response_length" else None] * len(source), pa.int32())
-    lists = source.combine_chunks()
-    counts = lists.value_lengths().fill_null(0).to_numpy()
-    if name == "response_length":
-        return pa.array(counts)
-    reduced = np.full(len(counts), np.nan)
-    filled = counts > 0
-    if filled.any():
-        reduce = np.add if name == "advantage_mean" else np.minimum
-        starts = (np.cumsum(counts) - counts)[filled]
-        reduced[filled] = reduce.reduceat(lists.flatten().to_numpy().astype(np.float64), starts)
-    if name == "advantage_mean":
-        return pa.array(reduced / np.maximum(counts, 1), from_pandas=True)
-    return pa.array(reduced, from_pandas=True).cast(pa.int32())

@@ -37,8 +37,6 @@ class TraceReader:
         self.others_by_step: dict[int, list[PhaseEvent]] = defaultdict(list)
         self.names: dict[int, str] = {}
         """Names of processes."""
-        self.last: PhaseEvent | None = None
-        """Phase that ended last."""
         self.begun: dict[tuple[str, int], float] = {}
         """Start of the driver's phases that have not ended, by name and step, seconds since the epoch."""
         self.num_damaged = 0
@@ -51,7 +49,7 @@ class TraceReader:
             if self._tail.generation != self._generation:
                 self._generation = self._tail.generation
                 self.by_step, self.others_by_step = defaultdict(list), defaultdict(list)
-                self.names, self.last, self.begun, self.num_damaged = {}, None, {}, 0
+                self.names, self.begun, self.num_damaged = {}, {}, 0
             if not lines:
                 break
             anything = True
@@ -103,7 +101,6 @@ class TraceReader:
             self.others_by_step[phase.step].append(phase)
             return
         self.by_step[phase.step].append(phase)
-        self.last = phase
         self.begun.pop((phase.name, phase.step), None)
 
 

@@ -5,12 +5,10 @@ from pathlib import Path
 import pytest
 
 from fuligo.observability.viewer.answers import run_answer, sample_answer
-from fuligo.observability.viewer.metric_columns import MetricColumns
-from fuligo.observability.viewer.now import current_activity, is_locked, run_state
+from fuligo.observability.viewer.now import is_locked, run_state
 from fuligo.observability.viewer.run import RunReader
 from fuligo.observability.viewer.settings import differences, read_settings
 from fuligo.observability.viewer.time_answers import step_answer, steps_answer
-from fuligo.observability.viewer.trace_reader import TraceReader
 from tests.unit.observability.viewer.recorded_run import NUM_STEPS, PHASES, STEP_S, begin_run, write_run
 
 
@@ -57,20 +55,6 @@ def test_now_is_the_phase_that_has_begun(tmp_path: Path) -> None:
             assert now() == ("training", 0), "a rollout beside it runs ahead"
         assert now() == ("sampling", 1)
     live.directory.close()
-
-
-def test_now_is_the_usual_successor_in_traces_of_earlier_versions(tmp_path: Path) -> None:
-    write_run(tmp_path / "run", num_steps=3)
-    trace, metrics = TraceReader(tmp_path / "run" / "trace.json"), MetricColumns(tmp_path / "run" / "metrics.jsonl")
-    trace.update()
-    metrics.update()
-    expected = {"rollout": "scoring", "score": "training", "train": "syncing weights", "sync": "writing samples", "record": "sampling"}
-    for phase in trace.by_step[2]:
-        trace.last = phase
-        now = current_activity(metrics, 10, trace)
-        assert now.doing == expected[phase.name]
-        assert now.doing_step == (3 if phase.name == "record" else 2)
-        assert now.left_s == pytest.approx(7 * STEP_S)
 
 
 def test_steps_sum_to_their_seconds(run: RunReader) -> None:

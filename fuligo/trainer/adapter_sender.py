@@ -30,19 +30,6 @@ NUM_DIGESTED = 4096
 """Values of a tensor in `base_digest`, evenly spaced."""
 
 
-class MergedTensors(Protocol):
-    """Weights with the adapter merged into them."""
-
-    @property
-    def rounding(self) -> MergeRounding:
-        """Measure of what rounding left of the update; complete after the last tensor."""
-        ...
-
-    def named(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield Hugging Face names and full tensors. A collective: every rank iterates to the end."""
-        ...
-
-
 class AdaptedPolicy(Protocol):
     """Policy with an adapter; its full tensors, in the data type that engines receive, are gathered as they are iterated over."""
 
@@ -54,7 +41,14 @@ class AdaptedPolicy(Protocol):
         """Yield the adapter's tensors by their names in PEFT's files. A collective."""
         ...
 
-    def merged(self) -> MergedTensors: ...
+    def merged(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield Hugging Face names and full tensors, with the adapter merged into them. A collective: every rank iterates to the end."""
+        ...
+
+    @property
+    def rounding(self) -> MergeRounding:
+        """Measure of what rounding left of the update; complete after the last tensor of `merged`."""
+        ...
 
 
 class AdapterSender:
@@ -75,10 +69,9 @@ class AdapterSender:
     def send(self, target: WeightTarget) -> WeightManifest | Undelivered | None:
         """Send to all engines of `target`, as `WeightSender.send` does."""
         if self._merges:
-            weights = self._policy.merged()
-            sent = self._sender.send(weights.named(), target)
+            sent = self._sender.send(self._policy.merged(), target)
             trained = weights_checksum(self._policy.adapter())
-            return replace(sent, merged=weights.rounding, trained=trained) if isinstance(sent, WeightManifest) else sent
+            return replace(sent, merged=self._policy.rounding, trained=trained) if isinstance(sent, WeightManifest) else sent
         if self._named is not None:
             tensors = list(self._policy.adapter())
             return send_adapter(host_copies(tensors), self._named, target) if self._world.rank == 0 else None

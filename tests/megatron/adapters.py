@@ -173,10 +173,9 @@ def course(
         saving.result(timeout=120)
     elif save is not None:
         worker.save(save)
-    merged = worker._adapted.merged()
-    weights = {name: tensor.clone() for name, tensor in merged.named()}
+    weights = {name: tensor.clone() for name, tensor in worker._adapted.merged()}
     metrics.pop("train/tokens_per_s", None)
-    return Trained(metrics, weights, merged.rounding) if world.rank == 0 else None
+    return Trained(metrics, weights, worker._adapted.rounding) if world.rank == 0 else None
 
 
 def run_course(pool: RankPool, settings: MegatronTrainerSettings, samples: list[TrainSample], **options: object) -> Trained:

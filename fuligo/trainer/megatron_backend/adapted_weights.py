@@ -34,7 +34,7 @@ def load_adapter(chunks: Sequence[nn.Module], names: AdapterNames, directory: Pa
     set_adapter(chunks, names, whole)
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class AdaptedStages:
     """Policy with its adapter, in the form that `AdapterSender` expects."""
 
@@ -43,6 +43,8 @@ class AdaptedStages:
     adapter_names: AdapterNames
     dtype: torch.dtype
     world: World
+    rounding: MergeRounding = field(default_factory=MergeRounding)
+    """Measure of what rounding left of the adapter's update in the last `merged`."""
 
     def base(self) -> Iterator[tuple[str, Tensor]]:
         return named_weights(self.chunks, self.names, dtype=self.dtype)
@@ -50,24 +52,10 @@ class AdaptedStages:
     def adapter(self) -> Iterator[tuple[str, Tensor]]:
         return named_weights(self.chunks, self.adapter_names, dtype=self.dtype)
 
-    def merged(self) -> "MergedStages":
-        return MergedStages(self.chunks, self.names, self.dtype, self.world)
-
-
-@dataclass(slots=True)
-class MergedStages:
-    """Weights with the adapter merged into them on the ranks that hold their parts, and the measure of what rounding left of its update."""
-
-    chunks: Sequence[nn.Module]
-    names: ModelNames
-    dtype: torch.dtype
-    world: World
-    rounding: MergeRounding = field(default_factory=MergeRounding)
-
-    def named(self) -> Iterator[tuple[str, Tensor]]:
+    def merged(self) -> Iterator[tuple[str, Tensor]]:
         """Yield names and full tensors as `named_weights` does, W + scaling B A for adapted layers. A collective.
 
-        Sums are computed in float32 and rounded once. `rounding` is complete after the last tensor.
+        The ranks that hold the parts of a weight merge them. Sums are computed in float32 and rounded once. `rounding` is complete after the last tensor.
         """
         parts = _MergedParts(self.chunks, self.dtype)
         yield from named_weights(self.chunks, self.names, dtype=self.dtype, local=parts)

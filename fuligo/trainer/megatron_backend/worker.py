@@ -121,7 +121,7 @@ class MegatronRankWorker(RankWorker[MegatronTrainerSettings, Critic, HostWeights
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         if self._adapted is not None:
-            return self._adapted.merged().named()
+            return self._adapted.merged()
         return named_weights(self.chunks, self.names, dtype=self.export_dtype)
 
     def save(self, directory: Path) -> None:

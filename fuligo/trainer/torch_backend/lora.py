@@ -66,14 +66,21 @@ def named_adapter_weights(model: PreTrainedModel, *, dtype: torch.dtype | None =
 
 
 @dataclass(slots=True)
-class MergedWeights:
-    """Weights with the adapter merged into them, and the measure of what rounding them left of its update."""
+class AdaptedModel:
+    """Policy with its adapter, in the form that `AdapterSender` expects."""
 
     model: PreTrainedModel
     dtype: torch.dtype
     rounding: MergeRounding = field(default_factory=MergeRounding)
+    """Measure of what rounding left of the adapter's update in the last `merged`."""
 
-    def named(self) -> Iterator[tuple[str, Tensor]]:
+    def base(self) -> Iterator[tuple[str, Tensor]]:
+        return named_weights(self.model, dtype=self.dtype)
+
+    def adapter(self) -> Iterator[tuple[str, Tensor]]:
+        return named_adapter_weights(self.model, dtype=self.dtype)
+
+    def merged(self) -> Iterator[tuple[str, Tensor]]:
         """Yield names and full tensors as `named_weights` does, W + scaling B A for adapted layers. A collective if it is sharded.
 
         Sums are computed in float32 and rounded once. `rounding` is complete after the last tensor.
@@ -91,20 +98,3 @@ class MergedWeights:
             else:
                 is_cast = full.is_floating_point() and not is_saved_buffer(tensor)
                 yield name, full.to(self.dtype) if is_cast else full
-
-
-@dataclass(slots=True, frozen=True)
-class AdaptedModel:
-    """Policy with its adapter, in the form that `AdapterSender` expects."""
-
-    model: PreTrainedModel
-    dtype: torch.dtype
-
-    def base(self) -> Iterator[tuple[str, Tensor]]:
-        return named_weights(self.model, dtype=self.dtype)
-
-    def adapter(self) -> Iterator[tuple[str, Tensor]]:
-        return named_adapter_weights(self.model, dtype=self.dtype)
-
-    def merged(self) -> MergedWeights:
-        return MergedWeights(self.model, self.dtype)

@@ -27,7 +27,7 @@ from fuligo.trainer.step import StepGradients
 from fuligo.trainer.torch_backend.compiled_layers import can_compile
 from fuligo.trainer.torch_backend.critic import Critic, ValueModel, load_value_model
 from fuligo.trainer.torch_backend.learner import Learner, compute_gradients, compute_scores, freeze_parameters
-from fuligo.trainer.torch_backend.lora import AdaptedModel, MergedWeights, add_policy_adapter, store_base_in_half_precision
+from fuligo.trainer.torch_backend.lora import AdaptedModel, add_policy_adapter, store_base_in_half_precision
 from fuligo.trainer.torch_backend.model import (
     PackedModel,
     Policy,
@@ -98,7 +98,7 @@ class TorchRankWorker(RankWorker[TorchTrainerSettings, Critic, Policy]):
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         if self.settings.lora is not None:
-            return MergedWeights(self.policy.model, self.export_dtype).named()
+            return AdaptedModel(self.policy.model, self.export_dtype).merged()
         return named_weights(self.policy.model, dtype=self.export_dtype)
 
     def save(self, directory: Path) -> None:

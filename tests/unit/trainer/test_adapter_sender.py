@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fuligo.formats.weight_manifest import EngineAddress, WeightManifest, WeightTarget
-from fuligo.trainer.adapter_sender import AdapterSender, MergedTensors
+from fuligo.formats.weight_manifest import EngineAddress, MergeRounding, WeightManifest, WeightTarget
+from fuligo.trainer.adapter_sender import AdapterSender
 from fuligo.trainer.ranks.world import World
 from fuligo.weights.senders import WeightSender
 
@@ -25,8 +25,10 @@ class Policy:
     def adapter(self) -> Iterator[tuple[str, Tensor]]:
         yield "base_model.model.lora_A.weight", torch.ones(2)
 
-    def merged(self) -> MergedTensors:
+    def merged(self) -> Iterator[tuple[str, torch.Tensor]]:
         raise AssertionError("the adapter is sent by itself")
+
+    rounding = MergeRounding()
 
 
 def sends_base(sender: AdapterSender, directory: Path, *engines: EngineAddress) -> bool:

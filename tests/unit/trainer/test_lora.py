@@ -17,7 +17,7 @@ from fuligo.trainer.objective import KlLoss, LossSettings
 from fuligo.trainer.ranks.settings import LearningRateSchedule, LoraSettings, OptimizerSettings
 from fuligo.trainer.ranks.trainer import LocalTrainer
 from fuligo.trainer.ranks.world import World
-from fuligo.trainer.torch_backend.lora import MergedWeights
+from fuligo.trainer.torch_backend.lora import AdaptedModel
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 from fuligo.trainer.torch_backend.worker import TorchRankWorker
 from fuligo.types import TrainSample
@@ -164,12 +164,12 @@ def test_merged_weights_are_those_that_peft_merges(settings, checkpoint, tmp_pat
 
 def test_what_rounding_leaves_of_a_merge_is_counted(settings) -> None:
     worker = worker_of(settings)
-    weights = MergedWeights(worker.policy.model, torch.bfloat16)
-    list(weights.named())
+    weights = AdaptedModel(worker.policy.model, torch.bfloat16)
+    list(weights.merged())
     assert weights.rounding.num_elements == 0  # B is zero: there is no update yet
     for layer in lora_layers(worker.policy.model).values():
         torch.nn.init.constant_(layer.lora_B["default"].weight, 1e-7)
-    list(weights.named())
+    list(weights.merged())
     assert 0 < weights.rounding.share_changed < 0.05
 
 

@@ -55,7 +55,8 @@ class AdaptedStages:
     def merged(self) -> Iterator[tuple[str, Tensor]]:
         """Yield names and full tensors as `named_weights` does, W + scaling B A for adapted layers. A collective.
 
-        The ranks that hold the parts of a weight merge them. Sums are computed in float32 and rounded once. `rounding` is complete after the last tensor.
+        The ranks that hold the parts of a weight merge them. Sums are computed in float32 and rounded once. `rounding` is complete after
+        the last tensor.
         """
         parts = _MergedParts(self.chunks, self.dtype)
         yield from named_weights(self.chunks, self.names, dtype=self.dtype, local=parts)

@@ -119,14 +119,13 @@ def _cut(weights: Weights, file_bytes: int) -> Iterator[list[str]]:
 _HEAD, _SCORE, _BIAS = "lm_head.weight", "score.weight", "score.bias"
 
 
-def value_to_hf(given: Path, target: Path, *, model: Path | None = None, file_bytes: int = FILE_BYTES) -> Path:
+def value_to_hf(given: Path, target: Path, *, model: Path | None = None) -> Path:
     """Write a directory for `AutoModelForTokenClassification`; its logit [..., T, 1] is the value of the state after each token.
 
     Args:
         given: a training checkpoint of either trainer, a directory of them (the newest is used), or a value model itself.
         target: a new or empty directory.
         model: directory to take config.json and tokenizer from; None takes those next to the weights.
-        file_bytes: see `dist_to_hf`.
 
     Returns:
         Directory of the value model.
@@ -153,7 +152,7 @@ def value_to_hf(given: Path, target: Path, *, model: Path | None = None, file_by
         "classifier_dropout": 0.0,
         "tie_word_embeddings": False,
     }
-    write_directory(_Classifier(weights), beside, target, changed=changed, file_bytes=file_bytes)
+    write_directory(_Classifier(weights), beside, target, changed=changed)
     return source
 
 

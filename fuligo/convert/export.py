@@ -31,7 +31,19 @@ def export(checkpoint: Path, target: Path) -> None:
     try:
         with writing(target):
             shutil.rmtree(new, ignore_errors=True)  # A crash may have left it.
-            _write(checkpoint, new)
+            from fuligo.convert.dist_to_hf import dist_to_hf, write_directory
+            from fuligo.convert.published import PublishedWeights
+            from fuligo.formats.hf_tensors import InOwnDtypes
+
+            if is_adapter(weights_of(checkpoint)):
+                shutil.copytree(weights_of(checkpoint), new)
+                sync_tree(new)
+            elif is_distributed(checkpoint):
+                dist_to_hf(checkpoint, new)
+            else:
+                stored = InOwnDtypes(weights_of(checkpoint))
+                weights = PublishedWeights(stored, stored_experts(read_config_json(stored.directory)))
+                write_directory(weights, stored.directory, new, changed={"dtype": str(stored.common).removeprefix("torch.")})
             if target.exists():
                 shutil.rmtree(old, ignore_errors=True)
                 target.rename(old)
@@ -48,22 +60,6 @@ def export_problem(target: Path) -> str | None:
     if not target.exists() or (target.is_dir() and (is_ours or not any(target.iterdir()))):
         return None
     return f"cannot replace {target}: it is not a Hugging Face directory; use another directory"
-
-
-def _write(checkpoint: Path, new: Path) -> None:
-    from fuligo.convert.dist_to_hf import dist_to_hf, write_directory
-    from fuligo.convert.published import PublishedWeights
-    from fuligo.formats.hf_tensors import InOwnDtypes
-
-    if is_adapter(weights_of(checkpoint)):
-        shutil.copytree(weights_of(checkpoint), new)
-        sync_tree(new)
-    elif is_distributed(checkpoint):
-        dist_to_hf(checkpoint, new)
-    else:
-        stored = InOwnDtypes(weights_of(checkpoint))
-        weights = PublishedWeights(stored, stored_experts(read_config_json(stored.directory)))
-        write_directory(weights, stored.directory, new, changed={"dtype": str(stored.common).removeprefix("torch.")})
 
 
 def push_problem(name: str) -> str | None:

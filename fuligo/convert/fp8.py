@@ -42,7 +42,16 @@ def convert(plan: Fp8Plan, report: Report) -> None:
         plan.target.mkdir(parents=True, exist_ok=True)
         for leftover in plan.target.rglob(f"{UNFINISHED}*"):
             leftover.unlink()
-        _convert_shards(plan, report)
+        stop = threading.Event()
+        with _one_thread_each() as set_threads, ThreadPoolExecutor(plan.num_workers, "fp8", set_threads) as workers:
+            waiting = [workers.submit(_convert_shard, shard, plan.source, plan.target, stop) for shard in plan.shards]
+            try:
+                for number, done in enumerate(as_completed(waiting), 1):
+                    report(f"{done.result()}  ({number} of {len(waiting)})")
+            except BaseException:
+                stop.set()
+                workers.shutdown(wait=True, cancel_futures=True)
+                raise
         for name in plan.other_files:
             source = plan.source / name
             target = plan.target / name
@@ -58,19 +67,6 @@ def convert(plan: Fp8Plan, report: Report) -> None:
         raise CheckpointError(
             f"cannot convert: {error.filename or plan.target}: {error.strerror}; run the same command again to continue"
         ) from error
-
-
-def _convert_shards(plan: Fp8Plan, report: Report) -> None:
-    stop = threading.Event()
-    with _one_thread_each() as set_threads, ThreadPoolExecutor(plan.num_workers, "fp8", set_threads) as workers:
-        waiting = [workers.submit(_convert_shard, shard, plan.source, plan.target, stop) for shard in plan.shards]
-        try:
-            for number, done in enumerate(as_completed(waiting), 1):
-                report(f"{done.result()}  ({number} of {len(waiting)})")
-        except BaseException:
-            stop.set()
-            workers.shutdown(wait=True, cancel_futures=True)
-            raise
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fuligo.convert.dist_to_hf import FILE_BYTES, write_directory
+from fuligo.convert.dist_to_hf import write_directory
 from fuligo.errors import CheckpointError, ConfigError
 from fuligo.formats.adapter_config import AdapterConfig, adapted_weight
 from fuligo.formats.hf_tensors import InOwnDtypes
@@ -97,18 +97,17 @@ class MergedTensors(InOwnDtypes):
         return merged
 
 
-def merge_adapter(base: Path, adapter: Path, target: Path, *, file_bytes: int = FILE_BYTES) -> MergeRounding:
+def merge_adapter(base: Path, adapter: Path, target: Path) -> MergeRounding:
     """Write the merged model to `target`, which appears when it is complete; return what rounding left of the adapter's update.
 
     Args:
         base: Hugging Face directory that the adapter was trained on.
         adapter: PEFT directory.
         target: a new or empty directory.
-        file_bytes: size of a file of weights, and so of the memory needed.
 
     Raises:
         CheckpointError: a directory is damaged, they do not fit each other, or the target cannot be written.
     """
     weights = MergedTensors(base, adapter)
-    write_directory(weights, base, target, file_bytes=file_bytes)
+    write_directory(weights, base, target)
     return weights.rounding

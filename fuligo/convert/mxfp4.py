@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from fuligo.convert.dist_to_hf import FILE_BYTES, write_directory
+from fuligo.convert.dist_to_hf import write_directory
 from fuligo.errors import CheckpointError
 from fuligo.formats.hf_tensors import HuggingFaceTensors
 from fuligo.formats.hugging_face import MXFP4, MXFP4_BLOCKS, MXFP4_SCALES, DamagedFileError, quantisation_method
@@ -44,13 +44,12 @@ class DequantisedTensors(HuggingFaceTensors):
         return convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16, rows_per_chunk=_CHUNK_BLOCKS)
 
 
-def mxfp4_to_bf16(source: Path, target: Path, *, file_bytes: int = FILE_BYTES) -> None:
+def mxfp4_to_bf16(source: Path, target: Path) -> None:
     """Write the model in bfloat16 to `target`, which appears when it is complete.
 
     Args:
         source: Hugging Face directory with experts in MXFP4.
         target: a new or empty directory.
-        file_bytes: size of a file of weights, and so of the memory needed; a larger tensor gets its own file.
 
     Raises:
         CheckpointError: the source is not in MXFP4, or damaged, or the target cannot be written.
@@ -63,4 +62,4 @@ def mxfp4_to_bf16(source: Path, target: Path, *, file_bytes: int = FILE_BYTES) -
         raise CheckpointError(
             f"cannot convert {source}: its config.json states {method or 'no'} quantization, not {MXFP4}; use it as it is"
         )
-    write_directory(DequantisedTensors(source), source, target, changed={"dtype": "bfloat16"}, file_bytes=file_bytes)
+    write_directory(DequantisedTensors(source), source, target, changed={"dtype": "bfloat16"})

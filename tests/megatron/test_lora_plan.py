@@ -131,7 +131,7 @@ def run_of(
         chunk_tokens=7,
     )
     given = f"--prompt-data prompts.jsonl --rm-type random --num-rollout 1 --train-backend megatron --lora-rank {RANK} {flags}"
-    distributed = "--use-distributed-optimizer" if place.distributed else "--no-use-distributed-optimizer"
+    distributed = "--use-distributed-optimizer" if place.use_distributed_optimizer else "--no-use-distributed-optimizer"
     config = parse([*given.split(), "--hf-checkpoint", str(checkpoint), "--rollout-num-gpus", "1", distributed]).config
     architecture = architecture_of(read_config_json(checkpoint))
     return settings, Subject(config, architecture, architecture, gpu("h200-141"), adapter_config=adapter)

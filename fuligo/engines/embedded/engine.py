@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import partial, wraps
+from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -69,7 +69,20 @@ def command(method: Callable[Concatenate[EmbeddedEngine, P], T]) -> Callable[Con
 
     @wraps(method)
     def asking(self: EmbeddedEngine, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        return self._ask(partial(method, self, *args, **kwargs))
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(method(self, *args, **kwargs))
+            except BaseException as error:
+                future.set_exception(error)
+
+        with self._wake:
+            self._commands.append(run)
+            self._wake.notify()
+        return future
 
     return asking
 
@@ -216,22 +229,6 @@ class EmbeddedEngine:
     def resume_memory(self) -> None:
         self.model.module.to(self.model.device)
         self._released = False
-
-    def _ask(self, do: Callable[[], T]) -> Future[T]:
-        future: Future[T] = Future()
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(do())
-            except BaseException as error:
-                future.set_exception(error)
-
-        with self._wake:
-            self._commands.append(run)
-            self._wake.notify()
-        return future
 
     def has_work(self) -> bool:
         """Return whether a turn would do something; the caller holds the thread's condition."""

@@ -139,7 +139,17 @@ class WorkerPool:
         async with self._slots:
             for last_try in (False, True):
                 try:
-                    return await self._ask(request)
+                    worker = self._pop_idle() or await self._start()
+                    self._busy.add(worker)
+                    try:
+                        return await worker.ask(request, self._timeout_s)
+                    except asyncio.CancelledError:
+                        worker.kill_now()  # otherwise its reply would be read as the next request's
+                        raise
+                    finally:
+                        self._busy.discard(worker)
+                        if worker.alive:
+                            self._idle.append(worker)
                 except WorkerDiedError as error:
                     if last_try:
                         raise NoVerdictError(FailureReason.WORKER_DIED, "the reward worker was killed twice on this response") from error
@@ -150,19 +160,6 @@ class WorkerPool:
         workers, self._idle = [*self._idle, *self._busy], []
         for worker in workers:
             await worker.kill()
-
-    async def _ask(self, request: dict[str, Any]) -> bool:
-        worker = self._pop_idle() or await self._start()
-        self._busy.add(worker)
-        try:
-            return await worker.ask(request, self._timeout_s)
-        except asyncio.CancelledError:
-            worker.kill_now()  # otherwise its reply would be read as the next request's
-            raise
-        finally:
-            self._busy.discard(worker)
-            if worker.alive:
-                self._idle.append(worker)
 
     async def _start(self) -> Worker:
         if self._failed_start is not None:

@@ -12,7 +12,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor, nn
 
 from fuligo.config.flag import option_name
-from fuligo.errors import ConfigError
+from fuligo.errors import ConfigError, TrainerError
 from fuligo.models.names import EMBEDDING, HEAD, Weight
 from fuligo.trainer.megatron_backend.model import PolicyModel
 from fuligo.trainer.megatron_backend.router import move_corrections
@@ -146,7 +146,12 @@ class Learner:
         grad_norm = gradient_norm(self.optimizer)
         losses = losses_of_ranks(gradients, num_micro_batches, self._world)
         step = self.progress.num_optimizer_steps
-        require_finite(losses, grad_norm, optimizer_step=step, flag=self._flag, whose=self._whose)
+        try:
+            require_finite(losses, grad_norm, optimizer_step=step, flag=self._flag, whose=self._whose)
+        except TrainerError:
+            self.optimizer.zero_grad()
+            zero_gradients(self.chunks)
+            raise
         lr = apply_step(self.optimizer, self._settings, step=step, grad_norm=grad_norm)
         move_corrections(self.chunks)
         self.optimizer.zero_grad()

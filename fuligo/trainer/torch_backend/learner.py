@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from fuligo.errors import TrainerError
 from fuligo.trainer.batch import MicroBatch, PackedTokens, pack_tokens
 from fuligo.trainer.logprobs import TokenLogprobs
 from fuligo.trainer.metric_sums import MetricSums
@@ -48,7 +49,11 @@ class Learner:
         grad_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()  # over all ranks
         losses = losses_of_ranks(gradients, num_micro_batches, self._world)
         step = self.progress.num_optimizer_steps
-        require_finite(losses, grad_norm, optimizer_step=step, flag=self._flag, whose=self._whose)
+        try:
+            require_finite(losses, grad_norm, optimizer_step=step, flag=self._flag, whose=self._whose)
+        except TrainerError:
+            self.optimizer.zero_grad(set_to_none=True)
+            raise
         lr = self._settings.schedule.at(step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr

@@ -19,10 +19,10 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 class HuggingFaceTensors:
     """Tensors of a Hugging Face directory; opening it reads the headers."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, stem: str = "model") -> None:
         """Read the headers of all files. Raises CheckpointError if the directory has no tensors, or a file is damaged."""
         try:
-            self._stored = read_stored_tensors(directory)
+            self._stored = read_stored_tensors(directory, stem)
         except DamagedFileError as error:
             raise CheckpointError(str(error)) from None
         self.directory = directory

@@ -11,7 +11,6 @@ from typing import Any
 from fuligo.errors import ConfigError
 from fuligo.formats.disk import open_plain, read_plain_text, unreadable_files
 
-_INDEX = "model.safetensors.index.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 _JSON_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 _LARGEST_SIZES = {
@@ -188,12 +187,13 @@ def read_shapes(directory: Path) -> dict[str, Shape]:
     return {name: tensor.shape for name, tensor in read_stored_tensors(directory).items()}
 
 
-def read_stored_tensors(directory: Path) -> dict[str, StoredTensor]:
+def read_stored_tensors(directory: Path, stem: str = "model") -> dict[str, StoredTensor]:
     """Return dtype, shape and location of all tensors by name; only headers are read.
 
-    Raises DamagedFileError if a file is missing, truncated or not a safetensors file, or a tensor is not where the index says.
+    `stem`: start of the index's name. Raises DamagedFileError if a file is missing, truncated or not a safetensors file, or a tensor is not
+    where the index says.
     """
-    index = directory / _INDEX
+    index = directory / f"{stem}.safetensors.index.json"
     if not index.exists():
         files = sorted(directory.glob("*.safetensors"))
         if not files:
@@ -209,7 +209,7 @@ def read_stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     headers = {file: read_header(directory / file) for file in sorted(set(weight_map.values()))}
     for name, file in weight_map.items():
         if name not in headers[file]:
-            raise DamagedFileError(f"{directory / file} lacks {name}, which {_INDEX} lists")
+            raise DamagedFileError(f"{directory / file} lacks {name}, which {index.name} lists")
     return {name: headers[file][name] for name, file in weight_map.items()}
 
 

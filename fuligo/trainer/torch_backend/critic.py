@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fuligo.errors import CheckpointError
+from fuligo.formats.hf_tensors import HuggingFaceTensors
 from fuligo.trainer.batch import PackedTokens
 from fuligo.trainer.critic import BaseCritic
 from fuligo.trainer.ranks.settings import CriticSettings
@@ -55,14 +55,8 @@ def load_value_model(directory: Path, policy: PreTrainedModel) -> PreTrainedMode
 
 def _single_row(directory: Path, name: str) -> Tensor | None:
     """Return the tensor [1, E] of that name in the files; None if it is missing or has another number of rows."""
-    try:
-        for file in sorted(directory.glob("*.safetensors")):
-            with safe_open(file, framework="pt") as tensors:
-                if name in tensors.keys() and tensors.get_slice(name).get_shape()[0] == 1:  # noqa: SIM118
-                    return tensors.get_tensor(name)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot read {directory}: {error}") from error
-    return None
+    files = HuggingFaceTensors(directory)
+    return files.read(name) if files.shapes.get(name, (0,))[0] == 1 else None
 
 
 def _require_same_architecture(directory: Path, model: PreTrainedModel, policy: PreTrainedModel, *, head: str) -> None:

@@ -152,7 +152,7 @@ def restore_state(directory: Path, state: TrainingState, world: World) -> None:
             f"cannot resume {directory}: its adapter {other_storage(trained_on, state.base)}; use the --lora-base-precision (and the "
             "engine's data type) that it was trained with"
         )
-    weights = TensorFiles(directory / "hf") if state.base_digest is None else TensorFiles.of_adapter(directory / ADAPTER)
+    weights = TensorFiles(directory / "hf") if state.base_digest is None else TensorFiles(directory / ADAPTER, stem=None)
     saved = [_Saved.open(state.policy, counters.policy, weights=weights, directory=directory / "optimizer")]
     if has_adapter(state.policy.model):
         require_scaling(directory, scaling_of(state.policy.model))
@@ -169,7 +169,7 @@ def restore_state(directory: Path, state: TrainingState, world: World) -> None:
     for of_learner in saved:
         of_learner.load()
     if state.reference is not None and reference is not None:
-        load_weights(state.reference, reference.read())
+        load_weights(state.reference, reference.read_all())
     if random_state is not None:
         set_random_state(random_state, world)
 
@@ -181,25 +181,27 @@ class _Saved:
     learner: Learner
     progress: Progress
     weights: TensorFiles
-    moments: TensorFiles
+    moments: TensorFiles | None
+    """None before the first optimizer step."""
 
     @classmethod
     def open(cls, learner: Learner, progress: Progress, *, weights: TensorFiles, directory: Path) -> Self:
         """Open and check the files of one model; `directory` has the optimizer's state."""
-        moments = TensorFiles(directory, stem="optimizer")
+        moments = TensorFiles(directory, stem="optimizer") if progress.num_optimizer_steps else None
         weights.check_shapes(_shapes(adapter_tensors(learner.model)) if has_adapter(learner.model) else _weight_shapes(learner.model))
-        moments.check_shapes(_moment_shapes(learner.model) if progress.num_optimizer_steps else {})
+        if moments is not None:
+            moments.check_shapes(_moment_shapes(learner.model))
         return cls(learner, progress, weights, moments)
 
     def load(self) -> None:
         model = self.learner.model
         if has_adapter(model):
-            load_tensors(adapter_tensors(model), self.weights.read())
+            load_tensors(adapter_tensors(model), self.weights.read_all())
         else:
-            load_weights(model, self.weights.read())
+            load_weights(model, self.weights.read_all())
         parameters, state = _trained_parameters(model), self.learner.optimizer.state
         state.clear()
-        for name, full in self.moments.read():
+        for name, full in self.moments.read_all() if self.moments is not None else ():
             parameter_name, _, key = name.rpartition(".")
             parameter = parameters[parameter_name]
             own = full.to(parameter.device) if key == "step" else shard_like(full, parameter)

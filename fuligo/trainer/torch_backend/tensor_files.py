@@ -3,15 +3,14 @@
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Self
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from fuligo.errors import CheckpointError
-from fuligo.formats.adapter_config import ADAPTER_WEIGHTS
 from fuligo.formats.buckets import cut_into_buckets
+from fuligo.formats.hf_tensors import HuggingFaceTensors
 from fuligo.trainer.parameters import require_finite_weights
 
 SHARD_BYTES = 4 * 1024**3
@@ -41,56 +40,32 @@ def write_tensors(directory: Path, named_tensors: Iterable[tuple[str, Tensor]], 
     (directory / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
-class TensorFiles:
+class TensorFiles(HuggingFaceTensors):
     """Reader of the files of `write_tensors`; opening it reads and checks headers only."""
 
-    def __init__(self, directory: Path, *, stem: str = "model") -> None:
+    def __init__(self, directory: Path, *, stem: str | None = "model") -> None:
         """Read and check the headers.
+
+        Args:
+            stem: start of the files' names; None: a PEFT directory, which has a single file and no index
 
         Raises:
             CheckpointError: the index or a file is missing, truncated, or lacks a tensor of the index.
         """
-        index = directory / f"{stem}.safetensors.index.json"
-        try:
-            files: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        except (OSError, ValueError, KeyError) as error:
-            raise CheckpointError(f"cannot read {index}: {error}") from error
-        self._read_headers(directory, files)
-        absent = sorted(files.keys() - self.shapes.keys())
-        if absent:
-            raise CheckpointError(f"{directory / files[absent[0]]}: lacks {absent[0]}, which {index.name} lists")
+        if stem is not None and not (index := directory / f"{stem}.safetensors.index.json").is_file():
+            raise CheckpointError(f"cannot read {index}: it is missing")
+        super().__init__(directory, stem or "model")
 
-    @classmethod
-    def of_adapter(cls, directory: Path) -> Self:
-        """Open the single file of a PEFT directory, which has no index.
-
-        Raises:
-            CheckpointError: it is missing or truncated.
-        """
-        files = cls.__new__(cls)
-        files._read_headers(directory, {"": ADAPTER_WEIGHTS})
-        files._files = dict.fromkeys(files.shapes, ADAPTER_WEIGHTS)
-        return files
-
-    def _read_headers(self, directory: Path, files: dict[str, str]) -> None:
-        self._directory, self._files = directory, files
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        for file in sorted(set(self._files.values())):
-            with self._open(file) as tensors:
-                self.shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-
-    def read(self) -> Iterator[tuple[str, Tensor]]:
+    def read_all(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors, on the CPU, one at a time.
 
         Raises:
             CheckpointError: a file is damaged, or a tensor holds NaN.
         """
-        for file in sorted(set(self._files.values())):
-            with self._open(file) as tensors:
-                for name in tensors.keys():  # noqa: SIM118
-                    tensor = tensors.get_tensor(name)
-                    require_finite_weights([(name, tensor)], self._directory / file)
-                    yield name, tensor
+        for name, stored in self._stored.items():
+            tensor = self.read(name)
+            require_finite_weights([(name, tensor)], self.directory / stored.file)
+            yield name, tensor
 
     def check_shapes(self, expected: dict[str, tuple[int, ...]]) -> None:
         """Check names and shapes.
@@ -101,17 +76,11 @@ class TensorFiles:
         for name in sorted(expected.keys() | self.shapes.keys()):
             held, wanted = self.shapes.get(name), expected.get(name)
             if held != wanted:
-                where = self._directory / self._files[name] if held else self._directory
+                where = self.directory / self._stored[name].file if held else self.directory
                 raise CheckpointError(
                     f"{where}: belongs to another architecture: {name} is {_described(held)} there but {_described(wanted)} in this run. "
                     "Resume with the --hf-checkpoint and the trained parameters that the checkpoint was made with."
                 )
-
-    def _open(self, file: str):
-        try:
-            return safe_open(self._directory / file, framework="pt")
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{self._directory / file}: missing, truncated or corrupt: {error}") from error
 
 
 def _described(shape: tuple[int, ...] | None) -> str:

@@ -45,4 +45,4 @@ def test_a_model_with_such_a_value_is_not_loaded(model: Path, tmp_path: Path) ->
 def test_a_state_with_such_a_value_is_not_resumed(tmp_path: Path) -> None:
     write_tensors(tmp_path, [("exp_avg", torch.tensor([0.0, float("inf")]))], stem="optimizer")
     with pytest.raises(CheckpointError, match=r"optimizer-00000\.safetensors: exp_avg has 1 of 2 values"):
-        list(TensorFiles(tmp_path, stem="optimizer").read())
+        list(TensorFiles(tmp_path, stem="optimizer").read_all())

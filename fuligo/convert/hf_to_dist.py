@@ -12,7 +12,7 @@ from fuligo.errors import CheckpointError
 from fuligo.formats.checkpoint_files import MODEL_FILES, RELEASE, TRACKER, UNFINISHED, copy_model_files
 from fuligo.formats.disk import replace_text, sync, sync_tree, write_manifest
 from fuligo.formats.hf_tensors import DTYPES
-from fuligo.formats.hugging_face import DamagedFileError, StoredTensor, read_config_json, read_stored_tensors
+from fuligo.formats.hugging_face import StoredTensor, read_config_json, read_stored_tensors
 from fuligo.formats.shards import Unread, write_format, write_shards
 from fuligo.models.names import ModelNames, Weight
 from fuligo.models.registry import names_of
@@ -35,7 +35,7 @@ def hf_to_dist(source: Path, target: Path, world: World) -> None:
     names = names_of(read_config_json(source), str(source / "config.json"))
     unfinished, final = target / f"{UNFINISHED}{RELEASE}", target / RELEASE
     _check_target(target)
-    headers = _read_headers(source)
+    headers = read_stored_tensors(source)
     weights = list(names.weights(_num_mtp_layers(headers, names)))
     with StoredWeights(source, names, _num_mtp_layers(headers, names)) as stored:
         share = list(_share(stored, weights, headers, names, world))
@@ -75,13 +75,6 @@ def _finish(unfinished: Path, final: Path) -> None:
     unfinished.rename(final)
     sync(final.parent)
     replace_text(final.parent / TRACKER, RELEASE)
-
-
-def _read_headers(source: Path) -> dict[str, StoredTensor]:
-    try:
-        return read_stored_tensors(source)
-    except DamagedFileError as error:
-        raise CheckpointError(str(error)) from None
 
 
 def _share(

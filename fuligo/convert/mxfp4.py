@@ -9,7 +9,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from fuligo.convert.dist_to_hf import write_directory
 from fuligo.errors import CheckpointError
 from fuligo.formats.hf_tensors import HuggingFaceTensors
-from fuligo.formats.hugging_face import MXFP4, MXFP4_BLOCKS, MXFP4_SCALES, DamagedFileError, quantisation_method
+from fuligo.formats.hugging_face import MXFP4, MXFP4_BLOCKS, MXFP4_SCALES, quantisation_method
 
 _CHUNK_BLOCKS = 2**20
 """Blocks of 32 weights converted at a time; the temporary tensors of one take 0.3 GiB."""
@@ -54,10 +54,7 @@ def mxfp4_to_bf16(source: Path, target: Path) -> None:
     Raises:
         CheckpointError: the source is not in MXFP4, or damaged, or the target cannot be written.
     """
-    try:
-        method = quantisation_method(source)
-    except DamagedFileError as error:
-        raise CheckpointError(str(error)) from None
+    method = quantisation_method(source)
     if method != MXFP4:
         raise CheckpointError(
             f"cannot convert {source}: its config.json states {method or 'no'} quantization, not {MXFP4}; use it as it is"

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fuligo.errors import CheckpointError
 from fuligo.formats.fp8_shards import FP8_DTYPE
-from fuligo.formats.hugging_face import MXFP4_BLOCKS, MXFP4_SCALES, DamagedFileError, is_weight_file, read_stored_tensors
+from fuligo.formats.hugging_face import MXFP4_BLOCKS, MXFP4_SCALES, is_weight_file, read_stored_tensors
 from fuligo.formats.quantisation import expert_parts
 from fuligo.formats.stored_experts import StoredExperts, mixtral_name
 
@@ -82,10 +81,7 @@ def record_dtypes(source: Path, target: Path) -> None:
     if (source / TENSORS).exists():
         shutil.copy(source / TENSORS, target)
     elif any(source.glob("*.safetensors")):
-        try:
-            stored = {name: tensor.dtype for name, tensor in read_stored_tensors(source).items()}
-        except DamagedFileError as error:
-            raise CheckpointError(str(error)) from None
+        stored = {name: tensor.dtype for name, tensor in read_stored_tensors(source).items()}
         config = json.loads((source / "config.json").read_text()) if (source / "config.json").exists() else {}
         (target / TENSORS).write_text(json.dumps(_before_quantisation(stored, config), indent=0))
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fuligo.errors import CheckpointError
 from fuligo.formats.checkpoint_files import TENSORS
-from fuligo.formats.hugging_face import DamagedFileError, read_stored_tensors
+from fuligo.formats.hugging_face import read_stored_tensors
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Dtypes by their safetensors names: those that a checkpoint to train from may have."""
@@ -21,10 +21,7 @@ class HuggingFaceTensors:
 
     def __init__(self, directory: Path, stem: str = "model") -> None:
         """Read the headers of all files. Raises CheckpointError if the directory has no tensors, or a file is damaged."""
-        try:
-            self._stored = read_stored_tensors(directory, stem)
-        except DamagedFileError as error:
-            raise CheckpointError(str(error)) from None
+        self._stored = read_stored_tensors(directory, stem)
         self.directory = directory
         self.shapes = {name: tensor.shape for name, tensor in self._stored.items()}
         self.dtypes = {name: DTYPES[tensor.dtype] for name, tensor in self._stored.items() if tensor.dtype in DTYPES}

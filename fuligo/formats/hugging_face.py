@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fuligo.errors import ConfigError
+from fuligo.errors import CheckpointError, ConfigError
 from fuligo.formats.disk import open_plain, read_plain_text, unreadable_files
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -51,7 +51,7 @@ class StoredTensor:
     end: int
 
 
-class DamagedFileError(Exception):
+class DamagedFileError(CheckpointError):
     """Missing, truncated or malformed file of a checkpoint; the message names it."""
 
 

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from fuligo.errors import CheckpointError
-from fuligo.formats.hugging_face import DamagedFileError, StoredTensor, read_stored_tensors
+from fuligo.formats.hugging_face import StoredTensor, read_stored_tensors
 from fuligo.models.names import Form, ModelNames, Weight
 
 NUM_LISTED = 5
@@ -109,10 +109,7 @@ class StoredPart:
 
 def has_value_head(directory: Path) -> bool:
     """Return whether the checkpoint is a value model's: its output layer has one row. Raises CheckpointError if a file is damaged."""
-    try:
-        head = read_stored_tensors(directory).get("lm_head.weight")
-    except DamagedFileError as error:
-        raise CheckpointError(str(error)) from error
+    head = read_stored_tensors(directory).get("lm_head.weight")
     return head is not None and head.shape[0] == 1
 
 
@@ -121,7 +118,4 @@ def _read_headers(directory: Path, names: ModelNames, num_mtp_layers: int) -> di
         raise CheckpointError(f"{directory} stores quantized weights, which training cannot start from; use the checkpoint in bf16")
     if num_mtp_layers > len(names.architecture.mtp_layers):
         raise CheckpointError(f"--mtp-num-layers {num_mtp_layers}: {directory} has {len(names.architecture.mtp_layers)} MTP layers")
-    try:
-        return read_stored_tensors(directory)
-    except DamagedFileError as error:
-        raise CheckpointError(str(error)) from error
+    return read_stored_tensors(directory)

@@ -198,16 +198,14 @@ def _groups(table: pa.Table, meta: dict[str, Any]) -> list[SampleGroup]:
 
 
 def _sample(row: dict[str, Any]) -> Sample:
-    # Columns that files of earlier versions lack keep their defaults.
-    fields = {name: row[name] for name in PLAIN_FIELDS if name in row}
-    fields |= {name: json.loads(row[name]) for name in JSON_FIELDS if name in row}
+    fields = {name: row[name] for name in PLAIN_FIELDS} | {name: json.loads(row[name]) for name in JSON_FIELDS}
     fields |= {name: np.array(row[name], dtype) for name, dtype in ARRAYS.items()}
-    routed = row.get("routed_experts")  # missing in files of earlier versions
+    routed = row["routed_experts"]
     fields["routed_experts"] = None if routed is None else np.load(io.BytesIO(routed), allow_pickle=False)
-    teacher = row.get("teacher_logprobs")
+    teacher = row["teacher_logprobs"]
     fields["teacher_logprobs"] = None if teacher is None else np.array(teacher, np.float32)
-    fields["images"] = tuple(PromptImage(**image) for image in row.get("images") or ())
-    fields["episode"] = _episode(row.get("episode"))
+    fields["images"] = tuple(PromptImage(**image) for image in row["images"])
+    fields["episode"] = _episode(row["episode"])
     fields["status"] = SampleStatus(row["status"])
     fields["spans"] = [Span(*span) for span in json.loads(row["spans"])]
     return Sample(**fields)

@@ -237,10 +237,14 @@ class ContinuousRunner:
             elapsed_s=time.monotonic() - since.start_s,
             reward_key=self._parts.reward_key,
         )
+        state = self._state(step)
+        return Rollout(step, groups, state, metrics | epoch_metric(state))
+
+    def _state(self, step: int) -> RolloutState:
+        """Return the state after rollout `step`, including the groups that are queued and in flight now."""
         queued = [SampleGroup(group.index, group.row, list(map(snapshot, group.samples))) for group in self._queue.values()]
         pending = sorted([*queued, *self._tasks.snapshots()], key=lambda group: group.index)
-        state = replace(self._parts.source.state(step), buffer=pending)
-        return Rollout(step, groups, state, metrics | epoch_metric(state))
+        return replace(self._parts.source.state(step), buffer=pending)
 
 
 @dataclass(slots=True)

@@ -166,14 +166,7 @@ def local_places(config: Config, claims: PortClaims) -> list[EnginePlace]:
     """
     device = resolve_device(config)
     if device == "cuda":
-        import torch
-
-        here, needed = torch.cuda.device_count(), config.total_num_gpus
-        if needed > here:
-            raise ConfigError(
-                f"trainer and engines need {needed} GPUs, but this machine has {here}; lower --actor-num-gpus-per-node or "
-                "--rollout-num-gpus, or use --colocate to share them"
-            )
+        _check_gpus(config)
     trainers = trainer_slots(config.num_train_gpus, config.num_train_gpus) if config.trains else []
     groups = engine_groups(config)
     per_node = max(config.total_num_gpus, 1)
@@ -249,3 +242,14 @@ def adapter_arguments(adapters: Sequence[AdapterConfig], model: Path, *, device:
     rank = max(adapter.rank for adapter in adapters)
     arguments = {"enable_lora": True, "max_lora_rank": rank, "lora_target_modules": names, "max_loras_per_batch": len(adapters) + 1}
     return {**arguments, "lora_strict_loading": True, **({"lora_backend": "torch_native"} if device == "cpu" else {})}
+
+
+def _check_gpus(config: Config) -> None:
+    import torch
+
+    here, needed = torch.cuda.device_count(), config.total_num_gpus
+    if needed > here:
+        raise ConfigError(
+            f"trainer and engines need {needed} GPUs, but this machine has {here}; lower --actor-num-gpus-per-node or --rollout-num-gpus, "
+            "or use --colocate to share them"
+        )

@@ -16,13 +16,13 @@ from concurrent.futures import Future
 from contextlib import closing, suppress
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any
 
 from fuligo.trainer.ranks.commands import Answer, R, SharedCommand
 from fuligo.trainer.ranks.compute_thread import ComputeThread
 from fuligo.trainer.ranks.handle import RankHandle, RankLostError
 from fuligo.trainer.ranks.rank import RankExecutor
-from fuligo.trainer.ranks.signed import ForgedMessageError
+from fuligo.trainer.ranks.signed import ForgedMessageError, SignedConnection
 
 END_TIMEOUT_S = 10.0
 EXIT_TIMEOUT_S = 5.0
@@ -31,18 +31,8 @@ NOTICED_WITHIN_MS = 500
 """Milliseconds between an error of a collective with a killed driver and the end of the driver's connection."""
 _HEADER = struct.Struct("!q?")
 """Number of the command, and its `is_queued`."""
-
-
-class RankConnection(Protocol):
-    """Connection whose other end is known to be a process of the run: a `Connection`, or a `signed.SignedConnection`."""
-
-    def send_bytes(self, message: bytes, /) -> None: ...
-
-    def recv_bytes(self, maxlength: int | None = None, /) -> bytes | bytearray: ...
-
-    def fileno(self) -> int: ...
-
-    def close(self) -> None: ...
+RankConnection = Connection | SignedConnection
+"""Connection whose other end is known to be a process of the run."""
 
 
 class ConnectedRank(RankHandle):

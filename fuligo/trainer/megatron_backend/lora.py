@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, Protocol, Self, cast
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fuligo.models.adapter_names import ADAPTER_MODULE, AdaptedMatrix, AdapterNames
 from fuligo.models.architecture import GroupedAttention
 from fuligo.models.names import Form, Weight
-from fuligo.trainer.megatron_backend.experts_lora import ExpertsAdapter, add_experts_adapters
+from fuligo.trainer.megatron_backend.experts_lora import ExpertsAdapter, ExpertUpdate, add_experts_adapters
 from fuligo.trainer.megatron_backend.parts import held_weights
 from fuligo.trainer.megatron_backend.weights.local import linear_layers, rank_groups, unwrapped
 
@@ -154,27 +154,8 @@ def adapters(chunks: Sequence[nn.Module]) -> Iterator[LinearAdapter | ExpertsAda
     return (module for chunk in chunks for module in chunk.modules() if isinstance(module, (LinearAdapter, ExpertsAdapter)))
 
 
-class Update(Protocol):
-    """Update of one of this rank's matrices, or of its part of one."""
-
-    def update(self) -> Tensor:
-        """Return scaling B A [this rank's outputs, this rank's inputs] in float32."""
-        ...
-
-    @property
-    def num_elements(self) -> int:
-        """Elements that the update has on this rank."""
-        ...
-
-    @property
-    def is_first_copy(self) -> bool:
-        """True on one of the ranks that hold the same part of the matrix."""
-        ...
-
-    @property
-    def is_zero(self) -> bool:
-        """True if this rank's update is zero, as before the first step."""
-        ...
+Update = LinearAdapter | ExpertUpdate
+"""Update of one of this rank's matrices, or of its part of one."""
 
 
 def local_updates(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Update]]:

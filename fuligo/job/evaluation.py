@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +13,11 @@ from fuligo.config import Config
 from fuligo.formats.adapter_config import adapter_directory, is_adapter
 from fuligo.formats.checkpoint_files import is_distributed
 from fuligo.job.engines import launch_engines
+from fuligo.job.recorder import LogHooks
 from fuligo.job.rollouts import build_eval_only
 from fuligo.job.stages import join_cluster
 from fuligo.observability.run_directory import RunDirectory
+from fuligo.observability.sinks import open_sinks
 from fuligo.rollout.evaluate import Evaluation
 
 
@@ -54,10 +57,10 @@ class Evaluated:
 
 
 async def evaluate_config(config: Config, run_dir: Path) -> Evaluated:
-    """Serve the weights and evaluate every dataset.
+    """Serve the weights, evaluate every dataset, and send the metrics to the trackers.
 
     `run_dir`: new or empty; receives the metrics and every sample, in the form of a run's evaluations. Raises FuligoError if the evaluation
-    failed.
+    failed, or a tracker cannot be opened.
     """
     from fuligo.models.directory import load_tokenizer
 
@@ -65,6 +68,9 @@ async def evaluate_config(config: Config, run_dir: Path) -> Evaluated:
     async with AsyncExitStack() as stack:
         directory = RunDirectory.create(run_dir, config, resume=False)
         stack.callback(directory.close)
+        sinks = open_sinks(config, directory.path, start=weights.num_rollouts)
+        for sink in sinks:
+            stack.callback(sink.close)
         served = _served(config, weights.directory, directory.path / "hf", stack)
         joined = await join_cluster(served, [], directory, stack)
         engines = await launch_engines(joined.config, directory, stack, joined.cluster)
@@ -76,8 +82,10 @@ async def evaluate_config(config: Config, run_dir: Path) -> Evaluated:
         assert evaluator is not None, "validated: there is something to evaluate"
         with directory.trace.phase("eval", weights.num_rollouts):
             evaluation = await evaluator.evaluate(weights.num_rollouts)
-        record = dict(evaluation.metrics)
-        directory.write_evaluation(weights.num_rollouts, evaluation.groups, record, reward_keys=evaluation.reward_keys)
+        logged = LogHooks.of(config).evaluation(weights.num_rollouts, evaluation)
+        directory.write_evaluation(weights.num_rollouts, evaluation.groups, logged.metrics, reward_keys=evaluation.reward_keys)
+        for sink in sinks if logged.tracked else ():
+            sink.write({"step": weights.num_rollouts, "time": time.time(), **logged.metrics})
         return Evaluated(directory.path, weights, evaluation)
 
 

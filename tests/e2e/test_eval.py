@@ -1,5 +1,6 @@
 """`fuligo eval` gives bit for bit what the run that wrote the checkpoint found."""
 
+import json
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -51,6 +52,25 @@ def test_the_configuration_of_a_run_evaluates_its_checkpoints(run_dir: Path, tmp
     said = fail(2, "eval", "--config", run_dir / "config.yaml", "--load", run_dir / "checkpoints", "--run-dir", run_dir)
     assert f"--run-dir {run_dir} already has recorded steps" in said
     assert sorted(run_dir.rglob("*")) == before
+
+
+def test_trackers_and_the_log_function_get_the_metrics(run_dir: Path, tmp_path: Path) -> None:
+    hooks = tmp_path / "hooks.py"
+    hooks.write_text(
+        "import json\n\n\n"
+        "def log(rollout_id, args, data, metrics):\n    metrics['eval/sums/num_rewards'] = len(data['sums']['rewards'])\n\n\n"
+        "class Sink:\n"
+        "    def __init__(self, args, run_dir):\n        self.file = open(run_dir / 'sink.jsonl', 'a')\n\n"
+        "    def write(self, record):\n        self.file.write(json.dumps(record))\n\n"
+        "    def close(self):\n        self.file.close()\n"
+    )
+    tracked = ["--sink-path", f"{hooks}:Sink", "--custom-eval-rollout-log-function-path", f"{hooks}:log"]
+    succeed("eval", *TASK, "--load", run_dir / "checkpoints", "--run-dir", tmp_path / "eval", *tracked)
+    record = json.loads((tmp_path / "eval" / "sink.jsonl").read_text())
+    assert record.pop("time") > 0
+    (written,) = evaluations(tmp_path / "eval")
+    assert written == {"num_rollouts": record.pop("step"), **record}
+    assert written == {**evaluations(run_dir)[2], "eval/sums/num_rewards": 32}
 
 
 @pytest.mark.megatron

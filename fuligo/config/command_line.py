@@ -234,11 +234,17 @@ def _single(occurrence: _Occurrence, wanted: str) -> str:
     if not occurrence.values:
         raise _Problem(f"{occurrence.option} needs {wanted}")
     if len(occurrence.values) > 1:
-        meant = next((suggest_options(value) for value in occurrence.values if value.startswith("-")), "")
+        meant = next((suggest_options(value) for value in occurrence.values if value.startswith("-")), "") or _settings_of_verl(occurrence)
         raise _Problem(
             f"{occurrence.option} takes one value, got {len(occurrence.values)}: {occurrence.shown(' '.join(occurrence.values))}{meant}"
         )
     return occurrence.values[0]
+
+
+def _settings_of_verl(occurrence: _Occurrence) -> str:
+    """Return the advice for values that are settings as verl writes them, without dashes: `trainer.nnodes=2`."""
+    names = [name for name, equals, _ in (value.partition("=") for value in occurrence.values[1:]) if equals and "." in name]
+    return "".join(f"; {name}: {elsewhere(name).removeprefix('; ')}" for name in names)
 
 
 def _boolean(flag: Flag, occurrence: _Occurrence) -> bool:
@@ -258,4 +264,7 @@ def _json(flag: Flag, text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         shown = "the value" if flag.is_secret else repr(text)
-        raise _Problem(f"{flag.option}: {shown} is not JSON ({error}); it must be {flag.rule}, in single quotes for the shell") from None
+        like = """, such as '{"NAME": "VALUE"}'""" if flag.name in ADDED else ""
+        raise _Problem(
+            f"{flag.option}: {shown} is not JSON ({error}); it must be {flag.rule}, in single quotes for the shell{like}"
+        ) from None

@@ -96,6 +96,11 @@ def test_syntax(arguments: list[str], name: str, expected: object) -> None:
         (["mine/run.yaml"], ["'mine/run.yaml' follows no flag; did you mean --config mine/run.yaml?"]),
         (["--partial-rollout", "-lr", "1"], ["--partial-rollout takes one value", "did you mean --lr"]),
         (["--config"], ["--config needs the name of a YAML file"]),
+        (
+            ["--config", "a.yaml", "actor_rollout_ref.actor.optim.lr=1e-6", "trainer.nnodes=2"],
+            ["--config takes one value, got 3", "; actor_rollout_ref.actor.optim.lr: use --lr", "; trainer.nnodes: use --actor-num-nodes"],
+        ),
+        (["--env", "PYTHONPATH=/code"], ["--env", "not JSON", 'such as \'{"NAME": "VALUE"}\'']),
         (["--learning-rate", "1"], ["unknown flag --learning-rate; use --lr"]),
         (["--num-generations", "8"], ["unknown flag --num-generations; use --n-samples-per-prompt"]),
         (["--temperature", "1"], ["unknown flag --temperature", "use --rollout-temperature (of evaluations: --eval-temperature)"]),

@@ -6,7 +6,7 @@ from fuligo.cli.chosen import checked, trainer_choice
 from fuligo.cli.environment import apply_environment
 from fuligo.cli.megatron_arguments import require_read_arguments
 from fuligo.config import Config
-from fuligo.config.command_line import parse
+from fuligo.config.command_line import Parsed, parse
 from fuligo.config.files import yaml_text
 from fuligo.config.help import asked_for_help, help_text
 from fuligo.config.validate import require_no_errors, with_places
@@ -30,13 +30,25 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     parsed = parse([argument for argument in arguments if argument != PRINT_CONFIG])
     if PRINT_CONFIG in arguments:
-        print(yaml_text(checked(located(parsed.config)).config), end="")
+        _print_config(parsed)
         return 0
     with collector_paused():
         config = prepare(parsed.config, parsed.warnings, parsed.places)
     from fuligo.job import run_job
 
     return run_job(config)
+
+
+def _print_config(parsed: Parsed) -> None:
+    """Print the final config on stdout, and on stderr what the command line replaces and what is chosen."""
+    from fuligo.cli.console import show_choice, show_warning
+
+    found = checked(located(parsed.config))
+    for warning in parsed.warnings:
+        show_warning(warning)
+    for choice in (*trainer_choice(found.config), *found.choices):
+        show_choice(choice)
+    print(yaml_text(found.config), end="")
 
 
 def prepare(config: Config, warnings: Sequence[str] = (), places: Mapping[str, str] | None = None) -> Config:

@@ -228,6 +228,17 @@ def test_print_config_prints_what_config_reads_and_starts_nothing(
     assert started == []
 
 
+def test_print_config_shows_on_stderr_what_is_replaced_and_chosen(
+    train: Train, started: list[Config], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", "--lr", "3e-5", "--lr", "1e-5", "--bf16", "--print-config"]) == 0
+    shown = capsys.readouterr()
+    assert "warning: given twice: --lr 3e-5, then --lr 1e-5; the last one is used" in shown.err
+    assert "chosen: --train-backend megatron: --bf16" in shown.err
+    assert "warning" not in shown.out and "chosen" not in shown.out
+    assert started == []
+
+
 def test_env_holds_before_hooks_are_imported(train: Train, started: list[Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delenv("JUDGE_SCALE", raising=False)

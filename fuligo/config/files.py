@@ -12,7 +12,7 @@ from fuligo.config.assignments import Assignment, Given, anchored, anchored_path
 from fuligo.config.flag import Flag, Kind, did_you_mean, nearest
 from fuligo.config.flags import flags, name_problem, passthrough_flags, sections
 from fuligo.config.groups import GROUPS
-from fuligo.config.other_frameworks import elsewhere
+from fuligo.config.other_frameworks import GROUPS_OF_VERL, elsewhere
 from fuligo.config.passthrough import deprecation, resolved_value
 from fuligo.config.schemas import BACKENDS, schema
 from fuligo.config.topology_file import read_topology, topology_of
@@ -88,7 +88,9 @@ class _Reader:
 
     def read(self, root: yaml.MappingNode) -> None:
         for group, node, place in self._entries(root):
-            if group not in sections():
+            if group in GROUPS_OF_VERL and isinstance(node, yaml.MappingNode):
+                self.problems += (f"{self.path} line {line}: unknown key {name}{elsewhere(name)}" for name, line in _leaves(group, node))
+            elif group not in sections():
                 self.problems.append(f"{place}: {_unknown_group(group)}")
             elif isinstance(node, yaml.MappingNode):
                 read = self._passed_on if group in BACKENDS else self._typed
@@ -197,10 +199,22 @@ def _first_flag(group: str) -> str:
     return next(iter(GROUPS[group].model_fields if group in GROUPS else passthrough_flags(group)))
 
 
+def _leaves(name: str, node: yaml.MappingNode) -> Iterator[tuple[str, int]]:
+    """Yield dotted name and line of every value below a node: `trainer.nnodes`."""
+    for key, value in node.value:
+        inner = f"{name}.{key.value}"
+        if isinstance(value, yaml.MappingNode) and value.value:
+            yield from _leaves(inner, value)
+        else:
+            yield inner, key.start_mark.line + 1
+
+
 def _unknown_group(group: str) -> str:
     flag = flags().get(group.replace("-", "_"))
     if flag is not None:
         return f"{flag.name} belongs in a group: `{flag.group}: {{{flag.name}: ...}}`"
+    if advice := elsewhere(group):
+        return f"unknown key {group}{advice}"
     return f"unknown group {group}{did_you_mean(nearest(group, sections())) or '; the groups are ' + ', '.join(sections())}"
 
 

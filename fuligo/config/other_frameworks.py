@@ -8,6 +8,9 @@ import yaml
 from fuligo.config.flags import flags, passthrough_flags
 from fuligo.config.schemas import schema
 
+GROUPS_OF_VERL = frozenset({"actor_rollout_ref", "critic", "custom_reward_function", "global_profiler", "reward_model", "trainer"})
+"""Groups of verl's config files that ours do not have."""
+
 
 @functools.cache
 def other_settings() -> dict[str, dict[str, str]]:

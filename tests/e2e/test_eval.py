@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.e2e.command import REPOSITORY, fail, succeed
-from tests.e2e.records import evaluations
+from tests.e2e.records import evaluations, json_lines
 
 ASSETS = REPOSITORY / "fuligo" / "quickstart" / "assets"
 MODEL = ASSETS / "model"
@@ -68,7 +68,7 @@ def test_trackers_and_the_log_function_get_the_metrics(run_dir: Path, tmp_path: 
     succeed("eval", *TASK, "--load", run_dir / "checkpoints", "--run-dir", tmp_path / "eval", *tracked)
     record = json.loads((tmp_path / "eval" / "sink.jsonl").read_text())
     assert record.pop("time") > 0
-    (written,) = evaluations(tmp_path / "eval")
+    (written,) = json_lines(tmp_path / "eval" / "eval" / "metrics.jsonl")
     assert written == {"num_rollouts": record.pop("step"), **record}
     assert written == {**evaluations(run_dir)[2], "eval/sums/num_rewards": 32}
 

@@ -11,6 +11,11 @@ if TYPE_CHECKING:
 __all__ = ["configure", "train", "train_async", "train_many"]
 
 
+def __dir__() -> list[str]:
+    """List also the functions that are imported on first use, so that notebooks complete them."""
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'fuligo' has no attribute {name!r}")

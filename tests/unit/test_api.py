@@ -25,6 +25,11 @@ def test_importing_the_package_is_light() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_functions_are_listed_before_they_are_imported() -> None:
+    program = "import fuligo, sys; sys.exit(not {*fuligo.__all__} <= {*dir(fuligo)} or 'fuligo.api' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
 def test_arguments_win_over_the_file_and_are_checked_like_flags() -> None:
     config = fuligo.configure(ASSETS / "config.yaml", rollout_batch_size=4, prompt_data=[Path("a.jsonl")], sglang_mem_fraction_static=0.5)
     assert (config.rollout.rollout_batch_size, config.rollout.n_samples_per_prompt) == (4, 8)
@@ -38,7 +43,9 @@ def test_arguments_win_over_the_file_and_are_checked_like_flags() -> None:
 
 
 def test_findings_about_the_file_name_its_line() -> None:
-    with pytest.raises(ConfigError, match=r"have no effect without evaluation data \(.*config\.yaml line \d+\); drop --eval-interval"):
+    with pytest.raises(
+        ConfigError, match=r"have no effect without evaluation data \(.*config\.yaml line \d+\); drop --eval-interval.*use --no-eval"
+    ):
         fuligo.train(ASSETS / "config.yaml", eval_interval=3)
 
 

@@ -141,7 +141,7 @@ EFFECTS = (
         eval_interval n_samples_per_eval_prompt eval_max_response_len eval_temperature eval_top_p eval_top_k skip_eval_before_train
         eval_reward_key
         """, lambda config: config.has_eval or not config.eval.eval, "without evaluation data",
-        "add --eval-prompt-data, --eval-config or --eval-function-path, or keep them unused with --no-eval"),
+        "add --eval-prompt-data, --eval-config or --eval-function-path; to train without an evaluation all the same, use --no-eval"),
     _needs("DYNAMIC-BATCH", "max_tokens_per_gpu log_probs_max_tokens_per_gpu", "use_dynamic_batch_size"),
     _effect("LR-DECAY", "min_lr lr_decay_iters", lambda config: config.optimizer.lr_decay_style != "constant",
         "with --lr-decay-style constant", "choose --lr-decay-style linear or cosine"),

@@ -15,6 +15,7 @@ from fuligo.config.command_line import Parsed, flag_of_option
 from fuligo.config.files import read_yaml
 from fuligo.config.flag import option_name
 from fuligo.config.hook_specs import HOOKS
+from fuligo.config.idle import without_idle
 from fuligo.config.launcher import chosen_launcher
 from fuligo.errors import ConfigError
 
@@ -51,7 +52,8 @@ def _parsed(file: str | Path | None, flags: dict[str, Any]) -> Parsed:
             given.problems += error.problems
     of_file = Given() if file is None else read_yaml(Path(file))
     merged = override(of_file, given)
-    return Parsed(build_config(merged.assignments, merged.problems), tuple(merged.warnings), file_places(of_file, given))
+    config, idle = without_idle(build_config(merged.assignments, merged.problems), of_file, given)
+    return Parsed(config, (*merged.warnings, *idle), file_places(of_file, given))
 
 
 def _plain(name: str, value: Any) -> Any:

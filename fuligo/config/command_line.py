@@ -17,6 +17,7 @@ from fuligo.config.assignments import ADDED, Assignment, Given, anchored, build_
 from fuligo.config.files import read_yaml
 from fuligo.config.flag import PREFIXES, Flag, Kind
 from fuligo.config.flags import flags, option_name, refusal, suggest_options
+from fuligo.config.idle import without_idle
 from fuligo.config.other_frameworks import elsewhere
 from fuligo.config.passthrough import deprecation
 from fuligo.config.schemas import BACKENDS, RESERVED, schema
@@ -89,7 +90,8 @@ def parse(arguments: Sequence[str]) -> Parsed:
     line = read_command_line(arguments)
     file = read_yaml(Path(line.config_file)) if line.config_file is not None else Given()
     given = override(file, line)
-    return Parsed(build_config(given.assignments, given.problems), tuple(given.warnings), file_places(file, line))
+    config, idle = without_idle(build_config(given.assignments, given.problems), file, line)
+    return Parsed(config, (*given.warnings, *idle), file_places(file, line))
 
 
 def read_command_line(arguments: Sequence[str]) -> CommandLine:

@@ -297,6 +297,29 @@ def test_a_flag_replaces_the_file_s_other_way_to_set_the_same(tmp_path: Path) ->
     assert (both.data.num_rollout, both.data.num_epoch) == (20, 3), "given together, they are a contradiction to report"
 
 
+def test_flags_of_the_file_that_the_line_leaves_idle_are_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("algorithm:\n  use_kl_loss: true\n  kl_loss_coef: 0.1\neval:\n  eval_prompt_data: [a.jsonl]\n  eval_interval: 2\n")
+    parsed = parse(["--config", str(file), "--no-use-kl-loss", "--eval-prompt-data", "none"])
+    assert (parsed.config.algorithm.kl_loss_coef, parsed.config.eval.eval_interval) == (0, None)
+    assert sorted(parsed.warnings) == [
+        f"left out: --eval-interval 2 has no effect without evaluation data ({file} line 6)",
+        f"left out: --kl-loss-coef 0.1 has no effect without --use-kl-loss ({file} line 3)",
+    ]
+    assert [violation for rule in effects.RULES for violation in rule.violations(parsed.config)] == []
+    kept = parse(["--config", str(file), "--lr", "1"]).config
+    assert (kept.algorithm.kl_loss_coef, kept.eval.eval_interval) == (0.1, 2)
+
+
+def test_flags_that_are_idle_in_the_file_itself_or_on_the_line_stay_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("algorithm: {use_kl_loss: true}\nobservability: {wandb_group: mine}\n")
+    parsed = parse(["--config", str(file), "--no-use-kl-loss", "--kl-loss-coef", "0.1"])
+    assert parsed.warnings == ()
+    idle = {option for rule in effects.RULES for violation in rule.violations(parsed.config) for option in violation.flags}
+    assert idle == {"--wandb-group", "--kl-loss-coef"}
+
+
 def test_a_finding_about_a_flag_of_the_file_names_its_line(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("eval:\n  n_samples_per_eval_prompt: 4\n  eval_temperature: 0.5\nobservability:\n  wandb_group: mine\n")

@@ -71,6 +71,8 @@ def yaml_problem(error: Exception) -> str:
         return " ".join(str(error).split())
     mark = error.problem_mark or error.context_mark
     said = ", ".join(part for part in (error.context, error.problem) if part)
+    if said.endswith("cannot start any token"):
+        said += ": a tab, @, ` or %; indent with spaces, and put text that begins like this in quotes"
     return said if mark is None else f"{said} (line {mark.line + 1}, column {mark.column + 1})"
 
 

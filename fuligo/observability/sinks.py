@@ -42,11 +42,13 @@ def open_sinks(config: Config, run_dir: Path, *, start: int, kept: Sequence[Reco
         ConfigError: a package is not installed, W&B rejects the run, or the user's class raised.
     """
     flags = config.observability
-    for package in ("tensorboard", "wandb", "trackio", "mlflow"):
-        if getattr(flags, f"use_{package}"):
-            flag = f"--use-{package}"
-            if importlib.util.find_spec(package) is None:
-                raise ConfigError(f"{flag} needs the package {package}, which is not installed: pip install 'fuligo[{package}]'")
+    missing = [
+        f"--use-{package} needs the package {package}, which is not installed: pip install 'fuligo[{package}]'"
+        for package in ("tensorboard", "wandb", "trackio", "mlflow")
+        if getattr(flags, f"use_{package}") and importlib.util.find_spec(package) is None
+    ]
+    if missing:
+        raise ConfigError(*missing)
     sinks: list[Sink] = []
     if flags.use_tensorboard:
         tensorboard = TensorBoardSink(run_dir / "tensorboard", start=start)

@@ -93,6 +93,7 @@ def test_what_a_file_does_not_name_has_its_default(tmp_path: Path, text: str) ->
         ("observability: {name: 2026-01-01}\n", ["observability.name", "put it in quotes"]),
         ("eval: {eval_prompt_data: a.jsonl}\n", ["eval.eval_prompt_data", "a list"]),
         ("optimizer:\n  lr: 1\n  lr: 2\n", ["line 3", "lr is already given in line 2"]),
+        ("optimizer:\n\tlr: 1\n", ["not valid YAML", "a tab", "indent with spaces", "line 2"]),
         ("optimizer: {lr: [1\n", ["not valid YAML", "line 2"]),
         ("optimizer: {lr: !!python/object:os.system x}\n", ["optimizer.lr"]),
     ],

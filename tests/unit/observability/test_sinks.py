@@ -35,6 +35,13 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
     assert not list(tmp_path.iterdir()), "nothing is started"
 
 
+def test_all_missing_packages_are_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as caught:
+        open_sinks(config(use_mlflow=True, use_wandb=True), tmp_path, start=0)
+    assert [problem.split()[0] for problem in caught.value.problems] == ["--use-wandb", "--use-mlflow"]
+
+
 def test_tensorboard_discards_records_that_a_resume_overwrote(tmp_path: Path) -> None:
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for start, stop, value in ((0, 4, 1.0), (2, 5, 2.0)):

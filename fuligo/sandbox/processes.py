@@ -60,6 +60,15 @@ class Process:
     """False if it ended and its parent has not waited for it yet."""
 
 
+def children() -> list[int]:
+    """Return the processes that threads of this one started, also those that ended and for which it has not waited yet."""
+    found: list[int] = []
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # the thread ended, or the kernel lacks CONFIG_PROC_CHILDREN
+            found += map(int, (thread / "children").read_bytes().split())
+    return found
+
+
 def descendants() -> list[Process]:
     """Return the processes that this one started, directly or not; orphans are among them if it is a subreaper or an init."""
     children: dict[int, list[Process]] = {}

@@ -19,7 +19,6 @@ import time
 import traceback
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, NoReturn
 
 from fuligo.environments.isolation import worker
@@ -107,6 +106,8 @@ class _Spawner:
     """Processes that are to end -> time at which they are killed."""
     asked: set[int] = field(default_factory=set)
     """Processes whose status the run waits for."""
+    own_mark: str = field(default_factory=lambda: worker.mark(os.getpid()))
+    """Mark of this process, and of those that the import of the module started (`worker.mark`)."""
 
     def serve(self) -> None:
         woken, waking = os.pipe()
@@ -174,13 +175,7 @@ class _Spawner:
 
     def _collect(self) -> None:
         """Collect processes that ended, and end what they leave behind."""
-        while True:
-            try:
-                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:
-                return
-            if ended is None:
-                return
+        while (ended := _ended()) is not None:
             pid = ended.si_pid
             with suppress(ProcessLookupError, PermissionError):  # before its id is free, which then names no other group
                 os.killpg(pid, signal.SIGKILL)
@@ -191,11 +186,27 @@ class _Spawner:
                 self.statuses[pid] = None if was_killed else os.waitstatus_to_exitcode(status)
                 if pid in self.asked:
                     self._report(pid)
+            self._end_orphans()
+
+    def _end_orphans(self) -> None:
+        """End processes in sessions of their own whose episode's process has ended: only then do they become children of this one."""
+        for pid in processes.children():
+            if pid not in self.running and worker.mark(pid) == worker.MARK != self.own_mark:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
 
     def _report(self, pid: int) -> None:
         self.asked.discard(pid)
         with suppress(OSError):
             self.control.send(json.dumps({"pid": pid, "status": self.statuses.pop(pid, None)}).encode())
+
+
+def _ended() -> os.waitid_result | None:
+    """Return a process that has ended and is still to be collected, if there is one."""
+    try:
+        return os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return None
 
 
 def _kill(pid: int) -> None:
@@ -219,9 +230,8 @@ def _become_worker(
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != spawner:
             os._exit(1)
-        prctl(PR_SET_CHILD_SUBREAPER, 0)
-        with suppress(OSError):  # if memory runs out, the kernel ends an episode rather than the run
-            Path("/proc/self/oom_score_adj").write_text("1000")
+        prctl(PR_SET_CHILD_SUBREAPER, 1)  # so that its daemons are known to be its own
+        worker.set_mark()
         if settings.memory_bytes is not None:
             resource.setrlimit(resource.RLIMIT_DATA, (settings.memory_bytes, settings.memory_bytes))
         if (numpy_random := sys.modules.get("numpy.random")) is not None:

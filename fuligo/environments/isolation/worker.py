@@ -5,15 +5,50 @@ import os
 import pickle
 import socket
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from fuligo.environments.environment import Environment, json_copy
 from fuligo.environments.isolation.messages import HEADER, FailureError, Reply, Request, encode_start, encode_step
 from fuligo.environments.load import EnvironmentFactory
+from fuligo.sandbox import processes
 
-_IDLE_THREADS = "asyncio_"
+MARK = "1000"
+"""Largest `oom_score_adj`: if memory runs out, the kernel ends an episode rather than the run. Processes that it starts inherit it."""
+_POOL = "asyncio"
 """Prefix of the names of threads of asyncio.to_thread, which stay for the next call."""
+
+
+def set_mark() -> None:
+    """Mark this process as one of an episode."""
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(MARK)
+
+
+def mark(pid: int) -> str:
+    """Return MARK for the process of an episode and those that it started, something else for others."""
+    try:
+        return Path(f"/proc/{pid}/oom_score_adj").read_text().strip()
+    except OSError:
+        return ""
+
+
+class _Pool(ThreadPoolExecutor):
+    """Threads of asyncio.to_thread."""
+
+    def __init__(self) -> None:
+        super().__init__(thread_name_prefix=_POOL)
+        self.calls: set[Future[Any]] = set()
+        """Calls that have not returned, also those that nobody awaits any more."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        call = super().submit(fn, *args, **kwargs)
+        self.calls.add(call)
+        call.add_done_callback(self.calls.discard)
+        return call
 
 
 async def serve(connection: socket.socket, factory: EnvironmentFactory, withheld: frozenset[str]) -> None:
@@ -42,6 +77,8 @@ class _Server(asyncio.Protocol):
         self._calls: set[asyncio.Task[None]] = set()
         self._transport: Any = None
         self._main = asyncio.current_task()
+        self._pool = _Pool()
+        asyncio.get_running_loop().set_default_executor(self._pool)
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
@@ -125,8 +162,8 @@ class _Server(asyncio.Protocol):
         """Return whether the episode left no task, thread or child process behind."""
         tasks = asyncio.all_tasks() - {asyncio.current_task(), self._main}
         threads = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
-        busy = [thread for thread in threads if not thread.name.startswith(_IDLE_THREADS)]
-        return not tasks and not busy and not _has_children()
+        busy = [thread for thread in threads if not thread.name.startswith(f"{_POOL}_")]
+        return not tasks and not busy and not self._pool.calls and not processes.children()
 
     def _describe(self, error: BaseException) -> str:
         """Describe an exception; its text may itself fail."""
@@ -137,10 +174,3 @@ class _Server(asyncio.Protocol):
         if isinstance(error, KeyError) and error.args and error.args[0] in self._withheld:
             return f"{text}; the run withholds this variable (--environment-variables {error.args[0]} hands it over)"
         return text
-
-
-def _has_children() -> bool:
-    try:
-        return bool(Path(f"/proc/self/task/{os.getpid()}/children").read_bytes())
-    except OSError:
-        return False

@@ -42,6 +42,10 @@ class Misbehaving(Environment):
         if turn.last:
             return Step(reward=0.5, done=True, metrics={"pid": os.getpid(), "leader": float(os.getsid(0) == os.getpid())})
         content = misbehave(str(self.row.prompt))
+        if self.row.prompt == "leaves a call in a thread":
+            asyncio.get_running_loop().run_in_executor(None, time.sleep, 3600)
+        if self.row.prompt == "leaves a child of a thread":
+            content = await asyncio.to_thread(child)
         if self.row.prompt == "leaves a task":
             self.task = asyncio.create_task(asyncio.sleep(3600))
         return Step([{"role": "user", "content": content}])
@@ -76,6 +80,17 @@ class Joining(Misbehaving):
 def crash() -> None:
     signal.signal(signal.SIGSEGV, signal.SIG_DFL)
     ctypes.string_at(0)
+
+
+def child(*, start_new_session: bool = False) -> str:
+    """Start a process and return its id."""
+    return str(subprocess.Popen(["sleep", "3600"], start_new_session=start_new_session).pid)
+
+
+def daemon() -> str:
+    """Start a process in a session of its own that is not a child, and return its id."""
+    said = subprocess.run(["setsid", "sh", "-c", "sleep 3600 >/dev/null 2>&1 & echo $!"], capture_output=True, check=True)
+    return said.stdout.decode().strip()
 
 
 def misbehave(how: str) -> str:
@@ -123,7 +138,17 @@ def misbehave(how: str) -> str:
                 print(number)
             sys.stderr.write("\n")
         case "leaves a child":
-            return str(subprocess.Popen(["sleep", "3600"], start_new_session=False).pid)
+            return child()
+        case "leaves a child in a session":
+            return child(start_new_session=True)
+        case "leaves a daemon":
+            return daemon()
+        case "leaves its descriptors to a child and exits":
+            if os.fork() == 0:
+                os.setsid()
+                time.sleep(3600)
+            time.sleep(0.1)  # the child has a session of its own
+            os._exit(7)
         case "leaves a thread":
             threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()
         case "shows its variables":

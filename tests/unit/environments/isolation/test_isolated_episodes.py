@@ -62,6 +62,7 @@ async def gone(pids: Sequence[float]) -> None:
         ("closes descriptors and blocks", "its process closed its connection in step 1"),
         ("writes garbage", "its process sent an invalid message"),
         ("announces too much", "its process sent a message of 18,446,744,073,709,551,615 bytes"),
+        ("leaves its descriptors to a child and exits", "its process ended with exit status 7 in step 1"),
         ("exits in close", "its process ended with exit status 4 in close"),
         ("eats memory", "step raised MemoryError"),
         ("has no JSON state", "state raised TypeError: not JSON data"),
@@ -142,11 +143,22 @@ async def test_a_process_is_reused_if_its_episode_leaves_nothing_behind(isolate:
     factory = isolate(Misbehaving)
     pids = [(await play(environment(factory)))[1] for _ in range(3)]
     assert len(set(pids)) == 1
-    for prompt in ("leaves a task", "leaves a thread"):
+    for prompt in ("leaves a task", "leaves a thread", "leaves a call in a thread"):
         _, pid = await play(environment(factory, prompt))
         await gone([pid])
-    child, pid = await play(environment(factory, "leaves a child"))
+
+
+@pytest.mark.parametrize("prompt", ["leaves a child", "leaves a child of a thread", "leaves a child in a session", "leaves a daemon"])
+async def test_what_an_episode_started_ends_with_it(isolate: Isolate, prompt: str) -> None:
+    factory = isolate(Misbehaving)
+    other = environment(factory, prompt)
+    await other.reset()
+    others_child = (await other.step(FIRST)).messages[0]["content"]
+    child, pid = await play(environment(factory, prompt))
     await gone([pid, int(child)])
+    assert psutil.Process(int(others_child)).name() == "sleep"
+    await other.close()
+    await gone([int(others_child)])
 
 
 async def test_an_idle_process_that_died_is_replaced(isolate: Isolate) -> None:

@@ -70,6 +70,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         factory = load_environment(settings.path, settings.settings)
+        _end_progress_monitor()
         problem = _threads_problem()
     except BaseException as error:
         factory, problem = None, f"{type(error).__name__}: {error}"
@@ -82,6 +83,15 @@ def main() -> None:
             _Spawner(control, factory, settings).serve()
     finally:
         processes.end_all()
+
+
+def _end_progress_monitor() -> None:
+    """End the thread that tqdm started for progress bars while the module was imported; the next bar starts another."""
+    tqdm = sys.modules.get("tqdm")
+    monitor = None if tqdm is None else tqdm.tqdm.monitor
+    if monitor is not None:
+        monitor.exit()
+        tqdm.tqdm.monitor = None
 
 
 def _threads_problem() -> str | None:
@@ -215,6 +225,14 @@ def _kill(pid: int) -> None:
             send(pid, signal.SIGKILL)
 
 
+def _seed() -> None:
+    """Seed the generators of random numbers that forks would share; Python seeds its own."""
+    if (numpy_random := sys.modules.get("numpy.random")) is not None:
+        numpy_random.seed()
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.seed()
+
+
 def _become_worker(
     descriptor: int, unneeded: tuple[int, ...], spawner: int, factory: EnvironmentFactory, settings: SpawnerSettings
 ) -> NoReturn:
@@ -234,8 +252,7 @@ def _become_worker(
         worker.set_mark()
         if settings.memory_bytes is not None:
             resource.setrlimit(resource.RLIMIT_DATA, (settings.memory_bytes, settings.memory_bytes))
-        if (numpy_random := sys.modules.get("numpy.random")) is not None:
-            numpy_random.seed()  # Python's own generator is seeded anew by a fork
+        _seed()
         Matches.in_process_of_one = True
         asyncio.run(worker.serve(socket.socket(fileno=descriptor), factory, frozenset(settings.withheld)))
         status = 0

@@ -69,6 +69,7 @@ class Workers:
         self._starting, self._asking = threading.Lock(), threading.Lock()
         self._idle: list[Worker] = []
         self._busy: set[Worker] = set()
+        self._num_starting = 0
         self._has_warned = False
 
     def start(self) -> None:
@@ -120,15 +121,21 @@ class Workers:
         Raises FailureError if none can be started and none is in use.
         """
         while (worker := self._idle_one()) is None:
+            self._num_starting += 1
             try:
                 worker = await self._new()
                 break
-            except FailureError as failure:
-                if not self._busy:
-                    raise
-                if not self._has_warned:
-                    logger.warning("episodes wait for %d others to end: %s", len(self._busy), failure)
-                    self._has_warned = True
+            except FailureError as error:
+                failure = error
+            finally:
+                self._num_starting -= 1
+            while self._num_starting and not (self._busy or self._idle):  # noqa: ASYNC110 - starting takes milliseconds
+                await asyncio.sleep(_PAUSE_S)
+            if not (self._busy or self._idle):
+                raise failure
+            if not self._has_warned:
+                logger.warning("episodes wait for %d others to end: %s", len(self._busy), failure)
+                self._has_warned = True
             await asyncio.sleep(_RETRY_S)
         self._busy.add(worker)
         return worker
@@ -160,7 +167,11 @@ class Workers:
         self._end()
 
     async def _new(self) -> "Worker":
-        ours, theirs = socket.socketpair()
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as error:
+            problem = f"{error.strerror}; raise the limit of open files (ulimit -n), or lower --rollout-concurrency"
+            raise FailureError(f"cannot start its process: {problem}") from None
         with theirs:
             for _ in range(2):
                 try:

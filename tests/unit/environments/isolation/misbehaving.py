@@ -12,12 +12,17 @@ import time
 from typing import Any
 
 import numpy as np
+import torch
+import tqdm
 
 from fuligo.environments import AssistantTurn, Environment, EnvironmentSettings, Matches, Row, Start, Step
 
 match os.environ.get("WHEN_IMPORTED"):
     case "start a thread":
         threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()
+    case "show progress":
+        for _ in tqdm.tqdm(range(2), mininterval=0.0):
+            pass
     case "want a secret":
         os.environ["MY_API_KEY"]
 
@@ -156,5 +161,5 @@ def misbehave(how: str) -> str:
         case "wants a secret":
             return os.environ["MY_API_KEY"]
         case "draws":
-            return str(np.random.random())
+            return f"{np.random.random()} {torch.rand(1).item()}"
     return ""

@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -222,6 +224,31 @@ async def test_what_an_environment_prints_is_logged_in_part(isolate: Isolate, ca
     assert max(map(len, caplog.messages)) < 1000
 
 
+async def test_a_progress_bar_of_the_module_leaves_no_thread(isolate: Isolate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WHEN_IMPORTED", "show progress")
+    await play(environment(isolate(Misbehaving)))
+
+
+async def test_episodes_wait_if_no_more_files_can_be_opened(isolate: Isolate, monkeypatch: pytest.MonkeyPatch) -> None:
+    factory = isolate(Misbehaving)
+    make, num_left = socket.socketpair, 2
+
+    def scarce() -> tuple[socket.socket, socket.socket]:
+        nonlocal num_left
+        if num_left == 0:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        num_left -= 1
+        return make()
+
+    monkeypatch.setattr(socket, "socketpair", scarce)
+    played = await asyncio.gather(*(play(environment(factory)) for _ in range(6)))  # none is in use when the third asks
+    assert len({pid for _, pid in played}) == 2
+    while factory.workers._idle:
+        factory.workers.discard(factory.workers._idle.pop())
+    with pytest.raises(FailureError, match="cannot start its process: Too many open files; raise the limit of open files"):
+        await play(environment(factory))
+
+
 async def test_secrets_and_gpus_are_not_handed_over(isolate: Isolate, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MY_API_KEY", "WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "TOKENIZERS_PARALLELISM"):
         monkeypatch.setenv(name, f"value of {name}")
@@ -237,7 +264,8 @@ async def test_secrets_and_gpus_are_not_handed_over(isolate: Isolate, monkeypatc
 async def test_processes_draw_different_random_numbers(isolate: Isolate) -> None:
     factory = isolate(Misbehaving)
     drawn = await asyncio.gather(*(play(environment(factory, "draws")) for _ in range(4)))
-    assert len({said for said, _ in drawn}) == 4
+    for numbers in zip(*(said.split() for said, _ in drawn), strict=True):  # of numpy and of torch
+        assert len(set(numbers)) == 4
 
 
 RUN = """

@@ -7,6 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 
+class NoThreadError(RuntimeError):
+    """Failure to start a thread, because there are too many (ulimit -u)."""
+
+
 async def call_in_thread(function: Callable[[], Any], name: str) -> Any:
     """Call a function in a daemon thread of its own and return its result.
 
@@ -14,6 +18,7 @@ async def call_in_thread(function: Callable[[], Any], name: str) -> Any:
     for them at its end.
 
     Raises:
+        NoThreadError: no thread can be started
         RuntimeError: the function raised StopIteration, which a future cannot hold
         BaseException: whatever else the function raises
     """
@@ -34,5 +39,8 @@ async def call_in_thread(function: Callable[[], Any], name: str) -> Any:
         if not loop.is_closed():
             loop.call_soon_threadsafe(set_outcome, result, error)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    try:
+        threading.Thread(target=run, name=name, daemon=True).start()
+    except RuntimeError as error:
+        raise NoThreadError(f"cannot start a thread for {name}: {error}; raise the limit of processes (ulimit -u)") from None
     return await outcome

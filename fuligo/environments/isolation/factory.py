@@ -11,7 +11,7 @@ from fuligo.environments.environment import Environment, EnvironmentSettings, Ro
 from fuligo.environments.isolation.environment import IsolatedEnvironment, ResumableIsolatedEnvironment
 from fuligo.environments.isolation.workers import Workers
 from fuligo.environments.load import EnvironmentFactory, load_environment
-from fuligo.environments.threads import call_in_thread
+from fuligo.environments.threads import NoThreadError, call_in_thread
 from fuligo.errors import ConfigError, FuligoError
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,10 @@ class IsolatedFactory:
         return (ResumableIsolatedEnvironment if self.kind.resumable else IsolatedEnvironment)(row, self.settings, self.workers)
 
     async def close(self) -> None:
-        await call_in_thread(self.workers.close, "end of environments")
+        try:
+            await call_in_thread(self.workers.close, "end of environments")
+        except NoThreadError:
+            self.workers.close()
 
 
 def environment_factory(config: Config) -> MakesEnvironments:

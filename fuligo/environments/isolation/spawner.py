@@ -88,9 +88,8 @@ def main() -> None:
 def _end_progress_monitor() -> None:
     """End the thread that tqdm started for progress bars while the module was imported; the next bar starts another."""
     tqdm = sys.modules.get("tqdm")
-    monitor = None if tqdm is None else tqdm.tqdm.monitor
-    if monitor is not None:
-        monitor.exit()
+    if tqdm is not None and tqdm.tqdm.monitor is not None:
+        tqdm.tqdm.monitor.exit()
         tqdm.tqdm.monitor = None
 
 

@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import os
-import re
+import resource
 import select
 import signal
 import socket
@@ -12,14 +12,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from functools import partial
-from typing import IO, Any
+from typing import Any
 
 from fuligo.environments.isolation import spawner
 from fuligo.environments.isolation.messages import HEADER, MAX_MESSAGE_BYTES, FailureError, Reply, Request, decode_reply
+from fuligo.environments.isolation.output import log_output
 from fuligo.environments.isolation.spawner import SpawnerSettings
-from fuligo.environments.threads import call_in_thread
+from fuligo.environments.isolation.variables import variables
+from fuligo.environments.threads import NoThreadError, call_in_thread
 from fuligo.errors import ConfigError, RolloutError
 
 logger = logging.getLogger(__name__)
@@ -30,23 +31,11 @@ _CANCEL_S = 2.0
 """Time in which a process must answer that it canceled a call; one that computes does not, and is killed."""
 _CHUNK_BYTES = 1 << 14
 _PAUSE_S, _RETRY_S = 0.005, 0.2
-_SECRET = re.compile(r"(^|_)(KEY|KEYS|TOKEN|TOKENS|SECRET|SECRETS|PASSWORD|PASSWD|CREDENTIALS?|KEY_ID)(_|$)", re.IGNORECASE)
-_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""Libraries start threads when they are imported, and a fork does not copy those; thousands of processes need no more than one each."""
-MAX_LINES_A_MINUTE = 100
-MAX_LINE_CHARS = 500
 _START_CODE = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from fuligo.environments.isolation.spawner import main; main()"
 
 
 class ProcessEndedError(Exception):
     """End of the process of an episode; the text says how it ended."""
-
-
-def variables(handed_over: tuple[str, ...], environment: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return the environment variables for environments, and the names of those withheld, whose names say that they hold a secret."""
-    withheld = tuple(name for name in environment if _SECRET.search(name) and name not in handed_over)
-    kept = {name: value for name, value in environment.items() if name not in withheld}
-    return _ONE_THREAD | kept | {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}, withheld
 
 
 class Workers:
@@ -70,6 +59,8 @@ class Workers:
         self._idle: list[Worker] = []
         self._busy: set[Worker] = set()
         self._num_starting = 0
+        self._most = _most()
+        """Number of processes that leave room for the run."""
         self._has_warned = False
 
     def start(self) -> None:
@@ -94,7 +85,7 @@ class Workers:
                 env=self._variables,
                 start_new_session=True,  # Ctrl-C in a terminal reaches only the run
             )
-        self._output = threading.Thread(target=_log_output, args=(self._process.stdout,), name="output of environments", daemon=True)
+        self._output = threading.Thread(target=log_output, args=(self._process.stdout,), name="output of environments", daemon=True)
         self._output.start()
         path, problem = self._settings.path, None
         try:
@@ -120,25 +111,46 @@ class Workers:
 
         Raises FailureError if none can be started and none is in use.
         """
-        while (worker := self._idle_one()) is None:
-            self._num_starting += 1
-            try:
-                worker = await self._new()
-                break
-            except FailureError as error:
-                failure = error
-            finally:
-                self._num_starting -= 1
-            while self._num_starting and not (self._busy or self._idle):  # noqa: ASYNC110 - starting takes milliseconds
-                await asyncio.sleep(_PAUSE_S)
-            if not (self._busy or self._idle):
-                raise failure
+        while True:
+            worker = self._idle_one()
+            if worker is None and self._has_room(self._num_starting):
+                worker = await self._started()
+            if worker is not None:
+                self._busy.add(worker)
+                return worker
             if not self._has_warned:
-                logger.warning("episodes wait for %d others to end: %s", len(self._busy), failure)
+                logger.warning("episodes wait for others to end: at most %d have processes; raise ulimit -n or -u for more", self._most)
                 self._has_warned = True
             await asyncio.sleep(_RETRY_S)
-        self._busy.add(worker)
-        return worker
+
+    async def _started(self) -> "Worker | None":
+        """Start a process; return None if there is no room for it. Raises FailureError if there is none at all."""
+        self._num_starting += 1
+        try:
+            worker = await self._new()
+        except FailureError as error:
+            failure = error
+        else:
+            if self._has_room():
+                return worker
+            worker.kill()
+            return None
+        finally:
+            self._num_starting -= 1
+        # Files, processes and memory are those of the run, which needs some of them: from now on there are half as many.
+        most = max(1, (len(self._busy) + len(self._idle) + self._num_starting) // 2)
+        self._most = min(most, self._most)
+        while self._num_starting and not (self._busy or self._idle):  # noqa: ASYNC110 - starting takes milliseconds
+            await asyncio.sleep(_PAUSE_S)
+        if not (self._busy or self._idle):
+            raise failure
+        if not self._has_warned:
+            logger.warning("episodes wait for %d others to end: %s", len(self._busy), failure)
+            self._has_warned = True
+        return None
+
+    def _has_room(self, num_more: int = 0) -> bool:
+        return len(self._busy) + len(self._idle) + num_more < self._most
 
     def _idle_one(self) -> "Worker | None":
         while self._idle:
@@ -151,7 +163,10 @@ class Workers:
     def give_back(self, worker: "Worker") -> None:
         """Take back a process whose episode has ended."""
         self._busy.discard(worker)
-        self._idle.append(worker)
+        if self._has_room():
+            self._idle.append(worker)
+        else:
+            worker.kill()
 
     def discard(self, worker: "Worker") -> None:
         """End a process."""
@@ -215,7 +230,11 @@ class Workers:
 
     async def status(self, pid: int) -> str:
         """Return how a process ended whose socket closed; one that has not ended is killed."""
-        return await call_in_thread(partial(self._ask_status, pid), "status of an environment")
+        ask = partial(self._ask_status, pid)
+        try:
+            return await call_in_thread(ask, "status of an environment")
+        except NoThreadError:
+            return ask()
 
     def _ask_status(self, pid: int) -> str:
         with self._asking:
@@ -366,6 +385,12 @@ class Worker:
         return status
 
 
+def _most() -> int:
+    """Return how many processes leave two thirds of the open files to the run: a connection for each episode, and its own."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return sys.maxsize if limit == resource.RLIM_INFINITY else max(1, limit // 3)
+
+
 def _ending(status: int | None) -> str:
     if status is None:
         return "closed its connection"
@@ -374,17 +399,3 @@ def _ending(status: int | None) -> str:
     known = {each.value: each.name for each in signal.Signals}  # most real-time signals have no name
     hint = "; memory may have run out" if status == -signal.SIGKILL else ""
     return f"ended by signal {-status} ({known.get(-status, 'no name')}{hint})"
-
-
-def _log_output(output: IO[bytes]) -> None:
-    """Log what environments print, up to a number of lines a minute."""
-    minute, num_lines = 0.0, 0
-    with output:
-        while line := output.readline(1 << 16):
-            if time.monotonic() - minute > 60.0:
-                if num_lines > MAX_LINES_A_MINUTE:
-                    logger.info("environments printed %d more lines in a minute", num_lines - MAX_LINES_A_MINUTE)
-                minute, num_lines = time.monotonic(), 0
-            num_lines += 1
-            if num_lines <= MAX_LINES_A_MINUTE:
-                logger.info("environment: %s", line.decode("utf-8", "replace").rstrip("\n")[:MAX_LINE_CHARS])

@@ -6,10 +6,12 @@ import errno
 import logging
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -229,9 +231,11 @@ async def test_a_progress_bar_of_the_module_leaves_no_thread(isolate: Isolate, m
     await play(environment(isolate(Misbehaving)))
 
 
-async def test_episodes_wait_if_no_more_files_can_be_opened(isolate: Isolate, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_half_of_the_possible_processes_are_used_if_no_more_files_can_be_opened(
+    isolate: Isolate, monkeypatch: pytest.MonkeyPatch
+) -> None:
     factory = isolate(Misbehaving)
-    make, num_left = socket.socketpair, 2
+    make, num_left = socket.socketpair, 4
 
     def scarce() -> tuple[socket.socket, socket.socket]:
         nonlocal num_left
@@ -241,12 +245,35 @@ async def test_episodes_wait_if_no_more_files_can_be_opened(isolate: Isolate, mo
         return make()
 
     monkeypatch.setattr(socket, "socketpair", scarce)
-    played = await asyncio.gather(*(play(environment(factory)) for _ in range(6)))  # none is in use when the third asks
+    played = await asyncio.gather(*(play(environment(factory)) for _ in range(8)))  # none is in use when the fifth asks
     assert len({pid for _, pid in played}) == 2
+    assert len(factory.workers._idle) == 2
     while factory.workers._idle:
         factory.workers.discard(factory.workers._idle.pop())
     with pytest.raises(FailureError, match="cannot start its process: Too many open files; raise the limit of open files"):
         await play(environment(factory))
+
+
+async def test_processes_leave_open_files_to_the_run(isolate: Isolate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (9, 9))
+    factory = isolate(Misbehaving)
+    played = await asyncio.gather(*(play(environment(factory)) for _ in range(9)))
+    assert len({pid for _, pid in played}) == 3
+
+
+async def test_processes_end_if_no_thread_can_be_started(isolate: Isolate, monkeypatch: pytest.MonkeyPatch) -> None:
+    factory = isolate(Misbehaving)
+    _, pid = await play(environment(factory))
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(FailureError, match="exit status 7"):
+        await play(environment(factory, "exits"))
+    await factory.close()
+    monkeypatch.undo()
+    await gone([pid])
 
 
 async def test_secrets_and_gpus_are_not_handed_over(isolate: Isolate, monkeypatch: pytest.MonkeyPatch) -> None:

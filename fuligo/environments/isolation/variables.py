@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 
-_SECRET = re.compile(r"(^|_)(KEY|KEYS|TOKEN|TOKENS|SECRET|SECRETS|PASSWORD|PASSWD|CREDENTIALS?|KEY_ID)(_|$)", re.IGNORECASE)
+_SECRET = re.compile("SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|APIKEY|(^|_)(KEYS?|TOKENS?)(_|$)", re.IGNORECASE)
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """Libraries start threads when they are imported, and a fork does not copy those; thousands of processes need no more than one each."""
 

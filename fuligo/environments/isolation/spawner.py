@@ -6,6 +6,7 @@ the run ends, however that happens.
 
 import asyncio
 import faulthandler
+import fcntl
 import gc
 import json
 import os
@@ -17,7 +18,8 @@ import sys
 import threading
 import time
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, NoReturn
 
@@ -69,7 +71,8 @@ def main() -> None:
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        factory = load_environment(settings.path, settings.settings)
+        with _ends_with_run(control):
+            factory = load_environment(settings.path, settings.settings)
         _end_progress_monitor()
         problem = _threads_problem()
     except BaseException as error:
@@ -83,6 +86,29 @@ def main() -> None:
             _Spawner(control, factory, settings).serve()
     finally:
         processes.end_all()
+
+
+@contextmanager
+def _ends_with_run(control: socket.socket) -> Iterator[None]:
+    """End this process, and those that it started, if the run ends in the meantime: the import of a module may take for ever."""
+    watched = select.poll()
+    watched.register(control, 0)  # hang-ups are always reported
+
+    def look(*_: Any) -> None:
+        if watched.poll(0):
+            processes.end_all()
+            os._exit(1)
+
+    signal.signal(signal.SIGIO, look)
+    flags = fcntl.fcntl(control, fcntl.F_GETFL)
+    fcntl.fcntl(control, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(control, fcntl.F_SETFL, flags | os.O_ASYNC)
+    try:
+        look()
+        yield
+    finally:
+        fcntl.fcntl(control, fcntl.F_SETFL, flags)
+        signal.signal(signal.SIGIO, signal.SIG_DFL)
 
 
 def _end_progress_monitor() -> None:

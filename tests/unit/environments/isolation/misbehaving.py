@@ -20,6 +20,9 @@ from fuligo.environments import AssistantTurn, Environment, EnvironmentSettings,
 match os.environ.get("WHEN_IMPORTED"):
     case "start a thread":
         threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()
+    case "hang":
+        print("hangs", os.getpid(), subprocess.Popen(["sleep", "3600"]).pid, flush=True)
+        time.sleep(3600)
     case "show progress":
         for _ in tqdm.tqdm(range(2), mininterval=0.0):
             pass

@@ -277,7 +277,16 @@ async def test_processes_end_if_no_thread_can_be_started(isolate: Isolate, monke
 
 
 async def test_secrets_and_gpus_are_not_handed_over(isolate: Isolate, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("MY_API_KEY", "WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "TOKENIZERS_PARALLELISM"):
+    for name in (
+        "MY_API_KEY",
+        "WANDB_API_KEY",
+        "HF_TOKEN",
+        "AWS_SECRET_ACCESS_KEY",
+        "DB_PASSWORD",
+        "PGPASSWORD",
+        "AN_APIKEY",
+        "TOKENIZERS_PARALLELISM",
+    ):
         monkeypatch.setenv(name, f"value of {name}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     factory = isolate(Misbehaving, handed_over=("DB_PASSWORD",))
@@ -335,3 +344,26 @@ def test_no_process_outlives_the_run(number: signal.Signals) -> None:
     run.send_signal(number)
     run.wait()
     asyncio.run(gone(pids))
+
+
+HANGING = """
+import logging, sys
+from fuligo.environments.isolation.workers import Workers
+
+logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
+Workers("tests.unit.environments.isolation.misbehaving.Misbehaving", {}).start()
+"""
+
+
+@pytest.mark.long
+def test_an_import_that_hangs_does_not_outlive_the_run() -> None:
+    root = str(Path(__file__).parents[4])
+    variables = os.environ | {"WHEN_IMPORTED": "hang"}
+    run = subprocess.Popen([sys.executable, "-c", HANGING], cwd=root, env=variables, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert run.stdout is not None
+    said = run.stdout.readline().decode().split()
+    assert said[:2] == ["environment:", "hangs"]
+    run.kill()
+    run.wait()
+    run.stdout.close()
+    asyncio.run(gone([float(pid) for pid in said[2:]]))

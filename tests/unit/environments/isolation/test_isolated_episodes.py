@@ -220,6 +220,7 @@ async def test_what_an_environment_prints_is_logged_in_part(isolate: Isolate, ca
     factory = isolate(Misbehaving)
     await play(environment(factory, "prints"))
     await factory.close()
+    assert factory.workers._output is not None
     await asyncio.to_thread(factory.workers._output.join)
     assert "environment: printed by the environment" in caplog.messages
     assert len(caplog.records) < 200

@@ -28,7 +28,7 @@ def command(job: Job, run_dir: Path, kind: str, **flags: object) -> list[str]:
     settings: dict[str, object] = {
         "environment": f"tests.e2e.worlds.{kind}",
         "rm_type": None,
-        "rollout_max_response_len": 120,
+        "rollout_max_response_len": 200,
         "rollout_batch_size": 3,
         "save_interval": 1,
         "run_dir": run_dir,

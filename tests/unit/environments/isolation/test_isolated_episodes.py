@@ -306,6 +306,8 @@ async def test_processes_draw_different_random_numbers(isolate: Isolate) -> None
 
 
 RUN = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in jobs of the background
 import asyncio, os, subprocess, sys
 from fuligo.environments import AssistantTurn, Row
 from fuligo.environments.isolation.factory import IsolatedFactory

@@ -46,6 +46,7 @@ class ConnectedRank(RankHandle):
         super().__init__(rank, host)
         self._connection = connection
         self._process = process
+        self._is_connected = True
         self._lock = threading.Lock()
         self._pending: dict[int, Future[Answer[Any]]] = {}
         self._next_number = 0
@@ -62,7 +63,8 @@ class ConnectedRank(RankHandle):
     @property
     def is_alive(self) -> bool:
         """True while the rank's process runs."""
-        return self._lost is None and self._process is not None and self._process.poll() is None
+        # While the receiving thread waits for the end of the process, `poll` says that it runs.
+        return self._is_connected and self._process is not None and self._process.poll() is None
 
     async def run(self, command: SharedCommand[R]) -> Answer[R]:
         answered: Future[Answer[R]] = Future()
@@ -96,6 +98,7 @@ class ConnectedRank(RankHandle):
         except (EOFError, OSError) as error:
             cause = error
         finally:
+            self._is_connected = False
             lost = RankLostError(f"cannot be trusted: {cause}" if isinstance(cause, ForgedMessageError) else self._how_it_ended())
             with self._lock:
                 self._lost = lost

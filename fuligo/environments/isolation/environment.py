@@ -37,11 +37,11 @@ class IsolatedEnvironment(Environment):
     async def close(self) -> None:
         """Close the environment; its process is killed unless it is as good as new."""
         worker, self._worker = self._worker, None
-        if worker is None or not worker.is_open:
+        if worker is None:
             return
         is_reusable = False
         try:
-            if await worker.cancel():
+            if worker.is_open and await worker.cancel():
                 reply = await worker.call(name="close")
                 is_reusable = reply.result.get("is_reusable") is True
         except ProcessEndedError as error:

@@ -244,6 +244,17 @@ def _ended() -> os.waitid_result | None:
         return None
 
 
+def ending(status: int | None) -> str:
+    """Return how a process ended by the status that the spawner reports: an exit status, minus a signal, or None if it was killed."""
+    if status is None:
+        return "closed its connection"
+    if status >= 0:
+        return f"ended with exit status {status}"
+    known = {each.value: each.name for each in signal.Signals}  # most real-time signals have no name
+    hint = "; memory may have run out" if status == -signal.SIGKILL else ""
+    return f"ended by signal {-status} ({known.get(-status, 'no name')}{hint})"
+
+
 def _kill(pid: int) -> None:
     for send in (os.killpg, os.kill):
         with suppress(ProcessLookupError):

@@ -6,7 +6,6 @@ import logging
 import os
 import resource
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -245,7 +244,7 @@ class Workers:
                 while select.select([control], [], [], max(0.0, deadline - time.monotonic()))[0]:
                     answer = json.loads(control.recv(spawner.MAX_REQUEST_BYTES))
                     if answer["pid"] == pid:
-                        return _ending(answer["status"])
+                        return spawner.ending(answer["status"])
             except (OSError, ValueError, AssertionError):
                 return "ended with the process that starts environments"
         return "ended"
@@ -389,13 +388,3 @@ def _most() -> int:
     """Return how many processes leave two thirds of the open files to the run: a connection for each episode, and its own."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return sys.maxsize if limit == resource.RLIM_INFINITY else max(1, limit // 3)
-
-
-def _ending(status: int | None) -> str:
-    if status is None:
-        return "closed its connection"
-    if status >= 0:
-        return f"ended with exit status {status}"
-    known = {each.value: each.name for each in signal.Signals}  # most real-time signals have no name
-    hint = "; memory may have run out" if status == -signal.SIGKILL else ""
-    return f"ended by signal {-status} ({known.get(-status, 'no name')}{hint})"

@@ -55,6 +55,15 @@ async def gone(pids: Sequence[float]) -> None:
     assert all(each.status() == psutil.STATUS_ZOMBIE for each in alive)
 
 
+async def test_processes_that_ended_leave_their_place_to_others(isolate: Isolate) -> None:
+    factory = isolate(Misbehaving)
+    factory.workers._most = 1
+    for prompt in ("exits", "exits in close", "crashes"):
+        with pytest.raises(FailureError):
+            await asyncio.wait_for(play(environment(factory, prompt)), 20)
+    await asyncio.wait_for(play(environment(factory)), 20)
+
+
 @pytest.mark.parametrize(
     ("prompt", "error"),
     [

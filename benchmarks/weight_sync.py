@@ -38,8 +38,7 @@ from fuligo.engines.client import EngineClient
 from fuligo.engines.group import EngineGroup
 from fuligo.engines.sglang.backend import adapter_arguments
 from fuligo.formats.adapter_config import AdapterConfig
-from fuligo.formats.host_copies import host_copies
-from fuligo.formats.payload import NamedTensors, named_payload
+from fuligo.formats.payload import NamedTensors, SharedCopies
 from fuligo.formats.weight_manifest import EngineAddress, Undelivered, WeightManifest, WeightTarget, weights_checksum
 from fuligo.models.adapter import adapter_tensors, empty_adapted_model
 from fuligo.trainer.ranks.settings import LearningRateSchedule, LoraSettings, OptimizerSettings
@@ -64,32 +63,28 @@ async def measure_adapter(args: argparse.Namespace) -> None:
     async with AsyncExitStack() as stack:
         running, took = await stack.enter_async_context(fleet(args)), stack.enter_context(timed_calls())
         print(f"{args.engines} engines ready; adapter of rank {config.rank}: {len(trained)} tensors, {num_bytes / 1e6:.1f} MB", flush=True)
-        group, times = running.group, []
+        group, times, copies = running.group, [], SharedCopies()
+        tensors: NamedTensors = []
         took.clear()  # of the start
         engines = tuple(EngineAddress(c.url, c.num_ranks, c.start, c.number, c.keys, ()) for c in group.clients)
         for version in range(1, args.repeats + 2):
             start_s = time.perf_counter()
             await group.pause("abort")
             paused_s = time.perf_counter()
-            tensors = host_copies([(name, tensor.bfloat16()) for name, tensor in trained.items()])
-            copied_s = time.perf_counter()
-            weights_checksum(tensors)
-            digested_s = time.perf_counter()
-            sent = await asyncio.to_thread(send_adapter, tensors, config, WeightTarget("tensor", version, MIB, engines))
+            tensors = [(name, tensor.bfloat16()) for name, tensor in trained.items()]
+            sent = await asyncio.to_thread(send_adapter, tensors, config, WeightTarget("tensor", version, MIB, engines), copies)
             sent_s = time.perf_counter()
             await group.resume()
             if not isinstance(sent, WeightManifest):
                 raise RuntimeError(sent.reason)
             end_s = time.perf_counter()
-            payload_s = payload_seconds(tensors)
-            # Digest and payload are timed by themselves; `send_adapter` makes both at once, so the rest may be negative.
-            parts = {"pause": paused_s - start_s, "copy": copied_s - paused_s, "digest": digested_s - copied_s, "payload": payload_s}
             calls = {path: seconds for path, seconds in took.items() if path not in PAUSE_CALLS}
-            rest_s = sent_s - digested_s - parts["digest"] - payload_s - sum(calls.values())
-            times.append({**parts, **calls, "rest": rest_s, "resume": end_s - sent_s})
+            # Negative where the tensors are written while the engines drop their adapters.
+            rest_s = sent_s - paused_s - sum(calls.values())
+            times.append({"pause": paused_s - start_s, **calls, "rest": rest_s, "resume": end_s - sent_s})
             print(f"sync {version}: {shown(times[-1:])}", flush=True)
             took.clear()
-        print(f"first: {shown(times[:1])}\nlater, median: {shown(times[1:])}", flush=True)
+        print(f"first: {shown(times[:1])}\nlater, median: {shown(times[1:])}; alone: {shown(parts_alone(tensors, copies))}", flush=True)
         if worker is not None:
             target = WeightTarget("tensor", args.repeats + 2, MIB, engines)
             await measure_trainer(args, worker, group, target)
@@ -140,10 +135,16 @@ def shown(times: Sequence[Mapping[str, float]]) -> str:
     return f"{sum(medians.values()):.1f} ms (" + ", ".join(f"{name} {ms:.1f}" for name, ms in medians.items()) + ")"
 
 
-def payload_seconds(tensors: NamedTensors) -> float:
-    start_s = time.perf_counter()
-    with named_payload(tensors):
-        return time.perf_counter() - start_s
+def parts_alone(tensors: NamedTensors, copies: SharedCopies) -> list[dict[str, float]]:
+    """Return the seconds of writing and digesting, three times each."""
+    times = []
+    for _ in range(3):
+        start_s = time.perf_counter()
+        written, _ = copies.write(tensors)
+        written_s = time.perf_counter()
+        weights_checksum(written)
+        times.append({"write": written_s - start_s, "digest": time.perf_counter() - written_s})
+    return times
 
 
 @contextmanager

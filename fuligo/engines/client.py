@@ -216,10 +216,10 @@ class EngineClient:
             raise self._malformed("/v1/models", loaded) from error
         if is_loaded:  # SGLang replaces none; the engine is paused, so no request uses it
             await self._call("POST", "/unload_lora_adapter", {"lora_name": POLICY_ADAPTER}, within=self.deadlines.bucket, retries=0)
-        body = {"lora_name": POLICY_ADAPTER, "config_dict": adapter.config, "serialized_tensors": adapter.tensors}
+        body = {"lora_name": POLICY_ADAPTER, "config_dict": adapter.config, "serialized_tensors": await adapter.tensors}
         # SGLang keys its KV cache by the load of an adapter: entries of an earlier load are not found, and are evicted.
         await self._call("POST", "/load_lora_adapter_from_tensors", body, within=self.deadlines.bucket, retries=0)
-        label = WeightLabel(version, self.number, adapter.digest)
+        label = WeightLabel(version, self.number, await adapter.digest)
         await self._call("POST", "/update_weight_version", {"new_version": str(label), "abort_all_requests": False}, retries=0)
 
     async def weights_checksum(self) -> WeightsDigest:

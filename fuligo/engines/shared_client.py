@@ -117,8 +117,8 @@ class SharedEngineClient(EngineClient):
         within = self.deadlines.bucket
         for label in await self._labels():  # SGLang waits for the requests that use it, which the run's pause has ended
             await self._call("POST", "/unload_lora_adapter", {"lora_name": str(label)}, within=within, retries=0)
-        name = str(AdapterLabel(self._requests.run, version, adapter.digest))
-        body = {"lora_name": name, "config_dict": adapter.config, "serialized_tensors": adapter.tensors}
+        name = str(AdapterLabel(self._requests.run, version, await adapter.digest))
+        body = {"lora_name": name, "config_dict": adapter.config, "serialized_tensors": await adapter.tensors}
         await self._call("POST", "/load_lora_adapter_from_tensors", body, within=within, retries=0)
 
     async def _labels(self) -> list[AdapterLabel]:

@@ -58,21 +58,60 @@ def shared_payload(named_tensors: NamedTensors) -> Iterator[str]:
         yield payload
 
 
-@contextmanager
-def named_payload(named_tensors: NamedTensors) -> Iterator[str]:
-    """Yield a payload of CPU tensors as a mapping from names, as SGLang takes an adapter; see `shared_payload`.
+class SharedCopies:
+    """Copies of named tensors in shared memory, for receivers that take a mapping from names, as SGLang takes an adapter.
 
-    Raises WeightSyncError if shared memory is full.
+    Two files are written in turn, so a receiver may use one while the next tensors are written to the other. Their pages are kept for later
+    writes, and GPUs write to them directly. Like a `shared_payload`, nothing is left behind however this process ends.
     """
-    with ExitStack() as stack:
-        try:
-            payload = _encode(dict(_handles(named_tensors, stack)))
-        except OSError as error:
-            raise WeightSyncError(
-                f"cannot copy an adapter to shared memory: {error} ({free_space(SHARED_MEMORY)}); enlarge it (--shm-size for a container), "
-                "then resume from the last checkpoint"
-            ) from error
-        yield payload
+
+    def __init__(self) -> None:
+        self._in_use: _Pages | None = None
+        self._spare: _Pages | None = None
+
+    def write(self, named_tensors: NamedTensors) -> tuple[NamedTensors, str]:
+        """Copy tensors, and return the copies and their payload; both are valid until the next write but one.
+
+        Raises WeightSyncError if shared memory is full.
+        """
+        names = [name for name, _ in named_tensors]
+        tensors = [tensor.detach() for _, tensor in named_tensors]
+        alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for position, tensor in enumerate(tensors):
+            alike.setdefault((tensor.device, tensor.dtype), []).append(position)
+        *begins, num_bytes = accumulate(
+            (_aligned(sum(tensors[position].nbytes for position in positions)) for positions in alike.values()), initial=0
+        )
+        pages = self._turn(num_bytes, is_pinned=any(device.type == "cuda" for device, _ in alike))
+        placed: dict[int, tuple[torch.Tensor, _Tensor]] = {}
+        for begin, positions in zip(begins, alike.values()):
+            placed |= zip(positions, pages.take(begin, [tensors[position] for position in positions]))
+        copies = [(name, placed[position][0]) for position, name in enumerate(names)]
+        return copies, _encode({name: placed[position][1] for position, name in enumerate(names)})
+
+    def close(self) -> None:
+        """Give the memory back."""
+        for pages in (self._in_use, self._spare):
+            if pages is not None:
+                pages.close()
+        self._in_use = self._spare = None
+
+    def _turn(self, num_bytes: int, *, is_pinned: bool) -> "_Pages":
+        """Return the pages that are not in use, large enough, and take them into use."""
+        pages, self._spare = self._spare, None
+        if pages is not None and pages.file.num_bytes < num_bytes:
+            pages.close()
+            pages = None
+        if pages is None:
+            try:
+                pages = _Pages.map(max(num_bytes, _ALIGNMENT), is_pinned=is_pinned)
+            except OSError as error:
+                raise WeightSyncError(
+                    f"cannot copy an adapter to shared memory: {error} ({free_space(SHARED_MEMORY)}); enlarge it (--shm-size for a "
+                    "container), then resume from the last checkpoint"
+                ) from error
+        self._in_use, self._spare = pages, self._in_use
+        return pages
 
 
 def decode_named_tensors(payload: str) -> list[tuple[str, torch.Tensor]]:
@@ -132,6 +171,41 @@ class _Tensor:
         return reductions.rebuild_tensor, (torch.Tensor, self.storage, (self.offset, self.shape, self.stride, False))
 
 
+@dataclass(slots=True, frozen=True)
+class _Pages:
+    """Shared-memory file that is mapped, and the cleanup of both."""
+
+    file: _File
+    content: torch.Tensor
+    """[num_bytes] uint8"""
+    close: Callable[[], None]
+
+    @classmethod
+    def map(cls, num_bytes: int, *, is_pinned: bool) -> "_Pages":
+        """Map a new file, pinned for the transfers of GPUs if the system allows it. Raises OSError if shared memory is full."""
+        with ExitStack() as stack:
+            file = stack.enter_context(_open_file(num_bytes))
+            if sys.platform == "linux":
+                os.posix_fallocate(file.descriptor, 0, num_bytes)  # a write through the mapping would end the process where memory is full
+            content = torch.UntypedStorage.from_file(file.path, True, num_bytes)
+            flat = torch.empty(0, dtype=torch.uint8).set_(content)  # pyright: ignore[reportArgumentType]
+            if is_pinned:
+                cuda: Any = torch.cuda.cudart()
+                if int(cuda.cudaHostRegister(flat.data_ptr(), num_bytes, 0)) == 0:
+                    stack.callback(cuda.cudaHostUnregister, flat.data_ptr())
+            return cls(file, flat, stack.pop_all().close)
+
+    def take(self, begin: int, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, _Tensor]]:
+        """Copy tensors of one data type and device to the bytes from `begin` on, in one transfer; yield the copies and their handles."""
+        joined = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        self.content[begin : begin + joined.nbytes].view(joined.dtype).copy_(joined)
+        typed = _Typed(self.file, joined.dtype)
+        for tensor in tensors:
+            copy = self.content[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            yield copy, _Tensor(typed, begin // tensor.element_size(), tuple(copy.shape), copy.stride())
+            begin += tensor.nbytes
+
+
 def _encode(handles: object) -> str:
     buffer = io.BytesIO()
     _TensorPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(handles)
@@ -147,8 +221,12 @@ def _handles(named_tensors: NamedTensors, stack: ExitStack) -> list[tuple[str, t
     return [(name, next(copies) if tensor.device.type == "cpu" else tensor.detach()) for name, tensor in named_tensors]
 
 
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
 def _copies(tensors: Sequence[torch.Tensor], stack: ExitStack) -> Iterator[_Tensor]:
-    *begins, num_bytes = accumulate((-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors), initial=0)
+    *begins, num_bytes = accumulate((_aligned(tensor.nbytes) for tensor in tensors), initial=0)
     file = stack.enter_context(_open_file(max(num_bytes, _ALIGNMENT)))
     placed = [(tensor.detach().contiguous(), begin) for tensor, begin in zip(tensors, begins)]
     num_threads = min(_WRITE_THREADS, num_cores(), len(placed))

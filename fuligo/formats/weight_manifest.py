@@ -15,6 +15,8 @@ from fuligo.formats.stored_experts import StoredExperts
 from fuligo.limits import num_cores
 
 if TYPE_CHECKING:
+    from asyncio import Future
+
     import torch
 
 DIGEST_BYTES = 16
@@ -192,10 +194,10 @@ class Undelivered:
 
 @dataclass(slots=True, frozen=True)
 class AdapterPayload:
-    """LoRA adapter for engines that know adapters by name."""
+    """LoRA adapter for engines that know adapters by name; its parts are still computed while engines drop the one before."""
 
     config: dict[str, Any]
     """Fields of PEFT's adapter_config.json that the engine reads."""
-    tensors: str
-    """`payload.named_payload` of the tensors by their names in PEFT's files."""
-    digest: str
+    tensors: Future[str]
+    """Payload of `payload.SharedCopies`, of the tensors by their names in PEFT's files."""
+    digest: Future[str]

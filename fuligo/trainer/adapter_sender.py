@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fuligo.errors import CheckpointError
 from fuligo.formats.adapter_config import ADAPTER, AdapterConfig
-from fuligo.formats.host_copies import host_copies
+from fuligo.formats.payload import SharedCopies
 from fuligo.formats.weight_manifest import (
     EngineAddress,
     MergeRounding,
@@ -63,6 +63,7 @@ class AdapterSender:
         self, policy: AdaptedPolicy, sender: WeightSender, world: World, *, merges: bool, named: AdapterConfig | None = None
     ) -> None:
         self._policy, self._sender, self._world, self._merges, self._named = policy, sender, world, merges, named
+        self._copies = SharedCopies()
         self._with_base: frozenset[EngineAddress] = frozenset()
         """Engines that have the base weights, each with its start; known to rank 0."""
 
@@ -74,7 +75,7 @@ class AdapterSender:
             return replace(sent, merged=self._policy.rounding, trained=trained) if isinstance(sent, WeightManifest) else sent
         if self._named is not None:
             tensors = list(self._policy.adapter())
-            return send_adapter(host_copies(tensors), self._named, target) if self._world.rank == 0 else None
+            return send_adapter(tensors, self._named, target, self._copies) if self._world.rank == 0 else None
         receivers = frozenset(target.engines)
         lacks_base = not receivers <= self._with_base or target.with_checksum  # the checksum is one of all weights
         needs_base = self._world.sum(torch.tensor([float(self._world.rank == 0 and lacks_base)])).item() > 0
@@ -87,6 +88,9 @@ class AdapterSender:
         if not isinstance(sent, WeightManifest):
             return sent
         return replace(sent, adapter=adapter.digest.checksum, trained=adapter.digest)
+
+    def close(self) -> None:
+        self._copies.close()
 
 
 def base_digest(weights: Iterable[tuple[str, Tensor]]) -> str:

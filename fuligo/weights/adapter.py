@@ -1,17 +1,15 @@
 """Sync of a LoRA adapter to engines that know adapters by name (SGLang), and the record of what was sent."""
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-
-from torch import Tensor
+from typing import Any
 
 from fuligo.engines.client import EngineClient
 from fuligo.engines.shared_client import RunRequests, SharedEngineClient
 from fuligo.errors import EngineError, WeightSyncError
 from fuligo.formats.adapter_config import AdapterConfig, adapted_weight
-from fuligo.formats.payload import named_payload
+from fuligo.formats.payload import NamedTensors, SharedCopies
 from fuligo.formats.weight_manifest import (
     AdapterPayload,
     EngineAddress,
@@ -24,11 +22,12 @@ from fuligo.formats.weight_manifest import (
 from fuligo.observability.jsonl import JsonLines, read_json_lines
 
 
-def send_adapter(tensors: list[tuple[str, Tensor]], config: AdapterConfig, target: WeightTarget) -> WeightManifest | Undelivered:
+def send_adapter(tensors: NamedTensors, config: AdapterConfig, target: WeightTarget, copies: SharedCopies) -> WeightManifest | Undelivered:
     """Load an adapter into all engines of `target` in place of the one before.
 
     Args:
-        tensors: CPU tensors by their names in PEFT's files
+        tensors: by their names in PEFT's files
+        copies: of the syncs before; of no others
 
     Returns:
         What was sent, or why an engine did not load it.
@@ -39,14 +38,10 @@ def send_adapter(tensors: list[tuple[str, Tensor]], config: AdapterConfig, targe
     names = {adapted_weight(name).removesuffix(".weight").rpartition(".")[2] for name, _ in tensors}
     # SGLang 0.5.15.post1 scales by alpha / r and does not read use_rslora.
     fields = {"peft_type": "LORA", "r": config.rank, "lora_alpha": config.scaling * config.rank, "target_modules": sorted(names)}
-    with ThreadPoolExecutor(1, thread_name_prefix="digest") as thread:
-        digesting = thread.submit(weights_checksum, tensors)  # while the payload is written; both leave Python's lock
-        with named_payload(tensors) as payload:
-            digest = digesting.result()
-            try:
-                asyncio.run(_load(AdapterPayload(fields, payload, digest.checksum), target))
-            except EngineError as error:
-                return Undelivered(str(error))
+    try:
+        digest = asyncio.run(_load(tensors, fields, target, copies))
+    except EngineError as error:
+        return Undelivered(str(error))
     num_bytes = digest.num_bytes
     return WeightManifest(
         target.version, digest.num_tensors, num_bytes, None, num_bytes_sent=num_bytes, adapter=digest.checksum, trained=digest
@@ -59,15 +54,32 @@ def _client(engine: EngineAddress) -> EngineClient:
     return SharedEngineClient(engine.url, RunRequests(engine.run), keys=engine.keys, number=engine.number)
 
 
-async def _load(adapter: AdapterPayload, target: WeightTarget) -> None:
+async def _load(tensors: NamedTensors, fields: dict[str, Any], target: WeightTarget, copies: SharedCopies) -> WeightsDigest:
+    """Write the tensors while engines drop their adapters, and compute the digest while they load the new one."""
+    written = asyncio.ensure_future(asyncio.to_thread(copies.write, tensors))
+
+    async def payload() -> str:
+        return (await written)[1]
+
+    async def digest() -> WeightsDigest:
+        return await asyncio.to_thread(weights_checksum, (await written)[0])
+
+    digesting = asyncio.ensure_future(digest())
+
+    async def checksum() -> str:
+        return (await digesting).checksum
+
+    adapter = AdapterPayload(fields, asyncio.ensure_future(payload()), asyncio.ensure_future(checksum()))
     clients = [_client(engine) for engine in target.engines]
+    loads = [client.load_adapter(adapter, target.version) for client in clients]
     try:
-        outcomes = await asyncio.gather(*(client.load_adapter(adapter, target.version) for client in clients), return_exceptions=True)
+        outcomes = await asyncio.gather(adapter.tensors, adapter.digest, *loads, return_exceptions=True)
     finally:
         await asyncio.gather(*(client.close() for client in clients))
     for outcome in outcomes:
         if isinstance(outcome, BaseException):
             raise outcome
+    return await digesting
 
 
 class AdapterRecord:

@@ -16,6 +16,7 @@ from fuligo.engines.host import PortClaims
 from fuligo.engines.sglang.backend import adapter_arguments
 from fuligo.engines.sglang.server import SGLangServer
 from fuligo.formats.adapter_config import AdapterConfig
+from fuligo.formats.payload import SharedCopies
 from fuligo.formats.weight_manifest import EngineAddress, WeightManifest, WeightTarget
 from fuligo.models.adapter import adapter_tensors, add_adapter
 from fuligo.weights.adapter import send_adapter
@@ -43,7 +44,7 @@ async def server(checkpoint: Path, claims: PortClaims, tmp_path: Path) -> AsyncI
 
 async def test_an_engine_applies_the_adapter_that_it_was_sent_last(server: SGLangServer, checkpoint: Path) -> None:
     """A rank-stabilised adapter on all linear layers, sent twice; then requests without adapter."""
-    base, model = oracle.load(checkpoint), oracle.load(checkpoint)
+    base, model, copies = oracle.load(checkpoint), oracle.load(checkpoint), SharedCopies()
     add_adapter(model, CONFIG, seed=0)
     policy, plain = (EngineClient(server.url, KEYS, number=0, adapter=name) for name in (POLICY_ADAPTER, None))
     target = EngineAddress(server.url, number=0, keys=KEYS)
@@ -53,7 +54,9 @@ async def test_an_engine_applies_the_adapter_that_it_was_sent_last(server: SGLan
                 parameter.normal_(std=0.05, generator=torch.Generator().manual_seed(version))
         tensors = [(name, tensor.detach().clone()) for name, tensor in adapter_tensors(model).items()]
         await policy.pause("abort")
-        sent: Any = await asyncio.to_thread(send_adapter, tensors, CONFIG, WeightTarget("tensor", version, 1 << 20, engines=(target,)))
+        sent: Any = await asyncio.to_thread(
+            send_adapter, tensors, CONFIG, WeightTarget("tensor", version, 1 << 20, engines=(target,)), copies
+        )
         await policy.resume()
         assert isinstance(sent, WeightManifest), sent
         info = await policy.model_info()
@@ -65,6 +68,7 @@ async def test_an_engine_applies_the_adapter_that_it_was_sent_last(server: SGLan
     assert oracle.largest_difference(base, await oracle.sample(plain)) < oracle.TOLERANCE
     for client in (policy, plain):
         await client.close()
+    copies.close()
 
 
 @pytest.mark.parametrize("sync", [pytest.param("merged", marks=pytest.mark.slow), "adapter"])

@@ -21,6 +21,7 @@ from fuligo.engines.sglang.server import SGLangServer
 from fuligo.engines.shared_client import RunRequests, SharedEngineClient
 from fuligo.errors import EngineError
 from fuligo.formats.adapter_config import AdapterConfig
+from fuligo.formats.payload import SharedCopies
 from fuligo.formats.weight_manifest import EngineAddress, WeightManifest, WeightTarget
 from fuligo.models.adapter import adapter_tensors, add_adapter
 from fuligo.weights.adapter import send_adapter
@@ -55,7 +56,9 @@ async def sync(client: SharedEngineClient, model: Any, shape: AdapterConfig, ver
     tensors = [(name, tensor.detach().clone()) for name, tensor in adapter_tensors(model).items()]
     address = EngineAddress(client.url, number=0, keys=KEYS, run=client.run)
     await client.pause("abort")
-    sent: Any = await asyncio.to_thread(send_adapter, tensors, shape, WeightTarget("tensor", version, 1 << 20, engines=(address,)))
+    sent: Any = await asyncio.to_thread(
+        send_adapter, tensors, shape, WeightTarget("tensor", version, 1 << 20, engines=(address,)), SharedCopies()
+    )
     assert isinstance(sent, WeightManifest), sent
     info = await client.model_info()
     assert (info.weight_version, info.adapter_digest) == (version, sent.adapter)

@@ -113,6 +113,10 @@ class TorchRankWorker(RankWorker[TorchTrainerSettings, Critic, Policy]):
     def restore(self, directory: Path) -> None:
         restore_state(directory, self._state(), self.world)
 
+    def close(self) -> None:
+        if self._adapter_sender is not None:
+            self._adapter_sender.close()
+
     def _load(self, directory: Path, *, trained: bool, is_exact: bool = False) -> Policy:
         settings = self.settings
         model = load_model(directory)

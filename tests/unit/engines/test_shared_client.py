@@ -67,9 +67,16 @@ def client_of(engine: ScriptedEngine, run: str, requests: RunRequests | None = N
     return client
 
 
+def adapter(digest: str) -> AdapterPayload:
+    tensors, computed = (asyncio.get_running_loop().create_future() for _ in range(2))
+    tensors.set_result("tensors")
+    computed.set_result(digest)
+    return AdapterPayload({}, tensors, computed)
+
+
 async def sync(client: SharedEngineClient, version: int) -> None:
     await client.pause("abort")
-    await client.load_adapter(AdapterPayload({}, "tensors", f"d{version}"), version)
+    await client.load_adapter(adapter(f"d{version}"), version)
     await client.model_info()
     await client.resume()
 
@@ -128,7 +135,7 @@ async def test_a_pause_ends_the_requests_of_its_run_and_holds_new_ones_back(engi
     held = generate(router, "s")
     await asyncio.sleep(0.05)
     assert set(engine.running) == {"1/r"}
-    await control.load_adapter(AdapterPayload({}, "tensors", "d2"), 2)
+    await control.load_adapter(adapter("d2"), 2)
     await control.model_info()
     await control.resume()
     await until_running(engine, "1/r", "0/s")

@@ -1,6 +1,7 @@
 """Tensors passed between processes through shared memory, and cleanup when one of the processes dies."""
 
 import base64
+import io
 import os
 import pickle
 import signal
@@ -12,8 +13,8 @@ import pytest
 import torch
 
 from fuligo.errors import WeightSyncError
-from fuligo.formats.payload import SHARED_MEMORY, decode_named_tensors, shared_payload
-from fuligo.formats.weight_manifest import weights_checksum
+from fuligo.formats.payload import SHARED_MEMORY, SharedCopies, _TensorUnpickler, decode_named_tensors, shared_payload
+from fuligo.formats.weight_manifest import WeightsDigest, weights_checksum
 from tests.e2e.processes import alive, descendants, nothing_left_in_shared_memory
 
 pytestmark = pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="needs a POSIX shared memory file system")
@@ -155,13 +156,27 @@ except WeightSyncError as error:
 """
 
 
-def test_full_shared_memory_is_named_and_given_back() -> None:
-    command = ["unshare", "--mount", "bash", "-c", IN_SMALL_MEMORY, "bash", sys.executable, "-c", LARGE_SENDER]
+LARGE_COPIES = """
+import torch
+from fuligo.errors import WeightSyncError
+from fuligo.formats.payload import SharedCopies
+copies = SharedCopies()
+try:
+    copies.write([(name, torch.ones(100_000)) for name in "abc"])
+    print("it fits")
+except WeightSyncError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(("sender", "what"), [(LARGE_SENDER, "a bucket of weights"), (LARGE_COPIES, "an adapter")])
+def test_full_shared_memory_is_named_and_given_back(sender: str, what: str) -> None:
+    command = ["unshare", "--mount", "bash", "-c", IN_SMALL_MEMORY, "bash", sys.executable, "-c", sender]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     if done.returncode == 77 or "unshare" in done.stderr:
         pytest.skip(f"a file system cannot be mounted here: {done.stderr}")
     said, *left = done.stdout.splitlines()
-    assert said.startswith("cannot copy a bucket of weights to shared memory: ") and "No space left on device" in said
+    assert said.startswith(f"cannot copy {what} to shared memory: ") and "No space left on device" in said
     assert "of 1 MiB are free on the file system /dev/shm); enlarge it" in said
     assert left == []
 
@@ -202,3 +217,24 @@ def test_a_sent_tensor_can_still_be_offloaded() -> None:
     with shared_payload([("weight", weight)]):
         pass
     assert weight.untyped_storage().resizable()
+
+
+def mapped(payload: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of a payload that is a mapping, as a receiver such as SGLang reads it."""
+    return _TensorUnpickler(io.BytesIO(base64.b64decode(payload))).load()  # pyright: ignore[reportReturnType]
+
+
+def test_shared_copies_are_those_of_the_last_two_writes() -> None:
+    """Also of more bytes than the first had; every copy of the same bytes is in the same file."""
+    copies, open_before = SharedCopies(), own_descriptors().keys()
+    with nothing_left_in_shared_memory():
+        sent: list[tuple[dict[str, torch.Tensor], WeightsDigest]] = []
+        for scale, more in ((1, 0), (2, 0), (3, 100), (4, 0)):
+            tensors = [(name, tensor) for name, tensor in some_tensors() if name != "eighth"] + [("more", torch.full((more,), scale))]
+            written, payload = copies.write(tensors)
+            assert [name for name, _ in written] == [name for name, _ in tensors]
+            sent.append((mapped(payload), weights_checksum(tensors)))
+            assert weights_checksum(written) == sent[-1][1]
+            assert all(weights_checksum(list(received.items())) == digest for received, digest in sent[-2:])
+        copies.close()
+        assert own_descriptors().keys() <= open_before

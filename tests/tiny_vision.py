@@ -1,4 +1,4 @@
-"""Tiny Qwen3-VL checkpoints for tests: random weights, a tokenizer with the tokens of images, an image processor; and images."""
+"""Tiny Qwen3-VL and Qwen3.5 checkpoints for tests: random weights, a tokenizer with image tokens, an image processor; and images."""
 
 import functools
 import io
@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 from tokenizers import AddedToken
-from transformers import AutoConfig, PreTrainedTokenizerFast, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 from fuligo.models.vision.processor import ImageProcessor, image_digest
 from fuligo.types import PromptImage
@@ -50,12 +51,22 @@ def token_id(text: str) -> int:
     return found
 
 
-def model_config(*, tied: bool = True, layers: int = 3) -> Qwen3VLConfig:
+LANGUAGE: dict[str, dict] = {
+    "qwen3_vl": {"head_dim": 16},
+    "qwen3_5": {**tiny.FAMILIES["qwen3_5_text"], "full_attention_interval": 3},
+    "qwen3_5_moe": {**tiny.FAMILIES["qwen3_5_moe_text"], "full_attention_interval": 3},
+}
+"""Language models by the type of the whole model."""
+
+
+def model_config(family: str = "qwen3_vl", *, tied: bool = True, layers: int = 3) -> AutoConfig:
     text = tiny.model_config("qwen3", layers=layers).to_dict()
     kept = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    is_hybrid = "layer_types" in LANGUAGE[family]
+    layer_types = {"layer_types": ["linear_attention", "linear_attention", "full_attention"][:layers]} if is_hybrid else {}
     return AutoConfig.for_model(
-        "qwen3_vl",
+        family,
         image_token_id=token_id("<|image_pad|>"),
         video_token_id=token_id("<|video_pad|>"),
         vision_start_token_id=token_id("<|vision_start|>"),
@@ -63,9 +74,11 @@ def model_config(*, tied: bool = True, layers: int = 3) -> Qwen3VLConfig:
         tie_word_embeddings=tied,
         text_config={
             **{name: text[name] for name in kept},
-            "head_dim": 16,
+            **LANGUAGE[family],
+            **layer_types,
             "max_position_embeddings": 1024,
-            "rope_parameters": rope,
+            "rope_parameters": {**rope, **({"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]} if is_hybrid else {})},
+            "tie_word_embeddings": tied,
             "initializer_range": 0.1,
             "eos_token_id": tiny.EOS_ID,
             "pad_token_id": tiny.PAD_ID,
@@ -80,21 +93,48 @@ def model_config(*, tied: bool = True, layers: int = 3) -> Qwen3VLConfig:
             "temporal_patch_size": 2,
             "out_hidden_size": text["hidden_size"],
             "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [0, 1],
+            "deepstack_visual_indexes": [] if is_hybrid else [0, 1],
             "initializer_range": 0.1,
         },
     )
 
 
-def save_checkpoint(directory: Path, *, seed: int = 0, **shape) -> Path:
+def save_checkpoint(directory: Path, family: str = "qwen3_vl", *, seed: int = 0, has_processor: bool = True, **shape) -> Path:
     """Save a Hugging Face directory with the model, the tokenizer and the image processor's settings; return `directory`."""
     torch.manual_seed(seed)
-    model = Qwen3VLForConditionalGeneration(model_config(**shape)).float().eval()
+    model = AutoModelForImageTextToText.from_config(model_config(family, **shape)).float().eval()
+    tiny.spread(model)
     model.generation_config.eos_token_id = tiny.EOS_ID
     model.save_pretrained(directory)
     tokenizer().save_pretrained(directory)
-    (directory / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    if has_processor:
+        (directory / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
     return directory
+
+
+@torch.no_grad()
+def save_as_published(directory: Path, family: str, **shape) -> Path:
+    """Save a Qwen3.5 checkpoint as the published ones are; return `directory`.
+
+    It is in bfloat16 but for the decay rates and norms of Gated DeltaNet, has all experts of a layer in one tensor, and an MTP layer.
+    """
+    save_checkpoint(directory, family, has_processor=False, **shape)
+    model = AutoModelForImageTextToText.from_pretrained(directory)
+    tensors = {name: tensor.to(stored_dtype(name)) for name, tensor in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    tensors["mtp.fc.weight"] = torch.ones(4, 8, dtype=torch.bfloat16)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    config["text_config"] |= {"dtype": "bfloat16", "mtp_num_hidden_layers": 1, "mamba_ssm_dtype": "float32", "output_gate_type": "swish"}
+    del config["dtype"]
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def stored_dtype(name: str) -> torch.dtype:
+    """Return the dtype of a tensor in published Qwen3.5 checkpoints."""
+    return torch.float32 if name.endswith(("linear_attn.A_log", "linear_attn.norm.weight")) else torch.bfloat16
 
 
 def png(width: int, height: int, seed: int = 0) -> bytes:

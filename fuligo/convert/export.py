@@ -6,6 +6,7 @@ Weights are in the model's own dtypes. A LoRA run exports its PEFT directory.
 import logging
 import shutil
 from pathlib import Path
+from typing import Any
 
 from fuligo.checkpoint.location import weights_of
 from fuligo.errors import CheckpointError
@@ -13,7 +14,7 @@ from fuligo.formats.adapter_config import is_adapter
 from fuligo.formats.checkpoint_files import UNFINISHED, is_distributed
 from fuligo.formats.disk import sync, sync_tree, writing
 from fuligo.formats.hugging_face import read_config_json
-from fuligo.models.registry import stored_experts
+from fuligo.models.registry import experts_in
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +43,9 @@ def export(checkpoint: Path, target: Path) -> None:
                 dist_to_hf(checkpoint, new)
             else:
                 stored = InOwnDtypes(weights_of(checkpoint))
-                weights = PublishedWeights(stored, stored_experts(read_config_json(stored.directory)))
-                write_directory(weights, stored.directory, new, changed={"dtype": str(stored.common).removeprefix("torch.")})
+                weights = PublishedWeights(stored, experts_in(stored.directory))
+                changed = _stating(read_config_json(stored.directory), str(stored.common).removeprefix("torch."))
+                write_directory(weights, stored.directory, new, changed=changed)
             if target.exists():
                 shutil.rmtree(old, ignore_errors=True)
                 target.rename(old)
@@ -52,6 +54,12 @@ def export(checkpoint: Path, target: Path) -> None:
             shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(new, ignore_errors=True)
+
+
+def _stating(config_json: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """Return the keys of config.json that state the data type, with this one: its own, and those of a language model and towers in it."""
+    parts = {key: part | {"dtype": dtype} for key, part in config_json.items() if isinstance(part, dict) and "dtype" in part}
+    return {"dtype": dtype, **parts}
 
 
 def export_problem(target: Path) -> str | None:

@@ -67,6 +67,7 @@ def torch_settings(config: Config, common: TrainerSettings) -> TorchTrainerSetti
         gradient_checkpointing=config.model.gradient_checkpointing,
         torch_compile=config.model.torch_compile is not False and not config.train.exact_on_policy,  # compiled layers round differently
         exact_on_policy=_is_exact(config, common.device, common.hf_checkpoint),
+        takes_images=bool(config.data.multimodal_keys),
     )
 
 

@@ -45,7 +45,7 @@ class Family:
     why_not_transformers: str | None = None
     """Why transformers' layers, which the torch trainer and the embedded engine run, cannot compute the family."""
     why_not_sglang: str | None = None
-    """Why SGLang's engines cannot serve the family's checkpoints."""
+    """Why SGLang's engines cannot serve checkpoints of the language model alone. Those of `vision_type` they can."""
     vision_type: str | None = None
     """`model_type` of a model of text and images whose language model (`text_config`) is of the family. One forward pass
     (`models.vision.forward`) and one rule of positions (`models.vision.positions`) fits them all."""
@@ -54,6 +54,8 @@ class Family:
     loaded_as: str | None = None
     """Model type whose classes in transformers load the checkpoints; None if the family has its own."""
     stored_experts: StoredExperts = StoredExperts.APART
+    stores_either_experts: bool = False
+    """Checkpoints hold experts `APART` or `WHOLE`, and SGLang loads both; `stored_experts` is what transformers writes."""
     unwritten_keys: tuple[str, ...] = ()
     """Keys of config.json that SGLang needs and transformers reads but does not write."""
     fuses_gate_up: bool = False

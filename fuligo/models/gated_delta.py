@@ -18,6 +18,9 @@ from fuligo.models.attention import equal_length_runs
 
 logger = logging.getLogger(__name__)
 
+DECAY_RATES = ".linear_attn.A_log"
+"""End of the names of the heads' decay rates, as logarithms."""
+
 Rule = Callable[..., tuple[Tensor, Tensor | None]]
 """transformers' `chunk_gated_delta_rule`: queries, keys, values [B, L, H, D], `g` and `beta` [B, L, H] -> values, final state."""
 

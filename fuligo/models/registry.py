@@ -1,12 +1,14 @@
 """Model families by `model_type`. Imports neither numpy nor torch."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fuligo.errors import ConfigError
-from fuligo.formats.hugging_face import read_config_json
+from fuligo.formats.checkpoint_files import TENSORS
+from fuligo.formats.hugging_face import read_config_json, read_shapes
 from fuligo.formats.stored_experts import StoredExperts
 from fuligo.models.architecture import Architecture
 from fuligo.models.config_json import ConfigJson
@@ -108,16 +110,16 @@ def names_of(config_json: Mapping[str, Any], source: str = "config.json") -> Mod
 
 def has_linear_attention(config_json: Mapping[str, Any]) -> bool:
     """Return whether layers carry a state along the sequence, for any model that transformers knows."""
-    if config_json.get("model_type") in FAMILIES:
+    if _language_type(config_json) in FAMILIES:
         return bool(architecture_of(config_json).num_linear_layers)
-    return "linear_attention" in (config_json.get("layer_types") or ())
+    return "linear_attention" in (ConfigJson.of(config_json).values.get("layer_types") or ())
 
 
 def unshareable_because(config_json: Mapping[str, Any]) -> str | None:
     """Return why samples cannot share the tokens of a prefix in a model; None if they can."""
     if has_linear_attention(config_json):
         return "its linear attention has one state per sequence, so several samples cannot continue a prefix"
-    if config_json.get("model_type") in FAMILIES and architecture_of(config_json).sparse_index is not None:
+    if _language_type(config_json) in FAMILIES and architecture_of(config_json).sparse_index is not None:
         return "its sparse attention chooses among the earlier tokens of the row, which in a tree include tokens of other samples"
     return None
 
@@ -126,6 +128,20 @@ def stored_experts(config_json: Mapping[str, Any]) -> StoredExperts:
     """Return the form of a model's experts in its checkpoints."""
     facts = _facts(config_json)
     return StoredExperts.APART if facts is None else facts.stored_experts
+
+
+def experts_in(directory: Path) -> StoredExperts:
+    """Return the form of experts in the checkpoint that a directory holds, or was made from by training.
+
+    Raises ConfigError like `read_config_json`, and DamagedFileError if the family has both forms and the weights cannot be read.
+    """
+    config_json = read_config_json(directory)
+    facts = _facts(config_json)
+    if isinstance(facts, Family) and facts.stores_either_experts:
+        record = directory / TENSORS
+        names = json.loads(record.read_text()) if record.exists() else read_shapes(directory)
+        return StoredExperts.WHOLE if any(name.endswith(".experts.gate_up_proj") for name in names) else StoredExperts.APART
+    return stored_experts(config_json)
 
 
 def unwritten_keys(config_json: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,12 +153,18 @@ def unwritten_keys(config_json: Mapping[str, Any]) -> dict[str, Any]:
 def why_not_sglang(config_json: Mapping[str, Any]) -> str | None:
     """Return why SGLang's engines cannot serve a model; None if they can, or if nothing is known of its type."""
     facts = _facts(config_json)
-    return None if facts is None else facts.why_not_sglang
+    return None if facts is None or config_json.get("model_type") in VISION_TYPES else facts.why_not_sglang
 
 
 def _facts(config_json: Mapping[str, Any]) -> Family | UnplannedFamily | None:
-    model_type = str(config_json.get("model_type"))
+    model_type = _language_type(config_json)
     return FAMILIES.get(model_type) or UNPLANNED.get(model_type)
+
+
+def _language_type(config_json: Mapping[str, Any]) -> str:
+    """Return the type of a model, or of the language model in one of `VISION_TYPES`."""
+    model_type = str(config_json.get("model_type"))
+    return VISION_TYPES.get(model_type, model_type)
 
 
 def batch_variant_because(config_json: Mapping[str, Any], device: str) -> str | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from fuligo.engines.embedded.engine import EmbeddedEngine
 from fuligo.engines.embedded.model import EngineModel
@@ -17,7 +17,8 @@ from fuligo.engines.embedded.request import Request
 from fuligo.engines.generation import SamplingParams
 from fuligo.formats.checkpoint_files import checkpoint_weights
 from fuligo.models.registry import stored_experts
-from tests import tiny
+from fuligo.models.transformers_types import model_class, read_config
+from tests import tiny, tiny_vision
 
 TOLERANCE = 1e-4
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -38,11 +39,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"sliding_window": 24},
     "gemma3_text": {},
     "gemma4_text": tiny.GEMMA4,
+    "qwen3_5": {},
+    "qwen3_5_moe": {},
 }
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if request.param in tiny_vision.LANGUAGE:  # prompts of text need no image processor
+        return tiny_vision.save_checkpoint(tmp_path_factory.mktemp(request.param), request.param, has_processor=False)
     return tiny.save_checkpoint(tmp_path_factory.mktemp(request.param), request.param, **FAMILIES[request.param])
 
 
@@ -80,7 +85,7 @@ def answered(checkpoint: Path) -> Any:
 
 def reference(directory: Path) -> PreTrainedModel:
     """Return log-probabilities of transformers' own forward pass, one sequence at a time."""
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    return model_class(read_config(directory)).from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 @torch.no_grad()

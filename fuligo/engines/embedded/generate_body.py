@@ -102,7 +102,7 @@ def _placed(ids: list[int], images: Sequence[bytes], model: EngineModel) -> tupl
     if not images:
         return ids, ()
     if model.vision is None or model.image_token_id is None:
-        raise ValueError(f"image_data: {model.path} is a text-only model")
+        raise ValueError(f"image_data: {model.path} takes no images: {model.no_images_because}")
     try:
         patches = [model.vision.processor.patches(data, image_digest(data)) for data in images]
         side = model.vision.processor.merge_size

@@ -84,7 +84,14 @@ class EngineModel:
         self.module: Any = _load(path, whole, dtype)
         self.image_token_id: int | None = whole.image_token_id if sees_images(whole) else None
         """Id of every token of an image; None for a text-only model."""
-        self.vision = VisionTower(self.module.base_model, ImageProcessor(path)) if sees_images(whole) else None
+        self.vision: VisionTower | None = None
+        self.no_images_because = "it is a text-only model"
+        """Why it takes no images, if `vision` is None."""
+        if sees_images(whole):
+            try:
+                self.vision = VisionTower(self.module.base_model, ImageProcessor(path))
+            except ConfigError as error:  # prompts of text need no image processor
+                self.no_images_because = str(error)
         align_weights(self.module)
         take_stated_epsilon(self.module)
         take_stated_rotation(self.module)
@@ -128,15 +135,14 @@ class EngineModel:
             [N or S, V]
         """
         plan.is_batch_invariant = self._invariant is not None
-        if self.vision is not None:
-            hidden = self.vision.hidden_states(input_ids, positions, images, attention_plan=plan)[0]
-            return self.module.get_output_embeddings()(hidden if keep is None else hidden[keep])
-        kwargs: dict[str, Any] = {"logits_to_keep": keep} if self._keeps_logits and keep is not None else {}
+        kwargs: dict[str, Any] = {"attention_plan": plan}
         if self._recurrent is not None:
             kwargs |= {"seq_idx": plan, "cu_seq_lens_q": plan}  # the names of what linear attention gets
-        logits = self.module(
-            input_ids=input_ids[None], position_ids=positions[None], use_cache=False, attention_plan=plan, **kwargs
-        ).logits[0]
+        if self.vision is not None:
+            hidden = self.vision.hidden_states(input_ids, positions, images, **kwargs)[0]
+            return self.module.get_output_embeddings()(hidden if keep is None else hidden[keep])
+        kwargs |= {"logits_to_keep": keep} if self._keeps_logits and keep is not None else {}
+        logits = self.module(input_ids=input_ids[None], position_ids=positions[None], use_cache=False, **kwargs).logits[0]
         return logits if self._keeps_logits or keep is None else logits[keep]
 
     def weights_changed(self) -> None:

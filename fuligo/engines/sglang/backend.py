@@ -23,14 +23,13 @@ from fuligo.engines.shared_client import RunRequests, SharedEngineClient
 from fuligo.errors import ConfigError
 from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.formats.engine_keys import EngineKeys
-from fuligo.formats.hugging_face import read_config_json
 from fuligo.formats.quantisation import EngineQuantisation
 from fuligo.formats.weight_manifest import EngineFormat
 from fuligo.layout.adapter import AdapterShape
 from fuligo.layout.slots import engine_gpus, engine_slots, trainer_slots
 from fuligo.models.adapter_flags import adapter_of
 from fuligo.models.device import Device, Precision, resolve_device
-from fuligo.models.registry import read_architecture, stored_experts
+from fuligo.models.registry import experts_in, read_architecture
 
 LOOPBACK = "127.0.0.1"
 _DTYPES: Mapping[str, Precision] = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16"}
@@ -96,7 +95,7 @@ class SGLangBackend:
         """Send weights quantized as the checkpoint is."""
         assert config.model.hf_checkpoint is not None, "validated"
         directory = Path(config.model.hf_checkpoint)
-        return EngineFormat(quantisation=EngineQuantisation.read(directory), experts=stored_experts(read_config_json(directory)))
+        return EngineFormat(quantisation=EngineQuantisation.read(directory), experts=experts_in(directory))
 
     def weight_dtype(self, config: Config, device: Device) -> Precision | None:
         policy = next((group for group in engine_groups(config) if group.update_weights), None)

@@ -1,10 +1,10 @@
-"""Qwen3.5, language model only, dense: Qwen3-Next's attention."""
+"""Qwen3.5, dense: Qwen3-Next's attention; published with a vision tower, which is Qwen3-VL's without DeepStack."""
 
 from dataclasses import replace
 
 from fuligo.models.architecture import Architecture
 from fuligo.models.config_json import ConfigJson
-from fuligo.models.families import qwen3_next
+from fuligo.models.families import qwen3_next, qwen3_vl
 
 
 def architecture(config: ConfigJson) -> Architecture:
@@ -14,5 +14,7 @@ def architecture(config: ConfigJson) -> Architecture:
 FAMILY = replace(
     qwen3_next.FAMILY,
     architecture=architecture,
-    why_not_sglang="SGLang 0.5.15.post1 has a class only for the whole model, with its vision tower",
+    why_not_sglang="SGLang 0.5.15.post1 has a class only for the whole model, with its vision tower, as it is published",
+    vision_type="qwen3_5",
+    vision_tower=qwen3_vl.vision_tower,
 )

@@ -1,4 +1,4 @@
-"""Qwen3.5, language model only, mixture of experts: Qwen3-Next's layers, each with experts."""
+"""Qwen3.5, mixture of experts: Qwen3-Next's layers, each with experts; published with the dense models' vision tower."""
 
 from dataclasses import replace
 
@@ -13,4 +13,4 @@ def architecture(config: ConfigJson) -> Architecture:
     return qwen3_next.hybrid_architecture(config, experts, lambda _: True)
 
 
-FAMILY = replace(qwen3_5.FAMILY, architecture=architecture)
+FAMILY = replace(qwen3_5.FAMILY, architecture=architecture, vision_type="qwen3_5_moe", stores_either_experts=True)

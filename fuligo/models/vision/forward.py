@@ -48,7 +48,7 @@ class Features(NamedTuple):
     merged: Tensor
     """[M, E] embeddings of the image tokens."""
     deepstack: tuple[Tensor, ...]
-    """[M, E] each: added to the hidden states after the first layers (arXiv 2406.04334)."""
+    """[M, E] each: added to the hidden states after the first layers (arXiv 2406.04334); empty for a tower without them."""
 
     def select(self, index: Tensor) -> "Features":
         return Features(self.merged.index_select(0, index), tuple(each.index_select(0, index) for each in self.deepstack))
@@ -59,7 +59,7 @@ def tower_features(tower: Any, patches: Sequence[Patches], device: torch.device)
     values = torch.cat([torch.from_numpy(each.values) for each in patches]).to(device)
     grids = torch.tensor([[1, each.num_rows, each.num_columns] for each in patches], device=device)
     outputs = tower(values.to(tower.dtype), grid_thw=grids, return_dict=True)
-    return Features(outputs.pooler_output, tuple(outputs.deepstack_features))
+    return Features(outputs.pooler_output, tuple(getattr(outputs, "deepstack_features", ())))
 
 
 def empty_patches(tower: Any) -> Patches:
@@ -90,8 +90,9 @@ def hidden_states(
     if images is not None and features is not None:
         placed = features.select(images.features)
         embeddings = embeddings.index_copy(0, images.positions, placed.merged.to(embeddings.dtype))
-        is_image = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device).index_fill(0, images.positions, True)
-        kwargs |= {"visual_pos_masks": is_image[None], "deepstack_visual_embeds": list(placed.deepstack)}
+        if placed.deepstack:
+            is_image = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device).index_fill(0, images.positions, True)
+            kwargs |= {"visual_pos_masks": is_image[None], "deepstack_visual_embeds": list(placed.deepstack)}
     elif features is not None:  # of an empty image, for the sake of ranks with images: adds nothing
         total = torch.stack([each.sum() for each in (features.merged, *features.deepstack)]).sum()
         embeddings = embeddings + 0.0 * total.to(embeddings.dtype)

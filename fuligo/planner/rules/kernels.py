@@ -89,12 +89,13 @@ def transformers_computes_the_engines_layers(subject: Subject) -> Iterator[Viola
 
 @rule("PLAN-SGLANG-MODEL", "--rollout-backend")
 def engines_have_the_model(subject: Subject) -> Iterator[Violation]:
-    """SGLang serves the language models of Qwen3.5 only together with their vision towers."""
+    """SGLang serves the language models of Qwen3.5 only together with their vision towers, as they are published."""
     config, architecture = subject.config, subject.rollout_architecture
-    reason = family_of(architecture).why_not_sglang
+    reason = family_of(architecture).why_not_sglang if architecture.vision_tower is None else None
     if reason is not None and config.needs_engine and config.engine_capabilities.has_own_models:
         yield Violation(
-            f"--rollout-backend sglang cannot serve a {architecture.model_type} model: {reason}", advice="use --rollout-backend embedded"
+            f"--rollout-backend sglang cannot serve a {architecture.model_type} model: {reason}",
+            advice="use --rollout-backend embedded, or the published checkpoint",
         )
 
 

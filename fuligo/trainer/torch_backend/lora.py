@@ -14,7 +14,7 @@ from fuligo.formats.weight_manifest import MergeRounding
 from fuligo.models.adapter import LowRankUpdate, adapter_tensors, add_adapter, load_adapter, updates_of
 from fuligo.models.quantised_linear import quantise_base
 from fuligo.trainer.ranks.settings import LoraSettings
-from fuligo.trainer.torch_backend.weights import full_tensor, held_tensors, is_saved_buffer, named_weights
+from fuligo.trainer.torch_backend.weights import full_tensor, held_tensors, keeps_dtype, named_weights
 
 
 def add_policy_adapter(
@@ -52,9 +52,12 @@ def _require_same_base(adapter: Path, base: QuantisedBase | None) -> None:
 
 
 def store_base_in_half_precision(model: nn.Module) -> None:
-    """Keep frozen parameters in bfloat16, in which the passes use them: nothing is ever added to them."""
-    for parameter in model.parameters():
-        if not parameter.requires_grad:
+    """Keep frozen parameters in bfloat16, in which the passes use them: nothing is ever added to them.
+
+    Those that engines hold in float32 stay as they are.
+    """
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad and not keeps_dtype(name, parameter):
             parameter.data = parameter.data.to(torch.bfloat16)
 
 
@@ -96,5 +99,5 @@ class AdaptedModel:
                     self.rounding += MergeRounding(int((merged != full.to(self.dtype)).sum()), merged.numel())
                 yield name, merged
             else:
-                is_cast = full.is_floating_point() and not is_saved_buffer(tensor)
+                is_cast = full.is_floating_point() and not keeps_dtype(name, tensor)
                 yield name, full.to(self.dtype) if is_cast else full

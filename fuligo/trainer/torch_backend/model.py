@@ -124,7 +124,7 @@ class PackedModel(nn.Module):
     """Causal LM that runs on packed tokens.
 
     Args:
-        images: image processor of a model with a vision tower; None for a text-only model.
+        images: image processor of a model with a vision tower; None: no prompt has images.
     """
 
     def __init__(self, model: PreTrainedModel, images: ImageProcessor | None = None) -> None:

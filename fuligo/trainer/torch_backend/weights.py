@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from fuligo.models.adapter import base_tensors
+from fuligo.models.gated_delta import DECAY_RATES
 from fuligo.models.quantised_linear import QuantisedWeight, quantised_weights
 from fuligo.models.transformers_types import text_config
 from fuligo.trainer.ranks.world import World
@@ -81,12 +82,13 @@ def held_tensors(model: PreTrainedModel) -> dict[str, HeldTensor]:
     return {**weight_tensors(model), **quantised_weights(model)}
 
 
-def is_saved_buffer(tensor: HeldTensor) -> bool:
-    """Return whether a tensor is not one of the weights, so that it keeps its data type.
+def keeps_dtype(name: str, tensor: HeldTensor) -> bool:
+    """Return whether a tensor is sent in the data type in which it is held, whatever that of the others.
 
-    The one that models have, the correction of a router's scores, selects experts by differences that bfloat16 would round away.
+    Of buffers models have one, the correction of a router's scores: it selects experts by differences that bfloat16 would round away.
+    SGLang holds the decay rates of Gated DeltaNet in float32, and Qwen3.5's files have them so.
     """
-    return not isinstance(tensor, (nn.Parameter, QuantisedWeight))
+    return not isinstance(tensor, (nn.Parameter, QuantisedWeight)) or name.endswith(DECAY_RATES)
 
 
 def named_weights(model: PreTrainedModel, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -97,7 +99,7 @@ def named_weights(model: PreTrainedModel, *, dtype: torch.dtype | None = None) -
     """
     for name, tensor in held_tensors(model).items():
         full = full_tensor(tensor)
-        is_cast = dtype is not None and full.is_floating_point() and not is_saved_buffer(tensor)
+        is_cast = dtype is not None and full.is_floating_point() and not keeps_dtype(name, tensor)
         yield name, full.to(dtype) if is_cast else full
 
 

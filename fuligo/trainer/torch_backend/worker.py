@@ -65,7 +65,7 @@ class TorchRankWorker(RankWorker[TorchTrainerSettings, Critic, Policy]):
         self._shared_base = base
         checkpoint = read_config(settings.hf_checkpoint)
         self.export_dtype = sync_dtype(settings, checkpoint_dtype(checkpoint))
-        self._images = ImageProcessor(settings.hf_checkpoint) if sees_images(checkpoint) else None
+        self._images = ImageProcessor(settings.hf_checkpoint) if sees_images(checkpoint) and settings.takes_images else None
         self.policy = self._load(settings.initial_weights, trained=True, is_exact=settings.exact_on_policy)
         reference = settings.reference_weights if settings.lora is None else None
         self.reference = None if reference is None else self._load(reference, trained=False, is_exact=settings.exact_on_policy)
@@ -150,6 +150,8 @@ class TorchRankWorker(RankWorker[TorchTrainerSettings, Critic, Policy]):
 
     def _placed(self, model: PackedT, *, trained: bool) -> PackedT:
         """Move the model to the device, sharded if there are several ranks or computation is in half precision."""
+        if not self.settings.takes_images and sees_images(model.model.config):
+            model.model.base_model.visual.requires_grad_(False)  # it would have neither gradients nor moments
         if trained and self.settings.gradient_checkpointing:
             enable_gradient_checkpointing(model.model)
         half_precision = self.settings.precision == "bf16"

@@ -14,6 +14,7 @@ from fuligo.convert.compare import compare
 from fuligo.convert.export import export
 from fuligo.convert.hf_to_dist import hf_to_dist
 from fuligo.errors import CheckpointError, FuligoError
+from fuligo.formats.checkpoint_files import record_dtypes
 from fuligo.trainer.ranks.world import World
 from fuligo.trainer.torch_backend.tensor_files import write_tensors
 from tests import tiny
@@ -72,6 +73,7 @@ def test_experts_are_stored_as_published_files_have_them(family: str, tmp_path: 
     model = AutoModelForCausalLM.from_pretrained(published, dtype=torch.float32)
     write_tensors(weights, model.state_dict().items())
     shutil.copy(published / "config.json", weights)
+    record_dtypes(published, weights)
     export(weights.parent, tmp_path / "exported")
     expected, found = (read(tmp_path / name) for name in ("published", "exported"))
     assert expected.keys() == found.keys()

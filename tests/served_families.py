@@ -17,10 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fuligo.engines.client import EngineClient
 from fuligo.engines.generation import SamplingParams
 from fuligo.engines.sglang.server import ServerSettings, SGLangServer
-from fuligo.formats.hugging_face import read_config_json
 from fuligo.formats.weight_manifest import EngineAddress, EngineFormat, Undelivered, WeightManifest, WeightTarget
-from fuligo.models.registry import stored_experts
-from fuligo.models.transformers_types import register_types
+from fuligo.models.registry import experts_in
+from fuligo.models.transformers_types import model_class, register_types
 from fuligo.trainer.objective import LossSettings
 from fuligo.trainer.packing import Capacity
 from fuligo.trainer.ranks.settings import LearningRateSchedule, OptimizerSettings
@@ -36,6 +35,19 @@ DEEPSEEK_KEYS = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func":
 GPT_OSS_KEYS = {"swiglu_limit": 7.0}
 MINIMAX_KEYS = {"use_qk_norm": True, "qk_norm_type": "per_layer", "scoring_func": "sigmoid", "use_routing_bias": True}
 """Keys of published config.json files that SGLang reads and transformers does not write."""
+IMAGE_TOKENS = {"vision_start_token_id": 3, "vision_end_token_id": 4, "image_token_id": 5, "video_token_id": 6}
+IMAGE_PROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+    "patch_size": 16,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "size": {"shortest_edge": 65536, "longest_edge": 16777216},
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+QWEN3_5_IN_FLOAT32 = ("linear_attn.A_log", "linear_attn.norm.weight")
+FIRST_TOKEN = 7
+"""First token id of the sequences; the tokens before it are special, those of images among them."""
 NUM_NEW_TOKENS = 48
 """Sampled after the first `prompt_length` tokens of each sequence."""
 BUCKET_BYTES = 512 << 20
@@ -48,7 +60,11 @@ class ServedFamily:
     shape: Mapping[str, Any]
     """Arguments of transformers' config."""
     served: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of config.json that transformers does not write."""
+    """Keys of the language model in config.json that transformers does not write."""
+    vision: Mapping[str, Any] | None = None
+    """`vision_config` of a model with a tower, whose language model has the `shape`."""
+    in_float32: tuple[str, ...] = ()
+    """Ends of the names of weights that published checkpoints have in float32."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """SGLang's arguments."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -64,22 +80,41 @@ class ServedFamily:
         register_types()
         torch.manual_seed(0)
         tokens = {"pad_token_id": tiny.PAD_ID, "bos_token_id": tiny.BOS_ID, "eos_token_id": tiny.EOS_ID}
+        config = AutoConfig.for_model(family, **self._arguments(tokens))
         with torch.device(device):
-            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**tokens, **self.shape}), dtype=dtype)
+            model = model_class(config).from_config(config, dtype=dtype)
             tiny.spread(model)
-        for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):  # in float32, as in published checkpoints
-                buffer.data = buffer.float()
+        for name, tensor in (*model.named_buffers(), *model.named_parameters()):
+            if name.endswith(("e_score_correction_bias", *self.in_float32)):  # as in published checkpoints
+                tensor.data = tensor.float()
         model.generation_config.eos_token_id = tiny.EOS_ID
-        tiny.save_as_published(model, directory, family)
-        config = directory / "config.json"
-        config.write_text(json.dumps(json.loads(config.read_text()) | dict(self.served)))
+        if self.vision is None:
+            tiny.save_as_published(model, directory, family)
+        else:  # published Qwen3.5 has all experts of a layer in one tensor, as the model in memory
+            model.save_pretrained(directory, save_original_format=False)
+        self._complete(directory / "config.json")
         tiny.tokenizer().save_pretrained(directory)
+        if self.vision is not None:  # without which SGLang does not start
+            (directory / "preprocessor_config.json").write_text(json.dumps(IMAGE_PROCESSOR))
         return directory
+
+    def _complete(self, config: Path) -> None:
+        """Add `served` to config.json, or to its part of the language model."""
+        written = json.loads(config.read_text())
+        (written if self.vision is None else written["text_config"]).update(self.served)
+        config.write_text(json.dumps(written))
+
+    def _arguments(self, tokens: Mapping[str, int]) -> dict[str, Any]:
+        """Return the arguments of transformers' config; those of the language model in a part of its own if there is a tower."""
+        language = {**tokens, **self.shape}
+        if self.vision is None:
+            return language
+        given = {"tie_word_embeddings": language.get("tie_word_embeddings", False), "text_config": language}
+        return {**IMAGE_TOKENS, **given, "vision_config": dict(self.vision)}
 
     def sequences(self) -> list[np.ndarray]:
         rng = np.random.default_rng(0)
-        return [rng.integers(3, self.shape["vocab_size"], length, dtype=np.int32) for length in self.lengths]
+        return [rng.integers(FIRST_TOKEN, self.shape["vocab_size"], length, dtype=np.int32) for length in self.lengths]
 
 
 class Trained(Protocol):
@@ -106,6 +141,7 @@ class TorchTrained:
             capacity=Capacity(max_tokens=4096),
             device="cuda" if device == "cuda" else "cpu",
             precision="fp32" if is_exact else "bf16",
+            takes_images=False,
             engine_format=engine_format(checkpoint),
         )
         self._worker = TorchRankWorker(settings, World(device=torch.device(device)))
@@ -147,7 +183,7 @@ class TransformersTrained:
 
 
 def engine_format(checkpoint: Path) -> EngineFormat:
-    return EngineFormat(experts=stored_experts(read_config_json(checkpoint)))
+    return EngineFormat(experts=experts_in(checkpoint))
 
 
 def _sample(ids: np.ndarray) -> TrainSample:
@@ -231,7 +267,7 @@ async def compare(family: ServedFamily, settings: ServerSettings, *, counts_tens
         first = await _checksums(client) if counts_tensors else {}
         loaded = await _scores(family, client, exact, half)
         lap(f"scored: {loaded}")
-        kept = {name: _local(tensor).to(torch.bfloat16, copy=True) for name, tensor in half.tensors().items()}
+        kept = {name: _local(tensor).to(_stored_dtype(family, name), copy=True) for name, tensor in half.tensors().items()}
         for model in {id(exact): exact, id(half): half}.values():
             change(model.tensors(), seed=1)
         await _sync(client, settings, half, version=1)
@@ -277,6 +313,10 @@ async def _scores(family: ServedFamily, client: EngineClient, exact: Trained, ha
         _difference(rounded, right),
         np.concatenate(of_given),
     )
+
+
+def _stored_dtype(family: ServedFamily, name: str) -> torch.dtype:
+    return torch.float32 if name.endswith(family.in_float32) else torch.bfloat16
 
 
 def _difference(found: Sequence[np.ndarray], right: Sequence[np.ndarray]) -> float:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
@@ -120,14 +120,13 @@ def save_as_published(directory: Path, family: str, **shape) -> Path:
     """
     save_checkpoint(directory, family, has_processor=False, **shape)
     model = AutoModelForImageTextToText.from_pretrained(directory)
-    tensors = {name: tensor.to(stored_dtype(name)) for name, tensor in model.state_dict().items()}
-    if model.config.tie_word_embeddings:
-        del tensors["lm_head.weight"]
-    tensors["mtp.fc.weight"] = torch.ones(4, 8, dtype=torch.bfloat16)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors", metadata={"format": "pt"})
+    model.save_pretrained(directory, save_original_format=False)  # as in memory
+    file = directory / "model.safetensors"
+    tensors = {name: tensor.to(stored_dtype(name)) for name, tensor in load_file(file).items()}
+    save_file(tensors | {"mtp.fc.weight": torch.ones(4, 8, dtype=torch.bfloat16)}, file, metadata={"format": "pt"})
     config = json.loads((directory / "config.json").read_text())
     config["text_config"] |= {"dtype": "bfloat16", "mtp_num_hidden_layers": 1, "mamba_ssm_dtype": "float32", "output_gate_type": "swish"}
-    del config["dtype"]
+    del config["dtype"], config["vision_config"]["dtype"]
     (directory / "config.json").write_text(json.dumps(config))
     return directory
 

@@ -17,7 +17,7 @@ from torch.distributed import HashStore
 
 from fuligo.engines.host import PortClaims
 from fuligo.trainer.ranks.world import join_world
-from tests.served_families import DEEPSEEK_KEYS, GPT_OSS_KEYS, MINIMAX_KEYS, Scores, ServedFamily, compare
+from tests.served_families import DEEPSEEK_KEYS, GPT_OSS_KEYS, MINIMAX_KEYS, QWEN3_5_IN_FLOAT32, Scores, ServedFamily, compare
 from tests.sglang.engines import server_settings
 
 pytestmark = pytest.mark.skipif("FULIGO_SGLANG_PYTHON" not in os.environ, reason="FULIGO_SGLANG_PYTHON names no interpreter with SGLang")
@@ -51,7 +51,65 @@ DEEPSEEK = {
     "norm_topk_prob": True,
 }
 YARN = {"rope_type": "yarn", "beta_fast": 32.0, "original_max_position_embeddings": 4096}
+QWEN3_5 = {
+    **SIZES,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e7,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [11, 11, 10],
+        "mrope_interleaved": True,
+    },
+}
+QWEN3_5_KEYS = {"full_attention_interval": 4, "mamba_ssm_dtype": "float32", "output_gate_type": "swish"}
+QWEN3_5_TOWER = {  # 27 blocks
+    "depth": 2,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "patch_size": 16,
+    "num_position_embeddings": 2304,
+    "deepstack_visual_indexes": [],
+}
 FAMILIES = {
+    "qwen3_5": ServedFamily(  # Qwen3.5-27B: 64 layers
+        {
+            **QWEN3_5,
+            "hidden_size": 5120,
+            "intermediate_size": 17408,
+            "num_attention_heads": 24,
+            "num_key_value_heads": 4,
+            "linear_num_value_heads": 48,
+        },
+        served=QWEN3_5_KEYS,
+        vision={**QWEN3_5_TOWER, "out_hidden_size": 5120},
+        in_float32=QWEN3_5_IN_FLOAT32,
+        arguments={"mm_attention_backend": "sdpa"},
+    ),
+    "qwen3_5_moe": ServedFamily(  # Qwen3.5-35B-A3B: 40 layers, 256 experts
+        {
+            **QWEN3_5,
+            "hidden_size": 2048,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "linear_num_value_heads": 32,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+        },
+        served=QWEN3_5_KEYS,
+        vision={**QWEN3_5_TOWER, "out_hidden_size": 2048},
+        in_float32=QWEN3_5_IN_FLOAT32,
+        arguments={"mm_attention_backend": "sdpa"},
+    ),
     "kimi_k2": ServedFamily(  # Kimi K2 Instruct: 61 layers, 384 experts
         {
             **DEEPSEEK,

@@ -12,15 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
 
 from fuligo.engines.host import PortClaims
 from fuligo.formats.checkpoint_files import checkpoint_weights
-from fuligo.formats.hugging_face import read_config_json
-from fuligo.models.registry import stored_experts
+from fuligo.models.registry import experts_in
+from fuligo.models.transformers_types import model_class, read_config
 from fuligo.trainer.torch_backend.weights import named_weights
-from tests import tiny
-from tests.served_families import DEEPSEEK_KEYS, GPT_OSS_KEYS, MINIMAX_KEYS, ServedFamily, compare
+from tests import tiny, tiny_vision
+from tests.served_families import DEEPSEEK_KEYS, GPT_OSS_KEYS, MINIMAX_KEYS, QWEN3_5_IN_FLOAT32, ServedFamily, compare
 from tests.sglang import oracle
 from tests.sglang.engines import ENVIRONMENT, server_settings, sglang_python
 
@@ -48,22 +47,38 @@ CLASSES = {
     "gpt_oss": "GptOssForCausalLM",
     "kimi_k2": "DeepseekV3ForCausalLM",
     "minimax_m2": "MiniMaxM2ForCausalLM",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
     "qwen3_next": "Qwen3NextForCausalLM",
+}
+PADDED_HEADS = {"linear_num_key_heads_cpu": 2, "linear_num_value_heads_cpu": 4}
+"""Keys that SGLang itself adds when it pads heads on a CPU with AMX."""
+VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 64,
+    "deepstack_visual_indexes": [],
 }
 SERVED = {
     "deepseek_v32": DEEPSEEK_KEYS,
     "gpt_oss": GPT_OSS_KEYS,
     "kimi_k2": DEEPSEEK_KEYS,
     "minimax_m2": {**MINIMAX_KEYS, "rotary_dim": 8},
-    # SGLang itself adds the last two when it pads heads on a CPU with AMX.
-    "qwen3_next": {"full_attention_interval": 2, "linear_num_key_heads_cpu": 2, "linear_num_value_heads_cpu": 4},
+    "qwen3_5": {"full_attention_interval": 2, **PADDED_HEADS},
+    "qwen3_5_moe": {"full_attention_interval": 2, **PADDED_HEADS},
+    "qwen3_next": {"full_attention_interval": 2, **PADDED_HEADS},
 }
 
 
 def tiny_family(name: str) -> ServedFamily:
     rope = {"rope_parameters": YARN} if SERVED.get(name) is DEEPSEEK_KEYS else {}  # on a CPU, SGLang's class insists on a scaling
-    shape = {**SMALL, **tiny.FAMILIES[name], **rope}
-    return ServedFamily(shape, served=SERVED.get(name, {}), lengths=(130, 40, 90), prompt_length=30)
+    has_tower = name in tiny_vision.LANGUAGE
+    shape = {**SMALL, **(tiny.FAMILIES[f"{name}_text" if has_tower else name]), **rope}
+    vision = {"vision": VISION, "in_float32": QWEN3_5_IN_FLOAT32} if has_tower else {}
+    return ServedFamily(shape, served=SERVED.get(name, {}), lengths=(130, 40, 90), prompt_length=30, **vision)
 
 
 @pytest.fixture(scope="module")
@@ -72,11 +87,11 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     directory = tmp_path_factory.mktemp("families")
     for name in CLASSES:
         checkpoint = tiny_family(name).save(directory / name, name, device="cpu", dtype=torch.bfloat16)
-        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
-        sent = checkpoint_weights(named_weights(model), stored_experts(read_config_json(checkpoint)))
+        model = model_class(read_config(checkpoint)).from_pretrained(checkpoint, dtype=torch.bfloat16)
+        sent = checkpoint_weights(named_weights(model), experts_in(checkpoint))
         (checkpoint / "sent").mkdir()
         save_file({name: tensor.clone() for name, tensor in sent}, checkpoint / "sent" / "model.safetensors")
-    environment = {**os.environ, **ENVIRONMENT, "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **ENVIRONMENT, "SGLANG_USE_CPU_ENGINE": "1", "FULIGO_TEST_KERNEL_NAMES": "1", "OMP_NUM_THREADS": "1"}
     command = [str(sglang_python()), str(Path(__file__).with_name("sent_loader.py")), *(str(directory / name) for name in CLASSES)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]

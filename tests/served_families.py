@@ -29,13 +29,12 @@ from fuligo.trainer.torch_backend.weights import named_weights, weight_tensors
 from fuligo.trainer.torch_backend.worker import TorchRankWorker
 from fuligo.types import TrainSample
 from fuligo.weights.senders import WeightSender
-from tests import shares, tiny
+from tests import shares, tiny, tiny_vision
 
 DEEPSEEK_KEYS = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 GPT_OSS_KEYS = {"swiglu_limit": 7.0}
 MINIMAX_KEYS = {"use_qk_norm": True, "qk_norm_type": "per_layer", "scoring_func": "sigmoid", "use_routing_bias": True}
 """Keys of published config.json files that SGLang reads and transformers does not write."""
-IMAGE_TOKENS = {"vision_start_token_id": 3, "vision_end_token_id": 4, "image_token_id": 5, "video_token_id": 6}
 IMAGE_PROCESSOR = {
     "image_processor_type": "Qwen2VLImageProcessorFast",
     "patch_size": 16,
@@ -46,8 +45,6 @@ IMAGE_PROCESSOR = {
     "image_std": [0.5, 0.5, 0.5],
 }
 QWEN3_5_IN_FLOAT32 = ("linear_attn.A_log", "linear_attn.norm.weight")
-FIRST_TOKEN = 7
-"""First token id of the sequences; the tokens before it are special, those of images among them."""
 NUM_NEW_TOKENS = 48
 """Sampled after the first `prompt_length` tokens of each sequence."""
 BUCKET_BYTES = 512 << 20
@@ -93,7 +90,7 @@ class ServedFamily:
         else:  # published Qwen3.5 has all experts of a layer in one tensor, as the model in memory
             model.save_pretrained(directory, save_original_format=False)
         self._complete(directory / "config.json")
-        tiny.tokenizer().save_pretrained(directory)
+        (tiny if self.vision is None else tiny_vision).tokenizer().save_pretrained(directory)
         if self.vision is not None:  # without which SGLang does not start
             (directory / "preprocessor_config.json").write_text(json.dumps(IMAGE_PROCESSOR))
         return directory
@@ -110,11 +107,12 @@ class ServedFamily:
         if self.vision is None:
             return language
         given = {"tie_word_embeddings": language.get("tie_word_embeddings", False), "text_config": language}
-        return {**IMAGE_TOKENS, **given, "vision_config": dict(self.vision)}
+        return {**tiny_vision.token_ids(), **given, "vision_config": dict(self.vision)}
 
     def sequences(self) -> list[np.ndarray]:
         rng = np.random.default_rng(0)
-        return [rng.integers(FIRST_TOKEN, self.shape["vocab_size"], length, dtype=np.int32) for length in self.lengths]
+        first = 3 if self.vision is None else len(tiny_vision.tokenizer())  # no tokens of images
+        return [rng.integers(first, self.shape["vocab_size"], length, dtype=np.int32) for length in self.lengths]
 
 
 class Trained(Protocol):

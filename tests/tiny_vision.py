@@ -51,6 +51,12 @@ def token_id(text: str) -> int:
     return found
 
 
+def token_ids() -> dict[str, int]:
+    """Return the keys of config.json for the tokens of images."""
+    keys = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+    return {key: token_id(text) for key, text in zip(keys, VISION_TOKENS, strict=True)}
+
+
 LANGUAGE: dict[str, dict] = {
     "qwen3_vl": {"head_dim": 16},
     "qwen3_5": {**tiny.FAMILIES["qwen3_5_text"], "full_attention_interval": 3},
@@ -67,10 +73,7 @@ def model_config(family: str = "qwen3_vl", *, tied: bool = True, layers: int = 3
     layer_types = {"layer_types": ["linear_attention", "linear_attention", "full_attention"][:layers]} if is_hybrid else {}
     return AutoConfig.for_model(
         family,
-        image_token_id=token_id("<|image_pad|>"),
-        video_token_id=token_id("<|video_pad|>"),
-        vision_start_token_id=token_id("<|vision_start|>"),
-        vision_end_token_id=token_id("<|vision_end|>"),
+        **token_ids(),
         tie_word_embeddings=tied,
         text_config={
             **{name: text[name] for name in kept},

@@ -59,6 +59,11 @@ class Config(Placement):
         return choice == "on" or (choice == "auto" and self.trainer_capabilities.shares_prefixes and not self.data.multimodal_keys)
 
     @property
+    def freezes_tower(self) -> bool:
+        """True if a vision tower is not trained: the run freezes it, or its prompts have no images."""
+        return self.train.freeze_vision_tower or not self.data.multimodal_keys
+
+    @property
     def samples_per_rollout(self) -> int:
         """Samples of one rollout: prompts x responses per prompt. In SFT each prompt has one given response."""
         responses = 1 if self.is_sft else self.rollout.n_samples_per_prompt

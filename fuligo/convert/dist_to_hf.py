@@ -15,10 +15,10 @@ from torch import Tensor
 from fuligo.checkpoint.location import saved_value_model, training_checkpoint, weights_directory, weights_of
 from fuligo.convert.hf_view import HuggingFaceView
 from fuligo.errors import CheckpointError, ConfigError
-from fuligo.formats.checkpoint_files import TENSORS, UNFINISHED, drop_quantisation, is_distributed, other_files
+from fuligo.formats.checkpoint_files import UNFINISHED, drop_quantisation, is_distributed, other_files
 from fuligo.formats.disk import free_space, sync, sync_tree
 from fuligo.formats.hf_tensors import HuggingFaceTensors
-from fuligo.formats.hugging_face import read_config_json
+from fuligo.formats.hugging_face import TENSORS, read_config_json
 
 FILE_BYTES = 4 * 1024**3
 NO_CHANGE: Mapping[str, object] = {}

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from fuligo.errors import CheckpointError
-from fuligo.formats.checkpoint_files import MODEL_FILES, TENSORS
+from fuligo.formats.checkpoint_files import MODEL_FILES
 from fuligo.formats.dist_tensors import DistributedTensors
 from fuligo.formats.hf_tensors import DTYPES
-from fuligo.formats.hugging_face import read_config_json
+from fuligo.formats.hugging_face import TENSORS, read_config_json
 from fuligo.models.names import EMBEDDING, HEAD, Weight, value_names
 from fuligo.models.registry import names_of
 from fuligo.trainer.megatron_backend.weights.forms import join_shards

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fuligo.formats.fp8_shards import FP8_DTYPE
-from fuligo.formats.hugging_face import MXFP4_BLOCKS, MXFP4_SCALES, is_weight_file, read_stored_tensors
+from fuligo.formats.hugging_face import MXFP4_BLOCKS, MXFP4_SCALES, TENSORS, is_weight_file, read_stored_tensors
 from fuligo.formats.quantisation import expert_parts
 from fuligo.formats.stored_experts import StoredExperts, mixtral_name
 
@@ -50,8 +50,6 @@ def no_value_model(checkpoint: Path) -> str:
 
 MODEL_FILES = "model"
 """Name of their directory in a distributed checkpoint."""
-TENSORS = "tensors.json"
-"""File with the safetensors dtype of every tensor of the original directory, by name."""
 _STATED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 

@@ -9,8 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fuligo.errors import CheckpointError
-from fuligo.formats.checkpoint_files import TENSORS
-from fuligo.formats.hugging_face import read_stored_tensors
+from fuligo.formats.hugging_face import TENSORS, read_stored_tensors
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Dtypes by their safetensors names: those that a checkpoint to train from may have."""

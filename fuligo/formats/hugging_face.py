@@ -35,6 +35,8 @@ MXFP4 = "mxfp4"
 """`quant_method` of config.json for experts of four bits a weight; trainers and the embedded engine load them in their own type."""
 MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"
 """Ends of the names of its tensors."""
+TENSORS = "tensors.json"
+"""File of a trainer's checkpoint: safetensors dtype of every tensor of the original directory, by name."""
 
 Shape = tuple[int, ...]
 
@@ -157,6 +159,11 @@ def read_model_config(directory: Path) -> dict[str, Any]:
     config = _read_json(directory / "config.json")
     if not isinstance(config, dict) or "model_type" not in config:
         raise DamagedFileError(f"cannot use {directory / 'config.json'}: it has no model_type; it must describe a Hugging Face model")
+    return language_part(config)
+
+
+def language_part(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a config.json that describes the language model, which is the whole of it if there is no other part."""
     text_config = config.get("text_config")
     return text_config if isinstance(text_config, dict) else config
 

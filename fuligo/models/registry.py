@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fuligo.errors import ConfigError
-from fuligo.formats.checkpoint_files import TENSORS
-from fuligo.formats.hugging_face import read_config_json, read_shapes
+from fuligo.formats.hugging_face import TENSORS, read_config_json, read_shapes
 from fuligo.formats.stored_experts import StoredExperts
 from fuligo.models.architecture import Architecture
 from fuligo.models.config_json import ConfigJson
@@ -145,9 +144,9 @@ def experts_in(directory: Path) -> StoredExperts:
 
 
 def unwritten_keys(config_json: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a published config.json that SGLang needs but transformers would leave out."""
-    family = FAMILIES.get(str(config_json.get("model_type")))
-    return {} if family is None else {key: config_json[key] for key in family.unwritten_keys if key in config_json}
+    """Return the keys of a published config.json, or of its language model's part, that SGLang needs but transformers would leave out."""
+    family, values = FAMILIES.get(_language_type(config_json)), ConfigJson.of(config_json).values
+    return {} if family is None else {key: values[key] for key in family.unwritten_keys if key in values}
 
 
 def why_not_sglang(config_json: Mapping[str, Any]) -> str | None:

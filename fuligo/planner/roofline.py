@@ -56,10 +56,9 @@ def assumptions(subject: Subject, layout: ClusterLayout) -> tuple[str, ...]:
     ]
     if subject.architecture.vision_tower is not None:
         tower = magnitude(subject.architecture.vision_tower.num_parameters)
-        stated.append(
-            f"The vision tower's {tower} weights are counted; its passes over images take no time and no memory. Prompts count "
-            "the tokens of images only as far as --rollout-max-prompt-len does."
-        )
+        passes = "its passes over images take no time and no memory. Prompts count the tokens of images only as far as "
+        images = f"{passes}--rollout-max-prompt-len does" if config.data.multimodal_keys else "the prompts have no images"
+        stated.append(f"The vision tower's {tower} weights are counted; {images}.")
     if layout.pp > 1 or layout.tp > 1 or layout.cp > 1 or layout.ep > 1:
         stated.append("Efficiencies were measured with parallel sizes of 2 inside one node and assumed for larger ones.")
     unknown = {spec.model: spec.model_path for spec in engine_groups(config) if spec.num_engines and subject.served_by(spec) is None}

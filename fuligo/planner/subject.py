@@ -53,8 +53,11 @@ class Subject:
 
     @property
     def num_trained_parameters(self) -> int:
-        """Parameters with gradients: the adapter's, or all of the model."""
-        return self.architecture.num_parameters if self.adapter is None else self.adapter.num_parameters
+        """Parameters with gradients: the adapter's, or all of the model but a frozen vision tower."""
+        if self.adapter is not None:
+            return self.adapter.num_parameters
+        tower = self.architecture.vision_tower if self.config.freezes_tower else None
+        return self.architecture.num_parameters - (0 if tower is None else tower.num_parameters)
 
     @property
     def is_megatron(self) -> bool:

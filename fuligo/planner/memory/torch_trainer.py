@@ -105,8 +105,9 @@ def _state_items(subject: Subject, num_ranks: int) -> Iterator[MemoryItem]:
         held = f"{billions(trained)} parameters of the adapter of rank {adapter.config.rank} per GPU"
         yield MemoryItem("adapter", FP32 * trained, f"{held} x 4 bytes, fp32")
     else:
-        trained = share
-        yield MemoryItem("weights", FP32 * share, f"{each} x 4 bytes, fp32")
+        trained = math.ceil(subject.num_trained_parameters / num_ranks)
+        frozen = ", the frozen vision tower among them" if trained < share else ""
+        yield MemoryItem("weights", FP32 * share, f"{each} x 4 bytes, fp32{frozen}")
     yield MemoryItem("gradients", FP32 * trained, f"{billions(trained)} x 4 bytes, fp32")
     yield MemoryItem("optimizer", 2 * FP32 * trained, f"{billions(trained)} x 8 bytes: two fp32 moments of AdamW")
     if subject.config.needs_reference and adapter is None:  # with an adapter, the reference is the policy without it
@@ -118,9 +119,8 @@ def torch_offloaded_items(subject: Subject, num_ranks: int) -> Iterator[MemoryIt
     architecture = subject.architecture
     adapter, all_ranks = subject.adapter, layout_of(subject.config).num_ranks
     share = math.ceil(architecture.num_parameters / all_ranks) * num_ranks
-    trained, size = (
-        (share, FP32) if adapter is None else (math.ceil(adapter.num_parameters / all_ranks) * num_ranks, compute_bytes(subject))
-    )
+    trained = math.ceil(subject.num_trained_parameters / all_ranks) * num_ranks
+    size = FP32 if adapter is None else compute_bytes(subject)
     where = f"of {count(num_ranks, 'rank')}, {billions(share)} x"
     kind = "fp32" if size == FP32 else "frozen bf16"
     if (quantised := QuantisedWeights.of(subject)) is not None:

@@ -24,7 +24,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from fuligo.errors import CheckpointError
 from fuligo.formats.adapter_config import ADAPTER
 from fuligo.formats.checkpoint_files import COUNTERS, VALUE_MODEL, other_files, record_dtypes
-from fuligo.formats.hugging_face import read_config_json
+from fuligo.formats.hugging_face import language_part, read_config_json
 from fuligo.formats.quantised_base import QuantisedBase, other_storage
 from fuligo.models.adapter import adapter_tensors, has_adapter, scaling_of, write_adapter_config, write_adapter_weights
 from fuligo.models.registry import unwritten_keys
@@ -225,7 +225,9 @@ def _write_model_files(directory: Path, model: PreTrainedModel, model_files: Pat
         model.generation_config.save_pretrained(directory)
     if lost := unwritten_keys(read_config_json(model_files)):
         config = directory / "config.json"
-        config.write_text(json.dumps({**json.loads(config.read_text()), **lost}, indent=2) + "\n")
+        written = json.loads(config.read_text())
+        language_part(written).update(lost)
+        config.write_text(json.dumps(written, indent=2) + "\n")
     for file in other_files(model_files):
         if not (directory / file.name).exists():
             shutil.copy(file, directory)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import Qwen3VLForConditionalGeneration
+from transformers import AutoModelForImageTextToText
 
 from fuligo.formats.hugging_face import read_config_json
 from fuligo.models.architecture import Architecture, PartKind
@@ -239,10 +239,11 @@ def counts_of(architecture: Architecture) -> reference.Counts:
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
-def test_a_vision_tower_has_the_parameters_of_transformers(is_tied: bool) -> None:
-    config = tiny_vision.model_config(tied=is_tied)
+@pytest.mark.parametrize("family", tiny_vision.LANGUAGE)
+def test_a_vision_tower_has_the_parameters_of_transformers(family: str, is_tied: bool) -> None:
+    config = tiny_vision.model_config(family, tied=is_tied)
     with torch.device("meta"):
-        model = Qwen3VLForConditionalGeneration(config)
+        model = AutoModelForImageTextToText.from_config(config)
     found = architecture_of(config.to_dict())
     assert found.vision_tower is not None
     assert found.vision_tower.num_parameters == sum(weight.numel() for weight in model.model.visual.parameters())

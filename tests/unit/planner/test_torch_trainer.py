@@ -103,10 +103,11 @@ def test_a_compiled_layer_keeps_the_outputs_of_a_too(make: Any) -> None:
     assert planned == pytest.approx(measured - fewer, rel=0.001)
 
 
-@pytest.mark.parametrize("family", [*tiny.FAMILIES, "qwen3_vl"])
+@pytest.mark.parametrize("family", [*tiny.FAMILIES, *tiny_vision.LANGUAGE])
 def test_the_plan_expects_compiled_layers_where_the_trainer_compiles(family: str) -> None:
-    config = tiny_vision.model_config() if family == "qwen3_vl" else tiny.model_config(family)
+    has_tower = family in tiny_vision.LANGUAGE
+    config = tiny_vision.model_config(family) if has_tower else tiny.model_config(family)
     with torch.device("meta"):
-        model = (AutoModelForImageTextToText if family == "qwen3_vl" else AutoModelForCausalLM).from_config(config)
+        model = (AutoModelForImageTextToText if has_tower else AutoModelForCausalLM).from_config(config)
     subject = subject_of("--train-backend torch --precision bf16", "qwen3-4b")
     assert compiles_layers(replace(subject, architecture=architecture_of(config.to_dict()))) is can_compile(model)

@@ -32,6 +32,7 @@ CLUSTER_RECIPES = {
     "qwen3-next-80b/config.yaml": 32,
     "qwen3-4b/config.yaml": 8,
     "qwen3-vl-8b/config.yaml": 8,
+    "qwen3.5-35b/config.yaml": 8,
     "mimo-7b/config.yaml": 8,
 }
 KNOWN_WARNINGS = {"glm4-9b/separate.yaml": ["PLAN-SPLIT-GPUS"]}

@@ -109,7 +109,7 @@ class TrainFlags(FlagGroup):
         [], "regexes of parameters to train, by their names in the checkpoint (or in Megatron); all others are frozen"
     )
     freeze_params_name_list: list[str] = slime([], "regexes of parameters to freeze, by the same names")
-    freeze_vision_tower: bool = flag(False, "freeze the vision tower of a vision-language model (default: train it)")
+    freeze_vision_tower: bool = flag(False, "freeze the vision tower of a vision-language model (default: train it if prompts have images)")
     mtp_num_layers: int | None = megatron(None, "layers for multi-token prediction (MTP) to load", unit="layers", ge=0)
     enable_mtp_training: bool = slime(False, "train the MTP layers; otherwise they stay frozen")
     mtp_loss_scaling_factor: float = megatron(0.2, "weight of the MTP loss", ge=0)

@@ -315,7 +315,7 @@ def test_first_weights_of_a_value_model_are_of_the_policys_model(model: Path, di
 def test_images_need_a_model_that_sees_them_and_what_reads_them(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     given = ("--multimodal-keys", '{"image": "images"}', "--apply-chat-template")
     (problem,) = problems(model, *given)
-    assert problem == f"--multimodal-keys: {model} is a qwen3 model; images in prompts need one of the type qwen3_vl"
+    assert problem == f"--multimodal-keys: {model} is a qwen3 model; images in prompts need one of the type qwen3_5, qwen3_5_moe, qwen3_vl"
     seeing = tiny_vision.save_checkpoint(tmp_path / "seeing")
     assert problems(seeing, *given) == []
     with monkeypatch.context() as patch:

@@ -207,7 +207,7 @@ def model(family: str = "qwen3", *, seed: int = 0, **overrides: object) -> torch
 @torch.no_grad()
 def spread(lm: torch.nn.Module) -> None:
     """Give parameters that begin as constants, and states, values that matter and differ."""
-    is_gemma4 = getattr(lm.config, "model_type", None) == "gemma4_text"
+    is_gemma4 = getattr(lm.config, "model_type", None) in ("gemma4", "gemma4_text")
     for name, parameter in lm.named_parameters():
         if name.endswith("A_log"):  # so that states of linear attention outlast a few tokens
             torch.nn.init.uniform_(parameter, -5.0, -1.0)
@@ -218,6 +218,8 @@ def spread(lm: torch.nn.Module) -> None:
     for name, buffer in lm.named_buffers():
         if name.endswith("layer_scalar"):  # Gemma 4
             torch.nn.init.uniform_(buffer, 0.5, 1.0)
+        elif name.endswith(("_min", "_max")):  # bounds of its towers' activations, which begin as infinity
+            torch.nn.init.constant_(buffer, -64.0 if name.endswith("_min") else 64.0)
 
 
 def save_checkpoint(directory: Path, family: str = "qwen3", *, seed: int = 0, **overrides: object) -> Path:

@@ -4,6 +4,7 @@ import functools
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -102,6 +103,33 @@ def model_config(family: str = "qwen3_vl", *, tied: bool = True, layers: int = 3
     )
 
 
+def gemma4_config(**shape) -> AutoConfig:
+    """Return the config of a tiny whole Gemma 4, with towers for images and sounds, whose tokens are beyond its vocabulary."""
+    text: Any = tiny.model_config("gemma4_text", **{**tiny.GEMMA4, **shape})
+    tower = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision = {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 16, "position_embedding_size": 64}
+    clipped = {"standardize": True, "use_clipped_linears": True}
+    return AutoConfig.for_model(
+        "gemma4",
+        text_config=text.to_dict(),
+        vision_config={**tower, **vision, **clipped},
+        audio_config={**tower, "output_proj_dims": 48, "subsampling_conv_channels": [8, 4]},
+        **{f"{name}_token_id": 400 + number for number, name in enumerate(("image", "video", "audio", "boi", "eoi", "boa"))},
+        eoa_token_index=406,
+    )
+
+
+def save_gemma4(directory: Path, *, seed: int = 0, **shape) -> Path:
+    """Save a whole Gemma 4 without an image processor, which fuligo does not use; return `directory`."""
+    torch.manual_seed(seed)
+    model = AutoModelForImageTextToText.from_config(gemma4_config(**shape)).float().eval()
+    tiny.spread(model)
+    model.generation_config.eos_token_id = tiny.EOS_ID
+    model.save_pretrained(directory)
+    tiny.tokenizer().save_pretrained(directory)
+    return directory
+
+
 def save_checkpoint(directory: Path, family: str = "qwen3_vl", *, seed: int = 0, has_processor: bool = True, **shape) -> Path:
     """Save a Hugging Face directory with the model, the tokenizer and the image processor's settings; return `directory`."""
     torch.manual_seed(seed)
@@ -131,6 +159,16 @@ def save_as_published(directory: Path, family: str, **shape) -> Path:
     config["text_config"] |= {"dtype": "bfloat16", "mtp_num_hidden_layers": 1, "mamba_ssm_dtype": "float32", "output_gate_type": "swish"}
     del config["dtype"], config["vision_config"]["dtype"]
     (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def save_gemma4_as_published(directory: Path) -> Path:
+    """Save a whole Gemma 4 in bfloat16; return `directory`."""
+    save_gemma4(directory)
+    model = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.bfloat16)
+    for buffer in model.buffers():
+        buffer.data = buffer.to(torch.bfloat16)
+    model.save_pretrained(directory)
     return directory
 
 

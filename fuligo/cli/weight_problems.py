@@ -123,7 +123,7 @@ def _weights(config: Config) -> Iterator[str]:
 
 def _unserved(directory: Path) -> Iterator[str]:
     """Check that SGLang has a model of a type that the plan does not know; PLAN-SGLANG-MODEL checks the others."""
-    config_json = read_model_config(directory)
+    config_json = read_config_json(directory)
     if config_json.get("model_type") in UNPLANNED and (reason := why_not_sglang(config_json)) is not None:
         yield (
             f"--rollout-backend sglang cannot serve {directory} ({config_json.get('model_type')}): {reason}; use --rollout-backend embedded"

@@ -5,7 +5,7 @@ PEFT itself is imported where layers are added; a model without them does not ne
 
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,6 +90,7 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, *, seed: int) -> 
             "have a higher rank; choose a rank such as 16"
         )
     every = {name.rpartition(".")[2] for name in linear_layers(model)}
+    _require_own_names(model, [target.rpartition(".")[2] for target in config.target_modules] or every)
     added, stored = _peft_config(config, list(config.target_modules) or sorted(every)), _stored_config(config, peft_targets(model, config))
     parts = nn.Module()  # without the model's config, by which PEFT would take names for those of experts (`EXPERT_MATRICES`)
     for name, part in model.named_children():
@@ -102,6 +103,16 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, *, seed: int) -> 
             add_experts_adapter(model, config)
     model.peft_config = {NAME: stored}  # pyright: ignore[reportAttributeAccessIssue]
     set_dropout(model, on=False)
+
+
+def _require_own_names(model: PreTrainedModel, adapted: Collection[str]) -> None:
+    """Check that no tower has layers of these names, which PEFT would adapt too."""
+    if any(re.match(TOWER_PATTERN, name) and name.rpartition(".")[2] in adapted for name, _ in model.named_modules()):
+        kind: Any = model.config
+        raise ConfigError(
+            f"cannot add an adapter to a {kind.model_type} model: PEFT would also adapt layers of the same names in its towers; train all "
+            "weights, or the language model alone (docs/models.md says how to save it)"
+        )
 
 
 def lora_layers(model: nn.Module) -> dict[str, "LoraLayer"]:

@@ -81,5 +81,8 @@ class UnplannedFamily:
     """Facts of a family that only the torch trainer and the embedded engine know, because the plan cannot describe its layers."""
 
     why_not_planned: str
+    whole_type: str | None = None
+    """`model_type` of a model with towers whose language model is of the family; it is trained and served on text."""
     stored_experts: StoredExperts = StoredExperts.APART
     why_not_sglang: str | None = None
+    """Why SGLang's engines cannot serve checkpoints of the language model alone. Those of `whole_type` they can."""

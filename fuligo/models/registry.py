@@ -64,6 +64,11 @@ REFUSED: Mapping[str, str] = {"nemotron_h": nemotron_h.WHY_NOT}
 """Types that nothing here can train or serve, with the reason."""
 VISION_TYPES: Mapping[str, str] = {family.vision_type: name for name, family in FAMILIES.items() if family.vision_type is not None}
 """model_type of the config.json of a model of text and images -> that of its language model."""
+WHOLE_TYPES: Mapping[str, str] = {
+    **VISION_TYPES,
+    **{family.whole_type: name for name, family in UNPLANNED.items() if family.whole_type is not None},
+}
+"""As `VISION_TYPES`, with models whose towers fuligo neither runs nor trains."""
 
 
 def family_of(architecture: Architecture) -> Family:
@@ -152,7 +157,7 @@ def unwritten_keys(config_json: Mapping[str, Any]) -> dict[str, Any]:
 def why_not_sglang(config_json: Mapping[str, Any]) -> str | None:
     """Return why SGLang's engines cannot serve a model; None if they can, or if nothing is known of its type."""
     facts = _facts(config_json)
-    return None if facts is None or config_json.get("model_type") in VISION_TYPES else facts.why_not_sglang
+    return None if facts is None or config_json.get("model_type") in WHOLE_TYPES else facts.why_not_sglang
 
 
 def _facts(config_json: Mapping[str, Any]) -> Family | UnplannedFamily | None:
@@ -161,9 +166,9 @@ def _facts(config_json: Mapping[str, Any]) -> Family | UnplannedFamily | None:
 
 
 def _language_type(config_json: Mapping[str, Any]) -> str:
-    """Return the type of a model, or of the language model in one of `VISION_TYPES`."""
+    """Return the type of a model, or of the language model in one of `WHOLE_TYPES`."""
     model_type = str(config_json.get("model_type"))
-    return VISION_TYPES.get(model_type, model_type)
+    return WHOLE_TYPES.get(model_type, model_type)
 
 
 def batch_variant_because(config_json: Mapping[str, Any], device: str) -> str | None:

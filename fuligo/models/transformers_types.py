@@ -11,7 +11,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 from transformers.utils.quantization_config import Mxfp4Config
 
 from fuligo.formats.hugging_face import MXFP4
-from fuligo.models.registry import FAMILIES, VISION_TYPES
+from fuligo.models.registry import FAMILIES, VISION_TYPES, WHOLE_TYPES
 
 LOADED_AS: Mapping[str, str] = {name: family.loaded_as for name, family in FAMILIES.items() if family.loaded_as is not None}
 """model_type of config.json -> type whose classes load it. `save_pretrained` writes the latter."""
@@ -28,32 +28,54 @@ def read_config(directory: str | Path) -> Any:
 
 
 def sees_images(config: Any) -> bool:
-    """Return whether a config describes a vision-language model that fuligo supports."""
+    """Return whether a config describes a model that takes images in fuligo."""
     return config.model_type in VISION_TYPES
+
+
+def has_tower(config: Any) -> bool:
+    """Return whether a config describes a whole model, with its towers, that fuligo supports."""
+    return config.model_type in WHOLE_TYPES
 
 
 def has_unknown_tower(config: Any) -> bool:
     """Return whether a config describes a vision-language model that fuligo does not support; its parts have their own configs."""
-    return not sees_images(config) and not hasattr(config, "vocab_size") and hasattr(config, "vision_config")
+    return not has_tower(config) and not hasattr(config, "vocab_size") and hasattr(config, "vision_config")
 
 
 def text_config(config: Any) -> Any:
     """Return the config of the language model, which is `config` itself for a text-only model."""
-    return config.text_config if sees_images(config) else config
+    return config.text_config if has_tower(config) else config
 
 
 def model_class(config: Any) -> Any:
-    return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
+    return AutoModelForImageTextToText if has_tower(config) else AutoModelForCausalLM
 
 
 def attention_choice(config: Any, name: str) -> str | dict[str, str]:
-    """Return the value of `attn_implementation` that gives the language model, and not the tower, the attention of this name."""
-    return {"": name, "text_config": name, "vision_config": "sdpa"} if sees_images(config) else name
+    """Return the value of `attn_implementation` that gives the language model, and no tower, the attention of this name."""
+    if not has_tower(config):
+        return name
+    towers = [part for part in config.sub_configs if part != "text_config" and getattr(config, part, None) is not None]
+    return {"": name, "text_config": name, **dict.fromkeys(towers, "sdpa")}
+
+
+def language_model(model: Any) -> Any:
+    """Return the layers of a model of text, without its output layer."""
+    base = model.base_model
+    return base.language_model if has_tower(model.config) else base
+
+
+def freeze_towers(model: Any) -> None:
+    """Exclude all but the language model of a whole model from training."""
+    if has_tower(model.config):
+        for name, part in model.base_model.named_children():
+            if name != "language_model":
+                part.requires_grad_(False)
 
 
 LANGUAGE_MODEL_ALONE = (
-    "it has a vision tower; save its language model by itself: AutoModelForCausalLM.from_pretrained(A).save_pretrained(B), or for Gemma "
-    "the script of docs/models.md"
+    "it has a tower that fuligo does not know; save its language model by itself: AutoModelForCausalLM.from_pretrained(A)"
+    ".save_pretrained(B), or for Gemma 3 the script of docs/models.md"
 )
 
 

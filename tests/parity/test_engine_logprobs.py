@@ -41,11 +41,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma4_text": tiny.GEMMA4,
     "qwen3_5": {},
     "qwen3_5_moe": {},
+    "gemma4": {},
 }
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if request.param == "gemma4":
+        return tiny_vision.save_gemma4(tmp_path_factory.mktemp(request.param))
     if request.param in tiny_vision.LANGUAGE:  # prompts of text need no image processor
         return tiny_vision.save_checkpoint(tmp_path_factory.mktemp(request.param), request.param, has_processor=False)
     return tiny.save_checkpoint(tmp_path_factory.mktemp(request.param), request.param, **FAMILIES[request.param])

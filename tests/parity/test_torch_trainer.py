@@ -1,5 +1,6 @@
 """Torch trainer against transformers' padded forward pass and plain autograd, for several model families."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fuligo.models.transformers_types import model_class, read_config
+from fuligo.models.vision.types import TOWER_PATTERN
 from fuligo.trainer.objective import KlLoss, LossSettings
 from fuligo.trainer.packing import Capacity
 from fuligo.trainer.ranks.settings import LearningRateSchedule, OptimizerSettings
@@ -45,6 +47,7 @@ OVERRIDES = {"glm4_moe_lite": {"rms_norm_eps": 1e-6}, "gemma3_text": {"sliding_w
         "gemma4_text",
         "qwen3_5",
         "qwen3_5_moe",
+        "gemma4",
     ],
 )
 def checkpoint(request, tmp_path_factory) -> Path:
@@ -53,6 +56,8 @@ def checkpoint(request, tmp_path_factory) -> Path:
 
 def save(directory: Path, family: str, *, seed: int = 0) -> Path:
     """Save a checkpoint; one of a model with a vision tower has no image processor, which prompts of text do without."""
+    if family == "gemma4":
+        return tiny_vision.save_gemma4(directory, seed=seed)
     if family in tiny_vision.LANGUAGE:
         return tiny_vision.save_checkpoint(directory, family, seed=seed, has_processor=False, tied=False)
     return tiny.save_checkpoint(directory, family, seed=seed, **OVERRIDES.get(family, {}))
@@ -129,7 +134,7 @@ def test_gradient_equals_autograd_through_the_padded_model(checkpoint):
     want = {name: p.grad for name, p in model.named_parameters()}
     largest = max(g.abs().max() for g in want.values() if g is not None)
     for name, p in worker.policy.model.named_parameters():
-        if ".visual." in name:
+        if re.match(TOWER_PATTERN, name):
             assert p.grad is want[name] is None and not p.requires_grad, name
         else:
             assert (p.grad - want[name]).abs().max() <= 1e-5 * largest, name

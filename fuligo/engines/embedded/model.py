@@ -29,7 +29,9 @@ from fuligo.models.shared_base import SharedBase
 from fuligo.models.transformers_types import (
     LANGUAGE_MODEL_ALONE,
     attention_choice,
+    has_tower,
     has_unknown_tower,
+    language_model,
     loading_options,
     model_class,
     sees_images,
@@ -85,7 +87,7 @@ class EngineModel:
         self.image_token_id: int | None = whole.image_token_id if sees_images(whole) else None
         """Id of every token of an image; None for a text-only model."""
         self.vision: VisionTower | None = None
-        self.no_images_because = "it is a text-only model"
+        self.no_images_because = "it is served on text only"
         """Why it takes no images, if `vision` is None."""
         if sees_images(whole):
             try:
@@ -138,12 +140,24 @@ class EngineModel:
         kwargs: dict[str, Any] = {"attention_plan": plan}
         if self._recurrent is not None:
             kwargs |= {"seq_idx": plan, "cu_seq_lens_q": plan}  # the names of what linear attention gets
-        if self.vision is not None:
-            hidden = self.vision.hidden_states(input_ids, positions, images, **kwargs)[0]
-            return self.module.get_output_embeddings()(hidden if keep is None else hidden[keep])
+        if has_tower(self.module.config):
+            return self._whole_forward(input_ids, positions, keep, images, kwargs)
         kwargs |= {"logits_to_keep": keep} if self._keeps_logits and keep is not None else {}
         logits = self.module(input_ids=input_ids[None], position_ids=positions[None], use_cache=False, **kwargs).logits[0]
         return logits if self._keeps_logits or keep is None else logits[keep]
+
+    def _whole_forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None, images: RowImages | None, kwargs: dict[str, Any]
+    ) -> torch.Tensor:
+        """Compute the logits of a model with towers, as `forward` does. The id of an image token outside of `images` is text."""
+        if self.vision is not None:
+            hidden = self.vision.hidden_states(input_ids, positions, images, **kwargs)[0]
+        else:
+            language = language_model(self.module)
+            hidden = language(input_ids=input_ids[None], position_ids=positions[None], use_cache=False, **kwargs).last_hidden_state[0]
+        logits = self.module.get_output_embeddings()(hidden if keep is None else hidden[keep])
+        cap: float | None = getattr(text_config(self.module.config), "final_logit_softcapping", None)
+        return logits if cap is None else cap * (logits / cap).tanh()
 
     def weights_changed(self) -> None:
         """Take new weights into account. Call it after every change of a weight."""

@@ -5,8 +5,8 @@ from typing import Any
 
 from fuligo.models.registry import VISION_TYPES
 
-TOWER_PATTERN = r"^model\.visual\."
-"""Regular expression of the names of the tower's weights."""
+TOWER_PATTERN = r"^model\.(visual|vision_tower|embed_vision|audio_tower|embed_audio)\."
+"""Regular expression of the names of the towers' weights."""
 
 
 def sees_images(config_json: Mapping[str, Any]) -> bool:

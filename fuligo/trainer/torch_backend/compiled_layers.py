@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from fuligo.models.attention import VarlenRow
 from fuligo.models.gated_delta import gated_delta_modules
-from fuligo.models.transformers_types import sees_images
+from fuligo.models.transformers_types import has_tower
 from fuligo.models.tree_attention import TreeRow
 
 RowT = TypeVar("RowT", VarlenRow, TreeRow)
@@ -24,7 +24,7 @@ def can_compile(model: PreTrainedModel) -> bool:
     The tokens of an expert depend on the data, heads of latent attention differ in size, Gated DeltaNet runs per sequence, towers per
     image, and layers that share keys and values hand them on through a dictionary.
     """
-    if sees_images(model.config) or getattr(model.config, "num_kv_shared_layers", 0):
+    if has_tower(model.config) or getattr(model.config, "num_kv_shared_layers", 0):
         return False
     has_experts = any(name.endswith("experts") for name, _ in model.named_modules())
     return not has_experts and not gated_delta_modules(model) and getattr(model.config, "kv_lora_rank", None) is None

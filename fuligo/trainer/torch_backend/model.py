@@ -29,6 +29,7 @@ from fuligo.models.transformers_types import (
     LANGUAGE_MODEL_ALONE,
     attention_choice,
     has_unknown_tower,
+    language_model,
     loading_options,
     model_class,
     read_config,
@@ -142,7 +143,8 @@ class PackedModel(nn.Module):
             hidden = self.vision.hidden_states(tokens.input_ids, tokens.position_ids, tokens.images, **sequences)
         else:
             ids, positions = tokens.input_ids[None], tokens.position_ids[None]
-            hidden = self.model.base_model(input_ids=ids, position_ids=positions, use_cache=False, **sequences).last_hidden_state
+            language = language_model(self.model)
+            hidden = language(input_ids=ids, position_ids=positions, use_cache=False, **sequences).last_hidden_state
         return hidden[0].index_select(0, tokens.predicting_positions)
 
     def _sequences(self, tokens: PackedTokens) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from fuligo.formats.quantised_base import QuantisedBase
 from fuligo.models.adapter import adapter_off, set_dropout
 from fuligo.models.quantised_linear import quantised_weights
 from fuligo.models.shared_base import SharedBase
-from fuligo.models.transformers_types import read_config, sees_images, text_config
+from fuligo.models.transformers_types import freeze_towers, read_config, sees_images, text_config
 from fuligo.models.vision.processor import ImageProcessor
 from fuligo.trainer.adapter_sender import AdapterSender, base_digest
 from fuligo.trainer.packing import Cost, sequence_flops
@@ -150,8 +150,8 @@ class TorchRankWorker(RankWorker[TorchTrainerSettings, Critic, Policy]):
 
     def _placed(self, model: PackedT, *, trained: bool) -> PackedT:
         """Move the model to the device, sharded if there are several ranks or computation is in half precision."""
-        if not self.settings.takes_images and sees_images(model.model.config):
-            model.model.base_model.visual.requires_grad_(False)  # it would have neither gradients nor moments
+        if self._images is None:
+            freeze_towers(model.model)  # they would have neither gradients nor moments
         if trained and self.settings.gradient_checkpointing:
             enable_gradient_checkpointing(model.model)
         half_precision = self.settings.precision == "bf16"

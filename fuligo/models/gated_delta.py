@@ -6,8 +6,11 @@ torch ignore them; this module replaces those.
 """
 
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -38,17 +41,32 @@ def is_kernel(operation: Callable[..., Any]) -> bool:
 def pack_gated_delta(model: nn.Module) -> int:
     """Give the layers of gated delta-rule attention operations for packed sequences, and return their number."""
     modules = gated_delta_modules(model)
+    lacks_kernels = _lacks_kernels(modules[0]) if modules and torch.cuda.is_available() else None
     for module in modules:
         if module.causal_conv1d_fn is None:
             module.causal_conv1d_fn = packed_convolution
-        if not is_kernel(module.chunk_gated_delta_rule):
-            module.chunk_gated_delta_rule = partial(packed_rule, module.chunk_gated_delta_rule)
-    if modules and torch.cuda.is_available() and isinstance(modules[0].chunk_gated_delta_rule, partial):
-        logger.warning(
-            "linear attention runs in plain torch, which is slow on a GPU: transformers does not find flash-linear-attention; "
-            "pip install flash-linear-attention causal-conv1d"
-        )
+        if lacks_kernels or not is_kernel(module.chunk_gated_delta_rule):
+            module.chunk_gated_delta_rule = partial(packed_rule, plain_rule(module))
+    if lacks_kernels:
+        logger.warning(f"linear attention runs in plain torch, which is slow on a GPU: {lacks_kernels}")
     return len(modules)
+
+
+def plain_rule(module: nn.Module) -> Rule:
+    """Return transformers' rule in plain torch for a layer of one of its models."""
+    return sys.modules[type(module).__module__].torch_chunk_gated_delta_rule
+
+
+def _lacks_kernels(module: Any) -> str | None:
+    """Return why a layer cannot use flash-linear-attention on this machine's GPUs, and the fix; None if it can."""
+    if not is_kernel(module.chunk_gated_delta_rule):
+        return "transformers does not find flash-linear-attention; pip install flash-linear-attention causal-conv1d"
+    triton = version("triton")
+    number = tuple(map(int, triton.partition("+")[0].split(".")[:3]))
+    # flash-linear-attention refuses these in the backward pass (fla-org/flash-linear-attention#640).
+    if torch.cuda.get_device_capability()[0] == 9 and (3, 4, 0) <= number < (3, 7, 1) and find_spec("tilelang") is None:
+        return f"gradients of flash-linear-attention are wrong with Triton {triton} on Hopper GPUs; pip install tilelang"
+    return None
 
 
 def sequence_arguments(cu_seqlens: tuple[int, ...], device: torch.device) -> dict[str, Tensor]:

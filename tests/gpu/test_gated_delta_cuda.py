@@ -48,7 +48,6 @@ def packed(model: Any, inputs: Tensor) -> Tensor:
 def test_packed_kernels_compute_each_sequence_alone() -> None:
     """The reference is transformers' float32 on the CPU; bfloat16 in plain torch sets the bound."""
     reference, plain, kernels = layers("cpu", torch.float32), layers("cpu", torch.bfloat16), layers("cuda", torch.bfloat16)
-    pack_gated_delta(kernels)
     assert all(is_kernel(module.chunk_gated_delta_rule) for module in gated_delta_modules(kernels)), "transformers does not find them"
     with torch.no_grad():
         alone = [

@@ -35,14 +35,32 @@ DEEPSEEK_KEYS = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func":
 GPT_OSS_KEYS = {"swiglu_limit": 7.0}
 MINIMAX_KEYS = {"use_qk_norm": True, "qk_norm_type": "per_layer", "scoring_func": "sigmoid", "use_routing_bias": True}
 """Keys of published config.json files that SGLang reads and transformers does not write."""
-IMAGE_PROCESSOR = {
-    "image_processor_type": "Qwen2VLImageProcessorFast",
-    "patch_size": 16,
-    "temporal_patch_size": 2,
-    "merge_size": 2,
-    "size": {"shortest_edge": 65536, "longest_edge": 16777216},
-    "image_mean": [0.5, 0.5, 0.5],
-    "image_std": [0.5, 0.5, 0.5],
+QWEN_PROCESSOR = {
+    "preprocessor_config.json": {
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+        "patch_size": 16,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "size": {"shortest_edge": 65536, "longest_edge": 16777216},
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
+}
+GEMMA_TOKENS = {
+    **{"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>"},
+    **{"audio_token": "<|audio|>", "boa_token": "<|audio>", "eoa_token": "<audio|>"},
+}
+"""Keys of tokenizer_config.json that its processor reads."""
+GEMMA_CONSTANTS = (
+    r"(v_norm\.weight|router\.norm\.weight|root_size|pre_projection_norm\.weight|vision_tower\..*layer_scalar|gradient_clipping|softcap)$"
+)
+GEMMA_PROCESSOR = {
+    "processor_config.json": {
+        "processor_class": "Gemma4Processor",
+        "image_processor": {"image_processor_type": "Gemma4ImageProcessor"},
+        "feature_extractor": {"feature_extractor_type": "Gemma4AudioFeatureExtractor"},
+        "video_processor": {"video_processor_type": "Gemma4VideoProcessor"},
+    }
 }
 QWEN3_5_IN_FLOAT32 = ("linear_attn.A_log", "linear_attn.norm.weight")
 NUM_NEW_TOKENS = 48
@@ -58,8 +76,12 @@ class ServedFamily:
     """Arguments of transformers' config."""
     served: Mapping[str, Any] = field(default_factory=dict)
     """Keys of the language model in config.json that transformers does not write."""
-    vision: Mapping[str, Any] | None = None
-    """`vision_config` of a model with a tower, whose language model has the `shape`."""
+    whole: Mapping[str, Any] | None = None
+    """Arguments of the config of a model with towers, besides its language model, which has the `shape`."""
+    processor: Mapping[str, Any] = field(default_factory=dict)
+    """Files of the processor of images, without which SGLang does not start a model with towers."""
+    constants: str = "^$"
+    """Regular expression of the names of SGLang's tensors that no checkpoint has, or that only layers without own keys have."""
     in_float32: tuple[str, ...] = ()
     """Ends of the names of weights that published checkpoints have in float32."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -85,33 +107,36 @@ class ServedFamily:
             if name.endswith(("e_score_correction_bias", *self.in_float32)):  # as in published checkpoints
                 tensor.data = tensor.float()
         model.generation_config.eos_token_id = tiny.EOS_ID
-        if self.vision is None:
+        if self.whole is None:
             tiny.save_as_published(model, directory, family)
         else:  # published Qwen3.5 has all experts of a layer in one tensor, as the model in memory
             model.save_pretrained(directory, save_original_format=False)
         self._complete(directory / "config.json")
-        (tiny if self.vision is None else tiny_vision).tokenizer().save_pretrained(directory)
-        if self.vision is not None:  # without which SGLang does not start
-            (directory / "preprocessor_config.json").write_text(json.dumps(IMAGE_PROCESSOR))
+        (tiny if self.whole is None else tiny_vision).tokenizer().save_pretrained(directory)
+        if family == "gemma4":
+            file = directory / "tokenizer_config.json"
+            file.write_text(json.dumps(json.loads(file.read_text()) | GEMMA_TOKENS))
+        for name, content in self.processor.items():
+            (directory / name).write_text(json.dumps(content))
         return directory
 
     def _complete(self, config: Path) -> None:
         """Add `served` to config.json, or to its part of the language model."""
         written = json.loads(config.read_text())
-        (written if self.vision is None else written["text_config"]).update(self.served)
+        (written if self.whole is None else written["text_config"]).update(self.served)
         config.write_text(json.dumps(written))
 
     def _arguments(self, tokens: Mapping[str, int]) -> dict[str, Any]:
         """Return the arguments of transformers' config; those of the language model in a part of its own if there is a tower."""
         language = {**tokens, **self.shape}
-        if self.vision is None:
+        if self.whole is None:
             return language
-        given = {"tie_word_embeddings": language.get("tie_word_embeddings", False), "text_config": language}
-        return {**tiny_vision.token_ids(), **given, "vision_config": dict(self.vision)}
+        tied = {"tie_word_embeddings": language["tie_word_embeddings"]} if "tie_word_embeddings" in language else {}
+        return {**tiny_vision.token_ids(), **tied, **self.whole, "text_config": language}
 
     def sequences(self) -> list[np.ndarray]:
         rng = np.random.default_rng(0)
-        first = 3 if self.vision is None else len(tiny_vision.tokenizer())  # no tokens of images
+        first = 3 if self.whole is None else len(tiny_vision.tokenizer())  # no tokens of images
         return [rng.integers(first, self.shape["vocab_size"], length, dtype=np.int32) for length in self.lengths]
 
 

@@ -63,8 +63,6 @@ GEMMA_PROCESSOR = {
     }
 }
 QWEN3_5_IN_FLOAT32 = ("linear_attn.A_log", "linear_attn.norm.weight")
-NUM_NEW_TOKENS = 48
-"""Sampled after the first `prompt_length` tokens of each sequence."""
 BUCKET_BYTES = 512 << 20
 
 
@@ -93,6 +91,8 @@ class ServedFamily:
     lengths: tuple[int, ...] = (700, 90, 333, 64, 517, 250)
     """Tokens of the sequences; some are longer than a window."""
     prompt_length: int = 60
+    num_new_tokens: int = 48
+    """Sampled after the first `prompt_length` tokens of each sequence."""
 
     def save(self, directory: Path, family: str, *, device: str, dtype: torch.dtype) -> Path:
         """Save a Hugging Face directory with random weights and a tokenizer that decodes none of its larger ids; return `directory`."""
@@ -323,13 +323,13 @@ def _trained(family: ServedFamily, checkpoint: Path, device: str) -> tuple[Train
 async def _scores(family: ServedFamily, client: EngineClient, exact: Trained, half: Trained) -> Scores:
     given = family.sequences()
     prefilled = await asyncio.gather(*(client.score(ids, 1, rid=f"given-{number}") for number, ids in enumerate(given)))
-    params = SamplingParams(max_new_tokens=NUM_NEW_TOKENS, temperature=1.0, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=family.num_new_tokens, temperature=1.0, ignore_eos=True)
     prompts = [ids[: family.prompt_length] for ids in given]
     sampled = await asyncio.gather(*(client.generate(ids, params, rid=f"sampled-{number}") for number, ids in enumerate(prompts)))
     sequences = [*given, *(np.concatenate([ids, of.output_ids]) for ids, of in zip(prompts, sampled, strict=True))]
     right = await asyncio.to_thread(exact.logprobs, sequences)
     rounded = right if half is exact else await asyncio.to_thread(half.logprobs, sequences)
-    of_given, of_sampled = right[: len(given)], [each[-NUM_NEW_TOKENS:] for each in right[len(given) :]]
+    of_given, of_sampled = right[: len(given)], [each[-family.num_new_tokens :] for each in right[len(given) :]]
     return Scores(
         _difference(prefilled, of_given),
         _difference([generation.logprobs for generation in sampled], of_sampled),

@@ -1,4 +1,5 @@
-"""Changes of SGLang 0.5.15 on request: plain memory instead of pinned memory, forked processes instead of spawned ones, names of kernels.
+"""Changes of SGLang 0.5.15 on request: plain memory instead of pinned memory, forked processes instead of spawned ones, names of kernels,
+and Triton's interpreter with numpy 2.4.
 
 It pins its record of experts and adapters, also without a GPU. Its processor of Qwen's images imports the model of Qwen3.5, which looks up
 kernels for CPUs with AMX; Qwen3-VL computes with none of them.
@@ -24,6 +25,18 @@ if os.environ.get("FULIGO_TEST_KERNEL_NAMES"):
 
     for _name in ("fused_sigmoid_mul_cpu", "fused_qk_gemma_rmsnorm_cpu", "fused_qk_gemma_rmsnorm_with_gate_cpu"):
         library.define(f"sgl_kernel::{_name}", "() -> ()")
+
+if os.environ.get("TRITON_INTERPRET"):
+    from triton.runtime import interpreter
+
+    _patch_lang_tensor = interpreter._patch_lang_tensor
+
+    def _patched(tensor, scope):
+        """Let numpy 2.4 convert the interpreter's scalars, arrays of one element, to indices."""
+        _patch_lang_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = _patched
 
 if os.environ.get("FULIGO_TEST_FORKED_ENGINE"):
     import gc

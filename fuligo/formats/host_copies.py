@@ -1,17 +1,18 @@
-"""Copies of many small tensors from a device to host memory in one transfer."""
+"""Casts and copies to host memory of many small tensors at a time, each of which would cost a call."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     import torch
 
     NamedTensors = Sequence[tuple[str, torch.Tensor]]
 
 MOST_PINNED_BYTES = 2**28
+CAST_TOGETHER_BYTES = 2**28
 
 
 def host_copies(named_tensors: NamedTensors) -> list[tuple[str, torch.Tensor]]:
@@ -42,3 +43,25 @@ def joined_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     joined = torch.empty_like(away, device="cpu", pin_memory=away.is_cuda and away.nbytes <= MOST_PINNED_BYTES).copy_(away)
     parts = joined.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def cast_together(named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield tensors of one data type and device in another data type. About `CAST_TOGETHER_BYTES` are held at a time."""
+    import torch
+
+    batch: list[tuple[str, torch.Tensor]] = []
+
+    def cast() -> Iterator[tuple[str, torch.Tensor]]:
+        joined = torch.cat([tensor.detach().reshape(-1) for _, tensor in batch]).to(dtype)
+        for (name, tensor), part in zip(batch, joined.split([tensor.numel() for _, tensor in batch]), strict=True):
+            yield name, part.view(tensor.shape)
+
+    num_bytes = 0
+    for name, tensor in named_tensors:
+        batch.append((name, tensor))
+        num_bytes += tensor.nbytes
+        if num_bytes >= CAST_TOGETHER_BYTES:
+            yield from cast()
+            batch, num_bytes = [], 0
+    if batch:
+        yield from cast()

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 DIGEST_BYTES = 16
 DIGESTED_AT_ONCE = 2**28
 """Bytes of tensors whose digests are computed at the same time."""
-DIGEST_THREADS = 16
+DIGEST_THREADS = 4
+"""More of them wait for Python's lock between tensors."""
 SMALLEST_SHARED = 2**20
 """Number of bytes from which threads are worthwhile."""
 
@@ -43,19 +44,20 @@ class WeightsChecksum:
         self._num_tensors = self._num_bytes = self._sum = 0
 
     def update(self, name: str, tensor: torch.Tensor) -> None:
-        self._add(1, tensor.nbytes, _digest_sum([(name, tensor)]))
+        self._add(1, tensor.nbytes, _digest_sum([_digestible(name, tensor)]))
 
     def update_all(self, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Take several tensors at a time, on several cores: a tensor's digest takes about as long as 20 copies of it."""
-        tensors = host_copies(named_tensors)
+        tensors = [_digestible(name, tensor) for name, tensor in host_copies(named_tensors)]
+        num_bytes = sum(content.nbytes for _, content in tensors)
         num_threads = min(DIGEST_THREADS, num_cores(), len(tensors))
-        if num_threads < 2 or sum(tensor.nbytes for _, tensor in tensors) < SMALLEST_SHARED:
+        if num_threads < 2 or num_bytes < SMALLEST_SHARED:
             shares = [_digest_sum(tensors)]
         else:
             with ThreadPoolExecutor(num_threads, thread_name_prefix="digest") as threads:
                 # One call for all of a thread's tensors: threads that fetched them one by one would wait for each other.
                 shares = list(threads.map(_digest_sum, (tensors[first::num_threads] for first in range(num_threads))))
-        self._add(len(tensors), sum(tensor.nbytes for _, tensor in tensors), sum(shares))
+        self._add(len(tensors), num_bytes, sum(shares))
 
     def _add(self, num_tensors: int, num_bytes: int, digest_sum: int) -> None:
         self._num_tensors += num_tensors
@@ -66,18 +68,27 @@ class WeightsChecksum:
         return WeightsDigest(self._num_tensors, self._num_bytes, f"{self._sum % 2 ** (8 * DIGEST_BYTES):0{2 * DIGEST_BYTES}x}")
 
 
-def _digest_sum(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
-    return sum(int.from_bytes(tensor_digest(name, tensor), "big") for name, tensor in named_tensors)
+def _digest_sum(digestible: Iterable[tuple[bytes, memoryview]]) -> int:
+    return sum(int.from_bytes(_digest(header, content), "big") for header, content in digestible)
+
+
+def _digest(header: bytes, content: memoryview) -> bytes:
+    digest = hashlib.blake2b(header, digest_size=DIGEST_BYTES)
+    digest.update(content)
+    return digest.digest()
+
+
+def _digestible(name: str, tensor: torch.Tensor) -> tuple[bytes, memoryview]:
+    """Return what a tensor's digest is computed from: its name, dtype and shape, and its bytes."""
+    import torch
+
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()  # as bytes: numpy has no bfloat16
+    return f"{name} {tensor.dtype} {list(tensor.shape)} ".encode(), raw.numpy().data
 
 
 def tensor_digest(name: str, tensor: torch.Tensor) -> bytes:
     """Return the BLAKE2b digest of a tensor's name, dtype, shape and bytes."""
-    import torch
-
-    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()  # as bytes: numpy has no bfloat16
-    digest = hashlib.blake2b(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode(), digest_size=DIGEST_BYTES)
-    digest.update(raw.numpy().data)
-    return digest.digest()
+    return _digest(*_digestible(name, tensor))
 
 
 def weights_checksum(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightsDigest:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 DECAY_RATES = ".linear_attn.A_log"
 """End of the names of the heads' decay rates, as logarithms."""
 
+T = TypeVar("T")
 Rule = Callable[..., tuple[Tensor, Tensor | None]]
 """transformers' `chunk_gated_delta_rule`: queries, keys, values [B, L, H, D], `g` and `beta` [B, L, H] -> values, final state."""
 
@@ -34,22 +35,40 @@ def gated_delta_modules(model: nn.Module) -> list[Any]:
 
 
 def is_kernel(operation: Callable[..., Any]) -> bool:
-    """Return whether an operation is a GPU kernel, not transformers' function in plain torch."""
+    """Return whether a function or class is a GPU kernel, not transformers' own in plain torch."""
     return not operation.__module__.startswith("transformers.")
 
 
 def pack_gated_delta(model: nn.Module) -> int:
-    """Give the layers of gated delta-rule attention operations for packed sequences, and return their number."""
+    """Give the layers of gated delta-rule attention operations for packed sequences on any device, and return their number."""
     modules = gated_delta_modules(model)
     lacks_kernels = _lacks_kernels(modules[0]) if modules and torch.cuda.is_available() else None
     for module in modules:
-        if module.causal_conv1d_fn is None:
-            module.causal_conv1d_fn = packed_convolution
-        if lacks_kernels or not is_kernel(module.chunk_gated_delta_rule):
-            module.chunk_gated_delta_rule = partial(packed_rule, plain_rule(module))
+        rule, convolution = module.chunk_gated_delta_rule, module.causal_conv1d_fn
+        packed = partial(packed_rule, plain_rule(module))
+        module.chunk_gated_delta_rule = packed if lacks_kernels or not is_kernel(rule) else partial(_on_device, rule, packed)
+        module.causal_conv1d_fn = packed_convolution if convolution is None else partial(_on_device, convolution, packed_convolution)
+        module.norm = _plain_norm(module)
     if lacks_kernels:
         logger.warning(f"linear attention runs in plain torch, which is slow on a GPU: {lacks_kernels}")
     return len(modules)
+
+
+def _on_device(kernel: Callable[..., T], plain: Callable[..., T], *inputs: Tensor, **options: Any) -> T:
+    """Apply a kernel to tensors of a GPU, and a function in plain torch to others: models are checked on the CPU before they are placed."""
+    is_cuda = any(tensor.is_cuda for tensor in (*inputs, *options.values()) if isinstance(tensor, Tensor))
+    return (kernel if is_cuda else plain)(*inputs, **options)
+
+
+def _plain_norm(module: Any) -> nn.Module:
+    """Return a layer's gated norm; transformers' own in place of flash-linear-attention's, which runs on GPUs alone."""
+    if is_kernel(type(module.norm)):
+        source = sys.modules[type(module).__module__]
+        own: Any = next(each for name, each in vars(source).items() if name.endswith("RMSNormGated") and each and not is_kernel(each))
+        norm = own(module.head_v_dim, eps=module.layer_norm_epsilon)
+        norm.weight = nn.Parameter(module.norm.weight.detach().to(module.out_proj.weight))
+        return norm
+    return module.norm
 
 
 def plain_rule(module: nn.Module) -> Rule:

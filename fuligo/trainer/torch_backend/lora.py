@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fuligo.errors import CheckpointError
+from fuligo.formats.host_copies import cast_together
 from fuligo.formats.quantised_base import QuantisedBase, other_storage
 from fuligo.formats.weight_manifest import MergeRounding
 from fuligo.models.adapter import LowRankUpdate, adapter_tensors, add_adapter, load_adapter, updates_of
@@ -62,10 +63,9 @@ def store_base_in_half_precision(model: nn.Module) -> None:
 
 
 def named_adapter_weights(model: PreTrainedModel, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield the adapter's full tensors by their names in PEFT's files, cast to `dtype`. A collective if the model is sharded."""
-    for name, parameter in adapter_tensors(model).items():
-        full = full_tensor(parameter)
-        yield name, full if dtype is None else full.to(dtype)
+    """Return an iterator of the adapter's full tensors by their names in PEFT's files, cast to `dtype`. A collective if it is sharded."""
+    full = ((name, full_tensor(parameter)) for name, parameter in adapter_tensors(model).items())
+    return full if dtype is None else cast_together(full, dtype)
 
 
 @dataclass(slots=True)

@@ -6,12 +6,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.models.olmo_hybrid import OlmoHybridConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from fuligo.models.attention import unpackable_layers
-from fuligo.models.gated_delta import pack_gated_delta, packed_convolution, packed_rule, sequence_arguments, sequence_ids
+from fuligo.models.gated_delta import (
+    gated_delta_modules,
+    pack_gated_delta,
+    packed_convolution,
+    packed_rule,
+    sequence_arguments,
+    sequence_ids,
+)
 from tests import tiny
 
 CPU = torch.device("cpu")
@@ -67,6 +74,33 @@ def test_no_gradient_flows_from_one_sequence_to_another(family: str) -> None:
     assert embedded.grad is not None
     assert not embedded.grad[0, :7].any()
     assert embedded.grad[0, 7:].abs().sum(-1).all()
+
+
+class OfAnotherPackage(nn.Module):
+    """Stand-in for a norm of flash-linear-attention, whose kernel refuses tensors of a CPU."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
+def test_kernels_are_not_given_what_is_on_a_cpu(family: str) -> None:
+    """The trainer checks a model on the CPU before it places it."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise ValueError("cpu tensor?")
+
+    model = tiny.model(family, layers=1, layer_types=["linear_attention"])
+    tokens = torch.arange(9)[None]
+    [module] = gated_delta_modules(model)
+    with torch.no_grad():
+        module.norm.weight.uniform_()
+        expected = model(tokens, use_cache=False).logits
+    module.chunk_gated_delta_rule = module.causal_conv1d_fn = refuse
+    module.norm = OfAnotherPackage(module.norm.weight)
+    pack_gated_delta(model)
+    torch.testing.assert_close(model(tokens, use_cache=False).logits, expected)
 
 
 def test_other_layers_of_that_name_are_unknown() -> None:

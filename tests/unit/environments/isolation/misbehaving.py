@@ -1,4 +1,4 @@
-"""Environment that misbehaves as its row says; the processes of environments import this module."""
+"""Environment that misbehaves as its row says. The process of environments imports this module anew in each test, and so without torch."""
 
 import asyncio
 import ctypes
@@ -11,8 +11,6 @@ import threading
 import time
 from typing import Any
 
-import numpy as np
-import torch
 import tqdm
 
 from fuligo.environments import AssistantTurn, Environment, EnvironmentSettings, Matches, Row, Start, Step
@@ -163,6 +161,4 @@ def misbehave(how: str) -> str:
             return repr(dict(os.environ))
         case "wants a secret":
             return os.environ["MY_API_KEY"]
-        case "draws":
-            return f"{np.random.random()} {torch.rand(1).item()}"
     return ""

@@ -24,6 +24,7 @@ from fuligo.environments.isolation.factory import IsolatedFactory
 from fuligo.environments.isolation.messages import FailureError
 from fuligo.environments.isolation.workers import Worker
 from tests.unit.conftest import Isolate
+from tests.unit.environments.isolation.drawing import Drawing
 from tests.unit.environments.isolation.misbehaving import Misbehaving
 
 FIRST, LAST = AssistantTurn("a"), AssistantTurn("a", last=True)
@@ -308,8 +309,8 @@ async def test_secrets_and_gpus_are_not_handed_over(isolate: Isolate, monkeypatc
 
 
 async def test_processes_draw_different_random_numbers(isolate: Isolate) -> None:
-    factory = isolate(Misbehaving)
-    drawn = await asyncio.gather(*(play(environment(factory, "draws")) for _ in range(4)))
+    factory = isolate(Drawing)
+    drawn = await asyncio.gather(*(play(environment(factory)) for _ in range(4)))
     for numbers in zip(*(said.split() for said, _ in drawn), strict=True):  # of numpy and of torch
         assert len(set(numbers)) == 4
 

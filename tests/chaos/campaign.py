@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from tests.chaos.machine import Machine
 from tests.e2e.command import DEADLINE_S, train_command
 from tests.e2e.processes import alive, descendants, interrupt, wait_until
 from tests.e2e.records import TOKENS, assert_every_prompt_is_accounted_for, metrics, sample_rows
+from tests.e2e.warm_children import ForkServer
 
 NUM_SAMPLES = 4
 EXACT: Mapping[str, Any] = {}
@@ -81,6 +82,8 @@ class Campaign:
     record: Callable[[Strike], None] = lambda strike: None
     """Called after each strike."""
     strikes: list[Strike] = field(default_factory=list)
+    warm: ForkServer | None = None
+    """Process on the machine from which the run and its own processes fork; without it, they start fresh."""
     _flags: dict[str, Any] = field(default_factory=dict)
     """Flags of only the next resume."""
 
@@ -218,9 +221,10 @@ class Campaign:
     def _started(self) -> Iterator[Run]:
         """Start or resume the run; kill what is left of it at the end of the block."""
         log = self.machine.temporary.parent / "run.log"
-        with log.open("wb") as output, interrupt():
+        forks = nullcontext() if self.warm is None else self.warm.serving()
+        with log.open("wb") as output, interrupt(), forks:
             driver = subprocess.Popen(
-                self._on_machine(self.run_dir),
+                self._on_machine(self.run_dir) if self.warm is None else self._train(self.run_dir),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=self.machine.environment(),
@@ -234,4 +238,7 @@ class Campaign:
             driver.wait()
 
     def _on_machine(self, run_dir: Path) -> list[str]:
-        return self.machine.command(sys.executable, "-m", "fuligo", *self.command(run_dir))
+        return self.machine.command(*self._train(run_dir))
+
+    def _train(self, run_dir: Path) -> list[str]:
+        return [sys.executable, "-m", "fuligo", *self.command(run_dir)]

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.e2e.command import environment
+from tests.e2e.warm_children import ForkServer
+from tests.e2e.warm_start import WarmStart
 from tests.small_disk import BALLAST, SmallDisk, mounted
 
 DISK_BYTES = 64 * 1024**2
@@ -38,6 +40,17 @@ class Machine:
         return environment(
             CHAOS_SHM=str(self.memory.path), CHAOS_CLOCK=str(self.clock), LD_PRELOAD=str(self.clock_library), TMPDIR=str(self.temporary)
         )
+
+    @contextmanager
+    def warm(self) -> Iterator[ForkServer]:
+        """Start a process on this machine from which runs and their processes fork."""
+        start = WarmStart(self.environment(), place=self.command)
+        server = start.fork_server()
+        try:
+            yield server
+        finally:
+            server.close()
+            start.close()
 
     def step_clock(self, seconds: int) -> None:
         """Set the wall clock to this many seconds from the true time."""

@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
@@ -45,14 +45,26 @@ PR_SET_PDEATHSIG = 1
 
 
 class WarmStart:
-    """Process that forks for commands, one after the other. It ends with this process, and a command with both, however they end."""
+    """Process that forks for commands, one after the other. It ends with this process, and a command with both, however they end.
 
-    def __init__(self, environment: dict[str, str], modules: Sequence[str] = MODULES) -> None:
+    `place`: returns the command that executes its arguments elsewhere, in other namespaces, in the process that is started.
+    """
+
+    def __init__(
+        self,
+        environment: dict[str, str],
+        modules: Sequence[str] = MODULES,
+        place: Callable[..., list[str]] = lambda *arguments: [*arguments],
+    ) -> None:
         self._read_by_imports = read_by_imports(environment)
         self._socket, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", "tests.e2e.warm_start", ROOM, str(os.getpid()), str(theirs.fileno()), *modules]
-            self._process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            self._process = subprocess.Popen(place(*command), env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.wait()
 
     def suits(self, environment: dict[str, str]) -> bool:
         """Return whether what is already imported is what a command with this environment would import; False after an interrupted one."""

@@ -45,7 +45,9 @@ def test_an_engine_spans_two_nodes(free_port: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("placement", "num_rollouts"), [((), 3), pytest.param(("--colocate",), 6, marks=pytest.mark.slow)], ids=["separate", "colocated"]
+    ("placement", "num_rollouts"),
+    [(("--rollout-batch-size", 16), 3), pytest.param(("--colocate",), 6, marks=pytest.mark.slow)],
+    ids=["separate", "colocated"],
 )
 def test_ranks_and_engines_agree(start: Start, tmp_path: Path, placement: tuple[str, ...], num_rollouts: int) -> None:
     """Colocated, they take turns, each rank hands its weights to the engine beside it, and the reward rises.
@@ -53,7 +55,7 @@ def test_ranks_and_engines_agree(start: Start, tmp_path: Path, placement: tuple[
     tests/sglang/test_job.py sees it rise with separate engines.
     """
     run_dir = tmp_path / "run"
-    process = start("train", *task(run_dir), "--num-rollout", num_rollouts, "--actor-num-gpus-per-node", 2, *placement)
+    process = start("train", *task(run_dir), "--num-rollout", num_rollouts, "--actor-num-gpus-per-node", 2, *placement, warm=True)
     wait_until(lambda: len(metrics(run_dir)) >= 2 or process.poll() is not None, "two steps are recorded", timeout_s=400)
     family = descendants(process.pid)
     said, _ = process.communicate(timeout=400)

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 SERVED = ("fuligo", "fuligo.trainer.ranks.rank_process", "tests.e2e.train_many")
 """Modules that are started with `python -m`."""
@@ -50,9 +50,12 @@ def fork_children_warm(module: str = "fuligo") -> str:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork() == 0:
         ours.close()
-        return _serve(theirs)
+        return serve(theirs)
     theirs.close()
-    _patch_popen(_Children(ours, read_by_imports(os.environ)))
+    from tests.e2e.warm_servers import Servers
+
+    patch_popen(Children(ours, read_by_imports(os.environ)))
+    patch_popen(Servers())
     return module
 
 
@@ -72,7 +75,7 @@ class ForkServer:
     def serving(self) -> Iterator[None]:
         """Let children fork in this block; those whose environment changes imports start fresh."""
         fresh = subprocess.Popen._execute_child
-        _patch_popen(_Children(self._ours, self._environment))
+        patch_popen(Children(self._ours, self._environment))
         try:
             yield
         finally:
@@ -82,22 +85,32 @@ class ForkServer:
         self._ours.close()
 
 
-class _Children:
+class ForkedChildren(Protocol):
+    """Children that fork from a fork server."""
+
+    def suits(self, arguments: Any, environment: Mapping[str, str]) -> bool:
+        """Return whether a fork does what a fresh process would do."""
+        ...
+
+    def start(self, request: dict[str, Any], descriptors: list[int]) -> int:
+        """Return the number of the new child."""
+        ...
+
+
+class Children:
     """The command's end of its fork server."""
 
-    def __init__(self, connection: socket.socket, environment: dict[str, str]) -> None:
+    def __init__(self, connection: socket.socket, environment: Mapping[str, str]) -> None:
         self._connection = connection
         self._environment = environment
         self._lock = threading.Lock()
         self._prctl = ctypes.CDLL(None).prctl
 
     def suits(self, arguments: Any, environment: Mapping[str, str]) -> bool:
-        """Return whether a fork does what a fresh process would do."""
         is_served = isinstance(arguments, list | tuple) and [*arguments[:2]] == [sys.executable, "-m"] and arguments[2] in SERVED
         return is_served and read_by_imports(environment) == self._environment
 
     def start(self, request: dict[str, Any], descriptors: list[int]) -> int:
-        """Return the number of the new child."""
         with self._lock:
             self._prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
             try:
@@ -107,7 +120,8 @@ class _Children:
                 self._prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
-def _patch_popen(children: _Children) -> None:
+def patch_popen(children: ForkedChildren) -> None:
+    """Let those children of this process fork that a fork suits."""
     fresh = subprocess.Popen._execute_child
 
     def execute(self: subprocess.Popen, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest) -> None:
@@ -136,7 +150,7 @@ def _patch_popen(children: _Children) -> None:
     subprocess.Popen._execute_child = execute
 
 
-def _serve(connection: socket.socket) -> str:
+def serve(connection: socket.socket) -> str:
     """Fork for every request until the command ends, whatever signals its process group gets; return in a child only."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -183,16 +197,26 @@ def _become(request: dict[str, Any], received: list[int]) -> str:
     sys.path[0] = request["directory"]
     _, _, module, *arguments = request["command"]
     sys.argv[1:] = arguments
-    _show(request["command"])
+    show(request["command"])
     return module
 
 
-def _show(command: list[str]) -> None:
+def show(command: Sequence[str]) -> None:
     """Write the command line where /proc shows it, because hooks find processes by it."""
+    _write_memory(command, 45)
+
+
+def show_environment() -> None:
+    """Write the environment where /proc shows it, because servers are found by a mark in it."""
+    _write_memory([f"{name}={value}" for name, value in sorted(os.environ.items())], 47)
+
+
+def _write_memory(texts: Sequence[str], field: int) -> None:
+    """Write texts between the addresses in two fields of /proc/self/stat."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    start, end = int(fields[45]), int(fields[46])
-    text = "".join(f"{argument}\0" for argument in command).encode()[: end - start - 1]
-    ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
+    start, end = int(fields[field]), int(fields[field + 1])
+    data = "".join(f"{text}\0" for text in texts).encode()[: end - start - 1]
+    ctypes.memmove(start, data.ljust(end - start, b"\0"), end - start)
 
 
 def import_all(modules: Sequence[str]) -> None:
@@ -211,6 +235,6 @@ def import_all(modules: Sequence[str]) -> None:
 
 def serve_others(connection: socket.socket) -> str:
     """Fork for every request of another process until it ends; return in a child only, the module to run."""
-    module = _serve(connection)
+    module = serve(connection)
     starts_others = [module] in STARTING_OTHERS or [module, *sys.argv[1:2]] in STARTING_OTHERS
     return fork_children_warm(module) if starts_others else module

@@ -9,17 +9,22 @@ import pytest_asyncio
 
 from fuligo.config.secret import Environment
 from fuligo.engines.group import EngineGroup
+from fuligo.engines.guard import LOOK_S
 from fuligo.engines.host import PortClaims
 from fuligo.engines.sglang.fleet import Fleet, FleetSettings
 from fuligo.engines.sglang.router import RouterSettings
 from fuligo.formats.engine_keys import EngineKeys
 from tests import tiny
 from tests.e2e.conftest import warm_commands
+from tests.e2e.warm_children import patch_popen
+from tests.e2e.warm_servers import Servers
 from tests.sglang.engines import ENVIRONMENT, server_settings, sglang_python
 
 __all__ = ["warm_commands"]
 
 NUM_ENGINES = 2
+SEEN_S = 2 * LOOK_S
+"""Time after which a guard has seen the shared memory of its server's processes, and removes it when they are killed."""
 KEYS = EngineKeys.new()
 
 
@@ -29,6 +34,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.sglang)
             if sglang_python() is None:
                 item.add_marker(pytest.mark.skip(reason="SGLang is not installed: make install-sglang"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_servers() -> None:
+    """Let SGLang's servers fork from a process that has imported SGLang."""
+    patch_popen(Servers())
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ PARAMS = SamplingParams(max_new_tokens=24, temperature=0.8, top_p=0.9, stop=("zz
 
 
 @pytest_asyncio.fixture
-async def engines(checkpoint: Path, claims: PortClaims, tmp_path: Path) -> AsyncIterator[EngineGroup]:
+async def engines(warm_children: None, checkpoint: Path, claims: PortClaims, tmp_path: Path) -> AsyncIterator[EngineGroup]:
     """Start two embedded engines and the router."""
     started = [
         await launch_embedded(EmbeddedEngineSettings(str(checkpoint), tmp_path / f"{n}.txt", device="cpu", keys=KEYS)) for n in range(2)

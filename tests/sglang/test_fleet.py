@@ -11,12 +11,11 @@ import pytest_asyncio
 
 from fuligo.engines.client import EngineClient
 from fuligo.engines.generation import SamplingParams
-from fuligo.engines.guard import LOOK_S
 from fuligo.engines.host import PortClaims
 from fuligo.engines.sglang.fleet import Fleet
 from fuligo.errors import EngineError
 from tests.e2e.processes import alive, descendants, nothing_left_in_shared_memory
-from tests.sglang.conftest import fleet_settings
+from tests.sglang.conftest import SEEN_S, fleet_settings
 from tests.sglang.engines import SPAWNING
 
 PROMPT = list(range(20, 60))
@@ -44,14 +43,17 @@ def exists(pid: int) -> bool:
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)], ids=["killed", "stopped"])
 async def test_engine_and_router_come_back(fleet: Fleet, number: signal.Signals) -> None:
     renewed: list[str] = []
+    may_serve = asyncio.Event()
 
     async def renew(client: EngineClient) -> bool:
+        await may_serve.wait()
         await fleet.group.admit([client])
         renewed.append(client.url)
         return True
 
     fleet.sync_restarted = renew
     watch = asyncio.create_task(fleet.watch())
+    await asyncio.sleep(SEEN_S)
 
     # An engine dies during sampling, or stops with its connections open; its requests finish on the other engine.
     requests = [asyncio.create_task(fleet.group.generate(PROMPT, LONG, rid=f"{n}", timeout_s=120)) for n in range(16)]
@@ -71,6 +73,7 @@ async def test_engine_and_router_come_back(fleet: Fleet, number: signal.Signals)
     )
 
     # It is restarted, and serves once it has the weights.
+    may_serve.set()
     while not renewed:
         assert not watch.done()
         await asyncio.sleep(0.1)
@@ -132,7 +135,7 @@ async def test_without_fault_tolerance_the_end_names_the_engine(
     settings = fleet_settings(checkpoint, claims, tmp_path, num_engines=1, restart=False, environment=SPAWNING)
     fleet = await Fleet.launch(settings)
     try:
-        await asyncio.sleep(2 * LOOK_S)  # until the guard has seen the shared memory of its processes
+        await asyncio.sleep(SEEN_S)
         os.kill(next(iter(descendants(fleet.servers[0].process.pid))), signal.SIGKILL)
         with pytest.raises(EngineError, match=r"engine 0 was killed \(.*engine-0\.txt"):
             await asyncio.wait_for(fleet.watch(), 120)

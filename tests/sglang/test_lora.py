@@ -78,6 +78,7 @@ def test_engines_of_a_run_sample_from_what_is_trained(warm_commands: ForkServer,
     make test covers merged weights by tests/sglang/test_weights.py and tests/unit/trainer/test_lora.py.
     """
     flags = {"lora_rank": 16, "lr": 1e-3, "lora_sync": sync, "num_rollout": 2, "rollout_num_gpus": 1, "router_policy": "random"}
+    flags["rollout_batch_size"] = 8
     flags["engine_env"] = json.dumps(PLAIN_MEMORY)
     with warm_commands.serving():
         finished = subprocess.run(command(tmp_path / "run", **flags), capture_output=True, text=True, env=environment(), check=False)

@@ -30,7 +30,7 @@ from fuligo.weights.senders import WeightSender
 from fuligo.weights.sync import WeightSync, WeightSyncSettings
 from tests.e2e.processes import descendants
 from tests.sglang import oracle
-from tests.sglang.conftest import fleet_settings
+from tests.sglang.conftest import SEEN_S, fleet_settings
 from tests.sglang.test_weights import BUCKET_BYTES, assert_engines_hold
 
 
@@ -85,6 +85,7 @@ async def test_the_sync_continues(fleet: Fleet, checkpoint: Path, tmp_path: Path
     fleet.sync_restarted = weight_sync.sync_restarted
     watch = asyncio.create_task(fleet.watch())
     await weight_sync.resync()
+    await asyncio.sleep(SEEN_S)
 
     victim = fleet.servers[0]
     assert isinstance(victim, SGLangServer)

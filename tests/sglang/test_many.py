@@ -100,7 +100,15 @@ def test_runs_train_on_one_engine(warm_commands: ForkServer, tmp_path: Path) -> 
     """Each sync is followed by probes, whose log-probabilities engine and trainer compare; so do all samples of each step."""
     files = []
     for name, changes in {"wide": {"lora_rank": 16}, "narrow": {"lora_rank": 4, "async_mode": "one-step"}}.items():
-        flags = {"lr": 1e-3, "lora_sync": "adapter", "num_rollout": 2, "rollout_num_gpus": 1, "router_policy": "random", **changes}
+        flags = {
+            "lr": 1e-3,
+            "lora_sync": "adapter",
+            "num_rollout": 2,
+            "rollout_batch_size": 8,
+            "rollout_num_gpus": 1,
+            "router_policy": "random",
+            **changes,
+        }
         arguments = command(tmp_path / name, **flags, engine_env=json.dumps(PLAIN_MEMORY))[4:]
         files.append(tmp_path / f"{name}.yaml")
         save_yaml(parse(arguments).config, files[-1])

@@ -1,13 +1,17 @@
 """Changes of SGLang 0.5.15 on request: plain memory instead of pinned memory, forked processes instead of spawned ones, names of kernels,
 and Triton's interpreter with numpy 2.4.
 
+Forked schedulers also sleep while they are paused, as they do while they are idle: SGLang's spin, on the cores that the trainer needs.
+
 It pins its record of experts and adapters, also without a GPU. Its processor of Qwen's images imports the model of Qwen3.5, which looks up
 kernels for CPUs with AMX; Qwen3-VL computes with none of them.
 """
 
 import os
 
-if os.environ.get("FULIGO_TEST_PLAIN_MEMORY"):
+
+def use_plain_memory():
+    """Have torch pin no memory, which needs a GPU."""
     import torch
 
     def _plain(make):
@@ -19,6 +23,10 @@ if os.environ.get("FULIGO_TEST_PLAIN_MEMORY"):
     for _name in ("zeros", "tensor", "arange", "empty"):
         setattr(torch, _name, _plain(getattr(torch, _name)))
     torch.Tensor.pin_memory = lambda self, *_: self
+
+
+if os.environ.get("FULIGO_TEST_PLAIN_MEMORY"):
+    use_plain_memory()
 
 if os.environ.get("FULIGO_TEST_KERNEL_NAMES"):
     from torch import library
@@ -41,8 +49,23 @@ if os.environ.get("TRITON_INTERPRET"):
 if os.environ.get("FULIGO_TEST_FORKED_ENGINE"):
     import gc
     import multiprocessing
+    import sys
 
     gc.set_threshold(100_000, 50, 1000)  # collections take a sixth of the time of SGLang's imports
 
     _set_start_method = multiprocessing.set_start_method
-    multiprocessing.set_start_method = lambda _, force=False: _set_start_method("fork", force)
+
+    def _fork(_, force=False):
+        """Stand in for `set_start_method`, which SGLang calls before it starts its processes."""
+        _set_start_method("fork", force)
+        scheduler = sys.modules["sglang.srt.managers.scheduler"].Scheduler
+        process_input_requests = scheduler.process_input_requests
+
+        def process_and_sleep(self, requests):
+            process_input_requests(self, requests)
+            if self._engine_paused:
+                self.maybe_sleep_on_idle()  # until the next request
+
+        scheduler.process_input_requests = process_and_sleep
+
+    multiprocessing.set_start_method = _fork

@@ -1,0 +1,138 @@
+"""Warm start of SGLang's servers on a CPU: a process that has imported SGLang, and from which servers fork with their guards.
+
+Where a process would start a guard with a server, it starts this module once, on SGLang's interpreter, and has it fork for every server
+(`warm_children`). The fork becomes the guard, and forks the server where the guard would start a fresh interpreter, which would import for
+6 s of CPU time.
+"""
+
+import importlib
+import os
+import random
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.warm_children import READ_BY_IMPORTS, ROOM, Children, import_all, serve, show, show_environment
+
+FORKED = "FULIGO_TEST_FORKED_ENGINE"
+"""Variable of servers that may fork; tests of what a server's start leaves behind do not set it."""
+PLAIN_MEMORY = "FULIGO_TEST_PLAIN_MEMORY"
+"""Variable that a fork obeys after the imports (`tests/sglang/stubs`)."""
+READ_BY_SGLANG = (*READ_BY_IMPORTS, "FULIGO_TEST_", "SGLANG_", "SGL_")
+MODULES = (
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.managers.detokenizer_manager",
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.models.registry",
+    "sglang.srt.plugins",
+    "sglang.srt.server_args",
+)
+"""Modules that a server imports, with all that they import."""
+ROOT = Path(__file__).parents[2]
+GUARD = str(ROOT / "fuligo" / "engines" / "guard.py")
+
+
+def read_by_sglang(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that decide what SGLang's imports do."""
+    return {name: value for name, value in environment.items() if name.startswith(READ_BY_SGLANG) and name != PLAIN_MEMORY}
+
+
+class Servers:
+    """Guards, with servers, that are children of this process. What forks them starts with the first of them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._children: Children | None = None
+        self._environment: dict[str, str] | None = None
+
+    def suits(self, arguments: Any, environment: Mapping[str, str]) -> bool:
+        """Return whether they start a guard with a server whose imports are those of the first one."""
+        is_guard = isinstance(arguments, list | tuple) and [*arguments[:3]] == [sys.executable, "-I", GUARD]
+        starts_server = is_guard and arguments[5] == "-c" and "sglang.launch_server" in arguments[6]
+        return starts_server and FORKED in environment and self._environment in (None, read_by_sglang(environment))
+
+    def start(self, request: dict[str, Any], descriptors: list[int]) -> int:
+        with self._lock:
+            if self._children is None:
+                self._environment = read_by_sglang(request["environment"])
+                self._children = Children(_connect(request["command"][4], request["environment"]), {})
+        return self._children.start(request, descriptors)
+
+
+def _connect(python: str, environment: Mapping[str, str]) -> socket.socket:
+    """Start the process that forks, with the variables of a server except for its keys and its mark."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    variables = {name: value for name, value in environment.items() if not name.startswith("FULIGO_") or name == FORKED}
+    command = [python, "-m", "tests.e2e.warm_servers", ROOM, str(theirs.fileno())]
+    with theirs:
+        subprocess.Popen(command, env=variables, cwd=ROOT, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+    return ours
+
+
+class _Forked(BaseException):
+    """Raised in the fork of a guard that becomes the guard's command."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        super().__init__()
+        self.command = command
+
+
+def _fork_server() -> None:
+    """Have this process, a guard, fork where it would start its command."""
+
+    def execute(self: subprocess.Popen, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest) -> None:
+        _, _, _, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *_ = rest
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.setsid()
+            preexec_fn()
+            for given, number in ((p2cread, 0), (c2pwrite, 1), (errwrite, 2)):
+                if given != -1:
+                    os.dup2(given, number)
+            os.closerange(3, 1024)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            raise _Forked(args)
+        self._child_created = True
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+
+    subprocess.Popen._execute_child = execute
+
+
+def _look_up_late() -> None:
+    """Have SGLang's HTTP server look up at its start what fuligo's program replaces before a fresh server would have imported it."""
+    http_server, auth = (importlib.import_module(f"sglang.srt.{name}") for name in ("entrypoints.http_server", "utils.auth"))
+    http_server.app_has_admin_force_endpoints = lambda app: auth.app_has_admin_force_endpoints(app)  # noqa: PLW0108
+
+
+def main() -> None:
+    """Fork for every request until the process that sends them ends; in a fork, run the guard, and in the fork of that, the server."""
+    import_all(MODULES)
+    _look_up_late()
+    importlib.import_module("setproctitle").setproctitle("warm servers")  # so that it knows where the command line is
+    fresh = subprocess.Popen._execute_child
+    guard = serve(socket.socket(fileno=int(sys.argv[2])))
+    show_environment()
+    _fork_server()
+    try:
+        sys.argv[0] = guard
+        runpy.run_path(guard, run_name="__main__")
+    except _Forked as fork:
+        command = fork.command
+    subprocess.Popen._execute_child = fresh
+    show(command)
+    show_environment()
+    random.seed()
+    if PLAIN_MEMORY in os.environ:
+        importlib.import_module("sitecustomize").use_plain_memory()
+    sys.path[0], sys.argv[:] = "", command[1:2] + command[3:]
+    exec(command[2], {"__name__": "__main__"})
+
+
+if __name__ == "__main__":
+    main()

@@ -32,7 +32,7 @@ def test_two_nodes_train_and_end_with_the_driver(job: Job, start: Start, free_po
     hosts = hostfile(tmp_path, "127.0.0.2 slots=2\n127.0.0.3 slot=2  # MPI writes slots\n")
     run_dir = tmp_path / "run"
     train = job(actor_num_nodes=2, actor_num_gpus_per_node=1, num_rollout=1000, run_dir=run_dir)
-    process = start(*launch(hosts, free_port), *train[1:])
+    process = start(*launch(hosts, free_port), *train[1:], warm=True)
     wait_until(lambda: len(metrics(run_dir)) >= 2 or process.poll() is not None, "two steps are recorded", timeout_s=300)
     assert process.poll() is None, process.communicate()[0]
     family = descendants(process.pid)
@@ -89,7 +89,7 @@ def test_a_slurm_job_gives_the_hosts_and_srun_starts_the_workers(job: Job, start
     run_dir = tmp_path / "run"
     train = job(actor_num_nodes=2, actor_num_gpus_per_node=1, num_rollout=1, run_dir=run_dir, num_gpus_per_node=2)
     slurm = {"SLURM_JOB_NODELIST": "127.0.0.[2-3]", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    process = start("launch", "--head-port", free_port, "--timeout-s", 120, "--", *train[1:], **slurm)
+    process = start("launch", "--head-port", free_port, "--timeout-s", 120, "--", *train[1:], warm=True, **slurm)
     said, _ = process.communicate(timeout=300)
     assert process.returncode == 0, said
     assert len(metrics(run_dir)) == 1

@@ -23,6 +23,9 @@ COLUMNS = (
     "reward",
 )
 
+LONG = {"LONG_STEP_S": "1.5"}
+"""Environment in which some episodes outlast a rollout."""
+
 
 def command(job: Job, run_dir: Path, kind: str, **flags: object) -> list[str]:
     settings: dict[str, object] = {
@@ -49,8 +52,8 @@ def command(job: Job, run_dir: Path, kind: str, **flags: object) -> list[str]:
 def test_interrupted_episodes_are_trained_as_they_were_sampled(mode: dict[str, object], kind: str, job: Job, tmp_path: Path) -> None:
     """Killed once as well; what continues, or begins anew, has the turns of one episode, and the trainer sees what the engine saw."""
     flags = command(job, tmp_path, kind, **mode, num_rollout=6)  # of those that follow the first three, episodes outlast updates
-    assert fuligo(*flags, KILL_AT="step:1").returncode == -signal.SIGKILL
-    succeed(*flags)
+    assert fuligo(*flags, KILL_AT="step:1", **LONG).returncode == -signal.SIGKILL
+    succeed(*flags, **LONG)
     records = metrics(tmp_path)
     assert len(records) == 6 and all(record["rollout/num_failed"] == 0 for record in records)
     rows = [row for row in sample_rows(tmp_path, *COLUMNS) if row["kept"]]

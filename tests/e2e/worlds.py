@@ -29,8 +29,8 @@ class Resumable(Environment):
 
     async def step(self, turn: AssistantTurn) -> Step:
         if self.row.index % 4 == 1:
-            # Those of every other group take far longer, so that a rollout with enough other groups interrupts them.
-            await asyncio.sleep(0.2 if self.row.index % 8 == 1 else 1.5)
+            # Those of every other group take far longer if asked to, so that a rollout with enough other groups interrupts them.
+            await asyncio.sleep(0.2 if self.row.index % 8 == 1 else float(os.environ.get("LONG_STEP_S", "0.2")))
         where, _, step = os.environ.get("KILL_AT", ":-1").partition(":")
         if where == "step" and self.row.metadata["start_rollout_id"] == int(step) and self.row.index % 4 == 1:
             os.kill(run_pid(), signal.SIGKILL)

@@ -33,12 +33,18 @@ def test_two_nodes_train_and_end_with_the_driver(job: Job, start: Start, free_po
     run_dir = tmp_path / "run"
     train = job(actor_num_nodes=2, actor_num_gpus_per_node=1, num_rollout=1000, run_dir=run_dir)
     process = start(*launch(hosts, free_port), *train[1:], warm=True)
+
+    def raylets() -> list[int]:
+        return [pid for pid, command in descendants(process.pid).items() if "raylet/raylet" in command]
+
+    wait_until(lambda: len(raylets()) == 2 or process.poll() is not None, "both nodes are up", timeout_s=120)
+    stranger = stranger_at(f"127.0.0.2:{free_port}")  # while the run starts
     wait_until(lambda: len(metrics(run_dir)) >= 2 or process.poll() is not None, "two steps are recorded", timeout_s=300)
     assert process.poll() is None, process.communicate()[0]
     family = descendants(process.pid)
-    assert sum("raylet/raylet" in command for command in family.values()) == 2, family
+    assert len(raylets()) == 2, family
     assert sum("ray::TrainerRank" in command for command in family.values()) == 2, family
-    assert_closed_to_strangers(f"127.0.0.2:{free_port}", family)
+    assert_closed(stranger, raylets()[0], family)
 
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=240)
@@ -57,18 +63,21 @@ except ConnectionError as error:
 """
 
 
-def assert_closed_to_strangers(address: str, family: dict[int, str]) -> None:
-    """Check that nobody reads the cluster's token from a command line, and that without it nobody can run code in the cluster."""
-    (raylet, *_) = (pid for pid, command in family.items() if "raylet/raylet" in command)
+def stranger_at(address: str) -> subprocess.Popen[str]:
+    """Start a process that has not the cluster's token, and tries to run code in it."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    command = [sys.executable, "-c", STRANGER, address]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def assert_closed(stranger: subprocess.Popen[str], raylet: int, family: dict[int, str]) -> None:
+    """Check that the stranger was kept out, and that nobody reads the cluster's token from a command line."""
     inherited = dict(part.split("=", 1) for part in Path(f"/proc/{raylet}/environ").read_text().split("\0") if "=" in part)
     token = inherited[TOKEN_VARIABLE]
     assert len(token) == 64 and not any(token in command for command in family.values())
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    stranger = subprocess.run(
-        [sys.executable, "-c", STRANGER, address], capture_output=True, text=True, env=environment, timeout=240, check=False
-    )
-    assert stranger.stdout.startswith("outside:"), stranger.stdout + stranger.stderr
-    assert "InvalidAuthToken" in stranger.stderr
+    said, errors = stranger.communicate(timeout=240)
+    assert said.startswith("outside:"), said + errors
+    assert "InvalidAuthToken" in errors
 
 
 def test_a_host_that_does_not_come_is_named(job: Job, free_port: int, tmp_path: Path) -> None:

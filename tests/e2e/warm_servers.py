@@ -6,6 +6,7 @@ Where a process would start a guard with a server, it starts this module once, o
 """
 
 import importlib
+import json
 import os
 import random
 import runpy
@@ -44,31 +45,31 @@ def read_by_sglang(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class Servers:
-    """Guards, with servers, that are children of this process. What forks them starts with the first of them."""
+    """Guards, with servers, that are children of this process. What forks them starts with the first that has its variables."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._children: Children | None = None
-        self._environment: dict[str, str] | None = None
+        self._started: dict[str, Children] = {}
+        """By the variables that the imports have read."""
 
     def suits(self, arguments: Any, environment: Mapping[str, str]) -> bool:
-        """Return whether they start a guard with a server whose imports are those of the first one."""
+        """Return whether they start a guard with a server that may fork."""
         is_guard = isinstance(arguments, list | tuple) and [*arguments[:3]] == [sys.executable, "-I", GUARD]
-        starts_server = is_guard and arguments[5] == "-c" and "sglang.launch_server" in arguments[6]
-        return starts_server and FORKED in environment and self._environment in (None, read_by_sglang(environment))
+        return is_guard and arguments[5] == "-c" and "sglang.launch_server" in arguments[6] and FORKED in environment
 
     def start(self, request: dict[str, Any], descriptors: list[int]) -> int:
+        variables = read_by_sglang(request["environment"])
+        key = json.dumps(variables, sort_keys=True)
         with self._lock:
-            if self._children is None:
-                self._environment = read_by_sglang(request["environment"])
-                self._children = Children(_connect(request["command"][4], request["environment"]), {})
-        return self._children.start(request, descriptors)
+            if key not in self._started:
+                others = {name: value for name, value in request["environment"].items() if not name.startswith("FULIGO_")}
+                self._started[key] = Children(_connect(request["command"][4], others | variables), {})
+        return self._started[key].start(request, descriptors)
 
 
-def _connect(python: str, environment: Mapping[str, str]) -> socket.socket:
+def _connect(python: str, variables: Mapping[str, str]) -> socket.socket:
     """Start the process that forks, with the variables of a server except for its keys and its mark."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    variables = {name: value for name, value in environment.items() if not name.startswith("FULIGO_") or name == FORKED}
     command = [python, "-m", "tests.e2e.warm_servers", ROOM, str(theirs.fileno())]
     with theirs:
         subprocess.Popen(command, env=variables, cwd=ROOT, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)

@@ -52,6 +52,7 @@ def read(environment: dict[str, str], *entries: str) -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.long
 def test_a_data_set_is_downloaded_once_and_then_read_without_a_network(hub: FakeHub, tmp_path: Path) -> None:
     entries = ["acme/sums:train@[1:4]", "acme/sums:test", "acme/two:hard:train"]
     environment = hub.environment(tmp_path / "home", HF_TOKEN="hf_secret")
@@ -63,6 +64,7 @@ def test_a_data_set_is_downloaded_once_and_then_read_without_a_network(hub: Fake
     assert not hub.requests
 
 
+@pytest.mark.long
 def test_what_is_missing_is_named_with_the_remedy(hub: FakeHub, tmp_path: Path) -> None:
     given = read(hub.environment(tmp_path / "home"), "acme/sums", "acme/sums:dev", "acme/two:train", "acme/nothing:train")
     several, unknown, config, nothing = (entry["error"] for entry in given)

@@ -182,6 +182,7 @@ def locks_of(pid: int) -> list[Path]:
     return [file for file in Path("/dev/shm").glob("sem.mp-*") if file.stat().st_ino in inodes]
 
 
+@pytest.mark.long
 def test_what_forced_processes_share_goes_with_them(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     process = ServerProcess("engine 0", [sys.executable, "-c", SHARING, str(note)], log_file=tmp_path / "engine.txt", grace_s=1)

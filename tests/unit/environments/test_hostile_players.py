@@ -146,6 +146,7 @@ class Slow(Writer):
         return await super().generate(input_ids, params, **options)
 
 
+@pytest.mark.long
 async def test_a_player_who_falls_silent_does_not_hold_up_the_other() -> None:
     honest = Writer(["yes<|im_end|>"] * 3)
     (silent,), (waiting,) = await talk([Slow(["a<|im_end|>"] * 3), honest], turn_timeout_s=1.0, episode_timeout_s=3.0)

@@ -144,6 +144,7 @@ def _random_run(draw: random.Random) -> Subject:
     return Run(recipe, " ".join(flags), gpu=draw.choice(["h100-80", "b200", "rtx-4090"])).subject()
 
 
+@pytest.mark.long
 def test_of_many_mistakes_each_fix_mends_its_own_and_makes_no_new_one() -> None:
     draw = random.Random(5)
     num_fixes = 0

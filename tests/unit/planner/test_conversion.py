@@ -121,6 +121,7 @@ def test_the_plan_counts_in_words_and_units_that_fit():
     assert layout.startswith("4 processes: ") and size.startswith("each writes about 4.4 GiB; ")
 
 
+@pytest.mark.long
 def test_a_checkpoint_without_weights_is_not_converted(tmp_path: Path):
     result = run_tool("--hf-checkpoint", str(GLM4), "--save", str(tmp_path / "out"))
     assert result.returncode == 2

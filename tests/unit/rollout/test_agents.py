@@ -179,6 +179,7 @@ async def stops_iteration(session: Session, row: Row) -> float:
     raise SystemExit(3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("agent", "reason"),
     [

@@ -337,6 +337,7 @@ class TestTheEnd:
         with pytest.raises(EngineError, match="the judge is gone"):
             await given.runner.rollout(1)
 
+    @pytest.mark.long
     async def test_an_engine_that_interrupts_for_ever_fails_the_sample_at_its_deadline(self):
         class Interrupting(ScriptedEngine):
             async def generate(self, *args: Any, **kwargs: Any) -> Generation:

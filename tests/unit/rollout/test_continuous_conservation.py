@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 
 import numpy as np
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -93,6 +94,7 @@ MANY_DROPPED_AND_SOME_FAILED = {
 """A rollout fills only after eight groups have failed, among many that are dropped and many that are good."""
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(runs())
 @example(MANY_DROPPED_AND_SOME_FAILED)

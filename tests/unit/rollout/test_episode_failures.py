@@ -139,6 +139,7 @@ async def test_an_environment_that_fails_fails_only_its_sample(
     assert (good.status, good.reward) == (SampleStatus.COMPLETED, 1.0)
 
 
+@pytest.mark.long
 def test_a_call_that_ignores_its_cancellation_does_not_outlive_the_run(caplog: pytest.LogCaptureFixture) -> None:
     async def run_and_close() -> Sample:
         runner = episodes(Writer(["a<|im_end|>"]), Stubborn, turn_timeout_s=0.05)

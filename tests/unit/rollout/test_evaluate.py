@@ -57,6 +57,7 @@ def test_failed_samples_are_left_out_and_counted():
     assert metrics["eval/aime/num_failed"] == 3
 
 
+@pytest.mark.long
 async def test_answers_that_hang_the_judge_count_as_wrong():
     """One right answer and three on which the comparison outlasts --rm-timeout-s give 1/4, not 1."""
     judged = group(0, [None] * 4)

@@ -106,6 +106,7 @@ def test_prompts_that_fill_the_context_end_the_rollout_with_the_flag():
         watch.refuse_mass_failure(0)
 
 
+@pytest.mark.long
 async def test_a_request_that_hangs_fails_at_its_deadline():
     given = world(engine=ScriptedEngine(hang=lambda index: index == 0), n_samples_per_prompt=3, timeout_s=2.0)
     rollout = await given.runner.rollout(0)

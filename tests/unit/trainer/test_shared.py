@@ -68,6 +68,7 @@ def adapter(executor: RankExecutor) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in adapter_tensors(worker.policy.model).items()}
 
 
+@pytest.mark.long
 def test_runs_in_turns_train_as_alone(trainer: SharedTrainer, settings: list[TorchTrainerSettings]) -> None:
     alone = []
     for each in settings:

@@ -113,6 +113,7 @@ class TestConversion:
             keys = list(ranks.map(lambda rank: share_key(self.place(store, rank)), (2, 0, 1), timeout=60))
         assert keys[0] is not None and len(keys[0]) == 32 and len(set(keys)) == 1
 
+    @pytest.mark.long
     @pytest.mark.skipif(os.getuid() != 0, reason="needs root to act as another user")
     def test_another_user_gets_no_key(self, store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torchrun, "CONNECT_TIMEOUT_S", 3.0)

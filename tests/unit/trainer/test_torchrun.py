@@ -65,6 +65,7 @@ async def test_ranks_of_torchrun_connect_to_rank_0(store: TCPStore, on_one_host:
         assert not follower.is_alive()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stranger", ["silent about the key", "with another key", "as rank 0", "too long"])
 async def test_a_process_without_the_key_gets_no_rank(
     store: TCPStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stranger: str

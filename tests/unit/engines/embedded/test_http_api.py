@@ -178,6 +178,7 @@ async def running(http: httpx.AsyncClient, **params: Any) -> asyncio.Task[Any]:
     return task
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 async def test_a_pause_does_not_change_the_tokens(http: httpx.AsyncClient, mode: str) -> None:
     undisturbed = await (await running(http))

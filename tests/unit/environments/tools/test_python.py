@@ -132,6 +132,7 @@ class TestSession:
                 await session.run("while True: pass")
         assert "NameError" in (await session.run("x")).output
 
+    @pytest.mark.long
     @pytest.mark.parametrize("spoil", ["os.close(3)", "os.write(4, b'.')\nwhile True: time.sleep(1)"], ids=["closed", "never read"])
     async def test_continues_after_a_program_damaged_its_pipes(self, spoil: str):
         session = PythonSession(SHORT)

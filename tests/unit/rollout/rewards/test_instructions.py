@@ -198,6 +198,7 @@ def test_judge_has_a_verdict_on_any_text(response: str) -> None:
         assert follows(response, name, **cases[0][0]) in (True, False)
 
 
+@pytest.mark.long
 async def test_check_that_takes_quadratic_time_ends_at_the_deadline() -> None:
     pool = WorkerPool("instructions.py", num_workers=1, timeout_s=1.0)
     metadata = row("detectable_content:number_placeholders", kwargs=[{"num_placeholders": 1}])

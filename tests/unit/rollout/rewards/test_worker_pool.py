@@ -34,6 +34,7 @@ async def until_busy(pool: WorkerPool) -> int:
     return worker_pids(pool)[-1]
 
 
+@pytest.mark.long
 async def test_a_comparison_that_hangs_is_ended_and_its_worker_replaced() -> None:
     pool = WorkerPool("symbolic_judge.py", num_workers=1, timeout_s=60.0)
     try:
@@ -51,6 +52,7 @@ async def test_a_comparison_that_hangs_is_ended_and_its_worker_replaced() -> Non
         await pool.close()
 
 
+@pytest.mark.long
 async def test_a_worker_killed_at_work_is_replaced_once() -> None:
     """The request is repeated on a new process; if that one is killed too, the sample fails."""
     pool = WorkerPool("symbolic_judge.py", num_workers=1, timeout_s=30.0)

@@ -1,5 +1,6 @@
 """Log-probabilities of the embedded engine against the torch trainer's: bit for bit equal with batch-invariant operations."""
 
+import itertools
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -124,7 +125,12 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return tiny.save_checkpoint(tmp_path_factory.mktemp(request.param), request.param, **FAMILIES[request.param])
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+CASES = [("qwen3", "fp32"), ("qwen3", "bf16"), ("qwen2", "bf16"), ("llama", "fp32"), ("qwen3_moe", "fp32"), ("qwen3_moe", "bf16")]
+"""Each family, and both precisions of dense layers and of experts, which all families share; the other pairs are slow."""
+PAIRS = [pytest.param(*pair, marks=[] if pair in CASES else pytest.mark.slow) for pair in itertools.product(FAMILIES, ("fp32", "bf16"))]
+
+
+@pytest.mark.parametrize(("checkpoint", "precision"), PAIRS, indirect=["checkpoint"])
 def test_trainer_equals_engine(checkpoint: Path, precision: str) -> None:
     """Prompts that are copied, rows that join, leave and outgrow their pool, responses that are interrupted and continued, new weights."""
     dtype = DTYPES[precision]

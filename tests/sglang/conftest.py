@@ -15,6 +15,7 @@ from fuligo.engines.sglang.fleet import Fleet, FleetSettings
 from fuligo.engines.sglang.router import RouterSettings
 from fuligo.formats.engine_keys import EngineKeys
 from tests import tiny
+from tests.e2e.command import HAS_CUDA
 from tests.e2e.conftest import warm_commands
 from tests.e2e.warm_children import patch_popen
 from tests.e2e.warm_servers import Servers
@@ -39,7 +40,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def warm_servers() -> None:
     """Let SGLang's servers fork from a process that has imported SGLang."""
-    patch_popen(Servers())
+    if not HAS_CUDA:
+        patch_popen(Servers())
 
 
 @pytest.fixture(scope="session")

@@ -12,9 +12,8 @@ ROOT = Path(__file__).parents[2]
 STUBS = Path(__file__).parent / "stubs"
 SPAWNING = {"PYTHONPATH": str(STUBS)}
 """Environment of a server that starts its processes as on a GPU: each imports SGLang again, for 7 s of CPU time."""
-ENVIRONMENT = {**SPAWNING, "FULIGO_TEST_FORKED_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
-"""Environment of a server that forks its processes, which takes 7 s of CPU time in all instead of 21 s, and that compiles nothing: a few
-kernels for images would take 12 s."""
+ENVIRONMENT = {**SPAWNING, "FULIGO_TEST_FORKED_ENGINE": "1"}
+"""Environment of a server that forks its processes, which takes 7 s of CPU time in all instead of 21 s."""
 
 MEMORY = {"mem_fraction_static": 0.5}
 """SGLang ends if, while it loads, other processes of the machine take this fraction of the free memory."""

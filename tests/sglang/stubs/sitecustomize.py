@@ -1,7 +1,8 @@
 """Changes of SGLang 0.5.15 on request: plain memory instead of pinned memory, forked processes instead of spawned ones, names of kernels,
 and Triton's interpreter with numpy 2.4.
 
-Forked schedulers also sleep while they are paused, as they do while they are idle: SGLang's spin, on the cores that the trainer needs.
+Forked engines compile no kernels: the few for images take 12 s. Their schedulers also sleep while they are paused, as they do while they
+are idle: SGLang's spin, on the cores that the trainer needs.
 
 It pins its record of experts and adapters, also without a GPU. Its processor of Qwen's images imports the model of Qwen3.5, which looks up
 kernels for CPUs with AMX; Qwen3-VL computes with none of them.
@@ -51,6 +52,7 @@ if os.environ.get("FULIGO_TEST_FORKED_ENGINE"):
     import multiprocessing
     import sys
 
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # torch reads it when it is imported
     gc.set_threshold(100_000, 50, 1000)  # collections take a sixth of the time of SGLang's imports
 
     _set_start_method = multiprocessing.set_start_method

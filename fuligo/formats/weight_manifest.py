@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 DIGEST_BYTES = 16
 DIGESTED_AT_ONCE = 2**28
 """Bytes of tensors whose digests are computed at the same time."""
-DIGEST_THREADS = 4
-"""More of them wait for Python's lock between tensors."""
+DIGEST_THREADS = 16
 SMALLEST_SHARED = 2**20
 """Number of bytes from which threads are worthwhile."""
 

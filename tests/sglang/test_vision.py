@@ -17,6 +17,7 @@ from fuligo.engines.client import EngineClient
 from fuligo.engines.generation import SamplingParams
 from fuligo.engines.host import PortClaims
 from fuligo.engines.sglang.server import SGLangServer
+from fuligo.formats.payload import shared_payload
 from fuligo.models.vision.processor import ImageProcessor
 from fuligo.models.vision.resized import ResizedImages
 from fuligo.rollout.generate import SingleTurn
@@ -44,29 +45,50 @@ def jpeg_on_its_side(width: int, height: int) -> bytes:
 
 
 async def test_log_probabilities_are_those_of_transformers(claims: PortClaims, tmp_path: Path) -> None:
+    """Also after a sync that changes the vision tower, of images that the engine has seen before."""
     checkpoint = tiny_vision.save_checkpoint(tmp_path / "model")
     processor = ImageProcessor(checkpoint)
-    images = [tiny_vision.png(33, 41), tiny_vision.png(100, 17, seed=1), jpeg_on_its_side(30, 20)]
-    prompts = [(images[0], [20, 21]), ([30], images[1], images[2], [22, 23]), ([24, 25, 26],), (images[2], [27], images[0], [28])]
     arguments = {"max_total_tokens": 4096, "disable_fast_image_processor": True}
     settings = server_settings("engine", checkpoint, claims, tmp_path / "engine.txt", arguments=arguments, environment=WITH_IMAGES)
     server = SGLangServer(settings)
     client = EngineClient(server.url, server.settings.keys, timeout_s=120.0)
-    generate = SingleTurn(client, tiny.tokenizer(), timeout_s=120.0, images=ResizedImages(processor))
+    model = Qwen3VLForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
+    tower = [(name, weight) for name, weight in model.named_parameters() if name.startswith("model.visual.")]
     try:
         await server.wait_ready()
-        samples: list[Sample] = []
-        for index, parts in enumerate(prompts * 2):
-            ids, placed = tiny_vision.prompt_of(processor, *parts)
-            sample = await generate(Sample(index, 0, "p", ids, images=placed), PARAMS)
-            if not MEDIA & set(sample.response_ids.tolist()):  # SGLang refuses more of their tokens than there are images
-                sample = await generate(sample, replace(PARAMS, max_new_tokens=20))
-            samples.append(sample)
+        first = await sampled(client, processor)
+        require_same(model, first, processor)
+        with torch.no_grad():
+            for _, weight in tower:
+                weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(weight.numel())), alpha=0.1)
+        with shared_payload(tower) as payload:
+            await client.update_weights_from_tensor([payload], version=2)
+        second = await sampled(client, processor)
+        require_same(model, second, processor)
+        with pytest.raises(AssertionError):
+            require_same(model, first, processor)
     finally:
         await client.close()
         await server.stop()
-    model = Qwen3VLForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
+
+
+async def sampled(client: EngineClient, processor: ImageProcessor) -> list[Sample]:
+    """Return samples of some prompts with images, each twice."""
+    images = [tiny_vision.png(33, 41), tiny_vision.png(100, 17, seed=1), jpeg_on_its_side(30, 20)]
+    prompts = [(images[0], [20, 21]), ([30], images[1], images[2], [22, 23]), ([24, 25, 26],), (images[2], [27], images[0], [28])]
+    generate = SingleTurn(client, tiny.tokenizer(), timeout_s=120.0, images=ResizedImages(processor))
+    samples: list[Sample] = []
+    for index, parts in enumerate(prompts * 2):
+        ids, placed = tiny_vision.prompt_of(processor, *parts)
+        sample = await generate(Sample(index, 0, "p", ids, images=placed), PARAMS)
+        if not MEDIA & set(sample.response_ids.tolist()):  # SGLang refuses more of their tokens than there are images
+            sample = await generate(sample, replace(PARAMS, max_new_tokens=20))
+        samples.append(sample)
     assert all(sample.status is SampleStatus.TRUNCATED for sample in samples), [sample.error for sample in samples]
+    return samples
+
+
+def require_same(model: Qwen3VLForConditionalGeneration, samples: list[Sample], processor: ImageProcessor) -> None:
     whole = [sample for sample in samples if not MEDIA & set(sample.response_ids.tolist())]
     assert sum(sample.response_length == 20 for sample in whole) >= 3, "these went on with tokens behind their images"
     for sample in whole:  # transformers takes a sampled image token for one of an image

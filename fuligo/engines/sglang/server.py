@@ -45,6 +45,8 @@ OWN_ENVIRONMENT = {
     # With SGLang's 5 s, requests after 5 s of training would meet connections that are just closing, which the router counts as failures.
     "SGLANG_TIMEOUT_KEEP_ALIVE": "600",
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # otherwise every health check samples a token
+    # SGLang keeps embeddings of images by their pixels, also when a sync changes the vision tower (0.5.15).
+    "SGLANG_VLM_CACHE_SIZE_MB": "0",
     "HF_HUB_OFFLINE": "1",
 }
 CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}

@@ -51,7 +51,7 @@ OVERRIDES = {"glm4_moe_lite": {"rms_norm_eps": 1e-6}, "gemma3_text": {"sliding_w
     ],
 )
 def checkpoint(request, tmp_path_factory) -> Path:
-    return save(tmp_path_factory.mktemp(request.param), request.param)
+    return save(tmp_path_factory.mktemp("model") / request.param, request.param)
 
 
 def save(directory: Path, family: str, *, seed: int = 0) -> Path:
@@ -150,7 +150,7 @@ def test_teacher_logprobs_are_the_teacher_models(checkpoint, tmp_path):
 
 
 def test_reference_logprobs_are_the_reference_models(checkpoint, tmp_path):
-    family = checkpoint.name[:-1]  # pytest numbers the directories that it makes
+    family = checkpoint.name
     reference = save(tmp_path, family, seed=5)
     samples = train_batches.samples(LENGTHS)
     worker = TorchRankWorker(settings_of(checkpoint, reference_weights=reference, loss=LossSettings(kl_loss=KlLoss(0.1, "k3"))), World())

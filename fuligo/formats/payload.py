@@ -16,9 +16,9 @@ import pickle
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -61,19 +61,28 @@ def shared_payload(named_tensors: NamedTensors) -> Iterator[str]:
 class SharedCopies:
     """Copies of named tensors in shared memory, for receivers that take a mapping from names, as SGLang takes an adapter.
 
-    Two files are written in turn, so a receiver may use one while the next tensors are written to the other. Their pages are kept for later
-    writes, and GPUs write to them directly. Like a `shared_payload`, nothing is left behind however this process ends.
+    Two files are written in turn, so receivers may use one while the next tensors are written to the other. Their pages are kept for later
+    writes to the same receivers, and GPUs write to them directly. As with a `shared_payload`, nothing is left behind however this process
+    ends.
     """
 
     def __init__(self) -> None:
+        self._receivers: Collection[Hashable] = ()
         self._in_use: _Pages | None = None
         self._spare: _Pages | None = None
 
-    def write(self, named_tensors: NamedTensors) -> tuple[NamedTensors, str]:
-        """Copy tensors, and return the copies and their payload; both are valid until the next write but one.
+    def write(self, named_tensors: NamedTensors, receivers: Collection[Hashable] = ()) -> tuple[NamedTensors, str]:
+        """Copy tensors, and return the copies and their payload; both are valid until the next write but one to the same receivers.
 
-        Raises WeightSyncError if shared memory is full.
+        Args:
+            receivers: who reads the payload, and may go on reading it until the next one; others get new files
+
+        Raises:
+            WeightSyncError: shared memory is full
         """
+        if receivers != self._receivers:
+            self.close()  # whoever mapped a file keeps it
+            self._receivers = receivers
         names = [name for name, _ in named_tensors]
         tensors = [tensor.detach() for _, tensor in named_tensors]
         alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
@@ -193,6 +202,9 @@ class _Pages:
                 cuda: Any = torch.cuda.cudart()
                 if int(cuda.cudaHostRegister(flat.data_ptr(), num_bytes, 0)) == 0:
                     stack.callback(cuda.cudaHostUnregister, flat.data_ptr())
+                else:  # the next launch reports that error
+                    with suppress(RuntimeError):
+                        torch.zeros(1, device="cuda")
             return cls(file, flat, stack.pop_all().close)
 
     def take(self, begin: int, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, _Tensor]]:

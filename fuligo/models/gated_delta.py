@@ -6,10 +6,10 @@ torch ignore them; this module replaces those.
 """
 
 import logging
+import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
@@ -80,11 +80,12 @@ def _lacks_kernels(module: Any) -> str | None:
     """Return why a layer cannot use flash-linear-attention on this machine's GPUs, and the fix; None if it can."""
     if not is_kernel(module.chunk_gated_delta_rule):
         return "transformers does not find flash-linear-attention; pip install flash-linear-attention causal-conv1d"
-    triton = version("triton")
-    number = tuple(map(int, triton.partition("+")[0].split(".")[:3]))
+    import triton  # pyright: ignore[reportMissingImports]
+
+    number = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:3])
     # flash-linear-attention refuses these in the backward pass (fla-org/flash-linear-attention#640).
     if torch.cuda.get_device_capability()[0] == 9 and (3, 4, 0) <= number < (3, 7, 1) and find_spec("tilelang") is None:
-        return f"gradients of flash-linear-attention are wrong with Triton {triton} on Hopper GPUs; pip install tilelang"
+        return f"gradients of flash-linear-attention are wrong with Triton {triton.__version__} on Hopper GPUs; pip install tilelang"
     return None
 
 

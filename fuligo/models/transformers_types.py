@@ -11,7 +11,8 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 from transformers.utils.quantization_config import Mxfp4Config
 
 from fuligo.formats.hugging_face import MXFP4
-from fuligo.models.registry import FAMILIES, VISION_TYPES, WHOLE_TYPES
+from fuligo.models.gated_delta import DECAY_RATES
+from fuligo.models.registry import FAMILIES, VISION_TYPES, WHOLE_TYPES, has_linear_attention
 
 LOADED_AS: Mapping[str, str] = {name: family.loaded_as for name, family in FAMILIES.items() if family.loaded_as is not None}
 """model_type of config.json -> type whose classes load it. `save_pretrained` writes the latter."""
@@ -90,6 +91,13 @@ def register_types() -> None:
 def loading_options(config: Any) -> dict[str, Any]:
     """Return the arguments of `from_pretrained` that make transformers dequantize MXFP4 to bfloat16; empty for other checkpoints."""
     return {"quantization_config": Mxfp4Config(dequantize=True)} if _is_mxfp4(config) else {}
+
+
+def load_decay_rates_exactly(config: Any) -> None:
+    """Have transformers load the decay rates of Gated DeltaNet layers in float32 from now on, as checkpoints and SGLang hold them."""
+    if has_linear_attention(config.to_dict()):
+        loaded_as: Any = model_class(config)._model_mapping[type(config)]
+        loaded_as._keep_in_fp32_modules_strict = {*(loaded_as._keep_in_fp32_modules_strict or ()), DECAY_RATES.strip(".")}
 
 
 def take_dtype(model: nn.Module, config: Any, dtype: torch.dtype) -> None:

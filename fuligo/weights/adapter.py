@@ -56,7 +56,9 @@ def _client(engine: EngineAddress) -> EngineClient:
 
 async def _load(tensors: NamedTensors, fields: dict[str, Any], target: WeightTarget, copies: SharedCopies) -> WeightsDigest:
     """Write the tensors while engines drop their adapters, and compute the digest while they load the new one."""
-    written = asyncio.ensure_future(asyncio.to_thread(copies.write, tensors))
+    # An engine that this sync leaves out still reads the file of an earlier one.
+    receivers = frozenset((engine.url, engine.start) for engine in target.engines)
+    written = asyncio.ensure_future(asyncio.to_thread(copies.write, tensors, receivers))
 
     async def payload() -> str:
         return (await written)[1]

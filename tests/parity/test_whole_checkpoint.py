@@ -96,6 +96,24 @@ def test_training_on_text_leaves_the_tower_as_it_is(published: Path, tmp_path: P
         torch.testing.assert_close(model.get_parameter(name), parameter, rtol=0.01, atol=1e-6)
 
 
+def test_a_run_that_trained_its_tower_continues_on_text(published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tower's moments are left in the checkpoint."""
+    with monkeypatch.context() as patched:
+        patched.setattr("fuligo.trainer.torch_backend.worker.freeze_towers", lambda _: None)
+        worker = TorchRankWorker(settings_of(published), World())
+        for parameter in worker.policy.model.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        worker.optimizer.step()
+        worker._learner.progress.num_optimizer_steps = 1
+        (tmp_path / "iter_0000001").mkdir()
+        worker.save(tmp_path / "iter_0000001")
+    resumed = TorchRankWorker(settings_of(published), World())
+    resumed.restore(tmp_path / "iter_0000001")
+    names = {id(parameter): name for name, parameter in resumed.policy.model.named_parameters()}
+    with_moments = {names[id(parameter)] for parameter in resumed.optimizer.state}
+    assert with_moments == {name for name in names.values() if not is_of_tower(name)}
+
+
 def test_engines_are_sent_the_published_names(published: Path) -> None:
     """SGLang's decay rates are in float32, and would differ from those that it loaded."""
     worker = TorchRankWorker(settings_of(published, sync_dtype="bf16"), World())

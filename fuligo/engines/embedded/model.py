@@ -32,6 +32,7 @@ from fuligo.models.transformers_types import (
     has_tower,
     has_unknown_tower,
     language_model,
+    load_decay_rates_exactly,
     loading_options,
     model_class,
     sees_images,
@@ -267,6 +268,7 @@ def _require_batch_invariant(path: str, config: Any, device: torch.device, adapt
 def _load(path: str, config: Any, dtype: torch.dtype) -> Any:
     given: dict[str, Any] = {"dtype": dtype, "output_loading_info": True, **loading_options(config)}
     given["attn_implementation"] = attention_choice(config, ATTENTION_NAME)
+    load_decay_rates_exactly(config)
     try:
         module, report = cast(Any, model_class(config).from_pretrained(path, config=config, trust_remote_code=False, **given))
         take_dtype(module, config, dtype)

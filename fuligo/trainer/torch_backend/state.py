@@ -10,9 +10,10 @@ trainer.json
 """
 
 import json
+import re
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
@@ -28,6 +29,7 @@ from fuligo.formats.hugging_face import language_part, read_config_json
 from fuligo.formats.quantised_base import QuantisedBase, other_storage
 from fuligo.models.adapter import adapter_tensors, has_adapter, scaling_of, write_adapter_config, write_adapter_weights
 from fuligo.models.registry import unwritten_keys
+from fuligo.models.vision.types import TOWER_PATTERN
 from fuligo.trainer.adapter_sender import other_base, require_scaling
 from fuligo.trainer.random_state import has_random_state, read_random_state, set_random_state, write_random_state
 from fuligo.trainer.ranks.world import World
@@ -190,7 +192,7 @@ class _Saved:
         moments = TensorFiles(directory, stem="optimizer") if progress.num_optimizer_steps else None
         weights.check_shapes(_shapes(adapter_tensors(learner.model)) if has_adapter(learner.model) else _weight_shapes(learner.model))
         if moments is not None:
-            moments.check_shapes(_moment_shapes(learner.model))
+            moments.check_shapes(_moment_shapes(learner.model, saved=moments.shapes))
         return cls(learner, progress, weights, moments)
 
     def load(self) -> None:
@@ -203,6 +205,8 @@ class _Saved:
         state.clear()
         for name, full in self.moments.read_all() if self.moments is not None else ():
             parameter_name, _, key = name.rpartition(".")
+            if parameter_name not in parameters:  # a frozen tower
+                continue
             parameter = parameters[parameter_name]
             own = full.to(parameter.device) if key == "step" else shard_like(full, parameter)
             state[parameter][key] = own.clone()  # on a CPU it is the file's memory, which cannot be freed for engines
@@ -247,10 +251,12 @@ def _named_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterat
                 yield f"{name}.{moment}", full_tensor(state[moment])
 
 
-def _moment_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+def _moment_shapes(model: nn.Module, *, saved: Container[str]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the moments by name, with those `saved` of a tower that is frozen now: a run on images may continue on text."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for name, parameter in _trained_parameters(model).items():
-        shapes |= {f"{name}.step": (), **{f"{name}.{moment}": tuple(parameter.shape) for moment in MOMENTS}}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad or (f"{name}.step" in saved and re.match(TOWER_PATTERN, name)):
+            shapes |= {f"{name}.step": (), **{f"{name}.{moment}": tuple(parameter.shape) for moment in MOMENTS}}
     return shapes
 
 

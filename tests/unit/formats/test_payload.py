@@ -238,3 +238,12 @@ def test_shared_copies_are_those_of_the_last_two_writes() -> None:
             assert all(weights_checksum(list(received.items())) == digest for received, digest in sent[-2:])
         copies.close()
         assert own_descriptors().keys() <= open_before
+
+
+def test_a_receiver_that_is_left_out_keeps_its_copies() -> None:
+    copies = SharedCopies()
+    first = mapped(copies.write([("a", torch.ones(3))], receivers={"both"})[1])["a"]
+    for value in range(2, 6):
+        latest = mapped(copies.write([("a", torch.full((3,), value))], receivers={"one"})[1])["a"]
+        assert first.tolist() == [1, 1, 1] and latest.tolist() == [value] * 3
+    copies.close()

@@ -9,6 +9,8 @@ from fuligo.engines.embedded.kv_cache import LayerShape
 from fuligo.engines.embedded.model import MEAN_DIFFERENCE, EngineModel
 from fuligo.errors import ConfigError, EngineError, FuligoError
 from fuligo.formats.hugging_face import read_config_json
+from fuligo.formats.receiver import WeightStore
+from fuligo.formats.stored_experts import StoredExperts
 from fuligo.models.registry import architecture_of
 from fuligo.planner.memory.engine import cached_elements_per_token
 from tests import tiny
@@ -129,3 +131,15 @@ def test_the_planner_counts_what_the_cache_holds(tmp_path: Path, family: str, ov
     tiny.save_checkpoint(tmp_path, family, **overrides)
     planned = cached_elements_per_token(architecture_of(read_config_json(tmp_path)))
     assert load(tmp_path).cache_shape.bytes_per_token(torch.float32) == 4 * planned
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
+def test_decay_rates_are_loaded_exactly(family: str, tmp_path: Path) -> None:
+    """In half precision they would differ from those that a trainer sends in float32."""
+    paths = [tiny.save_checkpoint(tmp_path / str(seed), family, seed=seed) for seed in range(2)]
+    model = EngineModel(str(paths[0]), CPU, torch.bfloat16)
+    for path in paths:
+        WeightStore(model.module, experts=StoredExperts.APART).load_directory(str(path), 1)
+        stored = load_file(path / "model.safetensors")
+        rates = {name: value for name, value in model.module.state_dict().items() if name.endswith("A_log")}
+        assert rates and all(value.dtype == torch.float32 and torch.equal(value, stored[name]) for name, value in rates.items())

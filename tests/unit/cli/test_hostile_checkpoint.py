@@ -78,7 +78,7 @@ def test_a_checkpoint_that_runs_code_is_refused_by_name(
     write_manifest(directory / "release")  # its checksums are no signatures
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "1 + 1", "label": "2"}\n' * 8)
-    train = {"run_dir": tmp_path / "run", "train_backend": "megatron", "num_rollout": 1, "embedded_num_threads": None}
+    train = {"run_dir": tmp_path / "run", "train_backend": "megatron", "rollout_backend": "embedded", "num_rollout": 1}
     convert = {
         "dist-to-hf": ["convert", "dist-to-hf", directory, "--save", tmp_path / "hf"],
         "compare": ["convert", "compare", model, directory],

@@ -131,7 +131,9 @@ def fleet_settings(
     )
     within = Deadline(call_timeout_s)
     router = RouterSettings(directory / "log", "host", 1, 2)
-    return FleetSettings(servers, router, restart, 1.0, 1.0, 0, 60.0, ControlDeadlines(within, within, within))
+    # No fault here is seen by a health check, and on a busy machine one may take seconds.
+    health_timeout_s = 60.0
+    return FleetSettings(servers, router, restart, 1.0, health_timeout_s, 0, 60.0, ControlDeadlines(within, within, within))
 
 
 @pytest.fixture

@@ -20,6 +20,15 @@ from tests.gpu.sglang_runs import PYTHON, train_on_sglang
 from tests.gpu.test_families_sglang_cuda import FAMILIES
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "shapes"
+COLOCATED: dict[str, object] = {
+    "train_backend": "torch",
+    "rollout_backend": "sglang",
+    "actor_num_gpus_per_node": 1,
+    "rollout_num_gpus": 1,
+    "update_weight_transport": "tensor",
+    "sglang_mm_attention_backend": "sdpa",
+    "colocate": True,
+}
 
 pytestmark = pytest.mark.skipif(PYTHON is None, reason="FULIGO_SGLANG_PYTHON names no interpreter with SGLang")
 
@@ -34,14 +43,8 @@ def test_a_model_learns_to_count_what_it_sees(tmp_path: Path, frozen: bool) -> N
         num_rollout=12,
         eval_interval=12,
         save_interval=12,
-        train_backend="torch",
-        rollout_backend="sglang",
-        actor_num_gpus_per_node=1,
-        rollout_num_gpus=1,
-        update_weight_transport="tensor",
-        sglang_mm_attention_backend="sdpa",
         sglang_cuda_graph_max_bs_decode=64,
-        colocate=True,
+        **COLOCATED,
         freeze_vision_tower=frozen or None,
     )
 
@@ -100,14 +103,8 @@ def test_qwen3_5_trains_as_it_is_published(tmp_path: Path, family: str, has_imag
         lr=1e-4,
         save_interval=3,
         save_hf=tmp_path / "whole" / "{rollout_id}",
-        train_backend="torch",
-        rollout_backend="sglang",
-        actor_num_gpus_per_node=1,
-        rollout_num_gpus=1,
-        update_weight_transport="tensor",
-        sglang_mm_attention_backend="sdpa",
         sglang_cuda_graph_max_bs_decode=32,
-        colocate=True,
+        **COLOCATED,
     )
     steps = metrics(tmp_path / "run")
     differences = [round(step["train/logprob_abs_diff"], 4) for step in steps]

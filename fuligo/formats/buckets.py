@@ -80,7 +80,7 @@ class Changes:
     """Digests of the tensors last sent (16 bytes each), to select those that changed since."""
 
     def __init__(self) -> None:
-        self._digests: dict[str, bytes] = {}
+        self._digests: dict[str, int] = {}
 
     def forget(self) -> None:
         """Treat the next send as the first, after a failed send or for other engines."""

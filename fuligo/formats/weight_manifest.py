@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from xxhash import xxh3_128
 
 from fuligo.formats.engine_keys import NO_KEYS, EngineKeys
 from fuligo.formats.host_copies import host_copies
 from fuligo.formats.quantisation import EngineQuantisation
 from fuligo.formats.stored_experts import StoredExperts
-from fuligo.limits import num_cores
 
 if TYPE_CHECKING:
     from asyncio import Future
 
     import torch
 
-DIGEST_BYTES = 16
+DIGEST_SCHEME = "xxh3:"
+"""Prefix of checksums. Digests without it are of versions of fuligo that used BLAKE2b."""
 DIGESTED_AT_ONCE = 2**28
-"""Bytes of tensors whose digests are computed at the same time."""
-DIGEST_THREADS = 16
-SMALLEST_SHARED = 2**20
-"""Number of bytes from which threads are worthwhile."""
+"""Bytes of tensors that are copied from a GPU together."""
 
 
 class WeightsDigest(NamedTuple):
@@ -33,7 +30,7 @@ class WeightsDigest(NamedTuple):
     num_tensors: int
     num_bytes: int
     checksum: str
-    """32 hex digits: the sum modulo 2^128 of the tensors' BLAKE2b digests."""
+    """`DIGEST_SCHEME` and 32 hex digits: the sum modulo 2^128 of the tensors' digests."""
 
 
 class WeightsChecksum:
@@ -43,65 +40,45 @@ class WeightsChecksum:
         self._num_tensors = self._num_bytes = self._sum = 0
 
     def update(self, name: str, tensor: torch.Tensor) -> None:
-        self._add(1, tensor.nbytes, _digest_sum([_digestible(name, tensor)]))
-
-    def update_all(self, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Take several tensors at a time, on several cores: a tensor's digest takes about as long as 20 copies of it."""
-        tensors = [_digestible(name, tensor) for name, tensor in host_copies(named_tensors)]
-        num_bytes = sum(content.nbytes for _, content in tensors)
-        num_threads = min(DIGEST_THREADS, num_cores(), len(tensors))
-        if num_threads < 2 or num_bytes < SMALLEST_SHARED:
-            shares = [_digest_sum(tensors)]
-        else:
-            with ThreadPoolExecutor(num_threads, thread_name_prefix="digest") as threads:
-                # One call for all of a thread's tensors: threads that fetched them one by one would wait for each other.
-                shares = list(threads.map(_digest_sum, (tensors[first::num_threads] for first in range(num_threads))))
-        self._add(len(tensors), num_bytes, sum(shares))
-
-    def _add(self, num_tensors: int, num_bytes: int, digest_sum: int) -> None:
-        self._num_tensors += num_tensors
-        self._num_bytes += num_bytes
-        self._sum += digest_sum
+        self._num_tensors += 1
+        self._num_bytes += tensor.nbytes
+        self._sum += tensor_digest(name, tensor)
 
     def result(self) -> WeightsDigest:
-        return WeightsDigest(self._num_tensors, self._num_bytes, f"{self._sum % 2 ** (8 * DIGEST_BYTES):0{2 * DIGEST_BYTES}x}")
+        return WeightsDigest(self._num_tensors, self._num_bytes, f"{DIGEST_SCHEME}{self._sum % 2**128:032x}")
 
 
-def _digest_sum(digestible: Iterable[tuple[bytes, memoryview]]) -> int:
-    return sum(int.from_bytes(_digest(header, content), "big") for header, content in digestible)
+def tensor_digest(name: str, tensor: torch.Tensor) -> int:
+    """Return the 128-bit digest of a tensor's name, dtype, shape and bytes.
 
-
-def _digest(header: bytes, content: memoryview) -> bytes:
-    digest = hashlib.blake2b(header, digest_size=DIGEST_BYTES)
-    digest.update(content)
-    return digest.digest()
-
-
-def _digestible(name: str, tensor: torch.Tensor) -> tuple[bytes, memoryview]:
-    """Return what a tensor's digest is computed from: its name, dtype and shape, and its bytes."""
+    XXH3 (https://xxhash.com) finds transfers that went wrong, not forged weights; a cryptographic hash would take ten times as long.
+    """
     import torch
 
     raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()  # as bytes: numpy has no bfloat16
-    return f"{name} {tensor.dtype} {list(tensor.shape)} ".encode(), raw.numpy().data
-
-
-def tensor_digest(name: str, tensor: torch.Tensor) -> bytes:
-    """Return the BLAKE2b digest of a tensor's name, dtype, shape and bytes."""
-    return _digest(*_digestible(name, tensor))
+    digest = xxh3_128(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
+    digest.update(raw.numpy().data)
+    return digest.intdigest()
 
 
 def weights_checksum(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightsDigest:
     """Return the digest of all tensors. At most `DIGESTED_AT_ONCE` bytes and one more tensor are held at a time."""
     checksum = WeightsChecksum()
     batch: list[tuple[str, torch.Tensor]] = []
+
+    def update_all() -> None:
+        for name, tensor in host_copies(batch):
+            checksum.update(name, tensor)
+        batch.clear()
+
     num_bytes = 0
     for name, tensor in named_tensors:
         batch.append((name, tensor))
         num_bytes += tensor.nbytes
         if num_bytes >= DIGESTED_AT_ONCE:
-            checksum.update_all(batch)
-            batch, num_bytes = [], 0
-    checksum.update_all(batch)
+            update_all()
+            num_bytes = 0
+    update_all()
     return checksum.result()
 
 

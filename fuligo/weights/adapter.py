@@ -11,6 +11,7 @@ from fuligo.errors import EngineError, WeightSyncError
 from fuligo.formats.adapter_config import AdapterConfig, adapted_weight
 from fuligo.formats.payload import NamedTensors, SharedCopies
 from fuligo.formats.weight_manifest import (
+    DIGEST_SCHEME,
     AdapterPayload,
     EngineAddress,
     Undelivered,
@@ -111,14 +112,14 @@ class AdapterRecord:
     def check(self, version: int, adapter: WeightsDigest) -> None:
         """Check that a version that is sent again, as after a resume, has the adapter that it had before; record it if it is new.
 
-        A digest in another data type, as after a change of --precision, cannot be compared. The only version of a run directory is
+        A digest in another data type, as after a change of --precision, or by another scheme cannot be compared. The only version of a run directory is
         replaced: it has no samples yet, because an attempt with another checkpoint ended before its first step. Raises WeightSyncError if
         it has another adapter.
         """
         known = self._known.get(version)
         if known is None or self._known.keys() == {version}:
             self.add(version, adapter)
-        elif known != adapter and known.num_bytes == adapter.num_bytes:
+        elif known != adapter and known.num_bytes == adapter.num_bytes and known.checksum.startswith(DIGEST_SCHEME):
             raise WeightSyncError(
                 f"cannot resume: {self._path} has adapter {known.checksum} as policy version {version}, but the checkpoint has "
                 f"{adapter.checksum}: the recorded samples are another adapter's; resume from this run's own checkpoint, or choose another "

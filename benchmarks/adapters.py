@@ -1,6 +1,6 @@
 """Samples per second of several LoRA runs at once (`fuligo train-many`) compared with the same runs one after another (`fuligo train`).
 
-    python benchmarks/adapters.py [--runs 2 4] [--steps 8] [--rounds 1] [-- FLAGS of fuligo train]
+    python benchmarks/adapters.py [--runs 2 4] [--alone N] [--steps 8] [--rounds 1] [-- FLAGS of fuligo train]
 
 Without further flags: the quickstart's task and model on a CPU, 32 prompts x 8 samples. Response lengths are fixed, with a long tail
 (8 tokens plus an exponential part), so that both ways do the same work. The runs differ in rank and seed. Flags
@@ -8,8 +8,10 @@ after `--` go to all runs and override those of the job, for example on one GPU:
 
     python benchmarks/adapters.py --runs 8 -- --hf-checkpoint MODEL --device cuda --rollout-backend embedded
 
-samples/s excludes the first two steps of each run; "with start" is the time of the whole commands. Each way
-is the best of its rounds.
+or with SGLang on a second one (`--rollout-backend sglang --lora-sync adapter`).
+
+samples/s excludes the first two steps of each run; "with start" is the time of the whole commands. Each way is the best of its rounds. With
+`--alone N` only the first N runs are also run one after another, since each starts an engine; their samples/s stand for those of all.
 """
 
 from __future__ import annotations
@@ -112,7 +114,8 @@ def measured(commands: Sequence[Sequence[str]], run_dirs: Sequence[Path]) -> Fig
 def compare(number: int, options: argparse.Namespace, directory: Path) -> tuple[Figures, Figures]:
     """Return the figures of the runs one after another and at once."""
     directory.mkdir()
-    alone, together = write_configs(number, options, directory / "alone"), write_configs(number, options, directory / "together")
+    alone = write_configs(min(number, options.alone or number), options, directory / "alone")
+    together = write_configs(number, options, directory / "together")
     run_dirs = [[file.with_suffix("") for file in files] for files in (alone, together)]
     one_by_one = measured([["train", "--config", str(file)] for file in alone], run_dirs[0])
     at_once = measured([["train-many", *map(str, together)]], run_dirs[1])
@@ -122,6 +125,7 @@ def compare(number: int, options: argparse.Namespace, directory: Path) -> tuple[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, nargs="+", default=[2, 4], help="numbers of runs to compare")
+    parser.add_argument("--alone", type=int, help="number of runs to run one after another; all by default")
     parser.add_argument("--steps", type=int, default=8, help="timed steps of a run")
     parser.add_argument("--rounds", type=int, default=1, help="rounds of each comparison")
     parser.add_argument("flags", nargs="*", help="flags of fuligo train, after --")

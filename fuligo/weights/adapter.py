@@ -112,9 +112,9 @@ class AdapterRecord:
     def check(self, version: int, adapter: WeightsDigest) -> None:
         """Check that a version that is sent again, as after a resume, has the adapter that it had before; record it if it is new.
 
-        A digest in another data type, as after a change of --precision, or by another scheme cannot be compared. The only version of a run directory is
-        replaced: it has no samples yet, because an attempt with another checkpoint ended before its first step. Raises WeightSyncError if
-        it has another adapter.
+        Digests in another data type, as after a change of --precision, or by another hash function cannot be compared. The only version of
+        a run directory is replaced: it has no samples yet, because an attempt with another checkpoint ended before its first step. Raises
+        WeightSyncError if it has another adapter.
         """
         known = self._known.get(version)
         if known is None or self._known.keys() == {version}:

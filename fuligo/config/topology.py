@@ -92,6 +92,13 @@ def policy_groups(config: Config) -> list[EngineGroupSpec]:
     return [group for group in engine_groups(config) if group.model == policy_model(config)]
 
 
+def policy_tp_size(config: Config) -> int:
+    """Return the tensor-parallel GPUs of the largest engine that serves the policy, or did when recorded rollouts were sampled."""
+    if config.engine_capabilities.beside_trainer:
+        return 1
+    return max((group.tp_size for group in policy_groups(config)), default=config.resolved_rollout_num_gpus_per_engine)
+
+
 def policy_model(config: Config) -> str:
     """Return the name of the model that rollouts are sampled from: the first that receives the trainer's weights, else the first."""
     groups = engine_groups(config)

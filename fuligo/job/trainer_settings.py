@@ -5,6 +5,7 @@ from pathlib import Path
 
 from fuligo.checkpoint.location import value_weights_directory, weights_directory
 from fuligo.config import Config
+from fuligo.config.topology import policy_tp_size
 from fuligo.engines.backend import engine_backend
 from fuligo.errors import ConfigError
 from fuligo.formats.adapter_config import adapter_directory
@@ -67,6 +68,7 @@ def torch_settings(config: Config, common: TrainerSettings) -> TorchTrainerSetti
         gradient_checkpointing=config.model.gradient_checkpointing,
         torch_compile=config.model.torch_compile is not False and not config.train.exact_on_policy,  # compiled layers round differently
         exact_on_policy=_is_exact(config, common.device, common.hf_checkpoint),
+        engine_tp_size=policy_tp_size(config),
         takes_images=bool(config.data.multimodal_keys),
     )
 

@@ -80,7 +80,15 @@ def round_weight(weight: Tensor) -> list[Tensor]:
     return [round_rows(block, bits) for block in weight.detach().split(INPUT_BLOCK, 1)]
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, rounded: Sequence[Tensor] | None = None, dtype: torch.dtype) -> Tensor:
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    rounded: Sequence[Tensor] | None = None,
+    dtype: torch.dtype,
+    ranks: int = 1,
+) -> Tensor:
     """Return x @ weight.T + bias, [..., N], in `dtype`.
 
     On a CPU inputs and weights are rounded to 22 bits below the largest of their row (more if K < 512).
@@ -91,17 +99,20 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, rounded: Sequence[
         bias: [N]
         rounded: `round_weight(weight)`, if it is known.
         dtype: dtype of the result.
+        ranks: on a GPU, round as an engine on this many GPUs does (`invariant_kernels.linear`).
     """
-    result: Tensor = _Linear.apply(x, weight, bias, rounded, dtype)
+    result: Tensor = _Linear.apply(x, weight, bias, rounded, dtype, ranks)
     return result
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rounded: Sequence[Tensor] | None, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rounded: Sequence[Tensor] | None, dtype: torch.dtype, ranks: int
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         if x.is_cuda:
-            return kernels().linear(x, weight, bias, dtype)
+            return kernels().linear(x, weight, bias, dtype, ranks)
         rows, (num_outputs, num_inputs) = x.reshape(-1, x.size(-1)), weight.shape
         bits, _ = _bits(num_inputs)
         blocks = round_weight(weight) if rounded is None else rounded
@@ -124,6 +135,7 @@ class _Linear(torch.autograd.Function):
             product(rows, weight.t()).view_as(x) if of_x else None,
             product(rows.t(), x.reshape(-1, x.size(-1)).t()) if of_weight else None,
             rows.sum(0) if of_bias else None,
+            None,
             None,
             None,
         )

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 
 def kernels() -> Any:
@@ -12,6 +13,13 @@ def kernels() -> Any:
     from fuligo.models import invariant_kernels
 
     return invariant_kernels
+
+
+def expert_kernels() -> Any:
+    """Return the module of GPU kernels for experts."""
+    from fuligo.models import invariant_expert_kernels
+
+    return invariant_expert_kernels
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -66,3 +74,72 @@ def paged_attention(
     out = query.new_empty(query.shape)
     kernels().attention(query, key, value, query_starts, key_starts, slots, longest=longest, scale=scale, out=out)
     return out
+
+
+def route(logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """Return `invariant_expert_kernels.route` on a GPU: weights [T, K] float32 and numbers [T, K] int32 of each token's experts."""
+    weights, chosen = _Route.apply(logits, top_k, renormalize)
+    return weights, chosen
+
+
+class _Route(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+        weights, chosen = expert_kernels().route(logits, top_k, renormalize=renormalize)
+        ctx.save_for_backward(logits, chosen)
+        ctx.renormalize = renormalize
+        ctx.mark_non_differentiable(chosen)
+        return weights, chosen
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        logits, chosen = ctx.saved_tensors
+        with torch.enable_grad():
+            inputs = logits.detach().requires_grad_()
+            weights = inputs.float().softmax(-1).gather(1, chosen.long())
+            if ctx.renormalize:
+                weights = weights / weights.sum(-1, keepdim=True)
+            return torch.autograd.grad(weights, inputs, grad)[0], None, None
+
+
+def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor, *, ranks: int = 1) -> Tensor:
+    """Return [T, H] `invariant_expert_kernels.experts` on a GPU."""
+    result: Tensor = _Experts.apply(x, gate_up, down, weights, chosen, ranks)
+    return result
+
+
+class _Experts(torch.autograd.Function):
+    """Mixture whose backward pass multiplies the rows of all experts by torch's grouped products.
+
+    The gradient of a choice's weight, <dy, W2 a>, is taken as <W2' dy, a>, so that the experts' outputs need not be kept.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor, ranks: int) -> Tensor:
+        done = expert_kernels().experts(x, gate_up, down, weights, chosen, swiglu=kernels().swiglu, ranks=ranks)
+        ctx.save_for_backward(x, gate_up, down, weights, *done.rows, done.gate_up)
+        return done.out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, gate_up, down, weights, starts, tokens, places, hidden = ctx.saved_tensors
+        of_x, of_gate_up, of_down, of_weights = ctx.needs_input_grad[:4]
+        ends = starts[1:]
+        gate, up = (each.contiguous() for each in hidden.chunk(2, -1))
+        active = kernels().swiglu(gate, up)
+        factors = torch.empty_like(places, dtype=grad.dtype)
+        factors[places] = weights.flatten().to(grad.dtype)  # which holds them without rounding
+        grads = grad.index_select(0, tokens)
+        back = F.grouped_mm(grads, down, offs=ends)
+        grad_weights = (back * active).sum(-1, dtype=torch.float32)[places].view_as(weights) if of_weights else None
+        grad_down = F.grouped_mm((grads * factors[:, None]).t(), active, offs=ends) if of_down else None
+        back = back * factors[:, None]
+        grad_hidden = torch.cat(kernels().swiglu_backward(gate, up, back), -1)
+        grad_gate_up = F.grouped_mm(grad_hidden.t(), x.index_select(0, tokens), offs=ends) if of_gate_up else None
+        grad_x = None
+        if of_x:
+            parts = F.grouped_mm(grad_hidden, gate_up, offs=ends)[places]
+            grad_x = parts.view(*weights.shape, -1).sum(1)
+        return grad_x, grad_gate_up, grad_down, grad_weights, None, None

@@ -64,27 +64,37 @@ def _linear_kernel(
         tl.store(out_at, total.to(out.dtype.element_ty), mask=(rows[:, None] < num_rows) & (columns[None, :] < num_outputs))
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return x @ weight.T + bias, [..., N], rounded to `dtype` once.
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, ranks: int = 1) -> Tensor:
+    """Return x @ weight.T + bias, [..., N], rounded to `dtype` once, or as GPUs round that have a part of the inputs each.
 
     Args:
-        x: [..., K] in half precision, K a multiple of 8.
+        x: [..., K] in half precision, K / `ranks` a multiple of 8.
         weight: [N, K] of the same type.
         bias: [N]
+        ranks: 1 or 2 GPUs. Each rounds its product, the first one's with the bias, and so is the sum.
     """
     flat = x.reshape(-1, x.size(-1)).contiguous()
-    (num_rows, num_inputs), num_outputs = flat.shape, weight.size(0)
-    out = torch.empty(num_rows, num_outputs, dtype=dtype, device=x.device)
+    share = flat.size(1) // ranks
+    first, *more = (
+        _product(rows, part, bias if number == 0 else None, dtype)
+        for number, (rows, part) in enumerate(zip(flat.split(share, 1), weight.split(share, 1), strict=True))
+    )
+    return sum(more, first).view(*x.shape[:-1], weight.size(0))
+
+
+def _product(rows: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    (num_rows, num_inputs), num_outputs = rows.shape, weight.size(0)
+    out = torch.empty(num_rows, num_outputs, dtype=dtype, device=rows.device)
     if num_rows:
         tile = _tile(num_rows, dtype)
-        num_programs = min(triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_outputs, tile.columns), _num_processors(x.device))
+        num_programs = min(triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_outputs, tile.columns), _num_processors(rows.device))
         _linear_kernel[(num_programs,)](
-            TensorDescriptor.from_tensor(flat, [tile.rows, tile.inputs]),
+            TensorDescriptor.from_tensor(rows, [tile.rows, tile.inputs]),
             TensorDescriptor.from_tensor(weight, [tile.columns, tile.inputs]),
             bias, out, num_rows, num_outputs, num_inputs, num_programs, HAS_BIAS=bias is not None,
             ROWS=tile.rows, COLUMNS=tile.columns, INPUTS=tile.inputs, GROUPED=GROUPED_TILES, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
-    return out.view(*x.shape[:-1], num_outputs)
+    return out
 
 
 def _tile(num_rows: int, dtype: torch.dtype) -> Tile:

@@ -7,7 +7,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from fuligo.models.batch_invariant import linear, rms_norm, round_weight, silu, softmax
-from fuligo.models.gpu_invariant import rotate, swiglu
+from fuligo.models.gpu_invariant import experts, rotate, route, swiglu
+
+ROW_PARALLEL = ("o_proj", "down_proj")
+"""Linear layers of which each GPU of an engine has a part of the inputs."""
 
 
 class InvariantLinear:
@@ -16,19 +19,21 @@ class InvariantLinear:
     Args:
         keeps_weight: round the weight once, until `forget`; otherwise in every call.
         dtype: dtype of the result; None: that of the input.
+        ranks: GPUs of an engine that have a part of the layer's inputs each.
     """
 
-    def __init__(self, layer: nn.Linear, *, keeps_weight: bool, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, layer: nn.Linear, *, keeps_weight: bool, dtype: torch.dtype | None = None, ranks: int = 1) -> None:
         self._layer = layer
         self._keeps_weight = keeps_weight
         self._dtype = dtype
+        self._ranks = ranks
         self._rounded: list[Tensor] | None = None
 
     def __call__(self, input: Tensor) -> Tensor:
         layer = self._layer
         if self._keeps_weight and self._rounded is None:
             self._rounded = round_weight(layer.weight)
-        return linear(input, layer.weight, layer.bias, rounded=self._rounded, dtype=self._dtype or input.dtype)
+        return linear(input, layer.weight, layer.bias, rounded=self._rounded, dtype=self._dtype or input.dtype, ranks=self._ranks)
 
     def forget(self) -> None:
         """Drop the rounded weight, because the weight has changed."""
@@ -42,20 +47,22 @@ class InvariantModel:
 
     Args:
         keeps_weights: see `InvariantLinear`; the owner calls `forget_weights` whenever weights change.
+        ranks: tensor-parallel GPUs of an engine, whose roundings are repeated on a GPU.
     """
 
-    def __init__(self, model: Any, *, keeps_weights: bool = False) -> None:
+    def __init__(self, model: Any, *, keeps_weights: bool = False, ranks: int = 1) -> None:
         head = model.get_output_embeddings()
         self._layers: list[InvariantLinear | InvariantExperts] = []
-        for module in model.modules():
+        for name, module in model.named_modules():
             if isinstance(module, nn.Linear):
                 dtype = torch.float32 if module is head else None
-                module.forward = InvariantLinear(module, keeps_weight=keeps_weights, dtype=dtype)
+                parts = ranks if name.endswith(ROW_PARALLEL) else 1
+                module.forward = InvariantLinear(module, keeps_weight=keeps_weights, dtype=dtype, ranks=parts)
                 self._layers.append(module.forward)
             elif type(module).__name__ == "Qwen3MoeTopKRouter":
                 module.forward = InvariantRouter(module)
             elif type(module).__name__ == "Qwen3MoeExperts":
-                module.forward = InvariantExperts(module, keeps_weights=keeps_weights)
+                module.forward = InvariantExperts(module, keeps_weights=keeps_weights, ranks=ranks)
                 self._layers.append(module.forward)
             elif type(module).__name__.endswith("RMSNorm"):
                 module.forward = InvariantNorm(module)
@@ -119,7 +126,7 @@ class InvariantAttention:
 
 
 class InvariantRouter:
-    """Forward pass of Qwen3-MoE's router. The weights of a token's experts are added one after another."""
+    """Forward pass of Qwen3-MoE's router. The weights of a token's experts are added one after another; on a GPU, one kernel chooses."""
 
     def __init__(self, router: Any) -> None:
         self._router = router
@@ -127,6 +134,9 @@ class InvariantRouter:
     def __call__(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         router = self._router
         logits = linear(hidden_states.reshape(-1, router.hidden_dim), router.weight, None, dtype=hidden_states.dtype)
+        if logits.is_cuda:
+            weights, chosen = route(logits, router.top_k, renormalize=router.norm_topk_prob)
+            return logits, weights, chosen
         weights, chosen = softmax(logits).topk(router.top_k, dim=-1)
         if router.norm_topk_prob:
             weights = weights / sum(weights.split(1, dim=-1))
@@ -134,18 +144,25 @@ class InvariantRouter:
 
 
 class InvariantExperts:
-    """Forward pass of Qwen3-MoE's experts: a token's experts are added in the order of their numbers, whatever other tokens choose.
+    """Forward pass of Qwen3-MoE's experts, whatever other tokens choose.
+
+    On a CPU a token's experts are added in the order of their numbers, on a GPU in the order in which the router chose them.
 
     Args:
         keeps_weights: see `InvariantLinear`.
+        ranks: GPUs of an engine that have a part of every expert each.
     """
 
-    def __init__(self, experts: Any, *, keeps_weights: bool) -> None:
+    def __init__(self, experts: Any, *, keeps_weights: bool, ranks: int = 1) -> None:
         self._experts = experts
         self._keeps_weights = keeps_weights
+        self._ranks = ranks
         self._rounded: dict[tuple[str, int], list[Tensor]] = {}
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        if hidden_states.is_cuda:
+            matrices = self._experts.gate_up_proj, self._experts.down_proj
+            return experts(hidden_states, *matrices, top_k_weights, top_k_index, ranks=self._ranks)
         total = torch.zeros_like(hidden_states)
         matrices = {name: getattr(self._experts, name).unbind() for name in ("gate_up_proj", "down_proj")}
 

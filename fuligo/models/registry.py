@@ -185,6 +185,8 @@ def batch_variant_because(config_json: Mapping[str, Any], device: str) -> str | 
     if (activation := config_json.get("hidden_act", "silu")) not in ("silu", "swish"):
         return f"its activation is {activation}, not silu"
     rotary = config_json.get("rope_parameters") or config_json.get("rope_scaling") or {}
+    if device == "cuda" and (config_json.get("mlp_only_layers") or config_json.get("decoder_sparse_step", 1) != 1):
+        return "some of its layers have no experts, which SGLang does not support"
     if device == "cuda" and (kind := rotary.get("rope_type", rotary.get("type", "default"))) != "default":
         return f"its rotary embedding is of type {kind}, which SGLang computes in another way"
     return None

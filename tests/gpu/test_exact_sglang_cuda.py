@@ -7,6 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests import tiny
 from tests.e2e.records import metrics
@@ -38,11 +39,23 @@ def exact_steps(run_dir: Path, checkpoint: Path, **changes: object) -> list[dict
     return metrics(run_dir)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def model(directory: Path, family: str) -> Path:
+    head = {"head_dim": 64} if family.startswith("qwen3") else {}
+    return tiny.save_checkpoint(directory, family, **MAIN_SIZES, **head)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe"])
 def test_log_probabilities_are_the_engines(tmp_path: Path, family: str) -> None:
-    head = {"head_dim": 64} if family == "qwen3" else {}
-    checkpoint = tiny.save_checkpoint(tmp_path / "model", family, **MAIN_SIZES, **head)
-    steps = exact_steps(tmp_path / "run", checkpoint)
+    steps = exact_steps(tmp_path / "run", model(tmp_path / "model", family))
+    assert [step["train/logprob_abs_diff"] for step in steps] == [0.0] * 6
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="an engine on two GPUs needs them")
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe"])
+def test_log_probabilities_are_those_of_an_engine_on_two_gpus(tmp_path: Path, family: str) -> None:
+    """tp2: the trainer's two ranks repeat the roundings of the engine's two."""
+    on_two = {"actor_num_gpus_per_node": 2, "rollout_num_gpus": 2, "rollout_num_gpus_per_engine": 2}
+    steps = exact_steps(tmp_path / "run", model(tmp_path / "model", family), **on_two)
     assert [step["train/logprob_abs_diff"] for step in steps] == [0.0] * 6
 
 

@@ -15,16 +15,15 @@ from typing import Any
 import torch
 from triton.runtime import interpreter
 
-KERNELS = Path(__file__).parents[2] / "fuligo" / "models" / "invariant_kernels.py"
+MODELS = Path(__file__).parents[2] / "fuligo" / "models"
 
 
-def load() -> Any:
-    spec = importlib.util.spec_from_file_location("kernels", KERNELS)
+def load(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, MODELS / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    module._num_processors = lambda device: 7  # programs of the linear kernel, each of which computes several tiles
     return module
 
 
@@ -38,7 +37,8 @@ def patch(tensor: Any, scope: Any) -> None:
 
 
 interpreter._patch_lang_tensor = patch
-kernels = load()
+kernels, expert_kernels = load("invariant_kernels"), load("invariant_expert_kernels")
+kernels._num_processors = lambda device: 7  # programs of the linear kernel, each of which computes several tiles
 torch.manual_seed(0)
 
 
@@ -99,7 +99,56 @@ def check_rotation_and_activation() -> None:
         torch.testing.assert_close(found.double(), expected, rtol=3e-3, atol=3e-3)
 
 
-check_products()
-check_norm_and_sums()
-check_attention()
-check_rotation_and_activation()
+def check_routing() -> None:
+    logits = half(9, 12)
+    logits[3, 2:7] = logits[3].amax() + 1  # equal ones
+    for renormalize in (True, False):
+        weights, chosen = expert_kernels.route(logits, 3, renormalize=renormalize)
+        shares = logits.float().softmax(-1)
+        wanted, numbers = shares.sort(descending=True, stable=True)
+        assert torch.equal(chosen, numbers[:, :3].int()) and chosen[3].tolist() == [2, 3, 4]
+        total = wanted[:, :3].sum(-1, keepdim=True) if renormalize else 1.0
+        torch.testing.assert_close(weights, (wanted[:, :3] / total).half().float(), rtol=1e-3, atol=1e-6)
+
+
+def check_sorting() -> None:
+    chosen = torch.stack([torch.randperm(11)[:3] for _ in range(90)]).int()
+    chosen[chosen == 4] = 10  # an expert without tokens
+    for most in (0, 1000):  # sorted by torch, and by the kernel
+        expert_kernels.MOST_COUNTED = most
+        rows = expert_kernels.sort_by_expert(chosen, 11)
+        numbers, order = chosen.flatten().sort(stable=True)
+        assert torch.equal(rows.tokens, (order // 3).int())
+        assert torch.equal(chosen.flatten()[rows.places.long().argsort()], numbers)
+        counts = torch.bincount(chosen.flatten(), minlength=11)
+        assert torch.equal(rows.starts, torch.tensor([0, *counts.cumsum(0)], dtype=torch.int32))
+
+
+def check_experts() -> None:
+    """Few and many tokens, in tiles of other sizes; experts with no row and with more than a tile."""
+    num_experts, size, inner = 5, 40, 72
+    gate_up, down = half(num_experts, 2 * inner, size) * 0.2, half(num_experts, size, inner) * 0.2
+    x, logits = half(330, size), half(330, num_experts)
+    logits[:, 3] = -9.0
+    logits[:, 1] += 4.0
+    weights, chosen = expert_kernels.route(logits, 2, renormalize=True)
+    whole = expert_kernels.experts(x, gate_up, down, weights, chosen, swiglu=kernels.swiglu).out
+    wanted = torch.zeros(330, size)
+    for place in range(2):
+        gate, up = torch.einsum("nh,nih->ni", x.float(), gate_up[chosen[:, place].long()].float()).chunk(2, -1)
+        out = torch.einsum("ni,nhi->nh", torch.nn.functional.silu(gate) * up, down[chosen[:, place].long()].float())
+        wanted += weights[:, place, None] * out
+    torch.testing.assert_close(whole.float(), wanted, rtol=1e-2, atol=1e-2)
+    for some in (slice(0, 1), slice(7, 90)):
+        few = expert_kernels.experts(x[some], gate_up, down, weights[some], chosen[some], swiglu=kernels.swiglu).out
+        torch.testing.assert_close(few.float(), wanted[some], rtol=1e-2, atol=1e-2)
+
+
+if __name__ == "__main__":
+    check_routing()
+    check_sorting()
+    check_experts()
+    check_products()
+    check_norm_and_sums()
+    check_attention()
+    check_rotation_and_activation()

@@ -18,11 +18,15 @@ from sglang.srt.layers.activation import SiluAndMul
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.logits_processor import LogitsProcessor
-from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.srt.layers.moe import topk
+from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod, UnquantizedLinearMethod
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from sglang.srt.layers.sampler import Sampler
+from sglang.srt.models import qwen3_moe, utils
 for each in (UnquantizedLinearMethod.apply, RMSNorm.forward_cuda, RotaryEmbedding.forward_cuda, SiluAndMul.forward_cuda,
-             TritonAttnBackend.__init__, LogitsProcessor._compute_lm_head, Sampler.forward, Sampler._attach_logprobs_to_output):
+             UnquantizedFusedMoEMethod.forward_cuda, topk.fused_topk, qwen3_moe.enable_fused_set_kv_buffer,
+             utils.can_use_fused_inplace_qknorm, TritonAttnBackend.__init__,
+             LogitsProcessor._compute_lm_head, Sampler.forward, Sampler._attach_logprobs_to_output):
     print(each.__module__)
 """
 """Prints the module of each operation that the plugin replaces."""
@@ -51,6 +55,11 @@ def test_an_engine_ends_where_it_cannot_replace_an_operation() -> None:
 
 def test_kernels_compute_the_right_values() -> None:
     done = run(str(Path(__file__).parent / "interpreted_kernels.py"), path=STUBS)
+    assert done.returncode == 0, done.stderr
+
+
+def test_two_ranks_add_up_to_the_trainers_bits() -> None:
+    done = run(str(Path(__file__).parent / "interpreted_ranks.py"), path=EXACT_PLUGIN)
     assert done.returncode == 0, done.stderr
 
 

@@ -3,7 +3,7 @@
 from fuligo.config import Config
 from fuligo.config.findings import Severity
 from fuligo.config.rules.rule import Change, Violation, rule, set_flag, unset_flag
-from fuligo.config.topology import policy_groups
+from fuligo.config.topology import policy_groups, policy_tp_size
 
 _OFF = unset_flag("exact_on_policy")
 _ENGINE_NEEDS = {
@@ -19,8 +19,23 @@ _ENGINE_NEEDS = {
     "quantization": (),
     "torchao_config": ("",),
     "speculative_algorithm": (),
+    "moe_runner_backend": ("triton",),
+    "moe_a2a_backend": ("none",),
+    "ep_size": (1,),
+    "ep_num_redundant_experts": (0,),
+    "moe_dense_tp_size": (),
+    "moe_dp_size": (1,),
+    "attn_cp_size": (1,),
+    "enable_dp_attention": (False,),
+    "enable_attn_tp_input_scattered": (False,),
+    "enable_quant_communications": (False,),
+    "enable_flashinfer_allreduce_fusion": (False,),
+    "flashinfer_allreduce_fusion_backend": (),
+    "enforce_disable_flashinfer_allreduce_fusion": (True,),
 }
 """Values of SGLang's arguments, if they are given, with which it can compute as the trainer does."""
+MOST_GPUS = 2
+"""Tensor-parallel GPUs of an engine: the sum of two numbers has one value, while that of more depends on the order of the all-reduce."""
 
 
 @rule("CFG-EXACT-BACKENDS", "--exact-on-policy", "--train-backend", "--rollout-backend", "--device")
@@ -46,13 +61,18 @@ def engines_compute_as_the_trainer(config: Config) -> Violation | None:
     """Reject SGLang's arguments under which its log-probabilities differ from the trainer's."""
     if not config.train.exact_on_policy:
         return None
+    size = policy_tp_size(config)
+    if size > MOST_GPUS:
+        text = (
+            f"an engine on {size} GPUs adds as many parts of products, in an order that the trainer cannot repeat; --exact-on-policy "
+            f"needs at most {MOST_GPUS} GPUs"
+        )
+        fix = (set_flag("rollout_num_gpus_per_engine", MOST_GPUS),)
+        return Violation(text, fix, flags=("--exact-on-policy", "--rollout-num-gpus-per-engine"))
     for group in policy_groups(config):
-        if group.tp_size > 1:
-            text = (
-                f"an engine on {group.tp_size} GPUs adds parts of products that the trainer computes whole; --exact-on-policy needs 1 GPU"
-            )
-            fix = (set_flag("rollout_num_gpus_per_engine", 1),)
-            return Violation(text, fix, flags=("--exact-on-policy", "--rollout-num-gpus-per-engine"))
+        if group.tp_size != size:
+            text = f"engines on {group.tp_size} and on {size} GPUs round in different places; --exact-on-policy needs one size for all"
+            return Violation(text, (_OFF,), flags=("--exact-on-policy", "--rollout-num-gpus-per-engine"))
         for name, allowed in _ENGINE_NEEDS.items():
             given = group.arguments.get(name)
             if given is not None and given not in allowed:

@@ -64,8 +64,14 @@ CPU_ARGUMENTS: dict[str, Any] = {
 """Arguments with which SGLang 0.5.15 serves on a CPU without its kernels; the user's flags override them."""
 EXACT_PLUGIN = Path(__file__).parent / "exact"
 """Folder on an engine's PYTHONPATH where SGLang finds the plugin that makes it compute as the trainer does (--exact-on-policy)."""
-EXACT_ARGUMENTS: dict[str, Any] = {"attention_backend": "triton", "dtype": "bfloat16", "disable_prefill_cuda_graph": True}
-"""Arguments that the plugin needs. SGLang would compile the layers of prefill graphs, which fuses roundings."""
+EXACT_ARGUMENTS: dict[str, Any] = {
+    "attention_backend": "triton",
+    "moe_runner_backend": "triton",
+    "dtype": "bfloat16",
+    "disable_prefill_cuda_graph": True,
+    "enforce_disable_flashinfer_allreduce_fusion": True,
+}
+"""Arguments that the plugin needs. Roundings would be fused in compiled layers of prefill graphs, and in an all-reduce with a norm."""
 OWN_ARGUMENTS: dict[str, Any] = {"grammar_backend": "none", "skip_server_warmup": True, "log_level_http": "warning"}
 """Arguments of every engine: rollouts need no grammars, the first rollout warms the engine up, and a log line per request is too much."""
 

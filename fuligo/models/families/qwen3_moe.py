@@ -53,7 +53,7 @@ def names(config: ConfigJson, architecture: Architecture) -> NameTable:
 FAMILY = Family(
     architecture=architecture,
     names=names,
-    batch_invariant_on=("cpu",),
+    batch_invariant_on=("cpu", "cuda"),
     model_args=ModelArgs(
         told_by={"num_experts": True}, precedence=4, needs_experts=True, num_experts_key="num_experts", lists_dense_layers=True
     ),

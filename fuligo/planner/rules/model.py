@@ -4,7 +4,9 @@ from collections.abc import Iterator, Sequence
 
 from fuligo.config.findings import Change, Severity
 from fuligo.config.rules.rule import set_flag, unset_flag
+from fuligo.config.topology import policy_model
 from fuligo.errors import ConfigError
+from fuligo.models.architecture import LatentAttention
 from fuligo.models.megatron_flags import disagreements
 from fuligo.models.registry import batch_variant_because, family_of, unshareable_because
 from fuligo.planner.rules.rule import Fix, Violation, rule
@@ -13,6 +15,8 @@ from fuligo.planner.subject import Subject
 
 _ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+ALIGNMENT = 8
+"""Elements of 2 bytes between two addresses from which a Hopper GPU copies a part of a matrix."""
 
 
 @rule("PLAN-MODEL-ARGS", "--override-model-config")
@@ -100,6 +104,25 @@ def layers_have_batch_invariant_operations(subject: Subject) -> Iterator[Violati
     because = None if found is None else batch_variant_because(found.values, subject.config.engine_capabilities.exact_on)
     if subject.config.train.exact_on_policy and because is not None:
         yield Violation(f"--exact-on-policy: {because}", ((set_flag("exact_on_policy", None),),))
+
+
+@rule("PLAN-EXACT-WIDTHS", "--exact-on-policy", "--rollout-num-gpus-per-engine")
+def parts_of_products_are_aligned(subject: Subject) -> Iterator[Violation]:
+    """The kernels load inputs by eights; a GPU's part of attention's output and of an MLP begins and ends there."""
+    config, architecture = subject.config, subject.rollout_architecture
+    if not config.train.exact_on_policy or isinstance(architecture.attention, LatentAttention):
+        return
+    widths = {"attention's output": architecture.attention.num_heads * architecture.attention.head_dim}
+    if architecture.experts is not None:
+        widths["an expert"] = architecture.experts.intermediate_size
+    else:
+        widths["an MLP"] = architecture.intermediate_size
+    for spec in running(subject):
+        odd = [(name, width) for name, width in widths.items() if width % (ALIGNMENT * spec.tp_size)]
+        if odd and spec.model == policy_model(config):
+            name, width = odd[0]
+            text = f"a GPU's part of {name}, {width:,} / {spec.tp_size} columns, is not a multiple of {ALIGNMENT}"
+            yield Violation(f"--exact-on-policy: {text}", ((set_flag("exact_on_policy", None),),))
 
 
 @rule("PLAN-PREFIX-MODEL", "--share-prefixes")

@@ -163,11 +163,12 @@ class PackedModel(nn.Module):
             sequences |= sequence_arguments(tokens.cu_seqlens, device)
         return sequences
 
-    def make_batch_invariant(self, device: str) -> None:
+    def make_batch_invariant(self, device: str, *, ranks: int = 1) -> None:
         """Make a token's outputs depend, bit for bit, only on its own sequence.
 
         Args:
             device: type of the device that the model will be on.
+            ranks: tensor-parallel GPUs of an engine, whose roundings are repeated.
 
         Raises:
             TrainerError: the model has layers without batch-invariant operations.
@@ -177,7 +178,7 @@ class PackedModel(nn.Module):
             because = f"its kernels need a GPU of the Hopper generation or later, not {torch.cuda.get_device_name()}"
         if because is not None:
             raise TrainerError(f"cannot train with --exact-on-policy: {because}; drop --exact-on-policy")
-        InvariantModel(self.model)
+        InvariantModel(self.model, ranks=ranks)
         self.is_batch_invariant = True
 
     def compile_layers(self) -> None:

@@ -11,6 +11,8 @@ class TorchTrainerSettings(TrainerSettings):
     torch_compile: bool = False
     exact_on_policy: bool = False
     """Policy and reference compute by `models.batch_invariant`, as the engine does."""
+    engine_tp_size: int = 1
+    """Tensor-parallel GPUs of an engine: exact log-probabilities repeat its roundings."""
     takes_images: bool = True
     """Prompts may have images; False: a vision tower is neither run nor trained, only saved and sent with the rest of the model."""
 

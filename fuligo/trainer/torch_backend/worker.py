@@ -122,7 +122,7 @@ class TorchRankWorker(RankWorker[TorchTrainerSettings, Critic, Policy]):
         model = load_model(directory)
         policy = Policy(model, temperature=settings.temperature, chunk_tokens=settings.chunk_tokens, images=self._images)
         if is_exact:
-            policy.make_batch_invariant(self.world.device.type)
+            policy.make_batch_invariant(self.world.device.type, ranks=settings.engine_tp_size)
         if self.world.rank == 0:
             check_packed_forward(policy, shares_prefixes=settings.shares_prefixes)
         if trained and settings.lora is not None:

@@ -89,7 +89,26 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
         ({**SGLANG, "exact_on_policy": True, "sglang": {"attention_backend": "fa3"}}, "--sglang-attention-backend fa3 with --exact-on"),
         ({**SGLANG, "exact_on_policy": True, "sglang": {"decode_attention_backend": "fa3"}}, "--sglang-decode-attention-backend fa3 with"),
         ({**SGLANG, "exact_on_policy": True, "sglang": {"quantization": "fp8"}}, "--sglang-quantization fp8 with --exact-on-policy"),
-        ({**SGLANG, "exact_on_policy": True, "rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 4}, "an engine on 4 GPUs adds parts"),
+        ({**SGLANG, "exact_on_policy": True, "sglang": {"moe_runner_backend": "auto"}}, "--sglang-moe-runner-backend auto with --exact-on"),
+        (
+            {
+                **SGLANG,
+                "exact_on_policy": True,
+                "rollout_num_gpus": 2,
+                "rollout_num_gpus_per_engine": 2,
+                "sglang": {"flashinfer_allreduce_fusion_backend": "auto"},
+            },
+            "--sglang-flashinfer-allreduce-fusion-backend auto with --exact-on-policy",
+        ),
+        ({**SGLANG, "exact_on_policy": True, "rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 4}, "an engine on 4 GPUs adds as many"),
+        (
+            {
+                **SGLANG,
+                "exact_on_policy": True,
+                "sglang_config": [{"server_groups": [{"num_gpus": 2, "num_gpus_per_engine": size} for size in (1, 2)]}],
+            },
+            "engines on 1 and on 2 GPUs round in different places",
+        ),
     ],
     "CFG-EXACT-POLICY": [
         ({"exact_on_policy": True, "async_mode": "one-step"}, "--async-mode one-step samples with older weights"),

@@ -1,6 +1,6 @@
-"""Plugin of SGLang 0.5.15 for --exact-on-policy: dense Llama and Qwen models compute with the trainer's kernels and round where it does.
+"""Plugin of SGLang 0.5.15 for --exact-on-policy: Llama and Qwen models compute with the trainer's kernels and round where it does.
 
-SGLang loads it in each of its processes (`sglang.srt.plugins`). They lack fuligo, so it loads `models/invariant_kernels.py` as a file.
+SGLang loads it in each of its processes (`sglang.srt.plugins`). They lack fuligo, so it loads the modules of kernels as files.
 Prefill and decoding run the same attention kernel, so that prefix caches, chunks, retracted requests and batches change no bit of a token.
 """
 
@@ -15,14 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-KERNELS = Path(__file__).parents[3] / "models" / "invariant_kernels.py"
+MODELS = Path(__file__).parents[3] / "models"
 
 
 def install() -> None:
     """Replace SGLang's operations. On an error the process ends: SGLang would only log it and sample with its own operations."""
     try:
-        kernels = _load_kernels()
+        kernels = _load("invariant_kernels")
         _replace_layers(kernels)
+        _replace_experts(kernels, _load("invariant_expert_kernels"))
         _replace_attention(kernels)
         _replace_logprobs(kernels)
     except Exception as error:
@@ -32,8 +33,8 @@ def install() -> None:
         ) from error
 
 
-def _load_kernels() -> Any:
-    spec = importlib.util.spec_from_file_location("fuligo_invariant_kernels", KERNELS)
+def _load(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(f"fuligo_{name}", MODELS / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # triton looks kernels up by their module
@@ -83,6 +84,38 @@ def _replace_layers(kernels: Any) -> None:
     RotaryEmbedding._compute_inv_freq = on_cpu
     SiluAndMul.forward_cuda = swiglu
     utils.can_use_fused_inplace_qknorm = lambda *_, **__: False
+
+
+def _replace_experts(kernels: Any, expert_kernels: Any) -> None:
+    from sglang.srt.layers.moe import topk
+    from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+    from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
+    from sglang.srt.models import qwen3_moe
+
+    def fused_topk(
+        hidden_states: Tensor,
+        gating_output: Tensor,
+        topk: int,
+        renormalize: bool,
+        correction_bias: Tensor | None = None,
+        scoring_func: str = "softmax",
+        **_: Any,
+    ) -> tuple[Tensor, Tensor]:
+        assert correction_bias is None and scoring_func == "softmax"
+        return expert_kernels.route(gating_output, topk, renormalize=renormalize)
+
+    def experts(self: Any, layer: Any, dispatch_output: Any) -> Any:
+        weights, chosen, _ = dispatch_output.topk_output
+        found = expert_kernels.experts(
+            dispatch_output.hidden_states, layer.w13_weight, layer.w2_weight, weights, chosen, swiglu=kernels.swiglu
+        )
+        return StandardCombineInput(hidden_states=found.out)
+
+    assert callable(topk.fused_topk) and callable(qwen3_moe.enable_fused_set_kv_buffer)
+    topk.fused_topk = fused_topk
+    UnquantizedFusedMoEMethod.forward_cuda = experts
+    qwen3_moe.enable_fused_set_kv_buffer = lambda _: False  # its rotary embeddings would write the cache
+    qwen3_moe.can_use_fused_qk_norm_rope = lambda *_, **__: False
 
 
 def _replace_attention(kernels: Any) -> None:

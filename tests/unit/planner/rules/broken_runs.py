@@ -34,6 +34,11 @@ SPARSE = "glm5.2-744b/config.yaml"
 TOWER = vector(PartKind.VISION_TOWER, 400_000_000)
 ON_CPU = "calculator/config.yaml"
 """The torch trainer and the embedded engine on a CPU, with a tiny dense model."""
+EXACT_ON_TWO = (
+    "--exact-on-policy --device cuda --rollout-backend sglang --colocate --actor-num-gpus-per-node 2 --rollout-num-gpus-per-engine 2 "
+    "--sglang-mem-fraction-static 0.7"
+)
+"""Flags with which it runs on 2 GPUs."""
 
 
 _GROUPS = ("engine", "sglang_config", 0, "server_groups")
@@ -104,6 +109,10 @@ BROKEN: dict[str, tuple[Run, ...]] = {
     "PLAN-HARMONY-REWARD": (Run("gpt-oss-20b/config.yaml", "--rm-type deepscaler"),),
     "PLAN-PREFIX-MODEL": (Run(SPARSE, "--share-prefixes on"),),
     "PLAN-EXACT-MODEL": (Run(ON_CPU, "--exact-on-policy", config_json={"model_type": "glm4_moe"}),),
+    "PLAN-EXACT-WIDTHS": (
+        Run(ON_CPU, EXACT_ON_TWO, engine_model={"intermediate_size": 200}),
+        Run(ON_CPU, EXACT_ON_TWO, engine_model={"attention.head_dim": 6}),
+    ),
     "PLAN-STOP-TOKEN": (
         Run(DENSE, "--rollout-stop-token-ids 151552"),
         Run(DENSE, "--rollout-stop-token-ids 7 151551 151552 999999"),

@@ -1,28 +1,38 @@
 """Times of the batch-invariant kernels of --exact-on-policy beside those of cuBLAS, torch and SGLang, on one GPU.
 
-    python benchmarks/exact_kernels.py                    # shapes of Qwen3-4B
+    python benchmarks/exact_kernels.py                    # shapes of Qwen3-4B and of Qwen3-30B-A3B's experts
+    python benchmarks/exact_kernels.py --experts          # only the experts
     PYTHONPATH=SITE python benchmarks/exact_kernels.py    # with SGLang on the path: also its decoding kernel
 
 Prints microseconds: the exact kernel, the other one, and their ratio.
 """
 
+import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from triton.testing import do_bench
 
 from fuligo.models import invariant_kernels
 from fuligo.models.attention import packed_attention
+from fuligo.models.gpu_invariant import experts, route
+from fuligo.models.invariant_expert_kernels import sort_by_expert
 
 HEADS, KEY_HEADS, SIZE = 32, 8, 128
 PRODUCTS = ((2560, 19456), (9728, 2560), (2560, 6144), (4096, 2560))
 """Inputs and outputs of a layer's products; gate and up, and query, key and value in one, as SGLang has them."""
+EXPERTS, CHOSEN, HIDDEN, INNER = 128, 8, 2048, 768
+"""Experts of a layer, and of a token, their inputs, and columns of gate and up."""
 
 
 def main() -> None:
     torch.manual_seed(0)
+    mixture()
+    if "--experts" in sys.argv:
+        return
     for num_rows in (64, 256, 512, 1024, 12_288):
         for num_inputs, num_outputs in PRODUCTS:
             x, weight = random(num_rows, num_inputs), random(num_outputs, num_inputs)
@@ -88,6 +98,41 @@ def prefill(num_tokens: int, length: int) -> None:
         lambda: exact(query, key, value, starts, starts, slots, longest=length, scale=scale, out=out),
         lambda: packed_attention(query, key, value, bounds, scale=scale),
     )
+
+
+def mixture() -> None:
+    """Compare a layer's experts with torch's grouped products, which transformers uses; with gradients from 4,096 tokens on."""
+    gate_up, down = random(EXPERTS, 2 * INNER, HIDDEN) * 0.02, random(EXPERTS, HIDDEN, INNER) * 0.03
+    for num_tokens in (1, 16, 64, 256, 1024, 4096, 16_384):
+        x, logits = random(num_tokens, HIDDEN), random(num_tokens, EXPERTS)
+        weights, chosen = route(logits, CHOSEN, renormalize=True)
+        report(f"router, {num_tokens} tokens", lambda x=logits: route(x, CHOSEN, renormalize=True), lambda x=logits: plain_route(x))
+        report(f"sorting, {num_tokens} tokens", lambda c=chosen: sort_by_expert(c, EXPERTS), lambda c=chosen: plain_sort(c))
+        inputs = (x, gate_up, down, weights, chosen)
+        report(f"experts, {num_tokens} tokens", lambda i=inputs: experts(*i), lambda i=inputs: plain_experts(*i))
+        if num_tokens >= 4096:
+            needed = [each.detach().requires_grad_() for each in inputs[:4]]
+            ways = (lambda n=needed, c=chosen, w=way: torch.autograd.grad(w(*n, c).sum(), n) for way in (experts, plain_experts))
+            report(f"experts and gradients, {num_tokens} tokens", *ways)
+
+
+def plain_route(logits: Tensor) -> tuple[Tensor, Tensor]:
+    weights, chosen = logits.softmax(-1, dtype=torch.float32).topk(CHOSEN)
+    return weights / weights.sum(-1, keepdim=True), chosen
+
+
+def plain_sort(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    numbers, order = chosen.flatten().sort(stable=True)
+    return order, torch.bincount(numbers, minlength=EXPERTS).cumsum(0).to(torch.int32)
+
+
+def plain_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    order, ends = plain_sort(chosen)
+    gate, up = F.grouped_mm(x[order // CHOSEN], gate_up.transpose(1, 2), offs=ends).chunk(2, -1)
+    out = F.grouped_mm(F.silu(gate) * up, down.transpose(1, 2), offs=ends) * weights.to(x.dtype).flatten()[order, None]
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    return out[places].unflatten(0, chosen.shape).sum(1)
 
 
 if __name__ == "__main__":

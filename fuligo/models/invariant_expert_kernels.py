@@ -20,6 +20,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 GROUPED_TILES = 8
 """Tiles of rows that pass over the same columns one after another, so that weights stay in the L2 cache."""
+FEWEST_EXPERTS = 256
+"""Least size of a vector of all experts, which holds an element or more for each thread of a program."""
 SORTED_AT_ONCE = 64
 """Choices whose places a program finds."""
 COUNTED_AT_ONCE = 128
@@ -100,7 +102,7 @@ def route(logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Tensor, Ten
         num_experts = logits.size(1)
         _route_kernel[(len(logits),)](
             logits, weights, chosen, num_experts, TOP_K=top_k, RENORMALIZE=renormalize,
-            EXPERTS=triton.next_power_of_2(num_experts), SLOTS=triton.next_power_of_2(top_k), num_warps=1, **ROUND_EACH,
+            EXPERTS=max(32, triton.next_power_of_2(num_experts)), SLOTS=triton.next_power_of_2(top_k), num_warps=1, **ROUND_EACH,
         )  # fmt: skip
     return weights, chosen
 
@@ -187,7 +189,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
         _grouped_linear_kernel[(most_tiles * triton.cdiv(num_outputs, tile.columns),)](
             TensorDescriptor.from_tensor(rows, [tile.rows, tile.inputs]),
             TensorDescriptor.from_tensor(weight.flatten(0, 1), [tile.columns, tile.inputs]),
-            starts, out, num_outputs, num_inputs, num_experts, EXPERTS=triton.next_power_of_2(num_experts),
+            starts, out, num_outputs, num_inputs, num_experts, EXPERTS=max(FEWEST_EXPERTS, triton.next_power_of_2(num_experts)),
             ROWS=tile.rows, COLUMNS=tile.columns, INPUTS=tile.inputs, GROUPED=GROUPED_TILES, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return out

@@ -217,7 +217,7 @@ def _sample(ids: np.ndarray) -> TrainSample:
 
 @torch.no_grad()
 def change(tensors: Mapping[str, Tensor], *, seed: int) -> None:
-    """Change every weight by about a third of the tensor's size, to values of bfloat16."""
+    """Change every weight by about a third of the tensor's size, and a scalar by more than the rounding of bfloat16, to such values."""
     for number, name in enumerate(sorted(tensors)):
         local = _local(tensors[name])
         if not local.is_floating_point():
@@ -225,7 +225,7 @@ def change(tensors: Mapping[str, Tensor], *, seed: int) -> None:
         generator = torch.Generator(local.device).manual_seed(1000 * seed + number)
         noise = torch.randn(local.shape, generator=generator, device=local.device)
         size = local.float().square().mean().sqrt().item() or 0.1
-        local.copy_((local + 0.3 * size * noise).to(torch.bfloat16))
+        local.copy_((local + 0.3 * size * (noise + 0.1 * noise.sign())).to(torch.bfloat16))
 
 
 def _local(tensor: Tensor) -> Tensor:

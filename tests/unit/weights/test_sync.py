@@ -111,7 +111,7 @@ Open = Callable[..., Any]
 
 
 def fleet_settings(
-    directory: Path, claims: PortClaims, *, num_engines: int, restart: bool = True, call_timeout_s: float = 60.0
+    directory: Path, claims: PortClaims, *, num_engines: int, restart: bool, call_timeout_s: float, health_timeout_s: float
 ) -> FleetSettings:
     servers = tuple(
         ServerSettings(
@@ -131,8 +131,6 @@ def fleet_settings(
     )
     within = Deadline(call_timeout_s)
     router = RouterSettings(directory / "log", "host", 1, 2)
-    # No fault here is seen by a health check, and on a busy machine one may take seconds.
-    health_timeout_s = 60.0
     return FleetSettings(servers, router, restart, 1.0, health_timeout_s, 0, 60.0, ControlDeadlines(within, within, within))
 
 
@@ -156,10 +154,12 @@ def open_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
         restart: bool = True,
         changes_only: bool = False,
         call_timeout_s: float = 60.0,
+        health_timeout_s: float = 60.0,  # seconds pass on a busy machine before a healthy engine answers
     ) -> AsyncIterator[World]:
         before = set(SHARED_MEMORY.glob("*fuligo*"))
         with PortClaims() as claims:
-            settings = fleet_settings(tmp_path, claims, num_engines=num_engines, restart=restart, call_timeout_s=call_timeout_s)
+            deadlines = {"call_timeout_s": call_timeout_s, "health_timeout_s": health_timeout_s}
+            settings = fleet_settings(tmp_path, claims, num_engines=num_engines, restart=restart, **deadlines)
             for number, fault in faults.items():
                 plan(settings.servers[number], fault)
             fleet = await Fleet.launch(settings, DyingServer)
@@ -211,7 +211,7 @@ async def test_death_while_engines_join(open_world: Open) -> None:
 async def test_an_engine_that_hangs_in_the_broken_group_is_restarted_too(open_world: Open) -> None:
     """Engines whose NCCL waits for a dead peer answer /health but nothing that needs their scheduler."""
     faults = {0: Fault(CALL["gloo"], "dies", 2), 1: Fault("/destroy_weights_update_group", "hangs", 2)}
-    async with open_world("gloo", faults) as world:
+    async with open_world("gloo", faults, health_timeout_s=2.0) as world:
         start = [client.start for client in world.fleet.group.clients]
         world.trainer.set(a=1.0, b=2.0)
         assert await world.weight_sync.sync() == 1
@@ -230,7 +230,8 @@ async def test_an_engine_whose_scheduler_hangs_is_restarted(
     soon_s = 2.0
     monkeypatch.setattr(senders, "EngineClient", partial(EngineClient, deadlines=ControlDeadlines(bucket=Deadline(soon_s))))
     monkeypatch.setattr(broadcast, "TIMEOUT", timedelta(seconds=soon_s))
-    async with open_world(transport, {0: Fault(path, "hangs")}, num_engines=1, call_timeout_s=soon_s) as world:
+    hangs = {0: Fault(path, "hangs")}
+    async with open_world(transport, hangs, num_engines=1, call_timeout_s=soon_s, health_timeout_s=soon_s) as world:
         world.trainer.set(a=1.0)
         assert await world.weight_sync.sync() == 1
         await world.assert_all_serve(1)

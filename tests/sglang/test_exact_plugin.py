@@ -58,6 +58,11 @@ def test_kernels_compute_the_right_values() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_kernels_compile_for_hopper() -> None:
+    done = run(str(Path(__file__).parent / "compiled_kernels.py"), path=STUBS)
+    assert done.returncode == 0, done.stderr
+
+
 def test_two_ranks_add_up_to_the_trainers_bits() -> None:
     done = run(str(Path(__file__).parent / "interpreted_ranks.py"), path=EXACT_PLUGIN)
     assert done.returncode == 0, done.stderr

@@ -99,8 +99,8 @@ class TrainFlags(FlagGroup):
     )
     exact_on_policy: bool = flag(
         False,
-        "compute log-probabilities that equal the engine's bitwise, and end the run if one differs; with the torch trainer: Llama, Qwen2 "
-        "and Qwen3 with SGLang on GPUs, these and Qwen3-MoE with the embedded engine on a CPU",
+        "compute log-probabilities that equal the engine's bitwise, and end the run if one differs; with the torch trainer: Llama, Qwen2, "
+        "Qwen3 and Qwen3-MoE, with SGLang on one or two GPUs an engine, or with the embedded engine on a CPU",
     )
     data_pad_size_multiplier: int = slime(128, "pad packed rows to a multiple of this", unit="tokens", ge=1)
     balance_data: bool = slime(False, "balance data-parallel ranks by FLOPs")

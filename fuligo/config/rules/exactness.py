@@ -23,6 +23,8 @@ _ENGINE_NEEDS = {
     "moe_a2a_backend": ("none",),
     "ep_size": (1,),
     "ep_num_redundant_experts": (0,),
+    "enable_eplb": (False,),
+    "enable_two_batch_overlap": (False,),
     "moe_dense_tp_size": (),
     "moe_dp_size": (1,),
     "attn_cp_size": (1,),

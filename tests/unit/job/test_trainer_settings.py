@@ -14,6 +14,7 @@ from fuligo.formats.weight_manifest import AS_CHECKPOINT
 from fuligo.job.trainer_settings import Device, trainer_settings
 from fuligo.models.routing import RoutingShape
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
+from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 from tests import tiny
 from tests.fp8 import save_family
 
@@ -49,6 +50,14 @@ def test_sglang_on_a_bf16_checkpoint_gets_tensors_as_checkpoints_have_them(bf16:
 
 def test_the_embedded_engine_computes_with_dequantised_fp8_weights(bf16: Path, fp8: Path):
     assert settings_of(fp8, bf16).engine_format == AS_CHECKPOINT
+
+
+def test_the_torch_trainer_knows_the_gpus_of_an_engine(bf16: Path):
+    engines = ("--rollout-backend", "sglang", "--train-backend", "torch", "--rollout-num-gpus", "4", "--rollout-num-gpus-per-engine")
+    for size in (1, 2):
+        settings = settings_of(bf16, bf16, *engines, str(size), device="cuda")
+        assert isinstance(settings, TorchTrainerSettings)
+        assert settings.engine_tp_size == size
 
 
 EMBEDDED_MEGATRON = ("--rollout-backend", "embedded", "--train-backend", "megatron")

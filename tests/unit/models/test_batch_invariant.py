@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fuligo.models import batch_invariant
+from fuligo.models import batch_invariant, invariant_modules
 from fuligo.models.attention import packed_attention
 from fuligo.models.batch_invariant import attention, causal_attention, linear, log_softmax, rms_norm, round_rows, round_weight, silu
-from fuligo.models.invariant_modules import InvariantExperts, InvariantRouter
+from fuligo.models.invariant_modules import InvariantExperts, InvariantModel, InvariantRouter
+from tests import tiny
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -221,3 +222,21 @@ def test_a_mixture_depends_on_the_token_alone_and_has_the_gradients_of_ordinary_
         block.experts.down_proj.mul_(2.0)
         kept.forget()
         assert torch.equal(block(tokens), 2.0 * got)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_layers_whose_inputs_an_engine_splits_round_as_its_gpus_do(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    model = tiny.model(family)
+    names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
+    seen: dict[str, int] = {}
+
+    def record(x: Tensor, weight: Tensor, *given: object, ranks: int, **options: object) -> Tensor:
+        seen[names[id(weight)]] = ranks
+        return linear(x, weight, *given, ranks=ranks, **options)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(invariant_modules, "linear", record)
+    InvariantModel(model, ranks=2)
+    model(torch.arange(5)[None])
+    assert {name.split(".")[-2] for name, ranks in seen.items() if ranks == 2} == {"o_proj", "down_proj"}
+    assert {name.split(".")[-2] for name, ranks in seen.items() if ranks == 1} >= {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
+    assert len(seen) == 2 * 7 + 1

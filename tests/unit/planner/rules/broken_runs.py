@@ -108,7 +108,10 @@ BROKEN: dict[str, tuple[Run, ...]] = {
     "PLAN-MXFP4-ENGINES": (Run(DENSE, engine_model={"is_mxfp4": True}),),
     "PLAN-HARMONY-REWARD": (Run("gpt-oss-20b/config.yaml", "--rm-type deepscaler"),),
     "PLAN-PREFIX-MODEL": (Run(SPARSE, "--share-prefixes on"),),
-    "PLAN-EXACT-MODEL": (Run(ON_CPU, "--exact-on-policy", config_json={"model_type": "glm4_moe"}),),
+    "PLAN-EXACT-MODEL": (
+        Run(ON_CPU, "--exact-on-policy", config_json={"model_type": "glm4_moe"}),
+        Run(ON_CPU, EXACT_ON_TWO, config_json={"model_type": "qwen3_moe", "mlp_only_layers": [0]}),
+    ),
     "PLAN-EXACT-WIDTHS": (
         Run(ON_CPU, EXACT_ON_TWO, engine_model={"intermediate_size": 200}),
         Run(ON_CPU, EXACT_ON_TWO, engine_model={"attention.head_dim": 6}),

@@ -9,7 +9,7 @@ CLUSTER_RECIPES = sorted(
     if (path.parent / "model/config.json").is_file() and not (path.parent / "model/model.safetensors").exists()
 )
 """Configurations beside a model's shape without its weights; an example that runs on a laptop ships weights."""
-ON_H200 = ("deepseek-v3.2", "kimi-k2", "minimax-m2", "qwen3-next-80b", "qwen3.5-35b")
+ON_H200 = ("deepseek-v3.2", "gemma4-26b", "kimi-k2", "minimax-m2", "qwen3-next-80b", "qwen3.5-35b")
 """Folders of recipes for H200; the others are for H100."""
 
 

@@ -33,7 +33,7 @@ from fuligo.formats.hugging_face import (
     read_shapes,
 )
 from fuligo.formats.quantisation import EngineQuantisation
-from fuligo.models.registry import FAMILIES, UNPLANNED, why_not_sglang
+from fuligo.models.registry import FAMILIES
 
 _TOKENIZER = "tokenizer.json"
 _SHOWN = 3
@@ -111,23 +111,12 @@ def _weights(config: Config) -> Iterator[str]:
     first = "--hf-checkpoint" if config.checkpoint.ref_load is None else "--ref-load"
     if first in sound and not is_trainable(sound[first]):
         yield f"{first} {sound[first]} is quantized, and training cannot start from it; use the unquantized weights with --ref-load"
-    if "--hf-checkpoint" in sound and config.needs_engine and config.engine_capabilities.has_own_models:
-        yield from _unserved(sound["--hf-checkpoint"])
     if "--hf-checkpoint" in sound and config.syncs_quantised:
         try:
             EngineQuantisation.read(sound["--hf-checkpoint"])
         except ConfigError as error:
             yield f"--hf-checkpoint: {error}"
         yield from _renamed_experts(config, sound["--hf-checkpoint"])
-
-
-def _unserved(directory: Path) -> Iterator[str]:
-    """Check that SGLang has a model of a type that the plan does not know; PLAN-SGLANG-MODEL checks the others."""
-    config_json = read_config_json(directory)
-    if config_json.get("model_type") in UNPLANNED and (reason := why_not_sglang(config_json)) is not None:
-        yield (
-            f"--rollout-backend sglang cannot serve {directory} ({config_json.get('model_type')}): {reason}; use --rollout-backend embedded"
-        )
 
 
 def _renamed_experts(config: Config, directory: Path) -> Iterator[str]:

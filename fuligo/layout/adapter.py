@@ -18,6 +18,12 @@ class InputOf(StrEnum):
     LATENT_KEY_VALUE = "latent_key_value"
     OUTPUT = "output"
     """Output of attention, which attention itself keeps."""
+    EMBEDDING = "embedding"
+    """Embedding, which Gemma 4 projects to a part for each layer."""
+    LAYER_INPUT = "layer_input"
+    """Hidden state that gates a layer's own embedding."""
+    GATED_INPUT = "gated_input"
+    """Product of the gate and the layer's own embedding."""
     MLP = "mlp"
     """Output of the norm before the MLP."""
     DOWN = "down"
@@ -60,19 +66,26 @@ class Matrix:
 
 def matrices(layer: Layer, architecture: Architecture) -> Iterator[Matrix]:
     """Yield the linear layers of `layer` that an adapter can have, as `models.adapter.linear_layers` finds them in the model itself."""
-    hidden, heads = architecture.hidden_size, architecture.attention
+    hidden, heads = architecture.hidden_size, architecture.attention_of(layer)
     if layer.is_linear:
         assert architecture.linear_attention is not None
         yield from _linear(architecture.linear_attention, hidden)
     elif isinstance(heads, GroupedAttention):
         query, key_value = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
         yield Matrix("q_proj", InputOf.ATTENTION, hidden, 2 * query if heads.has_output_gate else query, _ATTENTION)
-        yield Matrix("k_proj", InputOf.ATTENTION, hidden, key_value, _ATTENTION)
-        yield Matrix("v_proj", InputOf.ATTENTION, hidden, key_value, _ATTENTION)
+        if not heads.borrows_keys:
+            yield Matrix("k_proj", InputOf.ATTENTION, hidden, key_value, _ATTENTION)
+        if not heads.borrows_keys and heads.has_value_projection:
+            yield Matrix("v_proj", InputOf.ATTENTION, hidden, key_value, _ATTENTION)
         yield Matrix("o_proj", InputOf.OUTPUT, query, hidden, _ATTENTION)
     else:
         yield from _latent(heads, hidden)
-    if layer.is_moe and architecture.experts is not None:
+    if layer.input_size:
+        yield Matrix("per_layer_input_gate", InputOf.LAYER_INPUT, hidden, layer.input_size, "")
+        yield Matrix("per_layer_projection", InputOf.GATED_INPUT, layer.input_size, hidden, "")
+    if layer.dense_size:
+        yield from _gated_mlp(hidden, layer.dense_size, "mlp")
+    elif layer.is_moe and architecture.experts is not None:
         has_gate = architecture.experts.has_shared_gate
         if has_gate:
             yield Matrix("shared_expert_gate", InputOf.MLP, hidden, 1, "mlp")
@@ -128,13 +141,23 @@ class AdapterShape:
         return tuple(
             matrix
             for matrix in matrices(layer, self.architecture)
-            if self.config.adapts(f"model.layers.{layer.number}.{matrix.block}.{matrix.name}")
+            if self.config.adapts(".".join(filter(None, ("model.layers", str(layer.number), matrix.block, matrix.name))))
         )
+
+    @property
+    def adapted_outside(self) -> tuple[Matrix, ...]:
+        """Return the adapted matrices that belong to no layer: the projection of embeddings to a part for each layer."""
+        width = sum(layer.input_size for layer in self.architecture.layers)
+        name = "per_layer_model_projection"
+        if not width or not self.config.adapts(f"model.{name}"):
+            return ()
+        return (Matrix(name, InputOf.EMBEDDING, self.architecture.hidden_size, width, ""),)
 
     @property
     def names(self) -> tuple[str, ...]:
         """Last parts of the names of all adapted matrices."""
-        return tuple(sorted({matrix.name for layer in self.architecture.layers for matrix in self.adapted(layer)}))
+        inside = {matrix.name for layer in self.architecture.layers for matrix in self.adapted(layer)}
+        return tuple(sorted(inside | {matrix.name for matrix in self.adapted_outside}))
 
     def adapts_experts(self, layer: Layer) -> bool:
         return self.config.adapts_experts and layer.is_moe
@@ -162,7 +185,8 @@ class AdapterShape:
 
     @property
     def num_parameters(self) -> int:
-        return sum(self.layer_parameters(layer) for layer in self.architecture.layers)
+        outside = self.config.rank * sum(matrix.inputs + matrix.outputs for matrix in self.adapted_outside)
+        return outside + sum(self.layer_parameters(layer) for layer in self.architecture.layers)
 
 
 _REPLICATED = frozenset({"q_a_proj", "kv_a_proj_with_mqa", "shared_expert_gate"})

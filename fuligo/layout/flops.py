@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from fuligo.models.architecture import Architecture, GroupedAttention
+from fuligo.models.architecture import Architecture, GroupedAttention, LatentAttention
 
 MIN_SAVED_TOKENS = 16
 """Tokens that a fork of the tree must save. Answers with equal first tokens by chance would split it into many short nodes, each with
@@ -50,22 +50,32 @@ class ForwardFlops:
 
 def forward_flops(architecture: Architecture) -> ForwardFlops:
     """Return the cost of a forward pass of the model without MTP layers."""
-    attention, index = architecture.attention, architecture.sparse_index
-    if isinstance(attention, GroupedAttention):
-        per_layer = 4 * attention.num_heads * attention.head_dim
-    else:
-        per_layer = 2 * attention.num_heads * (attention.qk_nope_head_dim + attention.qk_rope_head_dim + attention.v_head_dim)
-    windows = [layer.window for layer in architecture.layers if layer.window is not None]
+    index, per_pair, per_window_pair = architecture.sparse_index, 0, 0
+    for layer in architecture.layers:
+        if layer.is_linear:
+            continue
+        if layer.window is None:
+            per_pair += _per_pair(architecture.attention_of(layer))
+        else:
+            per_window_pair += _per_pair(architecture.attention_of(layer))
+    parts = (*architecture.layer_inputs, *(part for layer in architecture.layers for part in layer.parts))
     num_indexers = sum(layer.computes_index for layer in architecture.layers)
     # Each token of linear attention reads the state twice and changes it once.
     linear = architecture.linear_attention
     states = 6.0 * linear.state_elements * architecture.num_linear_layers if linear else 0.0
     return ForwardFlops(
-        per_token=2.0 * sum(architecture.active(part) for layer in architecture.layers for part in layer.parts if part.is_matmul) + states,
+        per_token=2.0 * sum(architecture.active(part) for part in parts if part.is_matmul) + states,
         per_logit=2.0 * architecture.vocab_size * architecture.hidden_size,
-        per_pair=float(per_layer * (architecture.num_cached_layers - len(windows))),
+        per_pair=float(per_pair),
         per_index_pair=2.0 * index.num_heads * index.head_dim * num_indexers if index else 0.0,
         top_k=index.top_k if index else None,
-        per_window_pair=float(per_layer * len(windows)),
-        window=max(windows, default=0),
+        per_window_pair=float(per_window_pair),
+        window=max((layer.window or 0 for layer in architecture.layers), default=0),
     )
+
+
+def _per_pair(attention: GroupedAttention | LatentAttention) -> int:
+    """Return the FLOPs of one layer per pair of tokens that attend."""
+    if isinstance(attention, GroupedAttention):
+        return 4 * attention.num_heads * attention.head_dim
+    return 2 * attention.num_heads * (attention.qk_nope_head_dim + attention.qk_rope_head_dim + attention.v_head_dim)

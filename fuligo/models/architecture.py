@@ -33,6 +33,8 @@ class PartKind(StrEnum):
     ROUTER = "router"
     SHARED_EXPERT = "shared_expert"
     ROUTED_EXPERTS = "routed_experts"
+    LAYER_INPUT = "layer_input"
+    """Projections of the embeddings that each layer has of its own (Gemma 4); their table is an embedding."""
     VISION_TOWER = "vision_tower"
     MTP_PROJECTION = "mtp_projection"
     """`eh_proj` of an MTP (multi-token prediction) layer: joins the embedding of the next token and the hidden state."""
@@ -69,11 +71,37 @@ class GroupedAttention:
     """Each head has a learned logit in the denominator of its softmax."""
     norms_span_heads: bool = False
     """Norms of queries and keys are over all heads together, not over each."""
+    norms_values: bool = False
+    """Values are normed too, each head by itself and without weights."""
+    has_value_projection: bool = True
+    """False: the keys before their norm are the values, too."""
+    borrows_keys: bool = False
+    """Keys and values are those of an earlier layer: the layer neither projects nor caches any."""
 
     @property
     def kv_elements_per_token(self) -> int:
         """Elements per token in the KV cache of one layer."""
+        return 0 if self.borrows_keys else self.reserved_kv_elements
+
+    @property
+    def reserved_kv_elements(self) -> int:
+        """Elements of keys and values per token, also of a layer that borrows them."""
         return 2 * self.num_kv_heads * self.head_dim
+
+    @property
+    def projected_kv_elements(self) -> int:
+        """Outputs of the layer's own projections of keys and values."""
+        return 0 if self.borrows_keys else (1 + self.has_value_projection) * self.num_kv_heads * self.head_dim
+
+    @property
+    def normed_elements(self) -> int:
+        """Elements of queries and keys per token that pass through norms with weights."""
+        return (self.num_heads + (0 if self.borrows_keys else self.num_kv_heads)) * self.head_dim if self.has_head_norms else 0
+
+    @property
+    def normed_value_elements(self) -> int:
+        """Elements of values per token that pass through norms, which have no weights."""
+        return self.num_kv_heads * self.head_dim if self.norms_values and not self.borrows_keys else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +191,8 @@ class Numerics:
     """The outputs of attention and MLP also have norms, before they are added."""
     norms_around_zero: bool = False
     """Norms multiply by one plus their weight."""
+    scales_in_float32: bool = False
+    """Norms multiply by their weight in float32, before they round the result."""
     embedding_scale: float = 1.0
     """Factor of embeddings before the first layer."""
     softmax_scale: float | None = None
@@ -192,6 +222,13 @@ class Layer:
     `num_parameters`, as in transformers."""
     window: int | None = None
     """Tokens that a token attends to, itself included; None: all before it."""
+    attention: GroupedAttention | None = None
+    """Heads of this layer, where layers differ; None: `Architecture.attention`."""
+    dense_size: int | None = None
+    """Width of the layer's dense MLP where layers differ, or where it stands beside experts; None: `Architecture.intermediate_size`, and
+    none beside experts."""
+    input_size: int = 0
+    """Width of the embeddings that the layer has of its own; 0: it has none."""
 
     @property
     def num_parameters(self) -> int:
@@ -231,8 +268,10 @@ class Architecture:
     is_mxfp4: bool = False
     """The checkpoint stores the routed experts in MXFP4: four bits per weight, and eight for every 32 weights."""
     numerics: Numerics = Numerics()
+    layer_inputs: tuple[Part, ...] = ()
+    """Embeddings that each layer has of its own (Gemma 4), for all layers together, with their projection and norm."""
     vision_tower: Part | None = None
-    """All weights that turn images into embeddings; None for a text-only model."""
+    """All weights that turn images, or sounds, into embeddings; None for a text-only model."""
 
     @property
     def num_layers(self) -> int:
@@ -246,10 +285,21 @@ class Architecture:
     def num_cached_layers(self) -> int:
         return self.num_layers - self.num_linear_layers
 
+    def attention_of(self, layer: Layer) -> GroupedAttention | LatentAttention:
+        """Return the attention of a layer, which must not be linear."""
+        return layer.attention or self.attention
+
+    def dense_size_of(self, layer: Layer) -> int:
+        """Return the width of a layer's dense MLP; 0 if it has experts instead."""
+        if layer.dense_size is not None:
+            return layer.dense_size
+        return 0 if layer.is_moe else self.intermediate_size
+
     @property
-    def num_windowed_layers(self) -> int:
-        """Layers whose tokens attend to a window."""
-        return sum(layer.window is not None for layer in self.layers)
+    def grouped_attentions(self) -> tuple[GroupedAttention, ...]:
+        """The different heads of the layers; empty with latent attention."""
+        found = (self.attention_of(layer) for layer in self.layers if not layer.is_linear)
+        return tuple(dict.fromkeys(heads for heads in found if isinstance(heads, GroupedAttention)))
 
     @property
     def num_parameters(self) -> int:
@@ -270,8 +320,9 @@ class Architecture:
 
     @property
     def outer_parts(self) -> tuple[Part, ...]:
-        """Embedding, final norm and, unless tied, the head; the vision tower, if there is one."""
-        return tuple(part for part in (self.embedding, self.final_norm, self.head, self.vision_tower) if part is not None)
+        """Embeddings, final norm and, unless tied, the head; the vision tower, if there is one."""
+        parts = (self.embedding, *self.layer_inputs, self.final_norm, self.head, self.vision_tower)
+        return tuple(part for part in parts if part is not None)
 
     def active(self, part: Part) -> int:
         """Return the parameters of `part` that one token uses."""

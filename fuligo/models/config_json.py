@@ -33,6 +33,11 @@ class ConfigJson:
             return cls(values, source)
         return cls({"tie_word_embeddings": values.get("tie_word_embeddings"), **text}, source)
 
+    def part(self, key: str) -> ConfigJson | None:
+        """Return the config of a tower, which stands under this key; None if there is none."""
+        value = self.values.get(key)
+        return ConfigJson(value, f"{self.source}, {key}") if isinstance(value, Mapping) else None
+
     def count(self, key: str, default: int | None = None) -> int:
         """Return a positive integer."""
         value = self.values.get(key)

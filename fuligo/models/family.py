@@ -45,12 +45,14 @@ class Family:
     why_not_transformers: str | None = None
     """Why transformers' layers, which the torch trainer and the embedded engine run, cannot compute the family."""
     why_not_sglang: str | None = None
-    """Why SGLang's engines cannot serve checkpoints of the language model alone. Those of `vision_type` they can."""
-    vision_type: str | None = None
-    """`model_type` of a model of text and images whose language model (`text_config`) is of the family. One forward pass
-    (`models.vision.forward`) and one rule of positions (`models.vision.positions`) fits them all."""
+    """Why SGLang's engines cannot serve checkpoints of the language model alone. Those of `whole_type` they can."""
+    whole_type: str | None = None
+    """`model_type` of a model with towers whose language model (`text_config`) is of the family."""
     vision_tower: Callable[[ConfigJson], Part] | None = None
-    """Read the `vision_config` of a model of `vision_type`."""
+    """Count the towers of a model of `whole_type` from its whole config.json."""
+    sees_images: bool = True
+    """Models of `whole_type` take images; one forward pass (`models.vision.forward`) and one rule of positions (`models.vision.positions`)
+    fits them all. False: their towers are neither run nor trained."""
     loaded_as: str | None = None
     """Model type whose classes in transformers load the checkpoints; None if the family has its own."""
     stored_experts: StoredExperts = StoredExperts.APART
@@ -73,16 +75,4 @@ class Family:
 
     def __post_init__(self) -> None:
         assert (self.names is None) == (self.why_not_megatron is not None)
-        assert (self.vision_type is None) == (self.vision_tower is None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnplannedFamily:
-    """Facts of a family that only the torch trainer and the embedded engine know, because the plan cannot describe its layers."""
-
-    why_not_planned: str
-    whole_type: str | None = None
-    """`model_type` of a model with towers whose language model is of the family; it is trained and served on text."""
-    stored_experts: StoredExperts = StoredExperts.APART
-    why_not_sglang: str | None = None
-    """Why SGLang's engines cannot serve checkpoints of the language model alone. Those of `whole_type` they can."""
+        assert (self.whole_type is None) == (self.vision_tower is None)

@@ -74,7 +74,7 @@ def read_grouped_attention(
 def grouped_attention_parts(attention: GroupedAttention, hidden_size: int) -> Parts:
     """Return the query, key, value and output projections, and the norms of query and key heads, if they have any."""
     q_size = attention.num_heads * attention.head_dim
-    qkv_size = q_size + 2 * attention.num_kv_heads * attention.head_dim
+    qkv_size = q_size + attention.projected_kv_elements
     gate_size = q_size if attention.has_output_gate else 0
     parts = [matrix(PartKind.ATTENTION, hidden_size * (qkv_size + gate_size + q_size), Split.TENSOR)]
     if attention.has_qkv_bias:
@@ -82,7 +82,7 @@ def grouped_attention_parts(attention: GroupedAttention, hidden_size: int) -> Pa
     if attention.has_output_bias:
         parts.append(vector(PartKind.ATTENTION, hidden_size))
     if attention.has_head_norms:
-        parts.append(norms(2 * attention.head_dim))
+        parts.append(norms((1 if attention.borrows_keys else 2) * attention.head_dim))
     return tuple(parts)
 
 
@@ -146,7 +146,12 @@ def dense_mlp_parts(hidden_size: int, intermediate_size: int, *, bias: bool = Fa
 
 
 def read_experts(
-    config: ConfigJson, *, num_experts_key: str = "n_routed_experts", size_key: str = "moe_intermediate_size", shared: bool = True
+    config: ConfigJson,
+    *,
+    num_experts_key: str = "n_routed_experts",
+    chosen_key: str = "num_experts_per_tok",
+    size_key: str = "moe_intermediate_size",
+    shared: bool = True,
 ) -> Experts:
     """Read the sizes of the routed and shared experts.
 
@@ -154,12 +159,12 @@ def read_experts(
     """
     experts = Experts(
         num_experts=config.count(num_experts_key),
-        num_experts_per_token=config.count("num_experts_per_tok"),
+        num_experts_per_token=config.count(chosen_key),
         num_shared_experts=config.index("n_shared_experts", default=1) if shared else 0,
         intermediate_size=config.count(size_key),
     )
     if experts.num_experts_per_token > experts.num_experts:
-        raise config.contradiction(f"num_experts_per_tok {experts.num_experts_per_token} exceeds {num_experts_key} {experts.num_experts}")
+        raise config.contradiction(f"{chosen_key} {experts.num_experts_per_token} exceeds {num_experts_key} {experts.num_experts}")
     num_groups = config.count("n_group", default=1)
     if experts.num_experts % num_groups:
         raise config.contradiction(f"n_group {num_groups} does not divide {num_experts_key} {experts.num_experts}")

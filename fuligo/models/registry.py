@@ -34,13 +34,14 @@ from fuligo.models.families import (
     qwen3_next,
     qwen3_vl,
 )
-from fuligo.models.family import Family, UnplannedFamily
+from fuligo.models.family import Family
 from fuligo.models.names import ModelNames
 
 FAMILIES: Mapping[str, Family] = {
     "deepseek_v3": deepseek_v3.FAMILY,
     "deepseek_v32": deepseek_v32.FAMILY,
     "gemma3_text": gemma3_text.FAMILY,
+    "gemma4_text": gemma4_text.FAMILY,
     "glm4": glm4.FAMILY,
     "glm4_moe": glm4_moe.FAMILY,
     "glm4_moe_lite": glm4_moe_lite.FAMILY,
@@ -58,22 +59,17 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_next": qwen3_next.FAMILY,
     "qwen3_vl_text": qwen3_vl.FAMILY,
 }
-UNPLANNED: Mapping[str, UnplannedFamily] = {"gemma4_text": gemma4_text.UNPLANNED}
-"""Types that the torch trainer and the embedded engine know, and the plan does not. Other types that transformers loads have no facts."""
 REFUSED: Mapping[str, str] = {"nemotron_h": nemotron_h.WHY_NOT}
 """Types that nothing here can train or serve, with the reason."""
-VISION_TYPES: Mapping[str, str] = {family.vision_type: name for name, family in FAMILIES.items() if family.vision_type is not None}
-"""model_type of the config.json of a model of text and images -> that of its language model."""
-WHOLE_TYPES: Mapping[str, str] = {
-    **VISION_TYPES,
-    **{family.whole_type: name for name, family in UNPLANNED.items() if family.whole_type is not None},
-}
-"""As `VISION_TYPES`, with models whose towers fuligo neither runs nor trains."""
+WHOLE_TYPES: Mapping[str, str] = {family.whole_type: name for name, family in FAMILIES.items() if family.whole_type is not None}
+"""model_type of the config.json of a model with towers -> that of its language model."""
+VISION_TYPES: Mapping[str, str] = {whole: name for whole, name in WHOLE_TYPES.items() if FAMILIES[name].sees_images}
+"""As `WHOLE_TYPES`, without models whose towers fuligo neither runs nor trains."""
 
 
 def family_of(architecture: Architecture) -> Family:
     """Return the family of a model, which for text and images is that of its language model."""
-    return FAMILIES[VISION_TYPES.get(architecture.model_type, architecture.model_type)]
+    return FAMILIES[WHOLE_TYPES.get(architecture.model_type, architecture.model_type)]
 
 
 def architecture_of(config_json: Mapping[str, Any], source: str = "config.json") -> Architecture:
@@ -84,18 +80,15 @@ def architecture_of(config_json: Mapping[str, Any], source: str = "config.json")
     """
     config = ConfigJson.of(config_json, source)
     family = FAMILIES.get(config.model_type)
-    if family is None and (unplanned := UNPLANNED.get(config.model_type)) is not None:
-        raise ConfigError(f"{source}: model_type {config.model_type} is not supported by the plan: {unplanned.why_not_planned}")
     if family is None and (reason := REFUSED.get(config.model_type)) is not None:
         raise ConfigError(f"{source}: model_type {config.model_type} is not supported: {reason}; choose another model")
     if family is None:
         raise ConfigError(f"{source}: model_type {config.model_type} is not supported; supported are {', '.join(FAMILIES)}")
     architecture, model_type = family.architecture(config), config_json.get("model_type")
-    if model_type not in VISION_TYPES:
+    if model_type not in WHOLE_TYPES:
         return architecture
     assert family.vision_tower is not None
-    tower = ConfigJson(config_json.get("vision_config") or {}, f"{source}, vision_config")
-    return replace(architecture, model_type=model_type, vision_tower=family.vision_tower(tower))
+    return replace(architecture, model_type=model_type, vision_tower=family.vision_tower(ConfigJson(config_json, source)))
 
 
 def names_of(config_json: Mapping[str, Any], source: str = "config.json") -> ModelNames:
@@ -141,7 +134,7 @@ def experts_in(directory: Path) -> StoredExperts:
     """
     config_json = read_config_json(directory)
     facts = _facts(config_json)
-    if isinstance(facts, Family) and facts.stores_either_experts:
+    if facts is not None and facts.stores_either_experts:
         record = directory / TENSORS
         names = json.loads(record.read_text()) if record.exists() else read_shapes(directory)
         return StoredExperts.WHOLE if any(name.endswith(".experts.gate_up_proj") for name in names) else StoredExperts.APART
@@ -160,9 +153,8 @@ def why_not_sglang(config_json: Mapping[str, Any]) -> str | None:
     return None if facts is None or config_json.get("model_type") in WHOLE_TYPES else facts.why_not_sglang
 
 
-def _facts(config_json: Mapping[str, Any]) -> Family | UnplannedFamily | None:
-    model_type = _language_type(config_json)
-    return FAMILIES.get(model_type) or UNPLANNED.get(model_type)
+def _facts(config_json: Mapping[str, Any]) -> Family | None:
+    return FAMILIES.get(_language_type(config_json))
 
 
 def _language_type(config_json: Mapping[str, Any]) -> str:

@@ -51,6 +51,7 @@ def architecture(config: ConfigJson) -> Architecture:
             activation=Activation.GELU_TANH,
             norms_outputs=True,
             norms_around_zero=True,
+            scales_in_float32=True,
             embedding_scale=config.count("hidden_size") ** 0.5,
             softmax_scale=config.count("query_pre_attn_scalar", default=QUERY_SCALAR) ** -0.5,
             rotary_base=ROTARY_BASE,

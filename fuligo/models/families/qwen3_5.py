@@ -15,6 +15,6 @@ FAMILY = replace(
     qwen3_next.FAMILY,
     architecture=architecture,
     why_not_sglang="SGLang 0.5.15.post1 has a class only for the whole model, with its vision tower, as it is published",
-    vision_type="qwen3_5",
+    whole_type="qwen3_5",
     vision_tower=qwen3_vl.vision_tower,
 )

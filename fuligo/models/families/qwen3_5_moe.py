@@ -13,4 +13,4 @@ def architecture(config: ConfigJson) -> Architecture:
     return qwen3_next.hybrid_architecture(config, experts, lambda _: True)
 
 
-FAMILY = replace(qwen3_5.FAMILY, architecture=architecture, vision_type="qwen3_5_moe", stores_either_experts=True)
+FAMILY = replace(qwen3_5.FAMILY, architecture=architecture, whole_type="qwen3_5_moe", stores_either_experts=True)

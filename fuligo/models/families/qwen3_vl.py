@@ -7,11 +7,12 @@ from fuligo.models.family import Family
 from fuligo.models.parts import vector
 
 
-def vision_tower(config: ConfigJson) -> Part:
+def vision_tower(whole: ConfigJson) -> Part:
     """Return the tower: embeddings of patches and positions, blocks, and mergers of patches to tokens, one more for each DeepStack layer.
 
     Raises ConfigError if a size is missing or malformed.
     """
+    config = whole.part("vision_config") or ConfigJson({}, f"{whole.source}, vision_config")
     hidden, inner, output = (config.count(key) for key in ("hidden_size", "intermediate_size", "out_hidden_size"))
     pixels = config.count("in_channels", 3) * config.count("temporal_patch_size", 2) * config.count("patch_size") ** 2
     embeddings = (pixels + 1) * hidden + config.count("num_position_embeddings") * hidden
@@ -27,6 +28,6 @@ def vision_tower(config: ConfigJson) -> Part:
 FAMILY = Family(
     architecture=qwen3.architecture,
     why_not_megatron="the Megatron trainer does not support its vision tower",
-    vision_type="qwen3_vl",
+    whole_type="qwen3_vl",
     vision_tower=vision_tower,
 )

@@ -42,7 +42,7 @@ def layer_bytes(layer: Layer, architecture: Architecture, shape: Layout, config:
     hidden, split = architecture.hidden_size, shape.shards_sequence
     normed = 2 * BF16 * hidden / split
     norms = (2 + num_output_norms(layer, hidden)) * BF16 * hidden / split
-    copied = BF16 * copied_elements(architecture, shape, config)
+    copied = BF16 * copied_elements(layer, architecture, shape, config)
     attention = _attention(architecture, shape) + copied + BF16 * normed_head_elements(layer, architecture) / shape.tp
     added = None if adapter is None else _adapter(layer, adapter, shape)
     if added is not None:
@@ -66,23 +66,22 @@ def layer_bytes(layer: Layer, architecture: Architecture, shape: Layout, config:
     )
 
 
-def copied_elements(architecture: Architecture, shape: Layout, config: Config, *, num_bytes: int = BF16) -> float:
-    """Return the elements of keys and values per token of a row and layer that are copied for the branches of shared prompts and kept.
+def copied_elements(layer: Layer, architecture: Architecture, shape: Layout, config: Config, *, num_bytes: int = BF16) -> float:
+    """Return the elements of a layer's keys and values per token of a row that are copied for the branches of shared prompts and kept.
 
     The kernel for half precision copies them again in the backward pass. It computes grouped heads without sinks.
 
     Args:
         num_bytes: of an element.
     """
-    attention = architecture.attention
+    attention = architecture.attention_of(layer)
     if num_bytes == BF16 and isinstance(attention, GroupedAttention) and not attention.has_sinks:
         return 0.0
-    return copied_keys_per_token(config, shape) * _key_value_elements(architecture, shape)
+    return copied_keys_per_token(config, shape) * _key_value_elements(attention, shape)
 
 
-def _key_value_elements(architecture: Architecture, shape: Layout) -> float:
+def _key_value_elements(attention: GroupedAttention | LatentAttention, shape: Layout) -> float:
     """Return the elements of keys and values of one token on one rank, as attention reads them."""
-    attention = architecture.attention
     if isinstance(attention, GroupedAttention):
         return 2 * max(1.0, attention.num_kv_heads / shape.tp) * attention.head_dim
     return attention.num_heads / shape.tp * (attention.qk_nope_head_dim + attention.qk_rope_head_dim + attention.v_head_dim)
@@ -96,11 +95,8 @@ def num_output_norms(layer: Layer, hidden_size: int) -> int:
 
 def normed_head_elements(layer: Layer, architecture: Architecture) -> int:
     """Return the elements of queries and keys per token if they are normed (Qwen3); the norms keep their inputs."""
-    attention = architecture.attention
-    if not isinstance(attention, GroupedAttention):
-        return 0
-    has_norms = any(part.kind is PartKind.NORM and part.num_parameters == 2 * attention.head_dim for part in layer.parts)
-    return (attention.num_heads + attention.num_kv_heads) * attention.head_dim if has_norms else 0
+    attention = architecture.attention_of(layer)
+    return attention.normed_elements if isinstance(attention, GroupedAttention) and not layer.is_linear else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +201,7 @@ def _context_parallel(architecture: Architecture, shape: Layout, config: Config)
         return 0
     attention = architecture.attention
     num_ranks = shape.cp if config.parallel.allgather_cp or config.shares_prefixes else 2
-    elements = _key_value_elements(architecture, shape)
+    elements = _key_value_elements(attention, shape)
     if not isinstance(attention, GroupedAttention) and config.parallel.allgather_cp:
         elements = attention.kv_elements_per_token + (architecture.sparse_index.head_dim if architecture.sparse_index else 0)
     return 2 * BF16 * elements * num_ranks

@@ -9,7 +9,7 @@ tokens by a teacher's server.
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fuligo.config import Config
 from fuligo.config.server_groups import TEACHER
@@ -140,12 +140,11 @@ def engine_memory(spec: EngineGroupSpec, architecture: Architecture, gpu: Gpu, r
     settings = server_settings(spec, architecture, gpu)
     before = CUDA_CONTEXT_BYTES + _communication_bytes(spec) + resident
     static = round(settings.mem_fraction_static * (gpu.memory_bytes - before))
-    layers = _cached_layers(spec, architecture)
     held = _holder(spec, architecture, settings)
     weights = held(part for layer in architecture.layers for part in layer.parts) // spec.pp_size + held(architecture.outer_parts)
     draft_layers = architecture.mtp_layers if settings.drafts_with_own_layers else ()
     draft = held(part for layer in draft_layers for part in layer.parts)
-    counted, allocated = (round(size * (layers + len(draft_layers))) for size in _cache_bytes(spec, architecture))
+    counted, allocated = (round(size) for size in _cache_bytes(spec, architecture, len(draft_layers)))
     states = _states_bytes(spec, architecture, max(0, static - weights - draft))
     tokens = max(0, static - weights - draft - states) // counted
     limit = spec.arguments.get("max_total_tokens")
@@ -250,33 +249,46 @@ def _holder(spec: EngineGroupSpec, architecture: Architecture, settings: ServerS
     return held
 
 
-def _cached_layers(spec: EngineGroupSpec, architecture: Architecture) -> float:
-    """Return the layers on one rank with keys and values of every token.
-
-    Layers with windows may have their own pool, which holds a share of the tokens (`pool_configurator.HybridSWAPoolConfigurator`).
-    """
-    windowed = architecture.num_windowed_layers
-    if not family_of(architecture).has_window_pool or spec.arguments.get("disable_hybrid_swa_memory"):
-        return math.ceil(architecture.num_cached_layers / spec.pp_size)
-    share = spec.arguments.value("swa_full_tokens_ratio")
-    return math.ceil((architecture.num_cached_layers - windowed) / spec.pp_size) + share * math.ceil(windowed / spec.pp_size)
-
-
-def _cache_bytes(spec: EngineGroupSpec, architecture: Architecture) -> tuple[float, float]:
-    """Return bytes per token and layer on one rank: as SGLang counts (`pool_configurator._compute_cell_size`), and as it allocates."""
+def _cache_bytes(spec: EngineGroupSpec, architecture: Architecture, num_draft_layers: int) -> tuple[float, float]:
+    """Return bytes per token of all layers on one rank: as SGLang counts (`pool_configurator._compute_cell_size`), and as it allocates."""
     attention, index = architecture.attention, architecture.sparse_index
     dtype = str(spec.arguments.get("kv_cache_dtype") or "auto")
     size = 1 if "fp8" in dtype else 0.5 if "fp4" in dtype else 2
     if isinstance(attention, GroupedAttention):
-        attention_tp = spec.tp_size // spec.dp_size
-        elements = 2 * max(1, attention.num_kv_heads // attention_tp) * attention.head_dim
+        elements = _grouped_elements(spec, architecture, num_draft_layers)
         return elements * size, elements * size
+    layers = math.ceil(architecture.num_cached_layers / spec.pp_size) + num_draft_layers
     counted = attention.kv_elements_per_token * size
     if index is None:
-        return counted, counted
+        return layers * counted, layers * counted
     keys = index.head_dim + index.head_dim // INDEX_BLOCK * 4
     scaled = attention.kv_lora_rank + attention.kv_lora_rank // INDEX_BLOCK * 4 + 2 * attention.qk_rope_head_dim
-    return counted + keys, (scaled if size == 1 else counted) + keys
+    return layers * (counted + keys), layers * ((scaled if size == 1 else counted) + keys)
+
+
+def _grouped_elements(spec: EngineGroupSpec, architecture: Architecture, num_draft_layers: int) -> float:
+    """Return the elements of keys and values per token on one rank.
+
+    Layers with windows may have their own pool, which holds a share of the tokens (`pool_configurator.HybridSWAPoolConfigurator`). Layers
+    that borrow keys and values have an entry as well, which stays empty.
+    """
+    attention_tp = spec.tp_size // spec.dp_size
+    has_pool = family_of(architecture).has_window_pool and not spec.arguments.get("disable_hybrid_swa_memory")
+    share = spec.arguments.value("swa_full_tokens_ratio") if has_pool else 1.0
+
+    def on_a_rank(heads: GroupedAttention) -> int:
+        return 2 * max(1, heads.num_kv_heads // attention_tp) * heads.head_dim
+
+    kinds: Counter[tuple[GroupedAttention, bool]] = Counter()
+    for layer in architecture.layers:
+        heads = architecture.attention_of(layer)
+        if not layer.is_linear and isinstance(heads, GroupedAttention):
+            kinds[replace(heads, borrows_keys=False), has_pool and layer.window is not None] += 1
+    total = 0.0
+    for (heads, is_apart), num_layers in kinds.items():
+        total += math.ceil(num_layers / spec.pp_size) * on_a_rank(heads) * (share if is_apart else 1.0)
+    drafting = architecture.attention
+    return total + (num_draft_layers * on_a_rank(drafting) if isinstance(drafting, GroupedAttention) else 0)
 
 
 def _states_bytes(spec: EngineGroupSpec, architecture: Architecture, rest: int) -> int:
@@ -316,12 +328,12 @@ def _forward_bytes(spec: EngineGroupSpec, architecture: Architecture, tokens: in
     hidden, experts, attention_tp = architecture.hidden_size, architecture.experts, spec.tp_size // spec.dp_size
     attention = architecture.attention
     if isinstance(attention, GroupedAttention):
-        heads = 2 * (attention.num_heads + attention.num_kv_heads) * attention.head_dim / attention_tp
+        heads = max(2 * (each.num_heads + each.num_kv_heads) * each.head_dim for each in architecture.grouped_attentions) / attention_tp
     else:
         per_head = 2 * (attention.qk_nope_head_dim + attention.qk_rope_head_dim) + 2 * attention.v_head_dim
         heads = attention.num_heads * per_head / attention_tp
     dense_tp = spec.arguments.get("moe_dense_tp_size") or spec.tp_size
-    mlp = 3 * architecture.intermediate_size / dense_tp
+    mlp = 3 * max(layer.dense_size or architecture.intermediate_size for layer in architecture.layers) / dense_tp
     if experts is not None:
         copies = spec.dp_size * experts.num_experts_per_token / spec.ep_size
         width = experts.intermediate_size * spec.ep_size / spec.tp_size
@@ -353,12 +365,15 @@ def embedded_items(subject: Subject) -> tuple[MemoryItem, ...]:
 
 
 def cached_elements_per_token(architecture: Architecture) -> int:
-    """Return the elements per token of all heads and layers, also for latent attention; keys and values have the longer row."""
+    """Return the elements per token of all heads and layers, also for latent attention.
+
+    Keys and values have the longer row of the two, and all layers that of the widest. Layers that borrow keys and values keep a copy.
+    """
     attention = architecture.attention
     if isinstance(attention, LatentAttention):
         longest = max(attention.qk_nope_head_dim + attention.qk_rope_head_dim, attention.v_head_dim)
         return 2 * attention.num_heads * longest * architecture.num_layers
-    return attention.kv_elements_per_token * architecture.num_cached_layers
+    return architecture.num_cached_layers * max(heads.reserved_kv_elements for heads in architecture.grouped_attentions)
 
 
 def embedded_kv_tokens(subject: Subject) -> int:

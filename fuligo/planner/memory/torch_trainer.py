@@ -177,7 +177,8 @@ def compiles_layers(subject: Subject) -> bool:
     architecture, config = subject.architecture, subject.config
     is_wanted = config.model.torch_compile is not False and not config.train.exact_on_policy
     is_dense = architecture.experts is None and isinstance(architecture.attention, GroupedAttention) and not architecture.num_linear_layers
-    return is_wanted and is_dense and architecture.vision_tower is None and compute_bytes(subject) == BF16
+    are_apart = not any(heads.borrows_keys for heads in architecture.grouped_attentions)
+    return is_wanted and is_dense and are_apart and architecture.vision_tower is None and compute_bytes(subject) == BF16
 
 
 def _activations(subject: Subject) -> MemoryItem:
@@ -190,19 +191,19 @@ def _activations(subject: Subject) -> MemoryItem:
         per_layer = [adapted_layer_bytes(layer, adapter, compute_bytes(subject)) for layer in architecture.layers]
     else:
         per_layer = [layer_bytes(layer, architecture, compute_bytes(subject)) for layer in architecture.layers]
-    size = compute_bytes(subject)
-    shared = size * copied_elements(architecture, layout_of(config), config, num_bytes=size)
-    per_layer = [num_bytes + shared for num_bytes in per_layer]
+    size, shape = compute_bytes(subject), layout_of(config)
+    copies = [size * copied_elements(layer, architecture, shape, config, num_bytes=size) for layer in architecture.layers]
+    per_layer = [kept + copied for kept, copied in zip(per_layer, copies, strict=True)]
     if config.model.gradient_checkpointing:
-        entries = compute_bytes(subject) * architecture.hidden_size * len(per_layer)
+        entries = size * sum(architecture.hidden_size + layer.input_size for layer in architecture.layers)
         per_token, how = entries + max(per_layer), "inputs of all layers and one layer's activations"
     else:
         per_token, how = sum(per_layer), "all layers; --gradient-checkpointing keeps their inputs only"
-    copies = [0] if adapter is None else [copied_factor_bytes(layer, adapter, compute_bytes(subject)) for layer in architecture.layers]
-    copied = max(copies) if config.model.gradient_checkpointing else sum(copies)
+    factors = [0] if adapter is None else [copied_factor_bytes(layer, adapter, compute_bytes(subject)) for layer in architecture.layers]
+    copied = max(factors) if config.model.gradient_checkpointing else sum(factors)
     note = f"{tokens} tokens x {per_token / 1024:.0f} KiB{f' + {amount(copied)} of B' if copied else ''}: {how}"
-    if shared:
-        note += f"; {shared / 1024:.0f} KiB a layer are keys of shared prompts, copied for every answer"
+    if any(copies):
+        note += f"; {max(copies) / 1024:.0f} KiB a layer are keys of shared prompts, copied for every answer"
     return MemoryItem("activations", round(tokens * per_token) + copied, note)
 
 
@@ -212,26 +213,35 @@ def layer_bytes(layer: Layer, architecture: Architecture, size: int) -> float:
     Operations are not fused. A norm keeps its input in fp32 too; the MLP keeps gate, activated gate, up projection and their product; the
     router an fp32 copy of its input; experts also their outputs, which are weighted afterwards.
     """
-    hidden, attention, experts = architecture.hidden_size, architecture.attention, architecture.experts
+    hidden, attention, experts = architecture.hidden_size, architecture.attention_of(layer), architecture.experts
     rounded = size if size < FP32 else 0  # a norm's fp32 result in the compute type, before its weight
+    if architecture.numerics.scales_in_float32:
+        rounded = FP32
     norms = 2 * (FP32 + rounded + size) * hidden + num_output_norms(layer, hidden) * (FP32 + rounded) * hidden
     linear = architecture.linear_attention if layer.is_linear else None
     if linear is not None:
         # Inputs and outputs of the convolution, gates and outputs of the rule, as flash-linear-attention's kernels keep them.
         heads = size * (2 * linear.num_channels + 3 * linear.num_value_heads * linear.value_dim) + 2 * FP32 * linear.num_value_heads
     elif isinstance(attention, GroupedAttention):
-        query, key_value = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
-        heads = size * (2 * query + 2 * key_value) + (FP32 + rounded) * normed_head_elements(layer, architecture)
+        query = attention.num_heads * attention.head_dim
+        heads = size * (2 * query + attention.kv_elements_per_token) + (FP32 + rounded) * normed_head_elements(layer, architecture)
+        heads += FP32 * attention.normed_value_elements
     else:
         query_key = attention.num_heads * (attention.qk_nope_head_dim + attention.qk_rope_head_dim)
         latent = (FP32 + rounded + size) * ((attention.q_lora_rank or 0) + attention.kv_lora_rank)
         heads = size * (2 * query_key + 2 * attention.num_heads * attention.v_head_dim) + latent
     heads += FP32 * attention.num_heads
+    kept = norms + heads + 4 * size * architecture.dense_size_of(layer) + _input_bytes(layer, hidden, size)
     if not layer.is_moe or experts is None:
-        return norms + heads + 4 * size * architecture.intermediate_size
+        return kept
     copies = experts.num_experts_per_token * (2 * hidden + 4 * experts.intermediate_size)
     shared = 4 * experts.num_shared_experts * experts.intermediate_size
-    return norms + heads + size * (copies + shared) + FP32 * (hidden + 2 * experts.num_experts)
+    return kept + size * (copies + shared) + FP32 * (hidden + 2 * experts.num_experts)
+
+
+def _input_bytes(layer: Layer, hidden: int, size: int) -> int:
+    """Return the bytes per token of a layer's own embedding: what its gate and its projection read, the gate, and the embedding."""
+    return size * (hidden + 4 * layer.input_size) if layer.input_size else 0
 
 
 def adapted_layer_bytes(layer: Layer, adapter: AdapterShape, size: int) -> float:
@@ -241,12 +251,13 @@ def adapted_layer_bytes(layer: Layer, adapter: AdapterShape, size: int) -> float
     adapted matrix for the gradient of A, and A's output for that of B.
     """
     architecture, config = adapter.architecture, adapter.config
-    hidden, attention, experts = architecture.hidden_size, architecture.attention, architecture.experts
+    hidden, attention, experts = architecture.hidden_size, architecture.attention_of(layer), architecture.experts
     kept = FP32 * (2 + num_output_norms(layer, hidden)) * (hidden + 1)
     if isinstance(attention, GroupedAttention):
-        query, key_value = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
+        query = attention.num_heads * attention.head_dim
         normed = normed_head_elements(layer, architecture)
-        kept += size * (2 * query + 2 * key_value) + FP32 * (normed + normed / attention.head_dim)
+        kept += size * (2 * query + attention.kv_elements_per_token) + FP32 * (normed + normed / attention.head_dim)
+        kept += FP32 * attention.normed_value_elements
     else:
         query_key = attention.num_heads * (attention.qk_nope_head_dim + attention.qk_rope_head_dim)
         latent = (attention.q_lora_rank or 0) + attention.kv_lora_rank
@@ -258,8 +269,7 @@ def adapted_layer_bytes(layer: Layer, adapter: AdapterShape, size: int) -> float
         if adapter.adapts_experts(layer):  # each copy of a token, the input of `down_proj`, and what both A make of them
             low_rank = 2 * (config.rank + -config.rank % 8)
             kept += size * experts.num_experts_per_token * (hidden + experts.intermediate_size + low_rank)
-    else:
-        kept += size * 3 * architecture.intermediate_size
+    kept += size * 3 * architecture.dense_size_of(layer) + size * 3 * layer.input_size
     adapted = adapter.adapted(layer)
     if config.dropout:  # each has its own mask and input
         inputs = sum((size + 1) * matrix.inputs for matrix in adapted)
@@ -283,12 +293,12 @@ def compiled_layer_bytes(layer: Layer, architecture: Architecture, adapter: Adap
     The partitioner of `torch.compile` keeps the inputs and outputs of matrix products, and query, key and value as attention takes them.
     Norms and activations are computed again from these and an fp32 number per norm. An adapter adds the outputs of its A.
     """
-    hidden, attention = architecture.hidden_size, architecture.attention
+    hidden, attention = architecture.hidden_size, architecture.attention_of(layer)
     assert isinstance(attention, GroupedAttention)
-    query, key_value = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
+    query, key_value = attention.num_heads * attention.head_dim, attention.kv_elements_per_token
     normed = normed_head_elements(layer, architecture)
     output_norms = num_output_norms(layer, hidden)
-    kept = (4 + output_norms) * hidden + normed + 2 * query + 2 * key_value + 3 * architecture.intermediate_size
+    kept = (4 + output_norms) * hidden + normed + 2 * query + key_value + 3 * architecture.dense_size_of(layer) + 3 * layer.input_size
     statistics = 2 + output_norms + attention.num_heads + normed / attention.head_dim
     low_rank = adapter.config.rank * len(adapter.adapted(layer)) if adapter is not None else 0
     return BF16 * (kept + low_rank) + FP32 * statistics

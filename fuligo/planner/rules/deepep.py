@@ -164,7 +164,8 @@ def shares_are_whole_blocks(subject: Subject) -> Iterator[Violation]:
         return
     for spec in serving_policy(subject):
         experts, dense = architecture.experts, spec.arguments.get("moe_dense_tp_size") or spec.tp_size
-        widths = {"a dense MLP": (architecture.intermediate_size, dense)} if any(not layer.is_moe for layer in architecture.layers) else {}
+        sizes_of_mlps = [width for layer in architecture.layers if (width := architecture.dense_size_of(layer))]
+        widths = {"a dense MLP": (min(sizes_of_mlps), dense)} if sizes_of_mlps else {}
         if experts is not None and spec.tp_size % spec.ep_size == 0:
             widths["an expert"] = (experts.intermediate_size, spec.tp_size // spec.ep_size)
         for name, (width, share) in widths.items():

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 from fuligo.config.findings import Severity
 from fuligo.config.topology import EngineGroupSpec
-from fuligo.models.architecture import GroupedAttention
 from fuligo.planner.rules.rule import Fix, Violation, divisors, nearest_first, rule
 from fuligo.planner.rules.servers import engine_size, resizes, serving_policy, set_argument, shown, where
 from fuligo.planner.subject import Subject
@@ -71,15 +70,15 @@ def heads_divide(subject: Subject) -> Iterator[Violation]:
 @rule("PLAN-ENGINE-KV-HEADS", "--rollout-num-gpus-per-engine", "--sglang-dp-size")
 def kv_heads_divide(subject: Subject) -> Iterator[Violation]:
     """The GPUs of a replica split the key-value heads evenly, or each head is copied to equally many GPUs."""
-    attention = subject.rollout_architecture.attention
-    if not isinstance(attention, GroupedAttention):
-        return
+    heads = subject.rollout_architecture.grouped_attentions
     for spec in serving_policy(subject):
-        size, groups = spec.tp_size // spec.dp_size, attention.num_kv_heads
-        if spec.tp_size % spec.dp_size == 0 and attention.num_heads % size == 0 and groups % size and size % groups:
+        size = spec.tp_size // spec.dp_size
+        if spec.tp_size % spec.dp_size or any(each.num_heads % size for each in heads):
+            continue
+        for groups in sorted({each.num_kv_heads for each in heads if each.num_kv_heads % size and size % each.num_kv_heads}):
             yield Violation(
                 f"{_attention_split(subject, spec, size)}: {size} neither divides nor is a multiple of the model's "
-                f"{attention.num_kv_heads} key-value heads",
+                f"{groups} key-value heads",
                 _attention_fixes(subject, spec),
             )
 
@@ -110,13 +109,13 @@ def matrices_divide(subject: Subject) -> Iterator[Violation]:
     """The columns of MLPs and experts are shared equally."""
     architecture = subject.rollout_architecture
     experts = architecture.experts
-    has_dense = any(not layer.is_moe for layer in architecture.layers)
+    widths = sorted({width for layer in architecture.layers if (width := architecture.dense_size_of(layer))})
     for spec in serving_policy(subject):
         dense = spec.arguments.get("moe_dense_tp_size") or spec.tp_size
-        if has_dense and dense in (1, spec.tp_size) and architecture.intermediate_size % dense:
+        if dense in (1, spec.tp_size) and (uneven := [width for width in widths if width % dense]):
             fixes = (set_argument(subject, spec, "moe_dense_tp_size", 1),) if experts else ()
             yield Violation(
-                f"{engine_size(subject, spec)}: {dense} GPUs do not divide the {architecture.intermediate_size} columns of a dense MLP",
+                f"{engine_size(subject, spec)}: {dense} GPUs do not divide the {uneven[0]} columns of a dense MLP",
                 ((fixes,) if fixes else ()) + _sizes(subject, spec),
             )
         if experts is None or spec.tp_size % spec.ep_size:

@@ -184,7 +184,7 @@ def adapters_of_models_with_a_tower_are_merged(subject: Subject) -> Iterator[Vio
 @rule("PLAN-VISION-TEXT", "--multimodal-keys", "--freeze-vision-tower")
 def flags_fit_a_model_of_text(subject: Subject) -> Iterator[Violation]:
     """Images and a frozen tower need a model that has a vision tower."""
-    if subject.architecture.vision_tower is not None:
+    if subject.architecture.vision_tower is not None and family_of(subject.architecture).sees_images:
         return
     for name, is_given in (
         ("multimodal_keys", bool(subject.config.data.multimodal_keys)),

@@ -343,14 +343,6 @@ def test_experts_that_sglang_would_not_find_are_refused(tmp_path: Path):
     assert engine_problems(olmoe, *engines) == []
 
 
-def test_a_model_that_sglang_lacks_is_refused(tmp_path: Path):
-    engines = ["--rollout-num-gpus", 1, "--actor-num-gpus-per-node", 1, "--launcher", "ray", "--train-backend", "torch"]
-    gemma = tiny.save_checkpoint(tmp_path / "gemma", "gemma4_text", **tiny.GEMMA4)
-    (problem,) = engine_problems(gemma, *engines)
-    assert f"--rollout-backend sglang cannot serve {gemma} (gemma4_text): SGLang 0.5.15.post1 reads" in problem
-    assert engine_problems(gemma) == []
-
-
 def test_sglang_is_sent_no_adapter_of_layers_with_names_of_experts_matrices(tmp_path: Path):
     mixture = tiny.save_checkpoint(tmp_path / "mixture", "glm4_moe")
     flags = ["--prompt-data", "prompts.jsonl", "--rm-type", "random", "--num-rollout", "1", "--rollout-backend", "sglang"]

@@ -12,13 +12,14 @@ from fuligo.models.transformers_types import register_types
 
 _KINDS = {
     r"embed_tokens": PartKind.EMBEDDING,
+    r"per_layer_(input_gate|projection|model_projection)\.": PartKind.LAYER_INPUT,
     r"lm_head": PartKind.HEAD,
     r"indexer\.": PartKind.INDEXER,
     r"norm": PartKind.NORM,
     r"self_attn\.": PartKind.ATTENTION,
     r"linear_attn\.": PartKind.LINEAR_ATTENTION,
-    r"mlp\.(gate|router)\.": PartKind.ROUTER,
-    r"mlp\.experts\.": PartKind.ROUTED_EXPERTS,
+    r"mlp\.(gate|router)\.|\d\.router\.": PartKind.ROUTER,
+    r"mlp\.experts\.|\d\.experts\.": PartKind.ROUTED_EXPERTS,
     r"mlp\.shared_expert": PartKind.SHARED_EXPERT,
     r"mlp\.": PartKind.DENSE_MLP,
 }

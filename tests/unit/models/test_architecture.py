@@ -37,10 +37,27 @@ DENSE = {
     "vocab_size": 96,
     "max_position_embeddings": 128,
 }
-TORCH_ONLY = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "gpt_oss", "minimax_m2", "qwen3_vl_text"}
+TORCH_ONLY = {"gemma4_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "gpt_oss", "minimax_m2", "qwen3_vl_text"}
 """Families whose sizes `SMALL` has; they have no names in Megatron."""
 SPARSE = {"deepseek_v32", "glm_moe_dsa"}
 GLM4 = DENSE | {"pad_token_id": 0}
+GEMMA4 = {
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 5,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "sliding_attention"],
+    "num_kv_shared_layers": 2,
+    "head_dim": 20,
+    "global_head_dim": 36,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "hidden_size_per_layer_input": 6,
+    "vocab_size_per_layer_input": 90,
+    "use_double_wide_mlp": True,
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 44,
+}
 LATENT = {"kv_lora_rank": 24, "q_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
 LINEAR = {
     "head_dim": 24,
@@ -75,6 +92,11 @@ SMALL: list[dict[str, Any]] = [
     DENSE | LINEAR | {"model_type": "qwen3_5_text", "layer_types": ["full_attention", "linear_attention", "linear_attention"]},
     DENSE | {"model_type": "gemma3_text"},
     DENSE | {"model_type": "gemma3_text", "head_dim": 24, "attention_bias": True, "tie_word_embeddings": False},
+    DENSE | GEMMA4,
+    DENSE | GEMMA4 | {"hidden_size_per_layer_input": 0, "attention_bias": True, "tie_word_embeddings": False, "attention_k_eq_v": False},
+    DENSE
+    | GEMMA4
+    | {"num_hidden_layers": 7, "num_kv_shared_layers": 1, "layer_types": None, "global_head_dim": 24, "enable_moe_block": False},
     DENSE | {"model_type": "gpt_oss", "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 24},
     DENSE | {"model_type": "gpt_oss", "num_local_experts": 3, "num_experts_per_tok": 1, "attention_bias": False},
     DENSE | {"model_type": "minimax_m2", "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 24},
@@ -231,7 +253,8 @@ def assert_counts_agree(config: dict[str, Any]) -> None:
 
 def counts_of(architecture: Architecture) -> reference.Counts:
     counts: Counter[tuple[int | None, PartKind]] = Counter()
-    counts.update({(None, part.kind): part.num_parameters for part in architecture.outer_parts})
+    for part in architecture.outer_parts:
+        counts[None, part.kind] += part.num_parameters
     for layer in architecture.layers:
         for part in layer.parts:
             counts[layer.number, part.kind] += part.num_parameters

@@ -25,6 +25,7 @@ def sum_of(parts: tuple[Part, ...], kind: PartKind) -> int:
     [
         *(("glm4.7-flash", 30), ("glm4.5-355b", 355), ("glm5.2-744b", 744), ("qwen3-4b", 4.0)),
         *(("deepseek-v3.2", 671), ("qwen3-next-80b", 80), ("minimax-m2", 229), ("gemma3-1b", 1.0)),
+        ("gemma4-26b", 25.8),
     ],
 )
 def test_totals_are_within_two_percent_of_the_names(recipe: str, billions: float) -> None:

@@ -33,7 +33,8 @@ from tests.unit.planner.test_torch_trainer import EXPERTS, SHAPE, TOKENS, saved_
 FLAGS = "--hf-checkpoint model --prompt-data prompts.jsonl --rm-type random --launcher local --device cuda --train-backend torch \
   --precision bf16 --num-rollout 10 --rollout-batch-size 64 --n-samples-per-prompt 8 --rollout-max-response-len 4096 \
   --rollout-max-prompt-len 512 --use-kl-loss --colocate --use-dynamic-batch-size --max-tokens-per-gpu 8192 --lr 1e-5"
-FAMILIES = [family for family in tiny.FAMILIES if family != "kimi_k2"]
+FAMILIES = [*(family for family in tiny.FAMILIES if family != "kimi_k2"), "gemma4_text"]
+SHAPES = {"gemma4_text": tiny.GEMMA4}
 TARGETS = [(), ("q_proj", "v_proj"), ("down_proj",), ("self_attn.o_proj",)]
 
 
@@ -48,14 +49,16 @@ def test_an_adapter_of_experts_has_the_parameters_of_the_real_model(family: str)
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_adapter_has_the_matrices_of_the_real_model(family: str) -> None:
-    model: Any = tiny.model(family)
+    model: Any = tiny.model(family, **SHAPES.get(family, {}))
     config = AdapterConfig(rank=3, alpha=6.0)
     add_adapter(model, config, seed=0)
     found = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in adapter_tensors(model)}
     shape = AdapterShape(config, architecture_of(model.config.to_dict()))
     assert shape.num_parameters == sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     layers = [(layer.number, matrix.name) for layer in shape.architecture.layers for matrix in shape.adapted(layer)]
-    assert sorted(layers) == sorted((int(name.split(".")[2]), name.rpartition(".")[2]) for name in found)
+    outside = {f"model.{matrix.name}" for matrix in shape.adapted_outside}
+    assert outside == {name for name in found if ".layers." not in name}
+    assert sorted(layers) == sorted((int(name.split(".")[2]), name.rpartition(".")[2]) for name in found - outside)
 
 
 MIXTURES = ["qwen3_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v3"]

@@ -6,14 +6,22 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Glm4Config, Glm4MoeConfig, LlamaConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Gemma4TextConfig,
+    Glm4Config,
+    Glm4MoeConfig,
+    LlamaConfig,
+    Qwen3Config,
+)
 
 from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.layout.adapter import AdapterShape
 from fuligo.models.adapter import add_adapter
 from fuligo.models.modules import speed_up_rms_norms
 from fuligo.models.registry import architecture_of
-from fuligo.planner.memory.torch_trainer import compiled_layer_bytes, compiles_layers, layer_bytes
+from fuligo.planner.memory.torch_trainer import adapted_layer_bytes, compiled_layer_bytes, compiles_layers, layer_bytes
 from fuligo.trainer.torch_backend import model as torch_model
 from fuligo.trainer.torch_backend.compiled_layers import can_compile
 from tests import tiny, tiny_vision
@@ -80,6 +88,34 @@ def test_a_layer_keeps_what_autograd_saves(make: Any, tolerance: float, dtype: t
     measured = (saved_bytes(four, dtype) - saved_bytes(two, dtype)) / 2
     architecture = architecture_of(two.to_dict())
     assert layer_bytes(architecture.layers[0], architecture, size) * TOKENS == pytest.approx(measured, rel=tolerance)
+
+
+@pytest.mark.parametrize("adapter", [None, AdapterConfig(rank=8, alpha=16.0)], ids=["weights", "adapter"])
+@pytest.mark.parametrize("dtype, size", [(torch.float32, 4), (torch.bfloat16, 2)])
+@pytest.mark.parametrize("num_borrowing", [0, 2])
+def test_layers_of_different_shapes_keep_what_autograd_saves(
+    num_borrowing: int, dtype: torch.dtype, size: int, adapter: AdapterConfig | None
+) -> None:
+    """Gemma 4: a layer with a window, and a full one with larger heads; both may take keys and values of earlier ones."""
+    sizes = {"global_head_dim": 128, "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 64, "use_double_wide_mlp": True}
+    two, four = (
+        Gemma4TextConfig(
+            num_hidden_layers=count,
+            layer_types=["sliding_attention", "full_attention"] * (count // 2),
+            num_kv_shared_layers=num_borrowing if count == 4 else 0,
+            **SHAPE,
+            **sizes,
+        )
+        for count in (2, 4)
+    )
+    measured = saved_bytes(four, dtype, adapter=adapter) - saved_bytes(two, dtype, adapter=adapter)
+    architecture = architecture_of(four.to_dict())
+    last = architecture.layers[2:]
+    if adapter is None:
+        planned = sum(layer_bytes(layer, architecture, size) for layer in last)
+    else:
+        planned = sum(adapted_layer_bytes(layer, AdapterShape(adapter, architecture), size) for layer in last)
+    assert planned * TOKENS == pytest.approx(measured, rel=0.05)
 
 
 @pytest.mark.long

@@ -18,6 +18,7 @@ EXAMPLES = REPOSITORY / "examples"
 CLUSTER_RECIPES = {
     "deepseek-v3.2/config.yaml": 128,
     "gemma3-1b/config.yaml": 8,
+    "gemma4-26b/config.yaml": 8,
     "glm4-9b/separate.yaml": 8,
     "glm4-9b/colocated.yaml": 8,
     "glm4.7-flash/8gpus.yaml": 8,

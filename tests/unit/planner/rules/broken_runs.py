@@ -300,6 +300,7 @@ BROKEN: dict[str, tuple[Run, ...]] = {
     "PLAN-SGLANG-MODEL": (
         Run(DENSE, engine_model={"model_type": "qwen3_5_text"}),
         Run(DENSE, engine_model={"model_type": "qwen3_5_moe_text"}),
+        Run(DENSE, engine_model={"model_type": "gemma4_text"}),
     ),
     "PLAN-VISION-ADAPTER": (
         Run(
@@ -310,7 +311,10 @@ BROKEN: dict[str, tuple[Run, ...]] = {
             engine_model={"vision_tower": TOWER},
         ),
     ),
-    "PLAN-VISION-TEXT": (Run("calculator/config.yaml", "--freeze-vision-tower"),),
+    "PLAN-VISION-TEXT": (
+        Run("calculator/config.yaml", "--freeze-vision-tower"),
+        Run("calculator/config.yaml", "--freeze-vision-tower", trainer_model={"model_type": "gemma4", "vision_tower": TOWER}),
+    ),
     "PLAN-ATTENTION-GPU": (
         Run(MIXTURE, "--sglang-attention-backend trtllm_mla"),
         Run(DENSE, "--sglang-attention-backend fa3", gpu="b200"),

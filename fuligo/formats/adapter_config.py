@@ -23,6 +23,8 @@ _PREFIX = "base_model.model."
 """Prefix of the tensors' names in PEFT's files."""
 EXPERT_PARAMETERS = ("experts.down_proj", "experts.gate_up_proj")
 """`target_parameters` of an adapter of MoE experts."""
+TOWER_MODULES = r"model\.(visual|vision_tower|embed_vision|audio_tower|embed_audio)\..*"
+"""`exclude_modules` of an adapter of a model whose towers have layers of the adapted names: a pattern of all that is in the towers."""
 _MATRIX = ".weight"
 """Ending of a `target_parameters` name that is the matrix of a linear layer."""
 _WRAPPERS = {"gate_up": ".base_layer", "down": ""}
@@ -30,7 +32,7 @@ _WRAPPERS = {"gate_up": ".base_layer", "down": ""}
 _EXPERTS_TENSOR = re.compile(r"(?P<experts>.+\.experts)\.adapter\.(?P<matrix>gate_up|down)_(?P<factor>[AB])")
 _UNSUPPORTED = (
     "use_dora", "modules_to_save", "lora_bias", "trainable_token_indices", "layer_replication", "fan_in_fan_out", "rank_pattern",
-    "alpha_pattern", "exclude_modules", "layers_to_transform", "use_qalora", "alora_invocation_tokens", "use_bdlora", "monteclora_config",
+    "alpha_pattern", "layers_to_transform", "use_qalora", "alora_invocation_tokens", "use_bdlora", "monteclora_config",
     "velora_config", "kasa_config", "arrow_config", "ensure_weight_tying",
 )  # fmt: skip
 
@@ -177,6 +179,8 @@ def _unsupported(fields: dict[str, Any]) -> str:
     found = [name for name in _UNSUPPORTED if fields.get(name)]
     if not _are_supported(fields.get("target_parameters") or []):
         found.append("target_parameters")
+    if fields.get("exclude_modules") not in (None, [], "", TOWER_MODULES):
+        found.append("exclude_modules")
     if fields.get("bias", "none") != "none":
         found.append("bias")
     if fields.get("init_lora_weights", True) not in (True, False, None, "gaussian"):  # may also have changed the base

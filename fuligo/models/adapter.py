@@ -23,6 +23,7 @@ from fuligo.formats.adapter_config import (
     ADAPTER_WEIGHTS,
     EXPERT_PARAMETERS,
     NAME,
+    TOWER_MODULES,
     AdapterConfig,
     is_adapter_name,
     stored_name,
@@ -47,12 +48,12 @@ def empty_model(directory: Path) -> PreTrainedModel:
 def linear_layers(model: PreTrainedModel) -> list[str]:
     """Return the names of the linear layers that an adapter can have.
 
-    Excludes the output layer, the indexers of sparse attention (their token choice has no gradient) and the vision tower.
+    Excludes the output layer, the indexers of sparse attention (their token choice has no gradient), routers and the towers.
     """
     head = model.get_output_embeddings()
 
     def may_adapt(name: str) -> bool:
-        return ".indexer." not in name and re.match(TOWER_PATTERN, name) is None
+        return ".indexer." not in name and ".router." not in name and re.match(TOWER_PATTERN, name) is None
 
     return [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head and may_adapt(name)]
 
@@ -90,8 +91,9 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, *, seed: int) -> 
             "have a higher rank; choose a rank such as 16"
         )
     every = {name.rpartition(".")[2] for name in linear_layers(model)}
-    _require_own_names(model, [target.rpartition(".")[2] for target in config.target_modules] or every)
-    added, stored = _peft_config(config, list(config.target_modules) or sorted(every)), _stored_config(config, peft_targets(model, config))
+    excluded = _excluded_modules(model, [target.rpartition(".")[2] for target in config.target_modules] or every)
+    added = _peft_config(config, list(config.target_modules) or sorted(every), excluded)
+    stored = _stored_config(config, peft_targets(model, config), excluded)
     parts = nn.Module()  # without the model's config, by which PEFT would take names for those of experts (`EXPERT_MATRICES`)
     for name, part in model.named_children():
         parts.add_module(name, part)
@@ -105,14 +107,10 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, *, seed: int) -> 
     set_dropout(model, on=False)
 
 
-def _require_own_names(model: PreTrainedModel, adapted: Collection[str]) -> None:
-    """Check that no tower has layers of these names, which PEFT would adapt too."""
-    if any(re.match(TOWER_PATTERN, name) and name.rpartition(".")[2] in adapted for name, _ in model.named_modules()):
-        kind: Any = model.config
-        raise ConfigError(
-            f"cannot add an adapter to a {kind.model_type} model: PEFT would also adapt layers of the same names in its towers; train all "
-            "weights, or the language model alone (docs/models.md says how to save it)"
-        )
+def _excluded_modules(model: PreTrainedModel, adapted: Collection[str]) -> str | None:
+    """Return the pattern of the modules that PEFT must leave out; None if no tower has layers of these names."""
+    collide = any(re.match(TOWER_PATTERN, name) and name.rpartition(".")[2] in adapted for name, _ in model.named_modules())
+    return TOWER_MODULES if collide else None
 
 
 def lora_layers(model: nn.Module) -> dict[str, "LoraLayer"]:
@@ -217,14 +215,14 @@ def _write_config(config: "LoraConfig", directory: Path) -> None:
         raise CheckpointError(f"cannot write {directory / ADAPTER_CONFIG}: {error}") from error
 
 
-def _stored_config(config: AdapterConfig, targets: PeftTargets) -> "LoraConfig":
-    """Return the configuration by which PEFT loads the adapter."""
-    stored = _peft_config(config, targets.modules)
+def _stored_config(config: AdapterConfig, targets: PeftTargets, excluded: str | None = None) -> "LoraConfig":
+    """Return the configuration by which PEFT loads the adapter. `excluded`: as `_excluded_modules` returns it."""
+    stored = _peft_config(config, targets.modules, excluded)
     stored.target_parameters = [*targets.parameters, *(EXPERT_PARAMETERS if config.adapts_experts else ())] or None
     return stored
 
 
-def _peft_config(config: AdapterConfig, layers: list[str]) -> "LoraConfig":
+def _peft_config(config: AdapterConfig, layers: list[str], excluded: str | None) -> "LoraConfig":
     from peft import LoraConfig
 
     return LoraConfig(
@@ -232,6 +230,7 @@ def _peft_config(config: AdapterConfig, layers: list[str]) -> "LoraConfig":
         lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType]  # PEFT divides it, a fraction works
         lora_dropout=config.dropout,
         target_modules=layers,
+        exclude_modules=excluded,
         use_rslora=config.rank_stabilised,
         base_model_name_or_path=config.base or None,
         task_type="CAUSAL_LM",

@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
+from fuligo.formats.adapter_config import TOWER_MODULES
 from fuligo.models.registry import VISION_TYPES
 
-TOWER_PATTERN = r"^model\.(visual|vision_tower|embed_vision|audio_tower|embed_audio)\."
+TOWER_PATTERN = f"^{TOWER_MODULES}"
 """Regular expression of the names of the towers' weights."""
 
 

@@ -1,6 +1,6 @@
 """The same reinforcement learning by fuligo and by its peers, compared: speed, memory, and seconds to a reward.
 
-    python examples/smollm2/fetch.py models/smollm2
+    python examples/fetch_model.py smollm2 models/smollm2
     python benchmarks/race.py                                              # one GPU: fuligo and TRL with `generate`
     python benchmarks/race.py fuligo trl-vllm verl-vllm --python trl-vllm=.venv-trl/bin/python --python verl-vllm=.venv-verl/bin/python
     python benchmarks/race.py --small                                      # the same in a few minutes on a CPU
@@ -257,7 +257,7 @@ def main() -> None:
         "competitors", nargs="*", default=["fuligo", "trl-generate"], metavar="COMPETITOR", help=f"of {', '.join(COMPETITORS)}"
     )
     parser.add_argument("--python", action="append", default=[], metavar="NAME=PATH", help="its interpreter (default: this one)")
-    parser.add_argument("--model", default="models/smollm2", help="directory, as examples/smollm2/fetch.py writes it")
+    parser.add_argument("--model", default="models/smollm2", help="directory, as examples/fetch_model.py writes it")
     parser.add_argument("--directory", type=Path, default=Path("runs/race"), help="new directory for everything that the competitors write")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--num-gpus", type=int, default=1)

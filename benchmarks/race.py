@@ -2,14 +2,15 @@
 
     python examples/fetch_model.py smollm2 models/smollm2
     python benchmarks/race.py                                              # one GPU: fuligo and TRL with `generate`
-    python benchmarks/race.py fuligo trl-vllm verl-vllm --python trl-vllm=.venv-trl/bin/python --python verl-vllm=.venv-verl/bin/python
+    python benchmarks/race.py fuligo trl-vllm verl-sglang --python trl-vllm=.venv-trl/bin/python --python verl-sglang=.venv-verl/bin/python
     python benchmarks/race.py --small                                      # the same in a few minutes on a CPU
 
 Every competitor gets the same model, questions (those of examples/smollm2), prompts and answers per step, length limit, precision
 (bfloat16 with float32 master weights on a GPU, float32 on a CPU), loss and learning rate, one optimizer step per batch, and otherwise
 the defaults that a new user would meet. Each runs from its command line in its own environment (`--python`), alone on the machine.
-FULIGO_RACE_FLAGS adds flags to fuligo's command, where a machine's SGLang lacks the kernels of its defaults. This script notes when each
-step's record appears in the competitor's own log. Rewards come from `race_work.py`, without a package.
+FULIGO_RACE_FLAGS and VERL_RACE_FLAGS add flags to the commands of fuligo and verl, where a machine's SGLang lacks the kernels of its
+defaults. verl also gets the settings that its documentation recommends for speed, see `verl_trainer` and `verl_engine`. This script notes
+when each step's record appears in the competitor's own log. Rewards come from `race_work.py`, without a package.
 
 Per competitor: seconds from the command to the end of the first step; median seconds, samples and sampled tokens per second of the
 steps after the first two; peak of the GPUs' memory (nvidia-smi); seconds from the command to the first step with a mean reward of at
@@ -35,6 +36,9 @@ from race_work import Work
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent
 FLAGS_VARIABLE = "FULIGO_RACE_FLAGS"
+MARK = "RACE_COMPETITOR"
+"""Variable in the environment of all of a competitor's processes; its value is the competitor's directory."""
+VERL_FLAGS_VARIABLE = "VERL_RACE_FLAGS"
 NUM_WARM_UP = 2
 POLL_S = 0.1
 MEMORY_POLL_S = 1.0
@@ -89,34 +93,35 @@ def trl(engine: str) -> Callable[[Work, Path, str], list[str]]:
     return command
 
 
-def verl(engine: str) -> Callable[[Work, Path, str], list[str]]:
+def verl(engine: str, recomputes: bool) -> Callable[[Work, Path, str], list[str]]:
+    """Return the command of verl 0.9.1 with the settings that its documentation recommends for speed, as far as the GPU has room.
+
+    `recomputes`: verl's default computes the old policy's log-probabilities with the trainer before each step. Its `bypass_mode` takes
+    the engine's, which saves a forward pass; fuligo and TRL save it, too, if a batch is one optimizer step.
+    """
+
     def command(work: Work, directory: Path, python: str) -> list[str]:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
         rows = [
-            {"data_source": "race", "prompt": row["prompt"], "reward_model": {"style": "rule", "ground_truth": row["label"]}}
-            for row in work.rows()
+            {
+                "data_source": "race",
+                "prompt": row["prompt"],
+                "reward_model": {"style": "rule", "ground_truth": row["label"]},
+                "extra_info": {"index": index},
+            }
+            for index, row in enumerate(work.rows())
         ]
         pq.write_table(pa.Table.from_pylist(rows), directory / "prompts.parquet")
-        tokens = max(16384, work.max_prompt_tokens + work.max_tokens)
         settings: dict[str, object] = {
             "algorithm.adv_estimator": "grpo",
+            "algorithm.rollout_correction.bypass_mode": not recomputes,
             "data.train_files": directory / "prompts.parquet",
             "data.val_files": directory / "prompts.parquet",
             "data.train_batch_size": work.num_prompts,
             "data.max_prompt_length": work.max_prompt_tokens,
             "data.max_response_length": work.max_tokens,
-            "actor_rollout_ref.model.path": work.model,
-            "actor_rollout_ref.model.use_remove_padding": True,
-            "actor_rollout_ref.actor.ppo_mini_batch_size": work.num_prompts,
-            "actor_rollout_ref.actor.use_dynamic_bsz": True,
-            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": tokens,
-            "actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-mean",
-            "actor_rollout_ref.actor.optim.lr": work.lr,
-            "actor_rollout_ref.rollout.name": engine,
-            "actor_rollout_ref.rollout.n": work.num_samples,
-            "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
             "reward.custom_reward_function.path": HERE / "race_work.py",
             "reward.custom_reward_function.name": "verl_reward",
             "trainer.logger": "[file]",
@@ -124,10 +129,46 @@ def verl(engine: str) -> Callable[[Work, Path, str], list[str]]:
             "trainer.n_gpus_per_node": work.num_gpus,
             "trainer.val_before_train": False,
             "trainer.default_local_dir": directory / "checkpoints",
+            "hydra.run.dir": directory / "hydra",
+            **verl_trainer(work),
+            **verl_engine(work, engine),
         }
-        return [python, "-m", "verl.trainer.main_ppo", *(f"{name}={value}" for name, value in settings.items())]
+        words = [f"{name}={value}" for name, value in settings.items()]
+        return [python, "-m", "verl.trainer.main_ppo", *words, *shlex.split(os.environ.get(VERL_FLAGS_VARIABLE, ""))]
 
     return command
+
+
+def verl_trainer(work: Work) -> dict[str, object]:
+    """Return the settings of its trainer: packed rows of up to 32,768 tokens without recomputation, for which a small model leaves room."""
+    return {
+        "actor_rollout_ref.model.path": work.model,
+        "actor_rollout_ref.model.use_remove_padding": True,
+        "actor_rollout_ref.model.enable_gradient_checkpointing": False,
+        "actor_rollout_ref.model.use_liger": work.device == "cuda",
+        "actor_rollout_ref.actor.strategy": "fsdp2",
+        "actor_rollout_ref.actor.ppo_mini_batch_size": work.num_prompts,
+        "actor_rollout_ref.actor.use_dynamic_bsz": True,
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": max(32768, work.max_prompt_tokens + work.max_tokens),
+        "actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-mean",
+        "actor_rollout_ref.actor.optim.lr": work.lr,
+    }
+
+
+def verl_engine(work: Work, engine: str) -> dict[str, object]:
+    """Return the settings of its engine: all requests of a step at once, CUDA graphs for as many, on the GPU also during training."""
+    requests = work.batch // work.num_gpus
+    settings: dict[str, object] = {
+        "actor_rollout_ref.rollout.name": engine,
+        "actor_rollout_ref.rollout.n": work.num_samples,
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
+        "actor_rollout_ref.rollout.gpu_memory_utilization": 0.4,
+        "actor_rollout_ref.rollout.free_cache_engine": False,
+        "actor_rollout_ref.rollout.max_num_seqs": requests + 1,  # SGLang counts a request whose prompt is in chunks twice
+    }
+    if engine == "sglang":
+        settings["+actor_rollout_ref.rollout.engine_kwargs.sglang.cuda_graph_max_bs_decode"] = requests
+    return settings
 
 
 def read_fuligo(line: dict, work: Work) -> tuple[float, float]:
@@ -142,12 +183,15 @@ def read_verl(line: dict, work: Work) -> tuple[float, float]:
     return line["data"]["critic/score/mean"], line["data"]["response_length/mean"] * work.batch
 
 
+VERL_ENVIRONMENT = {"VERL_FILE_LOGGER_PATH": "{directory}/steps.jsonl"}
 COMPETITORS = {
     "fuligo": Competitor(fuligo, "run/metrics.jsonl", read_fuligo),
     "trl-generate": Competitor(trl("generate"), "steps.jsonl", read_trl),
     "trl-vllm": Competitor(trl("vllm"), "steps.jsonl", read_trl),
-    "verl-vllm": Competitor(verl("vllm"), "steps.jsonl", read_verl, {"VERL_FILE_LOGGER_PATH": "{directory}/steps.jsonl"}),
-    "verl-sglang": Competitor(verl("sglang"), "steps.jsonl", read_verl, {"VERL_FILE_LOGGER_PATH": "{directory}/steps.jsonl"}),
+    "verl-sglang": Competitor(verl("sglang", recomputes=True), "steps.jsonl", read_verl, VERL_ENVIRONMENT),
+    "verl-sglang-bypass": Competitor(verl("sglang", recomputes=False), "steps.jsonl", read_verl, VERL_ENVIRONMENT),
+    "verl-vllm": Competitor(verl("vllm", recomputes=True), "steps.jsonl", read_verl, VERL_ENVIRONMENT),
+    "verl-vllm-bypass": Competitor(verl("vllm", recomputes=False), "steps.jsonl", read_verl, VERL_ENVIRONMENT),
 }
 
 
@@ -172,7 +216,7 @@ def run(name: str, work: Work, directory: Path, python: str, limit_s: float, tar
     competitor = COMPETITORS[name]
     directory.mkdir(parents=True)
     command = competitor.command(work, directory, python)
-    environment = {key: value.format(directory=directory) for key, value in competitor.environment.items()}
+    environment = {key: value.format(directory=directory) for key, value in competitor.environment.items()} | {MARK: str(directory)}
     memory = GpuMemory(work.device == "cuda")
     with (directory / "output.txt").open("w") as output:
         start = time.monotonic()
@@ -186,6 +230,7 @@ def run(name: str, work: Work, directory: Path, python: str, limit_s: float, tar
             collect(steps, directory / competitor.steps, competitor, work, start)
         finally:
             stop(process)
+            end_remaining(str(directory))
     if process.returncode and time.monotonic() - start < limit_s:
         print(f"{name} ended with {process.returncode} after {len(steps)} steps; its output: {directory / 'output.txt'}", file=sys.stderr)
     return figures(steps, work, memory.peak_bytes, target)
@@ -210,6 +255,16 @@ def stop(process: subprocess.Popen[bytes]) -> None:
                 process.wait(timeout=30)
             except subprocess.TimeoutExpired:
                 continue
+
+
+def end_remaining(mark: str) -> None:
+    """End what the competitor left in sessions of its own, such as Ray's processes: those whose environment carries its mark (Linux)."""
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"{MARK}={mark}".encode() in entry.read_bytes().split(b"\0"):
+                os.kill(int(entry.parent.name), signal.SIGKILL)
+        except OSError:
+            continue  # it has ended, or is not ours
 
 
 def figures(steps: list[Step], work: Work, peak_bytes: int | None, target: float) -> dict[str, float | None]:

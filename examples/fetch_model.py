@@ -127,7 +127,7 @@ def convert(gguf: Path, source: Source, output: Path) -> None:
 
     dense: Any = {}
     if hasattr(transformers, "GgufConfig"):  # 5.17 and later keep weights in 4 bits, and save no model that they were loaded into
-        dense = {"quantization_config": transformers.GgufConfig(dequantize=True)}
+        dense = {"quantization_config": transformers.GgufConfig(dequantize=True)}  # pyright: ignore[reportAttributeAccessIssue]
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, **dense)
     model.hf_quantizer = None
     vars(model.config).pop("quantization_config", None)

@@ -140,9 +140,10 @@ def test_layers_that_share_keys_cache_none() -> None:
 @pytest.mark.parametrize("changes", [{}, {"num_kv_shared_layers": 0, "attention_k_eq_v": False}])
 def test_the_embedded_engine_caches_what_the_plan_counts(tmp_path: Path, changes: dict[str, Any]) -> None:
     checkpoint = tiny.save_checkpoint(tmp_path, "gemma4_text", **{**tiny.GEMMA4, **changes})
+    config: Any = tiny.model_config("gemma4_text", **{**tiny.GEMMA4, **changes})
     engine: Any = EngineModel(str(checkpoint), torch.device("cpu"), torch.float32)
     elements = engine.cache_shape.bytes_per_token(torch.float32) // 4
-    assert elements == cached_elements_per_token(architecture_of(tiny.model_config("gemma4_text", **{**tiny.GEMMA4, **changes}).to_dict()))
+    assert elements == cached_elements_per_token(architecture_of(config.to_dict()))
 
 
 @pytest.mark.parametrize("changes", [{"enable_moe_block": False}, {"enable_moe_block": False, "use_double_wide_mlp": True}])
@@ -160,7 +161,7 @@ def test_flops_are_those_that_torch_counts(changes: dict[str, Any]) -> None:
 
 
 def test_towers_of_a_tiny_model_have_the_parameters_of_transformers() -> None:
-    config = tiny_vision.gemma4_config()
+    config: Any = tiny_vision.gemma4_config()
     with torch.device("meta"):
         model: Any = AutoModelForImageTextToText.from_config(config)
     assert architecture_of(config.to_dict()).num_parameters == model.num_parameters()
@@ -183,6 +184,6 @@ def test_heads_of_layers_are_told_apart() -> None:
     ],
 )
 def test_contradictions_are_named(changes: dict[str, Any], problem: str) -> None:
-    config = tiny.model_config("gemma4_text", **tiny.GEMMA4).to_dict()
+    config: Any = tiny.model_config("gemma4_text", **tiny.GEMMA4)
     with pytest.raises(ConfigError, match=problem):
-        architecture_of(config | changes)
+        architecture_of(config.to_dict() | changes)

@@ -111,7 +111,13 @@ Open = Callable[..., Any]
 
 
 def fleet_settings(
-    directory: Path, claims: PortClaims, *, num_engines: int, restart: bool, call_timeout_s: float, health_timeout_s: float
+    directory: Path,
+    claims: PortClaims,
+    *,
+    num_engines: int,
+    restart: bool = True,
+    call_timeout_s: float = 60.0,
+    health_timeout_s: float = 60.0,  # seconds pass on a busy machine before a healthy engine answers
 ) -> FleetSettings:
     servers = tuple(
         ServerSettings(
@@ -154,7 +160,7 @@ def open_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
         restart: bool = True,
         changes_only: bool = False,
         call_timeout_s: float = 60.0,
-        health_timeout_s: float = 60.0,  # seconds pass on a busy machine before a healthy engine answers
+        health_timeout_s: float = 60.0,
     ) -> AsyncIterator[World]:
         before = set(SHARED_MEMORY.glob("*fuligo*"))
         with PortClaims() as claims:

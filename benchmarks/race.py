@@ -3,6 +3,7 @@
     python examples/fetch_model.py smollm2 models/smollm2
     python benchmarks/race.py                                              # one GPU: fuligo and TRL with `generate`
     python benchmarks/race.py fuligo trl-vllm verl-sglang --python trl-vllm=.venv-trl/bin/python --python verl-sglang=.venv-verl/bin/python
+    python benchmarks/race.py fuligo-lora trl-generate-lora                # LoRA: rank 16, ten times the learning rate
     python benchmarks/race.py --small                                      # the same in a few minutes on a CPU
 
 Every competitor gets the same model, questions (those of examples/smollm2), prompts and answers per step, length limit, precision
@@ -27,7 +28,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -39,6 +40,8 @@ FLAGS_VARIABLE = "FULIGO_RACE_FLAGS"
 MARK = "RACE_COMPETITOR"
 """Variable in the environment of all of a competitor's processes; its value is the competitor's directory."""
 VERL_FLAGS_VARIABLE = "VERL_RACE_FLAGS"
+LORA_RANK = 16
+LORA_LR_FACTOR = 10
 NUM_WARM_UP = 2
 POLL_S = 0.1
 MEMORY_POLL_S = 1.0
@@ -52,12 +55,15 @@ class Step:
     tokens: float
 
 
+Command = Callable[[Work, Path, str], list[str]]
+"""Return the command line of a competitor for work, directory for its files, and its Python."""
+
+
 @dataclass
 class Competitor:
     """A program that does the work, and writes a line of JSON per step."""
 
-    command: Callable[[Work, Path, str], list[str]]
-    """Arguments: work, directory for its files, its Python."""
+    command: Command
     steps: str
     """File of its steps in the directory."""
     read: Callable[[dict, Work], tuple[float, float]]
@@ -81,11 +87,22 @@ def fuligo(work: Work, directory: Path, python: str) -> list[str]:
         "run-dir": directory / "run",
     }
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))] + shlex.split(os.environ.get(FLAGS_VARIABLE, ""))
+    if work.lora_rank:
+        words += ["--lora-rank", str(work.lora_rank), "--lora-alpha", str(2 * work.lora_rank)]
     sizes = ["--actor-num-gpus-per-node", str(work.num_gpus), "--colocate"] if work.num_gpus > 1 else []
     return [python, "-m", "fuligo", "train", *words, "--apply-chat-template", "--rollout-shuffle", "--device", work.device, *sizes]
 
 
-def trl(engine: str) -> Callable[[Work, Path, str], list[str]]:
+def with_lora(command: Command) -> Command:
+    """Train adapters instead, with the higher learning rate that they need."""
+
+    def adapted(work: Work, directory: Path, python: str) -> list[str]:
+        return command(replace(work, lora_rank=LORA_RANK, lr=work.lr * LORA_LR_FACTOR), directory, python)
+
+    return adapted
+
+
+def trl(engine: str) -> Command:
     def command(work: Work, directory: Path, python: str) -> list[str]:
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={work.num_gpus}"] if work.num_gpus > 1 else []
         return [python, *launch, str(HERE / "race_trl.py"), str(work.save(directory / "work.json")), str(directory / "steps.jsonl"), engine]
@@ -93,7 +110,7 @@ def trl(engine: str) -> Callable[[Work, Path, str], list[str]]:
     return command
 
 
-def verl(engine: str, recomputes: bool) -> Callable[[Work, Path, str], list[str]]:
+def verl(engine: str, recomputes: bool) -> Command:
     """Return the command of verl 0.9.1 with the settings that its documentation recommends for speed, as far as the GPU has room.
 
     `recomputes`: verl's default computes the old policy's log-probabilities with the trainer before each step. Its `bypass_mode` takes
@@ -186,8 +203,11 @@ def read_verl(line: dict, work: Work) -> tuple[float, float]:
 VERL_ENVIRONMENT = {"VERL_FILE_LOGGER_PATH": "{directory}/steps.jsonl"}
 COMPETITORS = {
     "fuligo": Competitor(fuligo, "run/metrics.jsonl", read_fuligo),
+    "fuligo-lora": Competitor(with_lora(fuligo), "run/metrics.jsonl", read_fuligo),
     "trl-generate": Competitor(trl("generate"), "steps.jsonl", read_trl),
+    "trl-generate-lora": Competitor(with_lora(trl("generate")), "steps.jsonl", read_trl),
     "trl-vllm": Competitor(trl("vllm"), "steps.jsonl", read_trl),
+    "trl-vllm-lora": Competitor(with_lora(trl("vllm")), "steps.jsonl", read_trl),
     "verl-sglang": Competitor(verl("sglang", recomputes=True), "steps.jsonl", read_verl, VERL_ENVIRONMENT),
     "verl-sglang-bypass": Competitor(verl("sglang", recomputes=False), "steps.jsonl", read_verl, VERL_ENVIRONMENT),
     "verl-vllm": Competitor(verl("vllm", recomputes=True), "steps.jsonl", read_verl, VERL_ENVIRONMENT),
@@ -196,7 +216,7 @@ COMPETITORS = {
 
 
 class GpuMemory:
-    """Highest sum of used memory over the machine's GPUs, as nvidia-smi reports it; none without GPUs."""
+    """Highest sum of used memory over the machine's GPUs (those of CUDA_VISIBLE_DEVICES), as nvidia-smi reports it; none without GPUs."""
 
     def __init__(self, on_gpu: bool) -> None:
         self.peak_bytes: int | None = 0 if on_gpu else None
@@ -206,7 +226,8 @@ class GpuMemory:
         if self.peak_bytes is None or time.monotonic() < self._next_poll:
             return
         self._next_poll = time.monotonic() + MEMORY_POLL_S
-        query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", *([f"--id={visible}"] if visible else [])]
         used = subprocess.run(query, check=True, capture_output=True, text=True).stdout.split()
         self.peak_bytes = max(self.peak_bytes, sum(map(int, used)) * 2**20)
 

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from datasets import load_dataset
+from peft import LoraConfig
 from race_work import Work, trl_reward
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -51,6 +52,10 @@ def config(work: Work, engine: str, directory: Path) -> GRPOConfig:
     )
 
 
+def lora(work: Work) -> LoraConfig:
+    return LoraConfig(r=work.lora_rank, lora_alpha=2 * work.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
 def main() -> None:
     work, steps, engine = Work.load(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     trainer = GRPOTrainer(
@@ -59,6 +64,7 @@ def main() -> None:
         train_dataset=load_dataset("json", data_files=work.prompts, split="train"),  # from_list: not picklable with pyarrow on Python 3.12
         callbacks=[Records(steps, work.batch)],
         args=config(work, engine, steps.parent),
+        peft_config=lora(work) if work.lora_rank else None,
     )
     trainer.train()
 

@@ -27,6 +27,8 @@ class Work:
     num_gpus: int
     micro_batch: int
     """Samples of a forward pass, for those that do not derive it from tokens."""
+    lora_rank: int = 0
+    """Rank of LoRA adapters of all linear layers, with alpha of twice the rank; 0 trains all weights."""
 
     @property
     def batch(self) -> int:

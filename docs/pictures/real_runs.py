@@ -9,12 +9,14 @@ PANELS = {
     "trained on long questions": {"long": (0.139, 0.330, 0.385, 0.410), "short": (0.297, None, None, 0.551)},
     "trained on long questions, LoRA": {"short": (0.297, 0.398, 0.568, None), "long": (0.160, 0.361, 0.594, None)},
 }
-COLOURS = {"short": "#2a78d6", "long": "#c2571a", "tool called": "#2a78d6", "right answers": "#c2571a"}
+COLOURS = {"short": "#2a78d6", "long": "#c2571a", "tool called": "#2a78d6", "right answers": "#c2571a", "usual": "#2a78d6", "exact": "#c2571a"}
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM, GAP = 250, 190, 34, 40, 30, 34
 
 
-def panel(title: str, curves: dict[str, tuple[float | None, ...]], x0: float, rollouts: tuple[int, ...] = ROLLOUTS) -> list[str]:
-    """Return the elements of one diagram: shares by name, after the numbers of rollouts."""
+def panel(
+    title: str, curves: dict[str, tuple[float | None, ...]], x0: float, rollouts: tuple[int, ...] = ROLLOUTS, ticks: tuple[int, ...] = ()
+) -> list[str]:
+    """Return the elements of one diagram: shares by name, after the numbers of rollouts. `ticks`: the numbers to print (default: all)."""
 
     def place(rollout: float, value: float) -> tuple[float, float]:
         return x0 + WIDTH * rollout / rollouts[-1], TOP + HEIGHT * (1 - value)
@@ -24,7 +26,7 @@ def panel(title: str, curves: dict[str, tuple[float | None, ...]], x0: float, ro
         _, y = place(0, value)
         lines.append(f'<line x1="{x0}" x2="{x0 + WIDTH}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
         lines.append(f'<text x="{x0 - 6}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>')
-    for rollout in rollouts:
+    for rollout in ticks or rollouts:
         x, y = place(rollout, 0)
         lines.append(f'<text x="{x:.1f}" y="{y + 16:.1f}" text-anchor="middle">{rollout}</text>')
     for name, values in curves.items():

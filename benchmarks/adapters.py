@@ -1,6 +1,6 @@
 """Samples per second of several LoRA runs at once (`fuligo train-many`) compared with the same runs one after another (`fuligo train`).
 
-    python benchmarks/adapters.py [--runs 2 4] [--alone N] [--steps 8] [--rounds 1] [-- FLAGS of fuligo train]
+    python benchmarks/adapters.py [--runs 2 4] [--alone N] [--steps 8] [--rounds 1] [--directory DIR] [-- FLAGS of fuligo train]
 
 Without further flags: the quickstart's task and model on a CPU, 32 prompts x 8 samples. Response lengths are fixed, with a long tail
 (8 tokens plus an exponential part), so that both ways do the same work. The runs differ in rank and seed. Flags
@@ -10,8 +10,10 @@ after `--` go to all runs and override those of the job, for example on one GPU:
 
 or with SGLang on a second one (`--rollout-backend sglang --lora-sync adapter`).
 
-samples/s excludes the first two steps of each run; "with start" is the time of the whole commands. Each way is the best of its rounds. With
-`--alone N` only the first N runs are also run one after another, since each starts an engine; their samples/s stand for those of all.
+samples/s excludes the first two steps of each run. At once, it counts the steps from when every run has made its first two until the first
+run ends: none compiles then, and all work. "with start" is the time of the whole commands, one after another if they run alone. Each way is
+the best of its rounds. With `--alone N` only the first N runs are also run alone, since each starts an engine; they stand for the others.
+Below each row are the medians of the steps' parts in seconds, which at once include waiting for other runs. `--directory` keeps the runs.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 
@@ -33,6 +36,7 @@ ASSETS = Path(__file__).parents[1] / "fuligo" / "quickstart" / "assets"
 NUM_PROMPTS, SAMPLES_PER_PROMPT = 32, 8
 SHORTEST, MEAN, LONGEST = 8, 40, 256
 WARM_UP_STEPS = 2
+PARTS = ("rollout", "score", "train", "sync", "step")
 
 
 async def generate(args, sample, sampling_params):
@@ -57,16 +61,31 @@ class Figures:
     """Time of the commands, with start and end."""
     cpu_seconds: float
     """CPU time of all their processes, which does not depend on what else the machine does."""
+    parts: dict[str, float]
+    """Median seconds of the parts of a step."""
+
+    def times(self, factor: float) -> Figures:
+        """Return the figures of `factor` times as many runs, one after another."""
+        return replace(self, seconds=self.seconds * factor, cpu_seconds=self.cpu_seconds * factor)
 
 
-def timed_steps(run_dir: Path) -> list[dict]:
-    """Return the records of a run from the last step of the warm-up on."""
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return records[WARM_UP_STEPS - 1 :]
+def read_steps(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def num_samples(records: Sequence[dict]) -> float:
-    return sum(record["rollout/num_groups_kept"] for record in records[1:]) * SAMPLES_PER_PROMPT
+def samples_per_s(runs: Sequence[Sequence[dict]], *, at_once: bool) -> float:
+    """Return the throughput of runs, given their steps' records, after the warm-up."""
+    begins = [steps[WARM_UP_STEPS - 1]["time"] for steps in runs]
+    ends = [steps[-1]["time"] for steps in runs]
+    if at_once:
+        begins, ends = [max(begins)] * len(runs), [min(ends)] * len(runs)
+        if ends[0] <= begins[0]:
+            raise SystemExit("a run ended before all had warmed up; give more --steps")
+        elapsed_s = ends[0] - begins[0]
+    else:
+        elapsed_s = sum(end - begin for begin, end in zip(begins, ends, strict=True))
+    timed = [step for begin, end, steps in zip(begins, ends, runs, strict=True) for step in steps if begin < step["time"] <= end]
+    return sum(step["rollout/num_groups_kept"] for step in timed) * SAMPLES_PER_PROMPT / elapsed_s
 
 
 def cpu_seconds() -> float:
@@ -103,12 +122,10 @@ def measured(commands: Sequence[Sequence[str]], run_dirs: Sequence[Path]) -> Fig
     for command in commands:
         subprocess.run([sys.executable, "-m", "fuligo", *command], check=True, stdout=subprocess.DEVNULL)
     seconds, used = time.monotonic() - started, cpu_seconds() - used
-    steps = [timed_steps(run_dir) for run_dir in run_dirs]
-    if len(commands) == 1:
-        elapsed_s = max(records[-1]["time"] for records in steps) - min(records[0]["time"] for records in steps)
-    else:
-        elapsed_s = sum(records[-1]["time"] - records[0]["time"] for records in steps)
-    return Figures(sum(map(num_samples, steps)) / elapsed_s, seconds, used)
+    runs = [read_steps(run_dir) for run_dir in run_dirs]
+    later = [step for steps in runs for step in steps[WARM_UP_STEPS:]]
+    parts = {part: median(step.get(f"perf/{part}_s", 0.0) for step in later) for part in PARTS}
+    return Figures(samples_per_s(runs, at_once=len(commands) == 1 < len(runs)), seconds, used, parts)
 
 
 def compare(number: int, options: argparse.Namespace, directory: Path) -> tuple[Figures, Figures]:
@@ -117,7 +134,7 @@ def compare(number: int, options: argparse.Namespace, directory: Path) -> tuple[
     alone = write_configs(min(number, options.alone or number), options, directory / "alone")
     together = write_configs(number, options, directory / "together")
     run_dirs = [[file.with_suffix("") for file in files] for files in (alone, together)]
-    one_by_one = measured([["train", "--config", str(file)] for file in alone], run_dirs[0])
+    one_by_one = measured([["train", "--config", str(file)] for file in alone], run_dirs[0]).times(number / len(alone))
     at_once = measured([["train-many", *map(str, together)]], run_dirs[1])
     return one_by_one, at_once
 
@@ -129,19 +146,30 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="timed steps of a run")
     parser.add_argument("--rounds", type=int, default=1, help="rounds of each comparison")
     parser.add_argument("flags", nargs="*", help="flags of fuligo train, after --")
+    parser.add_argument("--directory", type=Path, help="new directory for the runs (default: a temporary one)")
     options = parser.parse_args()
+    if options.directory is None:
+        with tempfile.TemporaryDirectory() as directory:
+            compare_all(options, Path(directory))
+    else:
+        options.directory.mkdir(parents=True)
+        compare_all(options, options.directory)
+
+
+def compare_all(options: argparse.Namespace, directory: Path) -> None:
+    """Print a row for each number of runs."""
     print("      samples per second          with start                  CPU time")
     print("runs  alone together ratio        alone  together ratio       alone  together")
-    with tempfile.TemporaryDirectory() as directory:
-        for number in options.runs:
-            rounds = [compare(number, options, Path(directory) / f"{number}-{each}") for each in range(options.rounds)]
-            alone, together = (max(way, key=lambda figures: figures.samples_per_s) for way in zip(*rounds, strict=True))
-            print(
-                f"{number:4} {alone.samples_per_s:6.1f} {together.samples_per_s:8.1f} {together.samples_per_s / alone.samples_per_s:5.2f} "
-                f"{alone.seconds:10.1f} s {together.seconds:7.1f} s {alone.seconds / together.seconds:5.2f} "
-                f"{alone.cpu_seconds:9.1f} s {together.cpu_seconds:7.1f} s",
-                flush=True,
-            )
+    for number in options.runs:
+        rounds = [compare(number, options, directory / f"{number}-{each}") for each in range(options.rounds)]
+        alone, together = (max(way, key=lambda figures: figures.samples_per_s) for way in zip(*rounds, strict=True))
+        print(
+            f"{number:4} {alone.samples_per_s:6.1f} {together.samples_per_s:8.1f} {together.samples_per_s / alone.samples_per_s:5.2f} "
+            f"{alone.seconds:10.1f} s {together.seconds:7.1f} s {alone.seconds / together.seconds:5.2f} "
+            f"{alone.cpu_seconds:9.1f} s {together.cpu_seconds:7.1f} s"
+        )
+        for name, figures in (("alone", alone), ("together", together)):
+            print(f"     {name:8}", *(f"{part} {seconds:.2f}" for part, seconds in figures.parts.items()), flush=True)
 
 
 if __name__ == "__main__":

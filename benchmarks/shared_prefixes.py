@@ -3,6 +3,7 @@
     python benchmarks/shared_prefixes.py                          # all cases: Qwen3-4B's shape on CUDA, a tiny model on a CPU
     python benchmarks/shared_prefixes.py group --compile          # one case, layers compiled
     python benchmarks/shared_prefixes.py --attention flex         # FlexAttention in place of the varlen kernel
+    python benchmarks/shared_prefixes.py group --backend megatron # with the Megatron trainer, whose layers differ with sharing
     python benchmarks/shared_prefixes.py --kernels                # the attention of one layer alone, by kernel (CUDA)
     python benchmarks/shared_prefixes.py --cpu-seconds            # small cases on a CPU, in CPU seconds of one thread
 
@@ -12,10 +13,14 @@ bfloat16's on CUDA) and gradient norms of the two.
 """
 
 import argparse
+import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -30,9 +35,10 @@ from fuligo.trainer.batch import pack_tokens
 from fuligo.trainer.ranks.world import World, join_world
 from fuligo.trainer.shared_prefixes import find_shared_prefixes
 from fuligo.trainer.shares import ScoreShare, StepShare, score_shares, step_shares
-from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 from fuligo.trainer.torch_backend.worker import TorchRankWorker
 from fuligo.types import TrainBatch, TrainSample
+
+WorkerT = TypeVar("WorkerT")
 
 VOCAB_SIZE = 512
 
@@ -110,13 +116,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="timed optimizer steps, after two warm-ups")
     parser.add_argument("--compile", action="store_true", help="compile the layers, as runs do")
     parser.add_argument("--attention", choices=["varlen", "flex"], default="varlen", help="kernel of shared rows on CUDA")
+    parser.add_argument("--backend", choices=["torch", "megatron"], default="torch", help="trainer")
+    parser.add_argument("--way", choices=["off", "on"], help=argparse.SUPPRESS)
     parser.add_argument("--kernels", action="store_true", help="measure attention alone")
     parser.add_argument(
         "--cpu-seconds", action="store_true", help="measure small cases in CPU seconds, which other processes disturb least"
     )
     options = parser.parse_args()
     if options.cpu_seconds:
-        measure_cpu_seconds(build_worker(Case("tiny-dense", max_tokens=8192, flags=(), backend="torch")), options.steps)
+        case = Case("tiny-dense", max_tokens=8192, flags=(), backend="torch")
+        measure_cpu_seconds(build_worker(case, TorchRankWorker), options.steps)
         return
     names = options.cases or [*CASES]
     cases = {name: replace(CASES[name], num_trees=options.trees or CASES[name].num_trees) for name in names}
@@ -124,12 +133,15 @@ def main() -> None:
     if options.kernels:
         measure_kernels(cases)
         return
+    if options.backend == "megatron":
+        measure_megatron(cases, options)
+        return
     if options.compile and options.attention == "flex":
         parser.error("--compile takes the varlen kernel; measure --attention flex without it")
     tree_attention.CUDA_KERNEL = options.attention
     flags = ("--precision", "bf16", *([] if options.compile else ["--no-torch-compile"])) if DEVICE == "cuda" else ()
     case = Case(options.model, num_layers=options.num_layers, max_tokens=options.max_tokens, flags=flags, backend="torch")
-    worker = build_worker(case)
+    worker = build_worker(case, TorchRankWorker)
     titles = ["case", "tokens", "saved", "rows", "tokens/s today", "shared", "x", "scoring today", "shared", "x", "GiB today", "shared"]
     print_row([*titles, "max, mean difference of log p", "gradient norms"])
     print_row(["---"] * (len(titles) + 2))
@@ -139,15 +151,70 @@ def main() -> None:
         dist.destroy_process_group()
 
 
-def build_worker(case: Case) -> TorchRankWorker:
+def build_worker(case: Case, kind: Callable[[Any, World], WorkerT]) -> WorkerT:
+    """Build the only rank of a case's trainer; it has the case's weights on the CPU or on one GPU."""
     save_model(case)
     settings = trainer_settings(case_config(case, []), DEVICE, initial_weights=model_directory(case), num_rollout=10)
-    assert isinstance(settings, TorchTrainerSettings)
     world = World()
     if settings.needs_process_group:
         store = dist.TCPStore("127.0.0.1", 0, world_size=1, is_master=True)  # pyright: ignore[reportPrivateImportUsage]
         world = join_world(0, 1, DEVICE, store=store, key=None, timeout_s=600.0)
-    return TorchRankWorker(settings, world)
+    return kind(settings, world)
+
+
+def measure_megatron(cases: dict[str, Trees], options: argparse.Namespace) -> None:
+    """Print the times of the Megatron trainer. Each way has a process of its own, since the layers are built for it."""
+    if options.way is not None:
+        measure_megatron_way(cases, options)
+        return
+    titles = ["case", "tokens", "rows", "tokens/s today", "shared", "x", "scoring today", "shared", "x", "GiB today", "shared"]
+    print_row(titles)
+    print_row(["---"] * len(titles))
+    for name in cases:
+        given = [word for word in sys.argv[1:] if word not in cases]
+        ways: list[dict[str, Any]] = []
+        for way in ("off", "on"):
+            done = subprocess.run([sys.executable, __file__, name, *given, "--way", way], stdout=subprocess.PIPE, text=True, check=True)
+            ways.append(json.loads(done.stdout.splitlines()[-1]))
+        (today, shared), num_tokens = ways, ways[0]["tokens"]
+        print_row(
+            [
+                *(name, f"{num_tokens:,}", f"{today['rows']} -> {shared['rows']}"),
+                *(f"{num_tokens / today['train_s']:,.0f}", f"{num_tokens / shared['train_s']:,.0f}"),
+                f"{today['train_s'] / shared['train_s']:.2f}",
+                *(f"{num_tokens / today['score_s']:,.0f}", f"{num_tokens / shared['score_s']:,.0f}"),
+                f"{today['score_s'] / shared['score_s']:.2f}",
+                *(f"{way['peak_bytes'] / GIB:.1f}" for way in ways),
+            ]
+        )
+
+
+def measure_megatron_way(cases: dict[str, Trees], options: argparse.Namespace) -> None:
+    """Print the times of whole optimizer steps and of scoring as JSON."""
+    from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
+
+    (trees,) = cases.values()
+    flags = ("--share-prefixes", options.way)
+    case = Case(options.model, num_layers=options.num_layers, max_tokens=options.max_tokens, flags=flags, backend="megatron")
+    worker = build_worker(case, MegatronRankWorker)
+    samples = trees.samples(np.random.default_rng(0))
+    batch = TrainBatch(samples, [list(range(len(samples)))], [len(samples)])
+    (to_score,), (to_train,) = score_shares(samples, worker.settings, None), step_shares(batch, worker.settings, None)
+    for _ in range(2):
+        worker.train(to_train)
+        worker.logprobs(to_score)
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    found = {
+        "tokens": sum(len(sample.tokens) - 1 for sample in samples),
+        "rows": len(to_train[0].schedule.plans),
+        "train_s": min(timed(lambda: worker.train(to_train))[0] for _ in range(options.steps)),
+        "score_s": min(timed(lambda: worker.logprobs(to_score))[0] for _ in range(options.steps)),
+        "peak_bytes": torch.cuda.max_memory_allocated() if DEVICE == "cuda" else 0,
+    }
+    print(json.dumps(found))
+    worker.close()
+    dist.destroy_process_group()
 
 
 def measure_cpu_seconds(worker: TorchRankWorker, num_steps: int) -> None:

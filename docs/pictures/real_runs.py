@@ -9,7 +9,14 @@ PANELS = {
     "trained on long questions": {"long": (0.139, 0.330, 0.385, 0.410), "short": (0.297, None, None, 0.551)},
     "trained on long questions, LoRA": {"short": (0.297, 0.398, 0.568, None), "long": (0.160, 0.361, 0.594, None)},
 }
-COLOURS = {"short": "#2a78d6", "long": "#c2571a", "tool called": "#2a78d6", "right answers": "#c2571a", "usual": "#2a78d6", "exact": "#c2571a"}
+COLOURS = {
+    "short": "#2a78d6",
+    "long": "#c2571a",
+    "tool called": "#2a78d6",
+    "right answers": "#c2571a",
+    "usual": "#2a78d6",
+    "exact": "#c2571a",
+}
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM, GAP = 250, 190, 34, 40, 30, 34
 
 

@@ -57,6 +57,9 @@ def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
     compiled = torch.compile(forward)
 
     def call(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and not hidden.requires_grad:
+            # The embeddings are frozen, and the first layer would be compiled for itself.
+            hidden = hidden.detach().requires_grad_()
         rotations = kwargs.get("position_embeddings") or ()
         for tensor in (hidden, *rotations, kwargs.get("position_ids")):
             if isinstance(tensor, Tensor):

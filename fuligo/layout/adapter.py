@@ -6,7 +6,7 @@ from enum import Enum, StrEnum, auto
 
 from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.models.architecture import Architecture, GroupedAttention, LatentAttention, Layer, LinearAttention, PartKind
-from fuligo.models.registry import family_of
+from fuligo.models.registry import WHOLE_TYPES, family_of
 
 
 class InputOf(StrEnum):
@@ -138,26 +138,24 @@ class AdapterShape:
     architecture: Architecture
 
     def adapted(self, layer: Layer) -> tuple[Matrix, ...]:
-        return tuple(
-            matrix
-            for matrix in matrices(layer, self.architecture)
-            if self.config.adapts(".".join(filter(None, ("model.layers", str(layer.number), matrix.block, matrix.name))))
-        )
+        return tuple(matrix for matrix in matrices(layer, self.architecture) if self.config.adapts(self._path(layer, matrix)))
 
     @property
     def adapted_outside(self) -> tuple[Matrix, ...]:
         """Return the adapted matrices that belong to no layer: the projection of embeddings to a part for each layer."""
-        width = sum(layer.input_size for layer in self.architecture.layers)
-        name = "per_layer_model_projection"
-        if not width or not self.config.adapts(f"model.{name}"):
-            return ()
-        return (Matrix(name, InputOf.EMBEDDING, self.architecture.hidden_size, width, ""),)
+        return tuple(matrix for matrix in self._outside if self.config.adapts(f"{self._root}.{matrix.name}"))
 
     @property
     def names(self) -> tuple[str, ...]:
         """Last parts of the names of all adapted matrices."""
         inside = {matrix.name for layer in self.architecture.layers for matrix in self.adapted(layer)}
         return tuple(sorted(inside | {matrix.name for matrix in self.adapted_outside}))
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of all linear layers that an adapter can have, as the model itself names them."""
+        inside = (self._path(layer, matrix) for layer in self.architecture.layers for matrix in matrices(layer, self.architecture))
+        return *inside, *(f"{self._root}.{matrix.name}" for matrix in self._outside)
 
     def adapts_experts(self, layer: Layer) -> bool:
         return self.config.adapts_experts and layer.is_moe
@@ -187,6 +185,19 @@ class AdapterShape:
     def num_parameters(self) -> int:
         outside = self.config.rank * sum(matrix.inputs + matrix.outputs for matrix in self.adapted_outside)
         return outside + sum(self.layer_parameters(layer) for layer in self.architecture.layers)
+
+    @property
+    def _root(self) -> str:
+        """Return the name of the module with the layers: in a model with towers, that of its language model."""
+        return "model.language_model" if self.architecture.model_type in WHOLE_TYPES else "model"
+
+    @property
+    def _outside(self) -> tuple[Matrix, ...]:
+        width = sum(layer.input_size for layer in self.architecture.layers)
+        return (Matrix("per_layer_model_projection", InputOf.EMBEDDING, self.architecture.hidden_size, width, ""),) if width else ()
+
+    def _path(self, layer: Layer, matrix: Matrix) -> str:
+        return ".".join(filter(None, (self._root, "layers", str(layer.number), matrix.block, matrix.name)))
 
 
 _REPLICATED = frozenset({"q_a_proj", "kv_a_proj_with_mqa", "shared_expert_gate"})

@@ -84,11 +84,12 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, *, seed: int) -> 
     from peft import inject_adapter_in_model
 
     require_layers(config.target_modules, model)
-    widest = max(max(layer.in_features, layer.out_features) for layer in model.modules() if isinstance(layer, nn.Linear))
+    layers = [cast(nn.Linear, model.get_submodule(name)) for name in linear_layers(model)]
+    widest = max(max(layer.in_features, layer.out_features) for layer in layers)
     if config.rank > widest:  # and memory for it may not exist
         raise ConfigError(
-            f"--lora-rank {config.rank}: the widest matrix of {type(model).__name__} has {widest} rows or columns, so no update can "
-            "have a higher rank; choose a rank such as 16"
+            f"--lora-rank {config.rank}: the widest layer of {type(model).__name__} to adapt has {widest} inputs or outputs, so no "
+            "update can have a higher rank; choose a rank such as 16"
         )
     every = {name.rpartition(".")[2] for name in linear_layers(model)}
     excluded = _excluded_modules(model, [target.rpartition(".")[2] for target in config.target_modules] or every)

@@ -136,8 +136,8 @@ class AdapterNames(ModelNames):
         widest = max(max(matrix.rows, matrix.weight.shape[1]) for matrix in every)
         if adapter.rank > widest:
             raise ConfigError(
-                f"--lora-rank {adapter.rank}: the widest matrix of {model.architecture.model_type} has {widest} rows or columns, so "
-                "no update can have a higher rank; choose a rank such as 16"
+                f"--lora-rank {adapter.rank}: the widest layer of {model.architecture.model_type} to adapt has {widest} inputs or "
+                "outputs, so no update can have a higher rank; choose a rank such as 16"
             )
         PeftTargets.of(adapter, layers, has_experts=model.architecture.experts is not None)  # that PEFT can load what will be saved
         return cls(model.architecture, model.table, adapter)

@@ -67,6 +67,8 @@ class Family:
     batch_invariant_on: tuple[Literal["cpu", "cuda"], ...] = ()
     """Devices where all its layers have batch-invariant operations for `--exact-on-policy`: linear layers, RMSNorms, SwiGLU, rotary
     embeddings, full attention, on CPUs also Qwen3-MoE's experts."""
+    sglang_attention: tuple[str, ...] = ()
+    """Attention kernels with which SGLang serves the family; empty: any for its kind of attention."""
     has_window_pool: bool = False
     """SGLang keeps the cache of layers with windows in its own pool; else all layers cache all tokens."""
     writes_harmony: bool = False

@@ -185,5 +185,6 @@ FAMILY = Family(
     vision_tower=towers,
     sees_images=False,
     stored_experts=StoredExperts.WHOLE,
+    sglang_attention=("triton", "trtllm_mha"),
     has_window_pool=True,
 )

@@ -2,6 +2,7 @@
 
 from fuligo.config.findings import Rule
 from fuligo.planner.rules import (
+    adapter,
     deepep,
     engine_sizes,
     kernels,
@@ -17,7 +18,7 @@ from fuligo.planner.rules import (
 )
 
 _MODULES = (
-    *(model, parallel, pipeline, trainer_experts, trainer_options),
+    *(model, adapter, parallel, pipeline, trainer_experts, trainer_options),
     *(topology, engine_sizes, deepep, speculative, kernels, server_memory, lengths),
 )
 RULES = tuple(value for module in _MODULES for value in vars(module).values() if isinstance(value, Rule))

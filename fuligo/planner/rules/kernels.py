@@ -36,6 +36,7 @@ def kernels_suit_the_attention(subject: Subject) -> Iterator[Violation]:
     architecture = subject.rollout_architecture
     is_latent, is_sparse = isinstance(architecture.attention, LatentAttention), architecture.sparse_index is not None
     has_sinks = isinstance(architecture.attention, GroupedAttention) and architecture.attention.has_sinks
+    supported = family_of(architecture).sglang_attention
     for spec in serving_policy(subject):
         for name, backend in _given(spec):
             if backend in _LATENT and not is_latent:
@@ -46,6 +47,8 @@ def kernels_suit_the_attention(subject: Subject) -> Iterator[Violation]:
                 reason = f"another kind of attention than {architecture.model_type}'s"
             elif backend in _OTHER_VENDORS:
                 reason = "processors of another vendor"
+            elif supported and backend not in supported:
+                reason = f"other models than {architecture.model_type}, which SGLang serves with {' or '.join(supported)}"
             elif has_sinks and backend not in _WITH_SINKS:
                 reason = "attention without sinks, but the model has sinks"
             elif is_sparse and name == "attention_backend" and backend not in _SPARSE:

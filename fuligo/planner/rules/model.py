@@ -172,15 +172,6 @@ def communication_keeps_its_order(subject: Subject) -> Iterator[Violation]:
         )
 
 
-@rule("PLAN-VISION-ADAPTER", "--lora-sync")
-def adapters_of_models_with_a_tower_are_merged(subject: Subject) -> Iterator[Violation]:
-    """Engines that know adapters by name have not been tested with models that have a vision tower."""
-    config, model = subject.config, subject.rollout_architecture
-    if model.vision_tower is not None and config.syncs_adapter and config.engine_capabilities.names_adapters:
-        text = f"--lora-sync adapter: SGLang's adapters of a {model.model_type} model, which has a vision tower, have not been tested"
-        yield Violation(text, ((set_flag("lora_sync", "merged"),),))
-
-
 @rule("PLAN-VISION-TEXT", "--multimodal-keys", "--freeze-vision-tower")
 def flags_fit_a_model_of_text(subject: Subject) -> Iterator[Violation]:
     """Images and a frozen tower need a model that has a vision tower."""

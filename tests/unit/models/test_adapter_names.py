@@ -64,5 +64,5 @@ def test_what_cannot_be_adapted_is_refused(family: str, targets: tuple[str, ...]
 
 
 def test_a_rank_that_no_matrix_has_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--lora-rank 1000000000: the widest matrix"):
+    with pytest.raises(ConfigError, match="--lora-rank 1000000000: the widest layer"):
         AdapterNames.of(names_of(tiny.model_config("qwen3").to_dict()), AdapterConfig(10**9, 8.0))

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, Glm4Config, Glm4MoeConfig, LlamaConfig, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Glm4Config, Glm4MoeConfig, LlamaConfig, Qwen3Config
 
 from fuligo.config.command_line import parse
 from fuligo.errors import ConfigError
 from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.formats.quantised_base import BasePrecision, QuantisedBase
 from fuligo.layout.adapter import AdapterShape
-from fuligo.models.adapter import adapter_tensors, add_adapter
+from fuligo.models.adapter import adapter_tensors, add_adapter, linear_layers
 from fuligo.models.adapter_names import AdapterNames
 from fuligo.models.quantised_linear import quantise_base, quantised_weights
 from fuligo.models.registry import architecture_of, names_of
@@ -26,7 +26,7 @@ from fuligo.planner.memory.torch_trainer import adapted_layer_bytes, copied_fact
 from fuligo.planner.plan import MemoryItem
 from fuligo.planner.roofline import phases
 from fuligo.planner.subject import Subject, read_subject
-from tests import tiny
+from tests import tiny, tiny_vision
 from tests.unit.planner.test_measured import QWEN3_30B, config_json
 from tests.unit.planner.test_torch_trainer import EXPERTS, SHAPE, TOKENS, saved_bytes
 
@@ -59,6 +59,19 @@ def test_an_adapter_has_the_matrices_of_the_real_model(family: str) -> None:
     outside = {f"model.{matrix.name}" for matrix in shape.adapted_outside}
     assert outside == {name for name in found if ".layers." not in name}
     assert sorted(layers) == sorted((int(name.split(".")[2]), name.rpartition(".")[2]) for name in found - outside)
+
+
+@pytest.mark.parametrize("family", ["gemma4", "qwen3_vl", "qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("targets", [(), ("q_proj",), ("model.language_model.layers.2.self_attn.o_proj",), ("language_model.norm",)])
+def test_layers_of_a_model_with_towers_have_the_names_of_the_real_model(family: str, targets: tuple[str, ...]) -> None:
+    described: Any = tiny_vision.gemma4_config() if family == "gemma4" else tiny_vision.model_config(family)
+    with torch.device("meta"):
+        layers = linear_layers(AutoModelForImageTextToText.from_config(described))
+    config = AdapterConfig(rank=3, alpha=6.0, target_modules=targets)
+    shape = AdapterShape(config, architecture_of(described.to_dict()))
+    assert sorted(shape.layers) == sorted(layers)
+    planned = sum(len(shape.adapted(layer)) for layer in shape.architecture.layers) + len(shape.adapted_outside)
+    assert planned == sum(config.adapts(layer) for layer in layers)
 
 
 MIXTURES = ["qwen3_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v3"]

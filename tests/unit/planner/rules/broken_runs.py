@@ -31,6 +31,8 @@ FP8 = "glm4.5-355b/fp8.yaml"
 """MIXTURE, sampled in FP8 with DeepEP over 32 expert ranks."""
 SPARSE = "glm5.2-744b/config.yaml"
 """256 shared GPUs, 78 layers with sparse attention; PP 8; prefill and decode engines of 64 with DeepEP and EAGLE."""
+TOWERS = "gemma4-26b/config.yaml"
+"""8 shared GPUs (H200), a mixture with a vision tower; the torch trainer, engines of 2."""
 TOWER = vector(PartKind.VISION_TOWER, 400_000_000)
 ON_CPU = "calculator/config.yaml"
 """The torch trainer and the embedded engine on a CPU, with a tiny dense model."""
@@ -282,6 +284,8 @@ BROKEN: dict[str, tuple[Run, ...]] = {
         Run(DENSE, "--sglang-decode-attention-backend aiter"),
         Run(SPARSE, "--sglang-attention-backend triton"),
         Run(DENSE, "--sglang-attention-backend flashinfer", engine_model={"attention.has_sinks": True}),
+        Run(TOWERS, "--sglang-attention-backend fa3", gpu="h200-141"),
+        Run(TOWERS, "--sglang-decode-attention-backend flashinfer", gpu="h200-141"),
     ),
     "PLAN-TORCH-ONLY": (
         Run(DENSE, trainer_model={"model_type": "qwen3_next"}),
@@ -302,6 +306,12 @@ BROKEN: dict[str, tuple[Run, ...]] = {
         Run(DENSE, engine_model={"model_type": "qwen3_5_moe_text"}),
         Run(DENSE, engine_model={"model_type": "gemma4_text"}),
     ),
+    "PLAN-LORA-MODULES": (
+        Run(ON_CPU, "--lora-rank 4 --lr 1e-3 --lora-target-modules proj"),
+        Run(ON_CPU, "--lora-rank 4 --lr 1e-3 --lora-target-modules q_proj v_prj"),
+        Run(TOWERS, "--lora-rank 4 --lr 1e-3 --lora-target-modules model.layers.0.self_attn.q_proj", gpu="h200-141"),
+    ),
+    "PLAN-LORA-EXPERTS": (Run(ON_CPU, "--lora-rank 4 --lr 1e-3 --lora-experts"),),
     "PLAN-VISION-ADAPTER": (
         Run(
             "calculator/config.yaml",

@@ -1,0 +1,70 @@
+"""LoRA adapters: layers that the model has, and engines that can take them."""
+
+from collections.abc import Iterator
+
+from fuligo.config.flag import did_you_mean, nearest
+from fuligo.config.rules.rule import set_flag, unset_flag
+from fuligo.formats.adapter_config import is_target
+from fuligo.layout.adapter import AdapterShape
+from fuligo.models.adapter_flags import adapter_of
+from fuligo.planner.rules.rule import Fix, Violation, rule
+from fuligo.planner.subject import Subject
+
+
+@rule("PLAN-LORA-MODULES", "--lora-target-modules", "--lora-adapter")
+def adapted_layers_exist(subject: Subject) -> Iterator[Violation]:
+    """Every name of adapted layers must fit a linear layer of the model, or nothing is trained there."""
+    adapter = _adapter(subject)
+    if adapter is None:
+        return
+    targets, layers = adapter.config.target_modules, adapter.layers
+    kinds = sorted({layer.rpartition(".")[2] for layer in layers})
+    for target in targets:
+        if any(is_target(layer, target) for layer in layers):
+            continue
+        near = nearest(target, kinds)
+        others = [*(other for other in targets if other != target), *(near if len(near) == 1 else ())]
+        reason = f"{target}: {subject.architecture.model_type} has no linear layer of this name below its output layer"
+        fixes = [set_flag("lora_target_modules", others)] if others else []
+        yield _misfit(
+            subject,
+            "lora_target_modules",
+            f" {reason}{did_you_mean(near)}; it has {', '.join(kinds)}",
+            tuple((fix,) for fix in (*fixes, unset_flag("lora_target_modules"))),
+        )
+
+
+@rule("PLAN-LORA-EXPERTS", "--lora-experts", "--lora-adapter")
+def adapted_experts_exist(subject: Subject) -> Violation | None:
+    """Only an MoE model has experts to adapt."""
+    adapter = _adapter(subject)
+    if adapter is None or not adapter.config.adapts_experts or subject.architecture.experts is not None:
+        return None
+    return _misfit(subject, "lora_experts", f": {subject.architecture.model_type} has no experts", ((unset_flag("lora_experts"),),))
+
+
+def _adapter(subject: Subject) -> AdapterShape | None:
+    """Return the adapter of the subject's flags, which a fix may have changed since its directory was read."""
+    if subject.adapter_config is None or subject.config.lora.lora_adapter is not None:
+        return subject.adapter
+    given = adapter_of(subject.config)
+    return None if given is None else AdapterShape(given, subject.architecture)
+
+
+def _misfit(subject: Subject, name: str, reason: str, fixes: tuple[Fix, ...]) -> Violation:
+    """Return the violation of the flag that shapes the adapter, or of the directory that has its shape, which no flag can change."""
+    given = subject.config.lora.lora_adapter
+    if given is not None:
+        text = f"--lora-adapter {given}: {reason.removeprefix(':').strip()}"
+        return Violation(text, (), "use the model that the adapter was trained on", flags=("--lora-adapter",))
+    option = f"--{name.replace('_', '-')}"
+    return Violation(f"{option}{reason}", fixes, flags=(option,))
+
+
+@rule("PLAN-VISION-ADAPTER", "--lora-sync")
+def adapters_of_models_with_a_tower_are_merged(subject: Subject) -> Iterator[Violation]:
+    """Engines that know adapters by name have not been tested with models that have a vision tower."""
+    config, model = subject.config, subject.rollout_architecture
+    if model.vision_tower is not None and config.syncs_adapter and config.engine_capabilities.names_adapters:
+        text = f"--lora-sync adapter: SGLang's adapters of a {model.model_type} model, which has a vision tower, have not been tested"
+        yield Violation(text, ((set_flag("lora_sync", "merged"),),))

@@ -278,8 +278,8 @@ class _Counters:
                 raise CheckpointError(f"{file}: format {fields['format']} is not format {FORMAT}, which this version of fuligo reads")
             critic = fields.get("critic")
             return cls(_progress(fields), None if critic is None else _progress(critic), fields.get("base_digest"))
-        except (OSError, ValueError, KeyError) as error:
-            raise CheckpointError(f"cannot read {file}: {error}") from error
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"cannot read {file}: {error!r}; the checkpoint is damaged, load another") from error
 
 
 def _progress(fields: dict[str, int]) -> Progress:

@@ -154,3 +154,10 @@ def test_an_empty_directory_is_refused(settings, saved):
     shutil.rmtree(saved / "hf")
     with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json"):
         worker_of(settings).restore(saved)
+
+
+@pytest.mark.parametrize("content", ["[]", "1", '{"format": null}', "{}"])
+def test_a_file_of_other_json_is_refused(settings, saved, content):
+    (saved / "trainer.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"trainer\.json"):
+        worker_of(settings).restore(saved)

@@ -16,6 +16,9 @@ import orjson
 
 from fuligo.errors import CheckpointError, FuligoError
 
+_NOT_FOR_SPACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
+"""Errors of a path that cannot be written, however much space is free."""
+
 
 def free_space(path: Path) -> str:
     """Describe the free space of the file system of `path`: `0 of 500 MiB are free on the file system /scratch`."""
@@ -32,8 +35,9 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        advice = "make the path writable" if error.errno in _NOT_FOR_SPACE else "free some space"
         raise FuligoError(
-            f"cannot write {path}: {_cause(error)} ({free_space(path)}); earlier records are intact: free some space, then resume"
+            f"cannot write {path}: {_cause(error)} ({free_space(path)}); earlier records are intact: {advice}, then resume"
         ) from error
 
 

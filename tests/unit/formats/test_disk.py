@@ -28,3 +28,9 @@ def test_a_file_or_a_tree_that_does_not_fit_is_named_with_the_file_system(small_
         file.write_bytes(b"more")
     with pytest.raises(FuligoError, match=full), writing(copy):
         shutil.copytree(tree, copy, dirs_exist_ok=True)
+
+
+def test_a_path_that_cannot_be_written_needs_no_space(tmp_path: Path) -> None:
+    file = tmp_path / "absent" / "file"
+    with pytest.raises(FuligoError, match="No such file or directory .* make the path writable, then resume"), writing(file):
+        file.write_bytes(b"more")

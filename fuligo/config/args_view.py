@@ -90,7 +90,11 @@ def custom_entries(config: Config) -> dict[str, Any]:
         raise ConfigError(f"{option}: not a YAML file: {error}") from error
     if not isinstance(entries, dict) or not all(isinstance(name, str) and name.isidentifier() for name in entries):
         raise ConfigError(f"{option}: it must map names to values, such as `penalty: 0.1`")
-    if taken := [name for name in entries if name.startswith("_") or name in flags() or _argument(name) is not None]:
+    if private := [name for name in entries if name.startswith("_")]:
+        raise ConfigError(
+            f"{option}: {', '.join(private)} cannot be set: names of hook arguments must not begin with an underscore; rename"
+        )
+    if taken := [name for name in entries if name in flags() or _argument(name) is not None]:
         raise ConfigError(f"{option}: {', '.join(taken)} cannot be set there: flags of fuligo have this name; use --config")
     return entries
 

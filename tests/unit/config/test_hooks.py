@@ -257,7 +257,13 @@ def test_entries_of_the_custom_config_are_attributes_of_args(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("text", "cause"), [("- 1", "it must map names to values"), ("lr: 1", "lr cannot be set there"), ("a: [", "not a YAML file")]
+    ("text", "cause"),
+    [
+        ("- 1", "it must map names to values"),
+        ("lr: 1", "lr cannot be set there"),
+        ("_x: 1", "_x cannot be set: names"),
+        ("a: [", "not a YAML file"),
+    ],
 )
 def test_a_custom_config_that_is_none_is_refused(tmp_path: Path, text: str, cause: str) -> None:
     file = tmp_path / "own.yaml"

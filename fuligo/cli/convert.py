@@ -167,7 +167,8 @@ def dist_to_hf(arguments: Sequence[str]) -> int:
         )
     if not is_distributed(source):
         raise ConfigError(
-            f"{options.checkpoint} is not a distributed checkpoint: use a directory with .metadata, or a directory of checkpoints"
+            f"cannot convert {options.checkpoint}: it is not a distributed checkpoint; use a directory with .metadata, or a directory of "
+            "checkpoints"
         )
     dist_to_hf(source, options.save, model=_small_model(options.hf_checkpoint))
     print(f"{source} -> {options.save}")

@@ -119,7 +119,7 @@ def join_segments(segments: list[Segment]) -> MaskedTokens:
     if len(trained_at) == 0:
         raise DataError("the conversation has no assistant turn to train on")
     if trained_at[0] == 0:
-        raise DataError("the conversation begins with the assistant; its first token has no context to be predicted from")
+        raise DataError("the conversation begins with the assistant, whose first token has no context; add a message before it")
     end = int(trained_at[-1]) + 1
     return MaskedTokens(tokens[:end], mask[:end])
 

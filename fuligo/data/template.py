@@ -113,11 +113,11 @@ def response_decoder(tokenizer: Decodes) -> Callable[[list[int]], str]:
 
 
 def _cleans_up(tokenizer: Decodes, backend: Tokenizer) -> bool:
-    """Return whether decoding removes spaces before punctuation; transformers ignores the setting for BPE unless a second one insists."""
+    """Return whether decoding removes spaces before punctuation; for BPE, transformers does so only if a second setting is on."""
     if not getattr(tokenizer, "clean_up_tokenization_spaces", False):
         return False
-    insists = getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False)
-    return bool(insists) or type(backend.model).__name__ != "BPE"
+    for_bpe = getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False)
+    return bool(for_bpe) or type(backend.model).__name__ != "BPE"
 
 
 def _backend(tokenizer: Decodes, method: str) -> Tokenizer | None:

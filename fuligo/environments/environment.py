@@ -156,11 +156,11 @@ class Environment(ABC):
 
     def state(self) -> Any:
         """Return JSON data from which `restore` continues the episode; called between steps if `resumable`."""
-        raise NotImplementedError(f"{type(self).__name__} is resumable but has no state()")
+        raise NotImplementedError(f"cannot save an episode: {type(self).__name__} is resumable but has no state(); define it")
 
     async def restore(self, state: Any) -> None:
         """Continue from `state()`; called on a new object instead of `reset`."""
-        raise NotImplementedError(f"{type(self).__name__} is resumable but has no restore()")
+        raise NotImplementedError(f"cannot resume an episode: {type(self).__name__} is resumable but has no restore(); define it")
 
 
 def environment_problem(kind: Any) -> str | None:

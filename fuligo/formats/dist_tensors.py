@@ -126,7 +126,7 @@ def _read_metadata(directory: Path) -> Metadata:
         with open_plain(directory / ".metadata") as stream:
             metadata = _MetadataUnpickler(stream).load()
         if not isinstance(metadata, Metadata):
-            raise pickle.UnpicklingError(f"it holds {type(metadata).__name__}")
+            raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}, not the metadata of a distributed checkpoint")
         return metadata
     except FileNotFoundError:
         raise CheckpointError(f"cannot load {directory}: no .metadata, so not a complete distributed checkpoint; {_FIX}") from None

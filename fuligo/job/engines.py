@@ -83,8 +83,8 @@ def _reaching(config: Config, cluster: RayCluster | None) -> Transport:
         here = cluster is None or (one_machine and (asked != "disk" or cluster.sender_is_here))
         if asked in ("tensor", "disk") and not here:
             raise ConfigError(
-                f"--update-weight-transport {asked} goes through the memory of one machine, but trainer rank 0, the driver and the engines "
-                "are on several: remove the flag, or use nccl (gloo on a CPU)"
+                f"--update-weight-transport {asked} works on one machine only, but trainer rank 0, the driver and the engines are on "
+                "several; remove the flag, or use nccl (gloo on a CPU)"
             )
         return asked
     if beside and not one_machine:

@@ -85,7 +85,7 @@ def save_directory(config: Config, run_dir: Path) -> Path:
 
 
 def named_checkpoints(config: Config, save: Path) -> frozenset[int]:
-    """Return the iterations below `save` that flags name, so that the same command can be repeated: they are not removed to save space."""
+    """Return the iterations below `save` that flags refer to. They are never deleted to save space, so that the command can be repeated."""
     flags = config.checkpoint
     named = (
         {flags.ckpt_step}

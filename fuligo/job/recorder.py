@@ -124,7 +124,7 @@ class LogHooks:
 
 
 def log_data(evaluation: Evaluation) -> dict[str, dict[str, list[Any]]]:
-    """Return rewards, truncation and samples of every dataset, as the log function of evaluations gets them."""
+    """Return rewards, truncation flags and samples by dataset, the argument of `--custom-eval-rollout-log-function-path`."""
     data: dict[str, dict[str, list[Any]]] = {}
     for name, groups in evaluation.groups.items():
         samples = [sample for group in groups for sample in group.samples if sample.reward is not None]

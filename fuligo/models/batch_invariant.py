@@ -39,9 +39,9 @@ MAX_ELEMENTS = 1 << 20
 
 
 def round_rows(x: Tensor, bits: int) -> Tensor:
-    """Round each row of [..., K] to multiples of a unit, at most 2 ** bits of which make up its largest element; float64.
+    """Round each row of [..., K] to multiples of a unit such that its largest element is at most 2 ** bits units; float64.
 
-    x + c - c with c = 2 ** (53 - bits) times the largest element leaves the bits of x above those that c cuts off.
+    Adding and subtracting c = 2 ** (53 - bits) times the largest element cuts off the bits below the unit.
     """
     cut = _largest(x).double().mul_(2.0 ** (MANTISSA_BITS - bits))
     return (x + cut).sub_(cut)

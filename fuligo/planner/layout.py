@@ -204,7 +204,9 @@ def _must_divide(spec: EngineGroupSpec, owner: str) -> None:
         raise ConfigError(f"{owner}: {spec.num_gpus} GPUs are not a multiple of --rollout-num-gpus-per-engine {spec.num_gpus_per_engine}")
     pp_size = spec.arguments.value("pp_size")
     if pp_size < 1 or spec.num_gpus_per_engine % pp_size:
-        raise ConfigError(f"{owner}: --sglang-pp-size {pp_size} does not divide --rollout-num-gpus-per-engine {spec.num_gpus_per_engine}")
+        raise ConfigError(
+            f"{owner}: --sglang-pp-size {pp_size} does not divide --rollout-num-gpus-per-engine {spec.num_gpus_per_engine}; change one"
+        )
     for option, size in (("--sglang-dp-size", spec.dp_size), ("--sglang-ep-size", spec.ep_size)):
         if size < 1 or spec.tp_size % size:
             raise ConfigError(f"{owner}: {option} {size} does not divide the {spec.tp_size} tensor-parallel GPUs of an engine")

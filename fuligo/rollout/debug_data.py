@@ -138,7 +138,7 @@ def _json(sample: Sample, name: str) -> str:
     try:
         return json.dumps(getattr(sample, name), default=_plain)
     except (TypeError, ValueError) as error:
-        raise RolloutError(f"sample {sample.index}: cannot save its {name} ({error}); hooks may set it to JSON data only") from error
+        raise RolloutError(f"cannot save the {name} of sample {sample.index}: {error}; let hooks set it to JSON data only") from error
 
 
 def _base64_npy(value: Any) -> str:

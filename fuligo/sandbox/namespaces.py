@@ -139,7 +139,7 @@ def build_root(root: Root) -> None:
 
 
 def make_read_only(path: str, *, executable: bool) -> None:
-    """Protect a file of the sandbox from its programs."""
+    """Make a file of the sandbox read-only for the programs in it."""
     _mount(path, path, None, _MS_BIND)
     _set_mount_flags(path, MS_RDONLY, unset=MS_NOEXEC if executable else 0)
 

@@ -27,7 +27,7 @@ from fuligo.weights.adapter import send_adapter
 from fuligo.weights.senders import WeightSender
 
 NUM_DIGESTED = 4096
-"""Values of a tensor in `base_digest`, evenly spaced."""
+"""Number of evenly spaced values of each tensor that `base_digest` covers."""
 
 
 class AdaptedPolicy(Protocol):

@@ -71,7 +71,7 @@ class StepSamples:
         return micro_batch(chosen, weights, device, counts=plan.counts, share=share, shared=plan.shared)
 
     def scores(self, plan: MicroBatchPlan, tokens: PackedTokens, outputs: TokenLogprobs) -> dict[int, TokenScores]:
-        """Return the scores of a micro-batch by position in the rollout's batch; none for a repetition."""
+        """Return the scores of a micro-batch by position in the rollout's batch; empty if it only repeats samples of another."""
         if not plan.counts:
             return {}
         return dict(zip([self.positions[i] for i in plan.samples], split_scores(tokens, outputs)))

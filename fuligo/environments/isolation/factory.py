@@ -26,7 +26,7 @@ class MakesEnvironments(Protocol):
         ...
 
     async def close(self) -> None:
-        """End what the environments share."""
+        """Stop the processes that the environments share."""
 
 
 @dataclass(slots=True, frozen=True)

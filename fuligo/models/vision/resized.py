@@ -13,7 +13,7 @@ KEPT_BYTES = 128 * 2**20
 
 
 class ResizedImages:
-    """Images in the size in which the vision tower's patches are cut from them, as PNG files in RGB."""
+    """Cache of resized images: RGB PNG files of the size from which the patches of the vision tower are cut."""
 
     def __init__(self, processor: ImageProcessor) -> None:
         self._processor = processor

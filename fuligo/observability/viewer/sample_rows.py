@@ -78,13 +78,13 @@ def check_size(metadata: pq.FileMetaData, names: Container[str] | None, group: i
         group: row group that is read; None reads all.
     """
     if metadata.num_rows > MAX_ROWS:
-        raise pa.ArrowInvalid(f"{metadata.num_rows:,} samples in one file; at most {MAX_ROWS:,} are read")
+        raise pa.ArrowInvalid(f"it has {metadata.num_rows:,} samples; at most {MAX_ROWS:,} are read")
     most = MAX_BYTES if group is None else MAX_GROUP_BYTES
     read = [metadata.row_group(number) for number in (range(metadata.num_row_groups) if group is None else [group])]
     columns = [each.column(at) for each in read for at in range(each.num_columns)]
     size = sum(each.total_uncompressed_size for each in columns if names is None or each.path_in_schema.partition(".")[0] in names)
     if size > most:
-        raise pa.ArrowInvalid(f"{size:,} bytes once they are uncompressed; at most {most:,} are read at once")
+        raise pa.ArrowInvalid(f"its columns have {size:,} bytes uncompressed; at most {most:,} are read at once")
 
 
 def message_texts(prompt: str | None) -> list[tuple[str, str]]:

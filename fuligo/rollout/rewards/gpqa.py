@@ -142,7 +142,7 @@ def gpqa_reward(answer: str | None, label: Any, metadata: dict[str, Any]) -> flo
 
 
 def _offered(metadata: dict[str, Any]) -> Question:
-    """Return the letters and choices of the metadata."""
+    """Read the choices and their letters from the metadata. Raises RewardFailure if they are malformed."""
     choices, letters = metadata.get("choices"), metadata.get("valid_letters")
     if isinstance(choices, dict):
         keys = [str(key).strip().upper() for key in choices]

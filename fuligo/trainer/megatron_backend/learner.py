@@ -193,7 +193,7 @@ def _finalize(model: list[nn.Module], num_tokens: Tensor | None = None, **option
 
 
 def wait_for(chunk: DistributedDataParallel, weight: Tensor) -> None:
-    """Wait until all of a weight is gathered; its own module's forward pass does so, but this weight is used outside it."""
+    """Wait until a weight is gathered. Only the forward pass of its module waits for it, but this weight is used outside of its module."""
     if chunk.use_forward_hook and weight in chunk.param_to_bucket_group:
         chunk.param_to_bucket_group[weight].finish_param_sync()
 

@@ -87,7 +87,7 @@ class SharedCommand(Generic[R]):
         self._encoded: dict[Callable[[Any], Any], Any] = {}
 
     def encoded(self, encode: Callable[[Command[R]], E]) -> E:
-        """Return `encode(command)`, from the first call with this function."""
+        """Return `encode(command)`, which the first call with a function computes and later ones reuse."""
         with self._lock:
             if encode not in self._encoded:
                 self._encoded[encode] = encode(self.command)

@@ -120,7 +120,7 @@ class RankWorker(ABC, Generic[SettingsT, CriticT, ModelT]):
 
     @abstractmethod
     def gradients(self, step: StepShare) -> StepGradients | None:
-        """Compute the gradient of the step's loss into the parameters; None on a rank that reports nothing."""
+        """Compute the gradients of the step's loss, which stay with the parameters; return None on a rank that reports nothing."""
 
     def send_weights(self, target: WeightTarget) -> WeightManifest | Undelivered | None:
         """Gather on all ranks; rank 0 sends, and so does any rank with an engine on its GPU."""

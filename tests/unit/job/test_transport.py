@@ -52,8 +52,8 @@ def test_auto_is_a_transport_that_reaches_the_engines(words: list[str], cluster:
     ("words", "problem"),
     [
         (ELSEWHERE, "a directory on the driver's machine"),
-        ([*SGLANG, "--update-weight-transport", "disk"], "goes through the memory of one machine"),
-        ([*SGLANG, "--update-weight-transport", "tensor"], "goes through the memory of one machine"),
+        ([*SGLANG, "--update-weight-transport", "disk"], "works on one machine only"),
+        ([*SGLANG, "--update-weight-transport", "tensor"], "works on one machine only"),
         ([], "the embedded engine runs on the driver's node"),
     ],
 )

@@ -119,7 +119,7 @@ def test_numbers_of_numpy_become_plain_ones():
 
 
 def test_what_is_no_json_data_is_refused_by_name():
-    with pytest.raises(RolloutError, match=r"sample 3: cannot save its metadata .*set"):
+    with pytest.raises(RolloutError, match=r"cannot save the metadata of sample 3: .*set"):
         encode_groups([group(metadata={"tools": {1, 2}})])
 
 

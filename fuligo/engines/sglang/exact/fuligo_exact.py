@@ -1,7 +1,8 @@
 """Plugin of SGLang 0.5.15 for --exact-on-policy: Llama and Qwen models compute with the trainer's kernels and round where it does.
 
-SGLang loads it in each of its processes (`sglang.srt.plugins`). They lack fuligo, so it loads the modules of kernels as files.
-Prefill and decoding run the same attention kernel, so that prefix caches, chunks, retracted requests and batches change no bit of a token.
+SGLang loads it in each of its processes (`sglang.srt.plugins`). Their Python environment lacks fuligo, so the modules with the kernels are
+loaded from their files. Prefill and decoding run the same attention kernel, so that a token's log-probability depends neither on the batch
+nor on prefix caches, chunked prefill and retracted requests.
 """
 
 # pyright: reportMissingImports=false, reportMissingModuleSource=false

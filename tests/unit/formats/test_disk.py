@@ -32,5 +32,5 @@ def test_a_file_or_a_tree_that_does_not_fit_is_named_with_the_file_system(small_
 
 def test_a_path_that_cannot_be_written_needs_no_space(tmp_path: Path) -> None:
     file = tmp_path / "absent" / "file"
-    with pytest.raises(FuligoError, match="No such file or directory .* make the path writable, then resume"), writing(file):
+    with pytest.raises(FuligoError, match=r"No such file or directory .* make the path writable, then resume"), writing(file):
         file.write_bytes(b"more")

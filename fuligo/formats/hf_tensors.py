@@ -47,8 +47,9 @@ class InOwnDtypes(HuggingFaceTensors):
         own = {name: DTYPES[dtype] for name, dtype in recorded.items() if dtype in DTYPES}
         counted = Counter(own.values() if own else self.dtypes.values())
         self.common: torch.dtype = counted.most_common(1)[0][0]
-        """Dtype of most tensors; also that of tensors whose name the record lacks."""
-        self.dtypes = {name: own.get(name, self.common) if stored.is_floating_point else stored for name, stored in self.dtypes.items()}
+        """Dtype of most tensors; also that of tensors whose name a record lacks."""
+        if own:
+            self.dtypes = {name: own.get(name, self.common) if stored.is_floating_point else stored for name, stored in self.dtypes.items()}
 
     def read(self, name: str) -> Tensor:
         """Return a whole tensor on the CPU. Raises CheckpointError if its file cannot be read."""

@@ -2,18 +2,20 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from fuligo.convert.merge_adapter import merge_adapter
 from fuligo.errors import CheckpointError
-from fuligo.formats.adapter_config import ADAPTER_WEIGHTS
-from tests import tiny
+from fuligo.formats.adapter_config import ADAPTER_WEIGHTS, AdapterConfig
+from fuligo.models.adapter import adapter_tensors, add_adapter, write_adapter_config, write_adapter_weights
+from tests import tiny, tiny_vision
 
 Tensors = dict[str, Tensor]
 LAYER = "base_model.model.model.layers.1.mlp.up_proj"
@@ -42,6 +44,25 @@ def test_the_merge_is_that_of_peft(base: Path, adapter: Path, tmp_path: Path) ->
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         torch.testing.assert_close(tensor, theirs[name], rtol=1e-6, atol=1e-6, msg=name)
+
+
+def test_tensors_without_an_adapter_stay_as_they_are(tmp_path: Path) -> None:
+    """Published Qwen3.5 checkpoints in bfloat16 have decay rates in float32."""
+    base = tiny_vision.save_as_published(tmp_path / "base", "qwen3_5_moe")
+    model: Any = AutoModelForImageTextToText.from_pretrained(base)
+    add_adapter(model, AdapterConfig(rank=2, alpha=4.0, target_modules=("o_proj",)), seed=0)
+    for parameter in (tensors := adapter_tensors(model)).values():
+        torch.nn.init.normal_(parameter, std=0.2)
+    write_adapter_config(model, tmp_path / "adapter")
+    write_adapter_weights({name: tensor.detach().float() for name, tensor in tensors.items()}, tmp_path / "adapter")
+    merge_adapter(base, tmp_path / "adapter", tmp_path / "merged")
+    (merged,) = (load_file(file) for file in (tmp_path / "merged").glob("*.safetensors"))
+    stored = load_file(base / "model.safetensors")
+    assert merged.keys() == stored.keys()
+    assert {name for name, tensor in merged.items() if not torch.equal(tensor, stored[name])} == {
+        "model.language_model.layers.2.self_attn.o_proj.weight"
+    }
+    assert {name: tensor.dtype for name, tensor in merged.items()} == {name: tensor.dtype for name, tensor in stored.items()}
 
 
 def without_a_layer(tensors: Tensors) -> Tensors:

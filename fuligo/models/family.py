@@ -58,6 +58,8 @@ class Family:
     stored_experts: StoredExperts = StoredExperts.APART
     stores_either_experts: bool = False
     """Checkpoints hold experts `APART` or `WHOLE`, and SGLang loads both; `stored_experts` is what transformers writes."""
+    has_plain_experts: bool = True
+    """Experts in transformers are matrices [E, outputs, inputs] without biases, which adapters and quantized bases need."""
     unwritten_keys: tuple[str, ...] = ()
     """Keys of config.json that SGLang needs and transformers reads but does not write."""
     fuses_gate_up: bool = False

@@ -58,6 +58,7 @@ FAMILY = Family(
     architecture=architecture,
     why_not_megatron="the Megatron trainer supports neither attention sinks nor experts with biases and clamped activations",
     stored_experts=StoredExperts.WHOLE,
+    has_plain_experts=False,
     has_window_pool=True,
     writes_harmony=True,
 )

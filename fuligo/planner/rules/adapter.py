@@ -7,6 +7,7 @@ from fuligo.config.rules.rule import set_flag, unset_flag
 from fuligo.formats.adapter_config import is_target
 from fuligo.layout.adapter import AdapterShape
 from fuligo.models.adapter_flags import adapter_of
+from fuligo.models.registry import family_of
 from fuligo.planner.rules.rule import Fix, Violation, rule
 from fuligo.planner.subject import Subject
 
@@ -36,11 +37,27 @@ def adapted_layers_exist(subject: Subject) -> Iterator[Violation]:
 
 @rule("PLAN-LORA-EXPERTS", "--lora-experts", "--lora-adapter")
 def adapted_experts_exist(subject: Subject) -> Violation | None:
-    """Only an MoE model has experts to adapt."""
-    adapter = _adapter(subject)
-    if adapter is None or not adapter.config.adapts_experts or subject.architecture.experts is not None:
+    """Only an MoE model has experts to adapt, and their matrices must have neither biases nor another layout."""
+    adapter, architecture = _adapter(subject), subject.architecture
+    if adapter is None or not adapter.config.adapts_experts:
         return None
-    return _misfit(subject, "lora_experts", f": {subject.architecture.model_type} has no experts", ((unset_flag("lora_experts"),),))
+    if architecture.experts is not None and family_of(architecture).has_plain_experts:
+        return None
+    reason = f"{architecture.model_type} has no experts" if architecture.experts is None else _not_plain(subject)
+    return _misfit(subject, "lora_experts", f": {reason}", ((unset_flag("lora_experts"),),))
+
+
+@rule("PLAN-LORA-BASE", "--lora-base-precision")
+def quantized_experts_are_plain_matrices(subject: Subject) -> Violation | None:
+    """Experts with biases or transposed matrices cannot be quantized as their files hold them."""
+    architecture, precision = subject.architecture, subject.config.lora.lora_base_precision
+    if precision == "full" or not subject.config.trains or architecture.experts is None or family_of(architecture).has_plain_experts:
+        return None
+    return Violation(f"--lora-base-precision {precision}: {_not_plain(subject)}", ((unset_flag("lora_base_precision"),),))
+
+
+def _not_plain(subject: Subject) -> str:
+    return f"the experts of {subject.architecture.model_type} have transposed matrices and biases"
 
 
 def _adapter(subject: Subject) -> AdapterShape | None:

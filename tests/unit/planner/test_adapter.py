@@ -16,8 +16,9 @@ from fuligo.formats.quantised_base import BasePrecision, QuantisedBase
 from fuligo.layout.adapter import AdapterShape
 from fuligo.models.adapter import adapter_tensors, add_adapter, linear_layers
 from fuligo.models.adapter_names import AdapterNames
+from fuligo.models.experts_adapter import has_plain_matrices, stacked_experts
 from fuligo.models.quantised_linear import quantise_base, quantised_weights
-from fuligo.models.registry import architecture_of, names_of
+from fuligo.models.registry import architecture_of, family_of, names_of
 from fuligo.planner.gpus import gpu
 from fuligo.planner.layout import make_layout
 from fuligo.planner.make_plan import disk_of_checkpoints, make_plan
@@ -75,6 +76,14 @@ def test_layers_of_a_model_with_towers_have_the_names_of_the_real_model(family: 
 
 
 MIXTURES = ["qwen3_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v3"]
+
+
+@pytest.mark.parametrize("family", [*MIXTURES, "minimax_m2", "qwen3_next", "qwen3_5_moe_text", "gpt_oss", "gemma4_text"])
+def test_a_family_knows_whether_its_experts_are_plain_matrices(family: str) -> None:
+    model: Any = tiny.model(family, **SHAPES.get(family, {}))
+    found = stacked_experts(model).values()
+    assert found
+    assert family_of(architecture_of(model.config.to_dict())).has_plain_experts == all(map(has_plain_matrices, found))
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ class AdapterConfig:
             kind = fields["peft_type"]
             if kind != "LORA":
                 raise CheckpointError(
-                    f"cannot load {directory}: it is a {kind} adapter, but fuligo loads only LoRA adapters; use a LoRA adapter"
+                    f"cannot load {directory}: its peft_type is {kind!r:.40}, but fuligo loads only LoRA adapters; use one of those"
                 )
             if unknown := _unsupported(fields):
                 raise CheckpointError(f"cannot load {directory}: {unknown} of {ADAPTER_CONFIG} is not supported; use a plain adapter")
@@ -159,6 +159,10 @@ class AdapterConfig:
         except KeyError as error:
             raise CheckpointError(f"cannot read {file}: it has no {error.args[0]}; use a directory that PEFT or fuligo saved") from error
         except (OSError, ValueError, RecursionError) as error:
+            if saved := sorted(directory.glob(f"*/{ADAPTER}/{ADAPTER_CONFIG}")):
+                raise CheckpointError(
+                    f"cannot read {file}: {directory} holds checkpoints; use one of them, such as {saved[-1].parent.parent}"
+                ) from error
             raise CheckpointError(f"cannot read {file}: {error}; use a directory that PEFT or fuligo saved") from error
 
 

@@ -279,8 +279,14 @@ def require_fits(tensors: Mapping[str, Tensor], config: AdapterConfig, adapter: 
     try:
         model = empty_adapted_model(config, base)
     except ConfigError as error:
-        raise CheckpointError(f"cannot load {adapter}: {'; '.join(error.problems)}") from error
+        raise _misfit(adapter, error) from error
     require_same_shapes(tensors, model, adapter)
+
+
+def _misfit(directory: Path, error: ConfigError) -> CheckpointError:
+    """Return the error of an adapter that does not fit the model. It leaves out the flags that shape an adapter: the directory does."""
+    reasons = (re.sub(r"^--lora-(target-modules|experts:) |; remove the flag$", "", problem) for problem in error.problems)
+    return CheckpointError(f"cannot load {directory}: {'; '.join(reasons)}; use the model that the adapter was trained on")
 
 
 @torch.no_grad()
@@ -320,6 +326,6 @@ def with_adapter_of(model: PreTrainedModel, directory: Path) -> AdapterConfig:
     try:
         add_adapter(model, config, seed=0)
     except ConfigError as error:
-        raise CheckpointError(f"cannot load {directory}: {'; '.join(error.problems)}") from error
+        raise _misfit(directory, error) from error
     load_adapter(model, directory)
     return config

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fuligo.errors import CheckpointError
-from fuligo.formats.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterConfig
+from fuligo.formats.adapter_config import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterConfig
 
 PLAIN = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["v_proj", "q_proj"]}
 
@@ -44,6 +44,15 @@ def test_other_json_is_refused(tmp_path: Path, text: str) -> None:
 def test_a_value_that_cannot_be_applied_is_named(tmp_path: Path, name: str, value: object) -> None:
     with pytest.raises(CheckpointError, match=name):
         read(tmp_path, json.dumps({**PLAIN, name: value}))
+
+
+def test_a_directory_of_checkpoints_is_refused_with_the_name_of_one(tmp_path: Path) -> None:
+    for step in (1, 2):
+        adapter = tmp_path / f"iter_{step:07d}" / ADAPTER
+        adapter.mkdir(parents=True)
+        (adapter / ADAPTER_CONFIG).write_text("{}")
+    with pytest.raises(CheckpointError, match=r"holds checkpoints; use one of them, such as .*/iter_0000002$"):
+        AdapterConfig.read(tmp_path)
 
 
 @pytest.mark.parametrize("name", [ADAPTER_CONFIG, ADAPTER_WEIGHTS])

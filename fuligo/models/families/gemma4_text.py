@@ -44,7 +44,7 @@ def architecture(config: ConfigJson) -> Architecture:
     doubles = config.switch("use_double_wide_mlp", default=False)
 
     def layer(number: int, kind: str) -> Layer:
-        borrows = number >= first_borrowing > 0
+        borrows = number >= first_borrowing
         own = replace(heads[kind], borrows_keys=borrows)
         size = 2 * width if doubles and borrows else width
         parts = (
@@ -119,7 +119,11 @@ def _kinds(config: ConfigJson) -> list[str]:
 
 def _require_lenders(config: ConfigJson, kinds: list[str], first_borrowing: int) -> None:
     """Check that an earlier layer of the same kind lends its keys and values to each layer that has none."""
-    if first_borrowing > 0 and (lacking := set(kinds[first_borrowing:]) - set(kinds[:first_borrowing])):
+    if first_borrowing <= 0:
+        raise config.contradiction(
+            f"num_kv_shared_layers {config.values['num_kv_shared_layers']} leaves none of {len(kinds)} layers keys and values of its own"
+        )
+    if lacking := set(kinds[first_borrowing:]) - set(kinds[:first_borrowing]):
         raise config.contradiction(
             f"num_kv_shared_layers {config.values['num_kv_shared_layers']}: no layer before them is of the type {min(lacking)}"
         )

@@ -3,6 +3,7 @@
 PEFT itself is imported where layers are added; a model without them does not need it.
 """
 
+import logging
 import re
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -36,6 +37,10 @@ from fuligo.models.vision.types import TOWER_PATTERN
 if TYPE_CHECKING:
     from peft import LoraConfig
     from peft.tuners.lora import LoraLayer
+
+
+# PEFT imports bitsandbytes where it is installed, which would warn in every run about a kernel that fuligo does not use.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def empty_model(directory: Path) -> PreTrainedModel:

@@ -64,7 +64,7 @@ def _problems_alone(config: Config) -> Iterator[str]:
     elif config.takes_turns:
         yield f"{cannot} with --colocate the engines would release their memory while others sample; give them their own GPUs"
     elif config.needs_engine and not config.syncs_adapter:
-        yield f"{cannot} --lora-sync {config.lora.lora_sync} would overwrite the base weights of the others; use --lora-sync adapter"
+        yield f"{cannot} merged weights (--lora-sync) would overwrite the base weights of the others; use --lora-sync adapter"
     if config.engine.use_fault_tolerance:
         yield f"{cannot} --use-fault-tolerance would restart an engine for one run; drop it, and repeat the command with --resume"
     if config.num_train_gpus > 1:
@@ -72,7 +72,7 @@ def _problems_alone(config: Config) -> Iterator[str]:
     if chosen_launcher(config) != "local":
         yield f"{cannot} it would start on Ray; use --launcher local"
     if config.checkpoint.max_restarts:
-        yield f"{cannot} --max-restarts {config.checkpoint.max_restarts} replaces the trainer of one run; drop it, and repeat the command"
+        yield f"{cannot} --max-restarts {config.checkpoint.max_restarts} replaces the trainer of one run; drop it, and use --resume"
 
 
 def _clashes(configs: Mapping[str, Config]) -> Iterator[str]:

@@ -44,7 +44,7 @@ def test_runs_that_sample_nothing_need_no_engine() -> None:
         ({"actor_num_gpus_per_node": 2}, "it has 2 trainer ranks; use one"),
         ({"launcher": "ray"}, "use --launcher local"),
         ({"lora_base_precision": "nf4"}, "drop --lora-base-precision nf4"),
-        ({"max_restarts": 2}, "--max-restarts 2 replaces the trainer of one run"),
+        ({"max_restarts": 2}, "--max-restarts 2 replaces the trainer of one run; drop it, and use --resume"),
     ],
 )
 def test_a_run_that_cannot_share_is_named_with_its_reason(changes: dict[str, Any], text: str) -> None:
@@ -91,7 +91,7 @@ def test_runs_share_sglang_s_engines_if_they_agree_on_their_arguments() -> None:
     assert sglang_problems() == []
     assert sglang_problems(sglang_context_length=512) == ["--sglang-* is {} in a and {'context_length': 512} in b; all runs need the same"]
     (merged,) = sglang_problems(lora_sync="auto")
-    assert merged.startswith("b: cannot share a trainer and an engine: --lora-sync auto would overwrite the base weights")
+    assert merged.startswith("b: cannot share a trainer and an engine: merged weights (--lora-sync) would overwrite the base weights")
 
 
 def test_engines_in_turns_with_the_trainer_are_refused() -> None:

@@ -97,7 +97,7 @@ def _import(flag_name: str, path: str, module_path: str) -> ModuleType:
         own_name = error.name is not None and (module_path == error.name or module_path.startswith(error.name + "."))
         if own_name and not is_file:
             raise _error(flag_name, path, f"there is no module {error.name} (searched in {Path.cwd()} and the Python path)") from error
-        raise _error(flag_name, path, f"{module_path} imports {error.name}, which is not installed") from error
+        raise _error(flag_name, path, f"{module_path} imports {error.name}, which is not installed; install it") from error
     except FileNotFoundError as error:
         raise _error(flag_name, path, f"{error}") from error
     except OSError as error:

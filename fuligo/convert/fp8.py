@@ -65,7 +65,7 @@ def convert(plan: Fp8Plan, report: Report) -> None:
         replace_text(plan.target / CONFIG, plan.config_json())
     except OSError as error:
         raise CheckpointError(
-            f"cannot convert: {error.filename or plan.target}: {error.strerror}; run the same command again to continue"
+            f"cannot convert to FP8: {error.filename or plan.target}: {error.strerror}; repeat the command to continue"
         ) from error
 
 

@@ -57,7 +57,7 @@ class Strangers:
     """Connections of one server without a request that had a key, the oldest first."""
 
     max_connections: int = 4096
-    """The oldest one is closed for a new one: a client with a key sends its request at once."""
+    """Limit beyond which the oldest is closed. A client with a key sends its request at once, so it is not among these for long."""
     max_s: float = 30.0
     max_bytes: int = 1 << 20
     """Limit of what is sent without a key; a body waits in the socket until the key was checked."""

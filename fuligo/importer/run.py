@@ -74,7 +74,7 @@ class ImportedScript:
     def file_text(self, path: str) -> str:
         """Return the text that a file of the command line had when the job was started. Raises ConfigError if there was no such file."""
         if path not in self.launch.files:
-            raise ConfigError(f"{self.launch.place}: there is no file {path}")
+            raise ConfigError(f"{self.launch.place}: there is no file {path}; check the path, or map its directory with --map")
         return self.launch.files[path]
 
 
@@ -122,7 +122,7 @@ def import_script(
         ConfigError: the script cannot be run, fails, or does not start exactly one training job.
     """
     if not script.is_file():
-        raise ConfigError(f"{script} does not exist")
+        raise ConfigError(f"cannot import {script}: there is no such file; check the path")
     if script.stat().st_size > _MAX_SCRIPT_BYTES:
         raise ConfigError(f"{script} has more than {_MAX_SCRIPT_BYTES:,} bytes, too many for a launch script")
     allowed = {name: value for name, value in (environment or {}).items() if name in CALLERS_VARIABLES} | dict(given or {})

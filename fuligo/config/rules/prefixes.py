@@ -18,7 +18,7 @@ def layers_know_trees(config: Config) -> Violation | None:
 
 @rule("CFG-PREFIX-KERNEL", "--share-prefixes", "--attention-backend")
 def kernels_know_trees(config: Config) -> Violation | None:
-    """Reject a kernel of TransformerEngine with shared prefixes, which would not be used: its kernels support only sequences."""
+    """Reject TransformerEngine's kernels with shared prefixes: they compute sequences only, so they would not be used."""
     backend = config.parallel.attention_backend
     if not config.shares_prefixes or config.resolved_train_backend != "megatron" or backend in ("auto", "local"):
         return None

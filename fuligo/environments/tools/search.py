@@ -36,7 +36,7 @@ class SearchSettings(BaseModel):
     """JSON lines with `text` (or `contents`) and optionally `title`; or a folder with .txt and .md files, whose titles are their paths."""
     num_results: int = Field(default=3, ge=1)
     result_chars: int = Field(default=1000, ge=1)
-    """A longer text is cut at its end."""
+    """Length of a passage [characters], after which it is cut."""
     stopwords: str | None = "en"
     """Language whose frequent words are ignored (en, de, fr, es, it, nl, pt, sv, ...), or null."""
     cache: Path | None = None

@@ -161,7 +161,7 @@ def read_settings(directory: Path) -> dict[str, Any]:
     try:
         import PIL.Image  # noqa: F401
     except ImportError as error:
-        raise ConfigError("images in prompts need Pillow; install it with: pip install 'fuligo[vision]'") from error
+        raise ConfigError("cannot process images: Pillow is not installed; pip install 'fuligo[vision]'") from error
     file = directory / WHOLE_PROCESSOR_FILE
     whole = _read_json(file) if file.exists() else None
     settings = whole.get("image_processor") if isinstance(whole, dict) else None

@@ -201,7 +201,7 @@ class RunShare:
         """Do nothing: the other runs also use the thread."""
 
     def run(self, function: Callable[[], Any]) -> Any:
-        """Run a function of the run; called by the thread."""
+        """Run a function with the run's own random state. The shared thread calls this."""
         with self._own_random_state():
             return function()
 

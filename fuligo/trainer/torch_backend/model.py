@@ -294,7 +294,9 @@ def require_whole(directory: Path, lacking: Mapping[str, str]) -> None:
     """
     if lacking:
         some = ", ".join(sorted(lacking.values())[:5])
-        raise CheckpointError(f"{directory}: weights are missing or have a different shape than config.json says: {some}")
+        raise CheckpointError(
+            f"cannot load {directory}: weights are missing or have another shape than config.json says ({some}); copy or convert it again"
+        )
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel) -> None:

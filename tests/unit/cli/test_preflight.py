@@ -321,7 +321,7 @@ def test_images_need_a_model_that_sees_them_and_what_reads_them(model: Path, tmp
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "PIL.Image", None)
         (problem,) = problems(seeing, *given)
-    assert "images in prompts need Pillow; install it with: pip install 'fuligo[vision]'" in problem
+    assert "cannot process images: Pillow is not installed; pip install 'fuligo[vision]'" in problem
     file = seeing / "preprocessor_config.json"
     file.write_text(json.dumps({"image_processor_type": "CLIPImageProcessor"}))
     (problem,) = problems(seeing, *given)

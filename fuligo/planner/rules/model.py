@@ -183,5 +183,8 @@ def flags_fit_a_model_of_text(subject: Subject) -> Iterator[Violation]:
     ):
         if is_given:
             option = f"--{name.replace('_', '-')}"
-            text = f"{option}: the model ({subject.architecture.model_type}) is text-only"
+            reason = (
+                "is text-only" if subject.architecture.vision_tower is None else "is trained on text only, and its towers are never trained"
+            )
+            text = f"{option}: the model ({subject.architecture.model_type}) {reason}"
             yield Violation(text, ((unset_flag(name),),), flags=(option,))

@@ -172,9 +172,9 @@ class RowSource(Generic[Item]):
                 return self._dataset[row]
             except PromptTooLongError:
                 self.counts.dropped_too_long += 1
-            except DataError:
+            except DataError as error:
                 if not self._skip_bad_rows:
-                    raise
+                    raise DataError(f"{error}; resume or start with --skip-bad-rows to skip such rows") from error
                 self.counts.bad_rows += 1
         raise DataError(
             f"a whole epoch of {len(self)} rows has no usable row "

@@ -94,7 +94,7 @@ def test_a_restored_source_continues_as_if_never_interrupted(
 def test_a_bad_row_ends_the_run_unless_it_may_be_skipped(write_rows: Write, tokenizer: PreTrainedTokenizerFast) -> None:
     path = write_rows(*({"input": f"q{row}"} for row in range(10)), "broken")
     source = PromptSource(PromptDataset.open(path, DataFlags(), tokenizer))
-    with pytest.raises(DataError, match="line 11: not JSON"):
+    with pytest.raises(DataError, match=r"line 11: not JSON.*; resume or start with --skip-bad-rows to skip such rows"):
         source.take(11)
     source = PromptSource(PromptDataset.open(path, DataFlags(skip_bad_rows=True), tokenizer))
     assert len(source.take(11)) == 11

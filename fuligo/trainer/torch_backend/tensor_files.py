@@ -78,8 +78,9 @@ class TensorFiles(HuggingFaceTensors):
             if held != wanted:
                 where = self.directory / self._stored[name].file if held else self.directory
                 raise CheckpointError(
-                    f"{where}: belongs to another architecture: {name} is {_described(held)} there but {_described(wanted)} in this run. "
-                    "Resume with the --hf-checkpoint and the trained parameters that the checkpoint was made with."
+                    f"cannot resume from {where}: it belongs to another architecture: {name} is {_described(held)} there but "
+                    f"{_described(wanted)} in this run; use the --hf-checkpoint, the trained parameters and the --lora flags of the run "
+                    "that saved it"
                 )
 
 

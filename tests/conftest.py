@@ -2,7 +2,7 @@
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 # Several processes share the cores of the machine, and OpenMP's threads spin while they wait for one another. torch reads this on import.
@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
 from tests.e2e.command import warm_start
-from tests.e2e.warm_children import ForkServer
+from tests.e2e.warm_children import ForkServer, same_for_imports
 from tests.small_disk import SmallDisk, mounted
 
 # No deadlines for examples: a busy machine may be slow at any moment. Every run of `make test` draws the same examples, so that a
@@ -35,6 +35,13 @@ def pytest_collection_finish() -> None:
     """Leave all modules out of garbage collections: with torch, transformers and Ray, a full one takes a tenth of a second."""
     gc.enable()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Generator[None, object, object]:
+    """Let no test change what later tests may fork."""
+    with same_for_imports():
+        return (yield)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import pytest
 from tests.e2e import warm_start
 from tests.e2e.command import REPOSITORY, environment, fuligo
 from tests.e2e.processes import SHARED_MEMORY, alive, descendants, interrupt, nothing_left_in_shared_memory, wait_until
+from tests.e2e.warm_children import read_by_imports, same_for_imports
 from tests.e2e.warm_start import WarmStart
 
 
@@ -169,6 +170,16 @@ def test_children_with_other_variables_for_imports_are_fresh(forking: WarmStart,
     (tmp_path / "fuligo" / "__main__.py").write_text(CHILDREN.replace('"HOW": "given"', '"HOW": "given", "OMP_NUM_THREADS": "2"'))
     said = forking.run(["start"], {**environment(), "PYTHONPATH": str(tmp_path)}, 240).stdout
     assert said.count("is forked") == 2 and said.count("is fresh") == 1
+
+
+def test_variables_that_a_test_leaves_for_imports_are_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "mine")
+    monkeypatch.setenv("HF_HOME", "here")
+    before = read_by_imports(os.environ)
+    with same_for_imports():
+        os.environ |= {"RAY_AUTH_MODE": "token", "PYTHONBREAKPOINT": "ray.util.rpdb._driver_set_trace"}
+        del os.environ["HF_HOME"]
+    assert read_by_imports(os.environ) == before
 
 
 OTHER = """

@@ -42,6 +42,21 @@ def read_by_imports(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name.startswith(READ_BY_IMPORTS) and name not in SET_BY_FULIGO}
 
 
+@contextmanager
+def same_for_imports() -> Iterator[None]:
+    """Restore the variables that decide what an import does, after a block that may have changed them.
+
+    `ray.init` and other calls leave such variables behind; the commands, engines and ranks of later tests would no longer fork.
+    """
+    before = read_by_imports(os.environ)
+    try:
+        yield
+    finally:
+        for name in read_by_imports(os.environ).keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+
 def fork_children_warm(module: str = "fuligo") -> str:
     """Let children of this command fork from here on; return the module in the command, and in each child the one that it runs.
 

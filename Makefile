@@ -82,11 +82,11 @@ unit: install-dev
 
 # SGLang is installed beside the rest, and while the checks run.
 ready:
-	+@$(MAKE) --no-print-directory --jobs 2 --output-sync install-sglang install-verifiers browser lint types imports
+	+@$(MAKE) --no-print-directory --jobs 2 --output-sync install-sglang install-verifiers browser lint imports
 
-# The SGLang tests run beside the others, since their engines leave a core idle at times.
+# The other tests leave a core idle at times: the type checker runs beside them, then SGLang's tests, whose engines do so too.
 test: ready
-	+@$(MAKE) --no-print-directory --jobs 2 --output-sync=line --keep-going test-main test-sglang test-verifiers
+	+@$(MAKE) --no-print-directory --jobs 2 --output-sync=line --keep-going test-main types test-sglang test-verifiers
 
 test-main: install-dev
 	.venv/bin/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m "not gpu and not slow and not sglang"
@@ -97,7 +97,7 @@ test-sglang: install-sglang install-dev
 test-verifiers: install-verifiers
 	.venv-verifiers/bin/python -m pytest -q tests/unit/environments/adapters/test_verifiers.py
 
-test-full: ready
+test-full: ready types
 	.venv/bin/python -m pytest -n $(TEST_WORKERS) --dist worksteal --hypothesis-profile full -m "not gpu and not sglang"
 	.venv/bin/python -m pytest tests/sglang tests/cluster -m sglang
 	.venv-verifiers/bin/python -m pytest -q tests/unit/environments/adapters/test_verifiers.py

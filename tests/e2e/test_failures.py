@@ -70,17 +70,15 @@ def test_a_hopeless_rollout_ends_early_and_shows_why(job: Job, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("number", "timeout_s", "num_waves", "said"),
+    ("number", "timeout_s", "said"),
     [
-        ("SIGKILL", 600, None, "was killed (out of memory"),
+        ("SIGKILL", 600, "was killed (out of memory"),
         # Each wave takes the timeout. tests/unit/engines/test_client.py waits for such an engine, and the run ends as above.
-        pytest.param("SIGSTOP", 10, 2, "no answer within 10 s", marks=pytest.mark.slow),
+        pytest.param("SIGSTOP", 10, "no answer within 10 s", marks=pytest.mark.slow),
     ],
     ids=["killed", "stopped"],
 )
-def test_an_engine_that_dies_or_stops_answering_is_named(
-    number: str, timeout_s: int, num_waves: int | None, said: str, job: Job, tmp_path: Path
-) -> None:
+def test_an_engine_that_dies_or_stops_answering_is_named(number: str, timeout_s: int, said: str, job: Job, tmp_path: Path) -> None:
     """Finished steps are on disk. tests/e2e/test_resume.py continues from them."""
     run_dir = tmp_path / "run"
     command = job(
@@ -88,7 +86,7 @@ def test_an_engine_that_dies_or_stops_answering_is_named(
         custom_rm_path="tests.e2e.killers.signal_engine",
         embedded_max_running_requests=4,
         rollout_timeout_s=timeout_s,
-        max_sampling_waves=num_waves,
+        max_sampling_waves=2,
         num_rollout=2,
         run_dir=run_dir,
     )

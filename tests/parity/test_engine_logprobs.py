@@ -43,6 +43,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": {},
     "gemma4": {},
 }
+CACHES = ("qwen3", "glm4_moe_lite", "qwen3_next", "gpt_oss", "gemma3_text", "gemma4")
+"""Families with different caches: keys and values, latents, recurrent states, windows with and without sinks, layers that share keys."""
+each_cache = pytest.mark.parametrize(
+    "checkpoint",
+    [family if family in CACHES else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES],
+    indirect=True,
+    scope="module",
+)
+"""Interruptions of requests touch caches alone; families with the same cache repeat them."""
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -155,6 +164,7 @@ def test_greedy_decoding_is_transformers(answered: Answered, checkpoint: Path) -
         assert request.output_ids == whole[0, ids.size(1) :].tolist()
 
 
+@each_cache
 def test_abort_and_continue(answered: Answered, checkpoint: Path) -> None:
     requests = [answered.submit([5, 6, number], 700) for number in range(3, 7)]
     wait_begun(requests)
@@ -187,6 +197,7 @@ def test_after_updates_of_the_weights(answered: Answered, checkpoint: Path, tmp_
         before = after[:4]
 
 
+@each_cache
 def test_requests_kept_in_place_over_an_update_never_see_old_keys(answered: Answered, checkpoint: Path) -> None:
     """Old weights score the tokens from before the update, new weights those after it."""
     old, newer = reference(checkpoint), reference(checkpoint)

@@ -13,6 +13,7 @@ import pytest
 from tests.unit.observability.viewer.recorded_run import write_run
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("token", [None, "mine"])
 def test_the_page_is_shown_only_at_the_printed_address(tmp_path: Path, token: str | None) -> None:
     run = write_run(tmp_path / "run", num_steps=1)

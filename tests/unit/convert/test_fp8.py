@@ -136,6 +136,7 @@ class TestResult:
             converted(tmp_path / "once", tmp_path / "twice")
 
 
+@pytest.mark.long
 class TestCutOff:
     def test_a_killed_conversion_resumes_to_the_same_bytes(self, model: Path, tmp_path: Path):
         """The conversion is killed after one file; another is unfinished, and the finished one is damaged afterwards."""

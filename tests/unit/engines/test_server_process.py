@@ -78,12 +78,14 @@ def start(tmp_path: Path, then: str) -> tuple[ServerProcess, list[int]]:
     return process, [process.pid, *server_pids(note)]
 
 
+@pytest.mark.long
 async def test_stop_ends_stubborn_workers_and_those_that_left_the_group(tmp_path: Path) -> None:
     process, pids = start(tmp_path, "time.sleep(600)")
     await process.stop()
     assert_all_end(pids)
 
 
+@pytest.mark.long
 def test_a_killed_starter_takes_its_servers_along(tmp_path: Path) -> None:
     note = tmp_path / "pids"
     starter = subprocess.Popen(
@@ -144,6 +146,7 @@ async def test_stop_names_processes_that_cannot_be_ended(tmp_path: Path, monkeyp
     assert_all_end(pids)
 
 
+@pytest.mark.long
 async def test_workers_end_with_a_server_that_crashes_and_the_log_says_why(tmp_path: Path) -> None:
     process, pids = start(tmp_path, "print('out of pages', flush=True); os._exit(3)")
 

@@ -72,6 +72,7 @@ def received(process: subprocess.Popen[str], payload: str) -> str:
     return process.stdout.readline().strip()
 
 
+@pytest.mark.long
 def test_several_processes_get_the_same_bytes_and_nothing_stays_behind(receiver: subprocess.Popen[str]) -> None:
     tensors = some_tensors()
     open_before = own_descriptors().keys()
@@ -82,6 +83,7 @@ def test_several_processes_get_the_same_bytes_and_nothing_stays_behind(receiver:
         assert own_descriptors().keys() <= open_before
 
 
+@pytest.mark.long
 def test_no_process_of_torchs_outlives_the_sender(receiver: subprocess.Popen[str]) -> None:
     """The receiver (an engine that somebody else runs) stays alive."""
     process = subprocess.Popen([sys.executable, "-c", SENDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -126,6 +128,7 @@ def test_what_a_receiver_changes_is_its_own() -> None:
         assert decode_named_tensors(payload)[0][1].tolist() == [1, 1, 1]
 
 
+@pytest.mark.long
 def test_a_killed_sender_leaves_nothing() -> None:
     with nothing_left_in_shared_memory():
         process = subprocess.Popen([sys.executable, "-c", SENDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -169,6 +172,7 @@ except WeightSyncError as error:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("sender", "what"), [(LARGE_SENDER, "a bucket of weights"), (LARGE_COPIES, "an adapter")])
 def test_full_shared_memory_is_named_and_given_back(sender: str, what: str) -> None:
     command = ["unshare", "--mount", "bash", "-c", IN_SMALL_MEMORY, "bash", sys.executable, "-c", sender]

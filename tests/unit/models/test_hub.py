@@ -64,6 +64,7 @@ def run(environment: dict[str, str], *arguments: str, directory: Path | None = N
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.long
 def test_config_json_comes_first_and_the_weights_before_the_run(hub: FakeHub, tmp_path: Path) -> None:
     environment = hub.environment(tmp_path / "home")
     (path, first), (same, then) = run(environment, "--hf-checkpoint", "acme/tiny")
@@ -88,6 +89,7 @@ def test_every_model_that_the_hub_does_not_give_is_named(hub: FakeHub, tmp_path:
     assert of_reference.startswith("--ref-load: acme/other is not a directory here") and "hf download acme/other" in of_reference
 
 
+@pytest.mark.long
 def test_groups_of_engines_name_models_of_the_hub(hub: FakeHub, tmp_path: Path) -> None:
     topology = tmp_path / "engines.yaml"
     group = "server_groups: [{worker_type: regular, num_gpus: 1}]"

@@ -105,7 +105,7 @@ def isolated() -> Iterator[IsolatedFactory]:
     [
         ("raises", "environment: step raised RuntimeError: no such game"),
         ("hangs", r"environment: step did not return within 1 s \(--turn-timeout-s\)"),
-        ("ignores its cancellation", r"environment: step did not return within 1 s"),
+        pytest.param("ignores its cancellation", r"environment: step did not return within 1 s", marks=pytest.mark.long),
         ("exits", "environment: step raised SystemExit: 3"),
         ("is interrupted", "environment: step raised KeyboardInterrupt"),
         ("has no text", "environment: step raised NoText$"),

@@ -217,6 +217,7 @@ async def test_an_episode_without_a_process_waits_for_another_one(isolate: Isola
         await play(environment(factory))
 
 
+@pytest.mark.long
 async def test_messages_of_any_size_pass(isolate: Isolate) -> None:
     factory = isolate(Misbehaving)
     said, _ = await play(environment(factory, "says much"))
@@ -308,6 +309,7 @@ async def test_secrets_and_gpus_are_not_handed_over(isolate: Isolate, monkeypatc
         await play(environment(factory, "wants a secret"))
 
 
+@pytest.mark.long
 async def test_processes_draw_different_random_numbers(isolate: Isolate) -> None:
     factory = isolate(Drawing)
     drawn = await asyncio.gather(*(play(environment(factory)) for _ in range(4)))

@@ -23,6 +23,7 @@ def sandbox() -> None:
         pytest.skip(problem)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("sandbox")
 async def test_programs_of_all_episodes_share_one_interpreter_and_its_limit() -> None:
     settings = {"python": {"max_running": 1}}

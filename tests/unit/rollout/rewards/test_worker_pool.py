@@ -199,6 +199,7 @@ def is_running(pid: int) -> bool:
 ODD_ANSWERS = ["\\boxed{}}{", "\ud800", "\x00", "🦠" * 1000, "\\" * 999, "(" * 200, "1e999999999", "\\int_0^1", "{" * 50, "%"]
 
 
+@pytest.mark.long
 async def test_odd_answers_are_wrong_or_fail_and_nothing_else() -> None:
     pool = WorkerPool("symbolic_judge.py", num_workers=1, timeout_s=10.0)
     try:

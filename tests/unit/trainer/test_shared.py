@@ -16,6 +16,7 @@ from fuligo.errors import TrainerError
 from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.models.adapter import adapter_tensors, base_tensors
 from fuligo.trainer.objective import LossSettings
+from fuligo.trainer.ranks import shared
 from fuligo.trainer.ranks.commands import LEAVE, PING, Command, call, call_rank
 from fuligo.trainer.ranks.connected import answer_commands
 from fuligo.trainer.ranks.rank import Rank, RankExecutor
@@ -41,9 +42,9 @@ def settings(checkpoint) -> list[TorchTrainerSettings]:
 
 @pytest.fixture
 def trainer() -> Iterator[SharedTrainer]:
-    shared = SharedTrainer()
-    yield shared
-    shared.stop()
+    trainer = SharedTrainer()
+    yield trainer
+    trainer.stop()
 
 
 class LargeAnswer(Command[bytes]):
@@ -69,7 +70,10 @@ def adapter(executor: RankExecutor) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.long
-def test_runs_in_turns_train_as_alone(trainer: SharedTrainer, settings: list[TorchTrainerSettings]) -> None:
+def test_runs_in_turns_train_as_alone(
+    trainer: SharedTrainer, settings: list[TorchTrainerSettings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared, "KEEP_TURN_S", 0.05)  # no run syncs weights, for which each turn would be kept
     alone = []
     for each in settings:
         executor = RankExecutor(Rank(0, 1))

@@ -20,6 +20,7 @@ import pytest
 
 from fuligo.environments import AssistantTurn, Row
 from fuligo.environments.environment import Environment
+from fuligo.environments.isolation import workers
 from fuligo.environments.isolation.factory import IsolatedFactory
 from fuligo.environments.isolation.messages import FailureError
 from fuligo.environments.isolation.workers import Worker
@@ -28,6 +29,12 @@ from tests.unit.environments.isolation.drawing import Drawing
 from tests.unit.environments.isolation.misbehaving import Misbehaving
 
 FIRST, LAST = AssistantTurn("a"), AssistantTurn("a", last=True)
+
+
+@pytest.fixture
+def killed_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kill a process that does not react to a cancellation after a short time."""
+    monkeypatch.setattr(workers, "_CANCEL_S", 0.2)
 
 
 async def play(environment: Environment) -> tuple[str, float]:
@@ -104,6 +111,7 @@ async def test_a_process_that_misbehaves_fails_its_own_episode(isolate: Isolate,
 
 @pytest.mark.long
 @pytest.mark.parametrize("prompt", ["blocks", "computes in C", "waits for a lock", "ignores signals", "blocks in reset", "blocks in close"])
+@pytest.mark.usefixtures("killed_soon")
 async def test_a_process_that_blocks_is_killed_and_holds_up_nobody(isolate: Isolate, prompt: str) -> None:
     factory = isolate(Misbehaving)
     blocked = environment(factory, prompt)
@@ -132,6 +140,7 @@ async def test_a_process_that_blocks_is_killed_and_holds_up_nobody(isolate: Isol
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("killed_soon")
 async def test_a_process_that_is_killed_says_where_it_was(isolate: Isolate, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     factory = isolate(Misbehaving)

@@ -189,7 +189,7 @@ def test_after_updates_of_the_weights(answered: Answered, checkpoint: Path, tmp_
         newer.save_pretrained(tmp_path)
         load = (lambda: as_sent(newer)) if source == "tensors" else (lambda: str(tmp_path))
         answered.engine.update_weights(version, load, flush=True, abort_all=False).result(60)
-        after = mixed_requests(answered, 9)
+        after = mixed_requests(answered, 5)
         answered.wait(after)
         assert worst_difference(newer, after) < TOLERANCE, source
         assert worst_difference(newer, before) > 100 * TOLERANCE, source

@@ -26,30 +26,39 @@ OVERRIDES = {"glm4_moe_lite": {"rms_norm_eps": 1e-6}, "gemma3_text": {"sliding_w
 """The epsilon that transformers uses for latent norms, whatever config.json states; a window that is shorter than samples."""
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        "qwen3",
-        "llama",
-        "glm4",
-        "qwen2",
-        "qwen3_moe",
-        "glm4_moe",
-        "glm4_moe_lite",
-        "deepseek_v3",
-        "kimi_k2",
-        "minimax_m2",
-        "qwen3_next",
-        "qwen3_5_text",
-        "qwen3_5_moe_text",
-        "gpt_oss",
-        "gemma3_text",
-        "gemma4_text",
-        "qwen3_5",
-        "qwen3_5_moe",
-        "gemma4",
-    ],
+FAMILIES = (
+    "qwen3",
+    "llama",
+    "glm4",
+    "qwen2",
+    "qwen3_moe",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "deepseek_v3",
+    "kimi_k2",
+    "minimax_m2",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "gpt_oss",
+    "gemma3_text",
+    "gemma4_text",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "gemma4",
 )
+FEW = ("qwen3", "qwen3_5_moe")
+"""A plain family, and one with a tower, experts and recurrent layers."""
+few_families = pytest.mark.parametrize(
+    "checkpoint",
+    [*FEW, *(pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES if family not in FEW)],
+    indirect=True,
+    scope="module",
+)
+"""Other families repeat which weights score and at which temperature; their own passes are in the tests of every family."""
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def checkpoint(request, tmp_path_factory) -> Path:
     return save(tmp_path_factory.mktemp("model") / request.param, request.param)
 
@@ -98,9 +107,17 @@ def padded_scores(checkpoint: Path, samples, temperature: float = 1.0) -> list[t
     ]
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_logprobs_and_entropy_equal_the_padded_forward(checkpoint, temperature):
-    """Includes the first response token, the borders of packed samples, the temperature, and the full vocabulary."""
+def test_logprobs_and_entropy_equal_the_padded_forward(checkpoint):
+    """Includes the first response token, the borders of packed samples, a temperature, and the full vocabulary."""
+    assert_logprobs_and_entropy_equal_the_padded_forward(checkpoint, temperature=0.6)
+
+
+@few_families
+def test_logprobs_and_entropy_equal_the_padded_forward_at_temperature_1(checkpoint):
+    assert_logprobs_and_entropy_equal_the_padded_forward(checkpoint, temperature=1.0)
+
+
+def assert_logprobs_and_entropy_equal_the_padded_forward(checkpoint: Path, temperature: float) -> None:
     samples = train_batches.samples(LENGTHS)
     worker = TorchRankWorker(settings_of(checkpoint, temperature=temperature, capacity=Capacity(max_tokens=40), chunk_tokens=7), World())
     want = padded_scores(checkpoint, samples, temperature)
@@ -140,6 +157,7 @@ def test_gradient_equals_autograd_through_the_padded_model(checkpoint):
             assert (p.grad - want[name]).abs().max() <= 1e-5 * largest, name
 
 
+@few_families
 def test_teacher_logprobs_are_the_teacher_models(checkpoint, tmp_path):
     """The teacher may have another shape, and there is a reference as well; it scores at the student's temperature."""
     teacher = tiny.save_checkpoint(tmp_path, seed=6, layers=3, hidden=32)
@@ -149,6 +167,7 @@ def test_teacher_logprobs_are_the_teacher_models(checkpoint, tmp_path):
         np.testing.assert_allclose(s.teacher_logprobs, logprobs, atol=2e-5)
 
 
+@few_families
 def test_reference_logprobs_are_the_reference_models(checkpoint, tmp_path):
     family = checkpoint.name
     reference = save(tmp_path, family, seed=5)

@@ -21,9 +21,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-SERVED = ("fuligo", "fuligo.trainer.ranks.rank_process", "tests.e2e.train_many")
+SERVED = ("fuligo", "fuligo.trainer.ranks.rank_process", "tests.e2e.train_many", "tests.parity.rank_driver")
 """Modules that are started with `python -m`."""
-STARTING_OTHERS = (["fuligo", "train"], ["fuligo", "train-many"], ["tests.e2e.train_many"])
+STARTING_OTHERS = (["fuligo", "train"], ["fuligo", "train-many"], ["tests.e2e.train_many"], ["tests.parity.rank_driver"])
 """Modules, and commands of theirs, that start an engine and ranks."""
 READ_BY_IMPORTS = ("CUDA_", "GOMP_", "HF_", "LD_", "MKL_", "OMP_", "PYTHON", "RAY_", "TOKENIZERS_", "TORCH", "TRANSFORMERS_")
 """Beginnings of the names of environment variables that packages read while they are imported."""

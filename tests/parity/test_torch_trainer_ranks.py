@@ -183,24 +183,11 @@ async def test_a_stopped_rank_is_named_while_all_others_wait_for_it(settings, mo
         os.kill(stopped, 0)
 
 
-DRIVER = """
-import asyncio, sys, pickle, time
-from fuligo.trainer.ranks.trainer import LocalTrainer
-
-async def main():
-    trainer = LocalTrainer(pickle.loads(bytes.fromhex(sys.argv[1])))
-    await trainer.load()
-    print(trainer.ranks[1].pid, flush=True)
-    await asyncio.sleep(600)
-
-asyncio.run(main())
-"""
-
-
-def test_ranks_end_with_a_killed_driver(settings):
-    driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER, pickle.dumps(replace(settings, num_ranks=2)).hex()], stdout=subprocess.PIPE, text=True
-    )
+@pytest.mark.usefixtures("warm_children")
+def test_ranks_end_with_a_killed_driver(settings, tmp_path):
+    (tmp_path / "settings").write_bytes(pickle.dumps(replace(settings, num_ranks=2)))
+    command = [sys.executable, "-m", "tests.parity.rank_driver", str(tmp_path / "settings")]
+    driver = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert driver.stdout is not None
     follower = int(driver.stdout.readline())
     assert Path(f"/proc/{follower}").exists()

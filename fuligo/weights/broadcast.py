@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from itertools import accumulate, count
+from traceback import clear_frames
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -154,6 +155,8 @@ class BroadcastGroup:
             try:
                 mine.set_result(own_part())
             except BaseException as error:  # raised in the waiting coroutine
+                # Its frames hold the group in a reference cycle, and engines that wait in it get an error when the group is gone.
+                clear_frames(error.__traceback__)
                 mine.set_exception(error)
 
         async def both() -> T:

@@ -1,6 +1,7 @@
 """A weight sync survives engines that die or hang (--use-fault-tolerance) on every transport; other failures end it."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from datetime import timedelta
@@ -10,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fuligo.engines.client import EngineClient
 from fuligo.engines.connection import ControlDeadlines, Deadline
@@ -25,6 +27,7 @@ from fuligo.trainer.protocol import Trainer
 from fuligo.trainer.ranks.commands import Command
 from fuligo.trainer.ranks.trainer import RankedTrainer
 from fuligo.weights import broadcast, senders
+from fuligo.weights.broadcast import BroadcastGroup
 from fuligo.weights.senders import WeightSender
 from fuligo.weights.sync import WeightSync, WeightSyncSettings
 from tests.unit.engines.test_fleet import ScriptedRouter
@@ -149,7 +152,6 @@ def open_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
 
     monkeypatch.setattr(fleet_module, "launch_router", launch_router)
     monkeypatch.setattr(fleet_module, "WATCH_S", 0.05)
-    monkeypatch.setattr(broadcast, "LEAVE_TIMEOUT_S", 2.0)
 
     @asynccontextmanager
     async def open_world(
@@ -166,6 +168,9 @@ def open_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
         with PortClaims() as claims:
             deadlines = {"call_timeout_s": call_timeout_s, "health_timeout_s": health_timeout_s}
             settings = fleet_settings(tmp_path, claims, num_engines=num_engines, restart=restart, **deadlines)
+            if any(fault.how == "hangs" for fault in faults.values()):
+                # An engine that works must leave even where the machine is busy, since others may wait for it in the group.
+                monkeypatch.setattr(broadcast, "LEAVE_TIMEOUT_S", 2.0)
             for number, fault in faults.items():
                 plan(settings.servers[number], fault)
             fleet = await Fleet.launch(settings, DyingServer)
@@ -297,6 +302,32 @@ async def test_a_refusal_is_no_death(open_world: Open, transport: Transport) -> 
             await world.weight_sync.sync()
         assert (world.weight_sync.version, world.trainer.num_gathered, len(world.fleet.group.clients)) == (0, 1, 3)
         assert [held.served_unpaused for held in await world.held()] == [[], [], []], "none samples with a part of the weights"
+        assert await world.weight_sync.sync() == 1
+        await world.assert_all_serve(1)
+
+
+async def test_a_refusal_before_the_sender_has_sent_is_no_death(open_world: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sender's part fails after the engine's, as on a busy machine; engines that wait for it hear that the group is gone."""
+    closing = threading.Event()
+    send, close = dist.broadcast, BroadcastGroup.close
+
+    def fails_late(*arguments: Any, **named: Any) -> None:
+        if closing.is_set():  # the next weight sync
+            send(*arguments, **named)
+        else:
+            closing.wait(100)
+            raise RuntimeError("the group was aborted")
+
+    def close_before(group: BroadcastGroup) -> None:
+        closing.set()
+        close(group)
+
+    monkeypatch.setattr(dist, "broadcast", fails_late)
+    monkeypatch.setattr(BroadcastGroup, "close", close_before)
+    async with open_world("gloo", {0: Fault(CALL["gloo"], "refuses")}) as world:
+        with pytest.raises(EngineError, match="no room"):
+            await world.weight_sync.sync()
+        assert [client.start for client in world.fleet.group.clients] == [0, 0, 0]
         assert await world.weight_sync.sync() == 1
         await world.assert_all_serve(1)
 

@@ -37,6 +37,7 @@ FAMILIES: dict[str, dict] = {
     "qwen3": {"head_dim": 16},
     "qwen2": {},
     "llama": {},
+    "mistral": {"head_dim": 16, "sliding_window": None},
     "glm4": {"head_dim": 16},
     "qwen3_moe": {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True},
     "glm4_moe": {

@@ -260,6 +260,19 @@ FAMILIES = {
         },
         served={**MINIMAX_KEYS, "rotary_dim": 64},
     ),
+    "mistral": ServedFamily(  # Mistral 7B v0.3: 32 layers
+        {
+            **SIZES,
+            "num_hidden_layers": 2,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "sliding_window": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        },
+    ),
 }
 
 

@@ -68,6 +68,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory):
 SHAPES: dict[str, dict] = {
     "qwen3": {"vocab_size": 397, "tie_word_embeddings": True},
     "glm4": {},
+    "mistral": {},
     "gemma3_text": {},
     "kimi_k2": {},
     "qwen3_moe": {},

@@ -24,6 +24,7 @@ MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_routed_experts"
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16}
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {},
+    "mistral": {},
     "qwen2": {"tie_word_embeddings": True},
     "qwen2_apart": {},
     "qwen3": {"vocab_size": 397},
@@ -113,6 +114,7 @@ def label(value: str | Layout) -> str:
     [
         ("qwen3", Layout()),
         ("llama", Layout(tp=2, num_ranks=2)),
+        ("mistral", Layout(pp=2, num_ranks=2)),
         ("qwen3", Layout(tp=4, num_ranks=4)),
         ("qwen2", Layout(tp=2, pp=2, num_ranks=4)),
         ("glm4", Layout(tp=2, pp=2, vpp=2, num_ranks=4)),

@@ -25,6 +25,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"tie_word_embeddings": True},
     "qwen2": {},
     "llama": {},
+    "mistral": {},
     "glm4": {},
     "gpt2": {},
     "qwen3_moe": {},

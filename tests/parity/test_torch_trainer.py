@@ -29,6 +29,7 @@ OVERRIDES = {"glm4_moe_lite": {"rms_norm_eps": 1e-6}, "gemma3_text": {"sliding_w
 FAMILIES = (
     "qwen3",
     "llama",
+    "mistral",
     "glm4",
     "qwen2",
     "qwen3_moe",

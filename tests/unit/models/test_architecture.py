@@ -71,6 +71,8 @@ LINEAR = {
 SMALL: list[dict[str, Any]] = [
     DENSE | {"model_type": "llama"},
     DENSE | {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "head_dim": 24, "tie_word_embeddings": True},
+    DENSE | {"model_type": "mistral", "sliding_window": None},
+    DENSE | {"model_type": "mistral", "sliding_window": None, "head_dim": 24, "tie_word_embeddings": True},
     DENSE | {"model_type": "qwen2"},
     DENSE | {"model_type": "qwen3"},
     DENSE | {"model_type": "qwen3", "head_dim": 32, "attention_bias": True},
@@ -229,6 +231,8 @@ def small_configs(draw: st.DrawFn) -> dict[str, Any]:
         config["q_lora_rank"] = draw(st.integers(1, 30) | (st.none() if may_be_direct else st.nothing()))
     if family in SPARSE:
         config |= {"index_n_heads": draw(st.integers(1, 4)), "index_head_dim": draw(multiple(2, 8, 12)), "index_topk": 5}
+    if family == "mistral":
+        config["sliding_window"] = None
     if family == "deepseek_v32":
         config["num_experts"] = num_experts  # which transformers 5.12.1 reads
     if family == "glm_moe_dsa":

@@ -83,7 +83,7 @@ def test_an_unknown_family_is_refused_with_the_known_ones() -> None:
         ConfigError, match=r"model_type gpt2 is not supported; supported are deepseek_v3, deepseek_v32, gemma3_text, gemma4_text, glm4, .*"
     ):
         architecture_of({"model_type": "gpt2"})
-    assert len(FAMILIES) == 20
+    assert len(FAMILIES) == 21
 
 
 def test_nemotron_h_is_refused_with_the_reason() -> None:

@@ -1,0 +1,25 @@
+"""Mistral (arXiv 2310.06825) without windows, as published from 7B v0.2 on: the layers of Llama, with the head size in config.json."""
+
+from fuligo.models.architecture import Architecture
+from fuligo.models.config_json import ConfigJson
+from fuligo.models.family import Family
+from fuligo.models.name_parts import dense_table, grouped_attention
+from fuligo.models.names import NameTable
+from fuligo.models.parts import dense_architecture
+
+WINDOW = 4096
+"""`sliding_window` of a config.json that does not say otherwise."""
+
+
+def architecture(config: ConfigJson) -> Architecture:
+    """Return the shapes. Raises ConfigError for a model with windows, which SGLang would serve without them."""
+    if (window := config.values.get("sliding_window", WINDOW)) is not None:
+        raise config.contradiction(f"sliding_window is {window!r:.80}; SGLang computes Mistral without windows, so only null is supported")
+    return dense_architecture(config, qkv_bias=False)
+
+
+def names(config: ConfigJson, architecture: Architecture) -> NameTable:
+    return dense_table(architecture, grouped_attention(architecture))
+
+
+FAMILY = Family(architecture=architecture, names=names)

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedToke
 
 from fuligo.models.vision.processor import ImageProcessor, image_digest
 from fuligo.types import PromptImage
-from tests import tiny
+from tests import tiny, tiny_mtp
 
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 CHAT_TEMPLATE = (
@@ -144,17 +144,19 @@ def save_checkpoint(directory: Path, family: str = "qwen3_vl", *, seed: int = 0,
 
 
 @torch.no_grad()
-def save_as_published(directory: Path, family: str, **shape) -> Path:
+def save_as_published(directory: Path, family: str, *, whole_mtp_experts: bool = False, **shape) -> Path:
     """Save a Qwen3.5 checkpoint as the published ones are; return `directory`.
 
-    It is in bfloat16 but for the decay rates and norms of Gated DeltaNet, has all experts of a layer in one tensor, and an MTP layer.
+    It is in bfloat16 but for the decay rates and norms of Gated DeltaNet, has all experts of a layer in one tensor, and an MTP layer, whose
+    experts are in one tensor if `whole_mtp_experts`.
     """
     save_checkpoint(directory, family, has_processor=False, **shape)
     model = AutoModelForImageTextToText.from_pretrained(directory)
     model.save_pretrained(directory, save_original_format=False)  # as in memory
     file = directory / "model.safetensors"
     tensors = {name: tensor.to(stored_dtype(name)) for name, tensor in load_file(file).items()}
-    save_file(tensors | {"mtp.fc.weight": torch.ones(4, 8, dtype=torch.bfloat16)}, file, metadata={"format": "pt"})
+    save_file(tensors, file, metadata={"format": "pt"})
+    tiny_mtp.add_mtp(directory, whole_experts=whole_mtp_experts, dtype=torch.bfloat16)
     config = json.loads((directory / "config.json").read_text())
     config["text_config"] |= {"dtype": "bfloat16", "mtp_num_hidden_layers": 1, "mamba_ssm_dtype": "float32", "output_gate_type": "swish"}
     del config["dtype"], config["vision_config"]["dtype"]

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fuligo.formats.checkpoint_files import checkpoint_weights
 from fuligo.formats.hf_tensors import InOwnDtypes
+from fuligo.formats.hugging_face import MTP_PREFIX
 from fuligo.formats.stored_experts import StoredExperts
 
 
@@ -23,7 +24,7 @@ class PublishedWeights:
 
     Args:
         weights: under the names of transformers' model
-        experts: form of routed experts in the published files
+        experts: form of routed experts in the published files; an MTP layer's is that of the original directory, which may be another
     """
 
     def __init__(self, weights: InOwnDtypes, experts: StoredExperts) -> None:
@@ -33,11 +34,17 @@ class PublishedWeights:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         for name, shape in weights.shapes.items():
-            parts = checkpoint_weights([(name, torch.empty(shape, device="meta"))], experts)
+            parts = checkpoint_weights([(name, torch.empty(shape, device="meta"))], self._form(name))
             for number, (published, part) in enumerate(parts):
                 self._sources[published] = _Source(name, number)
                 self.shapes[published], self.dtypes[published] = tuple(part.shape), weights.dtypes[name]
         self._open: tuple[str, list[Tensor]] = ("", [])
+
+    def _form(self, name: str) -> StoredExperts:
+        """Return the published form of a stored tensor, if it holds experts."""
+        if not name.startswith(MTP_PREFIX):
+            return self._experts
+        return StoredExperts.WHOLE if name in self._weights.recorded else StoredExperts.APART
 
     def read(self, name: str) -> Tensor:
         """Return a whole tensor on the CPU. Read in the order of `shapes`, each stored tensor is read once.
@@ -47,5 +54,5 @@ class PublishedWeights:
         source = self._sources[name]
         if self._open[0] != source.name:
             stored = self._weights.read(source.name)
-            self._open = (source.name, [part for _, part in checkpoint_weights([(source.name, stored)], self._experts)])
+            self._open = (source.name, [part for _, part in checkpoint_weights([(source.name, stored)], self._form(source.name))])
         return self._open[1][source.number].clone()

@@ -44,6 +44,8 @@ class InOwnDtypes(HuggingFaceTensors):
         super().__init__(directory)
         file = directory / TENSORS
         recorded = json.loads(file.read_text()) if file.exists() else {}
+        self.recorded = frozenset(recorded)
+        """Names of all tensors of the original directory; empty without a record."""
         own = {name: DTYPES[dtype] for name, dtype in recorded.items() if dtype in DTYPES}
         counted = Counter(own.values() if own else self.dtypes.values())
         self.common: torch.dtype = counted.most_common(1)[0][0]

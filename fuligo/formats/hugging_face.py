@@ -35,6 +35,8 @@ MXFP4 = "mxfp4"
 """`quant_method` of config.json for experts of four bits a weight; trainers and the embedded engine load them in their own type."""
 MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"
 """Ends of the names of its tensors."""
+MTP_PREFIX = "mtp."
+"""Start of the names of the MTP layer's weights in checkpoints of Qwen3-Next and Qwen3.5. transformers 5.12.1 ignores them."""
 TENSORS = "tensors.json"
 """File of a trainer's checkpoint: safetensors dtype of every tensor of the original directory, by name."""
 

@@ -66,6 +66,8 @@ class Family:
     """transformers' dense MLP has one layer for gate and up projection."""
     has_gated_delta: bool = False
     """Layers of type `linear_attention` are those that `models.gated_delta` computes."""
+    has_mtp_module: bool = False
+    """Checkpoints hold one MTP layer, under `mtp.`, that `models.mtp` computes: the torch trainer trains it, and exports keep it."""
     batch_invariant_on: tuple[Literal["cpu", "cuda"], ...] = ()
     """Devices where all its layers have batch-invariant operations for `--exact-on-policy`: linear layers, RMSNorms, SwiGLU, rotary
     embeddings, full attention, on CPUs also Qwen3-MoE's experts."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fuligo.errors import ConfigError
-from fuligo.formats.hugging_face import TENSORS, read_config_json, read_shapes
+from fuligo.formats.hugging_face import MTP_PREFIX, TENSORS, read_config_json, read_shapes
 from fuligo.formats.stored_experts import StoredExperts
 from fuligo.models.architecture import Architecture
 from fuligo.models.config_json import ConfigJson
@@ -130,7 +130,7 @@ def stored_experts(config_json: Mapping[str, Any]) -> StoredExperts:
 
 
 def experts_in(directory: Path) -> StoredExperts:
-    """Return the form of experts in the checkpoint that a directory holds, or was made from by training.
+    """Return the form of experts in the checkpoint that a directory holds, or was made from by training; an MTP layer may have another.
 
     Raises ConfigError like `read_config_json`, and DamagedFileError if the family has both forms and the weights cannot be read.
     """
@@ -139,8 +139,15 @@ def experts_in(directory: Path) -> StoredExperts:
     if facts is not None and facts.stores_either_experts:
         record = directory / TENSORS
         names = json.loads(record.read_text()) if record.exists() else read_shapes(directory)
-        return StoredExperts.WHOLE if any(name.endswith(".experts.gate_up_proj") for name in names) else StoredExperts.APART
+        is_whole = any(name.endswith(".experts.gate_up_proj") and not name.startswith(MTP_PREFIX) for name in names)
+        return StoredExperts.WHOLE if is_whole else StoredExperts.APART
     return stored_experts(config_json)
+
+
+def has_mtp_module(config_json: Mapping[str, Any]) -> bool:
+    """Return whether checkpoints of a model's family have an MTP layer that `models.mtp` computes."""
+    facts = _facts(config_json)
+    return facts is not None and facts.has_mtp_module
 
 
 def unwritten_keys(config_json: Mapping[str, Any]) -> dict[str, Any]:

@@ -92,10 +92,11 @@ def disk_of_checkpoints(subject: Subject) -> Disk | None:
     saved = config.trainer_capabilities.saved_bytes
     if subject.adapter is not None:
         return _disk(config, saved.adapter * subject.adapter.num_parameters, FP32 * subject.adapter.num_parameters)
-    num_parameters = model.num_parameters + (model.num_mtp_parameters if config.train.mtp_num_layers else 0)
+    num_parameters = model.num_parameters + subject.num_loaded_mtp_parameters
+    carried = BF16 * subject.num_carried_mtp_parameters
     trained = (saved.weights + 2 * FP32) * (2 if config.trains_values else 1)
     reference = saved.reference if config.train.ref_update_interval is not None else 0
-    return _disk(config, num_parameters * (trained + reference), num_parameters * BF16)
+    return _disk(config, num_parameters * (trained + reference) + carried, num_parameters * BF16 + carried)
 
 
 def _disk(config: Config, checkpoint_bytes: int, export_bytes: int) -> Disk:

@@ -12,7 +12,7 @@ from fuligo.errors import CheckpointError, ConfigError
 from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.layout.adapter import AdapterShape
 from fuligo.models.adapter_flags import adapter_of
-from fuligo.models.architecture import Architecture, Part, PartKind, Split
+from fuligo.models.architecture import Architecture, Layer, Part, PartKind, Split
 from fuligo.models.find import (
     FoundConfigJson,
     find_architectures,
@@ -21,7 +21,7 @@ from fuligo.models.find import (
     find_teacher_architecture,
     find_trainer_config_json,
 )
-from fuligo.models.registry import unshareable_because
+from fuligo.models.registry import family_of, unshareable_because
 from fuligo.planner.gpus import Gpu, gpu
 
 
@@ -53,11 +53,27 @@ class Subject:
 
     @property
     def num_trained_parameters(self) -> int:
-        """Parameters with gradients: the adapter's, or all of the model but a frozen vision tower."""
+        """Parameters with gradients: the adapter's, or all of the model but a frozen vision tower, and MTP layers that are trained."""
         if self.adapter is not None:
             return self.adapter.num_parameters
         tower = self.architecture.vision_tower if self.config.freezes_tower else None
-        return self.architecture.num_parameters - (0 if tower is None else tower.num_parameters)
+        mtp = self.num_loaded_mtp_parameters if self.config.train.enable_mtp_training else 0
+        return self.architecture.num_parameters - (0 if tower is None else tower.num_parameters) + mtp
+
+    @property
+    def loaded_mtp_layers(self) -> tuple[Layer, ...]:
+        return self.architecture.mtp_layers[: self.config.train.mtp_num_layers or 0]
+
+    @property
+    def num_loaded_mtp_parameters(self) -> int:
+        return sum(layer.num_parameters for layer in self.loaded_mtp_layers)
+
+    @property
+    def num_carried_mtp_parameters(self) -> int:
+        """Parameters of an MTP layer that the torch trainer does not load, and keeps for checkpoints and exports (`models.mtp`)."""
+        carries = not self.is_megatron and self.config.trains and family_of(self.architecture).has_mtp_module
+        is_needed = carries and not self.config.uses_adapter and not self.config.train.mtp_num_layers
+        return self.architecture.num_mtp_parameters if is_needed else 0
 
     @property
     def is_megatron(self) -> bool:

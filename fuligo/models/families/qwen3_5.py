@@ -8,7 +8,11 @@ from fuligo.models.families import qwen3_next, qwen3_vl
 
 
 def architecture(config: ConfigJson) -> Architecture:
-    return qwen3_next.hybrid_architecture(config, None, lambda _: False)
+    return qwen3_next.hybrid_architecture(config, None, lambda _: False, num_mtp_layers=num_mtp_layers(config))
+
+
+def num_mtp_layers(config: ConfigJson) -> int:
+    return config.index("mtp_num_hidden_layers", default=0)
 
 
 FAMILY = replace(

@@ -1,6 +1,6 @@
 """Qwen3-Next: three Gated DeltaNet layers (arXiv 2412.06464) to one of gated attention; routed experts and a gated shared one.
 
-The MTP layer of the published files is left out, as transformers 5.12.1 leaves it out.
+The MTP layer of the published files is one of gated attention. transformers 5.12.1 leaves it out; `models.mtp` computes it.
 """
 
 from collections.abc import Callable
@@ -18,6 +18,7 @@ from fuligo.models.parts import (
     grouped_attention_parts,
     linear_attention_parts,
     matrix,
+    mtp_layer,
     norms,
     read_experts,
     read_grouped_attention,
@@ -34,16 +35,22 @@ def architecture(config: ConfigJson) -> Architecture:
     def has_experts(number: int) -> bool:
         return number not in dense_numbers and (number + 1) % step == 0
 
-    return hybrid_architecture(config, experts, has_experts, has_fused_inputs=True)
+    num_mtp_layers = config.index("num_nextn_predict_layers", default=1)  # published files have a layer, and not the key
+    return hybrid_architecture(config, experts, has_experts, num_mtp_layers=num_mtp_layers, has_fused_inputs=True)
 
 
 def hybrid_architecture(
-    config: ConfigJson, experts: Experts | None, has_experts: Callable[[int], bool], *, has_fused_inputs: bool = False
+    config: ConfigJson,
+    experts: Experts | None,
+    has_experts: Callable[[int], bool],
+    *,
+    num_mtp_layers: int,
+    has_fused_inputs: bool = False,
 ) -> Architecture:
     """Return the architecture of a family with Gated DeltaNet layers among full attention.
 
     Args:
-        has_experts: whether the layer of a number has experts.
+        has_experts: whether the layer of a number has experts; MTP layers have them if any layer does.
         has_fused_inputs: as in `LinearAttention`.
 
     Raises:
@@ -63,13 +70,14 @@ def hybrid_architecture(
         num_shared = ceil(shared_size / experts.intermediate_size)
         experts = replace(experts, num_shared_experts=num_shared, has_shared_gate=True)
 
-    def layer(number: int, kind: str) -> Layer:
-        is_moe = experts is not None and has_experts(number)
+    def layer(number: int, kind: str, *, is_moe: bool) -> Layer:
         mlp = mixture if is_moe else dense_mlp_parts(hidden_size, config.count("intermediate_size"))
         return Layer(number, (*mixing[kind], *mlp, norms(2 * hidden_size)), is_moe=is_moe)
 
-    layers = [layer(number, kind) for number, kind in enumerate(_kinds(config))]
-    return assemble(config, heads, layers, experts=experts, linear_attention=linear)
+    layers = [layer(number, kind, is_moe=experts is not None and has_experts(number)) for number, kind in enumerate(_kinds(config))]
+    further = range(len(layers), len(layers) + num_mtp_layers)
+    mtp_layers = [mtp_layer(layer(number, "full_attention", is_moe=experts is not None), hidden_size) for number in further]
+    return assemble(config, heads, layers, mtp_layers, experts=experts, linear_attention=linear)
 
 
 def _shared_expert_parts(hidden_size: int, size: int) -> Parts:
@@ -111,4 +119,5 @@ FAMILY = Family(
     why_not_megatron="the gated delta net of Megatron-Core 0.16.1 refuses packed sequences",
     unwritten_keys=("full_attention_interval",),
     has_gated_delta=True,
+    has_mtp_module=True,
 )

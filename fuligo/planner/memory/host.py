@@ -9,6 +9,7 @@ from fuligo.config.topology import EngineGroupSpec, policy_model
 from fuligo.layout.megatron import layout_of
 from fuligo.models.architecture import Architecture
 from fuligo.planner.lengths import longest_sample
+from fuligo.planner.memory.activations import BF16
 from fuligo.planner.memory.engine import EngineMemory
 from fuligo.planner.memory.torch_trainer import torch_offloaded_items
 from fuligo.planner.memory.trainer import TrainerState, trainer_state
@@ -144,6 +145,9 @@ def host_items(subject: Subject, layout: ClusterLayout, engines: Mapping[int, En
             items += torch_offloaded_items(subject, len(ranks))
         if value_states:
             items += _value_items(subject, [value_states[rank.pp] for rank in ranks])
+        if any(rank.rank == 0 for rank in ranks):
+            note = "bf16 weights of the MTP layer, which rank 0 keeps for checkpoints and exports (--mtp-num-layers 1 loads it)"
+            items.append(MemoryItem("mtp_layer", BF16 * subject.num_carried_mtp_parameters, note))
         items += _sample_items(subject, ranks, layout.dp, has_driver=node == DRIVER_NODE)
         items += _standby_items(subject.config, len(ranks))
         items += _engine_items([engines[gpu.engine.group] for gpu in gpus if gpu.engine is not None and gpu.engine.group in engines])

@@ -70,10 +70,6 @@ def frozen_parameters(subject: Subject, shape: Layout, stages: Iterable[Stage]) 
     return frozen if subject.config.train.enable_mtp_training else frozen + _mtp(subject, shape, stages, are_indexers=False)
 
 
-def loaded_mtp_layers(subject: Subject) -> tuple[Layer, ...]:
-    return subject.architecture.mtp_layers[: subject.config.train.mtp_num_layers or 0]
-
-
 def _model_parameters(subject: Subject, shape: Layout, stages: tuple[Stage, ...]) -> LocalParameters:
     """Return the parameters of a rank without indexers and MTP layers."""
     return _outer(subject.architecture, shape, stages) + _in_layers(subject.architecture, shape, stages, are_indexers=False)
@@ -105,7 +101,7 @@ def _outer(architecture: Architecture, shape: Layout, stages: Iterable[Stage]) -
 
 def _mtp(subject: Subject, shape: Layout, stages: Iterable[Stage], *, are_indexers: bool) -> LocalParameters:
     """Return the parameters of MTP layers: their indexers, or all else. Megatron puts them, with an embedding, on the last stage."""
-    layers = loaded_mtp_layers(subject)
+    layers = subject.loaded_mtp_layers
     held = LocalParameters()
     for stage in stages:
         if not (stage.has_head and layers):

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from fuligo.formats.quantised_base import BasePrecision, stored_bytes
@@ -91,8 +91,9 @@ def torch_trainer_items(subject: Subject) -> tuple[MemoryItem, ...]:
 def _state_items(subject: Subject, num_ranks: int) -> Iterator[MemoryItem]:
     """Yield weights, gradients and optimizer of one rank, and the reference if it is a second model."""
     architecture, adapter = subject.architecture, subject.adapter
-    share = math.ceil(architecture.num_parameters / num_ranks)
-    each = f"{billions(share)} parameters per GPU ({billions(architecture.num_parameters)} over {num_ranks})"
+    held = architecture.num_parameters + subject.num_loaded_mtp_parameters
+    share = math.ceil(held / num_ranks)
+    each = f"{billions(share)} parameters per GPU ({billions(held)} over {num_ranks})"
     if adapter is not None:
         size, trained = compute_bytes(subject), math.ceil(adapter.num_parameters / num_ranks)
         quantised = QuantisedWeights.of(subject)
@@ -102,15 +103,18 @@ def _state_items(subject: Subject, num_ranks: int) -> Iterator[MemoryItem]:
             rest = math.ceil((architecture.num_parameters - quantised.num_elements) / num_ranks)
             note = f"frozen: {quantised.note}, whole on every rank; {billions(rest)} others per GPU x {size} bytes"
             yield MemoryItem("weights", quantised.num_bytes + size * rest, note)
-        held = f"{billions(trained)} parameters of the adapter of rank {adapter.config.rank} per GPU"
-        yield MemoryItem("adapter", FP32 * trained, f"{held} x 4 bytes, fp32")
+        low_rank = f"{billions(trained)} parameters of the adapter of rank {adapter.config.rank} per GPU"
+        yield MemoryItem("adapter", FP32 * trained, f"{low_rank} x 4 bytes, fp32")
     else:
         trained = math.ceil(subject.num_trained_parameters / num_ranks)
-        frozen = ", the frozen vision tower among them" if trained < share else ""
+        is_mtp_frozen = subject.loaded_mtp_layers and not subject.config.train.enable_mtp_training
+        named = [*(["vision tower"] if subject.config.freezes_tower else []), *(["MTP layer"] if is_mtp_frozen else [])]
+        frozen = f", the frozen {' and '.join(named)} among them" if trained < share else ""
         yield MemoryItem("weights", FP32 * share, f"{each} x 4 bytes, fp32{frozen}")
     yield MemoryItem("gradients", FP32 * trained, f"{billions(trained)} x 4 bytes, fp32")
     yield MemoryItem("optimizer", 2 * FP32 * trained, f"{billions(trained)} x 8 bytes: two fp32 moments of AdamW")
     if subject.config.needs_reference and adapter is None:  # with an adapter, the reference is the policy without it
+        share = math.ceil(architecture.num_parameters / num_ranks)
         yield MemoryItem("reference", FP32 * share, f"{billions(share)} x 4 bytes, fp32")
 
 
@@ -118,7 +122,7 @@ def torch_offloaded_items(subject: Subject, num_ranks: int) -> Iterator[MemoryIt
     """Yield what `num_ranks` ranks keep on the host while SGLang has their GPUs."""
     architecture = subject.architecture
     adapter, all_ranks = subject.adapter, layout_of(subject.config).num_ranks
-    share = math.ceil(architecture.num_parameters / all_ranks) * num_ranks
+    share = math.ceil((architecture.num_parameters + subject.num_loaded_mtp_parameters) / all_ranks) * num_ranks
     trained = math.ceil(subject.num_trained_parameters / all_ranks) * num_ranks
     size = FP32 if adapter is None else compute_bytes(subject)
     where = f"of {count(num_ranks, 'rank')}, {billions(share)} x"
@@ -137,6 +141,8 @@ def torch_offloaded_items(subject: Subject, num_ranks: int) -> Iterator[MemoryIt
     moments = f"two fp32 moments of AdamW of {count(num_ranks, 'rank')}, {billions(trained)} x 8 bytes"
     yield MemoryItem("offloaded_optimizer", 2 * FP32 * trained, f"{moments}, while the engines have the GPUs")
     if subject.config.needs_reference and adapter is None:
+        share = math.ceil(architecture.num_parameters / all_ranks) * num_ranks
+        where = f"of {count(num_ranks, 'rank')}, {billions(share)} x"
         yield MemoryItem("reference", FP32 * share, f"fp32 weights of the reference {where} 4 bytes, while the engines have the GPUs")
     if subject.teacher is not None:
         share = math.ceil(subject.teacher.architecture.num_parameters / layout_of(subject.config).num_ranks) * num_ranks
@@ -157,7 +163,8 @@ def compute_bytes(subject: Subject) -> int:
 def _gathered(subject: Subject) -> MemoryItem:
     """Return the gathered units: the current one, the next, and embedding with head, each with its gradients in the compute dtype."""
     architecture, adapter, quantised = subject.architecture, subject.adapter, QuantisedWeights.of(subject)
-    layer = max(layer.num_parameters for layer in architecture.layers)
+    trained_mtp = subject.loaded_mtp_layers if subject.config.train.enable_mtp_training else ()
+    layer = max(layer.num_parameters for layer in (*architecture.layers, *trained_mtp))
     if quantised is not None:
         layer = max(layer.num_parameters - quantised.of_layer(layer) for layer in architecture.layers)
     outer = sum(part.num_parameters for part in architecture.outer_parts)
@@ -183,6 +190,8 @@ def compiles_layers(subject: Subject) -> bool:
 
 def _activations(subject: Subject) -> MemoryItem:
     config, architecture = subject.config, subject.architecture
+    if config.train.enable_mtp_training:
+        architecture = replace(architecture, layers=(*architecture.layers, *subject.loaded_mtp_layers))
     tokens = micro_batch_tokens(config, layout_of(config))
     adapter = subject.adapter
     if compiles_layers(subject):
@@ -312,5 +321,6 @@ def _logits(subject: Subject) -> MemoryItem:
     if subject.adapter is not None:
         note = f"[{tokens}, {vocabulary}] in fp32, and its gradient x {size} bytes"
         return MemoryItem("logits", (FP32 + size) * tokens * vocabulary, note)
-    note = f"[{tokens}, {vocabulary}] in fp32, its gradient x {size} bytes, and the head's gradient in fp32"
-    return MemoryItem("logits", (FP32 + size) * tokens * vocabulary + FP32 * head, note)
+    kept = 2 if config.train.enable_mtp_training else 1
+    note = f"[{tokens}, {vocabulary}] in fp32{', of the MTP layer too' if kept > 1 else ''}, its gradient x {size} bytes, and the head's "
+    return MemoryItem("logits", (kept * FP32 + size) * tokens * vocabulary + FP32 * head, f"{note}gradient in fp32")

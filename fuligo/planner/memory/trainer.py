@@ -23,7 +23,6 @@ from fuligo.planner.memory.parameters import (
     adapter_parameters,
     billions,
     frozen_parameters,
-    loaded_mtp_layers,
     trained_parameters,
 )
 from fuligo.planner.plan import ClusterLayout, MemoryItem, Stage
@@ -203,7 +202,7 @@ def _activations(subject: Subject, shape: Layout, stages: list[Stage], pipeline_
     in_flight = chunks_in_flight(shape, pipeline_rank, num_micro_batches(subject, shape))
     chunks = [_chunk(stage_layers(architecture, stage), subject, shape) for stage in stages]
     if stages[-1].has_head:
-        chunks[-1] += _chunk(loaded_mtp_layers(subject), subject, shape)
+        chunks[-1] += _chunk(subject.loaded_mtp_layers, subject, shape)
     stored = max(_stored(chunk, config) for chunk in chunks)
     if shape.vpp > 1:  # outputs of interleaved stages are kept until their backward pass
         stored += BF16 * architecture.hidden_size / shape.shards_sequence

@@ -1,6 +1,7 @@
 """State that training resumes from: weights, optimizer, random numbers, counters. Safetensors and JSON, no pickle.
 
-hf/         the weights in float32 as a Hugging Face directory, the source of a resume; tensors.json: the model's own dtypes, for an export
+hf/         the weights in float32 as a Hugging Face directory, the source of a resume; tensors.json: the model's own dtypes, for an export;
+            also the tensors of an MTP layer that the run has not loaded, as they were
 adapter/    of a LoRA run, instead of hf/: the adapter in float32 as a PEFT directory; base_precision.json if its base was quantized
 optimizer/  exp_avg, exp_avg_sq and step of every trained parameter, whole: any number of ranks reads them
 reference/  weights of the reference model, if it changes in training
@@ -13,8 +14,9 @@ import json
 import re
 import shutil
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Self
 
@@ -25,7 +27,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from fuligo.errors import CheckpointError
 from fuligo.formats.adapter_config import ADAPTER
 from fuligo.formats.checkpoint_files import COUNTERS, VALUE_MODEL, other_files, record_dtypes
-from fuligo.formats.hugging_face import language_part, read_config_json
+from fuligo.formats.hugging_face import MTP_PREFIX, language_part, read_config_json
 from fuligo.formats.quantised_base import QuantisedBase, other_storage
 from fuligo.models.adapter import adapter_tensors, has_adapter, scaling_of, write_adapter_config, write_adapter_weights
 from fuligo.models.registry import unwritten_keys
@@ -56,6 +58,8 @@ class TrainingState:
     """Digest of the base weights of an adapter; None without an adapter."""
     base: QuantisedBase | None = None
     """Storage of the base weights; None: not quantized."""
+    carried: dict[str, Tensor] = field(default_factory=dict)
+    """Tensors of the MTP layer that no model holds, on rank 0: checkpoints contain them. Replaced by those of a restored checkpoint."""
 
 
 @dataclass(slots=True)
@@ -114,7 +118,8 @@ def _parts(state: TrainingState) -> Iterator[_Part]:
         if has_adapter(learner.model):
             yield _Part(ADAPTER, "adapter_model", named_adapter_weights(learner.model))
         else:
-            yield _Part(weights, "model", named_weights(learner.model))
+            carried = state.carried.items() if weights == "hf" else ()
+            yield _Part(weights, "model", chain(named_weights(learner.model), carried))
         yield _Part(moments, "optimizer", _named_moments(learner.model, learner.optimizer))
     if state.reference is not None:
         yield _Part("reference", "model", named_weights(state.reference))
@@ -170,6 +175,9 @@ def restore_state(directory: Path, state: TrainingState, world: World) -> None:
 
     for of_learner in saved:
         of_learner.load()
+    if world.rank == 0 and (carried := saved[0].read_carried()):
+        state.carried.clear()
+        state.carried.update(carried)
     if state.reference is not None and reference is not None:
         load_weights(state.reference, reference.read_all())
     if random_state is not None:
@@ -190,7 +198,9 @@ class _Saved:
     def open(cls, learner: Learner, progress: Progress, *, weights: TensorFiles, directory: Path) -> Self:
         """Open and check the files of one model; `directory` has the optimizer's state."""
         moments = TensorFiles(directory, stem="optimizer") if progress.num_optimizer_steps else None
-        weights.check_shapes(_shapes(adapter_tensors(learner.model)) if has_adapter(learner.model) else _weight_shapes(learner.model))
+        own = _shapes(adapter_tensors(learner.model)) if has_adapter(learner.model) else _weight_shapes(learner.model)
+        carried = {} if _holds_mtp(own) else {name: shape for name, shape in weights.shapes.items() if name.startswith(MTP_PREFIX)}
+        weights.check_shapes(own | carried)
         if moments is not None:
             moments.check_shapes(_moment_shapes(learner.model, saved=moments.shapes))
         return cls(learner, progress, weights, moments)
@@ -200,7 +210,8 @@ class _Saved:
         if has_adapter(model):
             load_tensors(adapter_tensors(model), self.weights.read_all())
         else:
-            load_weights(model, self.weights.read_all())
+            own = _weight_shapes(model)
+            load_weights(model, ((name, tensor) for name, tensor in self.weights.read_all() if name in own))
         parameters, state = _trained_parameters(model), self.learner.optimizer.state
         state.clear()
         for name, full in self.moments.read_all() if self.moments is not None else ():
@@ -212,6 +223,16 @@ class _Saved:
             state[parameter][key] = own.clone()  # on a CPU it is the file's memory, which cannot be freed for engines
         self.learner.progress.num_optimizer_steps = self.progress.num_optimizer_steps
         self.learner.progress.num_rollouts = self.progress.num_rollouts
+
+    def read_carried(self) -> dict[str, Tensor]:
+        """Return the tensors of an MTP layer that the model does not hold."""
+        own = {} if has_adapter(self.learner.model) else _weight_shapes(self.learner.model)
+        names = [name for name in self.weights.shapes if name.startswith(MTP_PREFIX) and not _holds_mtp(own)]
+        return {name: self.weights.read(name).clone() for name in names}
+
+
+def _holds_mtp(names: Iterable[str]) -> bool:
+    return any(name.startswith(MTP_PREFIX) for name in names)
 
 
 def _weight_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:

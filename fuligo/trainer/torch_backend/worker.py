@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fuligo.formats.quantised_base import QuantisedBase
 from fuligo.models.adapter import adapter_off, set_dropout
+from fuligo.models.mtp import stored_mtp
 from fuligo.models.quantised_linear import quantised_weights
 from fuligo.models.shared_base import SharedBase
 from fuligo.models.transformers_types import freeze_towers, read_config, sees_images, text_config
@@ -75,6 +76,8 @@ class TorchRankWorker(RankWorker[TorchTrainerSettings, Critic, Policy]):
             value_model = ValueModel(load_value_model(settings.critic.initial_weights, self.policy.model), self._images)
             self.critic = Critic(self._placed(value_model, trained=True), settings.critic, world)
         self._learner = Learner(self.policy.model, settings.optimizer, world)
+        keeps_mtp = world.rank == 0 and settings.lora is None
+        self._carried = stored_mtp(settings.initial_weights, settings.hf_checkpoint) if keeps_mtp else {}
         self.balance_by = _cost(self.policy) if settings.balance_data else None
         self._writer: ComputeThread | None = None
         self._adapter_sender = None
@@ -181,7 +184,7 @@ class TorchRankWorker(RankWorker[TorchTrainerSettings, Critic, Policy]):
     def _state(self) -> TrainingState:
         reference = self._changed_reference
         model = None if reference is None else reference.model
-        return TrainingState(self._learner, model, self.critic, self._base_digest, self._quantised_base())
+        return TrainingState(self._learner, model, self.critic, self._base_digest, self._quantised_base(), self._carried)
 
     def _kept_tensors(self) -> Iterator[Tensor]:
         value_model = None if self.critic is None else self.critic.value_model

@@ -102,6 +102,17 @@ def test_prediction_layer_of_glm_4_7_flash() -> None:
     assert prediction.num_parameters == layer + 2 * hidden * hidden + 3 * hidden
 
 
+def test_prediction_layers_of_qwen3_next_and_qwen3_5_have_full_attention() -> None:
+    """Gated attention with 16 heads of 256 and 2 of keys and values, a shared expert of the size of one, and its gate."""
+    hidden, expert = 2048, 3 * 2048 * 512
+    attention = hidden * 2 * 16 * 256 + 2 * hidden * 2 * 256 + 16 * 256 * hidden + 2 * 256
+    for recipe, num_experts in (("qwen3-next-80b", 512), ("qwen3.5-35b", 256)):
+        (prediction,) = architecture(recipe).mtp_layers
+        layer = attention + (num_experts + 1) * expert + num_experts * hidden + hidden + 2 * hidden
+        assert prediction.num_parameters == layer + 2 * hidden * hidden + 3 * hidden
+        assert not prediction.is_linear
+
+
 def test_prediction_layer_of_glm_5_2_has_an_indexer() -> None:
     hidden = 6144
     model = architecture("glm5.2-744b")

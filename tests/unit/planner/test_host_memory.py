@@ -196,3 +196,12 @@ def test_engines_of_their_own_nodes_have_the_record_there() -> None:
 def test_a_rank_that_can_be_replaced_has_a_process_in_reserve(flags: str, num_standbys: int) -> None:
     subject = subject_of(f"--actor-num-gpus-per-node 8 --colocate {flags}", "qwen3-4b")
     assert num_bytes(host(subject), "standbys") == num_standbys * STANDBY_BYTES
+
+
+def test_rank_0_keeps_an_mtp_layer_that_is_not_loaded() -> None:
+    flags = "--train-backend torch --actor-num-gpus-per-node 8 --rollout-num-gpus 8 --rollout-num-gpus-per-engine 2"
+    subject = subject_of(flags, "qwen3.5-35b")
+    assert num_bytes(host(subject), "mtp_layer") == 2 * subject.architecture.num_mtp_parameters > 0
+    for further in ("--mtp-num-layers 1", "--lora-rank 8"):
+        assert item(host(subject_of(f"{flags} {further}", "qwen3.5-35b")), "mtp_layer") is None
+    assert item(host(subject_of(flags, "glm4-9b")), "mtp_layer") is None

@@ -17,13 +17,14 @@ from fuligo.trainer.batch import MicroBatch, PackedTokens, pack_tokens
 from fuligo.trainer.logprobs import TokenLogprobs
 from fuligo.trainer.megatron_backend.learner import wait_for
 from fuligo.trainer.megatron_backend.logprobs import gather_predictions, vocab_parallel_logprobs
-from fuligo.trainer.megatron_backend.mtp import mtp_loss
+from fuligo.trainer.megatron_backend.mtp import mtp_logprobs
 from fuligo.trainer.megatron_backend.packed import PackedRow, pack_row
 from fuligo.trainer.megatron_backend.router import begin_step, take_balance_loss
 from fuligo.trainer.megatron_backend.routing_replay import LayerReplay, RecordedPart, recorded, recorded_parts, replayed, total_changed
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.megatron_backend.weights.local import unwrapped
 from fuligo.trainer.metric_sums import MetricSums
+from fuligo.trainer.mtp import mtp_loss
 from fuligo.trainer.objective import Objective, objective
 from fuligo.trainer.packing import MicroBatchPlan, MicroBatchSchedule
 from fuligo.trainer.shares import ScoreShare, StepShare
@@ -242,16 +243,16 @@ def _mtp_loss(chunk: nn.Module, row: Row, hidden: Tensor, settings: MegatronTrai
     """Return this context-parallel rank's part of the MTP layers' loss; the whole loss becomes a metric."""
     assert row.inputs is not None
     head = head_weight(chunk)
-    loss = mtp_loss(
+    logprobs = mtp_logprobs(
         hidden,
         head if settings.mtp.mtp_joint_training else head.detach(),
         row.packed,
         row.tokens.targets,
-        row.inputs.weights,
         chunk_tokens=settings.chunk_tokens,
         num_vocab=settings.model_flags["vocab_size"],
         tp_group=tp_group(),
     )
+    loss = mtp_loss(logprobs, row.packed.later, row.inputs.weights)
     whole = loss.detach().clone()
     dist.all_reduce(whole, group=cp_group())
     sums.shares["mtp_loss"] = whole

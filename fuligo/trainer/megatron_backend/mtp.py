@@ -1,10 +1,10 @@
-"""Multi-token prediction (MTP; DeepSeek-V3, arXiv 2412.19437, section 2.2): layers that each predict one token further, and their loss.
+"""Multi-token prediction (MTP; DeepSeek-V3, arXiv 2412.19437, section 2.2): layers that each predict one token further.
 
 Megatron-Core's layers (transformer/multi_token_prediction.py) are used with tokens that are shifted while the row is packed, sequence by
 sequence: its own shift communicates with the context-parallel neighbors for every sequence, and its loss has no token weights.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -115,33 +115,19 @@ def without_gradient(values: Tensor) -> Tensor:
     return torch.where(torch.ones((), dtype=torch.bool, device=values.device), values.detach(), values)
 
 
-def mtp_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    row: PackedRow,
-    targets: Tensor,
-    weights: Tensor,
-    *,
-    chunk_tokens: int,
-    num_vocab: int,
-    tp_group: dist.ProcessGroup,
-) -> Tensor:
-    """Return sum_k sum_n weights_n * -log p_k(token n) / K: the cross-entropy of response tokens under each MTP layer k.
-
-    Layer k does not see the last k tokens before a response token. The scalar is this context-parallel rank's part of the sum, before
-    `--mtp-loss-scaling-factor`. A token counts for layer k only if the position that it is predicted from lies within its own sequence.
-    Logits are not scaled by the temperature.
+def mtp_logprobs(
+    hidden: Tensor, weight: Tensor, row: PackedRow, targets: Tensor, *, chunk_tokens: int, num_vocab: int, tp_group: dist.ProcessGroup
+) -> Iterator[Tensor]:
+    """Yield [m] log-probabilities by each MTP layer of the response tokens `local_ids` of its `row.later`.
 
     Args:
         hidden: [(1 + K) * L, E] result of `PolicyModel.run` for `row`.
         weight: [V' / tp, E] of the output layer; detached if the loss does not train it.
         targets: [N] the micro-batch's response tokens.
-        weights: [N] float32 in the loss of the optimizer step; 0 where masked.
     """
     length = row.input_ids.size(1)
-    total = torch.zeros((), device=hidden.device)
     for number, tokens in enumerate(row.later, start=1):
-        logprobs = vocab_parallel_logprobs(
+        yield vocab_parallel_logprobs(
             hidden[number * length + tokens.local_rows],
             weight,
             targets[tokens.local_ids],
@@ -150,5 +136,3 @@ def mtp_loss(
             num_vocab=num_vocab,
             tp_group=tp_group,
         ).logprobs
-        total = total - (weights[tokens.local_ids] * logprobs).sum()
-    return total / len(row.later)

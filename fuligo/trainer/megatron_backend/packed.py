@@ -21,10 +21,7 @@ from fuligo.layout.megatron import Layout
 from fuligo.models.token_tree import TokenTree
 from fuligo.trainer.batch import PackedTokens
 from fuligo.trainer.megatron_backend.core_attention import zigzag
-
-Places = NDArray[np.int64]
-PADDING_ID = 0
-"""Any token: no other token sees it, and nothing is predicted there."""
+from fuligo.trainer.mtp import LaterTokens, Places, later_tokens, with_padding
 
 
 @dataclass
@@ -39,18 +36,6 @@ class RowSequences(PackedSeqParams):
     """Choice of each layer, counted from 0, as `choose_tokens` returns it: kept for layers that reuse it until their backward pass, since
     they may be computed again.
     """
-
-
-@dataclass(slots=True, frozen=True)
-class LaterTokens:
-    """Inputs and targets of an MTP layer at each token of a row: at depth k, the token k positions later and the one after it."""
-
-    input_ids: Tensor
-    """[1, L] int64, of the same sequence; padding after its end."""
-    local_rows: Tensor
-    """[m] int64 index into the L tokens: the hidden state there predicts a response token of the same sequence."""
-    local_ids: Tensor
-    """[m] int64 index into the N: the response token predicted there."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -116,7 +101,7 @@ def pack_row(
     if tokens.tree is not None:
         positions = np.append(tokens.position_ids.cpu().numpy(), 0)[source]
     return PackedRow(
-        input_ids=_with_padding(tokens.input_ids)[_on(device, source)][None],
+        input_ids=with_padding(tokens.input_ids)[_on(device, source)][None],
         position_ids=_on(device, positions)[None],
         packed_seq_params=_packed_seq_params(tokens, lengths, layout.cp),
         num_tokens=total,
@@ -125,7 +110,7 @@ def pack_row(
         sequence_ids=_on(device, sequence_ids),
         members=None if tokens.tree is None else torch.from_numpy(_members(tokens, np.where(sequence_ids < 0, -1, source))).to(device),
         source=torch.from_numpy(source),
-        later=tuple(_later_tokens(tokens, source, rows, depth) for depth in range(1, num_mtp_layers + 1)),
+        later=tuple(later_tokens(tokens, depth, source=source, rows=rows) for depth in range(1, num_mtp_layers + 1)),
     )
 
 
@@ -135,32 +120,6 @@ def _members(tokens: PackedTokens, source: Places) -> NDArray[np.bool_]:
     for own, slots in zip(members, tokens.slots):
         own[slots] = True
     return members[:, source]
-
-
-def _later_tokens(tokens: PackedTokens, source: Places, rows: Places, depth: int) -> LaterTokens:
-    """Shift the tokens for the MTP layer that predicts `depth` tokens further, from 1; `source` and `rows` are those of `_places`.
-
-    Samples that share a token have the same token `depth` further: the schedule shares no more of their prefix.
-    """
-    device = tokens.input_ids.device
-    later = np.full(tokens.num_tokens + 1, tokens.num_tokens)
-    earlier_rows: list[Places] = []
-    for slots, num_predicted in zip(tokens.slots, tokens.response_lengths, strict=True):
-        later[slots[:-depth]] = slots[depth:]
-        earlier = np.arange(len(slots) - num_predicted, len(slots)) - depth
-        earlier_rows.append(np.where(earlier >= 0, rows[slots[earlier.clip(min=0)]], -1))
-    local = np.concatenate(earlier_rows)
-    local_ids = np.flatnonzero(local >= 0)
-    return LaterTokens(
-        input_ids=_with_padding(tokens.input_ids)[_on(device, later[source])][None],
-        local_rows=_on(device, local[local_ids]),
-        local_ids=_on(device, local_ids),
-    )
-
-
-def _with_padding(input_ids: Tensor) -> Tensor:
-    """Return [T + 1] tokens with padding at the end, so that index -1 is padding."""
-    return torch.cat([input_ids, input_ids.new_tensor([PADDING_ID])])
 
 
 def _on(device: torch.device, places: Places) -> Tensor:

@@ -1,0 +1,86 @@
+"""Multi-token prediction (MTP; DeepSeek-V3, arXiv 2412.19437, section 2.2) on packed rows: shifted tokens and loss, for all backends."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fuligo.trainer.batch import PackedTokens
+
+Places = NDArray[np.int64]
+PADDING_ID = 0
+"""Any token: no other token sees it, and nothing is predicted there."""
+
+
+@dataclass(slots=True, frozen=True)
+class MTPTraining:
+    """Share of the MTP layers in a step's loss."""
+
+    factor: float
+    """`--mtp-loss-scaling-factor`"""
+    is_joint: bool
+    """The loss also trains the model, its embedding and its head; otherwise hidden states, embedding and head are detached."""
+
+
+@dataclass(slots=True, frozen=True)
+class LaterTokens:
+    """Inputs and targets of an MTP layer at each token of a row: at depth k, the token k positions later and the one after it."""
+
+    input_ids: Tensor
+    """[1, L] int64, of the same sequence; padding after its end."""
+    local_rows: Tensor
+    """[m] int64 index into the L tokens: the hidden state there predicts a response token of the same sequence."""
+    local_ids: Tensor
+    """[m] int64 index into the N: the response token predicted there."""
+
+
+def later_tokens(tokens: PackedTokens, depth: int, *, source: Places | None = None, rows: Places | None = None) -> LaterTokens:
+    """Shift the tokens for the MTP layer that predicts `depth` tokens further, from 1.
+
+    Samples that share a token have the same token `depth` further: the schedule shares no more of their prefix.
+
+    Args:
+        source: [L] index of each of the rank's tokens in the micro-batch, -1 for padding; None: the rank has the micro-batch as it is.
+        rows: [T] its inverse, -1 for tokens on other ranks; None likewise.
+    """
+    device, num_tokens = tokens.input_ids.device, tokens.num_tokens
+    source = np.arange(num_tokens) if source is None else source
+    rows = np.arange(num_tokens) if rows is None else rows
+    later = np.full(num_tokens + 1, num_tokens)
+    earlier_rows: list[Places] = []
+    for slots, num_predicted in zip(tokens.slots, tokens.response_lengths, strict=True):
+        later[slots[:-depth]] = slots[depth:]
+        earlier = np.arange(len(slots) - num_predicted, len(slots)) - depth
+        earlier_rows.append(np.where(earlier >= 0, rows[slots[earlier.clip(min=0)]], -1))
+    local = np.concatenate(earlier_rows)
+    local_ids = np.flatnonzero(local >= 0)
+    return LaterTokens(
+        input_ids=with_padding(tokens.input_ids)[torch.from_numpy(later[source]).to(device)][None],
+        local_rows=torch.from_numpy(local[local_ids]).to(device),
+        local_ids=torch.from_numpy(local_ids).to(device),
+    )
+
+
+def with_padding(input_ids: Tensor) -> Tensor:
+    """Return [T + 1] tokens with padding at the end, so that index -1 is padding."""
+    return torch.cat([input_ids, input_ids.new_tensor([PADDING_ID])])
+
+
+def mtp_loss(logprobs: Iterable[Tensor], later: Sequence[LaterTokens], weights: Tensor) -> Tensor:
+    """Return sum_k sum_n weights_n * -log p_k(token n) / K: the cross-entropy of response tokens under each MTP layer k.
+
+    Layer k does not see the last k tokens before a response token. The scalar is this context-parallel rank's part of the sum, before
+    `--mtp-loss-scaling-factor`. A token counts for layer k only if the position that it is predicted from lies within its own sequence.
+    Logits are not scaled by the temperature.
+
+    Args:
+        logprobs: [m] log-probabilities by each layer of the tokens `local_ids` of its `later`.
+        weights: [N] float32 in the loss of the optimizer step; 0 where masked.
+    """
+    total = torch.zeros((), device=weights.device)
+    for found, tokens in zip(logprobs, later, strict=True):
+        total = total - (weights[tokens.local_ids] * found).sum()
+    return total / len(later)

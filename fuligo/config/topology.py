@@ -105,6 +105,15 @@ def policy_model(config: Config) -> str:
     return next((group.model for group in groups if group.update_weights), groups[0].model)
 
 
+def keeps_draft(config: Config, group: EngineGroupSpec) -> bool:
+    """Return whether engines of the policy draft with weights that no sync brings: a draft model, or MTP layers that are not loaded."""
+    arguments = group.arguments
+    if group.model != policy_model(config) or arguments.get("speculative_algorithm") in (None, "NGRAM"):
+        return False
+    has_own_model = arguments.get("speculative_draft_model_path") is not None
+    return has_own_model or config.uses_adapter or not config.train.mtp_num_layers
+
+
 def _follows_trainer(servers: ModelServers, config: Config) -> bool:
     if servers.update_weights is not None:
         return servers.update_weights

@@ -10,7 +10,7 @@ from typing import Any
 from fuligo.config import Config
 from fuligo.config.config import ServedModel
 from fuligo.config.secret import reveal
-from fuligo.config.topology import EngineGroupSpec, engine_groups, policy_model
+from fuligo.config.topology import EngineGroupSpec, engine_groups, keeps_draft, policy_model
 from fuligo.engines.backend import EngineHosts, LaunchedEngines, LentEngine, LentEngines, SharedEngines, stopped_at_exit
 from fuligo.engines.client import POLICY_ADAPTER
 from fuligo.engines.connection import ControlDeadlines
@@ -212,7 +212,8 @@ def _servers(
 def _own_arguments(config: Config, group: EngineGroupSpec, adapters: Sequence[AdapterConfig]) -> dict[str, Any]:
     """Return the arguments that the run itself needs; flags of the user override them.
 
-    With --colocate, SGLang releases memory only with its memory saver, and weights that are never synced need a copy in host memory.
+    With --colocate, SGLang releases memory only with its memory saver, and weights that are never synced need a copy in host memory, also
+    those of drafts.
     """
     is_policy, is_on_gpu = group.model == policy_model(config), resolve_device(config) == "cuda"
     arguments: dict[str, Any] = {"enable_return_routed_experts": True} if config.replays_engine_routing and is_policy else {}
@@ -227,6 +228,8 @@ def _own_arguments(config: Config, group: EngineGroupSpec, adapters: Sequence[Ad
         arguments |= POLICY_ON_GPU
     if config.shares_gpus and is_on_gpu:
         arguments |= {"enable_memory_saver": True, "enable_weights_cpu_backup": not is_policy}
+        if keeps_draft(config, group):
+            arguments |= {"enable_draft_weights_cpu_backup": True}
     return arguments
 
 

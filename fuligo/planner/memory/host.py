@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from fuligo.config import Config
 from fuligo.config.launcher import chosen_launcher
-from fuligo.config.topology import EngineGroupSpec, policy_model
+from fuligo.config.topology import EngineGroupSpec, keeps_draft, policy_model
 from fuligo.layout.megatron import layout_of
 from fuligo.models.architecture import Architecture
 from fuligo.planner.lengths import longest_sample
@@ -118,14 +118,15 @@ class EngineOnHost:
     record: int
     """Record of experts, pinned."""
     weights: int
-    """Weights of a model that is never synced, while the trainer has the GPU."""
+    """Weights of a model, or of MTP layers for drafts, that are never synced, while the trainer has the GPU."""
 
 
 def engine_on_host(config: Config, spec: EngineGroupSpec, memory: EngineMemory) -> EngineOnHost:
     """Return the host memory per GPU for the servers of one group."""
     shares_gpus = config.cluster.colocate and not config.debug.debug_rollout_only
     comes_back = shares_gpus and spec.model != policy_model(config)
-    return EngineOnHost(memory.record.host_bytes, memory.weights if comes_back else 0)
+    draft = memory.draft_weights if shares_gpus and keeps_draft(config, spec) else 0
+    return EngineOnHost(memory.record.host_bytes, memory.weights if comes_back else draft)
 
 
 def host_items(subject: Subject, layout: ClusterLayout, engines: Mapping[int, EngineOnHost]) -> tuple[MemoryItem, ...]:
@@ -217,5 +218,6 @@ def _engine_items(engines: Sequence[EngineOnHost]) -> Iterator[MemoryItem]:
     note = f"SGLang's record of experts, pinned, one entry per token of the KV cache: {each}"
     yield MemoryItem("routing_record", sum(held), note)
     kept = [engine.weights for engine in engines if engine.weights]
-    note = f"models that are never synced, while the trainer has the GPUs: {count(len(kept), 'GPU')} x up to {amount(max(kept, default=0))}"
+    each = f"{count(len(kept), 'GPU')} x up to {amount(max(kept, default=0))}"
+    note = f"models and MTP layers that are never synced, while the trainer has the GPUs: {each}"
     yield MemoryItem("engine_weights", sum(kept), note)

@@ -137,3 +137,21 @@ def test_engines_of_the_policy_record_where_tokens_go(fleets) -> None:
 )
 def test_ranks_stand_beside_engines_in_order(cluster: dict[str, Any], beside: dict[int, tuple[int, ...]]) -> None:
     assert ranks_beside_engines(config_of(None, colocate=True, **cluster)) == beside
+
+
+@pytest.mark.parametrize(
+    ("sglang", "train", "colocate", "kept"),
+    [
+        ({"speculative_algorithm": "EAGLE"}, {}, True, True),
+        ({"speculative_algorithm": "EAGLE"}, {"mtp_num_layers": 1}, True, False),
+        ({"speculative_algorithm": "EAGLE", "speculative_draft_model_path": "d"}, {"mtp_num_layers": 1}, True, True),
+        ({"speculative_algorithm": "NGRAM"}, {}, True, False),
+        ({}, {}, True, False),
+        ({"speculative_algorithm": "EAGLE"}, {}, False, False),
+    ],
+)
+def test_engines_keep_drafts_that_no_sync_brings_while_the_trainer_has_the_gpu(fleets, sglang, train, colocate, kept) -> None:
+    shared = {"colocate": True} if colocate else {"rollout_num_gpus": 1}
+    config = Config.model_validate({**config_of(None, train_backend="torch", **shared).model_dump(), "sglang": sglang, "train": train})
+    [server] = fleets(config, "cuda")["default"].servers
+    assert ("--enable-draft-weights-cpu-backup" in server.command()) == kept

@@ -23,6 +23,7 @@ from fuligo.errors import CheckpointError, ConfigError
 from fuligo.formats.adapter_config import AdapterConfig, adapter_directory, is_adapter
 from fuligo.formats.checkpoint_files import VALUE_MODEL, is_distributed, model_directory, no_value_model
 from fuligo.formats.hugging_face import (
+    MTP_PREFIX,
     DamagedFileError,
     architecture_difference,
     brings_code,
@@ -111,12 +112,25 @@ def _weights(config: Config) -> Iterator[str]:
     first = "--hf-checkpoint" if config.checkpoint.ref_load is None else "--ref-load"
     if first in sound and not is_trainable(sound[first]):
         yield f"{first} {sound[first]} is quantized, and training cannot start from it; use the unquantized weights with --ref-load"
+    elif first in sound:
+        yield from _mtp_layer(config, first, sound[first])
     if "--hf-checkpoint" in sound and config.syncs_quantised:
         try:
             EngineQuantisation.read(sound["--hf-checkpoint"])
         except ConfigError as error:
             yield f"--hf-checkpoint: {error}"
         yield from _renamed_experts(config, sound["--hf-checkpoint"])
+
+
+def _mtp_layer(config: Config, option: str, directory: Path) -> Iterator[str]:
+    """Check that the initial weights hold the MTP layer that the torch trainer would load."""
+    wanted = config.train.mtp_num_layers
+    if not wanted or not config.trains or config.trainer_capabilities.splits_model:
+        return
+    if wanted > 1:
+        yield f"--mtp-num-layers {wanted}: the torch trainer loads one MTP layer; use 1"
+    if not any(name.startswith(MTP_PREFIX) for name in read_shapes(directory)):
+        yield f"--mtp-num-layers {wanted}: {option} {directory} has no MTP layer (no tensors {MTP_PREFIX}*); remove the flag"
 
 
 def _renamed_experts(config: Config, directory: Path) -> Iterator[str]:

@@ -27,7 +27,9 @@ enable_mtp_training mtp_loss_scaling_factor mtp_joint_training use_routing_repla
 custom_model_provider_path
 """
 MEGATRON_FLAGS = (*GROUPS["parallel"].model_fields, *_MEGATRON.split())
-"""Flags that only the Megatron trainer reads; the whole group `megatron` belongs to it as well."""
+"""Flags that choose the Megatron trainer; the whole group `megatron` does so too."""
+MTP_FLAGS = ("mtp_num_layers", "enable_mtp_training", "mtp_loss_scaling_factor", "mtp_joint_training")
+"""Those of them that the torch trainer also reads, if --train-backend names it."""
 TORCH_FLAGS = ("gradient_checkpointing", "freeze_vision_tower")
 """Flags that only the torch trainer reads. `torch_compile` is not listed: its only other value is off."""
 SGLANG_FLAGS = ("rollout_num_gpus", "rollout_num_gpus_per_engine", "sglang_config")

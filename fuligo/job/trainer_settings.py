@@ -5,6 +5,7 @@ from pathlib import Path
 
 from fuligo.checkpoint.location import value_weights_directory, weights_directory
 from fuligo.config import Config
+from fuligo.config.groups import TrainFlags
 from fuligo.config.topology import policy_tp_size
 from fuligo.engines.backend import engine_backend
 from fuligo.errors import ConfigError
@@ -20,6 +21,7 @@ from fuligo.models.routing import RoutingShape
 from fuligo.models.stated_flags import stated_flags
 from fuligo.models.vision.types import TOWER_PATTERN
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, SparseLayers
+from fuligo.trainer.mtp import MTPTraining
 from fuligo.trainer.packing import Capacity
 from fuligo.trainer.profiling import ProfileSettings
 from fuligo.trainer.ranks.settings import (
@@ -70,7 +72,13 @@ def torch_settings(config: Config, common: TrainerSettings) -> TorchTrainerSetti
         exact_on_policy=_is_exact(config, common.device, common.hf_checkpoint),
         engine_tp_size=policy_tp_size(config),
         takes_images=bool(config.data.multimodal_keys),
+        has_mtp=bool(config.train.mtp_num_layers),
+        mtp=_mtp(config.train),
     )
+
+
+def _mtp(train: TrainFlags) -> MTPTraining | None:
+    return MTPTraining(train.mtp_loss_scaling_factor, train.mtp_joint_training) if train.enable_mtp_training else None
 
 
 def _is_exact(config: Config, device: Device, checkpoint: Path) -> bool:

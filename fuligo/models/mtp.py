@@ -1,21 +1,94 @@
-"""MTP layer of Qwen3-Next and Qwen3.5, which transformers 5.12.1 does not have."""
+"""MTP layer of Qwen3-Next and Qwen3.5, which transformers 5.12.1 does not have: their decoder layer with full attention, two norms, `fc`.
 
+The order of its inputs and its norms are those of SGLang 0.5.15.post1 (models/qwen3_next_mtp.py, qwen3_5_mtp.py). Embedding and head are
+the model's.
+"""
+
+import copy
 from pathlib import Path
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from fuligo.errors import CheckpointError
+from fuligo.formats.checkpoint_files import checkpoint_weights
 from fuligo.formats.hf_tensors import HuggingFaceTensors
-from fuligo.formats.hugging_face import MTP_PREFIX, read_config_json
+from fuligo.formats.hugging_face import MTP_PREFIX, is_quantised, read_config_json
+from fuligo.formats.stored_experts import StoredExperts
 from fuligo.models.registry import has_mtp_module
+from fuligo.models.transformers_types import language_model
+
+_NAME = MTP_PREFIX.removesuffix(".")
+
+
+class MTPModule(nn.Module):
+    """MTP layer with the names of the published files.
+
+    Args:
+        language: transformers' layers of the model, of whose kinds this one's are.
+    """
+
+    def __init__(self, language: Any) -> None:
+        super().__init__()
+        config = copy.deepcopy(language.config)
+        config.num_hidden_layers, config.layer_types = 1, ["full_attention"]
+        size, norm = config.hidden_size, type(language.norm)
+        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = (norm(size, eps=config.rms_norm_eps) for _ in range(3))
+        self.fc = nn.Linear(2 * size, size, bias=False)
+        self.layers = nn.ModuleList([type(language.layers[0])(config, 0)])
+
+    def forward(self, hidden: Tensor, embedded: Tensor, **inputs: Any) -> Tensor:
+        """Return [1, T, E] hidden states that predict the token after the next one.
+
+        Args:
+            hidden: [1, T, E] hidden states of the model after its final norm.
+            embedded: [1, T, E] embedding of the token after each.
+            inputs: arguments of a decoder layer: rotary embedding and sequences.
+        """
+        joined = self.fc(torch.cat([self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)], dim=-1))
+        return self.norm(self.layers[0](joined, **inputs))
+
+
+def mtp_module(model: nn.Module) -> MTPModule | None:
+    """Return the MTP layer that `add_mtp_module` added to a model; None if it has none."""
+    found = getattr(model, _NAME, None)
+    return found if isinstance(found, MTPModule) else None
+
+
+@torch.no_grad()
+def add_mtp_module(model: Any, directory: Path) -> None:
+    """Add the MTP layer of a checkpoint to its model on the CPU, as the part `mtp`; its weights get names that begin with `MTP_PREFIX`.
+
+    Raises CheckpointError if the model's family has no such layer, or the files do not hold exactly this one.
+    """
+    if not has_mtp_module(read_config_json(directory)):
+        raise CheckpointError(f"--mtp-num-layers: the torch trainer has no MTP layer for {model.config.model_type} models; remove the flag")
+    module, files = MTPModule(language_model(model)), HuggingFaceTensors(directory)
+    lacking = {name for name in files.shapes if name.startswith(MTP_PREFIX)}
+    if not lacking:
+        raise CheckpointError(f"--mtp-num-layers 1: {directory} has no MTP layer (no tensor {MTP_PREFIX}*); remove the flag")
+    for name, parameter in module.named_parameters(prefix=_NAME):
+        form = StoredExperts.WHOLE if name in lacking else StoredExperts.APART
+        for stored, part in checkpoint_weights([(name, parameter)], form):
+            if (held := files.shapes.get(stored)) != tuple(part.shape):
+                found = "is missing" if held is None else f"has shape {list(held)}"
+                raise CheckpointError(f"cannot load the MTP layer of {directory}: {stored} {found}, expected {list(part.shape)}")
+            part.copy_(files.read(stored))
+            lacking.remove(stored)
+    if lacking:
+        raise CheckpointError(f"cannot load the MTP layer of {directory}: unknown tensors {', '.join(sorted(lacking)[:3])}")
+    model.add_module(_NAME, module)
 
 
 def stored_mtp(*directories: Path) -> dict[str, Tensor]:
     """Return the MTP layer's tensors of the first of these directories that has them, as they are stored; empty if none does.
 
-    Raises CheckpointError if a file is missing or damaged.
+    Quantized directories are passed over. Raises CheckpointError if a file is missing or damaged.
     """
     for directory in directories:
-        if not has_mtp_module(read_config_json(directory)):
+        has_weights = any(directory.glob("*.safetensors"))
+        if not has_weights or is_quantised(directory) or not has_mtp_module(read_config_json(directory)):
             continue
         files = HuggingFaceTensors(directory)
         if names := [name for name in files.shapes if name.startswith(MTP_PREFIX)]:

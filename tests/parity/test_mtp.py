@@ -1,17 +1,26 @@
-"""MTP layers of Qwen3-Next and Qwen3.5: what a run does not train, its checkpoints and exports hold as it was."""
+"""MTP layers of Qwen3-Next and Qwen3.5: trained as in plain torch without packing, or kept as they are in checkpoints and exports."""
 
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from fuligo.convert.export import export
 from fuligo.convert.merge_adapter import merge_adapter
+from fuligo.errors import CheckpointError
 from fuligo.formats.adapter_config import AdapterConfig
-from fuligo.trainer.objective import LossSettings
+from fuligo.models.mtp import mtp_module
+from fuligo.trainer.mtp import MTPTraining
+from fuligo.trainer.objective import KlLoss, LossSettings
+from fuligo.trainer.packing import Capacity
 from fuligo.trainer.ranks.settings import LearningRateSchedule, LoraSettings, OptimizerSettings
+from fuligo.trainer.ranks.trainer import LocalTrainer
 from fuligo.trainer.ranks.world import World
+from fuligo.trainer.step import StepSamples
+from fuligo.trainer.torch_backend.critic import load_value_model
+from fuligo.trainer.torch_backend.model import load_model
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 from fuligo.trainer.torch_backend.worker import TorchRankWorker
 from tests import shares, tiny, tiny_mtp, tiny_vision, train_batches
@@ -19,6 +28,7 @@ from tests import shares, tiny, tiny_mtp, tiny_vision, train_batches
 LENGTHS = [(4, 9), (1, 3), (6, 9), (2, 1), (5, 14), (3, 9)]
 """(prompt, response) lengths; in the second and the fourth, an MTP layer would need a token before the sample."""
 MTP = "mtp."
+FACTOR = 0.3
 
 
 @pytest.fixture(scope="module", params=["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5_moe"])
@@ -111,3 +121,150 @@ def test_a_merged_adapter_is_exported_with_the_original_layer(checkpoint: Path, 
     original, merged = (tiny_mtp.tensors_of(directory) for directory in (checkpoint, tmp_path / "merged"))
     assert merged.keys() == original.keys()
     assert_same_bytes(mtp_of(merged), mtp_of(original))
+
+
+def trained_settings(checkpoint: Path, *, is_joint: bool = False, **changes) -> TorchTrainerSettings:
+    return settings_of(checkpoint, has_mtp=True, mtp=MTPTraining(FACTOR, is_joint), **changes)
+
+
+def gradients(settings: TorchTrainerSettings) -> dict[str, Tensor]:
+    worker = TorchRankWorker(settings, World())
+    worker.gradients(shares.to_train(worker, train_batches.batch(train_batches.samples(LENGTHS)))[0])
+    return {name: each.grad.clone() for name, each in worker.policy.model.named_parameters() if each.grad is not None}
+
+
+def backward(model: tiny_mtp.PredictingModel, *, factor: float = FACTOR) -> float:
+    """Run backward sample by sample; return the loss of the layer."""
+    step = StepSamples.of(train_batches.batch(train_batches.samples(LENGTHS)), 0, LossSettings(loss_type="sft_loss"))
+    total = 0.0
+    for sample, weights in zip(step.samples, step.weights, strict=True):
+        own, of_layer = (-(torch.from_numpy(weights) * found).sum() for found in model.logprobs(sample))
+        (own + factor * of_layer).backward()
+        total += float(of_layer.detach())
+    return total
+
+
+def assert_gradients_agree(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    largest = max(gradient.abs().max() for gradient in expected.values())
+    for name, gradient in found.items():
+        assert (gradient - expected[name]).abs().max() <= 1e-5 * largest, name
+
+
+@pytest.mark.parametrize("changes", [{"capacity": Capacity(max_tokens=34), "chunk_tokens": 5}, {"gradient_checkpointing": True}], ids=str)
+def test_gradients_of_joint_training_are_those_of_plain_torch(checkpoint: Path, changes: dict) -> None:
+    """In packed rows, no sample's layer sees another's tokens, and none is predicted from another sample."""
+    reference = tiny_mtp.PredictingModel(checkpoint)
+    backward(reference)
+    assert_gradients_agree(gradients(trained_settings(checkpoint, is_joint=True, **changes)), reference.gradients())
+
+
+def test_otherwise_its_loss_trains_only_the_layer(checkpoint: Path) -> None:
+    reference, without = tiny_mtp.PredictingModel(checkpoint), tiny_mtp.PredictingModel(checkpoint)
+    backward(reference)
+    backward(without, factor=0.0)
+    of_model = {name: gradient for name, gradient in without.gradients().items() if not name.startswith(MTP)}
+    of_layer = {name: gradient for name, gradient in reference.gradients().items() if name.startswith(MTP)}
+    assert of_layer
+    assert_gradients_agree(gradients(trained_settings(checkpoint)), of_model | of_layer)
+
+
+def test_its_loss_is_a_metric(checkpoint: Path) -> None:
+    expected = backward(tiny_mtp.PredictingModel(checkpoint))
+    worker = TorchRankWorker(trained_settings(checkpoint, temperature=0.7), World())
+    assert train(worker)["train/mtp_loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_layer_that_is_loaded_and_not_trained_does_not_change(checkpoint: Path, tmp_path: Path) -> None:
+    worker = TorchRankWorker(settings_of(checkpoint, has_mtp=True), World())
+    without = TorchRankWorker(settings_of(checkpoint), World())
+    assert train(worker).keys() == train(without).keys()
+    original, found = tiny_mtp.tensors_of(checkpoint), exported(worker, tmp_path)
+    assert found.keys() == original.keys()
+    assert_same_bytes(mtp_of(found), mtp_of(original))
+    expected = {name: tensor for name, tensor in exported(without, tmp_path / "without").items() if not name.startswith(MTP)}
+    assert_same_bytes({name: found[name] for name in expected}, expected)
+
+
+def test_a_trained_layer_is_exported_in_its_original_form_and_resumes(checkpoint: Path, tmp_path: Path) -> None:
+    original = tiny_mtp.tensors_of(checkpoint)
+    worker = TorchRankWorker(trained_settings(checkpoint), World())
+    train(worker)
+    found = exported(worker, tmp_path)
+    assert {name: (tensor.shape, tensor.dtype) for name, tensor in found.items()} == {
+        name: (tensor.shape, tensor.dtype) for name, tensor in original.items()
+    }
+    assert all(not torch.equal(tensor, original[name]) for name, tensor in mtp_of(found).items())
+    resumed = TorchRankWorker(trained_settings(checkpoint), World())
+    resumed.restore(tmp_path / "iter_0000001")
+    assert train(resumed)["train/mtp_loss"] == train(worker)["train/mtp_loss"]
+    for (name, ours), (_, theirs) in zip(resumed.named_weights(), worker.named_weights(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+def test_resuming_needs_the_flags_of_a_run_that_trained_the_layer(checkpoint: Path, tmp_path: Path) -> None:
+    worker = TorchRankWorker(trained_settings(checkpoint), World())
+    train(worker)
+    worker.save(tmp_path / "trained")
+    with pytest.raises(CheckpointError, match=r"mtp\..* is of shape .* there but absent in this run"):
+        TorchRankWorker(settings_of(checkpoint), World()).restore(tmp_path / "trained")
+    worker = TorchRankWorker(settings_of(checkpoint), World())
+    train(worker)
+    worker.save(tmp_path / "kept")
+    with pytest.raises(CheckpointError, match=r"mtp\..* is (absent|of shape)"):
+        TorchRankWorker(trained_settings(checkpoint), World()).restore(tmp_path / "kept")
+
+
+def test_a_value_model_has_no_layer(checkpoint: Path) -> None:
+    policy = load_model(checkpoint, has_mtp=True)
+    assert mtp_module(policy) is not None and mtp_module(load_value_model(checkpoint, policy)) is None
+
+
+def test_the_reference_has_no_layer(checkpoint: Path, tmp_path: Path) -> None:
+    changing = {"reference_weights": checkpoint, "ref_update_interval": 1, "loss": LossSettings(kl_loss=KlLoss(0.1, "k2"))}
+    worker = TorchRankWorker(trained_settings(checkpoint, **changing), World())
+    samples = shares.scored(worker, train_batches.samples(LENGTHS))
+    worker.train(shares.to_train(worker, train_batches.batch(samples)))
+    worker.save(tmp_path)
+    assert not mtp_of(tiny_mtp.tensors_of(tmp_path / "reference"))
+    resumed = TorchRankWorker(trained_settings(checkpoint, **changing), World())
+    resumed.restore(tmp_path)
+
+
+@pytest.mark.usefixtures("warm_children")
+async def test_two_ranks_train_the_layer_as_one(checkpoint: Path) -> None:
+    found = []
+    for num_ranks in (1, 2):
+        trainer = LocalTrainer(trained_settings(checkpoint, num_ranks=num_ranks, command_timeout_s=120.0))
+        await trainer.load()
+        try:
+            metrics = (await trainer.train(train_batches.batch(train_batches.samples(LENGTHS)))).metrics
+            found.append((metrics["train/grad_norm"], metrics["train/loss"], metrics["train/mtp_loss"]))
+        finally:
+            await trainer.close()
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+def test_a_checkpoint_without_the_layer_is_refused(tmp_path: Path) -> None:
+    bare = tiny.save_checkpoint(tmp_path / "bare", "qwen3_5_text")
+    with pytest.raises(CheckpointError, match=r"--mtp-num-layers 1: .*bare has no MTP layer"):
+        TorchRankWorker(trained_settings(bare), World())
+    other = tiny.save_checkpoint(tmp_path / "other", "qwen3")
+    with pytest.raises(CheckpointError, match="the torch trainer has no MTP layer for qwen3 models"):
+        TorchRankWorker(trained_settings(other), World())
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "problem"),
+    [
+        ("mtp.fc.weight", torch.zeros(64, 64), r"mtp.fc.weight has shape \[64, 64\], expected \[64, 128\]"),
+        ("mtp.norm.weight", None, "mtp.norm.weight is missing"),
+        ("mtp.embed_tokens.weight", torch.zeros(400, 64), "unknown tensors mtp.embed_tokens.weight"),
+    ],
+)
+def test_other_layers_are_refused(name: str, tensor: Tensor | None, problem: str, tmp_path: Path) -> None:
+    directory = tiny_mtp.add_mtp(tiny.save_checkpoint(tmp_path, "qwen3_5_text"))
+    tensors = {each: held for each, held in tiny_mtp.tensors_of(directory).items() if each != name}
+    save_file(tensors | ({} if tensor is None else {name: tensor}), directory / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=problem):
+        TorchRankWorker(trained_settings(directory), World())

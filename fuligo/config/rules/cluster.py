@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from fuligo.config import Config
 from fuligo.config.findings import Change
-from fuligo.config.flags import EMBEDDED_FLAGS, MEGATRON_FLAGS, SGLANG_FLAGS, TORCH_FLAGS
+from fuligo.config.flags import EMBEDDED_FLAGS, MEGATRON_FLAGS, MTP_FLAGS, SGLANG_FLAGS, TORCH_FLAGS
 from fuligo.config.rules.rule import Violation, rule, set_flag, unset_flag
 from fuligo.config.topology import engine_groups, policy_model
 
@@ -28,7 +28,7 @@ def _foreign(backend: str, switch: str, owner: str, options: Iterable[str], furt
 def flags_of_the_other_trainer(config: Config) -> Violation | None:
     """Reject flags of the other trainer, which would be silently ignored."""
     if config.resolved_train_backend == "torch":
-        foreign = config.given_options(MEGATRON_FLAGS, ("megatron",))
+        foreign = config.given_options([name for name in MEGATRON_FLAGS if name not in MTP_FLAGS], ("megatron",))
         return _foreign("torch", "train_backend", "the Megatron trainer", foreign)
     given = [name for name in TORCH_FLAGS if config.given_options((name,))]
     if not given:

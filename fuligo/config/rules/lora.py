@@ -9,12 +9,20 @@ _SHAPE = ("lora_rank", "lora_alpha", "lora_target_modules", "lora_experts", "lor
 _RL_LR, _SFT_LR = 1e-5, 1e-4
 
 
-@rule("CFG-LORA-MTP", "--lora-rank", "--lora-adapter", "--enable-mtp-training")
+@rule("CFG-LORA-MTP", "--lora-rank", "--lora-adapter", "--enable-mtp-training", "--mtp-num-layers")
 def mtp_layers_have_no_adapter(config: Config) -> Violation | None:
-    """Reject the training of MTP layers with LoRA: Hugging Face's models lack these layers, so PEFT has no adapter for them."""
-    if not (config.uses_adapter and config.train.enable_mtp_training):
+    """Reject the training of MTP layers with LoRA, since PEFT has no adapter for them, and useless frozen ones in the torch trainer."""
+    layers = config.train.mtp_num_layers
+    if not config.uses_adapter:
         return None
-    return Violation("--enable-mtp-training: a LoRA adapter has no part for MTP layers", (unset_flag("enable_mtp_training"),))
+    if config.train.enable_mtp_training:
+        return Violation("--enable-mtp-training: a LoRA adapter has no part for MTP layers", (unset_flag("enable_mtp_training"),))
+    if not layers or config.resolved_train_backend != "torch":
+        return None
+    text = (
+        f"--mtp-num-layers {layers}: with LoRA the torch trainer neither trains nor saves MTP layers, and engines keep the ones they loaded"
+    )
+    return Violation(text, (unset_flag("mtp_num_layers"),), flags=("--mtp-num-layers",))
 
 
 @rule("CFG-LORA-BIAS-RATE", "--lora-rank", "--lora-adapter", "--moe-router-bias-update-rate")

@@ -56,6 +56,14 @@ def prefixes_with_images(config: Config) -> Violation | None:
     return Violation("--share-prefixes on compares tokens, not the images behind them", (unset_flag("share_prefixes"),))
 
 
+@rule("CFG-VISION-MTP", "--multimodal-keys", "--enable-mtp-training")
+def mtp_layer_sees_no_images(config: Config) -> Violation | None:
+    """Reject the training of an MTP layer on images: it reads the embedding of the next token, which within an image is not the token's."""
+    if not _has_images(config) or not config.train.enable_mtp_training or config.resolved_train_backend != "torch":
+        return None
+    return Violation("--enable-mtp-training: the MTP layer is trained on prompts of text only", (unset_flag("enable_mtp_training"),))
+
+
 @rule("CFG-VISION-TEACHER", "--multimodal-keys", "--use-opd")
 def served_teacher_takes_no_images(config: Config) -> Violation | None:
     """Reject images with a teacher on an engine, which scores only tokens."""

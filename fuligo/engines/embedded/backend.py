@@ -13,12 +13,12 @@ from fuligo.engines.group import EngineGroup
 from fuligo.errors import ConfigError, FuligoError
 from fuligo.formats.adapter_config import adapter_directory
 from fuligo.formats.checkpoint_files import prediction_prefixes
-from fuligo.formats.hugging_face import read_config_json
+from fuligo.formats.hugging_face import MTP_PREFIX, read_config_json
 from fuligo.formats.weight_manifest import EngineFormat
 from fuligo.limits import half_the_cores
 from fuligo.models.adapter_flags import adapter_of
 from fuligo.models.device import Device, Precision, resolve_device, resolve_precision
-from fuligo.models.registry import REFUSED, stored_experts
+from fuligo.models.registry import REFUSED, has_mtp_module, stored_experts
 
 
 class EmbeddedBackend:
@@ -71,7 +71,8 @@ class EmbeddedBackend:
                 raise ConfigError(f"cannot use --hf-checkpoint: {error}") from error
             fix = "--rollout-backend sglang" + ("" if config.trainer_capabilities.splits_model else " --train-backend megatron")
             raise ConfigError(f"the embedded engine cannot serve --hf-checkpoint {directory}; use {fix}: {error}") from error
-        return EngineFormat(left_out=prediction_prefixes(served.to_dict()), experts=stored_experts(config_json))
+        left_out = prediction_prefixes(served.to_dict()) + ((MTP_PREFIX,) if has_mtp_module(config_json) else ())
+        return EngineFormat(left_out=left_out, experts=stored_experts(config_json))
 
     def weight_dtype(self, config: Config, device: Device) -> Precision | None:
         return resolve_precision(config.engine.embedded_dtype, device)

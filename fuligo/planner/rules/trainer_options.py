@@ -11,6 +11,7 @@ from fuligo.config.findings import Change, Severity
 from fuligo.config.rules.rule import set_flag, unset_flag
 from fuligo.errors import ConfigError
 from fuligo.models.architecture import LatentAttention
+from fuligo.models.registry import family_of
 from fuligo.planner.layout import stages
 from fuligo.planner.rules.rule import Violation, rule
 from fuligo.planner.subject import Subject
@@ -193,10 +194,22 @@ def checkpoint_has_mtp_layers(subject: Subject) -> Iterator[Violation]:
     """MTP layers are loaded from the checkpoint, which must have them."""
     config, there = subject.config, len(subject.architecture.mtp_layers)
     wanted = config.train.mtp_num_layers or 0
-    if subject.is_megatron and wanted > there and subject.trainer_config_json is not None:
+    if wanted > there and subject.trainer_config_json is not None:
         fix = (
             (set_flag("mtp_num_layers", there),)
             if there
             else (unset_flag("mtp_num_layers"), unset_flag("enable_mtp_training"), unset_flag("mtp_loss_scaling_factor"))
         )
         yield Violation(f"--mtp-num-layers {wanted}: the checkpoint has {there or 'no'} MTP layers", (fix,))
+
+
+@rule("PLAN-MTP-TRAINER", "--mtp-num-layers", "--train-backend")
+def trainer_has_the_mtp_layer(subject: Subject) -> Iterator[Violation]:
+    """The torch trainer has MTP layers only for families whose checkpoints hold them under `mtp.` (Qwen3-Next, Qwen3.5)."""
+    config, model = subject.config, subject.architecture
+    wanted = config.train.mtp_num_layers or 0
+    if wanted and config.trains and not subject.is_megatron and model.mtp_layers and not family_of(model).has_mtp_module:
+        yield Violation(
+            f"--mtp-num-layers {wanted}: the torch trainer has no MTP layer for {model.model_type} models",
+            ((unset_flag("train_backend"),), (unset_flag("mtp_num_layers"), unset_flag("enable_mtp_training"))),
+        )

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from fuligo.errors import CheckpointError
 from fuligo.formats.hf_tensors import HuggingFaceTensors
+from fuligo.formats.hugging_face import MTP_PREFIX
 from fuligo.trainer.batch import PackedTokens
 from fuligo.trainer.critic import BaseCritic
 from fuligo.trainer.ranks.settings import CriticSettings
@@ -60,7 +61,11 @@ def _single_row(directory: Path, name: str) -> Tensor | None:
 
 
 def _require_same_architecture(directory: Path, model: PreTrainedModel, policy: PreTrainedModel, *, head: str) -> None:
-    ours, theirs = ({name: tuple(t.shape) for name, t in weight_tensors(each).items() if name != head} for each in (model, policy))
+    left_out = (head, MTP_PREFIX)
+    ours, theirs = (
+        {name: tuple(tensor.shape) for name, tensor in weight_tensors(each).items() if not name.startswith(left_out)}
+        for each in (model, policy)
+    )
     different = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
     if different:
         name = different[0]

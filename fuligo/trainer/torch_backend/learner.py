@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from fuligo.errors import TrainerError
 from fuligo.trainer.batch import MicroBatch, PackedTokens, pack_tokens
-from fuligo.trainer.logprobs import TokenLogprobs
 from fuligo.trainer.metric_sums import MetricSums
+from fuligo.trainer.mtp import MTPTraining, later_tokens, mtp_loss
 from fuligo.trainer.objective import LossSettings, Objective, objective, value_objective
 from fuligo.trainer.packing import MicroBatchPlan
 from fuligo.trainer.parameters import trained_names
@@ -92,18 +92,29 @@ def _build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.opt
     return torch.optim.AdamW(groups, lr=settings.schedule.peak, betas=settings.betas, eps=settings.eps, fused=True)
 
 
-PolicyFn = Callable[[PackedTokens], TokenLogprobs]
+PolicyFn = Callable[..., Any]
+"""`Policy.forward`"""
 ValueFn = Callable[[PackedTokens], Tensor]
 
 
-def compute_gradients(policy: PolicyFn, step: StepShare, *, settings: LossSettings, device: torch.device) -> StepGradients:
-    """Add the gradient of a rank's share of the loss of an optimizer step to the parameters' `grad`."""
+def compute_gradients(
+    policy: PolicyFn, step: StepShare, *, settings: LossSettings, device: torch.device, mtp: MTPTraining | None = None
+) -> StepGradients:
+    """Add the gradient of a rank's share of the loss of an optimizer step to the parameters' `grad`; `mtp`: with that of the MTP layer."""
     scores: dict[int, TokenScores] = {}
 
     def loss_of(plan: MicroBatchPlan, inputs: MicroBatch) -> Objective:
-        outputs = policy(inputs.tokens)
+        if mtp is None:
+            outputs = policy(inputs.tokens)
+            scores.update(step.samples.scores(plan, inputs.tokens, outputs))
+            return objective(loss_inputs(inputs, outputs, settings), settings)
+        later = later_tokens(inputs.tokens, 1)
+        outputs, further = policy(inputs.tokens, later, is_joint=mtp.is_joint)
         scores.update(step.samples.scores(plan, inputs.tokens, outputs))
-        return objective(loss_inputs(inputs, outputs, settings), settings)
+        result = objective(loss_inputs(inputs, outputs, settings), settings)
+        of_layer = mtp_loss([further], [later], inputs.weights)
+        result.sums.shares["mtp_loss"] = of_layer.detach()
+        return Objective(result.loss + mtp.factor * of_layer, result.sums)
 
     return _sum_gradients(step, loss_of, scores, device)
 

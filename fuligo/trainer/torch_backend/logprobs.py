@@ -23,6 +23,9 @@ class OutputHead(NamedTuple):
     cap: float | None = None
     """Bound c of soft-capped logits, c tanh(logit / c); None: as they are."""
 
+    def detached(self) -> "OutputHead":
+        return OutputHead(self.weight.detach(), None if self.bias is None else self.bias.detach(), self.cap)
+
 
 def token_logprobs(
     hidden: Tensor, head: OutputHead, targets: Tensor, *, temperature: float, chunk_tokens: int, is_batch_invariant: bool = False

@@ -23,6 +23,7 @@ from fuligo.models.cpu_products import speed_up_linear_layers
 from fuligo.models.gated_delta import gated_delta_modules, pack_gated_delta, sequence_arguments
 from fuligo.models.invariant_modules import InvariantModel
 from fuligo.models.modules import align_weights, speed_up_rms_norms, take_stated_epsilon, take_stated_rotation
+from fuligo.models.mtp import add_mtp_module, mtp_module
 from fuligo.models.registry import REFUSED, batch_variant_because
 from fuligo.models.token_tree import TokenTree
 from fuligo.models.transformers_types import (
@@ -40,7 +41,7 @@ from fuligo.models.tree_attention import TreeRow, invariant_tree_attention, tree
 from fuligo.models.vision.forward import VisionTower
 from fuligo.models.vision.processor import ImageProcessor
 from fuligo.trainer.batch import PackedTokens, pack_tokens
-from fuligo.trainer.logprobs import TokenLogprobs
+from fuligo.trainer.mtp import LaterTokens
 from fuligo.trainer.parameters import require_finite_weights
 from fuligo.trainer.torch_backend.compiled_layers import compile_layers, varying
 from fuligo.trainer.torch_backend.logprobs import OutputHead, token_logprobs
@@ -138,14 +139,16 @@ class PackedModel(nn.Module):
 
     def predicting_hidden(self, tokens: PackedTokens) -> Tensor:
         """Return [N, E] the last hidden states before each response token; only these reach the output layer."""
+        return self.hidden_states(tokens)[0].index_select(0, tokens.predicting_positions)
+
+    def hidden_states(self, tokens: PackedTokens) -> Tensor:
+        """Return [1, T, E] the last hidden states of the row."""
         sequences = self._sequences(tokens)
         if self.vision is not None:
-            hidden = self.vision.hidden_states(tokens.input_ids, tokens.position_ids, tokens.images, **sequences)
-        else:
-            ids, positions = tokens.input_ids[None], tokens.position_ids[None]
-            language = language_model(self.model)
-            hidden = language(input_ids=ids, position_ids=positions, use_cache=False, **sequences).last_hidden_state
-        return hidden[0].index_select(0, tokens.predicting_positions)
+            return self.vision.hidden_states(tokens.input_ids, tokens.position_ids, tokens.images, **sequences)
+        ids, positions = tokens.input_ids[None], tokens.position_ids[None]
+        language = language_model(self.model)
+        return language(input_ids=ids, position_ids=positions, use_cache=False, **sequences).last_hidden_state
 
     def _sequences(self, tokens: PackedTokens) -> dict[str, Any]:
         """Return the arguments of the model's forward that tell its layers which tokens belong together."""
@@ -210,11 +213,34 @@ class Policy(PackedModel):
         self.temperature = temperature
         self.chunk_tokens = chunk_tokens
 
-    def forward(self, tokens: PackedTokens) -> TokenLogprobs:
-        """Return log-probabilities [N] of the response tokens, and entropies [N]."""
-        hidden, head = self.predicting_hidden(tokens), output_head(self.model)
+    def forward(self, tokens: PackedTokens, later: LaterTokens | None = None, *, is_joint: bool = False) -> Any:
+        """Return log-probabilities [N] of the response tokens, and entropies [N], as `TokenLogprobs`.
+
+        Args:
+            later: tokens of the row for its MTP layer, whose log-probabilities [m] of `local_ids` are then returned too, as a second value.
+            is_joint: as in `MTPTraining`.
+        """
+        hidden, head = self.hidden_states(tokens), output_head(self.model)
         sizes = {"temperature": self.temperature, "chunk_tokens": self.chunk_tokens}
-        return token_logprobs(hidden, head, tokens.targets, **sizes, is_batch_invariant=self.is_batch_invariant)
+        before = hidden[0].index_select(0, tokens.predicting_positions)
+        outputs = token_logprobs(before, head, tokens.targets, **sizes, is_batch_invariant=self.is_batch_invariant)
+        if later is None:
+            return outputs
+        if not is_joint:
+            hidden, head = hidden.detach(), head.detached()
+        further = self._predicted(hidden, tokens, later, is_joint=is_joint).index_select(0, later.local_rows)
+        sizes["temperature"] = 1.0
+        return outputs, token_logprobs(further, head, tokens.targets[later.local_ids], **sizes).logprobs
+
+    def _predicted(self, hidden: Tensor, tokens: PackedTokens, later: LaterTokens, *, is_joint: bool) -> Tensor:
+        """Return [T, E] the hidden states of the MTP layer."""
+        module, language = mtp_module(self.model), language_model(self.model)
+        assert module is not None and tokens.images is None, "refused before the start"
+        embedded = language.embed_tokens(later.input_ids)
+        if not is_joint:
+            embedded = embedded.detach()
+        rotary = language.rotary_emb(hidden, tokens.position_ids[None])
+        return module(hidden, embedded, position_embeddings=rotary, **self._sequences(tokens))[0]
 
 
 def output_head(model: PreTrainedModel) -> OutputHead:
@@ -224,19 +250,19 @@ def output_head(model: PreTrainedModel) -> OutputHead:
     return OutputHead(head.weight, head.bias, getattr(text_config(model.config), "final_logit_softcapping", None))
 
 
-def load_model(directory: Path) -> PreTrainedModel:
-    """Load the causal LM in `directory` in float32 on the CPU, with packed attention and without dropout.
+def load_model(directory: Path, *, has_mtp: bool = False) -> PreTrainedModel:
+    """Load the causal LM in `directory` in float32 on the CPU, with packed attention and without dropout; `has_mtp`: also its MTP layer.
 
     Raises:
         CheckpointError: files are missing, truncated, do not hold all weights of the model, or hold NaN.
         TrainerError: packed attention does not support the model's attention.
     """
-    model, lacking = read_model(directory)
+    model, lacking = read_model(directory, has_mtp=has_mtp)
     require_whole(directory, lacking)
     return model
 
 
-def read_model(directory: Path) -> tuple[PreTrainedModel, dict[str, str]]:
+def read_model(directory: Path, *, has_mtp: bool = False) -> tuple[PreTrainedModel, dict[str, str]]:
     """Load a model as `load_model` does, and return descriptions of missing weights, or ones of another shape, by name. These are random.
 
     Raises:
@@ -269,6 +295,8 @@ def read_model(directory: Path) -> tuple[PreTrainedModel, dict[str, str]]:
         )
         model, info = loaded
         take_dtype(model, config, torch.float32)
+        if has_mtp:
+            add_mtp_module(model, directory)
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"cannot load {directory} as a Hugging Face causal language model: {error}") from error
     finally:

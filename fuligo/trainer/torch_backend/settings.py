@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from fuligo.trainer.mtp import MTPTraining
 from fuligo.trainer.ranks.settings import TrainerSettings
 
 
@@ -15,6 +16,10 @@ class TorchTrainerSettings(TrainerSettings):
     """Tensor-parallel GPUs of an engine: exact log-probabilities repeat its roundings."""
     takes_images: bool = True
     """Prompts may have images; False: a vision tower is neither run nor trained, only saved and sent with the rest of the model."""
+    has_mtp: bool = False
+    """The policy's MTP layer is loaded, saved and sent with the rest of the model; otherwise checkpoints keep its tensors as they were."""
+    mtp: MTPTraining | None = None
+    """Training of the MTP layer; None: it stays frozen."""
 
     @property
     def compiles_dense_layers(self) -> bool:

@@ -164,8 +164,8 @@ def restore_state(directory: Path, state: TrainingState, world: World) -> None:
     if has_adapter(state.policy.model):
         require_scaling(directory, scaling_of(state.policy.model))
     reference = TensorFiles(directory / "reference") if state.reference is not None else None
-    if reference is not None:
-        reference.check_shapes(_weight_shapes(state.policy.model))
+    if state.reference is not None and reference is not None:
+        reference.check_shapes(_weight_shapes(state.reference))
     if state.critic is not None and counters.critic is not None:
         weights = TensorFiles(directory / VALUE_MODEL)
         saved.append(_Saved.open(state.critic.learner, counters.critic, weights=weights, directory=directory / "critic_optimizer"))

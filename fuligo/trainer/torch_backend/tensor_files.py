@@ -11,6 +11,7 @@ from torch import Tensor
 from fuligo.errors import CheckpointError
 from fuligo.formats.buckets import cut_into_buckets
 from fuligo.formats.hf_tensors import HuggingFaceTensors
+from fuligo.formats.hugging_face import MTP_PREFIX
 from fuligo.trainer.parameters import require_finite_weights
 
 SHARD_BYTES = 4 * 1024**3
@@ -76,10 +77,11 @@ class TensorFiles(HuggingFaceTensors):
         for name in sorted(expected.keys() | self.shapes.keys()):
             held, wanted = self.shapes.get(name), expected.get(name)
             if held != wanted:
+                flags = "--mtp-num-layers and --enable-mtp-training" if name.startswith(MTP_PREFIX) else "--lora"
                 where = self.directory / self._stored[name].file if held else self.directory
                 raise CheckpointError(
                     f"cannot resume from {where}: it belongs to another architecture: {name} is {_described(held)} there but "
-                    f"{_described(wanted)} in this run; use the --hf-checkpoint, the trained parameters and the --lora flags of the run "
+                    f"{_described(wanted)} in this run; use the --hf-checkpoint, the trained parameters and the {flags} flags of the run "
                     "that saved it"
                 )
 

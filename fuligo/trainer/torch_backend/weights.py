@@ -118,9 +118,10 @@ def load_tensors(tensors: Mapping[str, Tensor], named_tensors: Iterator[tuple[st
 
 @torch.no_grad()
 def copy_weights(source: PreTrainedModel, target: PreTrainedModel) -> None:
-    """Overwrite `target`'s weights with those of `source`, which is the same model with the same sharding."""
-    for ours, theirs in zip(weight_tensors(target).values(), weight_tensors(source).values(), strict=True):
-        ours.copy_(theirs)
+    """Overwrite `target`'s weights with those of `source`, which is the same model with the same sharding, or has an MTP layer too."""
+    given = weight_tensors(source)
+    for name, ours in weight_tensors(target).items():
+        ours.copy_(given[name])
 
 
 def checkpoint_dtype(config) -> torch.dtype:

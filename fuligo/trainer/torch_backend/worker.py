@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fuligo.formats.quantised_base import QuantisedBase
 from fuligo.models.adapter import adapter_off, set_dropout
-from fuligo.models.mtp import stored_mtp
+from fuligo.models.mtp import mtp_module, stored_mtp
 from fuligo.models.quantised_linear import quantised_weights
 from fuligo.models.shared_base import SharedBase
 from fuligo.models.transformers_types import freeze_towers, read_config, sees_images, text_config
@@ -76,7 +76,7 @@ class TorchRankWorker(RankWorker[TorchTrainerSettings, Critic, Policy]):
             value_model = ValueModel(load_value_model(settings.critic.initial_weights, self.policy.model), self._images)
             self.critic = Critic(self._placed(value_model, trained=True), settings.critic, world)
         self._learner = Learner(self.policy.model, settings.optimizer, world)
-        keeps_mtp = world.rank == 0 and settings.lora is None
+        keeps_mtp = world.rank == 0 and settings.lora is None and not settings.has_mtp
         self._carried = stored_mtp(settings.initial_weights, settings.hf_checkpoint) if keeps_mtp else {}
         self.balance_by = _cost(self.policy) if settings.balance_data else None
         self._writer: ComputeThread | None = None
@@ -92,7 +92,8 @@ class TorchRankWorker(RankWorker[TorchTrainerSettings, Critic, Policy]):
 
     def gradients(self, step: StepShare) -> StepGradients:
         if self.settings.lora is None:
-            return compute_gradients(self.policy, step, settings=self.settings.loss, device=self.world.device)
+            given = {"settings": self.settings.loss, "device": self.world.device}
+            return compute_gradients(self.policy, step, **given, mtp=self.settings.mtp)
         set_dropout(self.policy.model, on=True)
         try:
             return compute_gradients(self.policy, step, settings=self.settings.loss, device=self.world.device)
@@ -122,7 +123,7 @@ class TorchRankWorker(RankWorker[TorchTrainerSettings, Critic, Policy]):
 
     def _load(self, directory: Path, *, trained: bool, is_exact: bool = False) -> Policy:
         settings = self.settings
-        model = load_model(directory)
+        model = load_model(directory, has_mtp=trained and settings.has_mtp)
         policy = Policy(model, temperature=settings.temperature, chunk_tokens=settings.chunk_tokens, images=self._images)
         if is_exact:
             policy.make_batch_invariant(self.world.device.type, ranks=settings.engine_tp_size)
@@ -137,6 +138,8 @@ class TorchRankWorker(RankWorker[TorchTrainerSettings, Critic, Policy]):
             if self._shared_base is not None:
                 self._shared_base.give_to(model, digest=self._base_digest)
         elif trained:
+            if settings.mtp is None and (layer := mtp_module(model)) is not None:
+                layer.requires_grad_(False)
             freeze_parameters(model, settings.trained)
         else:
             model.requires_grad_(False)

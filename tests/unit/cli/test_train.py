@@ -18,7 +18,7 @@ from fuligo.config import Config
 from fuligo.config.command_line import parse
 from fuligo.config.files import load_yaml
 from fuligo.rollout.protocol import RolloutState
-from tests import tiny
+from tests import tiny, tiny_mtp
 
 Train = Callable[..., tuple[int, str]]
 
@@ -205,6 +205,15 @@ def test_training_does_not_start_from_quantised_weights(train: Train, model: Pat
     for flag in ("ref_load", "load"):
         code, shown = train(**{flag: quantised})
         assert code == 2 and f"--{flag.replace('_', '-')} quantised is quantized, and training cannot start from it" in shown
+
+
+def test_an_mtp_layer_to_load_is_looked_for_in_the_files(train: Train, tmp_path: Path) -> None:
+    hybrid = tiny.save_checkpoint(tmp_path / "hybrid", "qwen3_next")
+    loading = {"train_backend": "torch", "rollout_backend": "embedded", "mtp_num_layers": "1"}
+    code, shown = train(hf_checkpoint=str(hybrid), **loading)
+    assert code == 2 and f"--mtp-num-layers 1: --hf-checkpoint {hybrid} has no MTP layer (no tensors mtp.*)" in shown
+    assert train(hf_checkpoint=str(tiny_mtp.add_mtp(hybrid)), **loading)[0] == 0
+    assert train(hf_checkpoint=str(tiny.save_checkpoint(tmp_path / "other", "qwen3_next")), ref_load=str(hybrid), **loading)[0] == 0
 
 
 def test_engines_take_new_weights_only_in_fp8_blocks(train: Train, model: Path, tmp_path: Path) -> None:

@@ -27,6 +27,12 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
         ({**SGLANG, "attention_backend": "flash", "share_prefixes": "on"}, "TransformerEngine's kernels compute sequences, not trees")
     ],
     "CFG-VISION-PREFIXES": [({**IMAGES, "share_prefixes": "on"}, "--share-prefixes on compares tokens")],
+    "CFG-VISION-MTP": [
+        (
+            {**IMAGES, "train_backend": "torch", "mtp_num_layers": 1, "enable_mtp_training": True},
+            "the MTP layer is trained on prompts of text only",
+        )
+    ],
     "CFG-VISION-TEACHER": [
         ({**IMAGES, "use_opd": True, "opd_teacher_url": "http://t:1"}, "--use-opd with a teacher on an engine does not support images")
     ],
@@ -43,7 +49,10 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
             "--num-epoch 1 counts passes over --prompt-data",
         ),
     ],
-    "CFG-LORA-MTP": [({**LORA, **MEGATRON, "mtp_num_layers": 1, "enable_mtp_training": True}, "--enable-mtp-training: a LoRA adapter")],
+    "CFG-LORA-MTP": [
+        ({**LORA, **MEGATRON, "mtp_num_layers": 1, "enable_mtp_training": True}, "--enable-mtp-training: a LoRA adapter"),
+        ({**LORA, "train_backend": "torch", "mtp_num_layers": 1}, "--mtp-num-layers 1: with LoRA the torch trainer neither trains"),
+    ],
     "CFG-LORA-BIAS-RATE": [
         ({**LORA, **MEGATRON, "megatron_moe_router_bias_update_rate": 0.01}, "--moe-router-bias-update-rate 0.01 changes")
     ],

@@ -51,6 +51,7 @@ def test_the_valid_config_breaks_no_rule_and_warns_of_nothing(make_config: MakeC
             "recompute_method": "uniform",
             "recompute_num_layers": 1,
         },
+        {"train_backend": "torch", "mtp_num_layers": 1, "enable_mtp_training": True, "mtp_joint_training": True},
         {**SHARED, "mtp_num_layers": 1, "enable_mtp_training": True, "mtp_loss_scaling_factor": 0.3, "mtp_joint_training": True},
         {**SGLANG, "use_routing_replay": True, "num_steps_per_rollout": 2},
         {**SGLANG, "use_rollout_routing_replay": True, "use_rollout_logprobs": True, "sglang_speculative_algorithm": "EAGLE"},

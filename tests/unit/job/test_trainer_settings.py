@@ -14,6 +14,7 @@ from fuligo.formats.weight_manifest import AS_CHECKPOINT
 from fuligo.job.trainer_settings import Device, trainer_settings
 from fuligo.models.routing import RoutingShape
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
+from fuligo.trainer.mtp import MTPTraining
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 from tests import tiny
 from tests.fp8 import save_family
@@ -69,6 +70,26 @@ def test_the_embedded_engine_is_sent_no_prediction_layers(tmp_path: Path):
     assert settings.engine_format.left_out == ("model.layers.2.",)
     elsewhere = settings_of(tmp_path, tmp_path, "--rollout-backend", "sglang", "--train-backend", "megatron", "--mtp-num-layers", "1")
     assert elsewhere.engine_format.left_out == ()
+
+
+def test_the_torch_trainer_loads_and_trains_an_mtp_layer(tmp_path: Path):
+    tiny.model_config("qwen3_next").save_pretrained(tmp_path)
+    torch = ("--train-backend", "torch")
+    for flags, expected in (
+        ((), (False, None)),
+        (("--mtp-num-layers", "1"), (True, None)),
+        (("--mtp-num-layers", "1", "--enable-mtp-training"), (True, MTPTraining(0.2, is_joint=False))),
+        (
+            ("--mtp-num-layers", "1", "--enable-mtp-training", "--mtp-loss-scaling-factor", "0.5", "--mtp-joint-training"),
+            (True, MTPTraining(0.5, is_joint=True)),
+        ),
+    ):
+        settings = settings_of(tmp_path, tmp_path, *torch, "--rollout-backend", "embedded", *flags)
+        assert isinstance(settings, TorchTrainerSettings)
+        assert (settings.has_mtp, settings.mtp) == expected
+        assert settings.engine_format.left_out == ("mtp.",)
+    served = settings_of(tmp_path, tmp_path, *torch, "--rollout-backend", "sglang", "--rollout-num-gpus", "1", "--mtp-num-layers", "1")
+    assert served.engine_format.left_out == ()
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from fuligo.layout.adapter import AdapterShape
 from fuligo.models.adapter import add_adapter
 from fuligo.models.modules import speed_up_rms_norms
 from fuligo.models.registry import architecture_of
-from fuligo.planner.memory.torch_trainer import adapted_layer_bytes, compiled_layer_bytes, compiles_layers, layer_bytes
+from fuligo.planner.memory.torch_trainer import adapted_layer_bytes, compiled_layer_bytes, compiles_layers, layer_bytes, torch_trainer_items
 from fuligo.trainer.torch_backend import model as torch_model
 from fuligo.trainer.torch_backend.compiled_layers import can_compile
 from tests import tiny, tiny_vision
@@ -147,3 +147,22 @@ def test_the_plan_expects_compiled_layers_where_the_trainer_compiles(family: str
         model = (AutoModelForImageTextToText if has_tower else AutoModelForCausalLM).from_config(config)
     subject = subject_of("--train-backend torch --precision bf16", "qwen3-4b")
     assert compiles_layers(replace(subject, architecture=architecture_of(config.to_dict()))) is can_compile(model)
+
+
+def test_a_loaded_mtp_layer_is_counted_where_it_is() -> None:
+    flags = "--train-backend torch --actor-num-gpus-per-node 8 --rollout-num-gpus 8 --rollout-num-gpus-per-engine 2 --use-kl-loss"
+    flags += " --kl-loss-coef 0.1"
+    without, frozen, trained = (
+        {item.name: item.num_bytes for item in torch_trainer_items(subject_of(f"{flags} {further}", "qwen3.5-35b"))}
+        for further in ("", "--mtp-num-layers 1", "--mtp-num-layers 1 --enable-mtp-training")
+    )
+    share = subject_of(flags, "qwen3.5-35b").architecture.num_mtp_parameters / 8
+    assert frozen["weights"] - without["weights"] == pytest.approx(4 * share)
+    assert trained["weights"] == frozen["weights"]
+    assert {name: size for name, size in frozen.items() if name != "weights"} == {
+        name: size for name, size in without.items() if name != "weights"
+    }
+    assert trained["optimizer"] - frozen["optimizer"] == pytest.approx(8 * share)
+    assert trained["gradients"] - frozen["gradients"] == pytest.approx(4 * share)
+    assert trained["activations"] > frozen["activations"] and trained["logits"] > frozen["logits"]
+    assert trained["reference"] == without["reference"]

@@ -9,8 +9,8 @@ from typing import Any
 from fuligo.config.changes import apply_changes
 from fuligo.config.command_line import parse
 from fuligo.config.findings import Change
-from fuligo.models.architecture import Architecture, PartKind
-from fuligo.models.parts import vector
+from fuligo.models.architecture import Architecture, Layer, PartKind
+from fuligo.models.parts import mtp_layer, vector
 from fuligo.planner.subject import Subject, read_subject
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
@@ -198,7 +198,14 @@ BROKEN: dict[str, tuple[Run, ...]] = {
     "PLAN-FP16": (Run(DENSE, "--fp16"),),
     "PLAN-EXPERT-BIAS": (Run(MIXTURE, "--moe-router-enable-expert-bias --moe-router-score-function softmax --override-model-config"),),
     "PLAN-DSA-CP": (Run(SPARSE, "--no-allgather-cp"),),
-    "PLAN-MTP-LAYERS": (Run(DENSE, "--mtp-num-layers 1"), Run(DRAFTS, "--mtp-num-layers 2")),
+    "PLAN-MTP-LAYERS": (
+        Run(DENSE, "--mtp-num-layers 1"),
+        Run(DRAFTS, "--mtp-num-layers 2"),
+        Run(ON_CPU, "--train-backend torch --mtp-num-layers 1"),
+    ),
+    "PLAN-MTP-TRAINER": (
+        Run(ON_CPU, "--train-backend torch --mtp-num-layers 1", trainer_model={"mtp_layers": (mtp_layer(Layer(2, (), is_moe=False), 64),)}),
+    ),
     "PLAN-SERVER-GPUS": (
         Run(SPARSE, changes=(group(1, "num_gpus", 128),)),
         Run(SPARSE, changes=(group(0, "num_gpus", 128),)),

@@ -31,7 +31,10 @@ MTP = "mtp."
 FACTOR = 0.3
 
 
-@pytest.fixture(scope="module", params=["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5_moe"])
+SLOW = pytest.mark.slow  # the language model of qwen3_5_moe, with experts stored one by one as in qwen3_next
+
+
+@pytest.fixture(scope="module", params=["qwen3_next", "qwen3_5_text", pytest.param("qwen3_5_moe_text", marks=SLOW), "qwen3_5_moe"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a checkpoint in bfloat16 with an MTP layer."""
     directory, family = tmp_path_factory.mktemp(request.param), request.param

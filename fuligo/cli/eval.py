@@ -119,5 +119,6 @@ def _show(evaluated: Evaluated, *, of_others: bool) -> None:
         _, data_set, metric = key.split("/", 2)
         table.add_row(data_set, metric, f"{value:.4g}")
     console.print(table)
-    weights = "those of the external engines" if of_others else evaluated.weights.directory
+    adapter = "" if evaluated.adapter is None else f" with the adapter {evaluated.adapter}"
+    weights = "those of the external engines" if of_others else f"{evaluated.weights.directory}{adapter}"
     console.print(f"weights: {weights}\nrun directory: {evaluated.run_dir}", markup=False)

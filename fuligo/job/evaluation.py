@@ -54,6 +54,8 @@ class Evaluated:
     run_dir: Path
     weights: EvaluatedWeights
     evaluation: Evaluation
+    adapter: Path | None = None
+    """Adapter of `--lora-adapter` that the engines applied to the weights."""
 
 
 async def evaluate_config(config: Config, run_dir: Path) -> Evaluated:
@@ -86,7 +88,9 @@ async def evaluate_config(config: Config, run_dir: Path) -> Evaluated:
         directory.write_evaluation(weights.num_rollouts, evaluation.groups, logged.metrics, reward_keys=evaluation.reward_keys)
         for sink in sinks if logged.tracked else ():
             sink.write({"step": weights.num_rollouts, "time": time.time(), **logged.metrics})
-        return Evaluated(directory.path, weights, evaluation)
+        given = config.lora.lora_adapter
+        adapter = None if given is None or is_adapter(weights.directory) else adapter_directory(Path(given))
+        return Evaluated(directory.path, weights, evaluation, adapter)
 
 
 def _served(config: Config, weights: Path, target: Path, stack: AsyncExitStack) -> Config:

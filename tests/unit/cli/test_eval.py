@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from fuligo.cli.preflight import evaluation_problems
 from fuligo.config import Config
 from fuligo.config.command_line import parse
 from fuligo.errors import ConfigError
+from fuligo.job.evaluation import Evaluated, EvaluatedWeights
+from fuligo.rollout.evaluate import Evaluation
 from tests import tiny
 
 
@@ -103,3 +106,12 @@ def test_code_of_a_checkpoint_runs_only_with_a_flag(
     with_flag = evaluation_problems(parse([*arguments, "--trust-remote-code"]).config)
     assert not [problem for problem in with_flag if "Python code" in problem]
     assert not (tmp_path / "ran").exists()
+
+
+def test_the_summary_names_weights_and_adapter(capsys: pytest.CaptureFixture[str]) -> None:
+    evaluation = Evaluation({"eval/held_out/mean@1": 0.5}, {})
+    evaluated = Evaluated(Path("run"), EvaluatedWeights(Path("base"), 0), evaluation, Path("mine/adapter"))
+    command._show(evaluated, of_others=False)
+    assert "weights: base with the adapter mine/adapter\n" in capsys.readouterr().out
+    command._show(replace(evaluated, adapter=None), of_others=False)
+    assert "weights: base\n" in capsys.readouterr().out

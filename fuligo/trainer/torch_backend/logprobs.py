@@ -57,7 +57,9 @@ class _TokenLogprobs(torch.autograd.Function):
         chunk_tokens: int,
         is_batch_invariant: bool,
     ) -> tuple[Tensor, Tensor]:
-        logprobs, entropy, log_total = hidden.new_empty(3, len(targets), dtype=torch.float32)
+        logprobs, entropy, log_total = (
+            hidden.new_empty(len(targets), dtype=torch.float32) for _ in range(3)
+        )  # no views: FSDP warns of them
         logits = None
         assert cap is None or not is_batch_invariant, "no such model is batch-invariant"
         for chunk in chunks(len(targets), chunk_tokens):

@@ -77,3 +77,10 @@ def test_logits_never_exist_for_more_tokens_than_a_chunk(chunk_tokens):
         logprobs, entropy = token_logprobs(hidden, head, targets, temperature=1.0, chunk_tokens=chunk_tokens)
         (logprobs.sum() + entropy.sum()).backward()
     assert spy.rows == chunk_tokens
+
+
+def test_results_share_no_memory():
+    """FSDP warns of views, because a change in place would drop its hooks."""
+    hidden, head, targets = inputs(dtype=torch.float32)
+    got = token_logprobs(hidden, head, targets, temperature=1.0, chunk_tokens=5)
+    assert [tensor._base for tensor in got] == [None, None]

@@ -119,20 +119,26 @@ def scores_and_gradients(worker: TorchRankWorker, lengths: Sequence[tuple[int, i
     return np.concatenate([each.old_logprobs for each in scored if each.old_logprobs is not None]), found
 
 
-PLAIN = pytest.param("plain", marks=pytest.mark.slow)  # "checkpointed" traces the same layers
-ADAPTER = pytest.param("adapter", marks=pytest.mark.slow)  # "quantized base" has the same adapter, but no pass without it
+REPEATED = ("plain", "checkpointed", "adapter", "quantized base")
+"""Cases whose layers "shared prefixes" and "checkpointed quantized base" trace as well."""
 
 
-@pytest.mark.parametrize("case", [PLAIN, "checkpointed", ADAPTER, "quantized base", "shared prefixes"])
+@pytest.mark.parametrize(
+    "case", [*(pytest.param(case, marks=pytest.mark.slow) for case in REPEATED), "checkpointed quantized base", "shared prefixes"]
+)
 def test_one_graph_serves_all_lengths(checkpoint, case: str) -> None:
     settings: dict[str, dict[str, object]] = {
         "plain": {},
         "checkpointed": {"gradient_checkpointing": True},
         "adapter": {"lora": LoraSettings(AdapterConfig(rank=4, alpha=64.0)), "reference_weights": checkpoint},
         "quantized base": {"lora": LoraSettings(AdapterConfig(rank=4, alpha=64.0), base_precision="nf4")},
+        "checkpointed quantized base": {
+            "lora": LoraSettings(AdapterConfig(rank=4, alpha=64.0), base_precision="nf4"),
+            "gradient_checkpointing": True,
+        },
         "shared prefixes": {"shares_prefixes": True},
     }
-    if case == "quantized base":
+    if "quantized" in case:
         pytest.importorskip("bitsandbytes", reason="the extra qlora is not installed")
     worker = make_worker(checkpoint, **settings[case])
     if worker.settings.lora is not None:

@@ -1,7 +1,7 @@
 """Choices that a run makes by itself: the GPU to plan for, SGLang in place of the embedded engine, the trainer by its flags."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fuligo.config import Config
@@ -32,8 +32,8 @@ class Checked:
     """Lines for the console."""
 
 
-def checked(config: Config) -> Checked:
-    """Choose unset values for the GPUs of this machine and plan the run on them.
+def checked(config: Config, sharing: Sequence[Config] = ()) -> Checked:
+    """Choose unset values for the GPUs of this machine and plan the run on them. `sharing`: other runs that use the same engines.
 
     On a GPU that the planner does not know, only the rules are checked; for a model that it does not know, only those about flags.
     """
@@ -42,7 +42,7 @@ def checked(config: Config) -> Checked:
     gpu = known_gpu(devices[0].name, devices[0].memory_bytes) if devices else None
     try:
         if gpu is not None:
-            plan = make_plan(config, gpu.name, "train")
+            plan = make_plan(config, gpu.name, "train", sharing=sharing)
             return Checked(
                 apply_choices(config, plan.choices), tuple(_refused(plan.findings, config)), (*engine, *lines(plan.choices, config))
             )

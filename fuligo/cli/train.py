@@ -51,17 +51,20 @@ def _print_config(parsed: Parsed) -> None:
     print(yaml_text(found.config), end="")
 
 
-def prepare(config: Config, warnings: Sequence[str] = (), places: Mapping[str, str] | None = None) -> Config:
+def prepare(
+    config: Config, warnings: Sequence[str] = (), places: Mapping[str, str] | None = None, *, sharing: Sequence[Config] = ()
+) -> Config:
     """Check a config and everything that it names on disk, show warnings and choices, and return the config to run.
 
     Args:
         warnings: shown first.
         places: file and line of the flags that the config file sets, as in `Parsed`.
+        sharing: other runs that use the same engines.
 
     Raises:
         ConfigError: the run cannot start; names all problems found.
     """
-    found = checked(located(config))
+    found = checked(located(config), sharing)
     config = found.config
     try:
         warnings = [*warnings, *require_no_errors(with_places(found.findings, places or {}), config)]

@@ -87,9 +87,11 @@ def prepare_many(
     _require_fit(given, started)
     prepared: dict[str, Config] = {}
     problems: list[str] = []
-    for name, config in (_resumed(given) if resumes else given).items():
+    to_run = _resumed(given) if resumes else given
+    for name, config in to_run.items():
         try:
-            prepared[name] = prepare(config, warnings.get(name, ()))
+            sharing = [other for other in to_run.values() if other is not config]
+            prepared[name] = prepare(config, warnings.get(name, ()), sharing=sharing)
         except ConfigError as error:
             problems += [f"{name}: {problem}" for problem in error.problems]
     if problems:

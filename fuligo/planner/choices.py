@@ -115,7 +115,7 @@ def _requests(subject: Subject, spec: EngineGroupSpec, memory: EngineMemory, num
     given = memory.settings.max_running_requests
     if given is not None:
         return given, f"CUDA graphs for all of the {given} requests that an engine runs"
-    tokens = average_prompt(subject.config) + average_response(subject.config)
+    tokens = max(average_prompt(each) + average_response(each) for each in (subject.config, *subject.sharing))
     room = max(1, memory.kv_tokens // tokens) * spec.dp_size
     share = max(MIN_REQUESTS, ceil(requests_wanted(subject) / num_engines))
     most = MAX_REQUESTS * spec.dp_size
@@ -137,8 +137,11 @@ def _decides_graphs(spec: EngineGroupSpec) -> bool:
 
 
 def requests_wanted(subject: Subject) -> int:
-    """Return the requests that a run would have in flight without a limit."""
-    config = subject.config
+    """Return the requests that a run, and those that share its engines, would have in flight without a limit."""
+    return sum(map(_requests_wanted, (subject.config, *subject.sharing)))
+
+
+def _requests_wanted(config: Config) -> int:
     rollout = config.rollout
     if not config.data.prompt_data and config.has_eval:  # only an evaluation, which sends everything at once
         return MAX_REQUESTS * max(1, config.resolved_rollout_num_gpus)

@@ -1,6 +1,7 @@
 """Creation of a plan from a config: unset values first, then rules, then the numbers if the sizes allow a layout."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from fuligo.config import Config
@@ -21,13 +22,17 @@ from fuligo.planner.suggestions import Remedy, remedies
 LAYOUT = "PLAN-LAYOUT"
 
 
-def make_plan(config: Config, gpu_name: str, name: str, *, host_memory_bytes: int | None = None) -> Plan:
-    """Plan a run on GPUs of a name in `gpus.GPUS`, and on nodes of `host_memory_bytes` each; None: that of the vendor's own servers.
+def make_plan(config: Config, gpu_name: str, name: str, *, host_memory_bytes: int | None = None, sharing: Sequence[Config] = ()) -> Plan:
+    """Plan a run on GPUs of a name in `gpus.GPUS`.
+
+    Args:
+        host_memory_bytes: of each node; None: that of the vendor's own servers.
+        sharing: as in `Subject`.
 
     Raises:
         ConfigError: the GPU or the model's shape is unknown; includes other errors of the config.
     """
-    subject, choices = choose(_read_subject(config, gpu_name))
+    subject, choices = choose(_read_subject(config, gpu_name, sharing))
     model, rules = subject.architecture, check(subject)
     findings = (*rules, *hook_findings(config))
     plan = Plan(
@@ -64,9 +69,9 @@ def make_plan(config: Config, gpu_name: str, name: str, *, host_memory_bytes: in
     )
 
 
-def _read_subject(config: Config, gpu_name: str) -> Subject:
+def _read_subject(config: Config, gpu_name: str, sharing: Sequence[Config]) -> Subject:
     try:
-        return read_subject(config, gpu_name)
+        return read_subject(config, gpu_name, sharing=sharing)
     except ConfigError as error:
         errors = [each for each in config_findings(config) if each.severity is Severity.ERROR and each.id != "CFG-MODEL-MISSING"]
         raise ConfigError(*error.problems, *(described(each, config) for each in errors)) from None

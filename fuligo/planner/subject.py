@@ -1,6 +1,6 @@
 """Input of the planner: config, model and GPU."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -45,6 +45,8 @@ class Subject:
     """Models of `--sglang-config` with their own path, by that path, if known on this machine."""
     adapter_config: AdapterConfig | None = None
     """LoRA adapter that is trained instead of the weights; None without one."""
+    sharing: tuple[Config, ...] = ()
+    """Other runs that sample from the same engines at the same time (`fuligo train-many`)."""
 
     @property
     def adapter(self) -> AdapterShape | None:
@@ -98,8 +100,11 @@ class Subject:
         return self.other_served.get(path, self.rollout_architecture if spec.update_weights else None)
 
 
-def read_subject(config: Config, gpu_name: str) -> Subject:
-    """Return the subject of a config. Raises ConfigError if the GPU or the model's shape is unknown, or `--lora-adapter` cannot be read."""
+def read_subject(config: Config, gpu_name: str, *, sharing: Sequence[Config] = ()) -> Subject:
+    """Return the subject of a config, whose engines the runs `sharing` also use.
+
+    Raises ConfigError if the GPU or the model's shape is unknown, or `--lora-adapter` cannot be read.
+    """
     trained, served = find_architectures(config)
     trainer_config_json = find_trainer_config_json(config)
     if config.train.share_prefixes == "auto" and trainer_config_json is not None and unshareable_because(trainer_config_json.values):
@@ -114,6 +119,7 @@ def read_subject(config: Config, gpu_name: str) -> Subject:
         find_teacher_architecture(config),
         find_served_architectures(config),
         _adapter_config(config),
+        tuple(sharing),
     )
 
 

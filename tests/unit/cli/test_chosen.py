@@ -51,6 +51,13 @@ def test_gpus_without_flags_sample_with_sglang_where_it_is_installed(model: Path
     assert errors(found) == []
 
 
+def test_runs_that_share_engines_choose_the_same_arguments(model: Path, machine) -> None:
+    machine(2)
+    one, other = (parse(["--hf-checkpoint", str(model), *JOB.split(), "--rollout-batch-size", size]).config for size in ("24", "72"))
+    found = [checked(one, [other]), checked(other, [one])]
+    assert {each.config.sglang.get("max_running_requests") for each in found} == {(24 + 72) * one.rollout.n_samples_per_prompt + 1}
+
+
 def test_without_sglang_a_line_says_what_that_costs(model: Path, machine) -> None:
     machine(1, sglang=False)
     found = plan(model)

@@ -36,6 +36,15 @@ def test_requests_are_counted_per_engine(num_engines: int, each: int) -> None:
     assert found["rollout_concurrency"] == num_engines * each
 
 
+def test_runs_that_share_engines_get_slots_for_all_their_waves_and_the_same_ones() -> None:
+    """With slots for one wave, each request that ends would let in one of another run, whose prefill interrupts decoding."""
+    of_runs = [subject_of(f"{ENGINES} --rollout-batch-size {prompts}", "qwen3-4b", "h200-141") for prompts in (16, 32)]
+    configs = [subject.config for subject in of_runs]
+    found = [choose(replace(subject, sharing=tuple(other for other in configs if other is not subject.config)))[0] for subject in of_runs]
+    assert [subject.config.sglang.get("max_running_requests") for subject in found] == [16 * 16 + 32 * 16 + SPARE_SLOTS] * 2
+    assert [subject.config.sglang.get("cuda_graph_max_bs_decode") for subject in found] == [16 * 16 + 32 * 16] * 2
+
+
 def test_small_waves_keep_the_graphs_of_evaluations() -> None:
     assert chosen(f"{ENGINES} --rollout-batch-size 1")["cuda_graph_max_bs_decode"] == 256
 

@@ -212,7 +212,8 @@ class _Counters:
             progress = Progress(content["num_optimizer_steps"], content["num_rollouts"])
             return cls(progress, Layout(**content["layout"]), content.get("base_digest"))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"cannot read {file}: {error!r}; the checkpoint is damaged, load another") from error
+            reason = f"{type(error).__name__}: {error}"
+            raise CheckpointError(f"cannot read {file}: {reason}; the checkpoint is damaged, load another") from error
 
 
 @dataclass(slots=True, frozen=True)

@@ -300,7 +300,8 @@ class _Counters:
             critic = fields.get("critic")
             return cls(_progress(fields), None if critic is None else _progress(critic), fields.get("base_digest"))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"cannot read {file}: {error!r}; the checkpoint is damaged, load another") from error
+            reason = f"{type(error).__name__}: {error}"
+            raise CheckpointError(f"cannot read {file}: {reason}; the checkpoint is damaged, load another") from error
 
 
 def _progress(fields: dict[str, int]) -> Progress:

@@ -5,8 +5,8 @@ PIP := -m pip install --quiet --disable-pip-version-check
 HASHED := $(PIP) --no-deps --require-hashes --requirement requirements/hashed
 # Version of torch for CPUs. On GPUs it is that of requirements/gpu.txt, which the pinned SGLang is built for.
 TORCH ?= 2.13.0
-# Workers of pytest. Two leave cores idle where tests wait.
-TEST_WORKERS ?= 3
+# Workers of pytest. A third slows the others down on two cores: many tests start processes, and engines that wait for a core lose time.
+TEST_WORKERS ?= 2
 # Tests start many processes, which would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from real_runs import LEFT, panel, picture
+from real_runs import draw
 
 ROLLOUTS_PER_POINT = 10
 TICKS = (0, 50, 100, 150, 200)
@@ -39,19 +39,12 @@ def record(usual: Path, exact: Path, output: Path) -> None:
     output.write_text(json.dumps(curves) + "\n")
 
 
-def draw(source: Path, output: Path) -> None:
-    curves = json.loads(source.read_text())
-    rollouts = tuple(curves.pop("rollouts"))
-    values = {name: tuple(each) for name, each in curves.items()}
-    output.write_text(picture([panel("mean reward of ten rollouts", values, LEFT, rollouts, TICKS)]))
-
-
 def main() -> None:
     match sys.argv[1:]:
         case ["record", usual, exact, output]:
             record(Path(usual), Path(exact), Path(output))
         case ["draw", source, output]:
-            draw(Path(source), Path(output))
+            draw(Path(source), Path(output), "mean reward of ten rollouts", TICKS)
         case _:
             raise SystemExit(__doc__)
 

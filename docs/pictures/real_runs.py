@@ -1,5 +1,6 @@
 """Draw real-runs.svg from the table of docs/real-runs.md: `python docs/pictures/real_runs.py docs/pictures/real-runs.svg`."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -54,6 +55,13 @@ def picture(panels: list[list[str]]) -> str:
     width, height = LEFT + len(panels) * (WIDTH + GAP + LEFT) - GAP, TOP + HEIGHT + BOTTOM
     style = "text{font:12px sans-serif;fill:#57606a}.title{font-weight:bold}.grid{stroke:#8c959f;stroke-opacity:.3}"
     return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"><style>{style}</style>', *body, "</svg>\n"])
+
+
+def draw(source: Path, output: Path, title: str, ticks: tuple[int, ...] = ()) -> None:
+    """Draw one diagram from JSON: `rollouts`, and a list of shares for each curve."""
+    curves = json.loads(source.read_text())
+    rollouts = tuple(curves.pop("rollouts"))
+    output.write_text(picture([panel(title, {name: tuple(values) for name, values in curves.items()}, LEFT, rollouts, ticks)]))
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from real_runs import LEFT, panel, picture
+from real_runs import draw
 
 SET = "eval/problems"
 COLUMNS = {
@@ -55,19 +55,12 @@ def record(run: Path, base: Path, output: Path) -> None:
     output.write_text(json.dumps(curves) + "\n")
 
 
-def draw(source: Path, output: Path) -> None:
-    curves = json.loads(source.read_text())
-    rollouts = tuple(curves.pop("rollouts"))
-    title = "held-out word problems"
-    output.write_text(picture([panel(title, {name: tuple(values) for name, values in curves.items()}, LEFT, rollouts)]))
-
-
 def main() -> None:
     match sys.argv[1:]:
         case ["record", run, base, output]:
             record(Path(run), Path(base), Path(output))
         case ["draw", source, output]:
-            draw(Path(source), Path(output))
+            draw(Path(source), Path(output), "held-out word problems")
         case _:
             raise SystemExit(__doc__)
 

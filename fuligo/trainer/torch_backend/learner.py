@@ -19,7 +19,7 @@ from fuligo.trainer.ranks.settings import OptimizerSettings, TrainedParameters
 from fuligo.trainer.ranks.world import World
 from fuligo.trainer.shares import ScoreShare, StepShare
 from fuligo.trainer.step import Progress, StepGradients, loss_inputs, losses_of_ranks, require_finite, total
-from fuligo.trainer.torch_backend.model import PackedModel
+from fuligo.trainer.torch_backend.model import PackedModel, Policy
 from fuligo.types import FloatArray, TokenScores
 
 
@@ -92,13 +92,11 @@ def _build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.opt
     return torch.optim.AdamW(groups, lr=settings.schedule.peak, betas=settings.betas, eps=settings.eps, fused=True)
 
 
-PolicyFn = Callable[..., Any]
-"""`Policy.forward`"""
 ValueFn = Callable[[PackedTokens], Tensor]
 
 
 def compute_gradients(
-    policy: PolicyFn, step: StepShare, *, settings: LossSettings, device: torch.device, mtp: MTPTraining | None = None
+    policy: Policy, step: StepShare, *, settings: LossSettings, device: torch.device, mtp: MTPTraining | None = None
 ) -> StepGradients:
     """Add the gradient of a rank's share of the loss of an optimizer step to the parameters' `grad`; `mtp`: with that of the MTP layer."""
     scores: dict[int, TokenScores] = {}
@@ -109,7 +107,7 @@ def compute_gradients(
             scores.update(step.samples.scores(plan, inputs.tokens, outputs))
             return objective(loss_inputs(inputs, outputs, settings), settings)
         later = later_tokens(inputs.tokens, 1)
-        outputs, further = policy(inputs.tokens, later, is_joint=mtp.is_joint)
+        outputs, further = policy.with_mtp(inputs.tokens, later, is_joint=mtp.is_joint)
         scores.update(step.samples.scores(plan, inputs.tokens, outputs))
         result = objective(loss_inputs(inputs, outputs, settings), settings)
         of_layer = mtp_loss([further], [later], inputs.weights)

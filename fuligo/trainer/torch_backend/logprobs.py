@@ -57,9 +57,8 @@ class _TokenLogprobs(torch.autograd.Function):
         chunk_tokens: int,
         is_batch_invariant: bool,
     ) -> tuple[Tensor, Tensor]:
-        logprobs, entropy, log_total = (
-            hidden.new_empty(len(targets), dtype=torch.float32) for _ in range(3)
-        )  # no views: FSDP warns of them
+        # Not views of one tensor: FSDP warns of those.
+        logprobs, entropy, log_total = (hidden.new_empty(len(targets), dtype=torch.float32) for _ in range(3))
         logits = None
         assert cap is None or not is_batch_invariant, "no such model is batch-invariant"
         for chunk in chunks(len(targets), chunk_tokens):

@@ -1,10 +1,7 @@
-"""Hugging Face causal LM over packed tokens, as a policy; refused if packing would change its results.
-
-Packed attention is an attention implementation of transformers, so that any of its models runs on packed tokens.
-"""
+"""Hugging Face causal LM over packed tokens, as a policy; refused if packing would change its results."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +10,17 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar, get_verbosity, set_verbosity, set_verbosity_error
 
 from fuligo.errors import CheckpointError, TrainerError
-from fuligo.models.attention import VarlenRow, packed_attention, unpackable_layers, varlen_attention, varlen_row
-from fuligo.models.batch_invariant import causal_attention
+from fuligo.models.attention import unpackable_layers, varlen_row
 from fuligo.models.cpu_products import speed_up_linear_layers
 from fuligo.models.gated_delta import gated_delta_modules, pack_gated_delta, sequence_arguments
 from fuligo.models.invariant_modules import InvariantModel
 from fuligo.models.modules import align_weights, speed_up_rms_norms, take_stated_epsilon, take_stated_rotation
 from fuligo.models.mtp import add_mtp_module, mtp_module
 from fuligo.models.registry import REFUSED, batch_variant_because
-from fuligo.models.token_tree import TokenTree
 from fuligo.models.transformers_types import (
     LANGUAGE_MODEL_ALONE,
     attention_choice,
@@ -37,83 +32,17 @@ from fuligo.models.transformers_types import (
     take_dtype,
     text_config,
 )
-from fuligo.models.tree_attention import TreeRow, invariant_tree_attention, tree_attention, tree_row, varlen_tree_attention
+from fuligo.models.tree_attention import tree_row
 from fuligo.models.vision.forward import VisionTower
 from fuligo.models.vision.processor import ImageProcessor
 from fuligo.trainer.batch import PackedTokens, pack_tokens
+from fuligo.trainer.logprobs import TokenLogprobs
 from fuligo.trainer.mtp import LaterTokens
 from fuligo.trainer.parameters import require_finite_weights
 from fuligo.trainer.torch_backend.compiled_layers import compile_layers, varying
 from fuligo.trainer.torch_backend.logprobs import OutputHead, token_logprobs
+from fuligo.trainer.torch_backend.packed_attention import PACKED_ATTENTION, register
 from fuligo.types import TrainSample
-
-PACKED_ATTENTION = "fuligo_packed"
-"""Name under which models select it: `attn_implementation=PACKED_ATTENTION`."""
-
-
-def register() -> None:
-    """Register `PACKED_ATTENTION` with transformers, which builds no mask for an implementation without a mask function."""
-    AttentionInterface.register(PACKED_ATTENTION, attention_forward)
-
-
-def attention_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    packed_cu_seqlens: Sequence[int] | None = None,
-    packed_row: VarlenRow | None = None,
-    packed_tree: TokenTree | TreeRow | None = None,
-    packed_invariantly: bool = False,
-    **_: object,
-) -> tuple[Tensor, None]:
-    """Compute attention for one layer; transformers calls it.
-
-    Args:
-        query: [1, H, T, D]
-        key: [1, Hkv, T, D]
-        value: [1, Hkv, T, Dv]
-        s_aux: [H] attention sinks.
-        packed_cu_seqlens: starts of the sequences; like the following an argument of that name given to the model's forward.
-        packed_row: the same starts on the device, for compiled layers.
-        packed_tree: tree of the T tokens, if sequences share prefixes; its indices on the device for compiled layers.
-        packed_invariantly: compute by `models.batch_invariant`.
-
-    Returns:
-        [1, T, H, Dv] and no attention weights.
-
-    Raises:
-        TrainerError: the model's attention has a feature that packed attention lacks.
-    """
-    name = type(module).__name__
-    if softcap is not None:
-        raise TrainerError(
-            f"{name} uses logit soft-capping, which the torch trainer's packed attention does not support. Choose another model."
-        )
-    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    given: Any = {"scale": query.size(-1) ** -0.5 if scaling is None else scaling, "window": sliding_window, "sinks": s_aux}
-    if packed_invariantly:
-        assert sliding_window is None and s_aux is None, "refused when the model was loaded"
-        if isinstance(packed_tree, TokenTree):
-            return invariant_tree_attention(q, k, v, packed_tree, scale=given["scale"]).unsqueeze(0), None
-    if isinstance(packed_tree, TreeRow):
-        return varlen_tree_attention(q, k, v, packed_tree, **given).unsqueeze(0), None
-    if packed_tree is not None:
-        return tree_attention(q, k, v, packed_tree, **given).unsqueeze(0), None
-    if packed_row is not None:
-        return varlen_attention(q, k, v, packed_row, **given).unsqueeze(0), None
-    if packed_cu_seqlens is None:
-        raise TrainerError(f"{name} does not receive the arguments of its model's forward; packed sequences would attend to each other.")
-    if packed_invariantly:
-        return causal_attention(q, k, v, packed_cu_seqlens, scale=given["scale"]).unsqueeze(0), None
-    return packed_attention(q, k, v, packed_cu_seqlens, **given).unsqueeze(0), None
-
 
 logger = logging.getLogger(__name__)
 
@@ -213,24 +142,32 @@ class Policy(PackedModel):
         self.temperature = temperature
         self.chunk_tokens = chunk_tokens
 
-    def forward(self, tokens: PackedTokens, later: LaterTokens | None = None, *, is_joint: bool = False) -> Any:
-        """Return log-probabilities [N] of the response tokens, and entropies [N], as `TokenLogprobs`.
+    def forward(self, tokens: PackedTokens) -> TokenLogprobs:
+        return self._of_responses(self.hidden_states(tokens), tokens)
 
-        Args:
-            later: tokens of the row for its MTP layer, whose log-probabilities [m] of `local_ids` are then returned too, as a second value.
-            is_joint: as in `MTPTraining`.
+    def with_mtp(self, tokens: PackedTokens, later: LaterTokens, *, is_joint: bool) -> tuple[TokenLogprobs, Tensor]:
+        """Return what `forward` does, and the MTP layer's log-probabilities [m] of the tokens `local_ids` of `later`.
+
+        `is_joint`: as in `MTPTraining`.
         """
         hidden, head = self.hidden_states(tokens), output_head(self.model)
-        sizes = {"temperature": self.temperature, "chunk_tokens": self.chunk_tokens}
-        before = hidden[0].index_select(0, tokens.predicting_positions)
-        outputs = token_logprobs(before, head, tokens.targets, **sizes, is_batch_invariant=self.is_batch_invariant)
-        if later is None:
-            return outputs
+        outputs = self._of_responses(hidden, tokens)
         if not is_joint:
             hidden, head = hidden.detach(), head.detached()
         further = self._predicted(hidden, tokens, later, is_joint=is_joint).index_select(0, later.local_rows)
-        sizes["temperature"] = 1.0
-        return outputs, token_logprobs(further, head, tokens.targets[later.local_ids], **sizes).logprobs
+        targets = tokens.targets[later.local_ids]
+        return outputs, token_logprobs(further, head, targets, temperature=1.0, chunk_tokens=self.chunk_tokens).logprobs
+
+    def _of_responses(self, hidden: Tensor, tokens: PackedTokens) -> TokenLogprobs:
+        """Return log-probabilities and entropies [N] of the response tokens, given hidden states [1, T, E] of the row."""
+        return token_logprobs(
+            hidden[0].index_select(0, tokens.predicting_positions),
+            output_head(self.model),
+            tokens.targets,
+            temperature=self.temperature,
+            chunk_tokens=self.chunk_tokens,
+            is_batch_invariant=self.is_batch_invariant,
+        )
 
     def _predicted(self, hidden: Tensor, tokens: PackedTokens, later: LaterTokens, *, is_joint: bool) -> Tensor:
         """Return [T, E] the hidden states of the MTP layer."""

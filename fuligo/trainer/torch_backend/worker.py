@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import register_fsdp_forward_method
 
 from fuligo.formats.quantised_base import QuantisedBase
 from fuligo.models.adapter import adapter_off, set_dropout
@@ -91,12 +92,9 @@ class TorchRankWorker(RankWorker[TorchTrainerSettings, Critic, Policy]):
         return self._learner.optimizer
 
     def gradients(self, step: StepShare) -> StepGradients:
-        if self.settings.lora is None:
-            given = {"settings": self.settings.loss, "device": self.world.device}
-            return compute_gradients(self.policy, step, **given, mtp=self.settings.mtp)
         set_dropout(self.policy.model, on=True)
         try:
-            return compute_gradients(self.policy, step, settings=self.settings.loss, device=self.world.device)
+            return compute_gradients(self.policy, step, settings=self.settings.loss, device=self.world.device, mtp=self.settings.mtp)
         finally:
             set_dropout(self.policy.model, on=False)
 
@@ -167,6 +165,8 @@ class TorchRankWorker(RankWorker[TorchTrainerSettings, Critic, Policy]):
             # Sharding copies parameters; those that other runs also use stay as they are.
             whole = set() if self._shared_base is None else self._shared_base.parameters()
             shard(model, model.layers, self.world, half_precision=half_precision, whole=whole)
+            if isinstance(model, Policy):
+                register_fsdp_forward_method(model, Policy.with_mtp.__name__)
         if model.vision is not None:
             model.vision.runs_always = self.world.size > 1
             model.vision.is_frozen = not any(parameter.requires_grad for parameter in model.vision.base.visual.parameters())

@@ -20,7 +20,7 @@ from fuligo.planner.memory.torch_trainer import torch_trainer_items
 from fuligo.planner.training_time import rollout_forward_flops, train_phase, trainer_forward_flops
 from fuligo.trainer.packing import Capacity, pack
 from fuligo.trainer.shared_prefixes import find_shared_prefixes, lay_out
-from fuligo.trainer.torch_backend.model import PACKED_ATTENTION, register
+from fuligo.trainer.torch_backend.packed_attention import PACKED_ATTENTION, register
 from tests.unit.planner.subjects import subject_of
 
 TORCH = "--train-backend torch --precision bf16 --rollout-batch-size 4 --rollout-max-prompt-len 200 --rollout-max-response-len 120"

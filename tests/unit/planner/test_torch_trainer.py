@@ -22,8 +22,8 @@ from fuligo.models.adapter import add_adapter
 from fuligo.models.modules import speed_up_rms_norms
 from fuligo.models.registry import architecture_of
 from fuligo.planner.memory.torch_trainer import adapted_layer_bytes, compiled_layer_bytes, compiles_layers, layer_bytes, torch_trainer_items
-from fuligo.trainer.torch_backend import model as torch_model
 from fuligo.trainer.torch_backend.compiled_layers import can_compile
+from fuligo.trainer.torch_backend.packed_attention import PACKED_ATTENTION, register
 from tests import tiny, tiny_vision
 from tests.unit.planner.subjects import subject_of
 
@@ -53,8 +53,8 @@ def saved_bytes(config: Any, dtype: torch.dtype, *, compiled: bool = False, adap
     `compiled` layers run the graphs that `torch.compile` partitions on GPUs, without its kernels. An `adapter` is trained in place of the
     weights.
     """
-    torch_model.register()
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=torch_model.PACKED_ATTENTION)
+    register()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=PACKED_ATTENTION)
     speed_up_rms_norms(model)
     if adapter is not None:
         add_adapter(model, adapter, seed=0)

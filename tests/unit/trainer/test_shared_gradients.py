@@ -168,6 +168,6 @@ def test_gradients_of_an_adapter_are_those_of_separate_samples(checkpoint):
 
 
 def test_loading_compares_a_row_of_shared_prefixes_with_the_model_itself(checkpoint, monkeypatch):
-    monkeypatch.setattr("fuligo.trainer.torch_backend.model.tree_attention", lambda query, key, value, tree, **_: query)
+    monkeypatch.setattr("fuligo.trainer.torch_backend.packed_attention.tree_attention", lambda query, key, value, tree, **_: query)
     with pytest.raises(TrainerError, match="log-probabilities of packed sequences differ"):
         make_worker(checkpoint, shares_prefixes=True)

@@ -21,11 +21,11 @@ logger = logging.getLogger(__name__)
 
 
 def assign_advantages(samples: list[TrainSample], settings: AdvantageSettings) -> TrainBatch:
-    """Set `advantages` of every sample (with a value model also `returns`) and split the samples into optimizer steps.
+    """Set the `advantages` of every sample (and its `returns` with a value model), and split the samples into optimizer steps.
 
     Args:
-        samples: samples in order; `old_logprobs`, and `ref_logprobs` or `teacher_logprobs`, are set where `kl_coef` or `distillation`
-            needs them, `values` where the estimator does.
+        samples: the rollout's samples. `kl_coef` needs `ref_logprobs` and `distillation` needs `teacher_logprobs`, both also the old
+            policy's log-probabilities (`rewards.old_logprobs`); an estimator with `uses_values` needs `values`.
 
     Raises:
         TrainerError: the samples do not fit the steps, or the custom function returned invalid advantages.
@@ -33,7 +33,7 @@ def assign_advantages(samples: list[TrainSample], settings: AdvantageSettings) -
     steps, num_rollouts = cut_into_steps(samples, samples_per_step=settings.samples_per_step, num_steps=settings.num_steps)
     estimator = ESTIMATORS[settings.estimator]
     advantages: list[Float64Array] = []
-    # A custom function replaces the advantages but finds the `returns` that an estimator with values sets.
+    # A custom function replaces only the advantages: the value model still learns the estimator's `returns`.
     if settings.custom is None or estimator.uses_values:
         advantages = estimator.advantages(Rewards(samples), settings)
     if settings.custom is not None:
@@ -48,11 +48,12 @@ def assign_advantages(samples: list[TrainSample], settings: AdvantageSettings) -
 
 
 def cut_into_steps(samples: list[TrainSample], *, samples_per_step: int, num_steps: int) -> tuple[list[list[int]], list[int]]:
-    """Return the positions in `samples` of every step, and the number of trajectories of every step.
+    """Return each step's positions in `samples`, and each step's number of trajectories.
 
-    Steps are consecutive ranges of trajectories; the parts of a split trajectory stay together. If trajectories were lost, the number of
-    steps stays (the learning-rate schedule counts on it) and they share the rest as evenly as possible; with fewer trajectories than steps
-    each is a step. Raises TrainerError if there are more trajectories than the steps hold, or none.
+    Steps are consecutive ranges of trajectories; the parts of a split trajectory stay together. If some trajectories were lost, the
+    number of steps does not change, because the learning-rate schedule depends on it, and the rest is spread evenly over the steps. With
+    fewer trajectories than steps, each trajectory becomes a step. Raises TrainerError if there are no trajectories, or more than
+    `samples_per_step * num_steps`.
     """
     positions: dict[int, list[int]] = {}
     for position, sample in enumerate(samples):
@@ -70,7 +71,9 @@ def cut_into_steps(samples: list[TrainSample], *, samples_per_step: int, num_ste
         )
     if len(trajectories) < num_steps:
         logger.warning(
-            "only %d samples of a rollout are usable; taking an optimizer step on each instead of %d steps", len(trajectories), num_steps
+            "only %d samples of the rollout are usable; taking one optimizer step per sample instead of %d steps",
+            len(trajectories),
+            num_steps,
         )
         num_steps = len(trajectories)
     bounds = [len(trajectories) * step // num_steps for step in range(num_steps + 1)]
@@ -80,7 +83,7 @@ def cut_into_steps(samples: list[TrainSample], *, samples_per_step: int, num_ste
 
 
 def _call_custom(function: AdvantageFn, samples: list[TrainSample]) -> list[Float64Array]:
-    """Return [R] advantages of every sample from a custom function, checked."""
+    """Return the [R] advantages of every sample from a custom function. Raises TrainerError if they are invalid."""
     flag = "--custom-advantage-function-path"
     given = function(samples)
     if not isinstance(given, Sized) or len(given) != len(samples):
@@ -102,12 +105,11 @@ def _call_custom(function: AdvantageFn, samples: list[TrainSample]) -> list[Floa
 
 
 def distillation_penalty(sample: TrainSample, settings: AdvantageSettings) -> FloatArray:
-    """Return the penalty of on-policy distillation (Thinking Machines Lab, "On-Policy Distillation", 2025).
+    """Return the [R] penalty of on-policy distillation (Thinking Machines Lab, "On-Policy Distillation", 2025).
 
-    [R] settings.distillation * d, with d = student - teacher log-probability of the sampled token, in nats; 0 where masked.
-
-    The mean of d over the student's samples is KL(student || teacher). A token's penalty does not include later tokens (discount 0). Raises
-    TrainerError if the student's or the teacher's log-probabilities are missing.
+    The penalty is settings.distillation * d, where d is the student's log-probability of the sampled token minus the teacher's, in nats;
+    0 at masked tokens. The mean of d over the student's samples is KL(student || teacher). A token's penalty does not include later
+    tokens (discount 0). Raises TrainerError if the student's or the teacher's log-probabilities are missing.
     """
     student = old_logprobs(sample, settings)
     if student is None or sample.teacher_logprobs is None:
@@ -129,7 +131,7 @@ class StepDenominators:
     """Unmasked response tokens of the step."""
 
     def share(self, *, per_token: bool) -> float:
-        """Return 1 / trajectories, or with `per_token` 1 / tokens; 0 without any."""
+        """Return 1 / num_rollouts, or 1 / num_tokens with `per_token`; 0 if the step has no unmasked tokens."""
         return 1 / (self.num_tokens if per_token else self.num_rollouts or 1) if self.num_tokens else 0.0
 
 
@@ -139,13 +141,10 @@ def step_denominators(batch: TrainBatch, step: int) -> StepDenominators:
 
 
 def token_weights(sample: TrainSample, denominators: StepDenominators, *, per_token: bool) -> FloatArray:
-    """Return the weight of each response token in the step's loss; 0 where it is masked.
+    """Return the [R] weights of the response tokens in the step's loss; 0 at masked tokens.
 
     By default mask / (mask sum of the trajectory * trajectories of the step): the mean over a trajectory's unmasked tokens, then over
     trajectories. With `per_token` (`--calculate-per-token-loss`) mask / unmasked tokens of the step: one mean over all tokens.
-
-    Returns:
-        [R]
     """
     denominator = denominators.num_tokens if per_token else sample.mask_sum * denominators.num_rollouts
     mask = sample.loss_mask != 0

@@ -37,15 +37,15 @@ class Estimator(ABC):
     has_dual_clip: ClassVar[bool] = True
     """Its policy loss honors `Clip.dual` (--eps-clip-c)."""
     ratio_level: ClassVar[Literal["token", "sequence"]] = "token"
-    """The probability ratio that the policy loss clips."""
+    """Level of the probability ratio that the policy loss clips: one per token, or one per sequence."""
 
     @abstractmethod
     def advantages(self, rewards: Rewards, settings: AdvantageSettings) -> list[Float64Array]:
-        """Return [R] advantages of every sample, before whitening."""
+        """Return the [R] advantages of every sample, before whitening."""
 
     def policy_loss(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip: Clip, segments: Segments) -> PolicyTerms:
         """Compute the loss of every token; PPO's clipped surrogate unless overridden.
 
-        Tensors are [N]; only `logprobs` has a gradient, `old_logprobs` are those of the policy in the ratio's denominator.
+        Tensors are [N]; only `logprobs` has a gradient. `old_logprobs` are the log-probabilities in the ratio's denominator.
         """
         return ppo_loss(logprobs, old_logprobs, advantages, clip)

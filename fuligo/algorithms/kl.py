@@ -6,20 +6,21 @@ from torch import Tensor
 from fuligo.algorithms.settings import KlType
 
 LOW_VAR_KL_LIMIT = 10.0
-"""Nats: `low_var_kl` is clamped to +- this, so that one token cannot dominate the loss."""
+"""Nats. `low_var_kl` is clamped to +-this, so that one token cannot dominate the loss."""
 _LOWEST = -80.0
-"""Nats: exp(80) is finite in float32, and times any ratio far above the limit; a larger argument would give the gradient 0 * inf."""
+"""Nats. Lower bound of d for low_var_kl: exp(80) times the smallest ratio is still far above the clamp, and exp(80) is finite in float32,
+where an infinite estimate would give the gradient 0 * inf = NaN."""
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KlType, ratio: Tensor | None = None) -> Tensor:
-    """Estimate the KL of every token, in nats: [N] each, `logprobs` and `ratio` with gradient -> [N].
+    """Estimate the KL of every token, in nats. Tensors are [N]; `logprobs` and `ratio` have gradients.
 
     With d = logprobs - ref_logprobs: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, low_var_kl = clamp(k3, -10, 10).
-    k1 and k3 are unbiased as values. As a loss k1's expected on-policy gradient is zero, k2's is the gradient of the KL.
+    k1 and k3 are unbiased as values. As losses, k1 has an expected on-policy gradient of zero, and k2 has the gradient of the KL.
 
     Args:
-        ratio: pi / pi_old, by which the estimate is multiplied before low_var_kl's clamp. For tokens from pi_old this makes k1 and k3
-            unbiased, with their gradients (DeepSeek-V3.2, arXiv:2512.02556, section 3.1).
+        ratio: pi / pi_old; multiplies the estimate, before the clamp of low_var_kl. For tokens sampled from pi_old, this makes the values
+            and gradients of k1 and k3 unbiased (DeepSeek-V3.2, arXiv:2512.02556, section 3.1).
     """
     d = logprobs - ref_logprobs
     if kind == "k1":

@@ -32,14 +32,15 @@ class ImportanceWeights:
     weights: Tensor
     """[N]"""
     cut: Tensor
-    """[N] bool; the weight is not the token's ratio but a bound, or 0."""
+    """[N] bool; True where a bound or 0 replaces the token's ratio."""
 
 
 def importance_weights(old_logprobs: Tensor, engine_logprobs: Tensor, correction: Correction, segments: Segments) -> ImportanceWeights:
-    """Compute w = exp(old_logprobs - engine_logprobs) of every token, [N] each, corrected outside the bounds.
+    """Compute the weight w = exp(old_logprobs - engine_logprobs) of every token and correct weights outside the bounds.
 
     truncate: clamp to the bounds (TIS). icepop: 0 for the token (IcePop, Ling team 2025). sequence-mask: 0 for all tokens of a sample
-    whose geometric mean of w over its unmasked tokens is outside. `old_logprobs` are the trainer's, before the rollout's first step.
+    if the geometric mean of w over its unmasked tokens is outside. Tensors are [N]; `old_logprobs` are the trainer's, before the
+    rollout's first optimizer step.
     """
     log_ratio = (old_logprobs - engine_logprobs).detach()
     ratio = exp_ratio(log_ratio)
@@ -54,10 +55,10 @@ def importance_weights(old_logprobs: Tensor, engine_logprobs: Tensor, correction
 
 
 def opsm_mask(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, delta: float, segments: Segments) -> Tensor:
-    """Return [N] bool: tokens that off-policy sequence masking (OPSM) excludes, of negative advantage in a sample far from the policy.
+    """Return the tokens that off-policy sequence masking (OPSM) excludes from the loss, [N] bool.
 
-    A sample is far from the policy where mean_t(old_logprobs - logprobs) over its unmasked tokens, an estimate of KL(old || policy),
-    exceeds `delta` nats per token. DeepSeek-V3.2 (arXiv:2512.02556), section 3.1. Tensors are [N].
+    These are the tokens with a negative advantage in samples whose mean of old_logprobs - logprobs over unmasked tokens, an estimate of
+    KL(old || policy), exceeds `delta` nats per token. DeepSeek-V3.2 (arXiv:2512.02556), section 3.1. Tensors are [N].
     """
     distance = segments.mean((old_logprobs - logprobs).detach())
     return (advantages < 0) & (distance > delta)

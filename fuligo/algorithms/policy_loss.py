@@ -1,6 +1,6 @@
 """Probability ratios and PPO's clipped surrogate, per token. Axes: N response tokens of a packed micro-batch, S samples. Imports no torch.
 
-Advantages carry no gradient. `assign.token_weights` averages over tokens.
+Advantages carry no gradient. The weights that average the loss over tokens come from `assign.token_weights`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Segments:
     """S"""
 
     def mean(self, values: Tensor) -> Tensor:
-        """Average over each sample's unmasked tokens and broadcast to all its tokens; 0 for a sample without any: [N] -> [N].
+        """Average over each sample's unmasked tokens and broadcast to all its tokens: [N] -> [N]; 0 if all its tokens are masked.
 
         For log-ratios this is the logarithm of the geometric mean of the sample's token ratios.
         """
@@ -40,10 +40,6 @@ class Segments:
         sums = values.new_zeros(self.num_samples).index_add(0, self.sample_ids, values * mask)
         counts = values.new_zeros(self.num_samples).index_add(0, self.sample_ids, mask)
         return (sums / counts.clamp(min=1))[self.sample_ids]
-
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(slots=True, frozen=True)
@@ -55,7 +51,7 @@ class Clip:
     high: float = 0.2
     """Upper bound of the ratio: 1 + high; larger than `low` is DAPO's clip-higher."""
     dual: float | None = None
-    """> 1: bounds the loss at dual * |advantage| where the advantage is negative; None: no such bound."""
+    """Dual clip, > 1: the loss is at most dual * |advantage| where the advantage is negative; None: unbounded."""
 
 
 @dataclass(slots=True)
@@ -65,7 +61,7 @@ class PolicyTerms:
     loss: Tensor
     """[N] with gradient."""
     ratio: Tensor
-    """[N] detached; the ratio that was clipped: the token's, or its sequence's (GSPO)."""
+    """[N] detached; the ratio before clipping: the token's, or its sequence's (GSPO)."""
     clipped: Tensor
     """[N] bool; the token has no gradient (PPO, GSPO) or a clipped weight (CISPO)."""
 
@@ -81,7 +77,7 @@ def ppo_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip: C
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip: Clip) -> PolicyTerms:
     """Compute max(-r A, -clip(r, 1 - low, 1 + high) A).
 
-    With `clip.dual`, where A < 0, at most -dual A (Ye et al. 2020, arXiv:1912.09729). Tensors are [N]; `ratio` has a gradient.
+    With `clip.dual`, the loss is at most -dual A where A < 0 (Ye et al. 2020, arXiv:1912.09729). Tensors are [N]; `ratio` has a gradient.
     """
     unclipped = -ratio * advantages
     bounded = -ratio.clamp(1 - clip.low, 1 + clip.high) * advantages

@@ -20,15 +20,15 @@ Float64Array = NDArray[np.float64]
 
 
 @dataclass(slots=True, frozen=True)
-class Course:
-    """Consecutive tokens of one trajectory, L in all: the next decision after the last token of one sample is the first of the next."""
+class TokenSequence:
+    """L tokens over which returns are computed: the response of one sample, or the responses of all samples of an episode in order."""
 
     positions: list[int]
-    """Samples, in order."""
+    """Positions of the samples in the rollout."""
     loss_mask: MaskArray
     """[L]"""
     rewards: Float64Array
-    """[L] rewards of the tokens, less the KL penalty."""
+    """[L] token rewards minus KL penalties."""
 
 
 class Rewards:
@@ -47,35 +47,37 @@ class Rewards:
         self._groups = groups[first]
 
     def less_kl(self, settings: AdvantageSettings) -> Float64Array:
-        """Return [N] rewards less `kl_penalties`, summed over the trajectory's trained tokens."""
+        """Return the [N] rewards minus `kl_penalties` summed over the trained tokens of the trajectory."""
         penalties = np.array([penalty.sum() for penalty in self.kl_penalties(settings)])
         return self.values - self._sum_by_trajectory(penalties)[self._trajectory_of]
 
-    def courses(self, settings: AdvantageSettings) -> list["Course"]:
-        """Return the courses of tokens over which returns are computed: each sample, or each episode that is rewarded by turn.
+    def sequences(self, settings: AdvantageSettings) -> list["TokenSequence"]:
+        """Return the token sequences over which returns are computed: one per sample, or one per episode with `rewards_by_turn`.
 
-        Raises TrainerError if an episode's rewards are not known by turn.
+        Raises TrainerError if `rewards_by_turn` is set and a sample has no `turn_rewards`.
         """
         penalties = self.kl_penalties(settings)
         if not settings.rewards_by_turn:
             alone = zip(self.samples, penalties)
-            return [Course([at], s.loss_mask, token_rewards(s.reward, s.loss_mask, penalty)) for at, (s, penalty) in enumerate(alone)]
+            return [
+                TokenSequence([at], s.loss_mask, token_rewards(s.reward, s.loss_mask, penalty)) for at, (s, penalty) in enumerate(alone)
+            ]
         episodes: dict[int, list[int]] = {}
         for position, sample in enumerate(self.samples):
             episodes.setdefault(sample.index, []).append(position)
-        return [_course_by_turn([(at, self.samples[at], penalties[at]) for at in positions]) for positions in episodes.values()]
+        return [_sequence_by_turn([(at, self.samples[at], penalties[at]) for at in positions]) for positions in episodes.values()]
 
-    def split(self, courses: Sequence["Course"], values: Sequence[Float64Array]) -> list[Float64Array]:
-        """Return [R] values of every sample's tokens from the [L] values of the courses."""
+    def split(self, sequences: Sequence["TokenSequence"], values: Sequence[Float64Array]) -> list[Float64Array]:
+        """Split the [L] values of each token sequence into [R] values for each sample."""
         result: list[Float64Array] = [np.empty(0)] * len(self.samples)
-        for course, array in zip(courses, values):
-            ends = np.cumsum([self.samples[at].response_length for at in course.positions])
-            for at, part in zip(course.positions, np.split(array, ends[:-1])):
+        for sequence, array in zip(sequences, values):
+            ends = np.cumsum([self.samples[at].response_length for at in sequence.positions])
+            for at, part in zip(sequence.positions, np.split(array, ends[:-1])):
                 result[at] = part
         return result
 
     def kl_penalties(self, settings: AdvantageSettings) -> list[Float64Array]:
-        """Return [R] kl_coef times the estimated KL(old policy || reference) of every sample's tokens, 0 where masked.
+        """Return kl_coef times the estimated KL(old policy || reference) of every sample's tokens: [R] each, 0 at masked tokens.
 
         Raises TrainerError if kl_coef is not 0 and log-probabilities are missing.
         """
@@ -89,7 +91,7 @@ class Rewards:
         return first + self._by_group(values - first, lambda group: np.full_like(group, group.mean()))
 
     def mean_of_others(self, values: Float64Array) -> Float64Array:
-        """Return the mean of each sample's group without its own trajectory; in a group of one its own: [N] -> [N]."""
+        """Return the mean of each sample's group without the sample's trajectory, or its own value in a group of one: [N] -> [N]."""
         first = self._first_of_group(values)
         return first + self._by_group(values - first, mean_of_others)
 
@@ -104,7 +106,8 @@ class Rewards:
     def _first_of_group(self, values: Float64Array) -> Float64Array:
         """Return the first value of each sample's group: [N] -> [N].
 
-        Sums of distances from it are exactly 0 where all values of a group are equal: the sum of six times 0.1, divided by 6, is not 0.1.
+        Statistics are computed on differences from it, which are exactly 0 if all values of a group are equal. The mean itself would be
+        rounded: six times 0.1, summed and divided by 6, is not 0.1.
         """
         _, first, group = np.unique(self._groups[self._trajectory_of], return_index=True, return_inverse=True)
         return values[first][group]
@@ -125,7 +128,7 @@ class Rewards:
 
 
 def mean_of_others(rewards: ArrayLike) -> Float64Array:
-    """Return the leave-one-out mean of each reward of a group; in a group of one its own: [G] -> [G]."""
+    """Return the mean of a group's other rewards for each of its rewards, or the reward itself in a group of one: [G] -> [G]."""
     rewards = np.asarray(rewards, np.float64)
     return (rewards.sum() - rewards) / (len(rewards) - 1) if len(rewards) > 1 else rewards
 
@@ -137,7 +140,7 @@ def std(values: ArrayLike, *, epsilon: float = STD_EPSILON) -> float:
 
 
 def token_rewards(reward: float, loss_mask: MaskArray, penalty: ArrayLike) -> Float64Array:
-    """Return [R]: the reward at the last trained token, less `penalty` [R] at every trained token; 0 at masked ones."""
+    """Return the [R] token rewards: `reward` at the last trained token, minus the [R] `penalty` at every one; 0 at masked tokens."""
     trained = np.flatnonzero(loss_mask)
     rewards = np.zeros(len(loss_mask))
     rewards[trained] -= np.asarray(penalty, np.float64)[trained]
@@ -146,11 +149,11 @@ def token_rewards(reward: float, loss_mask: MaskArray, penalty: ArrayLike) -> Fl
     return rewards
 
 
-def _course_by_turn(parts: Sequence[tuple[int, TrainSample, Float64Array]]) -> Course:
-    """Return the course of an episode: each turn's reward at its last trained token, or at the last one before it if it has none.
+def _sequence_by_turn(parts: Sequence[tuple[int, TrainSample, Float64Array]]) -> TokenSequence:
+    """Return the token sequence of an episode, with each turn's reward at the last trained token up to the end of the turn.
 
     Args:
-        parts: position, sample and [R] penalty of each sample of the episode
+        parts: position, sample and [R] KL penalty of each sample of the episode
     """
     mask = np.concatenate([sample.loss_mask for _, sample, _ in parts])
     rewards = np.where(mask != 0, -np.concatenate([penalty for *_, penalty in parts]), 0.0)
@@ -160,16 +163,17 @@ def _course_by_turn(parts: Sequence[tuple[int, TrainSample, Float64Array]]) -> C
             raise TrainerError(f"cannot place the rewards of sample {sample.index} by turn (--turn-rewards): it has no rewards by turn")
         for turn in sample.turn_rewards:
             number = np.searchsorted(trained, start + turn.end)
-            if number:  # else no decision that is trained led to it
+            if number:  # without a trained token up to here, no decision earned the reward
                 rewards[trained[number - 1]] += turn.reward
         start += sample.response_length
-    return Course([position for position, *_ in parts], mask, rewards)
+    return TokenSequence([position for position, *_ in parts], mask, rewards)
 
 
 def whiten(values: Sequence[ArrayLike], masks: Sequence[MaskArray], *, epsilon: float = STD_EPSILON) -> list[Float64Array]:
-    """Return (x - mean) / (unbiased standard deviation + epsilon), both over the unmasked tokens of all samples, [R] each, together.
+    """Whiten the [R] values of all samples together: (x - mean) / (unbiased standard deviation + epsilon).
 
-    Masked tokens are not counted and come out as 0. Fewer than two unmasked tokens are not divided.
+    Mean and standard deviation are over the unmasked tokens of all samples. Masked tokens become 0. With fewer than two unmasked tokens,
+    the divisor is 1.
     """
     arrays = [np.asarray(value, np.float64) for value in values]
     trained = np.concatenate([array[mask != 0] for array, mask in zip(arrays, masks)]) if arrays else np.empty(0)
@@ -180,7 +184,7 @@ def whiten(values: Sequence[ArrayLike], masks: Sequence[MaskArray], *, epsilon: 
 
 
 def old_logprobs(sample: TrainSample, settings: AdvantageSettings) -> FloatArray | None:
-    """Return [R] the old policy's log-probabilities as `settings.old_from_engine` chooses them; None if they are not known."""
+    """Return the [R] log-probabilities of the old policy, the engine's or the trainer's (`settings.old_from_engine`); None if unset."""
     return sample.engine_logprobs if settings.old_from_engine else sample.old_logprobs
 
 

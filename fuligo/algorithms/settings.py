@@ -46,10 +46,11 @@ class AdvantageSettings:
     kl_coef: float = 0.0
     """Weight of the KL penalty on rewards, for estimators with `uses_kl_coef`."""
     kl_type: KlType = "k1"
-    """Estimator of that KL (--kl-loss-type)."""
+    """Estimator of the KL in the penalty (--kl-loss-type)."""
     old_from_engine: bool = False
     """Take the engine's log-probabilities as the old policy's (--use-rollout-logprobs)."""
     custom: AdvantageFn | None = None
-    """Replaces the estimator's advantages; distillation and whitening still apply. The value model's returns stay the estimator's."""
+    """Function whose advantages replace the estimator's. Distillation and whitening still apply; a value model keeps the estimator's
+    returns."""
     distillation: float | None = None
     """Weight of the reverse KL to a teacher, which is subtracted from the advantages; None without a teacher."""

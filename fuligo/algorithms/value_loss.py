@@ -24,9 +24,9 @@ class ValueTerms:
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> ValueTerms:
     """Compute PPO's clipped squared error.
 
-    loss = max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2), without PPO2's factor of 0.5, as in slime: a value that
-    has moved by more than `clip` towards its return gets no gradient. Tensors are [N]; `values` has a gradient, `old_values` are those
-    before the rollout's first optimizer step.
+    loss = max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2), without PPO2's factor of 0.5, as in slime. A value that
+    has moved by more than `clip` towards its return gets no gradient. Tensors are [N]; `values` has a gradient, and `old_values` are the
+    values before the rollout's first optimizer step.
     """
     bounded = torch.clamp(values, old_values - clip, old_values + clip)
     errors, bounded_errors = (values - returns).square(), (bounded - returns).square()
@@ -44,7 +44,7 @@ class ValueFit:
 
 
 def value_fit(values: Iterable[ArrayLike], returns: Iterable[ArrayLike], masks: Iterable[MaskArray]) -> ValueFit:
-    """Measure how well the values, before training on these returns, predicted them; [R] of each sample."""
+    """Measure how well the values from before training predicted the returns. The arguments hold one [R] array per sample."""
     chosen = [
         (np.asarray(v, np.float64)[m != 0], np.asarray(r, np.float64)[m != 0]) for v, r, m in zip(values, returns, masks, strict=True)
     ]

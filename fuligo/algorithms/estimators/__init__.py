@@ -1,4 +1,4 @@
-"""Advantage estimators, one per module; a module's name is its value of --advantage-estimator."""
+"""Advantage estimators, one per module; --advantage-estimator takes the module's name."""
 
 import importlib
 import pkgutil

@@ -1,7 +1,7 @@
 """REINFORCE++: Hu 2025, arXiv:2501.03262.
 
 A_t = r_t + gamma A_{t+1}: the discounted return of every trained token. r_t is -kl_coef times the token's KL, plus the reward at the last
-trained token, or the reward of each turn at its end. Whitened over all tokens of the rollout, hence without a group's baseline.
+trained token, or the reward of each turn at its end. Whitened over all tokens of the rollout instead of using a group baseline.
 Loss: PPO's clipped token ratio.
 """
 
@@ -25,12 +25,12 @@ class ReinforcePlusPlus(Estimator):
     needs_whitening = True
 
     def advantages(self, rewards: Rewards, settings: AdvantageSettings) -> list[Float64Array]:
-        courses = rewards.courses(settings)
-        return rewards.split(courses, [discounted_returns(each.rewards, each.loss_mask, settings.gamma) for each in courses])
+        sequences = rewards.sequences(settings)
+        return rewards.split(sequences, [discounted_returns(each.rewards, each.loss_mask, settings.gamma) for each in sequences])
 
 
 def discounted_returns(token_rewards: Float64Array, loss_mask: MaskArray, gamma: float) -> Float64Array:
-    """Return [R] A_t = r_t + gamma * A_{t+1} of the trained tokens, 0 at masked ones, from rewards and mask [R].
+    """Return the [R] discounted returns A_t = r_t + gamma * A_{t+1}, 0 at masked tokens. `token_rewards` and `loss_mask` are [R].
 
     t + 1 is the next trained token, as in `ppo.generalised_advantages`: masked tokens (such as tool output) are not decisions, so nothing
     is discounted over them.

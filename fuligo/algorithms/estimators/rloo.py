@@ -1,7 +1,7 @@
 """REINFORCE leave-one-out (RLOO): Kool et al. 2019; Ahmadian et al. 2024, arXiv:2402.14740.
 
-A = r - mean of the others in the group, the same for all tokens of a response. r is the reward less kl_coef times the sum of the KL over
-the response's trained tokens. The baseline does not depend on the response itself, which keeps the policy gradient unbiased.
+A = r - mean of the group's other responses, the same for all tokens of a response. r is the reward minus kl_coef times the sum of the KL
+over the response's trained tokens. The baseline does not depend on the response itself, which keeps the policy gradient unbiased.
 Loss: PPO's clipped token ratio.
 """
 

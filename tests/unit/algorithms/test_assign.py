@@ -217,5 +217,5 @@ def test_sizes_that_contradict_are_errors():
 def test_a_rollout_with_fewer_samples_than_steps_takes_fewer_steps(caplog):
     assert cut_into_steps(group(1, 2), samples_per_step=3, num_steps=4) == ([[0], [1]], [1, 1])
     assert [record.getMessage() for record in caplog.records] == [
-        "only 2 samples of a rollout are usable; taking an optimizer step on each instead of 4 steps"
+        "only 2 samples of the rollout are usable; taking one optimizer step per sample instead of 4 steps"
     ]

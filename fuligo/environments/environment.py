@@ -1,4 +1,4 @@
-"""Environments: objects with `reset` and `step` in which a model is trained, one for every sample."""
+"""Interface of environments: objects with `reset` and `step`, one for every episode."""
 
 import inspect
 from abc import ABC, abstractmethod
@@ -14,13 +14,13 @@ from fuligo.types import Messages
 
 
 class EnvironmentSettings(BaseModel):
-    """Settings of an environment, from --environment-settings; an unknown name or a wrong type is refused before the start."""
+    """Settings of an environment, from --environment-settings; unknown names and wrong types are rejected before the run starts."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 UNKNOWN_TOOL = "unknown"
-"""Name, in results and metrics, of all tools that the model calls but was not offered."""
+"""Name in results and metrics for any tool that the model called but was not offered."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -33,7 +33,7 @@ class Tool:
     """JSON schema of the arguments, an object."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the definition as OpenAI's API writes it, which chat templates expect."""
+        """Return the definition in the format of OpenAI's API, which chat templates expect."""
         return {"type": "function", "function": {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}}
 
 
@@ -44,7 +44,7 @@ class ToolCall:
     name: str
     arguments: Mapping[str, Any]
     id: str
-    """As the model wrote it (Kimi K2), else nine letters and digits, the form that every chat template accepts."""
+    """Id that the model wrote (Kimi K2), else nine letters and digits, a form that every chat template accepts."""
 
     def to_json(self) -> dict[str, Any]:
         return {"type": "function", "id": self.id, "function": {"name": self.name, "arguments": dict(self.arguments)}}
@@ -55,13 +55,13 @@ class AssistantTurn:
     """One answer of the model."""
 
     content: str
-    """Text without thinking and tool calls. If a call cannot be parsed, the calls stay in it."""
+    """Text without thinking and tool calls. If a call cannot be parsed, the text includes all calls."""
     reasoning: str | None = None
     """Thinking; None if there was none, empty if the model wrote an empty block."""
     tool_calls: tuple[ToolCall, ...] = ()
-    """Calls in their order; none if one of them cannot be parsed."""
+    """Calls in order; empty if one of them cannot be parsed."""
     problems: tuple[str, ...] = ()
-    """Reasons why tool calls cannot be parsed, in words for the model."""
+    """Reasons why tool calls cannot be parsed, phrased for the model."""
     num_tokens: int = 0
     """Tokens sampled, the end token included."""
     truncated: bool = False
@@ -85,7 +85,7 @@ class Row:
     prompt: str | Messages
     label: Any
     metadata: dict[str, Any]
-    """The environment's own copy."""
+    """Copy, which the environment may change."""
     index: int
     """Number of the sample in the run."""
 
@@ -103,14 +103,14 @@ class Step:
     """Answer of the environment to a turn of the model."""
 
     messages: Messages = field(default_factory=list)
-    """Messages to append: results of tools, or the next turn of the user. At least one unless `done`."""
+    """Messages to append: tool results or the user's next turn. At least one unless `done`."""
     reward: float = 0.0
     """Reward of the turn; an episode's reward is the sum."""
     done: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers by name; an episode reports the last value of each."""
     tool_results: tuple["ToolResult", ...] = ()
-    """Outcome of each tool that was called, for metrics and the page."""
+    """Outcomes of the tool calls, for metrics and the run's page."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -118,18 +118,18 @@ class ToolResult:
     """Outcome of one call of a tool."""
 
     name: str
-    """Name of a tool, never one that the model made up, because metrics contain it."""
+    """Name of an offered tool, or `UNKNOWN_TOOL`: a name that the model made up must not become a metric."""
     text: str
     failed: bool = False
     seconds: float = 0.0
 
 
 class Environment(ABC):
-    """World of one episode. The run makes one per sample, `EnvironmentClass(row, settings)`, and closes it at the end.
+    """Environment of one episode. The run creates one per sample, `EnvironmentClass(row, settings)`, and closes it at the end.
 
-    Each episode has a process while it lasts, unless `isolated` is False or --environment-isolation is `none`: then the methods run in
-    the event loop of the run, so that they must await what takes time, and leave computation to `asyncio.to_thread`. Each has
-    --turn-timeout-s; if one raises or takes longer, its sample fails with the reason, and no other.
+    Each episode runs in a separate process, unless `isolated` is False or --environment-isolation is `none`. Then the methods run on the
+    event loop of the run: they must await anything that takes time, and move computation to `asyncio.to_thread`. A method that raises or
+    takes longer than --turn-timeout-s fails only its own sample.
     """
 
     Settings: ClassVar[type[EnvironmentSettings]] = EnvironmentSettings
@@ -137,7 +137,7 @@ class Environment(ABC):
     resumable: ClassVar[bool] = False
     """True if `state` and `restore` let an interrupted episode continue; otherwise it starts over."""
     isolated: ClassVar[bool] = True
-    """False if episodes share objects that change, such as a match: they then live in the process of the run."""
+    """False if episodes share mutable objects, such as a match; all of them then run in the process of the run."""
 
     def __init__(self, row: Row, settings: Any) -> None:
         self.row = row
@@ -149,10 +149,10 @@ class Environment(ABC):
 
     @abstractmethod
     async def step(self, turn: AssistantTurn) -> Step:
-        """Answer a turn of the model. After one that is `last`, the episode ends with the reward so far."""
+        """Answer a turn of the model. After a turn with `last`, the episode ends with the reward so far."""
 
     async def close(self) -> None:  # noqa: B027 - most environments hold nothing
-        """Release what the episode holds; called once, however it ends."""
+        """Release the episode's resources; called once, however the episode ends."""
 
     def state(self) -> Any:
         """Return JSON data from which `restore` continues the episode; called between steps if `resumable`."""
@@ -186,7 +186,7 @@ def environment_problem(kind: Any) -> str | None:
 
 
 def start_problem(start: Any) -> str | None:
-    """Return why an episode cannot begin with what `reset` returned, or None."""
+    """Return why the result of `reset` is invalid, or None."""
     if not isinstance(start, Start) or not start.messages:
         return f"reset must return a Start with messages, not {start!r:.100}"
     if (problem := _messages_problem(start.messages)) is not None:
@@ -197,7 +197,7 @@ def start_problem(start: Any) -> str | None:
 
 
 def step_problem(step: Any) -> str | None:
-    """Return why an episode cannot continue with what `step` returned, or None. The reward is not checked."""
+    """Return why the result of `step` is invalid, or None. The reward is not checked."""
     if not isinstance(step, Step):
         return f"step must return a Step, not {step!r:.100}"
     if (problem := _messages_problem(step.messages)) is not None:

@@ -18,9 +18,9 @@ from fuligo.types import Turn as RecordedTurn
 
 
 def branches(sample: Sample, session: Session, tokenizer: Tokenizer) -> list[Sample]:
-    """Write the conversation of a session into samples: the given sample for the first branch, copies of it for the others.
+    """Return one sample per branch of a session's conversation: the given sample for the first branch, copies of it for the others.
 
-    A turn that several branches share is trained on in the first of them only; in the others it is context.
+    A turn that several branches share is trained on only in the first of them; in the others it is context.
     """
     samples: list[Sample] = []
     for path in session.conversation.branches():
@@ -64,7 +64,7 @@ def _write(sample: Sample, path: list[tuple[Turn, bool]], tokenizer: Tokenizer) 
 
 
 def record_turns(samples: Sequence[Sample], session: Session) -> None:
-    """Give the samples of a session, as `branches` returned them, their turns."""
+    """Set `episode` of each sample that `branches` returned to the turns of its branch."""
     for number, (sample, path) in enumerate(zip(samples, session.conversation.branches())):
         turns = [turn for turn, _ in path]
         sample.episode = Episode(turns[0].messages[:-1], [], [])
@@ -75,7 +75,7 @@ def record_turns(samples: Sequence[Sample], session: Session) -> None:
 
 
 def call_counts(session: Session) -> dict[str, float]:
-    """Return how often the policy called tools, in total and by name; tools that no request offered have one name."""
+    """Return the number of tool calls, in total and by name; tools that no request offered are counted as `UNKNOWN_TOOL`."""
     answers = [turn.messages[-1] for turn in session.conversation.turns]
     names = [call["function"]["name"] for answer in answers for call in answer.get("tool_calls") or ()]
     calls = Counter(name if name in session.offered_tools else UNKNOWN_TOOL for name in names)

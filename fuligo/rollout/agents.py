@@ -1,4 +1,4 @@
-"""Samples by a user's agent (`--agent`): it talks to the policy through a session of the gateway and returns the reward."""
+"""Generation by a user's agent (`--agent`), which talks to the policy through a session of the gateway and returns the reward."""
 
 import asyncio
 import logging
@@ -27,14 +27,14 @@ Key = tuple[int | None, int]
 
 @dataclass(eq=False)
 class Episode:
-    """One agent at work."""
+    """One run of the agent on a sample."""
 
     session: Session
     task: asyncio.Task[Any]
     left_s: float
-    """Time until --agent-timeout-s, without the time in which the episode was suspended."""
+    """Seconds left of --agent-timeout-s; time in which the episode is suspended does not count."""
     expiry: asyncio.TimerHandle | None = None
-    """Ends an episode that is suspended and never continued."""
+    """Timer that cancels a suspended episode unless it is continued first."""
 
 
 @dataclass(eq=False)
@@ -63,7 +63,7 @@ class AgentGenerate:
         key = (params.sampling_seed, sample.index)
         episode = self._suspended.pop(key, None)
         if episode is None:
-            clear_response(sample)  # a resumed run has tokens of an agent that no longer exists
+            clear_response(sample)  # after a resume, its tokens come from an agent that no longer exists
             episode = await self._start(sample, params)
         else:
             assert episode.expiry is not None
@@ -102,11 +102,12 @@ class AgentGenerate:
         row = Row(deepcopy(sample.prompt), deepcopy(sample.label), deepcopy(sample.metadata), sample.index)
         call = self.agent if is_async(self.agent) else in_thread(self.agent)
         task = asyncio.create_task(_called(call, session, row), name=f"agent {sample.index}")
-        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # of a canceled agent, nobody else asks
+        # Nothing else retrieves the exception of a canceled agent, and asyncio would log it as never retrieved.
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())
         return Episode(session, task, self.timeout_s)
 
     async def _until_ended_or_interrupted(self, episode: Episode) -> bool:
-        """Wait; return True if the agent has ended. Raises TimeoutError if neither happened in time."""
+        """Return True once the agent has ended, False once it is suspended. Raises TimeoutError if neither happens in time."""
         start_s = time.monotonic()
         interrupted = asyncio.create_task(episode.session.interrupted.wait())
         try:
@@ -147,11 +148,11 @@ class AgentGenerate:
         if not session.conversation.turns:
             return f"the agent returned without an answer from the policy ({session.num_requests} requests); it must use session.base_url"
         if _reward(episode) is None:
-            return "the agent returned no reward; return a number or a dict, or send it to POST {base_url}/reward"
+            return "the agent returned no reward; return a number or a dict, or send the reward with POST {base_url}/reward"
         return None
 
     def _interrupted(self, sample: Sample, key: Key, episode: Episode) -> Sample:
-        """Return the sample with the tokens of its first branch, whose versions say how old they are."""
+        """Return the aborted sample; if it may be continued, with the tokens of its first branch, whose versions tell how stale it is."""
         if self.continues:
             episode.expiry = asyncio.get_running_loop().call_later(self.timeout_s, self._expire, key)
             self._suspended[key] = episode
@@ -182,13 +183,13 @@ class AgentGenerate:
 
 
 def _reward(episode: Episode) -> Reward | None:
-    """Return the reward that the agent returned, or the one that came by HTTP."""
+    """Return the reward that the agent returned, or the one that it sent over HTTP if it returned None."""
     returned = episode.task.result()
     return episode.session.given_reward if returned is None else returned
 
 
 async def _called(call: Callable[[Session, Row], Awaitable[Reward | None]], session: Session, row: Row) -> Reward | None:
-    """Call the agent; a function that raises StopIteration or cancels itself fails like any other."""
+    """Call the agent. Turn exceptions that a task cannot hold, or that would end the event loop, into RuntimeError."""
     try:
         return await call(session, row)
     except (StopIteration, SystemExit, KeyboardInterrupt) as error:
@@ -196,9 +197,7 @@ async def _called(call: Callable[[Session, Row], Awaitable[Reward | None]], sess
 
 
 def in_thread(function: Callable[[Session, Row], Any]) -> Callable[[Session, Row], Awaitable[Any]]:
-    """Return a plain function as an async one. Each call has its own daemon thread, so that a hanging agent does not keep the process
-    alive.
-    """
+    """Wrap a plain function as an async one. Each call runs in a daemon thread, so that a hanging agent cannot keep the process alive."""
 
     async def call(session: Session, row: Row) -> Any:
         return await call_in_thread(partial(function, session, row), f"agent {row.index}")

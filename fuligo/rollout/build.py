@@ -1,4 +1,4 @@
-"""Rollout side of a run, built from its configuration; the only module here that knows flags and hooks."""
+"""Construction of the rollout side of a run from its configuration."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ class Generators:
     closers: tuple[Callable[[], Awaitable[None]], ...] = ()
 
     async def close(self) -> None:
-        """Close what generation opened."""
+        """Close the gateway, agents and environments."""
         for close in reversed(self.closers):
             await close()
 
 
 @dataclass(slots=True, frozen=True)
 class Sampling:
-    """Sampling of the rollouts of a run."""
+    """Components that sample the rollouts of a run."""
 
     method: RolloutMethod
     source: GroupStream
@@ -81,13 +81,13 @@ def build_sampling(
     num_rollout: int,
     teacher: ServedTeacher | None = None,
 ) -> Sampling:
-    """Build the parts that sample rollouts.
+    """Build the components that sample rollouts.
 
     Args:
         prompts: the training data; None with `--data-source-path`
         policy_version: version of the weights in the engines
         num_rollout: rollouts of the whole run
-        teacher: scores the sampled responses
+        teacher: teacher that scores the sampled responses; None without one
 
     Raises:
         ConfigError: flags contradict each other
@@ -142,7 +142,7 @@ def _runner_parts(
     policy_version: Callable[[], int],
     teacher: ServedTeacher | None,
 ) -> RunnerParts:
-    """Build what the runners of waves and of single groups share."""
+    """Build the parts that `RolloutRunner` and `ContinuousRunner` share."""
     return RunnerParts(
         source=source,
         sampler=Sampler(
@@ -176,7 +176,7 @@ def build_generators(
 ) -> Generators:
     """Build the GenerateFn of training and of evaluation.
 
-    Raises ConfigError if the model's chat template cannot serve an agent and HookError if a hook cannot be imported or does not fit.
+    Raises ConfigError if the model's chat template does not support an agent, and HookError if a hook cannot be imported or does not fit.
     """
     agent = hook_of(config, "agent")
     if agent is not None:
@@ -197,7 +197,7 @@ def build_generators(
 
 
 def _agents(config: Config, agent: Hook, engine: Engine, tokenizer: PreTrainedTokenizerBase) -> Generators:
-    """Build the gateway and the generators that run the agent; the gateway starts with the first session."""
+    """Build the gateway and the generators that run the agent. The gateway starts when the first session opens."""
     flags, model = config.rollout, str(config.model.hf_checkpoint)
     policy = Policy(
         engine,
@@ -256,7 +256,7 @@ def _single_turn(config: Config, engine: Engine, tokenizer: PreTrainedTokenizerB
 
 
 def _resized_images(config: Config) -> ResizedImages | None:
-    """Return what resizes images for engines whose own image processor differs from the trainer's."""
+    """Return the image resizer for engines whose image processor differs from the trainer's; None if none is needed."""
     if not config.data.multimodal_keys or not config.engine_capabilities.resizes_images:
         return None
     return ResizedImages(ImageProcessor(str(config.model.hf_checkpoint)))
@@ -292,7 +292,7 @@ def vocab_size(config: Config) -> int | None:
 
 
 def reproducible(config: Config) -> bool:
-    """Return whether waves can start aligned: the engine is embedded, used by nothing else, and gets one request per sample."""
+    """Return whether waves can start aligned: the engine is embedded, serves only this run, and gets one request per sample."""
     return (
         config.rollout.async_mode == "sync"
         and config.engine_capabilities.is_reproducible

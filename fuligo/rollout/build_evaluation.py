@@ -1,4 +1,4 @@
-"""Evaluations of a run, built from its configuration."""
+"""Construction of a run's evaluator from its configuration."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def build_evaluator(
     reward: RewardFn,
     policy_version: Callable[[], int],
 ) -> Evaluates | None:
-    """Build the evaluator; None without evaluation data and function.
+    """Build the evaluator; return None if there are neither evaluation datasets nor an --eval-function-path.
 
     Args:
-        generate: `Sampling.generate`
-        reward: the training reward, for datasets without one of their own
+        generate: `Generators.evaluation`
+        reward: the training reward, for datasets that do not set a reward
 
     Raises:
-        ConfigError, DataError, HookError: a dataset or its settings are wrong
+        ConfigError, DataError, HookError: a dataset or its settings are invalid
     """
     specs = eval_set_specs(config)
     hook = hook_of(config, "eval_function_path")

@@ -1,4 +1,4 @@
-"""Sampling without pause: groups are sampled, judged and queued while the trainer works, and handed out as soon as a rollout is full."""
+"""Continuous sampling (`--async-mode full`): groups are sampled, judged and queued while the trainer works."""
 
 import asyncio
 import time
@@ -18,7 +18,7 @@ from fuligo.types import SampleGroup, SampleStatus
 
 @dataclass(slots=True, frozen=True)
 class Request:
-    """Request of the trainer for rollout `step` while the engines had weights of `version`, which train on that rollout."""
+    """Trainer's request for rollout `step`; the weights of `version`, which the engines had at the request, train on it."""
 
     step: int
     version: int
@@ -26,12 +26,12 @@ class Request:
 
 @dataclass(slots=True, frozen=True)
 class Admission:
-    """Limit on the groups that may have begun, so that none is too old when it is trained.
+    """Limit on the groups that may have begun, so that none is too stale when it is trained on.
 
-    Groups are trained in the order in which they began, `batch_size` per rollout, and the version of the weights rises after every
-    `update_interval` rollouts. A group that begins at version v may therefore be only so far back in the queue that its rollout is
-    trained by version v + K. With an update after every rollout this is the rule of AReaL (arXiv 2505.24298, staleness-aware
-    training): number of groups begun <= (version + K + 1) * batch size.
+    Groups are trained on in the order in which they began, `batch_size` per rollout, and the version of the weights rises after every
+    `update_interval` rollouts. A group may therefore begin at version v only if its place in the queue belongs to a rollout that is
+    trained on at version v + K or earlier. With an update after every rollout this is the rule of AReaL (arXiv:2505.24298,
+    staleness-aware training): number of groups begun <= (version + K + 1) * batch size.
     """
 
     batch_size: int
@@ -43,10 +43,10 @@ class Admission:
     """Rollouts of the whole run; nothing begins for later ones."""
 
     def limit(self, *, next_step: int, request: Request, version: int) -> int:
-        """Return how many groups may be in flight or wait to be trained.
+        """Return how many groups may be in flight or queued for training.
 
         Args:
-            next_step: the first rollout that is not handed out
+            next_step: the first rollout that has not been handed out
             request: the last request of the trainer
             version: version of the weights in the engines
         """
@@ -59,12 +59,12 @@ class ContinuousRunner:
     """Runner of the rollouts of `--async-mode full`. Implements `RolloutMethod`.
 
     A weight sync interrupts generation, which continues with the new weights. No group is handed out with a token that is more than
-    `--max-staleness` versions older than the weights that train on it. `Admission` makes such groups rare; one that is too old
-    is dropped and its prompt is drawn again.
+    `--max-staleness` versions older than the weights that train on it. `Admission` makes such groups rare; they are dropped, and their
+    prompts are drawn again.
 
     Args:
-        parts: the buffer of its source stays empty
-        admission: limits the groups in flight and queued
+        parts: parts of the runner; the buffer of its data source stays empty
+        admission: limit on the groups in flight and queued
     """
 
     def __init__(self, parts: RunnerParts, *, admission: Admission) -> None:
@@ -79,7 +79,7 @@ class ContinuousRunner:
         self._restored: list[SampleGroup] = []
         self._failures = FailureWatch(parts.flags.rollout_batch_size)
         self._queue: dict[int, SampleGroup] = {}
-        """Kept groups by index, which wait to be handed out."""
+        """Kept groups that have not been handed out, by index."""
         self._since = _Interval()
         self._changed = asyncio.Event()
         self._sampling: asyncio.Task[None] | None = None
@@ -90,15 +90,14 @@ class ContinuousRunner:
         self._restored = list(state.buffer)
 
     def before_sync(self) -> None:
-        """Note that the next version of the weights is about to be sent: groups that it makes too old stop."""
+        """Announce the next version of the weights, so that groups which it makes too stale are not continued."""
         self._coming_version = self._parts.policy_version() + 1
 
     async def rollout(self, step: int) -> Rollout:
         """Wait for enough groups and return those that began first.
 
-        Raises:
-            RolloutError: nearly every group is dropped or fails
-            HookError: the data source or a filter failed; like the above, possibly while an earlier rollout was trained on
+        Raises RolloutError if nearly every group is dropped or fails, or the data source or a filter failed, possibly during the training
+        of an earlier rollout.
         """
         self._next_step, self._request = step, Request(step, self._parts.policy_version())
         stale = [self._queue[index] for index in sorted(self._queue) if self._is_stale(self._queue[index])]
@@ -133,7 +132,7 @@ class ContinuousRunner:
                 self._finish(await self._tasks.next_finished())
 
     def _resume(self) -> None:
-        """Queue the judged groups of the checkpoint and continue the others."""
+        """Queue the checkpoint's judged groups, and continue its unfinished ones."""
         restored = [continuation(group, self._next_step, mask_offpolicy=False) for group in self._restored]
         self._restored = []
         for group in restored:
@@ -141,13 +140,13 @@ class ContinuousRunner:
         self._drop_stale([group for group in restored if self._is_stale(group)])
         for group in [group for group in restored if group.drop_reason != STALE]:
             failed = [sample for sample in group.samples if sample.status is SampleStatus.FAILED]
-            if len(judged(group.samples)) + len(failed) == len(group.samples):  # rewarded before the checkpoint
+            if len(judged(group.samples)) + len(failed) == len(group.samples):  # judged before the checkpoint
                 self._finish(group)
             else:
                 self._tasks.start(group)
 
     def _admit(self) -> None:
-        """Start as many groups as staleness allows. Raises RolloutError if the data source has no prompts left."""
+        """Start as many groups as `Admission` allows. Raises RolloutError if the data source has no prompts left."""
         assert self._request is not None, "sampling starts with the first request"
         num_pending = len(self._queue) + self._tasks.num_running
         version = self._parts.policy_version()
@@ -181,13 +180,13 @@ class ContinuousRunner:
         self._since.reasons[reason] += 1
 
     def _drop_stale(self, groups: list[SampleGroup]) -> None:
-        """Drop groups whose prompts are drawn again next."""
+        """Drop groups that are too stale; their prompts are drawn again next."""
         for group in groups:
             self._drop(group, STALE)
         self._parts.source.put_back(groups)
 
     def _check_drops(self) -> None:
-        """Raise RolloutError if too many groups fail or are dropped to ever fill a rollout."""
+        """Raise RolloutError if so many groups failed or were dropped that sampling should give up."""
         size, reasons = self._parts.flags.rollout_batch_size, self._since.reasons
         num_dropped = reasons.total() - reasons[STALE]
         hopeless = not self._queue and num_dropped >= max(HOPELESS_ROLLOUTS * size, HOPELESS_GROUPS)
@@ -199,7 +198,7 @@ class ContinuousRunner:
             raise UnfilledRolloutError(str(error), self._next_step, self._since.dropped)
 
     def _is_stale(self, group: SampleGroup) -> bool:
-        """Return whether the weights that would train the group are too new for its oldest token."""
+        """Return whether the group's oldest token is more than `max_staleness` versions behind the newest known weights."""
         version = max(self._parts.policy_version(), self._coming_version)
         return first_version(group, version) < version - self._admission.max_staleness
 
@@ -215,7 +214,7 @@ class ContinuousRunner:
         return [self._queue[index] for index in indices[: self._parts.flags.rollout_batch_size]]
 
     def _hand_out(self, step: int, kept: list[SampleGroup]) -> Rollout:
-        """Remove a rollout from the queue and add the groups dropped since the last one."""
+        """Remove the groups of a rollout from the queue and return them, with the groups dropped since the previous rollout."""
         for group in kept:
             del self._queue[group.index]
         num_tokens_left = sum(_num_tokens(group) for group in [*self._queue.values(), *self._tasks.snapshots()])

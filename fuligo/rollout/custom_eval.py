@@ -34,7 +34,7 @@ class EvalData:
 
 @dataclass(eq=False)
 class CustomEvaluator:
-    """Evaluations of the user's function, which returns finished samples with rewards by dataset. Implements `Evaluates`.
+    """Evaluator that calls the user's function, which returns finished samples with rewards by dataset. Implements `Evaluates`.
 
     The function may call `custom_generate.continue_sample` to generate.
     """
@@ -47,11 +47,11 @@ class CustomEvaluator:
     _: KW_ONLY
     policy_version: Callable[[], int]
     reward_key: str | None
-    """Value of dict rewards that is reported for names that are not evaluation data."""
+    """Key of dict rewards that is reported for names that are not evaluation datasets."""
     vocab_size: int | None
 
     async def evaluate(self, rollout_id: int) -> Evaluation:
-        """Call the function and compute the metrics of what it returns.
+        """Call the function and compute the metrics of the samples that it returns.
 
         Raises RolloutError if the function raised, did not return samples by name, or every sample of a dataset failed.
         """
@@ -83,7 +83,10 @@ class CustomEvaluator:
 def _checked(result: Any) -> dict[str, list[Sample]]:
     fits = isinstance(result, dict) and result and all(isinstance(name, str) and "/" not in name for name in result)
     if not fits or not all(isinstance(samples, list) and samples for samples in result.values()):
-        raise RolloutError(f"--eval-function-path must return a dict of data-set names and non-empty lists of Sample; got {result!r:.200}")
+        raise RolloutError(
+            "--eval-function-path must return a dict from dataset names (without '/') to non-empty lists of Sample; "
+            f"it returned {result!r:.200}"
+        )
     if not all(isinstance(sample, Sample) for samples in result.values() for sample in samples):
-        raise RolloutError(f"--eval-function-path must return lists of Sample by dataset; got {result!r:.200}")
+        raise RolloutError(f"--eval-function-path must return lists of Sample by dataset; it returned {result!r:.200}")
     return result

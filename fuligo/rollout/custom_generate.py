@@ -17,7 +17,7 @@ from fuligo.types import Sample, SampleStatus
 GenerateHook = Callable[[Any, Sample, dict[str, Any]], Awaitable[Sample | list[Sample]]]
 
 _ROUNDING = 1e-3
-"""Largest log-probability above 0, in nats, that rounding explains."""
+"""Largest positive log-probability, in nats, that is accepted as a rounding error."""
 _default: ContextVar[tuple[GenerateFn, SamplingParams]] = ContextVar("default_generate")
 
 
@@ -32,10 +32,10 @@ def default_generate(generate: GenerateFn, params: SamplingParams) -> Iterator[N
 
 
 async def continue_sample(sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Generate from `sample.response_ids` as without a hook; `max_new_tokens` limits the whole response.
+    """Continue the response of a sample with the default generation; `max_new_tokens` limits the whole response.
 
-    Call it inside a custom generate function. If the resulting status is not `completed`, return the sample: it is truncated, failed,
-    or aborted (then a later rollout calls the function again with it).
+    For use inside a custom generate function, which should return the sample if its status is not `completed` afterwards: it is
+    truncated, failed, or aborted. A later rollout calls the function again with an aborted sample.
     """
     generate, params = _default.get()
     known = {name: tuple(value) if isinstance(value, list) else value for name, value in sampling_params.items()}
@@ -69,7 +69,7 @@ class CustomGenerate:
     async def __call__(self, sample: Sample, params: SamplingParams) -> list[Sample]:
         """Call the function.
 
-        Raises TypeError if the function did not return samples and ValueError if a sample is invalid, see `complete`.
+        Raises TypeError if the function did not return samples, and ValueError if a sample is invalid (see `complete`).
         """
         version = self.policy_version()
         with default_generate(self.default, params):
@@ -84,7 +84,7 @@ class CustomGenerate:
 
 
 def complete(sample: Sample, version: int, *, vocab_size: int | None = None) -> None:
-    """Complete a sample: lists become arrays, a missing mask trains every token, missing versions become the current one.
+    """Complete a sample: lists become arrays, a missing loss mask becomes ones, and missing versions become `version`.
 
     Raises:
         ValueError: invalid token ids, missing or positive log-probabilities, mask values other than 0 and 1, an unknown

@@ -22,7 +22,7 @@ from fuligo.types import Sample, SampleGroup, SampleStatus
 
 @dataclass(eq=False)
 class CustomRollout:
-    """Rollouts of the user's function, which returns groups of finished samples with rewards. Implements `RolloutMethod`.
+    """Rollout method that calls the user's function, which returns groups of finished samples with rewards. Implements `RolloutMethod`.
 
     The function may call `custom_generate.continue_sample` to generate.
     """
@@ -35,9 +35,9 @@ class CustomRollout:
     params: SamplingParams
     policy_version: Callable[[], int]
     reward_key: str | None = None
-    """Value of a dict reward that the metrics report."""
+    """Key of dict rewards that the metrics report."""
     pass_key: str | None = None
-    """Value of a dict reward by which a sample passes, as in evaluations."""
+    """Key of dict rewards that decides whether a sample passes, as in evaluations."""
     vocab_size: int | None = None
     teacher: ServedTeacher | None = None
     """Teacher that scores the returned samples; None without one."""
@@ -46,7 +46,7 @@ class CustomRollout:
         self.source.restore(state)
 
     async def rollout(self, step: int) -> Rollout:
-        """Call the function and check what it returns. Raises RolloutError if the function raised, or did not return groups of samples."""
+        """Call the function and check its samples. Raises RolloutError if the function raised, or did not return groups of samples."""
         version = self.policy_version()
         data_source = DataSource(self.source, step, version)
         try:
@@ -81,7 +81,7 @@ def _checked(result: Any) -> list[list[Sample]]:
 def completed_group(
     samples: list[Sample], version: int, rows: dict[int, int], vocab_size: int | None, reward_key: str | None
 ) -> SampleGroup:
-    """Complete the samples of a group and mark those failed that cannot be trained on."""
+    """Complete the samples of a group and mark the ones that cannot be trained on as failed."""
     for sample in samples:
         try:
             complete(sample, version, vocab_size=vocab_size)
@@ -89,7 +89,7 @@ def completed_group(
         except ValueError as error:
             problem = str(error)
         if problem is None and sample.status in (SampleStatus.PENDING, SampleStatus.ABORTED):
-            problem = f"the rollout function returned it as {sample.status}"
+            problem = f"the rollout function returned the sample as {sample.status}; finish it, or set its status to failed"
         if problem is None and sample.status is not SampleStatus.FAILED:
             problem = _reward_problem(sample, reward_key)
         if problem is not None:
@@ -101,7 +101,7 @@ def completed_group(
 def _reward_problem(sample: Sample, reward_key: str | None) -> str | None:
     """Return why a sample cannot be trained on with its reward; None if it can. NaN and infinity fail their sample, not the run."""
     if sample.reward is None:
-        return "the rollout function returned it without a reward"
+        return "the rollout function returned the sample without a reward; set sample.reward"
     value = sample.reward
     if isinstance(value, dict):
         if reward_key is None:

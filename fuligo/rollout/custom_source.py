@@ -1,10 +1,10 @@
-"""Data source of the user (`--data-source-path`), which replaces prompt files and buffer.
+"""User's data source (`--data-source-path`), which replaces prompt files and buffer.
 
-It is created as `Source(args)` and has
-`get_samples(num_groups) -> list[list[Sample]]`, groups to sample; those returned by `add_samples` are continued;
-`add_samples(groups)`, groups that a rollout left unfinished;
-`save(rollout_id)`, called after every rollout, and `load(rollout_id)`, called on resume with the last complete rollout;
-`__len__()`, its number of prompts.
+It is created as `Source(args)` and has these methods:
+`get_samples(num_groups) -> list[list[Sample]]` returns groups to sample; groups that came back through `add_samples` are continued.
+`add_samples(groups)` takes back groups that a rollout left unfinished.
+`save(rollout_id)` is called after every rollout, `load(rollout_id)` on resume with the last complete rollout.
+`__len__()` returns the number of prompts.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ NO_ROW = -1
 
 
 class DataSourceHook(Protocol):
-    """Data source of the user."""
+    """Interface of a user's data source; see the module's docstring."""
 
     def get_samples(self, num_groups: int, /) -> list[list[Sample]]: ...
 
@@ -41,12 +41,12 @@ class DataSourceHook(Protocol):
 
 @dataclass(eq=False)
 class CustomSource:
-    """`GroupStream` over the user's data source. Fresh samples are numbered here, whatever index they have."""
+    """`GroupStream` over the user's data source. It numbers new samples itself and ignores the indices that they come with."""
 
     hook: DataSourceHook
     _: KW_ONLY
     partial_rollout: bool = False
-    """Return unfinished groups with their tokens; otherwise as fresh samples."""
+    """Return unfinished groups to the data source with their tokens; otherwise as fresh samples."""
     mask_offpolicy: bool = False
     """Do not train on tokens of earlier rollouts."""
     _next_sample_index: int = field(default=0, init=False)
@@ -78,7 +78,7 @@ class CustomSource:
         rollout_id = state.source.get("rollout_id")
         if not isinstance(rollout_id, int):
             raise DataError(
-                "--data-source-path: cannot resume: the run of the checkpoint read its prompts from a file; resume with its --prompt-data, "
+                "cannot resume with --data-source-path: the checkpoint's run read its prompts from a file; resume with its --prompt-data, "
                 "or start a new run from the checkpoint's weights with --ref-load"
             )
         self._call(self.hook.load, rollout_id)
@@ -91,7 +91,7 @@ class CustomSource:
             raise RolloutError(f"--data-source-path: {method.__name__} raised {describe_exception(error, method)}") from error
 
     def _group(self, samples: list[Sample], step: int) -> SampleGroup:
-        """Copy a group of the data source; number it if nothing was generated for it yet."""
+        """Return a group of the data source as a `SampleGroup`, numbered if nothing was generated for it yet."""
         group = continuation(SampleGroup(samples[0].group_index, NO_ROW, samples), step, self.mask_offpolicy)
         for sample in group.samples:
             sample.prompt_ids = _prompt_ids(sample)
@@ -111,12 +111,12 @@ def _is_group(samples: Any) -> bool:
 
 
 def _prompt_ids(sample: Sample) -> IntArray:
-    """Return the token ids of a prompt. Raises RolloutError if they are missing, or not token ids."""
+    """Return the token ids of the prompt. Raises RolloutError if they are missing or invalid."""
     ids = np.asarray(sample.prompt_ids)
     if ids.ndim != 1 or not len(ids) or not np.issubdtype(ids.dtype, np.integer) or ids.min() < 0:
         raise RolloutError(
-            f"--data-source-path: get_samples returned a sample whose prompt_ids are {sample.prompt_ids!r:.80}; set the token ids of the "
-            "prompt, at least one, because the engine samples from these and not from `prompt`"
+            f"--data-source-path: get_samples returned a sample whose prompt_ids are {sample.prompt_ids!r:.80}; set them to at least one "
+            "token id, because the engine reads prompt_ids, not `prompt`"
         )
     return ids.astype(np.int32)
 

@@ -1,6 +1,6 @@
 """File format of groups: rollouts saved for debugging, and the partial-rollout buffer of a checkpoint. Parquet and JSON, no pickle.
 
-One row per sample, group after group. Arrays keep their bits. Prompt, label, metadata and reward are JSON: dicts with string keys,
+One row per sample, group after group. Arrays are stored exactly. Prompt, label, metadata and reward are JSON: dicts with string keys,
 lists, strings, numbers, booleans and None.
 """
 
@@ -40,12 +40,12 @@ def encode_groups(groups: list[SampleGroup]) -> bytes:
 
 
 def decode_groups(data: bytes) -> list[SampleGroup]:
-    """Decode the groups of `encode_groups`. Raises DataError if `data` has a different format or version."""
+    """Decode groups that `encode_groups` encoded. Raises DataError if `data` is in another format or format version."""
     return _groups(*_read(data, "the buffer of unfinished groups"))
 
 
 def save_rollout(template: str, rollout: Rollout) -> Path:
-    """Write a rollout with its state to `template`, with `{rollout_id}` replaced, and return the path.
+    """Write a rollout with its state to the path that `template` gives for its `{rollout_id}`, and return the path.
 
     Raises RolloutError if a sample's metadata, label or reward is not JSON data, and FuligoError if the file cannot be written.
     """
@@ -70,8 +70,8 @@ def save_rollout(template: str, rollout: Rollout) -> Path:
 def load_rollout(template: str, step: int, *, vocab_size: int | None = None) -> Rollout:
     """Load the rollout that `save_rollout` wrote for this step.
 
-    `vocab_size`: vocabulary size of the model that trains on it; None if unknown. Raises DataError if the file is missing, has a different
-    format, or belongs to a model with other tokens.
+    `vocab_size` is the vocabulary size of the model that will be trained on the rollout; None if unknown. Raises DataError if the file is
+    missing, is in another format, or has token ids that the model lacks.
     """
     path = Path(template.replace("{rollout_id}", str(step)))
     try:
@@ -86,7 +86,7 @@ def load_rollout(template: str, step: int, *, vocab_size: int | None = None) -> 
     if vocab_size is not None and last >= vocab_size:
         raise DataError(
             f"--load-debug-rollout-data: {path} has the token id {last}, but --hf-checkpoint has {vocab_size} tokens; "
-            "the file belongs to another model"
+            "the file belongs to another model; use a rollout of this model"
         )
     kept, buffer = groups[: meta["num_groups"]], groups[meta["num_groups"] :]
     state = RolloutState(meta["source"], meta["next_sample_index"], meta["next_group_index"], buffer)
@@ -112,8 +112,6 @@ def _table(groups: list[SampleGroup], meta: dict[str, Any]) -> pa.Table:
         columns[name] = pa.array([_json(sample, name) for sample in samples], pa.string())
     columns["routed_experts"] = pa.array([_npy(sample.routed_experts) for sample in samples], pa.large_binary())
     columns["teacher_logprobs"] = pa.array([sample.teacher_logprobs for sample in samples], pa.list_(pa.float32()))
-    import pyarrow as pa
-
     texts, numbers = ("source", "digest"), ("first_token", "num_rows", "num_columns")
     fields = [*((name, pa.string()) for name in texts), ("data", pa.large_binary()), *((name, pa.int64()) for name in numbers)]
     columns["images"] = pa.array([[asdict(image) for image in sample.images] for sample in samples], pa.list_(pa.struct(fields)))
@@ -138,7 +136,7 @@ def _json(sample: Sample, name: str) -> str:
     try:
         return json.dumps(getattr(sample, name), default=_plain)
     except (TypeError, ValueError) as error:
-        raise RolloutError(f"cannot save the {name} of sample {sample.index}: {error}; let hooks set it to JSON data only") from error
+        raise RolloutError(f"cannot save the {name} of sample {sample.index}: {error}; hooks must set only JSON data") from error
 
 
 def _base64_npy(value: Any) -> str:
@@ -179,7 +177,7 @@ def _read(data: bytes, name: str) -> tuple[pa.Table, dict[str, Any]]:
         table = pq.read_table(pa.BufferReader(data))
         meta = json.loads((table.schema.metadata or {})[META_KEY])
     except (pa.ArrowException, KeyError, ValueError) as error:
-        raise DataError(f"{name} is not a file of rollout samples that fuligo wrote ({type(error).__name__}: {error})") from error
+        raise DataError(f"cannot read {name}: it is not a rollout file written by fuligo ({type(error).__name__}: {error})") from error
     if meta["format"] != FORMAT:
         raise DataError(f"{name} has format {meta['format']}; this version of fuligo reads format {FORMAT}")
     return table, meta

@@ -1,8 +1,8 @@
-"""Bookkeeping of the prompts that fill a rollout: waves, drops, surplus. Nothing here waits or generates.
+"""Bookkeeping of the groups that fill a rollout: waves, drops, surplus. It does no I/O and generates nothing.
 
 A rollout needs `target` kept groups. Prompts are submitted in waves of `wave_size`. A finished group is kept or dropped. The rollout is
-complete as soon as `target` groups are kept. When `submitted - dropped < target`, the groups in flight cannot complete it and another
-wave is due.
+complete as soon as `target` groups are kept. When `submitted - dropped < target`, the groups in flight cannot complete it, and another
+wave is needed.
 """
 
 from collections import Counter
@@ -12,14 +12,14 @@ from dataclasses import KW_ONLY, dataclass
 from fuligo.errors import RolloutError
 
 HOPELESS_ROLLOUTS = 10
+"""Sampling gives up if it kept no group and dropped the groups of this many rollouts; otherwise `--max-sampling-waves` limits it."""
 HOPELESS_GROUPS = 64
-"""A rollout that has kept no group fails after so many dropped rollouts, and at least so many dropped groups. `--max-sampling-waves` bounds
-all others."""
+"""Dropped groups before which sampling does not give up for `HOPELESS_ROLLOUTS`."""
 
 
 @dataclass(eq=False)
 class DynamicSampling:
-    """State of one rollout."""
+    """Groups of one rollout that are submitted, kept and dropped."""
 
     target: int
     """Groups to keep (`--rollout-batch-size`)."""
@@ -35,7 +35,7 @@ class DynamicSampling:
         assert 1 <= self.target <= self.wave_size, (self.target, self.wave_size)
         self.num_waves = 0
         self.dropped: dict[int, str] = {}
-        """Reason by group index."""
+        """Reasons of dropped groups, by group index."""
         self._submitted: dict[int, None] = {}
         self._kept: dict[int, None] = {}
         """Groups that were not dropped, in the order in which they finished."""
@@ -61,7 +61,7 @@ class DynamicSampling:
 
     @property
     def exhausted(self) -> bool:
-        """True if all allowed waves have begun, or if so many groups were dropped, and none kept, that sampling gives up."""
+        """True if all allowed waves have begun, or if many groups were dropped and none was kept (`HOPELESS_ROLLOUTS`)."""
         hopeless = len(self.dropped) >= max(HOPELESS_ROLLOUTS * self.target, HOPELESS_GROUPS)
         return self.num_waves == self.max_waves or (hopeless and not self._kept)
 
@@ -71,10 +71,9 @@ class DynamicSampling:
         return len(self._kept)
 
     def begin_wave(self, explain: Callable[[], str] = str) -> None:
-        """Count a new wave.
+        """Count a new wave. Raises RolloutError if `exhausted`.
 
-        `explain`: returns sentences for the end of the error. Raises RolloutError if `max_waves` waves did not fill the rollout, or nothing
-        was kept of many groups.
+        `explain` returns sentences for the end of the error.
         """
         if self.exhausted:
             tried = f"{self.num_waves} sampling waves ({self.num_submitted} prompts)"
@@ -124,12 +123,12 @@ def too_many_dropped(tried: str, num_kept: int, target: int, reasons: Counter[st
     """Return the error of a run that drops (nearly) every group.
 
     Args:
-        tried: number of waves or prompts that were sampled
-        details: sentences for its end, from `judging.explain_drops`
+        tried: description of the waves or prompts that were sampled
+        details: sentences for the end of the error, from `judging.explain_drops`
     """
     dropped = ", ".join(f"{count} by {reason}" for reason, count in reasons.most_common())
     return RolloutError(
-        f"{tried} gave {num_kept} of the {target} groups needed; dropped: {dropped}. If all responses to a prompt get the same reward, "
-        "the prompts are too easy or too hard for the model, or the reward is wrong. Otherwise loosen --dynamic-sampling-filter-path "
-        f"or raise --max-sampling-waves.{details}"
+        f"cannot fill the rollout: {tried} gave {num_kept} of the {target} groups needed; dropped: {dropped}. If all responses to a prompt "
+        "get the same reward, the prompts are too easy or too hard for the model, or the reward is wrong. Otherwise loosen "
+        f"--dynamic-sampling-filter-path or raise --max-sampling-waves.{details}"
     )

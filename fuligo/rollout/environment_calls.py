@@ -9,7 +9,7 @@ from fuligo.environments.isolation.messages import FailureError
 
 T = TypeVar("T")
 _END_S = 2.0
-"""Time in which a canceled task must end."""
+"""Seconds that a canceled task has to end."""
 
 
 class EpisodeError(Exception):
@@ -29,7 +29,7 @@ async def call_within(
 ) -> T:
     """Await a call of the environment for at most `timeout_s` (--turn-timeout-s). A call that ignores its cancellation is abandoned.
 
-    `canceled` holds canceled calls until they end, for `abandon`. Raises EpisodeError if it raised, or took longer, and
+    `canceled` holds canceled calls until they end, for `abandon`. Raises EpisodeError if the call raised or timed out, and
     CallInterruptedError if `interrupted` was done first.
     """
     task = _started(_outcome(call, name))
@@ -54,8 +54,8 @@ async def call_within(
 def _started(call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
     """Start a call and return its task.
 
-    From Python 3.12 on, the call runs at once until it first waits. Otherwise a call that never waits would take a pass of the event
-    loop, which delays the next requests of thousands of episodes that are answered at once.
+    From Python 3.12 on, the call runs immediately until it first waits. Otherwise even a call that never waits would take one iteration
+    of the event loop, which delays the next requests when thousands of episodes are answered at the same time.
     """
     if sys.version_info >= (3, 12):
         return asyncio.Task(call, loop=asyncio.get_running_loop(), eager_start=True)
@@ -63,7 +63,7 @@ def _started(call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
 
 
 async def _outcome(call: Coroutine[Any, Any, T], name: str) -> T | EpisodeError:
-    """Return the result of a call, or whatever it raised as a value, because an exit of the environment must not end the event loop."""
+    """Return the result of a call, or its exception as an EpisodeError: a SystemExit of the environment must not end the event loop."""
     try:
         return await call
     except asyncio.CancelledError:  # if `call_within` canceled it, nobody reads the value
@@ -82,7 +82,7 @@ def _cancel(task: asyncio.Task[Any], canceled: set[asyncio.Task[Any]] | None) ->
 
 
 def describe_error(error: BaseException) -> str:
-    """Describe an exception of the environment; its text may itself fail."""
+    """Describe an exception of the environment, by its type alone if its `__str__` raises."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:
@@ -90,10 +90,10 @@ def describe_error(error: BaseException) -> str:
 
 
 async def abandon(canceled: Collection[asyncio.Task[Any]]) -> int:
-    """Wait for canceled tasks to end, and abandon those that do not. Return their number."""
+    """Wait for canceled tasks to end, and abandon those that do not end in time. Return the number of abandoned tasks."""
     if not canceled:
         return 0
     _, stubborn = await asyncio.wait(list(canceled), timeout=_END_S)
     for task in stubborn:
-        asyncio._unregister_task(task)  # the event loop would wait for it for ever
+        asyncio._unregister_task(task)  # asyncio.run would wait for it forever
     return len(stubborn)

@@ -1,4 +1,4 @@
-"""GenerateFn that runs episodes in an environment: turns of the model and of the environment, until one of them ends it."""
+"""GenerateFn that runs episodes: the model and an environment take turns until the environment is done or a limit is reached."""
 
 import asyncio
 import logging
@@ -28,7 +28,7 @@ from fuligo.types import Branch, Episode, Messages, Sample, SampleStatus, Span, 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _SEED_STEP = 0x9E3779B97F4A7C15
-"""Odd number, so that the branches of an episode draw from different streams."""
+"""Difference between the sampling seeds of an episode's branches; odd, so that no two of them are equal modulo 2**63."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -37,19 +37,19 @@ class Limits:
 
     max_turns: int
     turn_timeout_s: float
-    """Deadline of each call of the environment."""
+    """Timeout of each call of the environment."""
     episode_timeout_s: float
-    """Deadline of the whole episode; after an interruption, of the rest."""
+    """Timeout of the whole episode; starts again when an interrupted episode continues."""
     max_context_len: int | None
     """Longest prompt + response, in tokens."""
 
 
 @dataclass(eq=False)
 class Episodes:
-    """`GenerateFn` and `Interruptible` that makes an environment for every sample, in which the model and the environment take turns.
+    """`GenerateFn` and `Interruptible` that creates an environment for every sample and runs the episode.
 
-    Sampled ids stay as they are; the template renders the text between them. Where it rewrites history, the sample ends and a new one
-    of the same index begins with the conversation as it is rendered then.
+    Sampled token ids are kept; the chat template renders only the messages between them. Where the template rewrites earlier turns, the
+    sample ends, and a new one of the same index begins with the conversation rendered anew.
     """
 
     generate: GenerateFn
@@ -64,12 +64,12 @@ class Episodes:
     """Calls of environments that were canceled and have not ended yet."""
 
     def __post_init__(self) -> None:
-        # The response grows with every turn: its text is decoded once, and not while the next request waits.
+        # Decode the response once, at the end: decoding it after every turn would delay the next request.
         self._writer = self.generate if isinstance(self.generate, SingleTurn) else None
         self.sample_turn: GenerateFn = self.generate if self._writer is None else self._writer.without_text()
 
     async def __call__(self, sample: Sample, params: SamplingParams) -> list[Sample]:
-        """Run an episode to its end, or to an interruption. If the environment fails, so does the sample, with the reason."""
+        """Run an episode until it ends or is interrupted. If the environment fails, the sample is marked failed with the reason."""
         samples = await self._episode(sample, params)
         if self._writer is not None and not params.stop:
             sample.response = await self._writer.text(sample)
@@ -146,9 +146,9 @@ class _Run:
         self._messages: Messages = []
 
     async def to_end(self) -> list[Sample]:
-        """Return the samples of the episode, or the aborted one that holds its state.
+        """Run the episode and return its samples, or the aborted sample that holds its state.
 
-        Raises EpisodeError if the environment, or a request, failed, and CallInterruptedError if generation is being aborted.
+        Raises EpisodeError if the environment or a request failed, and CallInterruptedError if generation is being aborted.
         """
         await self._begin()
         sample, episode = self._sample, self._episode
@@ -166,7 +166,7 @@ class _Run:
                 truncated=sample.finish_reason == "length",
                 last=is_last,
             )
-            # Until the turn is answered the sample counts as interrupted: a cancellation here must not make it look finished.
+            # Until the environment has answered, the sample counts as interrupted: a cancellation here must not make it look finished.
             sample.status = SampleStatus.ABORTED
             step_s, step = await self._step(turn)
             self._record(turn, step, generate_s=step_s - start_s, step_s=time.monotonic() - step_s)
@@ -181,11 +181,11 @@ class _Run:
         return self._sample.episode
 
     async def _begin(self) -> None:
-        """Reset the environment, or restore it if the sample was interrupted and it can be."""
+        """Reset the environment, or restore it if the sample was interrupted and the environment is resumable."""
         sample = self._sample
         if sample.episode is not None and self._environment.resumable:
             await self._within(self._environment.restore(json_copy(sample.episode.state)), "restore")
-            self._set_tools([_tool(each) for each in sample.episode.tools])
+            self._tools = tuple(_tool(each) for each in sample.episode.tools)
             self._messages = [*sample.episode.messages]
             for turn in sample.episode.turns:
                 self._messages += [turn.message, *turn.answers]
@@ -196,7 +196,7 @@ class _Run:
         start = await self._within(self._environment.reset(), "reset")
         if (problem := start_problem(start)) is not None:
             raise EpisodeError(f"environment: {problem}")
-        self._set_tools(start.tools)
+        self._tools = tuple(start.tools)
         self._messages = [*start.messages]
         sample.prompt_ids = np.asarray(self._rendered(), np.int32)
         sample.episode = Episode(_plain(start.messages, "messages"), [_plain(tool.to_json(), "tools") for tool in start.tools])
@@ -205,15 +205,12 @@ class _Run:
     async def _within(self, call: Coroutine[Any, Any, T], name: str) -> T:
         return await self._parts.call(call, name, self._interrupted)
 
-    def _set_tools(self, tools: Sequence[Tool]) -> None:
-        self._tools = tuple(tools)
-
     async def _sampled(self) -> bool:
-        """Sample a turn, or the rest of one. Return False if there is none: interrupted, or no room for a token."""
+        """Sample a turn, or the rest of an interrupted one. Return False if generation was aborted or there is no room for a token."""
         sample, episode = self._sample, self._episode
         answered = sample.response_length > episode.turn_start and sample.finish_reason in ("stop", "length")
         if answered and sample.status is SampleStatus.ABORTED:
-            return True  # interrupted while the environment was to answer
+            return True  # interrupted before the environment answered
         if self._interrupted.done():
             raise CallInterruptedError
         sample.finish_reason = None
@@ -230,7 +227,7 @@ class _Run:
         return [*sample.prompt_ids[-16:].tolist(), *sample.response_ids[: self._episode.turn_start][-16:].tolist()]
 
     async def _step(self, turn: AssistantTurn) -> tuple[float, Step]:
-        """Let the environment answer; return when it began, in seconds, and its step."""
+        """Let the environment answer; return its start on the monotonic clock, in seconds, and the step."""
         start_s, wall_s = time.monotonic(), time.time()
         step = await self._within(self._environment.step(turn), "step")
         self._sample.spans.append(Span("environment", wall_s, time.time(), first_token=self._sample.response_length))
@@ -264,7 +261,7 @@ class _Run:
         self._messages = [*self._messages, message]
 
     def _continue(self, sampled: list[int], text: str, new: Messages) -> bool:
-        """Append the environment's messages, in this sample or in a new one. Return False if no token fits after them."""
+        """Append the environment's messages to this sample or begin a new one with them. Return False if no token fits after them."""
         sample, episode = self._sample, self._episode
         try:
             more = self._parts.renderer.extension(self._messages, self._tools, sampled, new, text=text)
@@ -307,7 +304,7 @@ class _Run:
                 raise EpisodeError(f"environment: state raised {describe_error(error)}") from error
 
     def _finished(self, status: SampleStatus) -> list[Sample]:
-        """Return the samples of the episode, which share its reward; the last one has its metrics and turns."""
+        """Return the samples of the finished episode. They share its reward; the last one holds its metrics and turns."""
         sample, episode = self._sample, self._episode
         sample.status, sample.finish_reason = status, "stop" if status is SampleStatus.COMPLETED else "length"
         sample.reward = float(sum(turn.reward or 0.0 for turn in episode.turns))
@@ -336,7 +333,7 @@ class _Run:
 
 
 def _metrics(episode: Episode, samples: Sequence[Sample]) -> dict[str, float]:
-    """Return the numbers of an episode, which become `rollout/sample/*`."""
+    """Return the metrics of an episode, which are logged as `rollout/sample/*`."""
     uses = [use for turn in episode.turns for use in turn.tools]
     calls, failures = Counter(use.name for use in uses), Counter(use.name for use in uses if use.failed)
     num_sampled = sum(turn.num_tokens for turn in episode.turns)

@@ -8,7 +8,7 @@ The YAML file:
         - {name: aime, path: aime.jsonl, rm_type: deepscaler, n_samples_per_eval_prompt: 16}
         - {name: gsm8k, path: gsm8k.parquet, label_key: answer}
 
-Settings that are missing are inherited from the eval flags, then from the rollout flags.
+Missing settings come from the eval flags, then from the rollout flags.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class EvalSetSpec(FlagGroup):
-    """Settings of one dataset; None is inherited."""
+    """Settings of one dataset; None takes the value of the flags."""
 
     name: str = flag("", "name in the metrics", min_length=1, pattern=EVAL_NAME)
     path: list[str] = flag([], "file or files, as --prompt-data takes them", min_length=1)
@@ -65,11 +65,11 @@ class EvalSetSpec(FlagGroup):
         return own or config.is_unjudged or bool(config.reward.extra_rm_path) or config.resolved_eval_reward_key != config.reward.reward_key
 
     def custom_reward_path(self, config: Config) -> str | None:
-        """Return the path of its reward hook; None for a built-in reward."""
+        """Return the path of the dataset's reward hook; None for a built-in reward."""
         return self.custom_rm_path or (config.reward.custom_rm_path if self.rm_type is None else None)
 
     def reward_flags(self, config: Config) -> RewardFlags:
-        """Return the flags of its own reward, completed from those of the training reward."""
+        """Return the flags of the dataset's reward: those of the training reward, overridden by the dataset's settings."""
         custom = self.custom_reward_path(config)
         own = {
             "custom_rm_path": custom,
@@ -80,7 +80,7 @@ class EvalSetSpec(FlagGroup):
         return config.reward.model_copy(update=own)
 
     def data_flags(self, config: Config) -> DataFlags:
-        """Return the flags with which the dataset is read."""
+        """Return the data flags, overridden by the dataset's settings."""
         own = {"input_key", "label_key", "metadata_key", "tool_key", "apply_chat_template"}
         return config.data.model_copy(update=self.model_dump(include=own, exclude_none=True))
 
@@ -102,7 +102,7 @@ class EvalSetSpec(FlagGroup):
 def eval_set_specs(config: Config) -> list[EvalSetSpec]:
     """Read the settings of all datasets.
 
-    Raises ConfigError if the file cannot be read or has another form, lists a dataset twice, or names an unknown reward.
+    Raises ConfigError if the file cannot be read or is malformed, lists a dataset twice, or names an unknown reward.
     """
     specs = [EvalSetSpec(name=name, path=[path]) for name, path in config.eval_data_sets.items()]
     if config.eval.eval_config is not None:
@@ -137,7 +137,7 @@ def _read(path: Path) -> list[EvalSetSpec]:
         raise ConfigError(f"--eval-config {path}: not a YAML file: {yaml_problem(error)}") from error
     section = content.get("eval") if isinstance(content, dict) else None
     if not isinstance(section, dict) or not isinstance(section.get("datasets"), list) or section.keys() - {"defaults", "datasets"}:
-        raise ConfigError(f"--eval-config {path}: it must hold `eval:` with `datasets:` (a list) and optionally `defaults:`, nothing else")
+        raise ConfigError(f"--eval-config {path}: the file must hold `eval:` with a list `datasets:`, optionally `defaults:`, nothing else")
     defaults = section.get("defaults") or {}
     if not isinstance(defaults, dict) or not all(isinstance(entry, dict) for entry in section["datasets"]):
         raise ConfigError(f"--eval-config {path}: `defaults` and each entry of `datasets` must be a mapping")

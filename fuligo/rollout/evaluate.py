@@ -44,7 +44,7 @@ class Evaluation:
     """`eval/<name>/*`"""
     groups: dict[str, list[SampleGroup]] = field(repr=False)
     reward_keys: dict[str, str | None] = field(default_factory=dict)
-    """Value of dict rewards that each dataset reports."""
+    """Key of dict rewards that is reported, by dataset; None for scalar rewards."""
 
 
 class Evaluates(Protocol):
@@ -60,14 +60,14 @@ class Evaluates(Protocol):
 class Evaluator:
     """Evaluator that samples every set with the current weights of the engines. A sample has the same random numbers in every evaluation.
 
-    Rollouts may be sampled concurrently: requests that the end of a rollout aborts are continued.
+    Rollouts may be sampled concurrently: samples whose requests are aborted at the end of a rollout are continued.
 
     Args:
         engines: engines to pause for the aligned start
         seed: `--rollout-seed`
-        concurrency: samples generated at a time, all sets together
-        timeout_s: deadline of one sample's generation
-        aligned: pause the engine until requests have arrived, so that equal seeds give bitwise equal tokens
+        concurrency: samples generated at a time, over all sets
+        timeout_s: timeout of one sample's generation
+        aligned: pause the engines until all requests of a batch have arrived, so that equal seeds give bitwise equal tokens
         on_close: called by `close()`
     """
 
@@ -131,14 +131,14 @@ class Evaluator:
         return groups
 
     def _batches(self, groups: list[SampleGroup], num_samples: int) -> Iterator[list[SampleGroup]]:
-        """Yield all groups at once; for an aligned start, batches that fit into the requests in flight."""
+        """Yield all groups at once or, for an aligned start, in batches of at most `concurrency` samples."""
         size = max(1, self._concurrency // num_samples) if self._aligned else len(groups)
         for first in range(0, len(groups), size):
             yield groups[first : first + size]
 
 
 def eval_metrics(name: str, num_samples: int, reward_key: str | None, groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """Return a dataset's scores of prompts, parts of rewards, lengths and truncation. Failed samples count in `num_failed` only.
+    """Return a dataset's metrics: prompt scores, reward parts, response length and truncation. Failed samples count in `num_failed` only.
 
     Raises RolloutError if no sample was judged.
     """

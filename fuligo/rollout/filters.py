@@ -24,8 +24,8 @@ SampleFilter = Callable[[list[SampleGroup]], None]
 def check_reward_nonzero_std(args: Any, samples: list[Sample], **kwargs: Any) -> bool:
     """Keep a group whose rewards differ (`--dynamic-sampling-filter-path`).
 
-    If all rewards are equal, a group-relative advantage is zero and nothing is learned. The unbiased standard deviation of the
-    `--reward-key` values, in float64, must exceed 1e-6; a single sample has none.
+    If all rewards are equal, group-relative advantages are zero and nothing is learned. The unbiased standard deviation of the
+    `--reward-key` values, in float64, must exceed 1e-6; for a single sample it is 0.
     """
     return reward_std(samples, args.reward_key) > MIN_REWARD_STD
 

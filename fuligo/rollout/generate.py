@@ -1,4 +1,4 @@
-"""Default GenerateFn: one response to one prompt, continued from the tokens that it has."""
+"""Default GenerateFn: one response to one prompt, continued from the tokens that it already has."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ class SingleTurn:
     tokenizer: Tokenizer
     _: KW_ONLY
     timeout_s: float
-    """Deadline of a request, retries included."""
+    """Timeout of a request, retries included."""
     max_context_len: int | None = None
     """Longest prompt + response, in tokens."""
     routing: RoutingShape | None = None
-    """Shape of the experts to request for every token; None: they are not requested."""
+    """Shape of the routed experts to request for every token; None: do not request them."""
     images: ResizedImages | None = None
-    """Resizes images for an engine that would resize them in its own way; None: the engine and the trainer do it in the same way."""
+    """Resizer for engines whose image processor differs from the trainer's; None: send images unchanged."""
     writes_text: bool = True
-    """Decode the response after every request; otherwise only if a stop string may have to be cut, and `text` does it later."""
+    """Decode the response after every request; if False, only with stop strings, and callers use `text`."""
     _num_requests: itertools.count = field(default_factory=itertools.count, init=False)
     _text_of: Callable[[list[int]], str] = field(init=False, repr=False)
 
@@ -69,9 +69,9 @@ class SingleTurn:
         return await self._decode(sample.response_ids)
 
     async def __call__(self, sample: Sample, params: SamplingParams) -> Sample:
-        """Generate the rest of a response. If the request fails for good, the sample is marked failed and keeps its tokens.
+        """Generate the rest of a response. If the request fails after its retries, the sample is marked failed and keeps its tokens.
 
-        `params.max_new_tokens` limits the whole response: a continued one may use only the remaining tokens, and is truncated
+        `params.max_new_tokens` limits the whole response: a continued response gets only the remaining tokens, and is truncated
         without a request if none remain.
         """
         num_left = self._num_tokens_left(sample, params)
@@ -108,7 +108,7 @@ class SingleTurn:
         return tuple([await asyncio.to_thread(self.images.of, image) for image in sample.images])
 
     def _routing_query(self, sample: Sample) -> RoutingQuery | None:
-        """Ask for the experts of the tokens that have none yet; those of earlier tokens stay, whatever newer weights would choose."""
+        """Request the experts of tokens without recorded ones; recorded experts stay, even if newer weights would route differently."""
         if self.routing is None:
             return None
         num_known = 0 if sample.routed_experts is None else len(sample.routed_experts)
@@ -121,12 +121,12 @@ class SingleTurn:
         return min(left, self.max_context_len - len(sample.prompt_ids) - sample.response_length)
 
     async def _text(self, sample: Sample, stop: tuple[str, ...]) -> str:
-        """Decode all ids at once and cut the stop string that ended them; the ids keep it."""
+        """Decode the whole response and cut the stop string that ended it; the ids keep the stop string."""
         text = await self._decode(sample.response_ids)
         if not stop or sample.finish_reason != "stop":
             return text
-        # The last token completed the stop string. Earlier stop strings ended earlier turns and stay. A character that the last token
-        # completes decodes to a replacement character without it.
+        # The last token completed the stop string; earlier stop strings ended earlier turns and stay. Without the last token, a character
+        # that it completes decodes to a replacement character.
         before = (await self._decode(sample.response_ids[:-1])).rstrip("\ufffd")
         return trim(text, stop, len(before))
 

@@ -11,7 +11,7 @@ from fuligo.types import SampleGroup
 
 @dataclass(eq=False)
 class SupervisedRollouts:
-    """Rollouts of conversations in the order of the data, whose answers are the responses. Implements `RolloutMethod`."""
+    """Rollouts of given conversations in data order; the assistant's messages are the responses. Implements `RolloutMethod`."""
 
     source: ConversationSource
     _: KW_ONLY
@@ -48,10 +48,10 @@ class SavedRollouts:
     template: str
     _: KW_ONLY
     vocab_size: int | None
-    """Vocabulary size of the model that trains on them; None if unknown."""
+    """Vocabulary size of the model that is trained on them; None if unknown."""
 
     def restore(self, state: RolloutState) -> None:
-        """Do nothing: the files are found by step."""
+        """Do nothing: the file of each rollout follows from its step."""
 
     async def rollout(self, step: int) -> Rollout:
         return await asyncio.to_thread(load_rollout, self.template, step, vocab_size=self.vocab_size)

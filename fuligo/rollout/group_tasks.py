@@ -1,4 +1,4 @@
-"""Groups that are sampled and rewarded concurrently, stopped without losing tokens, or started together for reproducible waves."""
+"""Concurrent sampling and rewarding of groups, which can be stopped without losing tokens or started aligned for reproducible waves."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from fuligo.types import Sample, SampleGroup
 logger = logging.getLogger(__name__)
 
 ABORT_AGAIN_S = 0.1
-"""Interval between aborts; each catches requests that were on their way during the one before."""
+"""Seconds between aborts; each one catches requests that had not reached the engine at the previous one."""
 ABORT_DEADLINE_S = 60.0
-"""Deadline after which groups are canceled; they continue later from the tokens they had before this rollout."""
+"""Seconds after which groups that ignore the abort are canceled; they continue later from the tokens that they had before this rollout."""
 
 
 @dataclass(eq=False)
 class GroupTasks:
-    """Tasks of groups, as an async context manager: all have ended when it is left, whatever happened inside."""
+    """Tasks that sample and reward groups. As an async context manager, it ends all tasks on exit, also after an error."""
 
     sampler: Sampler
     reward: RewardFn
@@ -36,10 +36,10 @@ class GroupTasks:
     params: SamplingParams
     _: KW_ONLY
     may_continue: Callable[[SampleGroup], bool] | None = None
-    """If given, interrupted samples continue at once while it returns True for their group; otherwise
+    """While it returns True for a group, interrupted samples of the group continue at once. If it returns False or is None,
     `next_finished` returns the group unfinished."""
     _snapshots: dict[int, list[list[Sample]]] = field(default_factory=dict, init=False)
-    """Copies of the samples from when their last request was sent or ended, by group index, if `may_continue` is given."""
+    """Copies of the samples by group index, taken when their last request was sent or ended; empty without `may_continue`."""
     _running: dict[asyncio.Task[None], SampleGroup] = field(default_factory=dict, init=False)
     _done: asyncio.Queue[asyncio.Task[None]] = field(default_factory=asyncio.Queue, init=False)
 
@@ -64,9 +64,9 @@ class GroupTasks:
         return min((group.index for group in self._running.values()), default=None)
 
     def snapshots(self) -> list[SampleGroup]:
-        """Return copies of the groups in flight, ordered by index, from which they can be continued elsewhere.
+        """Return copies of the groups in flight, ordered by index, from which sampling can continue.
 
-        The copy of a sample in generation is from when its request was sent, because a user's function may be changing the original.
+        A sample in generation is copied when its request is sent, because a user's function may be changing the original later.
         """
         groups = sorted(self._running.values(), key=lambda group: group.index)
         return [SampleGroup(group.index, group.row, _flat(self._snapshots[group.index])) for group in groups]
@@ -79,7 +79,7 @@ class GroupTasks:
         self._running[task] = group
 
     async def next_finished(self) -> SampleGroup:
-        """Wait for the next group that is generated and, if all its samples finished, rewarded; both have deadlines."""
+        """Wait for the next group whose generation ended and, if all its samples finished, whose rewards are set."""
         task = await self._done.get()
         group = self._running.pop(task)
         self._snapshots.pop(group.index, None)
@@ -154,7 +154,7 @@ class GroupTasks:
 
 
 def snapshot(sample: Sample) -> Sample:
-    """Copy a sample that generation continues: generation replaces its arrays and writes into the mask only."""
+    """Copy a sample that generation continues. Of its arrays only the mask is copied: generation replaces the others."""
     return replace(
         sample,
         metadata=deepcopy(sample.metadata),
@@ -193,7 +193,7 @@ async def aligned_start(engines: EngineGroup, groups: Sequence[SampleGroup]) -> 
 
 
 def _num_unfinished(groups: Sequence[SampleGroup]) -> int:
-    """Count the samples that send a request: one that needs none (no tokens left, failed) is finished by now."""
+    """Count the samples that send a request; samples that need none (no tokens left, failed) are finished by now."""
     return sum(not sample.finished for group in groups for sample in group.samples)
 
 

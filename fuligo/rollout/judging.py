@@ -9,7 +9,7 @@ from fuligo.rollout.protocol import GroupFilter
 from fuligo.types import Sample, SampleGroup, SampleStatus
 
 MIN_EVIDENCE = 32
-"""Number of groups; failures among fewer do not show that an engine or reward is broken."""
+"""Smallest number of groups whose failures show that an engine or reward is broken."""
 MASS_FAILURE_SHARE = 0.95
 """Share of the last groups that must fail for the run to end; samples that fail at random stay far below it."""
 
@@ -17,7 +17,7 @@ MASS_FAILURE_SHARE = 0.95
 TOO_FEW_USABLE = "too_few_usable_samples"
 """Fewer than two usable samples to compare; or none with --n-samples-per-prompt 1."""
 SURPLUS = "surplus"
-"""Finished, but not needed in a full rollout."""
+"""Finished, but the rollout was already full."""
 ABORTED = "aborted"
 """Unfinished when the rollout was full."""
 STALE = "stale"
@@ -55,24 +55,24 @@ def drop_reason(group: SampleGroup, num_samples: int, group_filter: GroupFilter 
 
 
 def explain_drops(groups: Collection[SampleGroup], reward_key: str | None) -> str:
-    """Return sentences on dropped groups for the end of `too_many_dropped`: their equal rewards, and the errors of failed samples."""
+    """Return sentences for the end of the `too_many_dropped` error: equal rewards of the dropped groups, and errors of failed samples."""
     alike = equal_rewards(groups, reward_key)
     errors = _errors(sample for group in groups for sample in group.samples)
     return (f" Dropped groups: {alike}." if alike else "") + (f" Most frequent errors: {_most_frequent(errors)}." if errors else "")
 
 
 def equal_rewards(groups: Iterable[SampleGroup], reward_key: str | None) -> str:
-    """Return `38 with every reward 0, 2 with every reward 1` for the groups without signal; empty if there are none."""
+    """Describe the groups with equal rewards (`38 with every reward 0, 2 with every reward 1`); return "" if there are none."""
     values = [{sample.reward_value(reward_key) for sample in usable(group.samples)} for group in groups]
     alike = Counter(of_group.pop() for of_group in values if len(of_group) == 1)
     return ", ".join(f"{count} with every reward {value:g}" for value, count in alike.most_common(3))
 
 
 class FailureWatch:
-    """Outcomes of the last groups; ends a run in which nearly all of them fail and which would only use up the data.
+    """Watch over the last groups, which ends the run if nearly all of them fail, before it uses up the data.
 
     Args:
-        batch_size: groups of a rollout; the watch covers as many groups, and at least `MIN_EVIDENCE`
+        batch_size: groups of a rollout; the watch covers the last `max(batch_size, MIN_EVIDENCE)` groups
     """
 
     def __init__(self, batch_size: int) -> None:
@@ -81,19 +81,18 @@ class FailureWatch:
         """Errors of each failed group; None for each other group."""
 
     def add(self, step: int, group: SampleGroup, reason: str | None) -> None:
-        """Record a finished group.
+        """Record a finished group. Raises RolloutError if nearly all of the last groups failed, with the most frequent errors.
 
-        `reason`: its `drop_reason`; only `TOO_FEW_USABLE` counts as a failure, a filter's drop does not. Raises RolloutError if nearly all
-        of the last groups failed, naming the most frequent errors.
+        `reason` is the group's `drop_reason`; only `TOO_FEW_USABLE` counts as a failure, a filter's drop does not.
         """
         self._last.append(_errors_of_failed(group) if reason == TOO_FEW_USABLE else None)
         if len(self._last) == self._num_needed:
             self.refuse_mass_failure(step)
 
     def refuse_mass_failure(self, step: int) -> None:
-        """Judge the groups recorded so far, however few. If sampling must end anyway, this error names the better cause.
+        """Raise RolloutError if nearly all of the groups recorded so far failed, even if they are few.
 
-        Raises RolloutError if nearly all of them failed.
+        Call it before raising another error of sampling, because failed samples are the more likely cause.
         """
         failed = [errors for errors in self._last if errors is not None]
         if not failed or len(failed) < MASS_FAILURE_SHARE * len(self._last):

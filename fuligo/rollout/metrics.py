@@ -1,4 +1,4 @@
-"""Metrics `rollout/*` of one rollout; all but `tokens_per_s` depend only on the samples. Scores of the responses to a prompt."""
+"""Metrics of one rollout (`rollout/*`), and scores of the responses to a prompt (`mean@n`, `pass@k`)."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,12 +38,12 @@ def prompt_scores(
 
 
 def has_scalar(sample: Sample, reward_key: str | None) -> bool:
-    """Return whether a judged sample has a scalar reward already. A dict without a key gets one by --custom-reward-post-process-path."""
+    """Return whether a judged sample has a scalar reward. Without `reward_key`, --custom-reward-post-process-path computes it later."""
     return not isinstance(sample.reward, dict) or reward_key is not None
 
 
 def _responses(samples: Sequence[Sample]) -> list[Sample]:
-    """Return one sample of each response, the last of those that it was split into."""
+    """Return one sample per response; the last one of a response that was split into several samples."""
     return list({sample.index: sample for sample in samples}.values())
 
 
@@ -57,9 +57,9 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def reported_means(samples: Iterable[Sample]) -> dict[str, float]:
-    """Return the means of the numbers that rewards and hooks report for each sample.
+    """Return the means of the numbers that rewards and hooks report for each sample, each over the samples that have it.
 
-    `reward/<key>` is a number of a dict reward, `sample/<name>` one of `Sample.metrics`; each is a mean over the samples that have it.
+    `reward/<key>` is the mean of a number in dict rewards, `sample/<name>` that of a number in `Sample.metrics`.
     """
     values: dict[str, list[float]] = {}
     for sample in samples:
@@ -84,19 +84,19 @@ def metrics_problem(sample: Sample) -> str | None:
     """Return what is wrong with `Sample.metrics`, which hooks set; None if nothing is."""
     for name, value in sample.metrics.items():
         if not isinstance(name, str) or not is_finite(value):
-            return f"metrics has {name!r}: {value!r:.80}; names are strings and values finite numbers"
+            return f"metrics has {name!r}: {value!r:.80}; names must be strings, and values finite numbers"
     return None
 
 
 @dataclass(slots=True)
 class RolloutCounts:
-    """Counts that the samples do not contain."""
+    """Counts of a rollout that cannot be computed from its samples."""
 
     num_resumed: int = 0
     num_stale: int = 0
     """Buffered groups that were too old to continue."""
     num_tokens_before: int = 0
-    """Response tokens that resumed groups had before."""
+    """Response tokens of resumed groups that earlier rollouts sampled."""
     elapsed_s: float = 0.0
 
 
@@ -106,7 +106,7 @@ def sample_metrics(
     """Return means over the usable samples of kept groups, and scores over the prompts of all finished groups.
 
     Args:
-        pass_key: value of a dict reward by which a sample passes, where it differs from `reward_key`
+        pass_key: key of dict rewards that decides whether a sample passes; None: `reward_key`
         policy_version: version of the weights that train on the groups, as far as it is known
     """
     samples = usable(sample for group in groups if group.kept for sample in group.samples)
@@ -216,7 +216,7 @@ def _zero_std_ratio(groups: Iterable[SampleGroup], reward_key: str | None) -> fl
 
 
 def epoch_metric(state: RolloutState) -> dict[str, float]:
-    """Return the number of complete passes over the data; a user's data source has none."""
+    """Return the number of complete passes over the data; empty for a user's data source."""
     epoch = state.source.get("epoch")
     return _named({"epoch": epoch}) if isinstance(epoch, int) else {}
 

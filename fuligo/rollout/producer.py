@@ -1,4 +1,4 @@
-"""Production of rollouts: measurements (wall time, idle engines, engine load) and pace (on demand, one ahead, without pause)."""
+"""Production of rollouts: measurements (wall time, idle engines, engine load) and pace (on demand, one step ahead, continuous)."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ PhaseTimer = Callable[[str, int], AbstractContextManager[object]]
 
 @dataclass(eq=False)
 class RolloutProducer:
-    """Producer of a step's rollout by one method, which it also measures."""
+    """Producer of rollouts by one method, which adds engine measurements to their metrics."""
 
     method: RolloutMethod
     _: KW_ONLY
     phase: PhaseTimer
-    """Timer of the phase `rollout` of the step."""
+    """Timer of the phase `rollout` of a step."""
     activity: Activity | None = None
     """Counter of the requests of the rollouts; None if nothing is sampled."""
     monitor: EngineMonitor | None = None
@@ -91,7 +91,7 @@ class Activity:
 
 @dataclass(eq=False)
 class CountedEngine:
-    """Engine whose requests are counted. Implements `generate.Engine`."""
+    """Engine whose requests are counted. Implements `Engine`."""
 
     engine: Engine
     activity: Activity
@@ -104,11 +104,11 @@ class CountedEngine:
 class PacedRollouts:
     """Async iterator over the rollouts `start` to `stop - 1`.
 
-    sync: rollout k is sampled when the loop asks for it, with the weights of that moment.
+    sync: rollout k is sampled when the loop asks for it, with the current weights.
     one-step: rollout k + 1 begins before rollout k is handed out, so that sampling and training overlap; its tokens are one training
     step older than in sync mode. Await `settle()` before the weights change. `Rollout.state` of k is taken before k + 1 begins: a
     resume samples k + 1 again, and nothing is lost or trained on twice.
-    full: `produce` takes rollouts out of sampling that never stops (`continuous.ContinuousRunner`). Weights may change at any time:
+    full: `produce` takes rollouts from continuous sampling (`continuous.ContinuousRunner`). Weights may change at any time:
     `settle()` announces the change and does not wait.
 
     `close()` cancels a rollout that began ahead.
@@ -118,7 +118,7 @@ class PacedRollouts:
         start: first rollout; 0, or the step of the checkpoint
         stop: number of rollouts of the whole run
         before_sync: called when the weights are about to change
-        policy_version: version of the weights that train on what is handed out, for the staleness metrics; None if nothing is sampled
+        policy_version: returns the version of the weights that train on the rollout, for staleness metrics; None if nothing is sampled
         end_early: when set, ends the iteration and cancels the rollout that the loop waits for
     """
 
@@ -174,7 +174,7 @@ class PacedRollouts:
                 await asyncio.gather(rollout, return_exceptions=True)
 
     async def settle(self) -> None:
-        """Return when the weights may change: when no rollout is being sampled, or at once in full mode.
+        """Wait until the weights may change: until no rollout is being sampled. In full mode, return immediately.
 
         If the rollout ahead fails, its error is raised when the loop asks for it.
         """

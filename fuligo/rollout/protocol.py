@@ -1,4 +1,4 @@
-"""Contracts inside the rollout side, and the data that they exchange."""
+"""Interfaces within the rollout side, and the data that they exchange."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from fuligo.types import Sample, SampleGroup
 
 
 class RolloutMethod(Protocol):
-    """One way to make rollouts: in waves, without pause, by a user's function, from conversations or from saved rollouts."""
+    """Method of producing rollouts: in waves, continuously, by a user's function, from conversations or from saved rollouts."""
 
     async def rollout(self, step: int) -> Rollout:
-        """Make the rollout of `step`; called for one step after the other.
+        """Produce the rollout of `step`; called once per step, in order.
 
         Raises:
-            FuligoError: no rollout can be made; one bad sample is data, not an error
+            FuligoError: the rollout cannot be produced; a failed sample is not an error
         """
         ...
 
@@ -39,7 +39,7 @@ class GenerateFn(Protocol):
 
 @runtime_checkable
 class Interruptible(Protocol):
-    """GenerateFn whose calls may do without an engine for long, so that an abort of the engines does not reach them."""
+    """GenerateFn whose calls may run for long without an engine request, so that aborting all requests does not stop them."""
 
     def interrupt(self) -> None:
         """Make every call return an aborted sample as soon as possible, because generation is being aborted."""
@@ -59,7 +59,7 @@ class GroupStream(Protocol):
         ...
 
     def put_back(self, groups: list[SampleGroup]) -> None:
-        """Return the unfinished groups of a full rollout, ordered by index."""
+        """Put the unfinished groups of a full rollout, ordered by index, back into the buffer."""
 
     def state(self, step: int) -> RolloutState:
         """Return the position in the data after rollout `step`."""
@@ -86,7 +86,7 @@ class Draw:
 
 @dataclass(slots=True)
 class RolloutState:
-    """Position of the sampling after a rollout, saved in its checkpoint."""
+    """Position of sampling after a rollout, saved in the rollout's checkpoint."""
 
     source: dict[str, int | str | list[int]]
     """Position in the data: epoch, offset, rows to be drawn again."""
@@ -96,7 +96,7 @@ class RolloutState:
     """Unfinished groups of a partial rollout; in full-async mode, all groups that are queued or in flight."""
 
     def copy(self) -> RolloutState:
-        """Return a copy that stays as it is while sampling continues the groups of the buffer."""
+        """Return a deep copy, so that sampling can continue the groups of the buffer without changing it."""
         return RolloutState(deepcopy(self.source), self.next_sample_index, self.next_group_index, deepcopy(self.buffer))
 
 

@@ -1,4 +1,4 @@
-"""Rollouts made one at a time: waves of prompts are sampled, rewarded and judged concurrently until enough groups are kept."""
+"""Rollouts sampled one at a time: waves of prompts are sampled, rewarded and filtered concurrently until enough groups are kept."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ class RunnerParts:
     flags: RolloutFlags
     concurrency: int
     reward_key: str | None = None
-    """Value of a dict reward that the metrics report."""
+    """Key of dict rewards that the metrics report."""
     pass_key: str | None = None
-    """Value of a dict reward by which a sample passes, as in evaluations."""
+    """Key of dict rewards that decides whether a sample passes, as in evaluations."""
     group_filter: GroupFilter | None = None
     """Filter that keeps or drops a finished group (dynamic sampling)."""
     sample_filter: SampleFilter | None = None
-    """Hook that sees all groups that are handed out and changes their samples in place."""
+    """Hook that sees the kept groups of a rollout and changes their samples in place."""
     all_samples: AllSamples | None = None
-    """Hook that sees all groups of a rollout, dropped ones too, after the sample filter."""
+    """Hook that sees all groups of a rollout, including dropped ones, after the sample filter."""
     policy_version: Callable[[], int] = lambda: 0
 
     def finish(self, step: int, version: int, groups: list[SampleGroup]) -> None:
         """Call the hooks that see a whole rollout.
 
         Args:
-            version: version of the weights that sampled it.
-            groups: kept and dropped ones.
+            version: version of the weights that sampled the rollout.
+            groups: kept and dropped groups.
         """
         if self.sample_filter is not None:
             self.sample_filter([group for group in groups if group.kept])
@@ -63,10 +63,10 @@ class RunnerParts:
 
 
 class RolloutRunner:
-    """Runner of rollouts of the groups of a `GroupStream`, one at a time. Implements `RolloutMethod`.
+    """Runner that samples rollouts from a `GroupStream`, one at a time. Implements `RolloutMethod`.
 
     Args:
-        aligned_waves: pause the engine until a whole wave has arrived, so that equal seeds give bitwise equal tokens
+        aligned_waves: pause the engines until a whole wave has arrived, so that equal seeds give bitwise equal tokens
     """
 
     def __init__(self, parts: RunnerParts, *, aligned_waves: bool = False) -> None:
@@ -76,7 +76,7 @@ class RolloutRunner:
         self._aligned_waves = aligned_waves and wave_requests <= parts.concurrency
         if aligned_waves and not self._aligned_waves:
             logger.warning(
-                "a wave has %d requests, but --rollout-concurrency is %d: runs are not bitwise reproducible",
+                "a wave has %d requests, but --rollout-concurrency is %d: the run is not bitwise reproducible; raise --rollout-concurrency",
                 wave_requests,
                 parts.concurrency,
             )
@@ -93,7 +93,7 @@ class RolloutRunner:
 
         Raises:
             RolloutError: all waves are used up, or nearly all groups failed; unfinished groups are back in the source
-            EngineError: the engines do not answer to abort, pause or load
+            EngineError: an engine did not answer an abort, pause or load request
         """
         started_s = time.monotonic()
         sampling = DynamicSampling(
@@ -145,7 +145,7 @@ class RolloutRunner:
                 tasks.start(group)
 
     def _conclude(self, run: _Run) -> Rollout:
-        """Mark every group kept or dropped, and apply the sample filter to those kept."""
+        """Mark every group as kept or dropped, call the hooks of whole rollouts, and compute the metrics."""
         groups = run.mark_kept(run.sampling.chosen())
         self._parts.finish(run.step, run.version, groups)
         metrics = sample_metrics(groups, reward_key=self._parts.reward_key, pass_key=self._parts.pass_key, policy_version=run.version)
@@ -166,7 +166,7 @@ class _Run:
     counts: RolloutCounts = field(default_factory=RolloutCounts)
 
     def mark_kept(self, kept: Collection[int]) -> list[SampleGroup]:
-        """Mark every drawn group as kept, or with the reason why it is not, and return all in the order of their indices."""
+        """Mark every drawn group as kept, or as dropped with its reason; return all of them ordered by index."""
         aborted = {group.index for group in self.aborted}
         for index, group in self.groups.items():
             group.kept = index in kept
@@ -179,7 +179,7 @@ class _Run:
         return [self.groups[index] for index in self.sampling.dropped]
 
     def log_wave(self, reward_key: str | None) -> None:
-        """Log what the waves have kept so far, as a warning if that is nothing."""
+        """Log how many groups the waves have kept so far, as a warning if there are none."""
         sampling = self.sampling
         if sampling.num_waves == 0:
             return

@@ -1,4 +1,4 @@
-"""Execution of a GenerateFn within the limits of the run, in turns. An error of one sample is data of that sample."""
+"""Execution of a GenerateFn within the concurrency and timeout of the run. An error fails only its sample."""
 
 import asyncio
 import logging
@@ -16,11 +16,11 @@ from fuligo.rollout.protocol import GenerateFn, Interruptible
 from fuligo.types import Sample, SampleStatus
 
 REFILL_SHARE = 1 / 16
-"""Share of the turns that must be free before waiting samples get them; half of it is idle on average."""
+"""Share of the turns that must be free before waiting samples get them; on average, half of this share is idle."""
 
 
 class Turns:
-    """Turns of the samples in generation, as an async context manager for one sample; first come, first served.
+    """Limit on the samples in generation, first come, first served; each sample enters it as an async context manager.
 
     Args:
         limit: samples generated at a time
@@ -40,7 +40,7 @@ class Turns:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # it got its turn at the same moment
+            if turn.done() and not turn.cancelled():  # admitted just before the cancellation
                 self._give_back()
             else:
                 self._waiting.remove(turn)
@@ -66,7 +66,7 @@ class Turns:
 logger = logging.getLogger(__name__)
 
 DEADLINE_SLACK = 1.01
-"""Factor on the deadline: a request with the same deadline fails first, and its error names the engine."""
+"""Factor on the timeout, so that a request with the same timeout fails first, with an error that names the engine."""
 NO_PROGRESS_PAUSE_S = 0.01
 """Pause before continuing a sample that was interrupted without a new token."""
 
@@ -76,20 +76,20 @@ class Sampler:
     """Concurrency, deadline, seed and validation around a GenerateFn."""
 
     generate: GenerateFn
-    """The default (`generate.SingleTurn`) or a hook."""
+    """Default (`generate.SingleTurn`) or user's function."""
     _: KW_ONLY
     seed: int
     stream: str
-    """Separates the random numbers of uses that count samples on their own (`train`, `eval/<name>`)."""
+    """Name of the random stream (`train`, `eval/<name>`), which separates samples of equal index."""
     turns: Turns
-    """Limits how many samples are generated at a time."""
+    """Limit on the samples generated at a time."""
     timeout_s: float
-    """Deadline of one sample's generation, without the wait for its turn."""
+    """Timeout of one sample's generation, without the wait for its turn."""
     open: bool = field(default=True, init=False)
     """False: samples still waiting for their turn are returned unchanged."""
 
     def close(self) -> None:
-        """Return samples that wait for their turn unchanged, and interrupt those in generation that wait for something else."""
+        """Let samples that wait for their turn return unchanged, and interrupt an `Interruptible` GenerateFn."""
         self.open = False
         if isinstance(self.generate, Interruptible):
             self.generate.interrupt()
@@ -162,8 +162,8 @@ def malformation(sample: Sample) -> str | None:
         return "malformed response, lengths differ: " + ", ".join(f"{name} {length}" for name, length in lengths.items())
     if sample.routed_experts is not None and len(sample.routed_experts) >= max(len(sample.tokens), 1):
         return (
-            f"malformed response: routed_experts has {len(sample.routed_experts)} tokens; the sample has {len(sample.tokens)}, and "
-            "the last has no experts"
+            f"malformed response: routed_experts covers {len(sample.routed_experts)} tokens, but the sample has {len(sample.tokens)} and "
+            "its last token has no experts"
         )
     if sample.teacher_logprobs is not None and len(sample.teacher_logprobs) != sample.response_length:
         return f"malformed response: teacher_logprobs has {len(sample.teacher_logprobs)} of {sample.response_length} tokens"
@@ -185,7 +185,7 @@ def _num_tokens(samples: Sequence[Sample]) -> int:
 
 
 def _problem(samples: list[Sample]) -> str | None:
-    """Return why the samples of a GenerateFn cannot be used, or None."""
+    """Return why the samples that a GenerateFn returned cannot be used, or None."""
     if not samples:
         return "the generate function returned an empty list"
     for sample in samples:

@@ -30,7 +30,7 @@ class GroupSource:
     mask_offpolicy: bool = False
     """Do not train on tokens of earlier rollouts."""
     max_staleness: int | None = None
-    """Groups with an older token start from their prompt again."""
+    """Largest age of a token, in versions; buffered groups with an older one start over from their prompt. None: no limit."""
     _buffer: list[SampleGroup] = field(default_factory=list, init=False)
     _next_sample_index: int = field(default=0, init=False)
     _next_group_index: int = field(default=0, init=False)
@@ -78,7 +78,7 @@ class GroupSource:
         return SampleGroup(samples[0].group_index, prompt.row, samples)
 
     def _drop_stale(self, policy_version: int) -> int:
-        """Give the prompts of groups that are too old to continue back to the data; return how many."""
+        """Drop buffered groups that are too old to continue, and return their number. Their prompts are drawn again."""
         if self.max_staleness is None:
             return 0
         oldest = policy_version - self.max_staleness
@@ -87,7 +87,7 @@ class GroupSource:
         return len(stale)
 
     def _take_buffered(self, num_groups: int, step: int) -> list[SampleGroup]:
-        """Take the groups that the filter chooses. Groups that it removes but does not return restart from their prompt."""
+        """Take the groups that the buffer filter chooses. Groups that it removes but does not return start over from their prompt."""
         if not self._buffer:
             return []
         by_index = {group.index: group for group in self._buffer}
@@ -114,7 +114,7 @@ class GroupSource:
 
 
 def continuation(group: SampleGroup, step: int, mask_offpolicy: bool) -> SampleGroup:
-    """Copy a group to continue it: each sample keeps its tokens, log-probabilities and versions."""
+    """Copy a group to continue it, with its tokens, log-probabilities and versions. `mask_offpolicy` masks the tokens so far."""
     samples = [_copy(sample, step, mask_offpolicy) for sample in group.samples]
     return SampleGroup(group.index, group.row, samples)
 

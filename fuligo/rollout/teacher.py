@@ -14,12 +14,12 @@ from fuligo.types import Sample, SampleGroup, SampleStatus, Span
 
 @dataclass(eq=False)
 class ServedTeacher:
-    """Scorer that sets `teacher_logprobs` of finished samples. An error that outlasts the retries makes its sample failed."""
+    """Scorer that sets `teacher_logprobs` of finished samples. A sample is marked failed if its request fails after all retries."""
 
     scorer: EngineGroup | InferenceEngine
     _: KW_ONLY
     timeout_s: float
-    """Deadline of one sample, retries included."""
+    """Timeout of one sample, retries included."""
     _num_requests: itertools.count = field(default_factory=itertools.count, init=False)
 
     async def __call__(self, group: SampleGroup) -> None:
@@ -38,7 +38,7 @@ class ServedTeacher:
 
 @dataclass(eq=False)
 class RewardWithTeacher:
-    """`RewardFn` that lets the teacher score concurrently."""
+    """`RewardFn` that runs a reward and a teacher's scoring concurrently."""
 
     reward: RewardFn
     teacher: ServedTeacher

@@ -1,1 +1,1 @@
-"""Environments, tasks and tools of other projects. Each module needs its own package, which an extra of the same name installs."""
+"""Environments, tasks and tools of other projects. Each module needs its project's package; all but verifiers have an extra for it."""

@@ -7,7 +7,7 @@
         async def close(self):
             await self.server.close()
 
-A started server belongs to one episode and does not share its state; one at a URL is shared.
+A server started by a command belongs to one episode; a server at a URL is shared by all episodes.
 """
 
 import asyncio
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 
 class McpSettings(BaseModel):
-    """A server: a command to start, or a URL."""
+    """MCP server: a command to start, or a URL."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     command: str | None = None
     args: tuple[str, ...] = ()
     env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of the command. Of fuligo's own variables it inherits only PATH, HOME and the like."""
+    """Environment variables of the command. It inherits only basic variables such as PATH and HOME from fuligo."""
     url: str | None = None
     """Address of a server that speaks streamable HTTP."""
     timeout_s: float = Field(default=30.0, gt=0)
-    """Time limit for connecting, and for each call."""
+    """Timeout of the connection, and of each call."""
 
     @model_validator(mode="after")
     def _names_one_server(self) -> "McpSettings":
@@ -55,12 +55,15 @@ class McpTool:
         self.parameters: Mapping[str, Any] = tool.parameters
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
-        """Call the tool and return its text. Raises RuntimeError if the server reports an error, does not answer in time, or has ended."""
+        """Call the tool and return the text of its result.
+
+        Raises RuntimeError if the server reports an error, does not answer in time, or has ended.
+        """
         return await self._server.call(self.name, arguments)
 
 
 class McpServer:
-    """Connection to a server. A dedicated task opens and closes it, since the library demands that."""
+    """Connection to a server. A dedicated task holds it, because the library requires that one task opens and closes it."""
 
     def __init__(self, settings: McpSettings) -> None:
         self._settings = settings
@@ -73,7 +76,7 @@ class McpServer:
     async def connect(cls, settings: McpSettings) -> "McpServer":
         """Connect and read the list of tools.
 
-        Raises ConfigError if mcp is not installed and RolloutError if the server does not start or answer.
+        Raises ConfigError if mcp is not installed, and RolloutError if the server does not start or answer.
         """
         server = cls(settings)
         try:
@@ -83,7 +86,7 @@ class McpServer:
         except BaseException as error:
             await server.close()
             if isinstance(error, Exception) and not isinstance(error, ConfigError):
-                text = "it did not answer in time" if isinstance(error, TimeoutError) else _reason(error)
+                text = f"it did not answer within {settings.timeout_s:g} s" if isinstance(error, TimeoutError) else _reason(error)
                 raise RolloutError(f"cannot use the MCP server {settings.command or settings.url}: {text}") from None
             raise
         return server
@@ -92,7 +95,7 @@ class McpServer:
         """Call a tool; see `McpTool.call`."""
         client = await self._connected
         if self._task.done():
-            raise RuntimeError("the server has ended")
+            raise RuntimeError("the MCP server has ended")
         try:
             result = await client.call_tool(name, dict(arguments), read_timeout_seconds=self._settings.timeout_s)
         except Exception as error:
@@ -139,12 +142,12 @@ async def _list(client: "Client") -> list[Tool]:
 
 
 def _text(result: "CallToolResult") -> str:
-    """Return the text of a result; other content is named, since the model reads only text."""
+    """Return the text of a result; content other than text becomes `[type]`, because the model reads only text."""
     return "\n".join(part.text if part.type == "text" else f"[{part.type}]" for part in result.content)
 
 
 def _reason(error: BaseException) -> str:
-    """Return the first cause in groups of exceptions, which task groups raise."""
+    """Return the text of an exception; for an exception group of a task group, that of its first cause."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return str(error) or type(error).__name__

@@ -3,8 +3,8 @@
     python -m fuligo.environments.adapters.reasoning_gym leg_counting --size 1000 --seed 1 > train.jsonl
     fuligo train --prompt-data train.jsonl --custom-rm-path fuligo.environments.adapters.reasoning_gym.reward ...
 
-A row names its task (dataset, configuration, index) in its metadata; the reward generates the task again, because its verifier
-needs types that JSON does not keep.
+A row's metadata holds its task (dataset, configuration, index); the reward generates the task again, because the verifier needs types that
+JSON does not preserve.
 """
 
 import argparse
@@ -24,7 +24,7 @@ _KEY = "reasoning_gym"
 
 
 class Task(BaseModel):
-    """One task, as a row's metadata names it."""
+    """Task of a row, as stored in its metadata."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -39,11 +39,11 @@ def rows(dataset: str, config: Mapping[str, Any], *, style: str = "default") -> 
 
     Args:
         dataset: name, such as `leg_counting`
-        config: arguments of the dataset; `size` and `seed` among them
+        config: arguments of the dataset, such as `size` and `seed`
         style: system prompt that asks for <answer> tags, one of `reasoning_gym.utils.SYSTEM_PROMPTS`
 
     Raises:
-        ConfigError: the package, the dataset or the style does not exist, or the configuration is wrong.
+        ConfigError: the package is not installed, the dataset or the style does not exist, or the configuration is invalid.
     """
     text = orjson.dumps(dict(config), option=orjson.OPT_SORT_KEYS).decode()
     generated = _dataset(dataset, text)
@@ -58,19 +58,19 @@ def rows(dataset: str, config: Mapping[str, Any], *, style: str = "default") -> 
 
 
 def score(answer: str, task: Task) -> float:
-    """Return the verifier's score of a model's text, between 0 and 1; 0 without <answer> tags."""
+    """Return the verifier's score of a response, between 0 and 1; 0 without <answer> tags."""
     dataset = _dataset(task.dataset, task.config)
     extract_answer = importlib.import_module("reasoning_gym.utils").extract_answer
     return float(dataset.score_answer(extract_answer(answer), dataset[task.index]))
 
 
 def reward(args: Any, sample: Sample) -> float:
-    """Score a sample: the function for --custom-rm-path. Raises RewardError if its row was not written by `rows`."""
+    """Return the score of a sample; for --custom-rm-path. Raises RewardError if its row was not written by `rows`."""
     try:
         task = Task.model_validate((sample.metadata or {})[_KEY])
     except (KeyError, ValidationError):
         raise RewardError(
-            f"cannot score sample {sample.index}: its metadata names no task of reasoning-gym; write the prompt file with"
+            f"cannot score sample {sample.index}: its metadata holds no reasoning-gym task; write the prompt file with"
             " `python -m fuligo.environments.adapters.reasoning_gym` and set --metadata-key metadata"
         ) from None
     return score(sample.response, task)

@@ -1,9 +1,9 @@
-"""Games for one player of TextArena.
+"""Single-player games of TextArena.
 
     fuligo train --environment fuligo.environments.adapters.textarena.TextArena --environment-settings '{game: GuessTheNumber-v0}' ...
 
-A row's metadata holds the game's `seed`, so that the samples of one prompt play the same game. The prompt of the row is not shown; the game
-has its own.
+A row's metadata holds the game's `seed`, so that the samples of one prompt play the same game. The model does not see the row's prompt; the
+game provides one.
 """
 
 import importlib
@@ -28,12 +28,12 @@ class TextArenaSettings(EnvironmentSettings):
 
 
 class TextArena(Environment):
-    """One game. Its reward is given at the end; `game/invalid_move` is 1 if an invalid move ended the game."""
+    """Environment of one game, with a reward at its end. The metric `game/invalid_move` is 1 if an invalid move ended the game."""
 
     Settings: ClassVar[type[EnvironmentSettings]] = TextArenaSettings
 
     def __init__(self, row: Row, settings: TextArenaSettings) -> None:
-        """Make the game. Raises ConfigError if textarena is not installed, the game does not exist, or the row has no seed."""
+        """Create the game. Raises ConfigError if textarena is not installed, the game does not exist, or the row has no seed."""
         super().__init__(row, settings)
         try:
             textarena = importlib.import_module("textarena")
@@ -67,13 +67,13 @@ class TextArena(Environment):
         return Step(reward=float(rewards[0]), done=True, metrics={"game/invalid_move": float(bool(information[0]["invalid_move"]))})
 
     def _observe(self) -> str:
-        """Return what the game said since the last time; the model's own moves are in its context already."""
+        """Return the game's messages since the last turn. The model's own moves are left out: they are in its context already."""
         player, observations = self._game.get_observation()
         return "\n".join(text for speaker, text, _ in observations if speaker != player).strip()
 
     @contextmanager
     def _own_random(self) -> Iterator[None]:
-        """Give the game, which uses Python's shared generator, a state that no other episode changes."""
+        """Run the block with this game's state of Python's global random generator, which all games use."""
         shared = random.getstate()
         random.setstate(self._random)
         try:

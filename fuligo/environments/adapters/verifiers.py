@@ -1,4 +1,4 @@
-"""Agent for environments of verifiers: its harness talks to the policy through the gateway, its taskset gives the reward.
+"""Agent for environments of the verifiers library: the harness talks to the policy through the gateway, and the taskset gives the reward.
 
     python -m fuligo.environments.adapters.verifiers my-taskset --env '{"agent": {"harness": {"id": "null"}, ...}}' > train.jsonl
     fuligo train --agent fuligo.environments.adapters.verifiers.play --prompt-data train.jsonl --metadata-key metadata ...
@@ -45,7 +45,7 @@ class Task(BaseModel):
 
 
 async def play(session: Endpoint, row: Row) -> float:
-    """Play the task of a row, and return the reward that verifiers gives: the function for --agent.
+    """Run the task of a row with verifiers and return its reward; for --agent.
 
     Raises ConfigError if the row was not written by `rows`, or verifiers is not installed, and RuntimeError if the harness, the tools or
     the scoring failed.
@@ -54,15 +54,16 @@ async def play(session: Endpoint, row: Row) -> float:
         task = Task.model_validate(row.metadata[_KEY])
     except (KeyError, ValidationError):
         raise ConfigError(
-            f"cannot play sample {row.index}: its metadata names no task of verifiers; write the prompt file with"
+            f"cannot play sample {row.index}: its metadata holds no task of verifiers; write the prompt file with"
             " `python -m fuligo.environments.adapters.verifiers` and set --metadata-key metadata"
         ) from None
     verifiers, environment = _library("verifiers.v1"), _environment(task.config)
-    variable = f"FULIGO_API_KEY_{secrets.token_hex(8)}"  # verifiers takes keys only from variables, and hides such names from programs
+    # verifiers reads keys only from environment variables, and hides variables with such names from the programs that it runs.
+    variable = f"FULIGO_API_KEY_{secrets.token_hex(8)}"
     os.environ[variable] = session.api_key
     try:
         client = verifiers.EvalClientConfig(base_url=session.base_url, api_key_var=variable)
-        # Its servers belong to the episode: those that episodes share would keep a client for each session.
+        # Each episode starts its own servers: shared servers would keep a client for every past session.
         async with environment.serving():
             context = verifiers.ModelContext(model="policy", client=client)
             episode = await environment.run_episode(_tasks(task.config)[task.index], context)
@@ -70,7 +71,7 @@ async def play(session: Endpoint, row: Row) -> float:
         del os.environ[variable]
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not episode.ok:
-        raise RuntimeError("; ".join(f"{error.type}: {error.message}" for error in errors) or "verifiers' episode failed without a reason")
+        raise RuntimeError("; ".join(f"{error.type}: {error.message}" for error in errors) or "the verifiers episode failed without error")
     return float(sum(trace.reward for trace in episode.traces))
 
 
@@ -83,7 +84,7 @@ def rows(config: dict[str, Any], first: int = 0, count: int | None = None) -> It
         count: number of rows; None takes all tasks
 
     Raises:
-        ConfigError: verifiers is not installed, knows no such taskset, or the configuration does not fit
+        ConfigError: verifiers is not installed, the taskset does not exist, or the configuration is invalid
     """
     text = orjson.dumps(config, option=orjson.OPT_SORT_KEYS).decode()
     for index in itertools.islice(range(len(_tasks(text))), first, None if count is None else first + count):
@@ -93,7 +94,7 @@ def rows(config: dict[str, Any], first: int = 0, count: int | None = None) -> It
 
 
 def _environment(config: str) -> Any:
-    """Make an environment; each episode has its own."""
+    """Create an environment of verifiers from its JSON configuration. Raises ConfigError if the configuration is invalid."""
     loaders, generic = _library("verifiers.v1.utils.loaders"), _library("verifiers.v1.utils.generic")
     verifiers, given = _library("verifiers.v1"), orjson.loads(config)
     try:
@@ -101,7 +102,7 @@ def _environment(config: str) -> Any:
         settings = generic.concrete_type(kind, verifiers.EnvConfig, origin=verifiers.Env) or verifiers.EnvConfig
         return kind(settings.model_validate(given))
     except (ImportError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"cannot make the environment of verifiers {config}: {type(error).__name__}: {error}") from None
+        raise ConfigError(f"cannot create the verifiers environment {config}: {type(error).__name__}: {error}") from None
 
 
 @functools.lru_cache(maxsize=16)

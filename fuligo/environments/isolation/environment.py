@@ -1,4 +1,4 @@
-"""Environment whose object lives in another process."""
+"""Proxy of an environment in another process."""
 
 from typing import Any, ClassVar
 
@@ -8,7 +8,7 @@ from fuligo.environments.isolation.workers import ProcessEndedError, Worker, Wor
 
 
 class IsolatedEnvironment(Environment):
-    """One episode. Its process is taken with the first call and given back, or killed, by `close`.
+    """Proxy of an environment in a worker process. The first call takes the process; `close` gives it back or kills it.
 
     The methods raise FailureError if the environment failed or its process ended.
     """
@@ -18,7 +18,7 @@ class IsolatedEnvironment(Environment):
         self._workers = workers
         self._worker: Worker | None = None
         self._num_steps: int | None = 0
-        """None after `restore`."""
+        """Steps so far, for error messages; None after `restore`."""
         self._last: Reply | None = None
 
     async def reset(self) -> Start:
@@ -35,7 +35,7 @@ class IsolatedEnvironment(Environment):
         return decode_step((await self._call(place, name="step", turn=turn)).result)
 
     async def close(self) -> None:
-        """Close the environment; its process is killed unless it is as good as new."""
+        """Close the environment. Its process is killed unless another episode can reuse it."""
         worker, self._worker = self._worker, None
         if worker is None:
             return
@@ -50,7 +50,7 @@ class IsolatedEnvironment(Environment):
             self._workers.give_back(worker) if is_reusable else self._workers.discard(worker)
 
     def state(self) -> Any:
-        """Return the state after the last call. Raises FailureError if there is none."""
+        """Return the environment's state after the last call. Raises FailureError if its `state()` failed."""
         assert self._last is not None
         if self._last.state_failure is not None:
             raise FailureError(self._last.state_failure)
@@ -67,6 +67,6 @@ class IsolatedEnvironment(Environment):
 
 
 class ResumableIsolatedEnvironment(IsolatedEnvironment):
-    """Episode of a class that is `resumable`."""
+    """`IsolatedEnvironment` of a class that is `resumable`."""
 
     resumable: ClassVar[bool] = True

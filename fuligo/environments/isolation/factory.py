@@ -1,4 +1,4 @@
-"""Choice of the processes in which the environments of a run live."""
+"""Choice between environments in separate processes and in the process of the run."""
 
 import logging
 import sys
@@ -19,10 +19,10 @@ Isolation = Literal["auto", "process", "none"]
 
 
 class MakesEnvironments(Protocol):
-    """Maker of the environments of a run."""
+    """Factory of the environments of a run."""
 
     def make(self, row: Row) -> Environment:
-        """Make the environment of an episode. Raises whatever the environment's constructor raises."""
+        """Create the environment of an episode. Raises whatever the environment's constructor raises."""
         ...
 
     async def close(self) -> None:
@@ -31,7 +31,7 @@ class MakesEnvironments(Protocol):
 
 @dataclass(slots=True, frozen=True)
 class IsolatedFactory:
-    """Maker of environments in processes of their own."""
+    """Factory of environments in separate processes."""
 
     kind: type[Environment]
     settings: EnvironmentSettings
@@ -48,9 +48,9 @@ class IsolatedFactory:
 
 
 def environment_factory(config: Config) -> MakesEnvironments:
-    """Load the environment class of a configuration, and start the process that its episodes are forked from.
+    """Load the environment class of a configuration and, if it is isolated, start the process that its episodes are forked from.
 
-    Raises HookError if the class cannot be imported or does not fit, ConfigError if its settings do not fit, or it cannot be isolated, and
+    Raises HookError if the class cannot be imported or does not fit, ConfigError if its settings are invalid or it cannot be isolated, and
     RolloutError if the process does not start.
     """
     flags = config.rollout
@@ -69,7 +69,7 @@ def environment_factory(config: Config) -> MakesEnvironments:
 
 
 def is_isolated(path: str, kind: type[Environment], isolation: Isolation) -> bool:
-    """Return whether environments of a class get their own processes. Raises ConfigError if they must, but cannot."""
+    """Return whether environments of a class run in separate processes. Raises ConfigError if `isolation` requires it in vain."""
     if isolation == "none":
         return False
     reason = _obstacle(path, kind)
@@ -77,7 +77,7 @@ def is_isolated(path: str, kind: type[Environment], isolation: Isolation) -> boo
         return True
     if isolation == "process":
         raise ConfigError(f"cannot isolate the environment {path}: {reason}; set --environment-isolation none")
-    logger.info("environments share the process of the run: %s", reason)
+    logger.info("environments run in the process of the run: %s", reason)
     return False
 
 
@@ -92,7 +92,7 @@ def _obstacle(path: str, kind: type[Environment]) -> str | None:
 
 
 def environment_problems(config: Config) -> list[str]:
-    """Return the problem of the environment of a config, if it has one. Imports its module."""
+    """Return the problem of a config's environment, or an empty list. Imports the environment's module."""
     path = config.rollout.environment
     if path is None:
         return []

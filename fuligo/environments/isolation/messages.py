@@ -22,7 +22,7 @@ CallName = Literal["reset", "restore", "step", "close", "cancel"]
 
 
 class FailureError(Exception):
-    """Failure of an environment; the text is the reason as the sample shows it."""
+    """Failure of an environment; its text becomes the error of the sample."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -54,7 +54,7 @@ class Reply:
     """JSON of a Start or Step; `is_reusable` after `close`."""
     failure: str | None = None
     state: Any = None
-    """State after the call, of environments that are resumable."""
+    """State after the call; None if the environment is not resumable."""
     state_failure: str | None = None
 
     def encode(self) -> bytes:
@@ -67,7 +67,7 @@ class Reply:
 
 
 def decode_reply(body: bytes) -> Reply:
-    """Read a reply. Raises FailureError if it is not one."""
+    """Decode a reply. Raises FailureError if it is malformed."""
     try:
         number, result, failure, state, state_failure = orjson.loads(body)
     except (ValueError, TypeError):
@@ -79,14 +79,14 @@ def decode_reply(body: bytes) -> Reply:
 
 
 def encode_start(start: Any) -> dict[str, Any]:
-    """Return the JSON of what `reset` returned. Raises FailureError if an episode cannot begin with it."""
+    """Return the result of `reset` as JSON data. Raises FailureError if it is invalid."""
     if (problem := start_problem(start)) is not None:
         raise FailureError(problem)
     return {"messages": start.messages, "tools": [[tool.name, tool.description, dict(tool.parameters)] for tool in start.tools]}
 
 
 def decode_start(result: Mapping[str, Any]) -> Start:
-    """Read a Start. Raises FailureError if it is not one."""
+    """Decode a Start. Raises FailureError if it is malformed."""
     try:
         return Start(result["messages"], tuple(Tool(name, description, parameters) for name, description, parameters in result["tools"]))
     except (KeyError, TypeError, ValueError):
@@ -94,7 +94,7 @@ def decode_start(result: Mapping[str, Any]) -> Start:
 
 
 def encode_step(step: Any) -> dict[str, Any]:
-    """Return the JSON of what `step` returned. Raises FailureError if an episode cannot continue with it."""
+    """Return the result of `step` as JSON data. Raises FailureError if it is invalid."""
     if (problem := step_problem(step)) is not None:
         raise FailureError(problem)
     return {
@@ -107,7 +107,7 @@ def encode_step(step: Any) -> dict[str, Any]:
 
 
 def decode_step(result: Mapping[str, Any]) -> Step:
-    """Read a Step. Raises FailureError if it is not one."""
+    """Decode a Step. Raises FailureError if it is malformed."""
     try:
         uses = tuple(ToolResult(name, text, failed, seconds) for name, text, failed, seconds in result["tool_results"])
         reward = result["reward"]
@@ -119,14 +119,14 @@ def decode_step(result: Mapping[str, Any]) -> Step:
 
 
 class _Unfit(str):
-    """Reward that is not a finite number; it shows itself as it did in its process."""
+    """Reward that is not a finite number; its repr is that of the original value in the environment's process."""
 
     def __repr__(self) -> str:
         return str(self)
 
 
 def _number(reward: Any) -> float | dict[str, str]:
-    """Return a finite reward as a float, anything else as its text."""
+    """Return a finite reward as a float, anything else as a dict with its repr."""
     try:
         value = reward.item() if hasattr(reward, "item") else reward
         if isinstance(value, Real) and isfinite(value):

@@ -1,4 +1,4 @@
-"""Rewards: built-in rules by name, a remote reward model, or a user's own function, each under a deadline and off the event loop."""
+"""Rewards: built-in rules by name, a remote reward model, or a user's function."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = [
 
 
 def reward_runner(config: Config) -> RewardRunner:
-    """Return the reward runner that the flags of a run ask for.
+    """Build the reward runner of a run from its flags.
 
-    Raises ConfigError if a reward type is unknown or lacks a flag and HookError if the custom reward cannot be imported.
+    Raises ConfigError if a reward type is unknown or lacks a flag, and HookError if the custom reward cannot be imported.
     """
     from fuligo.config.args_view import ArgsView
     from fuligo.config.hooks import hook_of, load_hook

@@ -1,4 +1,4 @@
-"""Check of the reward flags, alone and with the installed packages."""
+"""Check of the reward flags, and of the packages that they require."""
 
 import importlib.util
 

@@ -1,4 +1,4 @@
-"""Custom rewards: a user's function, async or not, under a deadline that it cannot outlast."""
+"""Custom rewards: a user's function, async or not, with a timeout that holds even if the function ignores cancellation."""
 
 import asyncio
 import inspect
@@ -16,7 +16,7 @@ _MAX_THREADS = 64
 
 
 class CustomReward:
-    """A user's function of `(args, sample)` or, for group rewards, `(args, samples)`.
+    """Reward by a user's function of `(args, sample)` or, for group rewards, `(args, samples)`.
 
     An async function runs on the event loop, any other in a thread.
     """
@@ -25,6 +25,7 @@ class CustomReward:
         """Wrap a function.
 
         Args:
+            function: the user's function.
             args: the read-only view of all flags.
             timeout_s: seconds per call.
         """
@@ -36,7 +37,7 @@ class CustomReward:
         self.name = getattr(function, "__qualname__", type(function).__qualname__)
 
     async def __call__(self, samples: Sample | list[Sample]) -> Any:
-        """Return what the function returns. Raises RewardFailure if the function raised, or did not return within the deadline."""
+        """Call the function and return its result. Raises RewardFailure if it raised, or did not return within the timeout."""
         if self._is_async:
             return await self._within_deadline(self._call_async(samples))
         async with self._threads:

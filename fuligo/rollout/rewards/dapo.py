@@ -39,7 +39,7 @@ _SHORT_ROOT = re.compile(r"sqrt([^{])")
 
 
 def normalise(answer: str) -> str:
-    """Return the text that is compared: the right-hand side, without units, spaces and markup."""
+    """Normalize an answer for comparison: keep the right-hand side of an equation, and remove units, spaces and markup."""
     answer = answer.rsplit("=", 1)[-1]
     for old, new in _REPLACED:
         answer = answer.replace(old, new)
@@ -64,5 +64,5 @@ def dapo_reward(answer: str | None, golds: list[str]) -> dict[str, float | str]:
 
 
 def _equal(answer: str, pred: str, gold: str) -> bool:
-    """Compare normalized texts, or the texts themselves if nothing is left of the label (`cents` is a unit)."""
+    """Compare the normalized texts, or the original ones if normalization leaves nothing of the label (`cents` is a unit)."""
     return pred == normal if (normal := normalise(gold)) else answer.strip() == gold.strip()

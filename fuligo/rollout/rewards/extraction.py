@@ -1,4 +1,4 @@
-"""Extraction of the answer from a response, and of the right answers from a label."""
+"""Extraction of the answer from a response, and of the correct answers from a label."""
 
 import re
 from typing import Any
@@ -37,14 +37,14 @@ def answer_line(response: str) -> str | None:
 
 
 def gold_answers(label: Any) -> list[str]:
-    r"""Return the answers of a label: a string, a number, an answer in a `\boxed{}`, or a list of these, each of which is right.
+    r"""Return the correct answers in a label: a string, a number, an answer in a `\boxed{}`, or a list of alternatives.
 
     Raises:
-        RewardFailure: there is no label, it is empty, or it has another type.
+        RewardFailure: the label is missing, empty, or of another type.
     """
     if isinstance(label, list | tuple):
         if not label:
-            raise RewardFailure(FailureReason.BAD_LABEL, "the label is an empty list, so no answer would be right")
+            raise RewardFailure(FailureReason.BAD_LABEL, "the label is an empty list, so no answer would be right; remove the row")
         return [answer for entry in label for answer in gold_answers(entry)]
     if isinstance(label, str):
         boxed = last_boxed(label)

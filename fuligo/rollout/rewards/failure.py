@@ -6,7 +6,7 @@ from fuligo.errors import RewardError
 
 
 class FailureReason(StrEnum):
-    """Reason why a sample has no reward; failures are counted by it."""
+    """Reason why a sample has no reward; `RewardRunner.failures` counts by it."""
 
     NO_REWARD = "no_reward"
     """Neither a reward type nor a custom reward applies to the sample."""
@@ -15,7 +15,7 @@ class FailureReason(StrEnum):
     TIMEOUT = "timeout"
     RAISED = "raised"
     BAD_VALUE = "bad_value"
-    """Not a finite number, nor a dict with one under --reward-key."""
+    """The reward is neither a finite number nor a dict with one under --reward-key."""
     WORKER_DIED = "worker_died"
     REMOTE = "remote"
     NO_WORKER = "no_worker"
@@ -23,7 +23,7 @@ class FailureReason(StrEnum):
 
 
 class RewardFailure(RewardError):
-    """A reward that could not be computed. Its sample fails and the run continues."""
+    """Failure to compute a reward. The sample is marked failed and the run continues."""
 
     def __init__(self, reason: FailureReason, text: str) -> None:
         super().__init__(text)
@@ -31,4 +31,4 @@ class RewardFailure(RewardError):
 
 
 class NoVerdictError(RewardFailure):
-    """A response on which the judge used up its time or memory. It counts as wrong, so that hanging the judge never pays."""
+    """Response on which the judge ran out of time or memory. It counts as wrong, so that the policy cannot gain by hanging the judge."""

@@ -1,7 +1,7 @@
-r"""Multiple choice, as in GPQA (Rein et al. 2023, arXiv:2311.12022): finds the letter that a response chooses and the one that is right.
+r"""Reward for multiple choice, as in GPQA (Rein et al. 2023, arXiv:2311.12022): compares the chosen letter with the correct one.
 
-Rows are those of slime (`slime/rollout/rm_hub/gpqa.py`): a label, and in the metadata `choices`, `valid_letters` and
-`correct_letter`, each optional.
+Rows have slime's format (`slime/rollout/rm_hub/gpqa.py`): a label, and the metadata `choices`, `valid_letters` and `correct_letter`,
+each of them optional.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from fuligo.rollout.rewards.extraction import gold_answers, last_boxed
 from fuligo.rollout.rewards.failure import FailureReason, RewardFailure
 
 _LETTERS = tuple(string.ascii_uppercase[:10])
-"""Letters of a question whose data name none."""
+"""Letters of a question whose row has neither choices nor letters."""
 _WRAPPER = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|boxed)\s*\{([^{}]*)\}")
 _MARKUP = re.compile(r"\*\*|__|[`$]|\\[()\[\]]")
 _MAX_WRAPPERS = 4
-"""Nested wrappers that are removed."""
+"""Depth to which nested wrappers are removed."""
 _ALONE = re.compile(r"[(\[{]?([A-Za-z])[)\]}]?[.:,;!]?")
 _LEADING = re.compile(r"[(\[{]([A-Za-z])[)\]}](?!\w)|(?!I [a-z])([A-Z])(?![\w'’^/=+-]|\s*[=+<>])")
 _LEADING_BRACKET = re.compile(r"([A-Za-z])[)\]](?=\s|$)")
@@ -34,13 +34,13 @@ _LONE = re.compile(r"[(\[]([A-Za-z])[)\]]|(?<![\w'’^/=+-])(?!I [a-z])(?!A [a-z
 
 @dataclass(slots=True, frozen=True)
 class Question:
-    """Choices of a question and the right ones."""
+    """Choices of a question, and which of them are correct."""
 
     letters: tuple[str, ...]
     choices: tuple[str, ...] = ()
-    """Texts, one per letter; empty if the data have none."""
+    """Texts, one per letter; empty if the row has none."""
     correct: frozenset[str] = frozenset()
-    """Letters, each of which is right."""
+    """Letters of the correct choices."""
 
     @classmethod
     def of(cls, label: Any, metadata: dict[str, Any]) -> Question:
@@ -66,7 +66,7 @@ class Question:
         return cls(offered.letters, offered.choices, by_label if by_letter is None else frozenset({by_letter}))
 
     def letter_of(self, value: Any, what: str) -> str:
-        """Return the letter of a choice given by its letter, its position (from 0) or its text."""
+        """Return the letter of a choice given by its letter, position (from 0) or text. Raises RewardFailure if there is none."""
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, int) and not isinstance(value, bool):
@@ -81,7 +81,7 @@ class Question:
         return letter
 
     def named_alone(self, text: str) -> str | None:
-        """Return the choice that all of `text` names: a letter, bracketed or not, or a choice's text."""
+        """Return the letter of a choice if the whole `text` is that letter, bracketed or not, or the choice's text; else None."""
         text = _bare(text)
         alone = _ALONE.fullmatch(text)
         if alone is not None and alone[1].upper() in self.letters:
@@ -90,7 +90,10 @@ class Question:
         return same[0] if len(same) == 1 else None
 
     def named_first(self, text: str) -> str | None:
-        """Return the choice that `text` names or begins with. A text wins over a letter, which may be the article "A"."""
+        """Return the letter of the choice that `text` is or begins with, else None.
+
+        The text of a choice takes precedence over a letter, because "A" may be the article.
+        """
         letter = self.named_alone(text)
         if letter is not None:
             return letter
@@ -103,7 +106,10 @@ class Question:
         return letter if letter in self.letters else None
 
     def mentioned(self, text: str) -> str | None:
-        """Return the only choice whose text occurs in `text`; a choice's text that is part of a longer choice's text does not count."""
+        """Return the letter of the only choice whose text occurs in `text`, else None.
+
+        A choice's text that is part of a longer choice's text does not count if the longer one occurs too.
+        """
         text = f" {_folded(text)} "
         found: dict[str, str] = {}
         for letter, choice in zip(self.letters, self.choices):
@@ -120,8 +126,8 @@ def chosen(response: str, question: Question) -> str | None:
     The text after the last `</think>` is searched in this order:
 
     1. the last `\boxed{}`, if it names a choice by its letter or text;
-    2. the last sentence of the kinds "answer: (C)", "the correct option is C" and "C is correct" that names a choice;
-    3. the last line, if it is a choice, or else the last letter that stands alone in it;
+    2. the last statement like "answer: (C)", "the correct option is C" or "C is correct" that names a choice;
+    3. the last line if it is a choice, else the last single letter in it;
     4. the only choice whose text is mentioned.
     """
     solution = response.rpartition("</think>")[2]
@@ -132,7 +138,7 @@ def chosen(response: str, question: Question) -> str | None:
 
 
 def gpqa_reward(answer: str | None, label: Any, metadata: dict[str, Any]) -> float:
-    """Return 1 for the right choice, 0 for another or none.
+    """Return 1 if the answer chooses a correct choice, else 0.
 
     Raises:
         RewardFailure: see `Question.of`.
@@ -159,7 +165,8 @@ def _offered(metadata: dict[str, Any]) -> Question:
         named = tuple(string.ascii_uppercase[: len(texts)]) if texts else _LETTERS
     if any(len(letter) != 1 or letter not in string.ascii_uppercase for letter in named) or (texts and len(named) != len(texts)):
         raise RewardFailure(
-            FailureReason.BAD_LABEL, f"{len(texts)} choices cannot have the letters {', '.join(named)}: each needs one letter from A to Z"
+            FailureReason.BAD_LABEL,
+            f"{len(texts)} choices cannot have the letters {', '.join(named)}: each choice needs one letter from A to Z",
         )
     return Question(named, texts)
 

@@ -1,7 +1,7 @@
-"""Judge of instruction following: IFEval's and IFBench's published checks, as the package if-verifiable has them (`fuligo[ifbench]`).
+"""Judge of instruction following: the published checks of IFEval and IFBench, from the package if-verifiable (`fuligo[ifbench]`).
 
-Imports nothing of fuligo, because a reward worker runs it by path: a published regular expression can take quadratic time and would block
-the event loop for as long.
+It imports nothing from fuligo, because a reward worker runs it by path. It runs in a worker because some of the published regular
+expressions can take quadratic time, which would block the event loop.
 """
 
 import csv
@@ -15,19 +15,19 @@ from typing import Any
 from unittest import mock
 
 _NLTK_DATA = Path(__file__).with_name("nltk_data")
-"""Abbreviations for NLTK's sentence splitter, used where its own model (punkt_tab) is not installed."""
+"""Abbreviations for NLTK's sentence splitter, used if NLTK's model (punkt_tab) is not installed."""
 _TRIAL = "A first sentence. Is it followed by a second one?"
-"""A response to try a check with, before the run starts."""
+"""Response on which a check is tried before the run starts."""
 
 _LANGUAGE_CHECKS = frozenset({"language:response_language", "change_case:english_capital", "change_case:english_lowercase"})
 """Checks that ask langdetect for the language of a response."""
 
 _MALFORMED = (IndexError, ValueError, csv.Error)
-"""Errors that checks raise on responses of an unexpected form: they take a character of an empty piece, or read a number or CSV."""
+"""Errors that checks raise on malformed responses, when they index into an empty part or parse a number or CSV."""
 
 
 class BadMetadataError(ValueError):
-    """Metadata that name no check, or lack an argument of one."""
+    """Metadata that name no known check, or have unusable arguments for one."""
 
     reason = "bad_metadata"
 
@@ -38,7 +38,7 @@ def prepare() -> None:
 
 
 def judge(response: str, metadata: dict[str, Any]) -> bool:
-    """Return whether the response, as it is, follows every instruction of the metadata. An empty response follows none.
+    """Return whether the response follows every instruction of the metadata (IFEval's strict variant). An empty response follows none.
 
     Raises:
         BadMetadataError: see `checkers`.
@@ -54,7 +54,7 @@ def check_metadata(metadata: dict[str, Any]) -> None:
     """Check that a response to the row can be judged, by judging a short one.
 
     Raises:
-        BadMetadataError: see `checkers`; also if a check raises or needs data that NLTK does not have.
+        BadMetadataError: see `checkers`; also if a check raises, or needs NLTK data that is not installed.
     """
     for name, check in zip(metadata.get("instruction_id_list") or (), checkers(metadata)):
         try:
@@ -71,7 +71,7 @@ def check_metadata(metadata: dict[str, Any]) -> None:
 
 
 def checkers(metadata: dict[str, Any]) -> list[Any]:
-    """Return one check for each of `instruction_id_list`, with its arguments from `kwargs`.
+    """Return a check for each instruction in `instruction_id_list`, with its arguments from `kwargs`.
 
     Raises BadMetadataError if an instruction is unknown, or an argument is missing, unknown or not usable.
     """
@@ -120,13 +120,13 @@ def _seed_langdetect() -> bool:
 def _checker(name: Any, given: Any) -> Any:
     if not isinstance(name, str) or name not in registry():
         near = difflib.get_close_matches(str(name), registry(), n=1)
-        hint = f"did you mean {near[0]}?" if near else "IFEval and IFBench define the known ones"
+        hint = f"did you mean {near[0]}?" if near else "use an instruction of IFEval or IFBench"
         raise BadMetadataError(f"there is no check for the instruction {name!r:.60}; {hint}")
     if name in _LANGUAGE_CHECKS and "langdetect" not in sys.modules:
         raise BadMetadataError(f"the check of {name} needs langdetect, which is not installed: pip install 'fuligo[ifbench]'")
     if given is not None and not isinstance(given, dict):
         raise BadMetadataError(f"the kwargs of {name} must be an object, not {given!r:.60}")
-    # Columnar files have every argument of every instruction, null where it is another's, and all numbers as floats.
+    # Columnar files store every argument for every instruction, null where it does not apply, and all numbers as floats.
     arguments = {
         key: int(value) if isinstance(value, float) and value.is_integer() else value
         for key, value in (given or {}).items()
@@ -134,7 +134,7 @@ def _checker(name: Any, given: Any) -> Any:
     }
     check = registry()[name](name)
     parameters = inspect.signature(check.build_description).parameters.values()
-    # The published checks replace a missing argument by a random value.
+    # The published checks replace missing arguments with random values.
     missing = [each.name for each in parameters if each.kind is not each.VAR_KEYWORD and each.name not in arguments]
     if missing:
         raise BadMetadataError(f"the kwargs of {name} lack {', '.join(missing)}")
@@ -146,5 +146,5 @@ def _checker(name: Any, given: Any) -> Any:
     replaced = [key for key, value in arguments.items() if isinstance(value, int | float) and used.get(key, value) != value]
     if replaced:
         key = replaced[0]
-        raise BadMetadataError(f"the kwargs of {name}: its check replaces {key}={arguments[key]} by a random value; use another value")
+        raise BadMetadataError(f"the kwargs of {name}: its check replaces {key}={arguments[key]} with a random value; use another value")
     return check

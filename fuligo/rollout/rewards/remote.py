@@ -15,7 +15,7 @@ _WORTH_RETRYING = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 class RemoteReward:
-    """Reward from a URL. Transient errors (no connection, 408, 425, 429, 5xx) are retried with doubling pauses within one deadline."""
+    """Client of one reward model. Transient errors (no connection, 408, 425, 429, 5xx) are retried with exponential backoff."""
 
     def __init__(self, url: str | Secret | None, *, timeout_s: float, retries: int) -> None:
         self._url = url
@@ -41,7 +41,8 @@ class RemoteReward:
                             break
         except TimeoutError:
             raise RewardFailure(
-                FailureReason.TIMEOUT, f"{self._url} gave no reward within {self._timeout_s:g} s; last problem: {last_problem}"
+                FailureReason.TIMEOUT,
+                f"{self._url} gave no reward within {self._timeout_s:g} s (--rm-timeout-s); last problem: {last_problem}",
             ) from None
         raise RewardFailure(FailureReason.REMOTE, f"{self._url}: {last_problem}")
 

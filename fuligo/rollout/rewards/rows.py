@@ -11,15 +11,17 @@ from fuligo.rollout.rewards.failure import RewardFailure
 from fuligo.rollout.rewards.rules import find_rule
 
 _ROWS_READ = 1000
-"""Rows checked, which takes milliseconds; samples of later rows fail one by one with the reason."""
+"""Number of rows checked, which takes milliseconds; later rows that cannot be judged fail their samples during the run."""
 
 
 def unjudged(paths: Sequence[str], settings: DataFlags, rm_type: str | None) -> str | None:
-    """Describe the first row that cannot be judged and count such rows among the first ones; None if all can be judged.
+    """Describe the first row that cannot be judged, and count such rows among the first `_ROWS_READ`.
+
+    Return None if all can be judged, or if --skip-bad-rows is set and at least one can.
 
     Args:
-        paths: entries as of --prompt-data; must have passed `check_file`.
-        rm_type: reward type of rows whose metadata name none.
+        paths: entries of --prompt-data that passed `check_file`.
+        rm_type: reward type of rows whose metadata set none.
     """
     if settings.metadata_key is None and (rm_type is None or find_rule(rm_type).check_row is None):
         return None

@@ -1,4 +1,4 @@
-"""Built-in rewards by name: how each extracts the answer and judges it."""
+"""Built-in rewards by name. Each extracts the answer from a response and judges it."""
 
 import difflib
 import random
@@ -53,7 +53,7 @@ class Services:
 
 @dataclass(slots=True, frozen=True)
 class Rule:
-    """A built-in reward: extracts an answer from the response and judges it."""
+    """Built-in reward, which extracts an answer from the response and judges it."""
 
     judge: Callable[[str | None, Sample, Services], Awaitable[Any]]
     """(answer, sample, services) -> reward; the answer is None if the response has none."""
@@ -61,7 +61,7 @@ class Rule:
     keys: tuple[str, ...] = ()
     """Keys of the dict that it returns; empty if it returns a number."""
     check_row: Callable[[Any, dict[str, Any]], object] | None = None
-    """(label, metadata) of a row -> raises RewardFailure if no response to it can be judged; None: known only with a response."""
+    """Check of a row's (label, metadata); raises RewardFailure if no response to the row can be judged. None: rows are not checked."""
 
 
 async def _answer_equals(answer: str | None, sample: Sample, services: Services) -> float:

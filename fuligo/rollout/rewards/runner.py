@@ -44,8 +44,8 @@ class RewardRunner:
     ) -> None:
         """Check the flags and prepare the services; nothing starts before the first sample.
 
-        `custom`: the function of `--custom-rm-path`. `optional`: samples without a reward type get the reward 0, because a teacher trains
-        them (--use-opd). Raises ConfigError if the flags contradict each other.
+        `custom` is the function of `--custom-rm-path`. With `optional`, samples without a reward type get the reward 0, because they are
+        trained on a teacher's log-probabilities (--use-opd). Raises ConfigError if the flags contradict each other.
         """
         if custom is None:
             check_reward(flags)
@@ -114,7 +114,7 @@ class RewardRunner:
         return await rule.judge(rule.extract(sample.response), sample, self._services)
 
     async def _add_extra(self, sample: Sample, reward: float | dict[str, Any]) -> None:
-        """Add the weighted additional rewards to the reward; record it and each of them as metrics of the sample."""
+        """Add the weighted extra rewards to the reward, and record the reward and each extra one as metrics of the sample."""
         parts = await asyncio.gather(*(extra.function(sample) for extra in self._extra))
         key = self._flags.reward_key
         total = main = reward_number(reward, key)
@@ -151,7 +151,7 @@ class RewardRunner:
             return finite(reward, "the reward")
         for name, part in reward.items():
             if isinstance(part, int) and not is_finite(part):  # metrics average all numbers
-                raise RewardFailure(FailureReason.BAD_VALUE, f"the reward's {name!r:.80} is an integer that no float can hold")
+                raise RewardFailure(FailureReason.BAD_VALUE, f"the reward's {name!r:.80} is an integer too large for a float")
         key = self._flags.reward_key
         if key is not None and key in reward:
             return {**reward, key: finite(reward[key], f"the reward's {key!r}")}
@@ -170,7 +170,7 @@ class RewardRunner:
 
 
 def reward_number(reward: float | dict[str, Any], key: str | None) -> float:
-    """Return the number to which additional rewards are added. Raises RewardFailure if the reward is a dict and no key names its number."""
+    """Return the number to which extra rewards are added. Raises RewardFailure if the reward is a dict and `key` is None."""
     if not isinstance(reward, dict):
         return reward
     if key is None:

@@ -1,4 +1,4 @@
-"""Mathematical equality: decided at once by spelling and plain numbers if possible, else with sympy in a worker process."""
+"""Mathematical equality: decided in this process by spelling and plain numbers if possible, else with sympy in a worker process."""
 
 from collections import OrderedDict
 
@@ -6,20 +6,20 @@ from fuligo.answers.equality import NeedsAlgebraError, equal_answers
 from fuligo.rollout.rewards.worker_pool import WorkerPool
 
 _REMEMBERED = 8192
-"""Verdicts kept, because samples of a group and of later epochs often give the same answers."""
+"""Verdicts kept, because samples of a group and of later epochs often have the same answers."""
 _MAX_CHARS_HERE = 200
-"""Longer texts go to a worker, where they do not hold up the event loop."""
+"""Longest answer compared in this process; longer ones go to a worker, where they do not block the event loop."""
 
 
 class SymbolicComparison:
-    """Comparison of answers with the label's golds, each of which is right."""
+    """Comparison of an answer with the correct answers of a label, with a cache of the workers' verdicts."""
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
         self._verdicts: OrderedDict[tuple[str, tuple[str, ...]], bool] = OrderedDict()
 
     async def answer_equals(self, answer: str, golds: list[str]) -> bool:
-        """Return whether an answer equals a gold. Raises RewardFailure if the comparison raised or exceeded its deadline."""
+        """Return whether an answer equals one of the golds. Raises RewardFailure if the comparison raised or timed out."""
         undecided: list[str] = []
         for gold in golds:
             verdict = _equal_at_once(answer, gold)
@@ -41,7 +41,7 @@ class SymbolicComparison:
 
 
 def _equal_at_once(answer: str, gold: str) -> bool | None:
-    """Return whether two answers are equal; None if it takes algebra."""
+    """Return whether two answers are equal; None if a worker must decide."""
     if answer == gold:
         return True
     if max(len(answer), len(gold)) > _MAX_CHARS_HERE:

@@ -1,7 +1,7 @@
-"""Reward worker: a process that answers requests with one judge (`symbolic_judge.py`, `instructions.py`), one JSON line each way.
+"""Reward worker: a process that answers requests with one judge (`symbolic_judge.py`, `instructions.py`), in JSON lines.
 
-Run by path, so that neither fuligo nor torch is imported. A judge can compute forever inside a single C call that no Python-level deadline
-interrupts (sympy, a regular expression), so the kernel's alarm ends the process, even if its parent is gone, and the parent starts another.
+It is run by path, so that neither fuligo nor torch is imported. A judge can compute forever in a single C call that Python cannot interrupt
+(sympy, a regular expression). The kernel's alarm therefore ends the process, even if its parent is gone, and the parent starts another.
 """
 
 import json
@@ -13,7 +13,7 @@ import sys
 from typing import TextIO
 
 _MAX_MEMORY_BYTES = 4 * 1024**3
-"""Address space that judging may add: a huge power must fail here instead of taking the machine's memory."""
+"""Address space that judging may allocate, so that a huge power fails instead of exhausting the machine's memory."""
 
 
 def main(judge_file: str, replies: TextIO) -> None:
@@ -48,7 +48,7 @@ def main(judge_file: str, replies: TextIO) -> None:
 
 
 def _limit_memory() -> None:
-    """Limit the address space to what the imports have mapped and `_MAX_MEMORY_BYTES` more: libraries for GPUs map tens of gigabytes."""
+    """Limit the address space to `_MAX_MEMORY_BYTES` beyond what the imports have mapped (GPU libraries map tens of gigabytes)."""
     try:
         with open("/proc/self/statm") as file:  # noqa: PTH123  # pathlib would be one more import
             mapped = int(file.read().split()[0]) * resource.getpagesize()
@@ -66,5 +66,5 @@ def _reply(replies: TextIO, reply: dict[str, object]) -> None:
 
 if __name__ == "__main__":
     own_output = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # text that a library prints must not get between the replies
+    os.dup2(2, 1)  # keeps text that a library prints out of the replies
     main(sys.argv[1], own_output)

@@ -15,11 +15,11 @@ _SCRIPT = Path(__file__).with_name("worker.py")
 _START_TIMEOUT_S = 120.0
 """Importing sympy takes about a second, and much longer on a loaded machine."""
 _GRACE_S = 5.0
-"""Extra time that the parent waits. The worker's own alarm ends it at the deadline, unless the kernel does not schedule it."""
+"""Extra seconds that the parent waits. The worker's alarm normally ends the worker at the deadline, but may be late on a loaded machine."""
 
 
 class WorkerDiedError(Exception):
-    """A worker that ended in the middle of a request."""
+    """Worker that ended during a request."""
 
 
 class Worker:
@@ -37,7 +37,7 @@ class Worker:
         """
         process = await asyncio.create_subprocess_exec(
             sys.executable,
-            "-P",  # or the script's directory would shadow modules of the standard library
+            "-P",  # otherwise the script's directory would shadow modules of the standard library
             str(_SCRIPT),
             str(judge),
             stdin=asyncio.subprocess.PIPE,
@@ -51,7 +51,7 @@ class Worker:
         except (TimeoutError, WorkerDiedError) as error:
             await worker.kill()
             late = f"did not start within {_START_TIMEOUT_S:g} s"
-            what = late if isinstance(error, TimeoutError) else f"ended with exit code {process.returncode} while it imported its judge"
+            what = late if isinstance(error, TimeoutError) else f"ended with exit code {process.returncode} while importing its judge"
             raise RewardFailure(FailureReason.NO_WORKER, f"a reward worker {what}") from error
         except asyncio.CancelledError:
             worker.kill_now()
@@ -64,8 +64,8 @@ class Worker:
     async def ask(self, request: dict[str, Any], timeout_s: float) -> bool:
         """Return the verdict on a request.
 
-        Raises NoVerdictError if the deadline passed, or the memory did not suffice, RewardFailure if the judge raised, and WorkerDiedError
-        if the process ended for another reason.
+        Raises NoVerdictError if the judge ran out of time or memory, RewardFailure if it raised, and WorkerDiedError if the process ended
+        for another reason.
         """
         try:
             async with asyncio.timeout(timeout_s + _GRACE_S):
@@ -111,14 +111,14 @@ class Worker:
 
 
 class WorkerPool:
-    """At most `num_workers` processes with one judge. A request waits for a free one; its deadline begins when it has one."""
+    """Pool of at most `num_workers` processes with one judge. A request waits for a free process; only then does its timeout start."""
 
     def __init__(self, judge: str, num_workers: int | None, timeout_s: float) -> None:
         """Store the settings; no process starts before the first request.
 
         Args:
             judge: file next to this one with `prepare()` and `judge(**request) -> bool`.
-            num_workers: None: one per core, at most 4.
+            num_workers: number of processes; None: one per core, at most 4.
             timeout_s: seconds per request.
         """
         self._judge = Path(__file__).with_name(judge)
@@ -128,12 +128,12 @@ class WorkerPool:
         self._busy: set[Worker] = set()
         self._has_started = False
         self._failed_start: RewardFailure | None = None
-        """Why the first worker did not start. Others would not either, and each would take seconds to fail."""
+        """Error of the first worker's start. It is raised for later requests at once: starting others would fail after seconds each."""
 
     async def ask(self, **request: Any) -> bool:
         """Return the judge's verdict.
 
-        Raises NoVerdictError if the response exceeded the judge's time or memory, or killed its process twice, and RewardFailure if no
+        Raises NoVerdictError if the judge ran out of time or memory, or two processes died on the response, and RewardFailure if no
         process started, or the judge raised.
         """
         async with self._slots:

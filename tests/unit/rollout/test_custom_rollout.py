@@ -77,8 +77,8 @@ async def test_samples_that_cannot_be_learnt_from_are_failed_with_the_reason():
     rollout = await rollouts.rollout(0)
     lacks, fine, pending, unjudged = samples_of(rollout.groups)
     assert "without engine_logprobs" in (lacks.error or "")
-    assert "returned it as pending" in (pending.error or "")
-    assert "returned it without a reward" in (unjudged.error or "")
+    assert "returned the sample as pending" in (pending.error or "")
+    assert "returned the sample without a reward" in (unjudged.error or "")
     assert fine.versions.tolist() == [3, 3]
     assert fine.engine_logprobs.dtype == np.float32
     assert rollout.metrics["rollout/num_failed"] == 3

@@ -81,7 +81,7 @@ async def test_an_episode_that_fails_says_why(taskset: None) -> None:
 
 
 def test_an_unknown_taskset_is_refused(taskset: None) -> None:
-    with pytest.raises(ConfigError, match=r"cannot make the environment of verifiers .*no_such_taskset"):
+    with pytest.raises(ConfigError, match=r"cannot create the verifiers environment .*no_such_taskset"):
         list(verifiers.rows({"taskset": {"id": "no_such_taskset"}}))
 
 

@@ -135,7 +135,7 @@ async def test_a_part_of_a_dict_that_no_float_can_hold_fails_the_sample(make_gro
     """A reward service may answer with any JSON, and metrics average every number of it."""
     group = make_group("a")
     runner = await judge(lambda args, sample: {"score": 1.0, "detail": 10**400}, group, reward_key="score")
-    assert "the reward's 'detail' is an integer that no float can hold" in str(group.samples[0].error)
+    assert "the reward's 'detail' is an integer too large for a float" in str(group.samples[0].error)
     assert runner.failures == {FailureReason.BAD_VALUE: 1}
 
 

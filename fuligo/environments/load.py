@@ -12,7 +12,7 @@ from fuligo.errors import ConfigError, HookError
 
 @dataclass(slots=True, frozen=True)
 class EnvironmentFactory:
-    """Maker of the environments of a run."""
+    """Factory of environments in the process of the caller."""
 
     kind: type[Environment]
     settings: EnvironmentSettings
@@ -27,7 +27,7 @@ class EnvironmentFactory:
 def load_environment(path: str, settings: dict[str, Any]) -> EnvironmentFactory:
     """Import the class of --environment and parse --environment-settings.
 
-    Raises HookError if the class cannot be imported or does not fit and ConfigError if the settings do not fit the class.
+    Raises HookError if the class cannot be imported or does not fit, and ConfigError if the settings do not fit the class.
     """
     kind: Any = load_hook("environment", path)
     if (problem := environment_problem(kind)) is not None:

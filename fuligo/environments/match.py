@@ -69,29 +69,29 @@ class Seat(Generic[Game]):
 
 @dataclass(eq=False)
 class Matches(Generic[Game]):
-    """Pairing of the samples of a run: sample 2k plays sample 2k + 1, which is of the same prompt if
+    """Pairing of the samples of a run: sample 2k plays sample 2k + 1, which has the same prompt if
     `--n-samples-per-prompt` is even.
 
     An interruption interrupts both samples of a match; if they start over, they meet in a new one.
     """
 
     in_process_of_one: ClassVar[bool] = False
-    """True in the process of a single episode, where nobody else joins."""
+    """True in the separate process of an episode, where no other episode can join."""
     _open: dict[int, _Match[Game]] = field(default_factory=dict, init=False)
     """Matches in which one player waits for the other, by number of the pair."""
 
     def join(self, index: int, make: Callable[[], Game]) -> Seat[Game]:
-        """Give a sample its seat, in the match that its partner opened or in a new one.
+        """Return the seat of a sample, in the match that its partner opened or in a new one.
 
         Args:
             index: number of the sample in the run
-            make: makes the game
+            make: creates the game
 
         Raises:
-            RuntimeError: the episode has a process of its own
+            RuntimeError: the episode runs in a separate process
         """
         if self.in_process_of_one:
-            raise RuntimeError("cannot join a match in a process of one episode; set `isolated = False` in the environment's class")
+            raise RuntimeError("cannot join a match from a separate process; set `isolated = False` in the environment's class")
         pair = index // 2
         match = self._open.pop(pair, None)
         if match is None:

@@ -1,4 +1,4 @@
-"""Memory of rendered conversations, so that a turn renders only once: the end of one turn is the beginning of the next."""
+"""Cache of rendered conversations, so that each turn is rendered once: the text up to the end of one turn begins the next."""
 
 import threading
 from collections import OrderedDict
@@ -11,21 +11,21 @@ from fuligo.environments.environment import Tool
 from fuligo.types import Messages
 
 MAX_CHARS = 32 * 2**20
-"""Texts of ended conversations stay until newer ones need the space."""
+"""Limit of all cached texts together, in characters. Texts of ended conversations stay until newer ones need the space."""
 
 
 class RenderedTexts:
-    """Texts by the conversation that they render. Methods may be called from several threads.
+    """Cache of rendered texts by conversation. Methods may be called from several threads.
 
     Args:
-        max_chars: limit of all texts together; the oldest ones are dropped
+        max_chars: limit of all texts together, in characters; the oldest ones are dropped
     """
 
     def __init__(self, max_chars: int = MAX_CHARS) -> None:
         self._max_chars = max_chars
         self._num_chars = 0
         self._texts: OrderedDict[bytes, tuple[str, int]] = OrderedDict()
-        """Text, and the number of conversations that end with it: samples of one prompt have a common beginning."""
+        """Text, and the number of times it was added and not taken: samples of one prompt begin alike."""
         self._lock = threading.Lock()
 
     def add(self, messages: Messages, tools: Sequence[Tool], text: str) -> None:

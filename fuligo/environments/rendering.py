@@ -1,4 +1,4 @@
-"""Rendering of conversations around sampled tokens: what the model sampled is never tokenized again."""
+"""Rendering of conversations around sampled tokens, which are never tokenized again."""
 
 import json
 import re
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _PROBE = Tool("probe_tool", "probe", {"type": "object", "properties": {"probe_argument": {"type": "string"}}})
 _PROBE_CALLS = tuple(ToolCall(_PROBE.name, {"probe_argument": "p"}, id) for id in ("probe0000", f"functions.{_PROBE.name}:0"))
-"""The second one has an id as Kimi K2 writes it, whose template shows the id in place of the name."""
+"""Calls to try a template with. The second has an id in the format of Kimi K2, whose template shows the id instead of the name."""
 _MAX_SHOWN_CHARS = 200
 _CALL_ID = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
-"""Ids of calls that are kept, such as Kimi K2's `functions.search:0`."""
+"""Call ids that are kept as the model wrote them, such as Kimi K2's `functions.search:0`."""
 _MAX_KNOWN_TEXTS, _MAX_KNOWN_CHARS = 1024, 8192
-"""Most texts whose ids are remembered, and the longest of them."""
+"""Number of texts whose token ids are cached, and their largest length in characters."""
 _PROMPT_END_TOKENS = 8
-"""Tokens at the end of a prompt that may open the thinking; more than any template uses."""
+"""Tokens at the end of a prompt that are searched for `<think>`; more than any template uses after it."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -37,11 +37,11 @@ class _CallForm:
     """Form in which a template reads tool calls."""
 
     empty: str | None = ""
-    """Content of a message that has calls only."""
+    """Content of a message with nothing but calls."""
     arguments_as_text: bool = False
-    """Arguments are JSON text, not an object."""
+    """True: arguments are JSON text, not an object."""
     in_content: bool = False
-    """The template reads no calls; they stay in the text, as Hermes writes them."""
+    """True: the template does not read calls; they are written into the content, in the format of Hermes."""
 
     def fields(self, message: dict[str, Any]) -> dict[str, Any]:
         calls = [call["function"] for call in message["tool_calls"]]
@@ -59,7 +59,7 @@ _FORMS = tuple(_CallForm(empty, as_text) for as_text in (False, True) for empty 
 
 
 class Renderer:
-    """Chat template of a model, as token ids of prompts and of what follows a sampled turn; parser of the model's turns."""
+    """Renderer of conversations into token ids with a model's chat template, and parser of the model's turns."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", template: ChatTemplate, end_ids: frozenset[int]) -> None:
         """Find out how the template renders tools, tool calls and thinking.
@@ -117,13 +117,13 @@ class Renderer:
         return self._ids(text)
 
     def text(self, sampled: Sequence[int]) -> str:
-        """Return the text of a sampled turn without its end token, for `parse` and `extension`, which otherwise decode it themselves."""
+        """Decode a sampled turn without its end token. Pass the text to `parse` and `extension` to avoid decoding it again."""
         return self._decode(self._split_end(sampled)[0])
 
     def extension(
         self, messages: Messages, tools: Sequence[Tool], sampled: Sequence[int], new: Messages, *, text: str | None = None
     ) -> list[int] | None:
-        """Return the ids to append to a sampled turn so that the model may answer new messages.
+        """Return the ids to append to a sampled turn: the end of the turn, the new messages and the generation prompt.
 
         Args:
             messages: the conversation up to the assistant message that was parsed from `sampled`
@@ -132,8 +132,8 @@ class Renderer:
             text: the text of `sampled`, if it is known
 
         Returns:
-            None if the template renders the earlier conversation differently (it drops thinking, or ends the turn with another token),
-            which must then be rendered again.
+            None if the template now renders the earlier conversation differently (it drops thinking, or ends the turn with another token);
+            the whole conversation must then be rendered again.
 
         Raises:
             DataError: the template rejects the messages
@@ -169,12 +169,12 @@ class Renderer:
         recorded: bool = False,
         text: str | None = None,
     ) -> AssistantTurn:
-        """Parse a sampled turn. What is not a valid tool call becomes a problem of the turn, never an exception.
+        """Parse a sampled turn. An invalid tool call becomes one of the turn's `problems`; it raises no exception.
 
         Args:
             prompt: ids before the turn, whose end may open the thinking; if None, those of a plain question
-            tools: tools that declare the types of arguments which the format writes as text
-            recorded: a call that a record cannot hold is a problem
+            tools: offered tools, whose schemas give the types of arguments that the format writes as text
+            recorded: report a call whose arguments the sample's record cannot hold as a problem
             text: the text of `sampled`, if it is known
         """
         body, end = self._split_end(sampled)
@@ -187,7 +187,7 @@ class Renderer:
         return list(self._known_ids(text)) if len(text) <= _MAX_KNOWN_CHARS else rendered_ids(self._tokenizer, text)
 
     def _after_turn(self, rest: str, text: str, opened: bool) -> list[int] | None:
-        """Return the ids from the end of a turn on, if the template renders the turn differently but with the same meaning.
+        """Return the ids from the end token of a turn on if the template renders the turn differently but equivalently, else None.
 
         Args:
             rest: the template's text from the beginning of the turn on
@@ -213,7 +213,7 @@ class Renderer:
             return None, text.strip(), (), ()
         try:
             parsed: dict[str, Any] = self._tokenizer.parse_response(text, schema=self._schema) or {}  # pyright: ignore[reportAssignmentType]
-        except (ValueError, TypeError, RecursionError) as error:  # a schema of the tokenizer's own may insist on valid JSON
+        except (ValueError, TypeError, RecursionError) as error:  # the tokenizer's schema may require valid JSON
             parsed = {"tool_calls": [f"{error}"], "reasoning_content": found[1] if (found := re.match(THINKING, text, re.DOTALL)) else None}
         reasoning = next((parsed[key] for key in _REASONING_KEYS if parsed.get(key) is not None), None)
         thought = None if reasoning is None else str(reasoning).strip()
@@ -241,7 +241,7 @@ class Renderer:
         return self._template.prompt([self._shown(message) for message in messages], [tool.to_json() for tool in tools] or None)
 
     def _find_call_form(self) -> _CallForm:
-        """Return the first form of tool calls that the template renders completely, in a format that is parsed as the same call."""
+        """Return the first form in which the template renders a tool call completely, and from which the same call is parsed."""
         question: Messages = [{"role": "user", "content": "q"}]
         for form, call in product(_FORMS, _PROBE_CALLS):
             message = AssistantTurn("", tool_calls=(call,)).message()
@@ -261,11 +261,11 @@ class Renderer:
         return _CallForm(in_content=True)
 
     def _reads(self, transcript: str, prompt: str, call: ToolCall) -> bool:
-        """Return whether a call is parsed from the turn with which a transcript continues a prompt."""
-        shared = min(len(transcript), len(prompt))  # a prompt may open the thinking, which the turn does not have
+        """Return whether parsing the turn that a transcript adds to a prompt gives the call."""
+        shared = min(len(transcript), len(prompt))  # a prompt may open thinking that the turn does not have
         start = next((at for at in range(shared) if transcript[at] != prompt[at]), shared)
         if (tag := transcript.rfind("<", 0, start)) > transcript.rfind(">", 0, start):
-            start = tag  # `<think>` of the prompt and `<tool_call>` of the turn begin alike
+            start = tag  # `<think>` of the prompt and `<tool_call>` of the turn share a prefix
         ids = rendered_ids(self._tokenizer, transcript[start:])
         end = next((place for place, token in enumerate(ids) if token in self._end_ids), None)
         parsed = self._read(self._decode(ids[:end]), False, [_PROBE])[2]
@@ -338,14 +338,14 @@ def _call(raw: Any, number: int, types: Mapping[str, Mapping[str, Any]] | None) 
         json.dumps(arguments, ensure_ascii=False).encode()
     except RecursionError:
         return f"tool call {number}: the arguments are nested too deeply"
-    except UnicodeEncodeError as error:  # half of a pair of escapes, which no template can render for the tokenizer
+    except UnicodeEncodeError as error:  # a lone surrogate, which the tokenizer cannot encode
         return f"tool call {number}: the arguments are not valid text: {error.reason}"
     id = function.get("id")
     return ToolCall(name, arguments, id if isinstance(id, str) and _CALL_ID.fullmatch(id) is not None else own_id)
 
 
 def _own_id(number: int, name: str, arguments: Mapping[str, Any]) -> str:
-    """Return the id of a call that has none, or none that is usable: the same in every run."""
+    """Return a deterministic id for a call without a usable id."""
     text = json.dumps([number, name, arguments], sort_keys=True)
     return blake2b(text.encode(errors="replace"), digest_size=5).hexdigest()[:9]
 
@@ -359,7 +359,7 @@ def _fits_record(call: ToolCall) -> bool:
 
 
 def _typed(value: Any, schema: Mapping[str, Any]) -> Any:
-    """Return an argument that is written as text: as it stands if it may be a string, else as the JSON that it is."""
+    """Convert an argument that is written as text: keep it if its schema allows a string, else parse it as JSON."""
     kinds = {each.get("type") for each in (schema, *schema.get("anyOf", ()))}
     if not isinstance(value, str) or ("string" in kinds and not (value == "null" and "null" in kinds)):
         return value

@@ -9,7 +9,7 @@ from typing import Any
 _JSON = {"x-parser": "json", "x-parser-args": {"allow_non_json": True}}
 THINKING = r"^\s*<think>(.*?)(?:</think>|\Z)"
 REST = "rest"
-"""Property of a call for what belongs to neither its name nor an argument: part of an argument that is not complete."""
+"""Property of a call that holds the text outside its name and complete arguments, such as an incomplete argument."""
 _REASONING = {"type": "string", "x-regex": THINKING}
 _CALL_TAG = r"<tool_call>(.*?)(?:</tool_call>|\Z)"
 
@@ -37,8 +37,8 @@ def _tagged(name: str, argument: str, frame: tuple[str, ...]) -> dict[str, Any]:
     """Return the schema of a call whose name and arguments are in tags, the arguments as text.
 
     Args:
-        argument: regular expression of one argument, with the groups `key` and `value`; it stops before the next one begins, so that
-            reading a turn that repeats itself takes no longer than its length
+        argument: regular expression of one argument, with the groups `key` and `value`; it stops before the next argument begins, so
+            that matching a repetitive turn takes linear time
         frame: regular expressions of the text around the arguments
     """
     arguments = {"type": "object", "x-regex-key-value": argument, "additionalProperties": {"type": "string"}}
@@ -163,5 +163,5 @@ _FORMATS = (_HARMONY, _KIMI, _MINIMAX, _QWEN_CODER, _GLM45, _DEEPSEEK, HERMES, _
 
 
 def response_format(template: str) -> ResponseFormat:
-    """Return the format of a chat template; that of Hermes where the template shows none, since prompts can ask for it."""
+    """Return the format of a chat template; Hermes if the template has no known marker, because prompts can ask for it."""
     return next((each for each in _FORMATS if each.marker in template), HERMES)

@@ -1,21 +1,22 @@
-"""Calls of plain functions in threads of their own, so that one that hangs holds up neither other calls nor the end of the run."""
+"""Calls of blocking functions in separate threads, so that a hanging call delays neither other calls nor the end of the run."""
 
 import asyncio
 import contextvars
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 
 class NoThreadError(RuntimeError):
-    """Failure to start a thread, because there are too many (ulimit -u)."""
+    """Thread that cannot be started because there are too many (ulimit -u)."""
 
 
 async def call_in_thread(function: Callable[[], Any], name: str) -> Any:
-    """Call a function in a daemon thread of its own and return its result.
+    """Call a function in a new daemon thread and return its result.
 
-    The threads of `asyncio.to_thread` are few and shared: functions that never return would take all of them, and the interpreter waits
-    for them at its end.
+    Unlike with `asyncio.to_thread`, a call that never returns occupies no thread of a shared pool, and the interpreter does not wait for
+    it at exit.
 
     Raises:
         NoThreadError: no thread can be started
@@ -36,7 +37,7 @@ async def call_in_thread(function: Callable[[], Any], name: str) -> Any:
             result = context.run(function)
         except BaseException as raised:
             error = RuntimeError(f"{type(raised).__name__}: {raised}") if isinstance(raised, StopIteration) else raised
-        if not loop.is_closed():
+        with suppress(RuntimeError):  # the loop is closed, so nothing waits for the result
             loop.call_soon_threadsafe(set_outcome, result, error)
 
     try:

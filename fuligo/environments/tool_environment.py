@@ -1,4 +1,4 @@
-"""Environments whose model calls tools: typed functions, their schemas, and the turns around them."""
+"""Environments in which the model calls tools, and tools made from typed functions."""
 
 import asyncio
 import inspect
@@ -15,9 +15,9 @@ from fuligo.environments.threads import call_in_thread
 from fuligo.types import Messages
 
 MAX_RESULT_CHARS = 8_000
-"""Limit of a result that the model reads; the rest is cut, and the result says so."""
+"""Longest tool result that the model reads; the rest is cut, and the result says so."""
 MAX_NAME_CHARS = 100
-"""Limit of the name of an unknown tool in the result of its call."""
+"""Longest name of an unknown tool in the result of its call."""
 
 
 class RunsTool(Protocol):
@@ -38,9 +38,9 @@ class RunsTool(Protocol):
 
 
 class ToolFunction:
-    """Tool made of a typed function; name, description and schema follow from its name, docstring and signature.
+    """Tool made from a typed function; name, description and schema follow from its name, docstring and signature.
 
-    A plain function runs in a thread of its own, so that it may compute; the thread of one that never returns lasts until the run ends.
+    A plain function runs in a separate thread, so that it may block; the thread of a call that never returns lasts until the run ends.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -83,17 +83,17 @@ class ToolEnvironment(Environment):
     """Environment in which the model calls tools until it answers without a call; a subclass defines the task and judges the answer."""
 
     def __init__(self, row: Row, settings: Any, tools: Sequence[RunsTool | Callable[..., Any]] = ()) -> None:
-        """Take the tools: objects such as those of `fuligo.environments.tools`, or typed functions."""
+        """Store the tools: objects such as those of `fuligo.environments.tools`, or typed functions."""
         super().__init__(row, settings)
         runners = [cast(RunsTool, tool) if hasattr(tool, "call") else ToolFunction(cast(Callable[..., Any], tool)) for tool in tools]
         self._tools: dict[str, RunsTool] = {runner.name: runner for runner in runners}
 
     @abstractmethod
     async def judge(self, turn: AssistantTurn) -> Step:
-        """Return the reward of the last answer, with `done=True`; or a message with which the episode continues."""
+        """Judge an answer without tool calls, or the last turn: return a reward with `done=True`, or messages to continue with."""
 
     def messages(self) -> Messages:
-        """Return the first messages: those of the row, unless a subclass adds its own."""
+        """Return the first messages of the episode: the row's prompt, unless a subclass adds to it."""
         prompt = self.row.prompt
         return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
 
@@ -123,7 +123,7 @@ class ToolEnvironment(Environment):
             text, failed = await tool.call(call.arguments), False
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # an exit of a tool in a task of its own would end the event loop
+        except BaseException as error:  # a tool's SystemExit, raised in a task, would end the event loop
             text, failed = f"error: {_text(error) or type(error).__name__}", True
         if len(text) > MAX_RESULT_CHARS:
             text = f"{text[:MAX_RESULT_CHARS]}\n[{len(text) - MAX_RESULT_CHARS} more characters]"

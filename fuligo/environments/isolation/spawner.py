@@ -1,7 +1,7 @@
 """Process that imports the environment's module once and forks the processes of episodes.
 
-The run cannot fork them itself: it has threads and a GPU. This process has one thread and no GPU. It ends, with all that it started, when
-the run ends, however that happens.
+The run cannot fork them itself: it has threads and a GPU. This process has one thread and no GPU. It ends, with every process that it
+started, when the run ends for whatever reason.
 """
 
 import asyncio
@@ -32,19 +32,19 @@ from fuligo.sandbox.system_calls import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG
 
 MAX_REQUEST_BYTES = 1 << 17
 ENDING_S = 0.5
-"""Time that a process whose socket closed has to end by itself."""
+"""Seconds that a process has to end by itself after its socket closed."""
 _LOOK_S = 1.0
-"""Interval at which it looks for the run."""
+"""Seconds between checks that the run is alive."""
 _KILLED = float("inf")
-"""Deadline of a process that has been killed."""
+"""Deadline that marks a process as killed already."""
 _SHOWS_STACK = signal.SIGUSR1
-"""Signal at which a process prints where it is, also if it computes in C."""
+"""Signal on which a process prints its Python stack, even while it runs C code."""
 _SHOWING_S = 0.1
 
 
 @dataclass(slots=True, frozen=True)
 class SpawnerSettings:
-    """First message of the run."""
+    """Settings of the spawner, sent by the run as its first message."""
 
     path: str
     """--environment."""
@@ -53,9 +53,9 @@ class SpawnerSettings:
     withheld: tuple[str, ...]
     """Names of the environment variables that were not handed over."""
     memory_bytes: int | None
-    """Limit of the data of each process."""
+    """Limit of the data of each process (RLIMIT_DATA); None: unlimited."""
     run_pid: int
-    """Process of the run."""
+    """Process id of the run."""
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -82,7 +82,7 @@ def main() -> None:
         if factory is not None and problem is None:
             faulthandler.enable()
             gc.collect()
-            gc.freeze()  # the processes share these objects' pages
+            gc.freeze()  # so that collections in the forks do not copy the pages of these objects
             _Spawner(control, factory, settings).serve()
     finally:
         processes.end_all()
@@ -90,7 +90,7 @@ def main() -> None:
 
 @contextmanager
 def _ends_with_run(control: socket.socket) -> Iterator[None]:
-    """End this process, and those that it started, if the run ends in the meantime: the import of a module may take for ever."""
+    """End this process, and those that it started, if the run ends during the block: importing a module may take forever."""
     watched = select.poll()
     watched.register(control, 0)  # hang-ups are always reported
 
@@ -120,7 +120,10 @@ def _end_progress_monitor() -> None:
 
 
 def _threads_problem() -> str | None:
-    """Return why forks would lack threads, or None. Those of libraries in C, such as pyarrow's, are left to their handlers of forks."""
+    """Return an error if importing the module started Python threads, which forks would lack; else None.
+
+    Threads of C libraries, such as pyarrow's, do not count: the libraries handle forks themselves.
+    """
     names = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
     if not names:
         return None
@@ -129,18 +132,18 @@ def _threads_problem() -> str | None:
 
 @dataclass(eq=False)
 class _Spawner:
-    """Processes by their id."""
+    """Server that forks, kills and reaps the processes of episodes."""
 
     control: socket.socket
     factory: EnvironmentFactory
     settings: SpawnerSettings
     running: set[int] = field(default_factory=set)
     statuses: dict[int, int | None] = field(default_factory=dict)
-    """Exit status of processes that ended, None if they were killed; the run has not asked for them yet."""
+    """Exit statuses that the run has not asked for yet, by process id; None if the process was killed."""
     deadlines: dict[int, float] = field(default_factory=dict)
-    """Processes that are to end -> time at which they are killed."""
+    """Monotonic times at which processes that should end are killed, by process id."""
     asked: set[int] = field(default_factory=set)
-    """Processes whose status the run waits for."""
+    """Ids of processes whose status the run waits for."""
     own_mark: str = field(default_factory=lambda: worker.mark(os.getpid()))
     """Mark of this process, and of those that the import of the module started (`worker.mark`)."""
 
@@ -209,10 +212,10 @@ class _Spawner:
         self.running.add(pid)
 
     def _collect(self) -> None:
-        """Collect processes that ended, and end what they leave behind."""
+        """Reap processes that ended, and kill the processes that they left behind."""
         while (ended := _ended()) is not None:
             pid = ended.si_pid
-            with suppress(ProcessLookupError, PermissionError):  # before its id is free, which then names no other group
+            with suppress(ProcessLookupError, PermissionError):  # before it is reaped: afterwards its id may name another group
                 os.killpg(pid, signal.SIGKILL)
             _, status = os.waitpid(pid, 0)
             if pid in self.running:
@@ -224,7 +227,7 @@ class _Spawner:
             self._end_orphans()
 
     def _end_orphans(self) -> None:
-        """End processes in sessions of their own whose episode's process has ended: only then do they become children of this one."""
+        """Kill processes that ended episodes left in other sessions; they become children of this process when the episode's ends."""
         for pid in processes.children():
             if pid not in self.running and worker.mark(pid) == worker.MARK != self.own_mark:
                 with suppress(ProcessLookupError, PermissionError):
@@ -237,7 +240,7 @@ class _Spawner:
 
 
 def _ended() -> os.waitid_result | None:
-    """Return a process that has ended and is still to be collected, if there is one."""
+    """Return a process that has ended and was not reaped, or None."""
     try:
         return os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -245,7 +248,7 @@ def _ended() -> os.waitid_result | None:
 
 
 def ending(status: int | None) -> str:
-    """Return how a process ended by the status that the spawner reports: an exit status, minus a signal, or None if it was killed."""
+    """Describe how a process ended. `status` is its exit status, the negative number of a signal, or None if the spawner killed it."""
     if status is None:
         return "closed its connection"
     if status >= 0:
@@ -262,7 +265,7 @@ def _kill(pid: int) -> None:
 
 
 def _seed() -> None:
-    """Seed the generators of random numbers that forks would share; Python seeds its own."""
+    """Seed the global generators of NumPy and torch, whose state forks would share; Python reseeds its own generator."""
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         numpy_random.seed()
     if (torch := sys.modules.get("torch")) is not None:
@@ -284,7 +287,7 @@ def _become_worker(
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != spawner:
             os._exit(1)
-        prctl(PR_SET_CHILD_SUBREAPER, 1)  # so that its daemons are known to be its own
+        prctl(PR_SET_CHILD_SUBREAPER, 1)  # so that daemons which it starts become its children
         worker.set_mark()
         if settings.memory_bytes is not None:
             resource.setrlimit(resource.RLIMIT_DATA, (settings.memory_bytes, settings.memory_bytes))

@@ -1,4 +1,4 @@
-"""Process of one episode at a time: it serves the calls that come over its socket."""
+"""Process of one episode at a time, which serves the calls that arrive on its socket."""
 
 import asyncio
 import os
@@ -17,9 +17,9 @@ from fuligo.environments.load import EnvironmentFactory
 from fuligo.sandbox import processes
 
 MARK = "1000"
-"""Largest `oom_score_adj`: if memory runs out, the kernel ends an episode rather than the run. Processes that it starts inherit it."""
+"""Largest `oom_score_adj`: if memory runs out, the kernel kills an episode rather than the run. Child processes inherit it."""
 _POOL = "asyncio"
-"""Prefix of the names of threads of asyncio.to_thread, which stay for the next call."""
+"""Name prefix of the threads of asyncio.to_thread, which stay alive for later calls."""
 
 
 def set_mark() -> None:
@@ -42,7 +42,7 @@ class _Pool(ThreadPoolExecutor):
     def __init__(self) -> None:
         super().__init__(thread_name_prefix=_POOL)
         self.calls: set[Future[Any]] = set()
-        """Calls that have not returned, also those that nobody awaits any more."""
+        """Calls that have not returned, including calls that are no longer awaited."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         call = super().submit(fn, *args, **kwargs)
@@ -56,7 +56,7 @@ async def serve(connection: socket.socket, factory: EnvironmentFactory, withheld
 
     Args:
         connection: socket to the run
-        factory: maker of the environments
+        factory: factory of the environments
         withheld: names of the environment variables that the run did not hand over
     """
     loop = asyncio.get_running_loop()
@@ -66,7 +66,7 @@ async def serve(connection: socket.socket, factory: EnvironmentFactory, withheld
 
 
 class _Server(asyncio.Protocol):
-    """Connection to the run. A request is answered by a task, so that it can be canceled."""
+    """Connection to the run. Each request is answered by a task, so that it can be canceled."""
 
     def __init__(self, factory: EnvironmentFactory, withheld: frozenset[str], ended: asyncio.Future[None]) -> None:
         self._factory = factory
@@ -82,7 +82,7 @@ class _Server(asyncio.Protocol):
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
-        transport.max_size = 1 << 14  # bytes a read; asyncio would allocate 256 KiB for each
+        transport.max_size = 1 << 14  # bytes per read; asyncio would allocate 256 KiB for each
         transport.write(Reply(0, {"pid": os.getpid()}).encode())
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -112,7 +112,7 @@ class _Server(asyncio.Protocol):
         call.add_done_callback(self._calls.discard)
 
     async def _answer(self, request: Request) -> None:
-        """Make a call and send its result. An exit of the environment is a failure like any other."""
+        """Make a call and send its result. A SystemExit of the environment is a failure like any other exception."""
         try:
             reply = (await self._call(request)).encode()
         except asyncio.CancelledError:
@@ -166,7 +166,7 @@ class _Server(asyncio.Protocol):
         return not tasks and not busy and not self._pool.calls and not processes.children()
 
     def _describe(self, error: BaseException) -> str:
-        """Describe an exception; its text may itself fail."""
+        """Describe an exception, by its type alone if its `__str__` raises."""
         try:
             text = f"{type(error).__name__}: {error}"
         except Exception:

@@ -1,4 +1,4 @@
-"""Processes of environments, as the run sees them: started on demand, one episode each at a time, reused by later episodes."""
+"""Pool of the processes of environments: started on demand, one episode each at a time, reused by later episodes."""
 
 import asyncio
 import json
@@ -24,10 +24,10 @@ from fuligo.errors import ConfigError, RolloutError
 
 logger = logging.getLogger(__name__)
 _START_S = 300.0
-"""Time to import the environment's module and check its settings."""
+"""Seconds to import the environment's module and check its settings."""
 _STATUS_S = 10.0
 _CANCEL_S = 2.0
-"""Time in which a process must answer that it canceled a call; one that computes does not, and is killed."""
+"""Seconds in which a process must confirm that it canceled a call; a process that is busy computing cannot, and is killed."""
 _CHUNK_BYTES = 1 << 14
 _PAUSE_S, _RETRY_S = 0.005, 0.2
 _START_CODE = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from fuligo.environments.isolation.spawner import main; main()"
@@ -38,16 +38,16 @@ class ProcessEndedError(Exception):
 
 
 class Workers:
-    """Processes for the episodes of one environment class."""
+    """Pool of processes for the episodes of one environment class."""
 
     def __init__(self, path: str, settings: dict[str, Any], *, handed_over: tuple[str, ...] = (), memory_bytes: int | None = None) -> None:
-        """Describe the processes. None is started before `start`.
+        """Store the settings. No process starts before `start`.
 
         Args:
             path: --environment
             settings: --environment-settings
-            handed_over: names of environment variables that the processes get although their names say that they hold a secret
-            memory_bytes: limit of the data of each process
+            handed_over: names of environment variables that the processes get even if their names suggest secrets
+            memory_bytes: limit of the data of each process (RLIMIT_DATA); None: unlimited
         """
         self._variables, self._withheld = variables(handed_over, os.environ)
         self._settings = SpawnerSettings(path, settings, self._withheld, memory_bytes, os.getpid())
@@ -59,15 +59,15 @@ class Workers:
         self._busy: set[Worker] = set()
         self._num_starting = 0
         self._most = _most()
-        """Number of processes that leave room for the run."""
+        """Largest number of processes that leaves enough open files to the run."""
         self._has_warned = False
 
     def start(self) -> None:
-        """Start the process that the others are forked from, unless it runs.
+        """Start the process that the others are forked from, unless it is running.
 
-        Raises ConfigError if it cannot import the environment, or that started threads, and RolloutError if it does not answer.
+        Raises ConfigError if it cannot import the environment, or the import started threads, and RolloutError if it does not answer.
         """
-        with self._starting:  # episodes notice at the same time that it ended
+        with self._starting:  # several episodes may notice at once that the process has ended
             self._start()
 
     def _start(self) -> None:
@@ -99,11 +99,12 @@ class Workers:
         if problem is not None:
             control.close()
             self._end()
-            withheld = f"; it does not see {', '.join(self._withheld)} (--environment-variables)" if self._withheld else ""
+            names = ", ".join(self._withheld)
+            withheld = f"; withheld from its process: {names} (--environment-variables hands them over)" if names else ""
             raise ConfigError(f"cannot isolate the environment {path}: {problem}{withheld}; or set --environment-isolation none")
         self._control = control  # from now on, episodes may ask for processes
         if self._withheld:
-            logger.info("environments do not see %s (--environment-variables)", ", ".join(sorted(self._withheld)))
+            logger.info("withheld from environments: %s (--environment-variables hands them over)", ", ".join(sorted(self._withheld)))
 
     async def take(self) -> "Worker":
         """Return a process for an episode: an idle one, or a new one. If no more can be started, wait for an episode that ends.
@@ -123,7 +124,7 @@ class Workers:
             await asyncio.sleep(_RETRY_S)
 
     async def _started(self) -> "Worker | None":
-        """Start a process; return None if there is no room for it. Raises FailureError if there is none at all."""
+        """Start a process; return None if there is no room for it. Raises FailureError if there is no other process to wait for."""
         self._num_starting += 1
         try:
             worker = await self._new()
@@ -136,7 +137,7 @@ class Workers:
             return None
         finally:
             self._num_starting -= 1
-        # Files, processes and memory are those of the run, which needs some of them: from now on there are half as many.
+        # The run needs some of the files, processes and memory that just ran out: from now on, allow half as many processes.
         most = max(1, (len(self._busy) + len(self._idle) + self._num_starting) // 2)
         self._most = min(most, self._most)
         while self._num_starting and not (self._busy or self._idle):  # noqa: ASYNC110 - starting takes milliseconds
@@ -202,7 +203,7 @@ class Workers:
         try:
             await worker.greeting()
         except BaseException as error:
-            worker.close()  # at which the process ends
+            worker.close()  # the process ends when its connection closes
             if isinstance(error, ProcessEndedError):
                 raise FailureError(f"its process cannot be started: it {error}") from None
             raise
@@ -220,7 +221,7 @@ class Workers:
                 await asyncio.sleep(_PAUSE_S)
 
     def request_kill(self, pid: int, *, shows_stack: bool) -> None:
-        """Have a process killed, with those that it started; `shows_stack`: it prints where it is."""
+        """Have a process killed, with the processes that it started. With `shows_stack`, it first prints its Python stack."""
         if self._control is not None:
             try:
                 self._control.send(json.dumps({"name": "kill", "pid": pid, "shows_stack": shows_stack}).encode())
@@ -228,7 +229,7 @@ class Workers:
                 logger.debug("the process that starts environments has ended, and with it process %d", pid)
 
     async def status(self, pid: int) -> str:
-        """Return how a process ended whose socket closed; one that has not ended is killed."""
+        """Return how a process ended after its socket closed. A process that does not end is killed."""
         ask = partial(self._ask_status, pid)
         try:
             return await call_in_thread(ask, "status of an environment")
@@ -262,7 +263,7 @@ class Workers:
 
 
 class Worker:
-    """Process of one episode at a time."""
+    """Connection to a process that serves one episode at a time."""
 
     def __init__(self, workers: Workers, connection: socket.socket) -> None:
         self._workers = workers
@@ -272,9 +273,9 @@ class Worker:
         self._awaited: int | None = None
         """Number of the request without a reply."""
         self._is_broken = False
-        """A request was sent in part."""
+        """True if a request was sent in part, or a reply was malformed."""
         self._is_stuck = False
-        """It did not react to a cancellation."""
+        """True if the process did not react to a cancellation."""
         self._is_open = True
         self.pid = 0
 
@@ -290,7 +291,7 @@ class Worker:
     async def call(self, **request: Any) -> Reply:
         """Send a request (fields of `Request` without its number) and return the reply.
 
-        Raises FailureError if the environment failed and ProcessEndedError if its process ended.
+        Raises FailureError if the environment failed, and ProcessEndedError if its process ended.
         """
         self._num_requests += 1
         number = self._num_requests
@@ -339,12 +340,12 @@ class Worker:
             self.close()
 
     def close(self) -> None:
-        """Close the connection, at which an idle process ends."""
+        """Close the connection, which ends an idle process."""
         self._is_open = False
         self._connection.close()
 
     async def _reply(self, number: int) -> Reply:
-        """Return the reply to a request; those to earlier requests, which were canceled, are dropped."""
+        """Return the reply to a request, dropping replies to earlier, canceled requests."""
         while True:
             try:
                 reply = decode_reply(await self._message())
@@ -385,6 +386,6 @@ class Worker:
 
 
 def _most() -> int:
-    """Return how many processes leave two thirds of the open files to the run: a connection for each episode, and its own."""
+    """Return the number of processes whose connections take a third of the open files (ulimit -n) and leave the rest to the run."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return sys.maxsize if limit == resource.RLIM_INFINITY else max(1, limit // 3)

@@ -2,12 +2,12 @@
 
 import asyncio
 import inspect
-import threading
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from fuligo.config.hooks import describe_exception
+from fuligo.environments.threads import call_in_thread
 from fuligo.rollout.rewards.failure import FailureReason, RewardFailure
 from fuligo.types import Sample
 
@@ -41,7 +41,7 @@ class CustomReward:
         if self._is_async:
             return await self._within_deadline(self._call_async(samples))
         async with self._threads:
-            result = await self._within_deadline(in_daemon_thread(self._function, self._args, samples))
+            result = await self._within_deadline(call_in_thread(partial(self._function, self._args, samples), "custom-reward"))
         # A function that only wraps an async one returns its coroutine.
         return await self._within_deadline(result) if inspect.isawaitable(result) else result
 
@@ -70,34 +70,3 @@ class CustomReward:
             raise RewardFailure(FailureReason.RAISED, f"{self.name} canceled itself") from error
         except (Exception, SystemExit) as error:
             raise RewardFailure(FailureReason.RAISED, f"{self.name} raised {describe_exception(error, self._function)}") from error
-
-
-async def in_daemon_thread(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Run a function in its own thread and return its result.
-
-    Unlike with `asyncio.to_thread`, a call that never returns blocks neither a thread pool nor the exit of the process.
-    """
-    loop = asyncio.get_running_loop()
-    outcome: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if outcome.done():
-            return
-        if error is None:
-            outcome.set_result(result)
-        else:
-            outcome.set_exception(error)
-
-    def run() -> None:
-        result, error = None, None
-        try:
-            result = function(*arguments)
-        except StopIteration as stop:  # a future cannot hold it
-            error = RuntimeError(f"StopIteration: {stop}")
-        except BaseException as raised:  # raised again where the result is awaited
-            error = raised
-        with suppress(RuntimeError):  # the loop is closed, so nothing waits for the result
-            loop.call_soon_threadsafe(settle, result, error)
-
-    threading.Thread(target=run, name="custom-reward", daemon=True).start()
-    return await outcome

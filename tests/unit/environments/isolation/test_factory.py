@@ -82,13 +82,15 @@ def test_a_module_whose_import_starts_threads_or_fails_elsewhere_is_refused(monk
         environment_factory(config(Misbehaving))
     monkeypatch.setenv("WHEN_IMPORTED", "want a secret")
     monkeypatch.setenv("MY_API_KEY", "given")
-    with pytest.raises(ConfigError, match=r"raised KeyError: 'MY_API_KEY' .*it does not see .*MY_API_KEY.* \(--environment-variables\)"):
+    with pytest.raises(
+        ConfigError, match=r"raised KeyError: 'MY_API_KEY' .*withheld from its process: .*MY_API_KEY.* \(--environment-variables hands"
+    ):
         environment_factory(config(Misbehaving))
 
 
 async def test_a_match_in_processes_says_what_the_class_lacks(isolate: Isolate) -> None:
     environment = isolate(Joining).make(Row("", "", {}, 0))
-    with pytest.raises(FailureError, match="cannot join a match in a process of one episode; set `isolated = False`"):
+    with pytest.raises(FailureError, match="cannot join a match from a separate process; set `isolated = False`"):
         await environment.reset()
     await environment.close()
     assert Matches[list[int]]().join(0, list).player == 0

@@ -153,7 +153,7 @@ def test_several_right_answers_may_be_listed() -> None:
         ("A", {"correct_letter": "B"}, r'the label says A but metadata\["correct_letter"\] says B'),
         ("A", {"choices": TEXTS, "valid_letters": ["A", "B"]}, "4 choices cannot have the letters A, B"),
         ("A", {"choices": "abc"}, "must be lists"),
-        ("A", {"valid_letters": ["A", "BB"]}, "each needs one letter from A to Z"),
+        ("A", {"valid_letters": ["A", "BB"]}, "each choice needs one letter from A to Z"),
     ],
 )
 def test_rows_without_a_right_choice_fail_with_the_reason(label: Any, metadata: dict[str, Any], text: str) -> None:

@@ -22,7 +22,7 @@ _text = partial(
 
 
 def chat_body(raw: bytes) -> dict[str, Any]:
-    """Translate a request. Parameters that both APIs have, and those that neither has, stay as they are.
+    """Translate a request to the body of a chat completion request. Parameters without a translation are passed on unchanged.
 
     Raises InvalidRequest if the body is malformed.
     """
@@ -45,7 +45,7 @@ def chat_body(raw: bytes) -> dict[str, Any]:
 
 
 def _messages(message: dict[str, Any]) -> Messages:
-    """Return the chat messages of one message: each tool result is its own message, before the text that it came with."""
+    """Translate one message to chat messages: each tool result becomes a separate message, placed before the text."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant"):
         raise InvalidRequest(f"a message has the role {role!r:.40}; it must be user or assistant", "messages")
@@ -85,12 +85,12 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def body(completion: Completion, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the whole answer."""
+    """Return the answer as one message."""
     return {**_head(completion), "content": _blocks(completion), **_end(completion), "usage": _usage(completion)}
 
 
 def events(completion: Completion, tokenizer: Tokenizer) -> Iterator[bytes]:
-    """Yield the answer block by block."""
+    """Yield the answer as server-sent events, block by block."""
     start = {**_head(completion), "content": [], "stop_reason": None, "stop_sequence": None}
     yield _event("message_start", message={**start, "usage": {**_usage(completion), "output_tokens": 0}})
     for index, block in enumerate(_blocks(completion)):
@@ -140,7 +140,7 @@ def _usage(completion: Completion) -> dict[str, int]:
 
 
 def error(message: str, kind: str = "invalid_request_error", *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """Return an error as Anthropic's clients read it."""
+    """Return an error in Anthropic's format."""
     return {"type": "error", "error": {"type": _ERRORS.get(kind, kind), "message": message}}
 
 

@@ -1,4 +1,4 @@
-"""Requests of agents as chat completions, checked: parameters that training can honor are accepted, all others are refused by name."""
+"""Chat completion requests of agents, and their checks: parameters that training cannot honor are rejected by name."""
 
 import json
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from fuligo.types import Messages
 
 _READ = {"model", "messages", "tools", "max_tokens", "max_completion_tokens", "stop", "stream", "stream_options", "logprobs"}
 _IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls", "seed"}
-"""Parameters that change no answer here. A seed has no effect because the run has its own."""
+"""Parameters that are accepted and ignored; `seed`, because the run derives the seeds."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "top_logprobs": (0,),
@@ -25,7 +25,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "echo": (False,),
 }
-"""Parameters that are accepted with these values, or null."""
+"""Parameters that are accepted only with these values, or null."""
 _SAMPLING = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -35,7 +35,7 @@ _SAMPLING = {
     "presence_penalty": "",
     "repetition_penalty": "",
 }
-"""Parameters that shape the distribution, and their field in `SamplingParams`; empty: it has no such field."""
+"""Parameters that shape the distribution, and their fields in `SamplingParams`; empty if there is no such field."""
 _NO_PENALTY = {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1}
 _MAX_STOPS = 16
 
@@ -45,11 +45,11 @@ class ChatRequest:
     """One request of an agent."""
 
     messages: Messages
-    """As the renderer takes them: content is text, arguments of tool calls are objects."""
+    """Messages in the form that the renderer expects: content is text, arguments of tool calls are objects."""
     tools: tuple[Tool, ...]
     params: SamplingParams
     num_replaced: int
-    """Parameters of the request that the rollout's replaced."""
+    """Number of the request's parameters that the rollout's replace."""
     model: str | None
     stream: bool
     with_usage: bool
@@ -61,9 +61,9 @@ def parse_chat_request(body: Mapping[str, Any], rollout: SamplingParams, *, repl
     """Check a request. Raises InvalidRequest if the body is malformed, or asks for something that cannot be trained on.
 
     Args:
-        body: request to `/v1/chat/completions`; requests of other APIs are translated to one
+        body: request to `/v1/chat/completions`; requests to other APIs are translated to one
         rollout: sampling parameters of the rollout; `max_new_tokens` limits an answer
-        replaces: take the rollout's parameters where the request has others, instead of refusing it
+        replaces: use the rollout's parameters where the request's differ, instead of rejecting the request
     """
     params, num_replaced = _params(body, rollout, replaces)
     for name, value in body.items():
@@ -89,7 +89,7 @@ def parse_chat_request(body: Mapping[str, Any], rollout: SamplingParams, *, repl
 
 
 def _params(body: Mapping[str, Any], rollout: SamplingParams, replaces: bool) -> tuple[SamplingParams, int]:
-    """Return the parameters of the answer, and how many of the request's were replaced."""
+    """Return the sampling parameters of the answer, and the number of the request's parameters that were replaced."""
     fixed = {name: getattr(rollout, field) if field else _NO_PENALTY[name] for name, field in _SAMPLING.items()}
     others = [name for name, value in fixed.items() if body.get(name) is not None and body[name] != value]
     if others and not replaces:
@@ -148,8 +148,8 @@ def _call(call: Any) -> dict[str, Any]:
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         try:
-            parsed = json.loads(arguments or "{}")  # as the policy's calls are parsed, whose integers may have any size
-            json.dumps(parsed, ensure_ascii=False).encode()  # escapes that are not text stay as they came
+            parsed = json.loads(arguments or "{}")  # not orjson: integers may have any size, as in the policy's calls
+            json.dumps(parsed, ensure_ascii=False).encode()  # fails on lone surrogates; the arguments then stay text
         except (ValueError, RecursionError):
             parsed = None
         arguments = parsed if isinstance(parsed, dict) else arguments

@@ -1,4 +1,4 @@
-"""Answers to `/v1/chat/completions`: one JSON object, or the same as server-sent events; and the other APIs that translate to it."""
+"""Answers to `/v1/chat/completions`, as one JSON object or server-sent events, and the interface of APIs that are translated to it."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -36,12 +36,12 @@ class Completion:
         return "length" if self.sampled.finish_reason == "length" else "stop"
 
     def body(self, tokenizer: Tokenizer) -> dict[str, Any]:
-        """Return the whole answer."""
+        """Return the answer as one JSON object."""
         choice = {"index": 0, "message": self._message(), "logprobs": self._logprobs(tokenizer), "finish_reason": self.finish_reason}
         return {**head(self.model), "choices": [choice], "usage": self._usage()}
 
     def events(self, tokenizer: Tokenizer) -> Iterator[bytes]:
-        """Yield the answer in chunks: role, text, tool calls, end."""
+        """Yield the answer as server-sent events: role, text, tool calls, end."""
         fields, message = head(self.model, stream=True), self._message()
         deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
         deltas += [{key: message[key]} for key in ("reasoning_content", "content") if message.get(key)]
@@ -55,7 +55,7 @@ class Completion:
         yield DONE
 
     def _message(self) -> dict[str, Any]:
-        """Return the message with arguments of tool calls as text, as OpenAI writes them."""
+        """Return the message in OpenAI's format, in which arguments of tool calls are JSON text."""
         calls = self.message.get("tool_calls")
         if not calls:
             return self.message
@@ -76,24 +76,24 @@ class Completion:
 
 
 def arguments_text(arguments: Any) -> str:
-    """Return the arguments of a call as OpenAI's APIs write them."""
+    """Return the arguments of a call as JSON text, the format of OpenAI's APIs."""
     return json.dumps(arguments, separators=(",", ":"))
 
 
 class ErrorContent(Protocol):
-    """Content of an error, as the API's clients read it."""
+    """Function that returns an error in the format of an API."""
 
     def __call__(self, message: str, kind: str = ..., *, param: str | None = None, code: str | None = None) -> dict[str, Any]: ...
 
 
 @dataclass(slots=True, frozen=True)
 class Dialect:
-    """API through which agents call the policy: translates its requests to chat completions, and the answers back."""
+    """API through which agents call the policy, translated to and from chat completions."""
 
     read: Callable[[bytes], Mapping[str, Any]]
-    """Function that turns a request into the body of a request for a chat completion; raises `InvalidRequest`."""
+    """Function that translates the bytes of a request to the body of a chat completion request; raises `InvalidRequest`."""
     body: Callable[[Completion, Tokenizer], dict[str, Any]]
-    """Whole answer."""
+    """Function that returns the answer as one JSON object."""
     events: Callable[[Completion, Tokenizer], Iterator[bytes]]
-    """Answer as server-sent events."""
+    """Function that yields the answer as server-sent events."""
     error: ErrorContent

@@ -1,4 +1,4 @@
-"""Tree of the turns that the model sampled in one session, found again by the messages that an agent sends back."""
+"""Tree of the turns sampled in one session, in which a request finds its place by the messages that it repeats."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ class Sampled:
     """Tokens of one answer."""
 
     ids: IntArray
-    """[R] end token or stop string included."""
+    """[R] token ids, including the end token or stop string."""
     logprobs: FloatArray
     """[R] log softmax(logits / T) over the full vocabulary."""
     versions: IntArray
@@ -39,7 +39,7 @@ class Turn:
     parent: "Turn | None"
     """Turn whose tokens come before `context`; None if the conversation was rendered from its beginning."""
     messages: Messages
-    """Conversation up to this answer, the answer included, as it is rendered."""
+    """Conversation up to and including this answer, as it is rendered."""
     context: IntArray
     """[C] ids between the parent's answer and this one; the whole prompt without a parent."""
     sampled: Sampled
@@ -52,7 +52,7 @@ class Turn:
         return turns[::-1]
 
     def tokens(self) -> IntArray:
-        """Return the ids of the whole conversation, this answer included."""
+        """Return the ids of the conversation up to and including this answer."""
         return np.concatenate([part for turn in self.path() for part in (turn.context, turn.sampled.ids)])
 
 
@@ -61,26 +61,26 @@ class Place:
     """Place of a request in the tree."""
 
     parent: Turn | None
-    """Last turn that the request's messages contain as the session returned it."""
+    """Last turn whose answer the request repeats as the session returned it; None if there is none."""
     new: Messages
-    """Messages after that turn; all messages if there is none."""
+    """Messages after that turn; all messages without one."""
     state: bytes
-    """Digest of turn and new messages, equal for equal requests."""
+    """Digest of the turn and the new messages; equal for equal requests."""
 
 
 @dataclass(eq=False)
 class Conversation:
     """Turns of a session.
 
-    A request is matched with the longest sequence of messages that the session knows: its own answers, as it returned them, after the same
-    messages. An assistant message counts as returned if its content is equal but for white space at its ends; the stop string that the
-    API cuts off may be there or not, and so may the reasoning, which many clients do not send back.
+    A request continues the last of the session's answers that it repeats after the same messages. An assistant message repeats an answer
+    if its content is equal except for leading and trailing white space, with or without the stop string that the API cuts off, and with
+    or without the reasoning, which many clients do not send back.
     """
 
     turns: list[Turn] = field(default_factory=list)
     """Turns in the order in which their answers were completed."""
     _known: dict[bytes, Turn] = field(default_factory=dict)
-    """Turns by the digest of the messages up to and including them, under every spelling of the answer."""
+    """Turns by the digest of the messages up to and including their answer, for every accepted form of the answer."""
 
     def find(self, messages: Messages, tools: Sequence[Tool]) -> Place:
         """Find the longest known prefix of a request."""
@@ -109,7 +109,7 @@ class Conversation:
         self.turns.append(turn)
 
     def branches(self) -> Iterator[list[tuple[Turn, bool]]]:
-        """Yield the paths to the last turns, each turn with whether this is the first path that contains it."""
+        """Yield the path to every turn without children; each of its turns comes with whether no earlier path contains it."""
         seen: set[int] = set()
         for turn in self.turns:
             if not turn.has_children:

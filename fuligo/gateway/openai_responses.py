@@ -28,7 +28,7 @@ _text = partial(joined_text, name="input", types=_TEXTS, otherwise="a part of th
 
 
 def chat_body(raw: bytes) -> dict[str, Any]:
-    """Translate a request. Parameters that both APIs have, and those that neither has, stay as they are.
+    """Translate a request to the body of a chat completion request. Parameters without a translation are passed on unchanged.
 
     Raises InvalidRequest if the body is malformed, or refers to an earlier response.
     """
@@ -53,7 +53,7 @@ def chat_body(raw: bytes) -> dict[str, Any]:
 
 
 def _messages(items: Any) -> Messages:
-    """Return items as chat messages; reasoning, text and calls that follow each other are one answer."""
+    """Translate items to chat messages; consecutive reasoning, text and calls become one assistant message."""
     messages: Messages = []
     answer: dict[str, Any] | None = None
     for item in objects(items, "input"):
@@ -92,12 +92,12 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def body(completion: Completion, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the whole answer."""
+    """Return the answer as one response object."""
     return _response(completion, f"resp_{secrets.token_hex(12)}", _items(completion))
 
 
 def events(completion: Completion, tokenizer: Tokenizer) -> Iterator[bytes]:
-    """Yield the answer item by item."""
+    """Yield the answer as server-sent events, item by item."""
     for number, (kind, content) in enumerate(_events(completion)):
         yield f"event: {kind}\ndata: ".encode() + orjson.dumps({"type": kind, "sequence_number": number, **content}) + b"\n\n"
 

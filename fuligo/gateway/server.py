@@ -33,7 +33,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 32 * 2**20
 MAX_REMEMBERED = 4096
-"""Number of ended sessions to remember, so that their late requests are told why they fail."""
+"""Number of ended sessions to remember, so that late requests to them get a specific error."""
 KEEP_ALIVE_S = 600
 SHUTDOWN_S = 2
 BACKLOG = 4096
@@ -73,7 +73,7 @@ class Gateway:
 
         Args:
             label: beginning of the request ids in the engine
-            priority: order of queued requests, as of an engine
+            priority: priority of the session's requests in the engine's queue
         """
         async with self._starting:
             if self._server is None:
@@ -92,7 +92,7 @@ class Gateway:
         return session
 
     def end(self, session: Session) -> None:
-        """End a session: its requests in flight and later ones are refused."""
+        """End a session: requests in flight are canceled, and later ones are rejected."""
         session.end()
         if self._sessions.pop(session.name, None) is not None:
             self._ended[session.name] = _digest(session.api_key)
@@ -146,10 +146,10 @@ class Gateway:
         await response(scope, receive, send)
 
     async def _response(self, http: HttpRequest) -> Response:
-        """Return the answer to any request. Nothing of a request without a session's key is read."""
+        """Answer a request. Its body is read only if it has the key of a session."""
         headers, method = http.headers, http.method
         if is_foreign(headers.get("host", ""), self._names):
-            return _error(403, f"the gateway is not reachable as {headers.get('host', '')!r:.100}; use base_url as the session gives it")
+            return _error(403, f"the gateway is not reachable as {headers.get('host', '')!r:.100}; use the session's base_url")
         name, _, path = http.url.path.removeprefix("/").partition("/")
         session = self._sessions.get(name)
         if session is None or not hmac.compare_digest(_digest(_key(headers)), _digest(session.api_key)):
@@ -170,7 +170,7 @@ class Gateway:
         return await (self._reward(session, raw) if dialect is None else self._answer(session, http, raw, dialect))
 
     async def _answer(self, session: Session, http: HttpRequest, raw: bytes, dialect: Dialect) -> Response:
-        """Answer a request to the policy; errors have the form of the dialect."""
+        """Answer a request to the policy; errors have the dialect's format."""
         refuse = partial(_error, content=dialect.error)
         try:
             completion = await _unless_gone(http, session.complete(raw, dialect.read))
@@ -210,7 +210,7 @@ class Gateway:
 
 
 async def _unless_gone(http: HttpRequest, answer: Awaitable[T]) -> T | None:
-    """Return an answer, or None if the client disconnects first, which cancels it."""
+    """Await an answer. If the client disconnects first, cancel it and return None."""
     working, disconnect = asyncio.ensure_future(answer), asyncio.ensure_future(http.receive())
     try:
         await asyncio.wait((working, disconnect), return_when=asyncio.FIRST_COMPLETED)
@@ -234,7 +234,7 @@ async def _body(http: HttpRequest) -> bytes | None:
 
 
 def _key(headers: Headers) -> str:
-    """Return the key, as OpenAI's clients send it or as Anthropic's do."""
+    """Return the key from the header of OpenAI's clients, or else from that of Anthropic's."""
     return headers.get("authorization", "").removeprefix(_BEARER) or headers.get("x-api-key", "")
 
 

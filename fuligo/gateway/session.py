@@ -1,4 +1,4 @@
-"""Session of one agent: its requests are sampled from the policy, and every token is kept for training."""
+"""Session of one agent, which answers the agent's requests with the policy and keeps every token for training."""
 
 import asyncio
 import secrets
@@ -46,18 +46,19 @@ class Policy:
     _: KW_ONLY
     name: str
     timeout_s: float
-    """Deadline of one request to an engine, retries included."""
+    """Timeout of one request to an engine, retries included."""
     max_context_len: int | None = None
+    """Longest prompt + answer, in tokens; None: no limit."""
     replaces_params: bool = False
-    """Take the rollout's sampling parameters where a request has others, instead of refusing it."""
+    """Use the rollout's sampling parameters where a request's differ, instead of rejecting the request."""
 
 
 @dataclass(eq=False)
 class Session:
     """Address and key for one agent, and the conversation behind them.
 
-    Requests may come concurrently. An abort of the engines, for a weight sync or at the end of a rollout, suspends the session: its
-    requests wait, keep the tokens that they have, and continue after `resume`.
+    Requests may arrive concurrently. When the engines' requests are aborted, for a weight sync or at the end of a rollout, the session is
+    suspended: its requests keep their tokens, wait, and continue after `resume`.
     """
 
     policy: Policy
@@ -65,7 +66,7 @@ class Session:
     """Sampling parameters of the rollout; `max_new_tokens` limits each answer."""
     _: KW_ONLY
     name: str
-    """Part of the URL that tells sessions apart."""
+    """Name in the URL, unique to the session."""
     base_url: str
     """Base URL for OpenAI clients, which ends with `/v1`."""
     api_key: str = field(repr=False)
@@ -76,11 +77,11 @@ class Session:
     offered_tools: set[str] = field(default_factory=set, init=False)
     num_requests: int = field(default=0, init=False)
     num_replaced: int = field(default=0, init=False)
-    """Requests with sampling parameters that the rollout's replaced."""
+    """Requests with sampling parameters that were replaced by the rollout's."""
     last_request_s: float | None = field(default=None, init=False)
-    """`time.monotonic()` when the last request came."""
+    """`time.monotonic()` when the last request arrived."""
     failure: str | None = field(default=None, init=False)
-    """Last error of an engine that was reported to the agent."""
+    """Last engine error that was reported to the agent."""
     num_in_flight: int = field(default=0, init=False)
     interrupted: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     """Set while the session is suspended and none of its requests is in an engine."""
@@ -101,11 +102,11 @@ class Session:
 
     @property
     def given_reward(self) -> Reward | None:
-        """Reward that came by HTTP; None if none did."""
+        """Reward that was sent over HTTP; None if there is none."""
         return self._reward.result() if self._reward.done() else None
 
     def set_reward(self, reward: Reward) -> bool:
-        """Set the reward of the session; return False if it has one already."""
+        """Set the reward of the session; return False, and keep the old one, if it is already set."""
         if self._reward.done():
             return False
         self._reward.set_result(reward)
@@ -120,13 +121,13 @@ class Session:
         self._note_interruption()
 
     def resume(self) -> None:
-        """Continue the requests that wait."""
+        """Continue the waiting requests."""
         self.is_suspended = False
         self.interrupted.clear()
         self._going.set()
 
     def end(self) -> None:
-        """Refuse all further requests, and cancel those in an engine, because no client waits for their answers."""
+        """Reject all further requests, and cancel those in an engine, because no client waits for their answers."""
         self.has_ended = True
         self._going.set()
         for request in self._at_engine:
@@ -135,9 +136,10 @@ class Session:
     async def complete(self, raw: bytes, read: Callable[[bytes], Mapping[str, Any]] = parse_body) -> Completion:
         """Answer a request.
 
-        `read`: turns its bytes into the body of a request for a chat completion; raises `InvalidRequest`. Raises InvalidRequest if it is
-        malformed, or training cannot honor it, EngineError if no engine answered, and SessionEnded if the session ended before the answer
-        was complete.
+        `read` translates the bytes of the request to the body of a chat completion request (`Dialect.read`).
+
+        Raises InvalidRequest if the request is malformed, or training cannot honor it, EngineError if no engine answered, and SessionEnded
+        if the session ended before the answer was complete.
         """
         self.num_requests += 1
         self.last_request_s = time.monotonic()
@@ -176,7 +178,7 @@ class Session:
         return Completion(request, shown, sampled, len(prompt), self.policy.name, stop)
 
     def _context(self, place: Place, request: ChatRequest) -> tuple[Turn | None, IntArray]:
-        """Return the turn to continue and the ids after it; no turn and the whole prompt if the template renders the turn differently."""
+        """Return the turn to continue and the ids after it, or None and the whole prompt if the template rewrites earlier turns."""
         renderer, parent = self.policy.renderer, place.parent
         if parent is not None:
             ids = renderer.extension(parent.messages, request.tools, parent.sampled.ids.tolist(), place.new)
@@ -185,7 +187,10 @@ class Session:
         return None, as_ids(renderer.prompt(request.messages, request.tools))
 
     def _limited(self, params: SamplingParams, place: Place, num_prompt_tokens: int) -> SamplingParams:
-        """Return the parameters with the room that the context leaves, and a separate seed for every request of the session."""
+        """Return the parameters, limited to the tokens that the context leaves, with a seed derived for this request.
+
+        Raises ContextFull if the prompt leaves no room for a token.
+        """
         limit = self.policy.max_context_len
         room = params.max_new_tokens if limit is None else limit - num_prompt_tokens
         if room < 1:
@@ -202,7 +207,7 @@ class Session:
         return replace(params, max_new_tokens=min(params.max_new_tokens, room), sampling_seed=seed)
 
     async def _sample(self, prompt: IntArray, params: SamplingParams) -> Sampled:
-        """Sample an answer; continue it after every abort with the tokens that it has."""
+        """Sample an answer; after an abort, continue it from its tokens."""
         ids, logprobs, versions = np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32)
         spans: list[Span] = []
         reason: FinishReason = "abort"
@@ -226,7 +231,7 @@ class Session:
         return Sampled(ids, logprobs, versions, reason, tuple(spans))
 
     async def _generated(self, input_ids: IntArray, params: SamplingParams) -> Generation:
-        """Sample from an engine. Raises EngineError if no engine answered and SessionEnded if the session ended meanwhile."""
+        """Sample from an engine. Raises EngineError if no engine answered, and SessionEnded if the session ended in the meantime."""
         rid = f"{self.label}-{secrets.token_hex(4)}"
         timeout_s = self.policy.timeout_s
         request = asyncio.ensure_future(
@@ -250,7 +255,7 @@ class Session:
     def _messages_of(self, turn: AssistantTurn, request: ChatRequest, sampled: Sampled) -> tuple[dict[str, Any], dict[str, Any], str]:
         """Return the answer as it is rendered and as the agent sees it, and the stop string that was stripped from its end.
 
-        An agent that offered no tools gets calls as text, because it did not ask for any.
+        A request that offered no tools gets tool calls as text, because its agent expects none.
         """
         message, stop = turn.message(), ""
         shown = dict(message)

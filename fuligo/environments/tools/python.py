@@ -1,8 +1,8 @@
 """Python interpreter in a sandbox, as a tool.
 
-Programs run in their own processes without network, files of the machine, or secrets (`fuligo.sandbox.interpreter`). One helper
-process with the modules imported serves all episodes of a run, also those in processes of their own if it was started before
-(`check_sandbox` in the settings); a session, one for each call or for each episode, is a fork of it.
+Programs run in separate processes without network, secrets, or access to the machine's files (`fuligo.sandbox.interpreter`). One helper
+process, which has imported the modules, serves all episodes of a run. Episodes in separate processes share it if it was started before
+them (by `check_sandbox` in the environment's settings). Each session, for one call or one episode, is a fork of the helper process.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from fuligo.sandbox import interpreter, processes
 
 _START_S = 60.0
 _GRACE_S = 20.0
-"""Time beyond a call's own limit in which its sandbox must answer."""
+"""Seconds beyond a call's timeout in which its sandbox must answer."""
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
 _FIX = (
     "Programs that a model writes run only where Linux permits user namespaces: on a host,"
@@ -41,12 +41,12 @@ class PythonSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     modules: tuple[str, ...] = ()
-    """Modules of fuligo's own environment that are imported before the first call, such as numpy and sympy. If there are any, programs
-    see the packages of that environment; otherwise only the standard library."""
+    """Modules of fuligo's Python environment that are imported before the first call, such as numpy and sympy. If there are any, programs
+    can import all packages of that environment; otherwise only the standard library."""
     timeout_s: float = Field(default=10.0, gt=0)
-    """Time of one call."""
+    """Timeout of one call."""
     cpu_s: float = Field(default=10.0, gt=0)
-    """CPU time of one call, of all its processes together."""
+    """Limit on the CPU time of one call, over all its processes."""
     memory_mb: int = Field(default=512, ge=16)
     """Memory of all processes of a program together [MiB], in addition to that of the interpreter itself."""
     disk_mb: int = Field(default=64, ge=1)
@@ -54,9 +54,9 @@ class PythonSettings(BaseModel):
     output_bytes: int = Field(default=16_384, ge=64)
     """A program that prints more is stopped."""
     max_processes: int = Field(default=16, ge=1)
-    """Processes and threads of a program."""
+    """Limit on the processes and threads of a program."""
     max_running: int | None = Field(default=None, ge=1)
-    """Programs that run at once; the others wait, before their time begins. By default the number of cores."""
+    """Limit on the programs that run at once; others wait, and their timeout has not begun. By default the number of cores."""
 
 
 End = Literal["ok", "exit", "time", "cpu", "memory", "output", "processes"]
@@ -78,8 +78,9 @@ class PythonResult(BaseModel):
 
 
 class Interpreters:
-    """Process that serves the sessions of one `PythonSettings`, of this process and its forks. It ends with the last of them, or when it is
-    closed.
+    """Helper process that serves the sessions with one `PythonSettings`, from this process and its forks.
+
+    It ends when it is closed, or when the last of these processes ends.
     """
 
     def __init__(self, settings: PythonSettings) -> None:
@@ -89,9 +90,9 @@ class Interpreters:
         self._owner = os.getpid()
 
     def start(self) -> None:
-        """Start the process unless it runs, with its modules imported.
+        """Start the helper process unless it runs, and wait until it has imported the modules.
 
-        Raises ConfigError if a module cannot be imported and RolloutError if the process does not start.
+        Raises ConfigError if a module cannot be imported, and RolloutError if the process does not start.
         """
         if self._process is not None and (self._owner != os.getpid() or self._process.poll() is None):
             return
@@ -115,7 +116,7 @@ class Interpreters:
             )
 
     def close(self) -> None:
-        """End the process. Open sessions continue."""
+        """End the helper process. Open sessions continue."""
         if self._control is not None:
             self._control.close()
         if self._process is not None:
@@ -130,7 +131,7 @@ class Interpreters:
         with theirs:
             try:
                 socket.send_fds(self._control, [b"."], [theirs.fileno()])
-            except (BrokenPipeError, ConnectionResetError):  # the process of the owner ended
+            except (BrokenPipeError, ConnectionResetError):  # the helper process has ended
                 self.close()
                 self.start()
                 socket.send_fds(self._control, [b"."], [theirs.fileno()])
@@ -193,7 +194,7 @@ class PythonSession:
 
     async def _ask(self, code: str) -> dict[str, str]:
         if self._streams is None:
-            limit = 8 * self._interpreters.settings.output_bytes + (1 << 16)  # JSON escapes a byte by six
+            limit = 8 * self._interpreters.settings.output_bytes + (1 << 16)  # JSON may escape a byte as six
             self._streams = await asyncio.open_unix_connection(sock=self._interpreters.open(), limit=limit)
         reader, writer = self._streams
         writer.write(json.dumps({"code": code}).encode() + b"\n")
@@ -208,7 +209,7 @@ class PythonSession:
     async def _read(reader: asyncio.StreamReader) -> dict[str, str]:
         line = await reader.readline()
         if not line:
-            raise RolloutError("the sandbox of the Python tool ended by itself; see its output above")
+            raise RolloutError("the sandbox of the Python tool ended unexpectedly; see its output above")
         report = json.loads(line)
         if "unavailable" in report:
             raise RolloutError(f"cannot run Python in a sandbox: {report['unavailable']}. {_FIX}")

@@ -28,7 +28,7 @@ _FORMAT = b"1"
 
 
 class SearchSettings(BaseModel):
-    """Documents and results of the search tool."""
+    """Settings of the search tool."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -36,7 +36,7 @@ class SearchSettings(BaseModel):
     """JSON lines with `text` (or `contents`) and optionally `title`; or a folder with .txt and .md files, whose titles are their paths."""
     num_results: int = Field(default=3, ge=1)
     result_chars: int = Field(default=1000, ge=1)
-    """Length of a passage [characters], after which it is cut."""
+    """Longest passage [characters]; longer ones are cut."""
     stopwords: str | None = "en"
     """Language whose frequent words are ignored (en, de, fr, es, it, nl, pt, sv, ...), or null."""
     cache: Path | None = None
@@ -53,19 +53,19 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """Document that fits a query."""
+    """Document that matches a query, with its BM25 score."""
 
     document: Document
     score: float
 
 
 class SearchIndex:
-    """Documents and their BM25 index: read-only, hence shared by all episodes."""
+    """Documents and their BM25 index. Read-only, so that all episodes can share it."""
 
     def __init__(self, settings: SearchSettings) -> None:
-        """Read the documents, and their index from the cache if it holds it.
+        """Read the documents, and load their index from the cache or build it.
 
-        Raises ConfigError if bm25s is not installed and DataError if the documents cannot be read.
+        Raises ConfigError if bm25s is not installed, and DataError if the documents cannot be read.
         """
         try:
             import bm25s
@@ -81,8 +81,9 @@ class SearchIndex:
         self._index = self._load(settings.cache or (Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fuligo" / "search"))
 
     def search(self, query: str, num_results: int) -> list[Hit]:
-        """Return the documents that fit best, best first; equal scores in the order of the documents. Documents with a score of 0 are left
-        out.
+        """Return the documents that match best, best first; those with equal scores in the order of the collection.
+
+        Documents with a score of 0 are left out.
         """
         tokens = self._library.tokenize([query], stopwords=self._stopwords, return_ids=False, show_progress=False)
         known = [str(token) for token in next(iter(tokens)) if token in self._index.vocab_dict]
@@ -93,7 +94,7 @@ class SearchIndex:
         return [Hit(self.documents[place], float(scores[place])) for place in best if scores[place] > 0]
 
     def _load(self, cache: Path) -> "bm25s.BM25":
-        """Return the stored index, or compute and store it. A folder is complete as soon as it has its name."""
+        """Return the stored index, or compute and store it. Its folder gets its final name only when it is complete."""
         digest = hashlib.sha256(orjson.dumps([_FORMAT.decode(), self._library.__version__, self._stopwords]))
         for document in self.documents:
             digest.update(orjson.dumps([document.title, document.text]))
@@ -112,7 +113,7 @@ class SearchIndex:
             index.save(unfinished, show_progress=False)
             unfinished.rename(folder)
         except OSError:
-            if not folder.is_dir():  # unless another process stored the same index meanwhile
+            if not folder.is_dir():  # otherwise another process has stored the same index in the meantime
                 raise
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)

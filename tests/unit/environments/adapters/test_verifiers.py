@@ -86,7 +86,7 @@ def test_an_unknown_taskset_is_refused(taskset: None) -> None:
 
 
 async def test_a_row_without_a_task_is_refused() -> None:
-    with pytest.raises(ConfigError, match="cannot play sample 3: its metadata names no task of verifiers"):
+    with pytest.raises(ConfigError, match="cannot play sample 3: its metadata holds no task of verifiers"):
         await verifiers.play(None, Row("", "", {}, 3))  # pyright: ignore[reportArgumentType]
 
 

@@ -1,1 +1,1 @@
-"""Equality of mathematical answers as people write them. A leaf: it imports nothing of fuligo, and sympy only where algebra decides."""
+"""Equality of mathematical answers as people write them. It imports nothing else from fuligo, and sympy only when algebra must decide."""

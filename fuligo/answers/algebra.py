@@ -1,8 +1,8 @@
-r"""Algebraic equality with sympy; latex2sympy2 (of math-verify) reads the LaTeX.
+r"""Algebraic equality with sympy; latex2sympy2 (of math-verify) parses the LaTeX.
 
-Two expressions are equal if their values are equal: both are computed at random points where they have symbols, exactly if rational, else
-with 40 digits. Simplification decides only what has no value (integrals, sums, matrices of symbols), because it takes long and its failures
-are silent.
+Two expressions are equal if their values are equal. Values are computed exactly if rational, else with 40 digits; expressions with symbols
+are evaluated at random points. Only expressions without a numerical value (such as some integrals and sums) are simplified instead, because
+simplification is slow and fails silently.
 """
 
 import random
@@ -20,7 +20,7 @@ _POINTS = 4
 def equal_expressions(first: str, second: str) -> bool:
     """Return whether two expressions are equal; False if sympy cannot compute one, such as a power of a matrix that is not square.
 
-    `second` may be an equation `... = 0`; then they must be proportional.
+    If `second` ends with `=0`, return whether `first` is proportional to its left side.
     """
     try:
         proportional = second.endswith("=0")
@@ -47,7 +47,7 @@ def equal_expressions(first: str, second: str) -> bool:
 
 @lru_cache(maxsize=64)
 def _parsed(text: str) -> Any:
-    """Return the sympy expression of a text, with every symbol complex and `i` the imaginary unit; None if it cannot be read."""
+    """Return the sympy expression of a text, with complex symbols and `i` as the imaginary unit; None if it cannot be parsed."""
     from latex2sympy2_extended.latex2sympy2 import latex2sympy
     from sympy import I, Rational
 
@@ -156,7 +156,7 @@ def _value(expression: Any, point: dict[str, Any]) -> tuple[Any, Any] | None:
 
 
 def _summed(expression: Any) -> Any:
-    """Replace infinite products, and sums with sines, by their numerical values, which sympy itself needs minutes for."""
+    """Replace infinite products, and infinite sums of sines or cosines, by numerical values, for which sympy would need minutes."""
     from sympy import Product, Sum, cos, oo, sin
 
     series = [part for part in expression.atoms(Sum, Product) if len(part.limits) == 1 and part.limits[0][2] == oo]
@@ -189,7 +189,7 @@ def _limit(series: Any) -> Any:
 
 
 def _rounded(first: str, left: Any, second: str, right: Any) -> bool:
-    """Return whether one of the two is a plain decimal that rounds the other, as 1.41421 for the root of 2."""
+    """Return whether one expression is a plain decimal to which the other one rounds, such as 1.41421 for the root of 2."""
     for text, other in ((first, right), (second, left)):
         number = read_number(text)
         if number is not None and number.unit_in_last_place is not None:
@@ -200,7 +200,7 @@ def _rounded(first: str, left: Any, second: str, right: Any) -> bool:
 
 
 def _are_proportional(left: Any, right: Any) -> bool:
-    """Return whether two expressions have the same zeros because one is a multiple of the other."""
+    """Return whether one expression is a constant, nonzero multiple of the other, so that both have the same zeros."""
     import sympy
 
     if not isinstance(left, sympy.Expr) or not isinstance(right, sympy.Expr) or not left.free_symbols:

@@ -9,27 +9,23 @@ from fuligo.answers.spelling import normalise
 from fuligo.answers.units import units_agree
 
 MAX_CHARS = 2000
-"""A longer answer equals another one only by its spelling."""
+"""Longer answers are compared only as plain numbers or as text."""
 
 Algebra = Callable[[str, str], bool]
-"""Function that decides whether two expressions in normal spelling are equal."""
+"""Function that decides whether two normalized expressions are equal."""
 
 
 class NeedsAlgebraError(Exception):
-    """Two expressions whose equality takes algebra, which the caller has not given."""
+    """Comparison of two expressions that needs algebra, although the caller passed no function for it."""
 
 
 def no_algebra(first: str, second: str) -> bool:
-    """Refuse to compare expressions.
-
-    Raises:
-        NeedsAlgebraError: always.
-    """
+    """Raise NeedsAlgebraError instead of comparing two expressions."""
     raise NeedsAlgebraError
 
 
 def equal_answers(answer: str, gold: str, algebra: Algebra = no_algebra) -> bool:
-    """Return whether an answer says the same as the label. Raises NeedsAlgebraError if it takes algebra, and `algebra` is not given."""
+    """Return whether an answer equals the gold answer. Raises NeedsAlgebraError if that needs algebra and `algebra` is not given."""
     answer, gold = answer.strip(), gold.strip()
     if not answer or not gold:
         return False
@@ -46,12 +42,12 @@ def equal_answers(answer: str, gold: str, algebra: Algebra = no_algebra) -> bool
 
 
 def _squeezed(text: str) -> str:
-    """Remove the spaces that mean nothing: all but those between digits and between words."""
+    """Remove all spaces except those between two letters or digits."""
     return re.sub(r" (?![\da-zA-Z])|(?<![\da-zA-Z]) ", "", text)
 
 
 class _Comparison:
-    """Comparison of two structures. The gold's form decides what an answer must have."""
+    """Comparison of two parsed answers."""
 
     def __init__(self, algebra: Algebra) -> None:
         self._algebra = algebra
@@ -101,7 +97,7 @@ class _Comparison:
             return equal_numbers(first, second)
         first_based, second_based = read_based(answer), read_based(gold)
         if first_based or second_based:
-            # Only base 10 may be left unwritten.
+            # Only base 10 may be omitted.
             bases = [(int(n.value), 10) if n is not None and n.value.denominator == 1 else None for n in (first, second)]
             return (first_based or bases[0]) == (second_based or bases[1])
         if not answer or not gold or _is_prose(answer) or _is_prose(gold):
@@ -121,7 +117,7 @@ class _Comparison:
         return self._equal_chains((answer,), gold.values)
 
     def _equal_chains(self, answer: Sequence[Answer], gold: Sequence[Answer]) -> bool:
-        """Compare values given in several forms, as `2 + 3 = 5`: all forms of the answer must be right."""
+        """Compare values given in several forms, such as `2 + 3 = 5`: every form of the answer must equal the gold's last form."""
         return all(self.equal(form, gold[-1]) for form in reversed(answer))
 
     def _equal_equations(self, answer: Answer, gold: Answer) -> bool:
@@ -139,7 +135,7 @@ class _Comparison:
         return all(self.equal(read(one), read(other)) for one, other in zip(first, second, strict=True))
 
     def _value_of(self, answer: Equation, gold: Answer) -> bool:
-        """Return whether the last side of an equation is the gold. Numbers on its other sides must be equal to it: 5 = 6 is not 6."""
+        """Return whether the last side of an equation equals the gold. Other sides without symbols must equal it too: `5 = 6` is not 6."""
         if set(answer.relations) != {"="}:
             return False
         *others, last = (read(side) for side in answer.sides)
@@ -219,12 +215,12 @@ def _difference(sides: Sequence[str]) -> str:
 
 
 def _is_system(collection: Collection) -> bool:
-    """Return whether a list gives values to several names, so that its order matters next to values without names."""
+    """Return whether a collection assigns values to several names; compared with values without names, its order then matters."""
     names = {item.name for item in collection.items if isinstance(item, Assignment)}
     return len(names) > 1
 
 
 def _is_prose(text: str) -> bool:
-    r"""Return whether a text has words, which no algebra reads: `3 hours 20 minutes`. Names of LaTeX commands do not count."""
+    r"""Return whether a text has words, which algebra cannot parse: `3 hours 20 minutes`. Names of LaTeX commands do not count."""
     plain = re.sub(r"\\(?:begin|end|operatorname|mathbb|mathcal)\{[^{}]*\}|\\[a-zA-Z]+", " ", text)
     return re.search(r"\\text ?\{ *[a-zA-Z]{2}", text) is not None or re.search("[a-zA-Z]{4}", plain) is not None

@@ -1,4 +1,4 @@
-r"""Plain numbers, exact: `1,234`, `-2.50`, `5e3`, `6.6\times10^{-34}`, `\frac{1}{3}`, `2 1/2`, `0.\overline{3}`, `3 million`."""
+r"""Plain numbers, as fractions: `1,234`, `-2.50`, `5e3`, `6.6\times10^{-34}`, `\frac{1}{3}`, `2 1/2`, `0.\overline{3}`, `3 million`."""
 
 import re
 from dataclasses import dataclass
@@ -7,10 +7,10 @@ from fractions import Fraction
 _MAX_DIGITS = 100
 _MAX_EXPONENT = 400
 MIN_DIGITS = 6
-"""Significant digits from which a decimal stands for the number that it rounds, as 0.333333 for 1/3."""
+"""Significant digits from which a decimal is accepted for a number that rounds to it, such as 0.333333 for 1/3."""
 _FLOAT_DIGITS = 15
 _FLOAT_NOISE = Fraction(1, 10**12)
-"""Relative error that floats explain in a number of at least 15 digits, such as 0.30000000000000004 for 0.3."""
+"""Relative error that is accepted as a float's in a number of at least 15 digits, such as 0.30000000000000004 for 0.3."""
 _MAX_NOISE = Fraction(1, 10**6)
 
 _DECIMAL = r"(?:(?P<grouped>\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+)|(?P<digits>\d*))(?:\.(?P<places>\d*)(?:\\overline\{(?P<period>\d+)\})?)?"
@@ -31,7 +31,7 @@ _SCALES = {None: 1, "thousand": 10**3, "million": 10**6, "billion": 10**9, "tril
 
 @dataclass(slots=True, frozen=True)
 class Number:
-    """A number and how exactly it is written."""
+    """Number, and the precision with which it is written."""
 
     value: Fraction
     unit_in_last_place: Fraction | None = None
@@ -41,7 +41,7 @@ class Number:
 
 
 def read_number(text: str) -> Number | None:
-    """Parse a number in normal spelling; None if the text is not one."""
+    """Parse a normalized text as a number; return None if it is not one."""
     if len(text) > _MAX_DIGITS or not any(character.isdigit() for character in text):
         return None
     if match := _NUMBER.fullmatch(text):
@@ -78,9 +78,9 @@ def _signed(match: re.Match[str], value: Fraction) -> Fraction:
 
 
 def equal_numbers(first: Number, second: Number) -> bool:
-    """Return whether two numbers are equal, or one rounds the other to at least 6 significant digits.
+    """Return whether two numbers are equal, or one is the other rounded to at least 6 significant digits.
 
-    Integers and fractions are exact: 1000001 is not 1000000. Nothing rounds to zero.
+    Integers and fractions are exact: 1000001 is not 1000000. No other number rounds to zero.
     """
     if first.value == second.value:
         return True
@@ -96,7 +96,7 @@ def equal_numbers(first: Number, second: Number) -> bool:
 
 
 def rounds(decimal: Number, value: Fraction) -> bool:
-    """Return whether a decimal with enough digits is the value, rounded to its last place."""
+    """Return whether a decimal has at least `MIN_DIGITS` significant digits and is the value rounded to its last place."""
     if decimal.unit_in_last_place is None or decimal.num_digits < MIN_DIGITS:
         return False
     return abs(decimal.value - value) * 2 <= decimal.unit_in_last_place
@@ -107,7 +107,7 @@ _BASES = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"
 
 
 def read_based(text: str) -> tuple[int, int] | None:
-    """Return (value, base) of a number with its base as a subscript, as `101_2`; None for any other text."""
+    """Return (value, base) of a number with its base as a subscript, such as `101_2`; None for any other text."""
     match = _BASED.fullmatch(text)
     if match is None or not any(character.isdigit() for character in match["digits"]):
         return None

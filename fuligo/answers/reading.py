@@ -1,6 +1,6 @@
-r"""Structure of an answer: a value, a list, a tuple, a set, an interval or an equation, read before any algebra.
+r"""Structure of an answer (a value, list, tuple, set, interval or equation), parsed before any algebra.
 
-Brackets and commas say what an answer is, which algebra would lose: (1, 2) is not 2, 1 and 2, 2 is not 2.
+Algebra would lose the meaning of brackets and commas: `(1, 2)` is not equal to `2, 1`, nor `2, 2` to `2`.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ class Kind(Enum):
 
 @dataclass(slots=True, frozen=True)
 class Value:
-    """A number, an expression or a matrix."""
+    """Number, expression or matrix."""
 
     text: str
-    """In normal spelling, without unit."""
+    """Normalized text without unit."""
     unit: str = ""
-    """Canonical name of the unit; empty if none is written."""
+    """Canonical name of the unit; empty if the answer has none."""
     percent: bool = False
 
 
 @dataclass(slots=True, frozen=True)
 class Word:
-    r"""A name or a word, compared as text: `east`, `ABC`, `\text{no solution}`."""
+    r"""Name or word, compared as text: `east`, `ABC`, `\text{no solution}`."""
 
     text: str
 
@@ -71,7 +71,7 @@ class Collection:
 
 @dataclass(slots=True, frozen=True)
 class Equation:
-    """A chain of expressions with relations between them."""
+    """Chain of expressions with relations between them."""
 
     sides: tuple[str, ...]
     relations: tuple[str, ...]
@@ -79,22 +79,22 @@ class Equation:
 
 @dataclass(slots=True, frozen=True)
 class Assignment:
-    """A name and its value, in all forms in which the chain gives it: `x = 2 + 3 = 5`."""
+    """Name and its value, in every form that the answer gives: `x = 2 + 3 = 5`."""
 
     left: str
-    """The name in normal spelling."""
+    """Normalized name."""
     values: tuple[Answer, ...]
 
     @property
     def name(self) -> str:
-        """The name without markup, spaces and case."""
+        """Name in lower case, without markup and spaces."""
         match = _WORD.fullmatch(self.left)
         return (match["text"] or match["plain"] if match else self.left).replace(" ", "").casefold()
 
 
 @dataclass(slots=True, frozen=True)
 class Approximation:
-    r"""An exact value and the decimal that the answer gives with it: `\sqrt{2} \approx 1.41`."""
+    r"""Exact value, and the decimal that the answer gives with it: `\sqrt{2} \approx 1.41`."""
 
     exact: Answer
     decimal: Answer
@@ -104,7 +104,7 @@ Answer = Value | Word | Collection | Equation | Assignment | Approximation
 
 
 def read(text: str) -> Answer:
-    """Return the structure of an answer. Brackets that nest too deeply are left to algebra."""
+    """Parse the structure of an answer. A text with brackets nested too deeply becomes a `Value`."""
     text = normalise(text)
     return _read(text) if _depth(text) <= _MAX_DEPTH else Value(text)
 
@@ -195,7 +195,7 @@ _SEPARATOR = re.compile(rf"[,;]|{_WORD_SEPARATOR.pattern}", re.IGNORECASE)
 
 
 def _items(text: str) -> list[str] | None:
-    """Return the entries of a list that no bracket surrounds; None if the text is not a list."""
+    """Return the entries of a list without brackets around it; None if the text is not a list."""
     by_semicolon = [item for item in _split(text, _SEMICOLON) if item]
     if len(by_semicolon) > 1 and all(len(_split(item, _COMMA)) > 1 for item in by_semicolon):
         return by_semicolon  # systems: x = 1, y = 2; x = 3, y = 4

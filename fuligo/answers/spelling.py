@@ -1,4 +1,4 @@
-r"""Spelling of answers: one LaTeX form for what Unicode, plain text and LaTeX's synonyms write in several ways."""
+r"""Normalization of answers: one LaTeX spelling for what Unicode, plain text and LaTeX synonyms write in several ways."""
 
 import re
 import unicodedata
@@ -89,7 +89,7 @@ def normalise(text: str) -> str:
     text = _ascii(text.strip())
     if text.startswith("**") and text.endswith("**") and len(text) > 4:
         text = text[2:-2]
-    if "\\begin" not in text:  # outside of matrices a doubled backslash is one that JSON escaped twice
+    if "\\begin" not in text:  # outside of matrices, a double backslash comes from JSON that was escaped twice
         text = re.sub(r"\\\\(?=[a-zA-Z])", r"\\", text)
     for pattern, replacement in _SYNONYMS:
         text = pattern.sub(replacement, text)

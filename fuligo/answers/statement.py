@@ -13,9 +13,9 @@ _BETWEEN_BOXES = re.compile(
 )
 
 _MAX_TAIL_CHARS = 2000
-"""End of a response without a box or marker in which its last number or formula is looked for."""
+"""Length of the end of a response, without a box or marker, that is searched for its last number or formula."""
 _MAX_WHOLE_CHARS = 120
-"""A longer text is prose with an answer in it."""
+"""Longest text that can be an answer as a whole; longer texts are prose."""
 _MARKER = re.compile(r"####|^\s*A:|\banswer\b[^:=\n]{0,40}?(?:\bis\b|\bare\b|:|=)\s*:?", re.IGNORECASE | re.MULTILINE)
 _SENTENCE_END = re.compile(r"\n|[.!?](?=\s+\S)")
 _FORMULA = "|".join(
@@ -96,7 +96,7 @@ def _boxed(text: str) -> str | None:
 
 
 def _said(text: str) -> str | None:
-    """Return the answer at the beginning of what follows a marker: its first line or sentence, or the terms at its beginning."""
+    """Return the answer in the first line or sentence of the text after a marker: all of it, or its first terms."""
     text = text.lstrip(" \t\n*:")[:_MAX_TAIL_CHARS]
     end = _SENTENCE_END.search(text)
     sentence = (text if end is None else text[: end.start()]).strip()
@@ -115,13 +115,13 @@ def _said(text: str) -> str | None:
 
 
 def _terms(text: str, start: int) -> list[re.Match[str]]:
-    """Return the numbers and formulas of a text; those that only name a quantity, as `$f(x)$`, if there are no others."""
+    """Return the numbers and formulas of a text. Formulas that only name a quantity (`$f(x)$`) count only if there are no others."""
     terms = list(_TERM.finditer(text, start))
     return [term for term in terms if not is_name(normalise(term[0]))] or terms
 
 
 def _whole(text: str) -> str | None:
-    """Return a text that as a whole is a formula or a quantity; None if it is prose or too long."""
+    """Return the text if all of it is a formula or a quantity; None if it is prose or too long."""
     bare = text.strip("* ").rstrip(".")
     if not bare or len(bare) > _MAX_WHOLE_CHARS or "\n" in bare or not (re.search(r"[\d\\]", bare) or len(bare) == 1):
         return None
@@ -131,7 +131,7 @@ def _whole(text: str) -> str | None:
 
 
 def _last_term(text: str) -> str | None:
-    """Return the last number or formula, and the alternatives before it; formulas are also joined by commas and `and`."""
+    """Return the last number or formula, with the alternatives that `or` joins to it; formulas are also joined by commas and `and`."""
     terms = _terms(text, 0)
     if not terms:
         return None

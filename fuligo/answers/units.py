@@ -44,7 +44,7 @@ _NAMES = {
     "£": "gbp",
 }
 KNOWN = {name: unit for unit, names in _NAMES.items() for name in (unit, *names.split())}
-"""Canonical unit by its names."""
+"""Canonical units, by each of their names."""
 _SINGLE = frozenset("mgshlLdNJWV")
 """Units of one letter, which need a space before them: `7m` is a product."""
 _NUMBER_PART = (
@@ -63,7 +63,7 @@ _DROPPED = frozenset(("unit", "units", "square unit", "square units", "cubic uni
 
 @dataclass(slots=True, frozen=True)
 class Quantity:
-    """A number or expression and its unit."""
+    """Number or expression, and its unit."""
 
     number: str
     unit: str
@@ -71,7 +71,7 @@ class Quantity:
 
 
 def split_unit(text: str) -> Quantity | None:
-    r"""Split a quantity; None if the text is not one number with or without a unit, nor an expression before `\text{unit}`."""
+    r"""Split a number, with or without a unit, or an expression before `\text{unit}`; return None for any other text."""
     if text[:1] in _CURRENCIES and read_number(text[1:].strip()) is not None:
         return Quantity(text[1:].strip(), KNOWN.get(text[0], text[0]), percent=False)
     if read_number(text) is not None:
@@ -106,7 +106,7 @@ def _is_unit(text: str, *, spaced: bool) -> bool:
 
 
 def canonical_unit(text: str) -> str:
-    """Return one name for the spellings of a unit; for a counted thing, its last word in the singular."""
+    """Return the canonical name of a unit; for a counted thing, its last word in the singular."""
     text = re.sub(r"[\s{}]+", " ", text).strip().replace(" ^ ", "^").replace(" ^", "^").replace("^ ", "^")
     if text.casefold() in _DROPPED or re.fullmatch(r"units?\^\d", text.casefold()):
         return ""
@@ -127,5 +127,5 @@ def _one_unit(text: str) -> str:
 
 
 def units_agree(first: str, second: str) -> bool:
-    """Return whether two units agree; an unwritten one agrees with any."""
+    """Return whether two units agree; a missing unit agrees with any."""
     return not first or not second or first == second

@@ -1,1 +1,1 @@
-"""Prompt files: random access to rows, chat template, order and its exact resume."""
+"""Prompt files: random access to rows, chat templates, and an order that a resumed run continues exactly."""

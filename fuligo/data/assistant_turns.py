@@ -14,15 +14,15 @@ Segment = tuple[list[int], bool]
 """Token ids, and whether they are trained on."""
 RewrittenTurns = Literal["per-turn", "rendered", "refuse"]
 _STAND_IN = "\u2063a stand-in\u2063"
-"""Content that no message has at its beginning or end."""
+"""Placeholder content that no message begins or ends with."""
 
 
 class AssistantTurns:
     """Assistant turns of one conversation.
 
-    If the template marks assistant text itself (`{% generation %}`), its marks are used. Otherwise a turn is the text that the template
-    adds between the messages before it, with the generation prompt, and the messages up to it; the ids before a turn are then those of a
-    rollout's prompt.
+    If the template marks assistant text itself (`{% generation %}`), its marks are used. Otherwise a turn is the difference between two
+    renderings: the messages before the turn with the generation prompt, and the messages up to and including the turn. The ids before a
+    turn are then the same as in the prompt of a rollout.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class AssistantTurns:
         """Prepare the assistant's turns of a conversation.
 
         Args:
-            end_ids: tokens at which the model stops; the next role's token is one where the template writes no end of a turn (GLM).
+            end_ids: tokens at which the model stops; they include the next role's token if the template does not mark ends of turns (GLM)
         """
         self._messages = messages
         self._tools = tools
@@ -109,7 +109,7 @@ class AssistantTurns:
         return None
 
     def _rendered_spans(self, whole: str, turns: list[tuple[str, str]]) -> list[tuple[int, int]]:
-        """Return where the whole conversation shows each turn: what changes with the content of its message, and its end token."""
+        """Return the span of each turn in the whole conversation: the text that depends on its content, and its end token."""
         spans: list[tuple[int, int]] = []
         for turn, (_, closed) in zip(self._turns, turns, strict=True):
             if self._messages[turn].get("tool_calls"):
@@ -127,7 +127,7 @@ class AssistantTurns:
         return spans
 
     def _segments(self, text: str, spans: list[tuple[int, int]], last: list[int]) -> list[Segment]:
-        """Tokenize a rendering piece by piece and train the spans, each with the token that ends it."""
+        """Tokenize a rendering piece by piece; the spans are trained, each with the token that ends it."""
         segments: list[Segment] = []
         position = 0
         for start, end in spans:
@@ -150,9 +150,9 @@ class AssistantTurns:
         return done
 
     def _reply(self, turn: int) -> list[int]:
-        """Return the first id that the template writes after a turn if an answer to it follows; none if `end_ids` is empty.
+        """Return the first id that the template writes after a turn when an answer to it follows; empty if `end_ids` is empty.
 
-        The turn is rendered by itself and without thinking, because many templates drop all earlier thinking once the user answers.
+        The turn is rendered alone and without thinking, because many templates drop all earlier thinking once the user answers.
         """
         if not self._end_ids:
             return []
@@ -166,7 +166,7 @@ class AssistantTurns:
         return self._ids(longer[len(shorter) :])[:1] if longer.startswith(shorter) else []
 
     def _marked(self) -> list[Segment] | None:
-        """Return the conversation by the template's own marks; None if it has none."""
+        """Return the segments that the template marks itself; None if it has no marks."""
         marked = self._template.masked_transcript(self._messages, self._tools)
         if marked is None:
             return None

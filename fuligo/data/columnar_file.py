@@ -16,13 +16,13 @@ from fuligo.data.open_file import OpenFile
 from fuligo.errors import DataError
 
 _CACHE_BYTES = 256 * 1024**2
-"""Size of the cache of decoded groups of rows. Shuffling a larger file decodes groups repeatedly: write small ones, or jsonl."""
+"""Size of the cache of decoded row groups. Shuffling a larger file decodes groups repeatedly; write small row groups, or jsonl."""
 
 
 class ColumnarFile:
-    """File of which only the given columns are read, in groups of rows; the most recently used are cached, up to 256 MiB.
+    """File read in row groups, and only in the given columns; the most recently used groups are cached, up to 256 MiB.
 
-    Subclasses set `_columns_present` and return the sizes of the groups in `_open`, and read one group in `_read`.
+    Subclasses return the columns and the sizes of the row groups in `_open`, and read one row group in `_read`.
     """
 
     format: ClassVar[str]
@@ -31,7 +31,7 @@ class ColumnarFile:
         self.path = path
         self.content = OpenFile(path)
         self._columns = columns
-        # By descriptor: Arrow would open the path again, which may be another file by now. Never mapped: see `OpenFile`.
+        # Opened by descriptor: the path may name another file by now. Never memory-mapped: see `OpenFile`.
         self._source = pa.PythonFile(os.fdopen(self.content.descriptor, "rb", buffering=0, closefd=False), mode="r")
         try:
             present, sizes = self._open()
@@ -44,11 +44,11 @@ class ColumnarFile:
         self._cached: OrderedDict[int, pa.Table | pa.RecordBatch] = OrderedDict()
 
     def _open(self) -> tuple[Sequence[str], list[int]]:
-        """Return the columns of the file and the number of rows of each group."""
+        """Return the columns of the file and the number of rows in each row group."""
         raise NotImplementedError
 
     def _read(self, group: int) -> pa.Table | pa.RecordBatch:
-        """Read the chosen columns of a group."""
+        """Read the chosen columns of a row group."""
         raise NotImplementedError
 
     def __len__(self) -> int:

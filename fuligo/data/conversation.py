@@ -42,7 +42,7 @@ class Conversation:
     prompt: str | Messages
     """Prompt of the row; chat messages include the assistant's turns."""
     parts: tuple[MaskedTokens, ...]
-    """The conversation; or one sequence for each assistant turn, where the template rewrites earlier turns."""
+    """One sequence for the whole conversation, or one for each assistant turn if the template rewrites earlier turns."""
     label: Any
     metadata: dict[str, Any]
 
@@ -95,7 +95,7 @@ class ConversationDataset(Dataset[Conversation]):
         return Conversation(row, fields.prompt, parts, fields.label, fields.metadata), longest
 
     def _place(self, part: MaskedTokens, images: Sequence[RawImage]) -> MaskedTokens:
-        """Return a sequence with all tokens of the images that it shows: the first ones, up to its last trained token."""
+        """Insert all tokens of the images in a sequence. It ends at its last trained token and may contain only the first images."""
         if not images:
             return part
         assert self._images is not None, "opened with the model's images"

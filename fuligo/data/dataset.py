@@ -191,7 +191,7 @@ class Dataset(Generic[Item]):
         raise NotImplementedError
 
     def _with_images(self, messages: Messages) -> Messages:
-        """Return messages as the chat templates of models with images read them.
+        """Return messages in the form that chat templates of models with images expect.
 
         Raises DataError if a message has an image where none is allowed.
         """
@@ -201,7 +201,7 @@ class Dataset(Generic[Item]):
         return with_image_parts(messages)
 
     def _check_images(self, row: int, item: Item) -> None:
-        """Decode the images of an item; later rows only fail their samples."""
+        """Check that the images of one of the first rows can be decoded; in later rows, bad images only fail their samples."""
         if self._images is None:
             return
         try:

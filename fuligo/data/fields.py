@@ -78,8 +78,8 @@ def _images(row: dict[str, Any], settings: DataFlags, prompt: str | Messages, di
 def check_messages(value: Any, key: str, *, has_images: bool = False) -> Messages:
     """Return chat messages without their null fields (columnar files fill missing fields with null).
 
-    `has_images`: image parts of a message's content become placeholders. Raises DataError if `value` is not a list of messages with a role
-    and content.
+    With `has_images`, image parts of a message's content become placeholders. Raises DataError if `value` is not a list of messages with a
+    role and content.
     """
     if not isinstance(value, list) or not value:
         raise DataError(f"{key!r} must be a string or a list of chat messages, not {value!r:.80}")
@@ -109,7 +109,7 @@ def _text(content: Any, name: str, has_images: bool) -> str:
 
 
 def _is_image(part: Any) -> bool:
-    """Return whether a part of a message stands for an image of the row's column, and brings none of its own."""
+    """Return whether a message part stands for an image of the row's image column, rather than holding an image itself."""
     return isinstance(part, dict) and part.get("type") == "image" and all(value is None for key, value in part.items() if key != "type")
 
 

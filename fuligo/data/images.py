@@ -1,4 +1,4 @@
-"""Images of a row: their bytes, from files or the row itself, the messages that they belong to, and digests that show changes."""
+"""Images of rows: reading them from files or the row itself, placing them in messages, and detecting changes by digests."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ MAX_FILE_BYTES = 32 * 2**20
 
 @dataclass(slots=True, frozen=True)
 class RawImage:
-    """Image as it was read, not decoded."""
+    """Encoded image, as it was read."""
 
     source: str
     """File, or column and number, for error messages."""
     data: bytes = field(repr=False)
     is_file: bool = False
-    """True if it was read from a file of its own."""
+    """True if it was read from an image file."""
 
 
 class Placed(Protocol):
-    """Token ids with all tokens of their images."""
+    """Token ids of a sequence, including all tokens of its images."""
 
     @property
     def ids(self) -> IntArray: ...
 
     @property
     def origins(self) -> NDArray[np.int64]:
-        """Return for each id its position among the ids that the template wrote."""
+        """Return [T] the position of each id among the ids that the template wrote."""
         ...
 
     @property
@@ -53,15 +53,15 @@ class ImagePlacer(Protocol):
     """Placement of images in a model's prompts: the number of tokens of each, and their positions."""
 
     def place(self, ids: Sequence[int], images: Sequence[RawImage]) -> Placed:
-        """Give images their tokens; this depends only on their sizes.
+        """Insert all tokens of the images; their number depends only on the images' sizes.
 
-        `ids`: token ids as the chat template writes them, with one token for each image. Raises DataError if an image's header cannot be
-        read, it is too large, or the numbers of images differ.
+        `ids` are the token ids that the chat template writes, with one token for each image. Raises DataError if an image's header cannot
+        be read, an image is too large, or the numbers of images differ.
         """
         ...
 
     def decode(self, images: Sequence[PromptImage]) -> None:
-        """Check that images can be decoded. Raises DataError if an image cannot be decoded."""
+        """Raise DataError if an image cannot be decoded."""
 
     @property
     def token_id(self) -> int:
@@ -72,8 +72,8 @@ class ImagePlacer(Protocol):
 def read_images(value: Any, key: str, directory: Path) -> tuple[RawImage, ...]:
     """Read the images of a row's column: one, a list, or none (null).
 
-    Each is a path, relative to the data file's directory; a data URI with base64; bytes; or, as the package `datasets` stores images, an
-    object with `bytes` or `path`. Raises DataError if an image has another form, or its file cannot be read or is too large.
+    Each image is a path relative to the data file's directory, a data URI with base64, bytes, or an object with `bytes` or `path` (the
+    format of the package `datasets`). Raises DataError if an image has another form, or its file cannot be read or is too large.
     """
     given = [] if value is None else value if isinstance(value, list) else [value]
     return tuple(_read(each, f"image {number} of {key!r}", directory) for number, each in enumerate(given, 1))
@@ -122,20 +122,17 @@ def check_placeholders(messages: Messages, num_images: int, key: str) -> None:
 
 
 def check_texts(messages: Messages, image_token: str) -> None:
-    """Check that images are in the messages only where the template can write them, and that no text contains their token.
-
-    Raises DataError if a text contains it, or an assistant message has an image.
-    """
+    """Raise DataError if the text of a message contains the image token, or an assistant message has an image."""
     for number, message in enumerate(messages, 1):
         text = message.get("content") or ""
         if image_token in text:
             raise DataError(f"message {number} contains {image_token}, the token of an image; write {PLACEHOLDER} where an image belongs")
         if message["role"] == "assistant" and PLACEHOLDER in text:
-            raise DataError(f"message {number} is the assistant's and has {PLACEHOLDER}; models write text, so move it to another message")
+            raise DataError(f"message {number} is the assistant's and has {PLACEHOLDER}; models write text: move it to another message")
 
 
 def with_image_parts(messages: Messages) -> Messages:
-    """Return messages whose placeholders are separate parts, as chat templates of models with images read them."""
+    """Return messages whose placeholders are separate parts, as chat templates of models with images expect."""
     return [
         {**message, "content": _parts(message["content"])} if PLACEHOLDER in (message.get("content") or "") else message
         for message in messages
@@ -151,9 +148,9 @@ def _parts(text: str) -> list[dict[str, str]]:
 
 
 class ImageDigests:
-    """One digest for the images of each row that has been read; 8 bytes a row.
+    """Digests of the images of each row that has been read, 8 bytes per row.
 
-    The digest of a prompt file covers the paths in it, not the content of the images there.
+    They are needed because the digest of a prompt file covers the paths of image files, not their content.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -161,9 +158,9 @@ class ImageDigests:
         """[rows] 0: not read yet."""
 
     def check(self, row: int, images: Sequence[RawImage], place: str) -> None:
-        """Remember the images of a row, or check that they are the ones that were read before.
+        """Remember the images of a row, or check that they are the same as when the row was read before.
 
-        `place`: file and line of the row. Raises DataChangedError if they have changed.
+        `place` is the file and line of the row. Raises DataChangedError if the images have changed.
         """
         if not any(image.is_file for image in images):
             return
@@ -181,13 +178,13 @@ class ImageDigests:
         return base64.b85encode(zlib.compress(self._digests.tobytes(), 1)).decode() if self._digests.any() else ""
 
     def first_changed(self, text: str) -> int | None:
-        """Return the first row that has been read with other images than those of `dump`; None if there is none."""
+        """Return the first row whose images differ from those in `text`, which `dump` returned earlier; None if there is none."""
         earlier = self._of(text)
         changed = np.flatnonzero((earlier != self._digests) & (earlier != 0) & (self._digests != 0))
         return int(changed[0]) if len(changed) else None
 
     def load(self, text: str) -> None:
-        """Compare later reads with what `dump` returned in an earlier part of the run."""
+        """Take over the digests in `text`, which `dump` returned in an earlier part of the run, for comparison with later reads."""
         earlier = self._of(text)
         self._digests = np.where(earlier != 0, earlier, self._digests)
 
@@ -198,7 +195,7 @@ class ImageDigests:
 
 
 def _digest(images: Sequence[RawImage]) -> np.uint64:
-    """Return a digest of the content of images and of where each ends, not 0."""
+    """Return a nonzero digest of the contents and lengths of images."""
     digest = blake2b(digest_size=8)
     for image in images:
         digest.update(len(image.data).to_bytes(8, "little"))

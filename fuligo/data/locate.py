@@ -78,7 +78,7 @@ def _load(text: str) -> list[Path]:
     try:
         builder = datasets.load_dataset_builder(name, config)
         builder.download_and_prepare()
-    except Exception as error:  # of the library, its network client, or a damaged file
+    except Exception as error:  # raised by the library or its network client, or because of a damaged file
         raise DataError(_refused(text, name, config, error)) from error
     splits = list(builder.info.splits or {})
     if split is None and len(splits) == 1:

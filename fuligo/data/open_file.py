@@ -11,11 +11,11 @@ _CHUNK_BYTES = 8 * 1024**2
 
 
 class OpenFile:
-    """File that is read by explicit reads, never mapped: a map of a file that shrinks kills the process by SIGBUS.
+    """File that is read explicitly, never memory-mapped: if a mapped file shrinks, SIGBUS kills the process.
 
-    Renaming, replacing or deleting the file changes nothing for this object. A change of its content is noticed by size and times, which
-    are compared after every read. When they differ and the digest was taken before, the content decides: `touch`, `chmod` and appending
-    are harmless.
+    Renaming, replacing or deleting the file does not affect this object. A change of content is detected by size and times, which are
+    compared after every read. If they differ and the digest is already known, the content decides: `touch`, `chmod` and appending are
+    harmless.
     """
 
     def __init__(self, path: Path) -> None:
@@ -25,7 +25,7 @@ class OpenFile:
         weakref.finalize(self, os.close, self.descriptor)
         self._state = self._current_state()
         self.num_bytes = self._state[0]
-        """Size when it was opened."""
+        """Size in bytes when it was opened."""
         self._digest: str | None = None
 
     def read(self, start: int, stop: int) -> bytes:
@@ -57,7 +57,7 @@ class OpenFile:
         return self._digest
 
     def check(self) -> None:
-        """Check that the content is that of the opened file. Raises DataChangedError if it has changed, or cannot be read any more."""
+        """Raise DataChangedError if the content has changed since the file was opened, or cannot be read any more."""
         try:
             state = self._current_state()
         except OSError as error:

@@ -108,7 +108,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class JsonlFile:
-    """File with one JSON object per line; empty lines are skipped. Takes 8 bytes per row, and one chunk while opening."""
+    """File with one JSON object per line; empty lines are skipped. Holds 8 bytes per row in memory, and one chunk while opening."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""Sources of prompts: order, returned rows, and an exact position in both."""
+"""Sources of prompts: the order of rows, rows that were given back, and an exact position in both for resume."""
 
 import logging
 from collections import deque
@@ -32,14 +32,14 @@ class SourceCounts:
 
 
 class PromptOrder:
-    """Endless sequence of row numbers: every epoch has each row once, in file order or in its own permutation.
+    """Endless sequence of row numbers: every epoch has each row once, in file order or in a new permutation.
 
-    With weights an epoch takes weight x size rows of every entry, and the next one continues where it stopped: over the epochs all rows of
-    an entry are drawn equally often. The order is a function of (seed, epoch), so it is recomputed on resume and never saved.
+    With weights, an epoch draws weight x size rows of every entry, and the next epoch continues where it stopped, so that all rows of an
+    entry are drawn equally often over the epochs. The order is a function of (seed, epoch), so it is recomputed on resume and never saved.
     """
 
     def __init__(self, entry_sizes: Sequence[int], *, shuffle: bool, seed: int, weights: Sequence[float] = ()) -> None:
-        """Start at the first epoch of entries with these numbers of rows and weights; without weights all are 1."""
+        """Start at the first epoch. `entry_sizes` are the rows of each entry of --prompt-data; without `weights`, all weights are 1."""
         self._sizes = list(entry_sizes)
         self._drawn = [max(1, round(size * weight)) for size, weight in zip(self._sizes, weights or [1.0] * len(self._sizes), strict=True)]
         self.num_rows = sum(self._drawn)
@@ -103,7 +103,7 @@ class RowSource(Generic[Item]):
         self._returned: deque[int] = deque()
 
     def __len__(self) -> int:
-        """Return the number of rows of one epoch, skipped ones included."""
+        """Return the number of rows in one epoch, including rows that will be skipped."""
         return self._order.num_rows
 
     @property
@@ -177,8 +177,8 @@ class RowSource(Generic[Item]):
                     raise DataError(f"{error}; resume or start with --skip-bad-rows to skip such rows") from error
                 self.counts.bad_rows += 1
         raise DataError(
-            f"a whole epoch of {len(self)} rows has no usable row "
-            f"(so far {self.counts.bad_rows} malformed, {self.counts.dropped_too_long} too long)"
+            f"cannot draw a prompt: a whole epoch of {len(self)} rows has no usable row (so far {self.counts.bad_rows} malformed, "
+            f"{self.counts.dropped_too_long} too long); fix the rows or raise --rollout-max-prompt-len"
         )
 
 

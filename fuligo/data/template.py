@@ -1,4 +1,4 @@
-"""Rendering of chat messages by the tokenizer's template, and token ids of text."""
+"""Rendering of chat messages with the tokenizer's template, and tokenization of text."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any]) -> None:
         """Check template and arguments.
 
-        Raises ConfigError if the tokenizer has no template, or `kwargs` sets arguments that are not the template's.
+        Raises ConfigError if the tokenizer has no template, or `kwargs` sets arguments that are not variables of the template.
         """
         if not tokenizer.chat_template and "chat_template" not in kwargs:
             raise ConfigError(no_chat_template(tokenizer.name_or_path or "the model"))
@@ -84,9 +84,9 @@ class ChatTemplate:
 
 
 def rendered_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Tokenize text from a chat template, which contains its special tokens already."""
+    """Tokenize text from a chat template, which already contains its special tokens."""
     backend = _backend(tokenizer, "_encode_plus")
-    # A call of the tokenizer undoes a truncation, a padding and a mode that another call has left in the backend.
+    # An earlier call may have left truncation, padding or another mode set in the backend; calling the tokenizer itself resets them.
     if (
         backend is not None
         and backend.truncation is None
@@ -98,14 +98,14 @@ def rendered_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
-    """Return a function from ids to their text, special tokens included."""
+    """Return a function that decodes ids to their text, including special tokens."""
     if (backend := _backend(tokenizer, "_decode")) is not None:
         return lambda ids: backend.decode(ids, skip_special_tokens=False)
     return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def response_decoder(tokenizer: Decodes) -> Callable[[list[int]], str]:
-    """Return a function from ids to the text of a response: without special tokens, cleaned up if the tokenizer does that."""
+    """Return a function that decodes the ids of a response, without special tokens, and cleaned up if the tokenizer does so."""
     backend = _backend(tokenizer, "_decode")
     if backend is not None and not _cleans_up(tokenizer, backend):
         return lambda ids: backend.decode(ids, skip_special_tokens=True)
@@ -121,9 +121,9 @@ def _cleans_up(tokenizer: Decodes, backend: Tokenizer) -> bool:
 
 
 def _backend(tokenizer: Decodes, method: str) -> Tokenizer | None:
-    """Return the Rust tokenizer behind a fast one; its own methods are faster, because transformers checks and converts every id.
+    """Return the Rust tokenizer of a fast tokenizer, which is quicker to call, because transformers checks and converts every id.
 
-    None if the tokenizer does not have transformers' own `method`, which calls the Rust tokenizer.
+    Return None if there is none, or the tokenizer overrides transformers' `method`, which may then do more than call the Rust tokenizer.
     """
     from transformers import PreTrainedTokenizerFast
 

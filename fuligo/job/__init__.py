@@ -25,9 +25,9 @@ T = TypeVar("T")
 
 
 def run_job(config: Config) -> int:
-    """Run `fuligo train` and return the exit code 0. Under torchrun, the first process drives and the others follow it.
+    """Run `fuligo train` and return the exit code 0. Under torchrun, rank 0 drives the run and the other ranks follow it.
 
-    Raises ConfigError if torchrun started ranks on several hosts, which have no common key, or ranks that --max-restarts should replace,
+    Raises ConfigError if torchrun started ranks on several hosts without a common key, or ranks that --max-restarts would have to replace,
     and FuligoError if the run failed.
     """
     from rich.console import Console
@@ -36,7 +36,7 @@ def run_job(config: Config) -> int:
 
     place = torchrun_place()
     if place is not None:
-        place.read_key()  # a missing one is found before the engines start
+        place.read_key()  # reports a missing key before the engines start
         if config.checkpoint.max_restarts > 0:
             raise ConfigError(
                 f"--max-restarts {config.checkpoint.max_restarts}: this run cannot replace ranks that torchrun started; remove it and "
@@ -53,10 +53,10 @@ def run_job(config: Config) -> int:
 def run_to_end(config: Config, lent: LentParts | None = None) -> Outcome:
     """Run a configuration to its end.
 
-    SIGTERM ends it like Ctrl-C: engines and ranks are stopped, and everything recorded stays. --save-on-sigterm saves a checkpoint first.
+    SIGTERM ends it like Ctrl-C: engines and ranks are stopped, and all records are kept. --save-on-sigterm saves a checkpoint first.
 
     Args:
-        lent: trainer and engine that several runs share; None: the run has its own
+        lent: trainer and engine that several runs share; None: the run starts its own
     """
     with collector_paused():
         from fuligo.job.run import run_config
@@ -75,14 +75,17 @@ async def run_in_loop(config: Config) -> Outcome:
 
 
 def run_many_to_end(configs: Mapping[str, Config], *, resume: bool = False) -> list[Path]:
-    """Run checked configurations at once, each in its own process, over one trainer and one engine; return their run directories.
+    """Run checked configurations concurrently, each in a separate process, with one shared trainer and engine.
 
     Args:
-        configs: by the name of the run; each names its run directory
-        resume: runs that have saved nothing yet begin again, and replace the steps that they have recorded
+        configs: configurations by the name of the run; each sets its run directory
+        resume: runs without a checkpoint start over and replace the steps that they recorded
+
+    Returns:
+        the run directories
 
     Raises:
-        RunsFailedError: runs failed; the others have ended by themselves
+        RunsFailedError: some runs failed; the others ran to their end
         EngineError: the engine did not start, or died
     """
     with collector_paused():
@@ -94,7 +97,7 @@ def run_many_to_end(configs: Mapping[str, Config], *, resume: bool = False) -> l
         return []
     _keep_private(next(iter(configs.values())))
     first = directories[0].resolve()  # `.` has no name
-    logs = first.with_name(f"{first.name}.engines")  # the run directories are their processes'
+    logs = first.with_name(f"{first.name}.engines")  # each run directory belongs to the process of its run
     if any(config.needs_engine for config in configs.values()):
         logs.mkdir(parents=True, exist_ok=True)
     try:
@@ -105,7 +108,7 @@ def run_many_to_end(configs: Mapping[str, Config], *, resume: bool = False) -> l
 
 
 def evaluate(config: Config, run_dir: Path) -> Evaluated:
-    """Run `fuligo eval`; signals end it like a run."""
+    """Run `fuligo eval`. Signals end it as they end a run."""
     from fuligo.job.evaluation import evaluate_config
 
     _keep_private(config)
@@ -113,14 +116,14 @@ def evaluate(config: Config, run_dir: Path) -> Evaluated:
 
 
 def _keep_private(config: Config) -> None:
-    """Deny other users what this process and its children write from now on, unless --shared-outputs is given."""
+    """Make new files of this process and its children inaccessible to other users, unless --shared-outputs is set."""
     if not config.observability.shared_outputs:
         os.umask(os.umask(0) | 0o077)
 
 
 async def _run_until_terminated(work: Coroutine[Any, Any, T], termination: Termination) -> T:
     task = asyncio.ensure_future(work)
-    if threading.current_thread() is threading.main_thread():  # others receive no signals
+    if threading.current_thread() is threading.main_thread():  # other threads cannot handle signals
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, termination.request, task)
     try:
         with stalls_reported():

@@ -38,7 +38,7 @@ class ColocatedDevices:
 
     Args:
         keep_weights: engines keep their weights while the trainer works, because the next sync sends only those that changed
-        others: engines of models that receive no weights; they keep a copy of theirs in host memory
+        others: engines of models that are not synced; they keep a copy of their weights in host memory
     """
 
     def __init__(self, engines: EngineGroup, *, keep_weights: bool, others: Sequence[EngineGroup] = ()) -> None:
@@ -53,7 +53,7 @@ class ColocatedDevices:
         self._engines_may_start = asyncio.Event()
         self._engines_may_start.set()
         self.work = asyncio.Lock()
-        """Held during one piece of the trainer's work, and during a weight sync; a restarted engine gets its weights in between."""
+        """Held during each call of the trainer and each weight sync; a restarted engine gets its weights between them."""
 
     @property
     def engines_sample(self) -> bool:
@@ -61,17 +61,17 @@ class ColocatedDevices:
         return not self._trainer_is_loaded and "kv_cache" in self._held
 
     def attach(self, trainer: Trainer, *, is_loaded: bool) -> None:
-        """Start sharing the devices with a trainer. `is_loaded`: the trainer holds its memory, as after `detach`."""
+        """Start sharing the devices with a trainer. `is_loaded`: the trainer holds its memory, as a replacement does after `detach`."""
         self._trainer, self._trainer_is_loaded = trainer, is_loaded
 
     async def detach(self) -> None:
-        """Detach a trainer that has ended; the engines release what the next one needs while it loads."""
+        """Detach a trainer that has ended; the engines release the memory that the next trainer needs to load."""
         async with self.work:
             self._trainer, self._trainer_is_loaded = None, False
             await self._release_for_trainer()
 
     async def to_trainer(self) -> None:
-        """Load the trainer; the engines release everything."""
+        """Load the trainer; the engines release their KV cache and, unless `keep_weights`, their weights."""
         await self._release_for_trainer()
         await self._load_trainer()
 
@@ -91,13 +91,13 @@ class ColocatedDevices:
         self._engines_may_start.set()
 
     async def make_room(self) -> None:
-        """Offload the trainer so that engines can start in its turn; return when those that are starting are up."""
+        """Offload the trainer so that engines can start during its turn, and wait until the starting ones are up."""
         await self._offload_trainer()
         self._engines_may_start.set()
         await self._wait_settled()
 
     async def wait_for_room(self) -> None:
-        """Return when an engine may start."""
+        """Wait until an engine may start."""
         while not self._engines_may_start.is_set():  # the event may be cleared again before this waiter runs
             await self._engines_may_start.wait()
 
@@ -115,7 +115,7 @@ class ColocatedDevices:
 
     @asynccontextmanager
     async def trainer_loaded(self) -> AsyncIterator[None]:
-        """Load the trainer for the block, then restore the state from before. (An error in the block ends the run.)"""
+        """Load the trainer for the block, then restore the previous state, except after an error, which ends the run."""
         was_loaded = self._trainer_is_loaded
         if not was_loaded:
             await self.to_both()
@@ -137,7 +137,7 @@ class ColocatedDevices:
             await group.tell(lambda everyone: everyone.resume())
 
     async def _hold_starts(self) -> None:
-        """Let no engine start until the engines' next turn; wait for those that are starting, so that they get the same commands."""
+        """Keep engines from starting until the engines' next turn. Wait for those that are starting, so that they get the same commands."""
         self._engines_may_start.clear()
         await self._wait_settled()
 
@@ -178,7 +178,7 @@ class ColocatedDevices:
 
 
 async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
-    """Await the work to its end even if canceled, so that it is known which memory the engines hold."""
+    """Await the work to its end even if canceled, so that the record of the engines' memory stays correct."""
     task = asyncio.create_task(work)
     try:
         await asyncio.shield(task)
@@ -191,7 +191,7 @@ class ColocatedTrainer:
     """Trainer that takes the devices before it works. Implements `trainer.protocol.Trainer`.
 
     Args:
-        trainer: loaded once, and offloaded
+        trainer: trainer that was loaded once and is offloaded
     """
 
     def __init__(self, trainer: Trainer, devices: ColocatedDevices) -> None:
@@ -250,7 +250,7 @@ class ColocatedTrainer:
 
 @dataclass(slots=True, frozen=True)
 class ColocatedWeightSync:
-    """Weight sync that holds the devices during a sync and leaves them to the engines."""
+    """Weight sync that holds the lock of the shared devices during a sync."""
 
     weight_sync: WeightSync
     engines: EngineGroup
@@ -273,9 +273,10 @@ class ColocatedWeightSync:
             await self.weight_sync.resync()
 
     async def sync_restarted(self, engine: InferenceEngine) -> bool:
-        """Send weights to a restarted engine if no other engine serves; a sync ends the requests of all that serve.
+        """Send weights to a restarted engine if no other engine serves; return whether the engine has joined the serving engines.
 
-        Once begun, the sync runs to its end even if the caller is canceled because the engine died again.
+        If others serve, the engine waits for the next sync, because a sync aborts the requests of all serving engines. Once begun, the sync
+        runs to its end even if the caller is canceled because the engine died again.
         """
         renewing = asyncio.create_task(self._sync_restarted(engine))
         try:

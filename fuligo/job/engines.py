@@ -1,4 +1,4 @@
-"""Engines of a run, the teacher among them, and their weight sync with its transport, built from the configuration."""
+"""Engines of a run, including a served teacher, and the weight sync to them, built from the configuration."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 def choose_transport(config: Config, cluster: RayCluster | None) -> Transport:
     """Return --update-weight-transport with auto resolved.
 
-    `cluster`: has the places of ranks and engines; None: all are on this machine. Raises ConfigError if it does not reach the engines, or
-    not all of their ranks.
+    `cluster` knows the nodes of ranks and engines; None: all are on this machine. Raises ConfigError if the transport cannot reach all
+    engines and their ranks.
     """
     transport = _reaching(config, cluster)
     stages = max((group.pp_size for group in engine_groups(config) if group.model == policy_model(config)), default=1)
@@ -97,7 +97,7 @@ def _reaching(config: Config, cluster: RayCluster | None) -> Transport:
 
 
 def _served_by_rank_0(config: Config) -> list[int]:
-    """Return the numbers of the policy's engines that have their own GPUs."""
+    """Return the numbers of the policy's engines on GPUs that the trainer does not use."""
     policy = policy_model(config)
     models = [group.model for group in engine_groups(config) for _ in range(group.num_engines)]
     beside = ranks_beside_engines(config)
@@ -105,9 +105,9 @@ def _served_by_rank_0(config: Config) -> list[int]:
 
 
 def ranks_beside_engines(config: Config) -> dict[int, tuple[int, ...]]:
-    """Return, for each engine on the trainer's GPUs (--colocate), the trainer's ranks there in the order of the engine's.
+    """Return the trainer's ranks on the GPUs of each engine (--colocate), by the engine's number and in the order of its ranks.
 
-    The n-th GPU of the engines is that of rank n, as far as there are ranks.
+    The n-th GPU of the engines is the GPU of trainer rank n. Engines with other GPUs are left out.
     """
     if not config.takes_turns:
         return {}
@@ -118,9 +118,9 @@ def ranks_beside_engines(config: Config) -> dict[int, tuple[int, ...]]:
 PROBE_IDS = (1, 2, 3)
 """Token ids that exist in every vocabulary."""
 FP32_TOLERANCE, BF16_TOLERANCE, COARSE_TOLERANCE = 1e-3, 0.05, 0.2
-"""Tolerance, in nats, of the mean difference of log-probabilities between two implementations of a model (bf16: 0.01 to 0.03 measured). It
-is coarse in FP8 (quickstart model: 0.06), and in bf16 for mixtures, where rounding sends tokens to other experts, and linear attention
-(0.08 to 0.14 with random weights, docs/benchmarks-gpu.md)."""
+"""Tolerances, in nats, of the mean difference of log-probabilities between two implementations of a model (bf16: 0.01 to 0.03 measured).
+The coarse one is for FP8 (quickstart model: 0.06) and, in bf16, for mixtures of experts, where rounding changes the routing, and linear
+attention (0.08 to 0.14 with random weights, docs/benchmarks-gpu.md)."""
 
 
 @dataclass(slots=True)
@@ -145,14 +145,14 @@ class Engines:
 
     @property
     def served(self) -> Mapping[str, ServedModel]:
-        """Return the routers that take requests, by model."""
+        """Routers that take requests, by model."""
         return self.launched.served
 
     @asynccontextmanager
     async def watched(self, *, are_synced: bool) -> AsyncIterator[None]:
         """Poll the engines and restart dead ones during the block; an engine that cannot be restarted ends the block.
 
-        `are_synced`: there is a trainer; without one, restarted engines keep the weights that they load. Raises EngineError if an engine or
+        Without `are_synced`, there is no trainer, and restarted engines keep the weights that they load. Raises EngineError if an engine or
         the router is lost for good.
         """
         async with AsyncExitStack() as stack:
@@ -183,11 +183,11 @@ class Engines:
 async def launch_engines(
     config: Config, directory: RunDirectory, stack: AsyncExitStack, cluster: RayCluster | None, lent: LentParts | None = None
 ) -> Engines | None:
-    """Start the engines, or connect to external or lent ones; return when they answer. None if the run samples nothing.
+    """Start the engines, or connect to external or lent ones, and wait until they answer. Return None if the run samples nothing.
 
     Args:
-        cluster: machines for the engines; None: this one
-        lent: has the engines, which several runs share; None: this run starts its own
+        cluster: nodes for the engines; None: this machine
+        lent: trainer and engines that several runs share; None: this run starts its own
 
     Raises:
         EngineError: an engine did not start, or does not answer
@@ -225,7 +225,7 @@ async def _connect_external(config: Config, stack: AsyncExitStack) -> EngineGrou
 
 
 async def _require_changes(config: Config, engines: EngineGroup) -> None:
-    """Check that external engines take syncs without the unchanged tensors, if the run sends such syncs."""
+    """Raise ConfigError if the run syncs only changed tensors (delta) and an external engine does not support that."""
     if config.weight_sync.update_weight_mode != "delta" or not config.trains:
         return
     for url, info in await engines.model_infos():
@@ -247,7 +247,7 @@ def build_weight_sync(
     devices: ColocatedDevices | None,
     run_directory: Path,
 ) -> WeightSync | ColocatedWeightSync:
-    """Return the weight sync of a run. Raises ConfigError if the transport does not reach the engines from where rank 0 runs.
+    """Build the weight sync of a run. Raises ConfigError if the transport cannot reach the engines from rank 0.
 
     Args:
         trainer: a `ColocatedTrainer` if `devices` are given
@@ -306,14 +306,14 @@ def _amplifies_rounding(model: dict[str, Any]) -> bool:
 
 
 async def find_teacher(config: Config, engines: Engines, stack: AsyncExitStack) -> ServedTeacher | None:
-    """Connect to the teacher and let it score a few tokens; None without a teacher, or if the trainer has it.
+    """Connect to the teacher and let it score a few tokens. Return None without a teacher, or if the trainer computes its scores.
 
     Args:
         engines: engines of the run, which may include the teacher
         stack: closes connections
 
     Raises:
-        EngineError: the teacher does not answer, or not with log-probabilities of the tokens that it was sent
+        EngineError: the teacher does not answer, or returns no valid log-probabilities for the tokens
     """
     if config.teacher_from != "engine":
         return None

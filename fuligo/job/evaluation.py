@@ -28,7 +28,7 @@ class EvaluatedWeights:
     directory: Path
     """Hugging Face directory or distributed checkpoint."""
     num_rollouts: int
-    """Rollouts that the checkpoint was trained on; 0 for weights that are not a run's."""
+    """Rollouts that the checkpoint was trained on; 0 for weights that no run has saved."""
 
     @classmethod
     def find(cls, config: Config) -> EvaluatedWeights:
@@ -61,8 +61,8 @@ class Evaluated:
 async def evaluate_config(config: Config, run_dir: Path) -> Evaluated:
     """Serve the weights, evaluate every dataset, and send the metrics to the trackers.
 
-    `run_dir`: new or empty; receives the metrics and every sample, in the form of a run's evaluations. Raises FuligoError if the evaluation
-    failed, or a tracker cannot be opened.
+    `run_dir` is new or empty; it receives the metrics and every sample, in the format of a run's evaluations. Raises FuligoError if the
+    evaluation failed, or a tracker cannot be opened.
     """
     from fuligo.models.directory import load_tokenizer
 
@@ -94,9 +94,9 @@ async def evaluate_config(config: Config, run_dir: Path) -> Evaluated:
 
 
 def _served(config: Config, weights: Path, target: Path, stack: AsyncExitStack) -> Config:
-    """Return the config whose engines load the weights to evaluate: a model, or an adapter.
+    """Return the config with which engines load the weights to evaluate: a model, or a base model with an adapter.
 
-    Engines that cannot apply an adapter get a merged model, written to `target`. Raises CheckpointError if the weights are damaged and
+    For engines that cannot apply an adapter, a merged model is written to `target`. Raises CheckpointError if the weights are damaged, and
     ConfigError if the base model of an adapter is not on this machine.
     """
     given = config.lora.lora_adapter

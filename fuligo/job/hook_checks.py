@@ -1,6 +1,7 @@
 """Contract tests of hooks: each is called as in a run, with made-up samples, and its results are checked. Neither model nor GPU is needed.
 
-For a loss and its reducer, also check that micro-batches add up and that masked tokens have no gradient; a run would not notice.
+The tests of a loss and of its reducer also check that micro-batches add up and that masked tokens have no gradient, which a run would not
+notice.
 """
 
 import asyncio
@@ -71,8 +72,8 @@ def check_hook(flag_name: str, hook: Hook | str, config: Config | None = None, p
     Args:
         flag_name: its flag with underscores, such as `custom_loss_function_path`.
         hook: the function, or its path.
-        config: what `args` shows; default flags if it is None.
-        prompts: prompts of the samples, with label and metadata; made up if it is None.
+        config: configuration that `args` shows; None: default flags.
+        prompts: prompts of the samples, with label and metadata; None: made-up ones.
     """
     config = config or Config()
     function = load_hook(flag_name, hook) if isinstance(hook, str) else hook
@@ -135,7 +136,7 @@ def _reward(hook: Hook, config: Config, groups: list[SampleGroup]) -> None:
 
 def _generate(hook: Hook, config: Config, groups: list[SampleGroup]) -> None:
     async def engine(sample: Sample, params: SamplingParams) -> Sample:
-        """Sample three tokens, and end there."""
+        """Append three tokens and complete the sample."""
         more = np.arange(3, dtype=np.int32)
         sample.response_ids = np.concatenate([sample.response_ids, more])
         sample.engine_logprobs = np.concatenate([sample.engine_logprobs, np.full(3, -0.5, np.float32)])
@@ -203,7 +204,7 @@ def _adds_up(option: str, settings: LossSettings) -> None:
 
 
 def _inputs(chosen: range | list[int]) -> LossInputs:
-    """Return the inputs of some of the responses; the same numbers whichever are chosen."""
+    """Return the loss inputs of the chosen responses; a response has the same numbers in every selection."""
     generator = torch.Generator().manual_seed(0)
     num_tokens = sum(_LENGTHS)
     columns = {name: torch.randn(num_tokens, generator=generator) for name in ("advantages", "old", "engine", "new", "ref")}
@@ -234,7 +235,7 @@ def _buffer_filter(hook: Hook, config: Config, groups: list[SampleGroup]) -> Non
     buffer = [group.samples for group in groups]
     taken = buffer_filter(hook, ArgsView(config))(1, buffer, 1)
     if len(taken) > 1:
-        raise HookError(f"--buffer-filter-path returned {len(taken)} groups for num_samples 1")
+        raise HookError(f"--buffer-filter-path returned {len(taken)} groups for num_samples 1; return at most num_samples groups")
 
 
 def _group_filter(hook: Hook, config: Config, groups: list[SampleGroup]) -> None:

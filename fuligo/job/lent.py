@@ -1,4 +1,4 @@
-"""Trainer and engine that several runs share, as one of them uses them."""
+"""One run's access to the trainer and engine that several runs share."""
 
 import asyncio
 import pickle
@@ -14,13 +14,13 @@ from fuligo.trainer.ranks.handle import RankHandle
 
 
 class LentParts:
-    """Parts that the process of all runs lends to the process of one.
+    """Trainer and engines that the process of `fuligo train-many` lends to the process of one run.
 
     Args:
-        control: connection over which the engines arrive once they serve
+        control: connection over which the engines are sent once they serve
         trainer: connection to the run's rank
-        num_runs: runs that share them
-        resume: the run may replace the steps that it has recorded, though it has no checkpoint
+        num_runs: number of runs that share the trainer and the engines
+        resume: the run may replace the steps that it has recorded, even without a checkpoint
     """
 
     def __init__(self, control: Connection, trainer: Connection, num_runs: int, *, resume: bool = False) -> None:
@@ -31,10 +31,9 @@ class LentParts:
         self._engines: LentEngines | None = None
 
     async def engines(self) -> LentEngines:
-        """Return the engines when they serve.
+        """Wait until the engines serve, and return them. Raises EngineError if the process of `fuligo train-many` has ended.
 
-        They are awaited in a daemon thread: asyncio waits at its end for the threads of `to_thread`, and an interrupted run would not end.
-        Raises EngineError if the process of all runs has ended.
+        The wait is in a daemon thread: at its end, asyncio waits for threads of `to_thread`, and an interrupted run would never end.
         """
         if self._engines is None:
             try:
@@ -46,5 +45,5 @@ class LentParts:
         return self._engines
 
     async def ranks(self) -> Sequence[RankHandle]:
-        """Return the run's rank in the trainer of all runs."""
+        """Return the run's rank in the shared trainer."""
         return [ConnectedRank(0, socket.gethostname(), self._trainer)]

@@ -1,7 +1,7 @@
 """Several runs at once over one copy of the base weights: a trainer in this process, one engine, and a process for each run.
 
-Each run has its own driver, with its configuration, data, rewards, records and checkpoints, so that one which fails does not disturb
-the others. It differs from a run alone only in that its trainer rank and its engine are lent (`job.lent`).
+Each run has its own driver, with its configuration, data, rewards, records and checkpoints, so that a failed run does not disturb the
+others. It differs from a single run only in that its trainer rank and its engine are shared (`job.lent`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fuligo.trainer.ranks.shared import SharedTrainer
 INTERRUPTED = 130
 """Exit code of a run that a signal ended; the same as that of `fuligo train`."""
 LAST_OUTPUT_S = 1.0
-"""Time to show the last output of a run that has ended; a process that a hook left running may keep its pipes open for longer."""
+"""Seconds to show the last output of a run that has ended; a process that a hook left running may keep the pipes open for longer."""
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class RunProcess:
     errors: asyncio.StreamReader
 
     def send(self, message: object) -> None:
-        with suppress(OSError):  # a run that has ended; its exit code tells
+        with suppress(OSError):  # the run has ended; its exit code is reported
             self.control.send_bytes(pickle.dumps(message))
 
     def signal(self, number: signal.Signals) -> None:
@@ -56,15 +56,15 @@ class RunProcess:
 
 
 async def run_many(configs: Mapping[str, Config], logs: Path, *, resume: bool = False) -> None:
-    """Run all configurations to their ends; SIGTERM and cancellation end them as they end a run alone.
+    """Run all configurations to their ends. SIGTERM and cancellation end them as they end a single run.
 
     Args:
-        configs: checked, by the name of the run
+        configs: checked configurations, by the name of the run
         logs: directory of the engines' logs
-        resume: a run without its own checkpoint replaces the steps that it has recorded
+        resume: a run without a checkpoint replaces the steps that it has recorded
 
     Raises:
-        RunsFailedError: runs failed; the others have ended by themselves
+        RunsFailedError: some runs failed; the others ran to their end
         EngineError: the engine did not start, or died
     """
     async with AsyncExitStack() as stack:
@@ -96,10 +96,10 @@ async def run_many(configs: Mapping[str, Config], logs: Path, *, resume: bool = 
 async def _lend_engines(
     runs: Sequence[RunProcess], configs: Sequence[Config], logs: Path, ends: asyncio.Future[list[int]], stack: AsyncExitStack
 ) -> None:
-    """Start the engines, have their supervision end the runs with them, and tell each run that samples how it reaches them.
+    """Start the shared engines and their supervision, and send each run that samples its access to them.
 
-    `ends`: done when all runs have ended, which also cancels the start of the engines. Raises EngineError if one did not start, with the
-    last lines of its log.
+    `ends` is done when all runs have ended, which cancels the start of the engines. Raises EngineError if an engine did not start, with
+    the last lines of its log.
     """
     sampling = [(run, config) for run, config in zip(runs, configs, strict=True) if config.needs_engine]
     if not sampling:
@@ -121,7 +121,7 @@ async def _lend_engines(
 
 
 async def _start(name: str, config: Config, options: Sequence[str], trainer: SharedTrainer, stack: AsyncExitStack) -> RunProcess:
-    """Start the process of a run, and answer the commands that it gives the trainer."""
+    """Start the process of a run, and a thread that answers its commands to the trainer."""
     with ExitStack() as theirs:
         (control, their_control), (commands, their_commands) = socket.socketpair(), socket.socketpair()
         given = [theirs.enter_context(end) for end in (their_control, their_commands)]
@@ -156,7 +156,7 @@ async def _start(name: str, config: Config, options: Sequence[str], trainer: Sha
 async def _pipe(stack: AsyncExitStack, theirs: ExitStack) -> tuple[asyncio.StreamReader, int]:
     """Return a pipe's reader, which `stack` closes, and the descriptor of its other end, which `theirs` closes.
 
-    With pipes of asyncio's own, `Process.wait` waits until every process that has inherited them has ended.
+    With asyncio's pipes, `Process.wait` would wait until every process that has inherited them has ended.
     """
     read_end, write_end = os.pipe()
     theirs.callback(os.close, write_end)
@@ -177,7 +177,7 @@ async def _ended(run: RunProcess) -> int:
         while not exited.done():
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             for each in done:
-                each.result()  # raises where this process cannot write what it shows
+                each.result()  # raises if this process cannot write the output
         if left := pending & showing:
             await asyncio.wait(left, timeout=LAST_OUTPUT_S)
     finally:
@@ -216,7 +216,7 @@ def _signals_passed_to(runs: Sequence[RunProcess]) -> Iterator[list[signal.Signa
         for run in runs:
             run.signal(signal.SIGTERM)
 
-    if threading.current_thread() is not threading.main_thread():  # others receive no signals
+    if threading.current_thread() is not threading.main_thread():  # other threads cannot handle signals
         yield received
         return
     loop = asyncio.get_running_loop()
@@ -228,7 +228,7 @@ def _signals_passed_to(runs: Sequence[RunProcess]) -> Iterator[list[signal.Signa
 
 
 def _require_success(codes: Mapping[str, int], *, is_terminated: bool = False) -> None:
-    """Check that all runs ended with exit code 0, or by the SIGTERM that all of them received. Raises RunsFailedError if a run did not."""
+    """Raise RunsFailedError unless all runs ended with exit code 0 or, with `is_terminated`, by SIGTERM."""
     ended_well = (0, INTERRUPTED, -signal.SIGTERM) if is_terminated else (0,)  # a run that was still starting was killed by the signal
     failed = [
         f"{name} ({f'exit code {code}' if code >= 0 else f'killed by signal {-code}'})"

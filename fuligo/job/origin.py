@@ -28,7 +28,7 @@ class Origin:
     policy_version: int
     initial_weights: Path
     checkpoint: Path | None
-    """Directory of the resumed checkpoint."""
+    """Directory of the resumed checkpoint; None at the beginning."""
     state: RunState | None
     rng: DriverRng = field(default_factory=DriverRng.capture)
     """Random state of the driver at this origin."""
@@ -61,7 +61,7 @@ class Origin:
         return replace(self, step=state.step, policy_version=state.policy_version, checkpoint=found.directory, state=state, rng=state.rng)
 
     def may_cut_back(self, config: Config, run_dir: Path) -> bool:
-        """Return whether this run may replace recorded steps: those after its checkpoint, or all where nothing was saved.
+        """Return whether this run may replace recorded steps: those after its checkpoint, or all if nothing was saved.
 
         A run that starts from scratch because of another `--load`, perhaps a misspelled one, must not replace a finished run.
         """

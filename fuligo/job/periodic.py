@@ -74,7 +74,7 @@ class SaveCheckpoint:
     """State after the last rollout, unless it is saved."""
     _writing: asyncio.Task[Path] | None = None
     _saving: asyncio.Task[None] | None = None
-    """The write and the export after it."""
+    """Task of the write and the export after it."""
 
     def due(self, step: int) -> bool:
         return self.keeps_last or self.schedule.due(step) or (self._saving is not None and self._saving.done())
@@ -101,7 +101,7 @@ class SaveCheckpoint:
                 await self._export(await self.store.save(done, self.trainer.save, state), rollout.step)
 
     async def save_last(self) -> None:
-        """Save the state after the last rollout, if it is not saved yet. No rollout has been trained on since.
+        """Save the state after the last rollout, unless it is saved already. Call it before another rollout is trained on.
 
         Raises FuligoError if this checkpoint, or the one before it, could not be written.
         """
@@ -116,7 +116,7 @@ class SaveCheckpoint:
             await saving
 
     async def abandon(self) -> None:
-        """Cancel the write when the run ends early; an incomplete checkpoint does not appear."""
+        """Cancel the write when the run ends early; no incomplete checkpoint becomes visible."""
         tasks: list[asyncio.Task[Any]] = [task for task in (self._writing, self._saving) if task is not None]
         for task in tasks:
             task.cancel()

@@ -83,7 +83,7 @@ class Logged:
 
 @dataclass(slots=True)
 class LogHooks:
-    """Log functions of a run. One that raises is not called again, with a warning: logging must not end a run."""
+    """Log functions of a run. A function that raises is reported and not called again: logging must not end a run."""
 
     args: ArgsView | None = None
     of_rollout: Hook | None = None
@@ -97,20 +97,20 @@ class LogHooks:
         return cls(ArgsView(config), of_rollout, of_evaluation)
 
     def rollout(self, rollout: Rollout, rollout_s: float) -> Logged:
-        """Call the function of rollouts with all trained samples and the seconds that the rollout took; it may add or change metrics."""
+        """Call the rollout log function with the kept samples and the duration of the rollout; it may add or change metrics."""
         samples = [sample for group in rollout.kept for sample in group.samples]
         metrics = dict(rollout.metrics)
         return self._logged("of_rollout", rollout.step, self.args, samples, metrics, rollout_s, metrics=metrics)
 
     def evaluation(self, num_rollouts: int, evaluation: Evaluation) -> Logged:
-        """Call the function of evaluations with rewards, truncation and samples of every dataset; it may add metrics."""
+        """Call the evaluation log function with the rewards, truncation flags and samples of every dataset; it may add metrics."""
         metrics = dict(evaluation.metrics)
         return self._logged(
             "of_evaluation", num_rollouts, self.args, {} if self.of_evaluation is None else log_data(evaluation), metrics, metrics=metrics
         )
 
     def _logged(self, name: str, *arguments: Any, metrics: dict[str, Any]) -> Logged:
-        """Call a function, which may change `metrics` and returns whether trackers shall not receive them."""
+        """Call a function, which may change `metrics` and returns whether trackers should skip them."""
         hook, given = getattr(self, name), dict(metrics)
         if hook is None:
             return Logged(given)
@@ -139,7 +139,7 @@ def log_data(evaluation: Evaluation) -> dict[str, dict[str, list[Any]]]:
 def _checked(metrics: dict[str, Any]) -> dict[str, float]:
     for name, value in metrics.items():
         if not isinstance(name, str) or not is_finite(value):
-            raise ValueError(f"metrics has {name!r}: {value!r:.80}; names are strings and values finite numbers")
+            raise ValueError(f"metrics has {name!r}: {value!r:.80}; names must be strings, and values finite numbers")
     return metrics
 
 
@@ -214,9 +214,9 @@ class RunRecorder:
                 logger.warning("alarm: %s (%s). %s", alarm.title, alarm.key, alarm.text)
 
     def record_unfilled(self, error: UnfilledRolloutError) -> None:
-        """Write the samples of a rollout that was not filled, which show why; a resume samples that step again.
+        """Write the samples of a rollout that was not filled, because they show the cause. A resumed run samples the step again.
 
-        A failed write is logged, since `error` is what ends the run.
+        A failed write is only logged, because `error` ends the run.
         """
         if not self._save_samples:
             return

@@ -44,8 +44,8 @@ class RunData:
     def open(cls, config: Config, state: RolloutState | None = None) -> RunData:
         """Load the tokenizer and index the data.
 
-        `state`: state of the checkpoint that is resumed. Raises DataError if the data are missing or malformed, or differ from those of the
-        checkpoint.
+        `state` is the rollout state of the resumed checkpoint. Raises DataError if the data are missing or malformed, or differ from those
+        of the checkpoint.
         """
         from fuligo.models.directory import load_tokenizer
 
@@ -81,7 +81,7 @@ class RolloutBuilder:
     policy_version: Callable[[], int]
     stack: AsyncExitStack
     run_dir: Path
-    """Receives profiles of the engines."""
+    """Run directory, which receives the engines' profiles."""
 
     def build(
         self, *, start: int, state: RolloutState | None, phase: PhaseTimer, end_early: asyncio.Event
@@ -93,7 +93,7 @@ class RolloutBuilder:
             end_early: ends the rollouts when it is set
 
         Raises:
-            ConfigError, DataError, HookError: the configuration, the data or a hook is wrong; raised before anything is sampled
+            ConfigError, DataError, HookError: the configuration, the data or a hook is invalid; raised before anything is sampled
         """
         saved, source, mode = self.config.debug.load_debug_rollout_data, self.data.source, self.config.rollout.async_mode
         activity: Activity | None = None
@@ -161,9 +161,9 @@ class RolloutBuilder:
 def build_eval_only(
     config: Config, engines: EngineGroup, tokenizer: PreTrainedTokenizerBase, policy_version: Callable[[], int], stack: AsyncExitStack
 ) -> Evaluates | None:
-    """Build the evaluator of a run that samples nothing else; None without evaluation data.
+    """Build the evaluator of a run that samples nothing else; return None without evaluation data.
 
-    Raises ConfigError, DataError, HookError if a dataset or its settings are wrong.
+    Raises ConfigError, DataError or HookError if a dataset or its settings are invalid.
     """
     reward = reward_runner(config)
     stack.push_async_callback(reward.close)

@@ -58,7 +58,7 @@ async def run_config(config: Config, termination: Termination, lent: LentParts |
     """Run a configuration to its end, or until its termination.
 
     Args:
-        lent: trainer and engine that several runs share; None: the run has its own
+        lent: trainer and engine that several runs share; None: the run starts its own
 
     Raises:
         FuligoError: the run failed; everything recorded and saved until then is on disk
@@ -80,7 +80,7 @@ async def run_config(config: Config, termination: Termination, lent: LentParts |
                     origin = opened.origin.after_saving_to(opened.store)
                     where = "the start of the run" if origin.checkpoint is None else f"{origin.checkpoint}, rollout {origin.step}"
                     logger.warning("%s; restarting the trainer from %s (restart %d of %d)", error.event, where, num_restarts, max_restarts)
-            gc.unfreeze()  # what belonged to the lost trainer's loop can be freed
+            gc.unfreeze()  # lets the objects of the lost trainer's loop be freed
 
 
 async def _train(begun: Begun, termination: Termination) -> Outcome:
@@ -130,7 +130,7 @@ async def _open(config: Config, stack: AsyncExitStack, lent: LentParts | None) -
 
 
 def _begin(opened: Opened, origin: Origin, stack: AsyncExitStack) -> Begun:
-    """Cut the records back to where the trainer begins, and open the data and the record of the steps to come."""
+    """Cut the records back to the step at which the trainer begins, and open the data and the recorder."""
     config, directory = opened.config, opened.directory
     directory.cut_back(origin.step)
     if origin.state is not None:
@@ -143,7 +143,7 @@ def _begin(opened: Opened, origin: Origin, stack: AsyncExitStack) -> Begun:
 
 
 async def _start(begun: Begun, stack: AsyncExitStack) -> Started:
-    """Load the trainer and wait for the engines, which a restart finds running."""
+    """Load the trainer and wait for the engines, which already run when the trainer is restarted."""
     opened = begun.opened
     with begun.recorder.phase("start", begun.origin.step):
         release = opened.config.takes_turns and opened.engines_may_start.is_set()
@@ -161,13 +161,13 @@ async def _start(begun: Begun, stack: AsyncExitStack) -> Started:
             await opened.stack.enter_async_context(engines.watched(are_synced=trainer is not None))
         if trainer is not None and engines.devices is not None:
             engines.devices.attach(trainer, is_loaded=release)
-        engines.monitor.take()  # what a lost trainer's rollouts left
+        engines.monitor.take()  # discards measurements from before the restart of a trainer
         teacher = await find_teacher(opened.config, engines, stack)
         return Started(begun, opened.config.served_at(engines.served), trainer, engines, teacher)
 
 
 async def _wire(started: Started, termination: Termination, stack: AsyncExitStack) -> Wired:
-    """Connect trainer, engines and rollouts, and bring the engines to the trainer's weights."""
+    """Connect trainer, engines and rollouts, and sync the trainer's weights to the engines."""
     begun, engines = started.begun, started.engines
     devices = None if engines is None else engines.devices
     trainer = ColocatedTrainer(started.trainer, devices) if started.trainer is not None and devices is not None else started.trainer
@@ -194,7 +194,7 @@ async def _wire(started: Started, termination: Termination, stack: AsyncExitStac
 
 
 async def _loop(wired: Wired, termination: Termination) -> Outcome:
-    """Walk the data: evaluate the untrained policy, then sample and train."""
+    """Evaluate the untrained policy, then sample and train until the run ends."""
     begun, config = wired.started.begun, wired.started.config
     if wired.evaluate is not None and begun.origin.step == 0 and not config.eval.skip_eval_before_train:
         await wired.evaluate.evaluate(num_rollouts=0)
@@ -233,7 +233,7 @@ def _report_interruption(config: Config, directory: RunDirectory, kind: type[Bas
     iteration = newest_iteration(save)
     print(f"interrupted; run directory: {directory.path}", file=sys.stderr)
     if iteration is None:
-        print("it has no checkpoint yet (--save-interval)", file=sys.stderr)
+        print("it has no checkpoint to resume from; lower --save-interval to save one earlier", file=sys.stderr)
     else:
         command = f"fuligo train --config {directory.config_file} --run-dir {directory.path} --load {save}"
         print(f"resume after rollout {iteration} with: {command}", file=sys.stderr)
@@ -247,7 +247,7 @@ async def _launch_engines(
 
 
 async def _cancel(task: asyncio.Task[Engines | None]) -> None:
-    """Stop an engine that is still starting when the run fails."""
+    """Stop engines that are still starting when the run fails."""
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
@@ -271,7 +271,7 @@ async def _load_trainer(begun: Begun, stack: AsyncExitStack) -> Trainer | None:
 
         if lent is None:
             trainer = LocalTrainer(settings, begun.opened.standbys)
-        else:  # a command waits for those of the other runs
+        else:  # a command may wait for commands of all other runs
             trainer = RankedTrainer(replace(settings, command_timeout_s=settings.command_timeout_s * lent.num_runs), lent.ranks)
     stack.push_async_callback(trainer.close)
     await stack.enter_async_context(while_watching(trainer.watch()))

@@ -1,4 +1,4 @@
-"""Stages of a run: each holds the parts that exist from then on, and is built once from the one before; the cluster it joins."""
+"""Stages of a run. Each holds the parts that exist from then on, and is built once from the stage before."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, frozen=True)
 class Opened:
-    """Run whose directory and cluster are open and whose engines are starting: what outlives a lost trainer (--max-restarts)."""
+    """Run whose directory and cluster are open and whose engines are starting. These parts outlive a lost trainer (--max-restarts)."""
 
     config: Config
     origin: Origin
@@ -51,13 +51,13 @@ class Opened:
     engines_may_start: asyncio.Event
     """Set once no trainer holds memory of the engines' devices."""
     launching: asyncio.Task[Engines | None]
-    """Start of the engines; None if nothing is sampled."""
+    """Task that starts the engines; its result is None if nothing is sampled."""
     stack: AsyncExitStack
 
 
 @dataclass(slots=True, frozen=True)
 class Begun:
-    """Run whose data are open and whose records end where it begins or resumes."""
+    """Run whose data are open and whose records are cut back to the step at which it begins or resumes."""
 
     opened: Opened
     origin: Origin
@@ -84,7 +84,7 @@ class Started:
     engines: Engines | None
     """Engines that answer; None if nothing is sampled."""
     teacher: ServedTeacher | None
-    """Teacher on an engine; None without a teacher, or if the trainer has it."""
+    """Teacher on an engine; None without a teacher, or if the trainer computes its scores."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -93,7 +93,7 @@ class Wired:
 
     started: Started
     trainer: Trainer | None
-    """Takes turns with the engines if they share devices."""
+    """Trainer, which takes turns with the engines if they share devices."""
     weights: WeightSyncing
     rollouts: PacedRollouts
     evaluate: Evaluate | None
@@ -115,11 +115,11 @@ async def join_cluster(config: Config, weights: Sequence[Path], directory: RunDi
     """Join the Ray cluster if the run uses one.
 
     Args:
-        weights: directories that its nodes read, in addition to the models of the engines
+        weights: directories that the nodes must read, in addition to the models of the engines
         stack: leaves the cluster when it closes
 
     Raises:
-        ConfigError: there is no cluster, it is too small for the run, or a node does not see the files
+        ConfigError: there is no cluster, it is too small for the run, or a node cannot read the files
     """
     if chosen_launcher(config) == "local":
         return Joined(config, None)

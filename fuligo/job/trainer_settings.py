@@ -82,7 +82,7 @@ def _mtp(train: TrainFlags) -> MTPTraining | None:
 
 
 def _is_exact(config: Config, device: Device, checkpoint: Path) -> bool:
-    """Return whether the torch trainer computes the engine's log-probabilities bit for bit."""
+    """Return whether the torch trainer computes the engine's log-probabilities bit for bit. Raises ConfigError if it should, but cannot."""
     if not config.train.exact_on_policy:
         return False
     if config.needs_engine and device != config.engine_capabilities.exact_on:
@@ -187,7 +187,7 @@ def _critic(config: Config, policy_weights: Path, num_rollout: int) -> CriticSet
 def _lora(config: Config, initial_weights: Path) -> LoraSettings | None:
     """Build the settings of the adapter.
 
-    Raises CheckpointError if `--lora-adapter` cannot be read and ConfigError if the reference model is not the policy without its adapter.
+    Raises CheckpointError if `--lora-adapter` cannot be read, and ConfigError if the reference model is not the policy without its adapter.
     """
     adapter = adapter_of(config)
     if adapter is None:
@@ -220,8 +220,7 @@ def _capacity(config: Config, max_tokens: int | None) -> Capacity:
 def megatron_settings(config: Config, common: TrainerSettings) -> MegatronTrainerSettings:
     """Complete the common settings with those of the Megatron trainer.
 
-    `common`: settings of any trainer. Raises ConfigError if config.json cannot be read, the layout does not divide the ranks, or the model
-    cannot have the adapter.
+    Raises ConfigError if config.json cannot be read, the layout does not divide the ranks, or the model cannot have the adapter.
     """
     sizes, train = config.parallel, config.train
     config_json, source = read_config_json(common.hf_checkpoint), str(common.hf_checkpoint / "config.json")
@@ -231,7 +230,7 @@ def megatron_settings(config: Config, common: TrainerSettings) -> MegatronTraine
     return MegatronTrainerSettings(
         **{each.name: getattr(common, each.name) for each in fields(TrainerSettings)},
         layout=layout_of(config),
-        # Without --override-model-config, MODEL_ARGS that contradict config.json were rejected.
+        # Without --override-model-config, MODEL_ARGS that contradict config.json have already been rejected.
         model_flags={**stated_flags(config_json, source), **dict(config.megatron.items())},
         numerics=architecture.numerics,
         sparse_layers=SparseLayers.of(architecture),

@@ -15,7 +15,7 @@ from typing import Any
 
 @asynccontextmanager
 async def while_watching(watch: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run `watch`, which never ends by itself, during the block. Its error cancels the block and is raised instead."""
+    """Run `watch`, which never ends by itself, during the block. If it raises, the block is canceled and its error is raised."""
     watching = asyncio.create_task(watch)
     try:
         async with failing_with(watching):
@@ -27,7 +27,7 @@ async def while_watching(watch: Coroutine[Any, Any, None]) -> AsyncIterator[None
 
 @asynccontextmanager
 async def failing_with(task: asyncio.Task[Any]) -> AsyncIterator[None]:
-    """Cancel the block if the task, which may outlast it, fails; the error of the task is raised instead."""
+    """Cancel the block if the task fails, and raise the task's error. The task may outlast the block."""
     block = asyncio.current_task()
     assert block is not None
     is_over = False
@@ -54,7 +54,7 @@ def _has_failed(done: asyncio.Task[Any]) -> bool:
 logger = logging.getLogger(__name__)
 
 LIMIT_S = 30.0
-"""Equal to the default deadline of a reward."""
+"""Seconds after which a blocked event loop is reported; equal to the default of --rm-timeout-s."""
 _CHECKS_PER_LIMIT = 10
 _OURS = str(Path(__file__).parents[1])
 _EVENT_LOOP = str(Path(asyncio.__file__).parent)
@@ -82,8 +82,8 @@ def stalls_reported(limit_s: float = LIMIT_S) -> Iterator[None]:
             culprit = _user_frame(loop_thread)
             if culprit is not None:
                 logger.warning(
-                    "event loop blocked for %g s in %s (%s:%s); an async function must await slow work, or be a plain function, which runs "
-                    "in a thread if it is a reward; an environment must not have --environment-isolation none or `isolated = False`",
+                    "event loop blocked for %g s in %s (%s:%s); await slow work in async functions, make a reward a plain function (it then "
+                    "runs in a thread), and run an environment without --environment-isolation none and `isolated = False`",
                     limit_s,
                     culprit.name,
                     culprit.filename,
@@ -101,7 +101,7 @@ def stalls_reported(limit_s: float = LIMIT_S) -> Iterator[None]:
 
 
 def _user_frame(thread: int) -> traceback.FrameSummary | None:
-    """Return the first frame of the thread beyond the event loop and fuligo, unless it belongs to an installed package."""
+    """Return the first frame that the event loop or fuligo called in the thread; None if it belongs to an installed package."""
     stack = traceback.extract_stack(sys._current_frames()[thread])
     ours = [place for place, frame in enumerate(stack) if frame.filename.startswith((_OURS, _EVENT_LOOP))]
     beyond = stack[ours[-1] + 1 :] if ours else []

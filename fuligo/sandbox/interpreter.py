@@ -1,4 +1,4 @@
-"""Program that holds warm Python interpreters in sandboxes, one for each socket that it is given.
+"""Program that runs Python interpreters in sandboxes, one for each session socket that it receives.
 
 `fuligo.environments.tools.python` starts it (`fuligo.sandbox.processes.command`) with a socket as standard input. It imports the standard
 library, `fuligo.sandbox` and the modules that its settings name, then forks for every session: the child enters new namespaces and forks
@@ -44,7 +44,7 @@ _RECURSION_LIMIT = 1000
 
 def run_cells(requests: int, done: int) -> None:
     """Run programs from one pipe, and write a byte to another one after each, until the first pipe closes."""
-    random.seed(0)  # the same program prints the same
+    random.seed(0)  # so that the same program prints the same output
     os.environ.clear()
     os.environ.update(HOME="/tmp", TMPDIR="/tmp", LANG="C.UTF-8", USER="nobody", OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1")
     sys.argv = [_NAME]
@@ -76,7 +76,7 @@ def _run(code: str, scope: dict[str, Any]) -> None:
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
-            except Exception:  # the program may have put anything there
+            except Exception:  # the program may have replaced the stream by anything
                 continue
 
 
@@ -99,7 +99,7 @@ def _print_exception(error: BaseException) -> None:
         start = start.tb_next
     try:
         traceback.print_exception(type(error), error, start)
-    except BaseException as broken:  # an exception of the program's own that cannot be printed, or no memory
+    except BaseException as broken:  # the program's exception cannot be printed, or there is no memory
         os.write(2, f"{type(error).__name__} (and {type(broken).__name__} while it was printed)\n".encode())
 
 
@@ -110,7 +110,7 @@ _CHUNK_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of a program, and what it sees."""
+    """Limits of a program, and the files and modules that it can use."""
 
     timeout_s: float
     cpu_s: float
@@ -121,9 +121,9 @@ class Limits:
     output_bytes: int
     max_processes: int
     max_running: int
-    """Programs of all sessions that run at once."""
+    """Limit on the programs that run at once, over all sessions."""
     binds: tuple[tuple[str, str], ...]
-    """(path of this machine, path in the sandbox)."""
+    """Pairs (path on this machine, path in the sandbox)."""
     paths: tuple[str, ...]
     """Folders of packages, for sys.path."""
     modules: tuple[str, ...]
@@ -145,10 +145,10 @@ def main() -> None:
     control.send(b"{}")
     running = _Running(limits.max_running)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects what ends
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that the kernel reaps the sessions
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.collect()
-    gc.freeze()  # sessions share these objects' pages
+    gc.freeze()  # so that collections in the sessions do not copy the pages of these objects
     while True:
         _, received, _, _ = socket.recv_fds(control, 1, 1)
         if not received:
@@ -179,7 +179,7 @@ def _answer(session: socket.socket, report: dict[str, Any]) -> None:
 
 
 class _Running:
-    """Limit of the programs that run at once: a pipe with a byte for each that may begin, shared by all forks."""
+    """Limit on the programs that run at once, shared by all forks: a pipe with one byte for each program that may still begin."""
 
     def __init__(self, count: int) -> None:
         self._free, self._freed = os.pipe()
@@ -195,7 +195,7 @@ class _Running:
             ready = {descriptor for descriptor, _ in poll.poll()}
             if session.fileno() in ready:
                 return False
-            with suppress(BlockingIOError):  # another session took it
+            with suppress(BlockingIOError):  # another session was faster
                 os.read(self._free, 1)
                 return True
 
@@ -204,7 +204,7 @@ class _Running:
 
 
 class _Supervisor:
-    """First process of a session's PID namespace: when it ends, the kernel ends all others there."""
+    """First process of a session's PID namespace: when it ends, the kernel kills all others in the namespace."""
 
     def __init__(self, session: socket.socket, limits: Limits, running: _Running) -> None:
         self._session = session
@@ -242,7 +242,7 @@ class _Supervisor:
         if ended == "closed":
             return None
         if ended == "ok" and end_others(interpreter.pid):
-            os.kill(interpreter.pid, signal.SIGSTOP)  # its threads do not run between calls
+            os.kill(interpreter.pid, signal.SIGSTOP)  # so that its threads do not run between calls
             self._interpreter = interpreter
         else:
             end_all()
@@ -278,7 +278,10 @@ class _Interpreter:
         self._unread += len(data).to_bytes(8, "little") + data
 
     def hand_over(self) -> bool:
-        """Hand over as much as the pipe takes, which an earlier program may have left full or closed; return whether more is left."""
+        """Write as much of the program as the pipe takes; return whether any is left.
+
+        An earlier program may have left the pipe full or closed.
+        """
         try:
             self._unread = self._unread[os.write(self.requests, self._unread) :]
         except BlockingIOError:
@@ -303,7 +306,7 @@ class _Call:
         self._is_full = False
 
     def run(self, code: str, session: socket.socket) -> str:
-        """Wait for the program's end; return `ok`, `exit STATUS`, the limit that it broke, or `closed`."""
+        """Run a program to its end; return `ok`, `exit STATUS`, the limit that it exceeded, or `closed` if the session closed."""
         interpreter, limits = self._interpreter, self._limits
         deadline = time.monotonic() + limits.timeout_s
         cpu_s = sum(process.cpu_s for process in descendants())
@@ -347,7 +350,7 @@ class _Call:
         return None
 
     def drain(self) -> None:
-        """Read what was printed, as far as the limit permits."""
+        """Read the output that is available, up to the limit."""
         with suppress(BlockingIOError):
             while not self._is_full and (data := os.read(self._interpreter.output, _CHUNK_BYTES)):
                 self.output += data
@@ -356,7 +359,7 @@ class _Call:
 
 
 def _become_interpreter(requests: int, done: int, output: int, limits: Limits) -> NoReturn:
-    """Give up every right and descriptor, set the limits, and run programs."""
+    """Drop privileges and descriptors, set the limits, and run programs."""
     try:
         os.setsid()
         run_last()
@@ -369,7 +372,7 @@ def _become_interpreter(requests: int, done: int, output: int, limits: Limits) -
         become_program_user()
         drop_capabilities()
         filter_system_calls()
-        prctl(PR_SET_DUMPABLE, 1)  # so that /proc/self is its own
+        prctl(PR_SET_DUMPABLE, 1)  # so that the process owns its files in /proc/self
         address_space = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()  # noqa: SIM115, PTH123
         set_limits({
             resource.RLIMIT_AS: address_space + limits.memory_bytes,

@@ -1,7 +1,7 @@
 """Namespaces and the root file system of a sandbox.
 
-A process calls `enter`, forks the first process of the new PID namespace, and that one calls `build_root`. Programs inside see a root
-file system on tmpfs that holds only what they are shown, have their own process ids and no network, and cannot enter further namespaces.
+A process calls `enter` and forks the first process of the new PID namespace, which calls `build_root`. Programs inside see a root file
+system on tmpfs with only the given files and folders, have separate process ids and no network, and cannot enter further namespaces.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ from pathlib import Path
 from fuligo.sandbox.system_calls import UnavailableError, call
 
 NOBODY = 65534
-"""User and group of programs where root starts the sandbox."""
+"""Id of the user and group that run programs if root starts the sandbox."""
 
 _OLD_ROOT = "/.old"
 _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
@@ -23,19 +23,19 @@ _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = 0x10000000, 0x20000000, 0x4000000
 _MS_BIND, _MS_REC, _MS_PRIVATE = 4096, 16384, 1 << 18
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
 PRIVATE = MS_NOSUID | MS_NODEV | MS_NOEXEC
-"""Mount flags of everything that a program may write or bring along: files there cannot be executed."""
+"""Mount flags of all that a program can write; files there cannot be executed."""
 _MNT_DETACH = 2
 _SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE = 442, -100, 0x8000
 
 
 @dataclass(frozen=True, slots=True)
 class Root:
-    """Part of this machine that a sandbox shows, besides harmless devices and its own /proc."""
+    """Part of this machine that a sandbox shows, besides harmless devices and a /proc for its processes."""
 
     binds: Sequence[tuple[str, str]]
-    """(file or folder of this machine, path in the sandbox), read-only."""
+    """Pairs (file or folder on this machine, path in the sandbox), read-only."""
     folders: Sequence[tuple[str, str]] = ()
-    """Pairs as in `binds`; what a program writes there goes into a layer that ends with the sandbox, where the kernel has overlays."""
+    """Pairs as in `binds`, of folders. Writes go into a layer that is lost with the sandbox; read-only if the kernel lacks overlays."""
     disk_bytes: int = 64 << 20
     """Size of the file system in memory that takes all writes."""
 
@@ -43,8 +43,8 @@ class Root:
 def enter(*, with_nobody: bool = False) -> None:
     """Move this process, and the processes that it forks from now on, into new namespaces where it has all capabilities.
 
-    `with_nobody`: if this process is root, the sandbox has a second user, `NOBODY`, to run programs; needs CAP_SETUID. Raises
-    UnavailableError if the kernel gives this user no namespaces.
+    With `with_nobody`, if this process is root and has CAP_SETUID, the sandbox has a second user, `NOBODY`, to run programs. Raises
+    UnavailableError if the kernel does not let this user create namespaces.
     """
     user, group = os.geteuid(), os.getegid()
     is_mapped = _start_mapper() if with_nobody and user == 0 else None
@@ -59,7 +59,7 @@ def enter(*, with_nobody: bool = False) -> None:
         reason = "user.max_user_namespaces is 0 or reached" if error.errno == errno.ENOSPC else error.strerror
         raise UnavailableError(f"user namespaces are not permitted ({reason})") from None
     with suppress(OSError):
-        Path("/proc/sys/user/max_user_namespaces").write_text("0")  # no further namespaces, hence no way to capabilities, in here
+        Path("/proc/sys/user/max_user_namespaces").write_text("0")  # no further namespaces in the sandbox, which would give capabilities
 
 
 class _Mapper:
@@ -85,7 +85,7 @@ class _Mapper:
         return 0
 
     def __call__(self) -> bool:
-        """Map the users, after this process entered its namespace; return whether that was permitted."""
+        """Map the users once this process has entered its namespace; return whether that was permitted."""
         os.close(self._go)
         return os.waitpid(self._pid, 0)[1] == 0
 
@@ -107,7 +107,7 @@ def become_program_user() -> None:
 
 
 def build_root(root: Root) -> None:
-    """Replace the root file system of this process by a tmpfs that holds what `root` shows.
+    """Replace the root file system of this process by a tmpfs with the files and folders of `root`.
 
     Raises UnavailableError if the kernel refuses a mount.
     """
@@ -166,7 +166,7 @@ def _bind(source: str, target: str, flags: int) -> None:
 
 
 def _show_folder(source: str, target: str, layer: str) -> None:
-    """Mount a folder of the old root; what a program writes there goes into a layer on tmpfs where the kernel has overlays."""
+    """Mount a folder of the old root. Writes go into a layer on tmpfs; it is read-only if the kernel lacks overlays."""
     try:
         for name in ("upper", "work"):
             Path(layer, name).mkdir(parents=True)

@@ -23,24 +23,27 @@ def command(module: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Return the variables of this process's environment that such a Python gets: only those that locate shared libraries."""
+    """Return the environment variables for the Python of `command`: of this process's, only those that locate shared libraries."""
     return {name: value for name, value in os.environ.items() if name == "LD_LIBRARY_PATH"} | {"LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
 
 
 def run_first() -> None:
-    """Let this process and its children run before others: root's processes have no limit of their number."""
+    """Give this process and its children real-time priority, so that a program with many processes cannot starve them.
+
+    The number of processes is not limited for root.
+    """
     with suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
 
 
 def run_last() -> None:
-    """Let this process and its children run after others, whatever its parent did."""
+    """Give this process and its children a low priority, even if its parent called `run_first`."""
     os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     os.nice(10)
 
 
 def set_limits(limits: Mapping[int, int]) -> None:
-    """Set limits of this process (`resource.RLIMIT_*`) that it cannot raise again."""
+    """Set soft and hard limits of this process by `resource.RLIMIT_*`, so that it cannot raise them again."""
     for kind, value in limits.items():
         hard = resource.getrlimit(kind)[1]
         limit = value if hard == resource.RLIM_INFINITY else min(value, hard)
@@ -61,7 +64,7 @@ class Process:
 
 
 def children() -> list[int]:
-    """Return the processes that threads of this one started, also those that ended and for which it has not waited yet."""
+    """Return the ids of this process's children, including ended ones that were not reaped."""
     found: list[int] = []
     for thread in Path("/proc/self/task").iterdir():
         with suppress(OSError):  # the thread ended, or the kernel lacks CONFIG_PROC_CHILDREN
@@ -100,7 +103,7 @@ def num_others() -> int:
 
 
 def end_all() -> None:
-    """Kill all descendants; in their PID namespace by one call, which none of them can outrun by forking."""
+    """Kill all descendants. The first process of a PID namespace does so by one call, which they cannot outrun by forking."""
     for _ in range(_ROUNDS):
         if is_init():
             with suppress(ProcessLookupError):
@@ -111,7 +114,7 @@ def end_all() -> None:
 
 
 def end_others(kept: int) -> bool:
-    """Kill all descendants but one; return whether none is left."""
+    """Kill all descendants except `kept`; return whether no other one is left."""
     for _ in range(_ROUNDS):
         if not _kill([process for process in descendants() if process.pid != kept]):
             return True
@@ -120,7 +123,7 @@ def end_others(kept: int) -> bool:
 
 
 def _kill(processes: list[Process]) -> int:
-    """Kill processes, collect those that ended, and return how many ran."""
+    """Kill processes, reap the ended ones, and return how many were still running."""
     for process in processes:
         with suppress(OSError):
             os.kill(process.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""System calls that Python does not offer, and a filter of those that a sandboxed program may make."""
+"""System calls that Python does not offer, and a filter for the system calls of sandboxed programs."""
 
 import ctypes
 import errno
@@ -23,15 +23,15 @@ _DENIED = {
     "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "unshare": (272, 97), "setns": (308, 268),
     "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432),
     "fspick": (433, 433), "mount_setattr": (442, 442),
-    # programs: libraries are shown with the rights of their files, and the loader of programs is among them
+    # execution: the sandbox shows libraries with their permissions, among them the executable dynamic loader
     "execve": (59, 221), "execveat": (322, 281),
-    # memory that belongs to no process and to no file system with a limit
+    # memory that counts toward the limit of neither a process nor a file system
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "msgget": (68, 186), "mq_open": (240, 180),
 }  # fmt: skip
-"""Number on x86_64 and on aarch64 of the system calls that fail with EPERM."""
+"""System calls that fail with EPERM, with their numbers on x86_64 and aarch64."""
 _SOCKET = (41, 198)
 _FAMILIES = (1, 2, 10)
-"""AF_UNIX, AF_INET and AF_INET6, which the network namespace isolates; AF_VSOCK, for one, reaches the host of a virtual machine."""
+"""Allowed socket families AF_UNIX, AF_INET and AF_INET6, which the network namespace isolates. AF_VSOCK could reach a VM's host."""
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """Machine -> index into the numbers, and value of AUDIT_ARCH."""
 _X32_BIT = 0x40000000
@@ -43,7 +43,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class UnavailableError(Exception):
-    """The kernel does not let this process build a sandbox."""
+    """Sandbox that the kernel does not let this process build."""
 
 
 def call(name: str, *arguments: Any) -> None:
@@ -59,7 +59,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def forbid_capabilities() -> None:
-    """Make sure that no file which is executed later brings capabilities."""
+    """Make sure that executing a file later cannot give this process capabilities."""
     for capability in range(_NUM_CAPABILITIES):
         with suppress(OSError):  # the kernel knows fewer
             prctl(PR_CAPBSET_DROP, capability)
@@ -67,19 +67,19 @@ def forbid_capabilities() -> None:
 
 
 def drop_capabilities() -> None:
-    """Give up all capabilities that this process has."""
+    """Drop all capabilities of this process."""
     header, data = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()
     call("capset", header, data)
 
 
 def filter_system_calls() -> None:
-    """Let the system calls of `_DENIED`, and sockets of other families than `_FAMILIES`, fail in this process and its children.
+    """Make the system calls in `_DENIED`, and sockets of families outside `_FAMILIES`, fail in this process and its children.
 
-    Call `forbid_capabilities` before: the kernel takes filters only from processes that cannot gain rights. Raises UnavailableError if the
-    machine's numbers are not known here, or its kernel has no seccomp.
+    Call `forbid_capabilities` first: the kernel accepts filters only from processes that cannot gain privileges. Raises UnavailableError
+    for a machine that is not in `_ARCHITECTURES`, or a kernel without seccomp.
     """
     if platform.machine() not in _ARCHITECTURES:
-        raise UnavailableError(f"no filter of system calls is known for {platform.machine()}")
+        raise UnavailableError(f"system calls of {platform.machine()} cannot be filtered; use x86_64 or aarch64")
     index, architecture = _ARCHITECTURES[platform.machine()]
     code = _filter(sorted(numbers[index] for numbers in _DENIED.values()), _SOCKET[index], architecture)
     instructions = ctypes.create_string_buffer(code, len(code))
@@ -92,7 +92,7 @@ def filter_system_calls() -> None:
 
 def _filter(denied: list[int], socket: int, architecture: int) -> bytes:
     """Return the BPF instructions of the filter."""
-    tests = [(_AT_LEAST, _X32_BIT), *((_EQUAL, number) for number in denied)]  # x32's numbers name the same calls again
+    tests = [(_AT_LEAST, _X32_BIT), *((_EQUAL, number) for number in denied)]  # x32 has other numbers for the same calls
     families = [
         (_LOAD, 0, 0, 16),
         *((_EQUAL, len(_FAMILIES) - place, 0, family) for place, family in enumerate(_FAMILIES)),

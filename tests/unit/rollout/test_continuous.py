@@ -306,7 +306,7 @@ class TestTheEnd:
 
     async def test_a_rollout_of_which_nothing_is_kept_ends_it_early(self):
         given = continuous(group_filter=lambda samples: "zero_std")
-        with pytest.raises(UnfilledRolloutError, match=r"^64 prompts") as raised:
+        with pytest.raises(UnfilledRolloutError, match=r"^cannot fill the rollout: 64 prompts") as raised:
             await given.runner.rollout(0)
         assert len(raised.value.groups) == 64
 

@@ -111,7 +111,7 @@ def test_prompts_are_token_ids(ids):
         def get_samples(self, num_groups: int) -> list[list[Sample]]:
             return [[Sample(0, 0, "text", ids)]]
 
-    with pytest.raises(RolloutError, match=r"prompt_ids are .*; set the token ids of the prompt"):
+    with pytest.raises(RolloutError, match=r"prompt_ids are .*; set them to at least one token id"):
         CustomSource(Source(None)).draw(1, 0, 0)
 
 

@@ -58,7 +58,9 @@ async def test_few_sampling_waves_end_a_failing_rollout_with_the_error_too():
 async def test_used_up_waves_name_errors_beside_equal_rewards():
     engine = ScriptedEngine(refuse=lambda index: index % 3 == 0)
     given = world(engine=engine, reward=ScriptedReward(lambda row, index: 0.0), group_filter=lambda samples: "dull", max_sampling_waves=3)
-    with pytest.raises(RolloutError, match=r"^3 sampling waves .*with every reward 0\. Most frequent errors: 1 x .*refused.*\.$"):
+    with pytest.raises(
+        RolloutError, match=r"^cannot fill the rollout: 3 sampling waves .*with every reward 0\. Most frequent errors: 1 x .*refused.*\.$"
+    ):
         await given.runner.rollout(0)
 
 

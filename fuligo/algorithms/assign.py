@@ -100,7 +100,7 @@ def _call_custom(function: AdvantageFn, samples: list[TrainSample]) -> list[Floa
                 "response tokens; return one number per response token"
             )
         if not np.isfinite(values).all():
-            raise TrainerError(f"{flag} returned a non-finite advantage (NaN or infinity) for sample {sample.index}")
+            raise TrainerError(f"{flag} returned a non-finite advantage (NaN or infinity) for sample {sample.index}; return finite numbers")
     return advantages
 
 

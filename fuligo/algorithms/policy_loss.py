@@ -29,7 +29,7 @@ class Segments:
     sample_ids: Tensor
     """[N] int64 in [0, num_samples). A sample's tokens are all in one micro-batch."""
     num_samples: int
-    """S"""
+    """Number of samples S."""
 
     def mean(self, values: Tensor) -> Tensor:
         """Average over each sample's unmasked tokens and broadcast to all its tokens: [N] -> [N]; 0 if all its tokens are masked.

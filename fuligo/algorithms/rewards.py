@@ -160,7 +160,9 @@ def _sequence_by_turn(parts: Sequence[tuple[int, TrainSample, Float64Array]]) ->
     trained, start = np.flatnonzero(mask), 0
     for _, sample, _ in parts:
         if sample.turn_rewards is None:
-            raise TrainerError(f"cannot place the rewards of sample {sample.index} by turn (--turn-rewards): it has no rewards by turn")
+            raise TrainerError(
+                f"cannot place the rewards of sample {sample.index} by turn: it has no rewards by turn; remove --turn-rewards"
+            )
         for turn in sample.turn_rewards:
             number = np.searchsorted(trained, start + turn.end)
             if number:  # without a trained token up to here, no decision earned the reward

@@ -81,7 +81,7 @@ class AssistantTurns:
         closed = self._template.transcript(self._messages[: turn + 1], self._tools)
         if closed.startswith(opened):
             return opened, closed
-        # The template drops the thinking that the generation prompt opens, also from the last turn (DeepSeek-R1).
+        # The template drops the thinking that the generation prompt opens even from the last turn (DeepSeek-R1).
         message = self._messages[turn]
         before, found, after = self._template.transcript(
             [*self._messages[:turn], {**message, "content": _STAND_IN}], self._tools

@@ -117,7 +117,7 @@ def join_segments(segments: list[Segment]) -> MaskedTokens:
     mask = np.asarray([trained for ids, trained in segments for _ in ids], np.int8)
     trained_at = np.flatnonzero(mask)
     if len(trained_at) == 0:
-        raise DataError("the conversation has no assistant turn to train on")
+        raise DataError("the conversation has no assistant turn to train on; add one or remove the row")
     if trained_at[0] == 0:
         raise DataError("the conversation begins with the assistant, whose first token has no context; add a message before it")
     end = int(trained_at[-1]) + 1
@@ -128,7 +128,7 @@ def _plain_segments(fields: Fields, tokenizer: PreTrainedTokenizerBase) -> list[
     if fields.label is None:
         raise DataError("a plain prompt has no answer to train on; use --label-key, or chat messages with --apply-chat-template")
     if tokenizer.eos_token_id is None:
-        raise DataError("the tokenizer has no end-of-text token to end the answer")
+        raise DataError("the tokenizer has no end-of-text token to end the answer; use chat messages with --apply-chat-template")
     assert isinstance(fields.prompt, str)
     answer = rendered_ids(tokenizer, str(fields.label))
     return [(plain_ids(tokenizer, fields.prompt), False), ([*answer, int(tokenizer.eos_token_id)], True)]  # pyright: ignore[reportArgumentType]

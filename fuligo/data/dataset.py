@@ -169,7 +169,7 @@ class Dataset(Generic[Item]):
         """Make the item of a row.
 
         Raises:
-            PromptTooLongError: it is longer than `rollout_max_prompt_len`
+            PromptTooLongError: the prompt is longer than `rollout_max_prompt_len`
             DataError: the row is malformed; names the file and the line
             DataChangedError: the file's content has changed since it was opened, or cannot be read any more; or the images of the row
                 have changed since it was first read
@@ -246,7 +246,7 @@ class PromptDataset(Dataset[Prompt]):
             placed = self._images.place(ids.tolist(), fields.images)
             ids, images = placed.ids, placed.images
         if not len(ids):
-            raise DataError("the prompt has no tokens")
+            raise DataError("the prompt has no tokens; remove the row")
         return Prompt(row, fields.prompt, ids, fields.label, fields.metadata, images), len(ids)
 
 

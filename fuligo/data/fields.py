@@ -35,7 +35,7 @@ def read_fields(row: dict[str, Any], settings: DataFlags, place: Callable[[], st
         metadata = _metadata(row, settings.metadata_key)
         label = None if settings.label_key is None else _value(row, settings.label_key, "--label-key")
         if label is None and settings.label_key is not None:
-            raise DataError(f"{settings.label_key!r} (--label-key) is null: the row has no label")
+            raise DataError(f"{settings.label_key!r} (--label-key) is null; add a label or remove the row")
         prompt = _prompt(row, settings)
         return Fields(
             prompt=prompt,
@@ -59,7 +59,7 @@ def _prompt(row: dict[str, Any], settings: DataFlags) -> str | Messages:
     prompt = _value(row, key, "--input-key")
     if isinstance(prompt, str):
         if not prompt:
-            raise DataError(f"{key!r} is an empty string")
+            raise DataError(f"{key!r} is an empty string; remove the row")
         return [{"role": "user", "content": prompt}] if settings.apply_chat_template else prompt
     messages = check_messages(prompt, key, has_images=settings.image_key is not None)
     if not settings.apply_chat_template:
@@ -89,7 +89,7 @@ def check_messages(value: Any, key: str, *, has_images: bool = False) -> Message
             raise DataError(f'{key!r}: a chat message is {{"role": ..., "content": ...}}, not {message!r:.80}')
         kept = {name: part for name, part in message.items() if part is not None or name == "content"}
         if kept.get("content") is None and not kept.get("tool_calls"):
-            raise DataError(f"{key!r}: the {message['role']} message has no content")
+            raise DataError(f"{key!r}: the {message['role']} message has no content; add it or remove the row")
         if kept.get("content") is not None:
             kept["content"] = _text(kept["content"], f"{key!r}: the content of the {message['role']} message", has_images)
         messages.append(kept)

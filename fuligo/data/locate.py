@@ -52,7 +52,8 @@ def _saved(directory: Path) -> list[Path]:
         return [directory / entry["filename"] for entry in json.loads(state.read_text(encoding="utf-8"))["_data_files"]]
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise DataError(
-            f"{directory} is damaged: its state.json or dataset_dict.json does not have the form that `datasets` writes ({error!r})"
+            f"cannot read {directory}: its state.json or dataset_dict.json does not have the form that `datasets` writes ({error!r}); "
+            "save the dataset again"
         ) from error
 
 
@@ -84,7 +85,7 @@ def _load(text: str) -> list[Path]:
     if split is None and len(splits) == 1:
         split = splits[0]
     if split not in splits:
-        told = "choose one" if split is None else f"{split} is none of them"
+        told = "choose one" if split is None else f"{split} is not one of them"
         first = ":".join([name, *([] if config is None else [config]), splits[0]])
         raise DataError(f"{text}: the dataset has the splits {', '.join(splits)}; {told}, such as {first}")
     loaded: Any = builder.as_dataset(split=split)

@@ -98,7 +98,7 @@ class PromptPath:
         if not selected:
             start, stop = self.rows.start, self.rows.stop
             bounds = f"[{'' if start is None else start}:{'' if stop is None else stop}]"
-            raise DataError(f"{self.path}: the slice {bounds} of its {num_rows} rows is empty")
+            raise DataError(f"{self.path}: the slice {bounds} of its {num_rows} rows is empty; choose other bounds")
         return selected
 
 
@@ -131,7 +131,7 @@ class JsonlFile:
             raise DataError(f"{self.place(row)}: not UTF-8: {error}") from error
         except UnicodeEncodeError as error:
             half = f"\\u{ord(error.object[error.start]):04x}"
-            raise DataError(f"{self.place(row)}: {half} is an unpaired surrogate, which is not valid text") from error
+            raise DataError(f"{self.place(row)}: {half} is an unpaired surrogate, which is not valid text; remove it") from error
         except json.JSONDecodeError as error:
             if row == 0 and line.lstrip().startswith(b"["):
                 raise DataError(f"{self.path} is one JSON array over several lines; write one object per line") from error

@@ -172,7 +172,7 @@ class Renderer:
         """Parse a sampled turn. An invalid tool call becomes one of the turn's `problems`; it raises no exception.
 
         Args:
-            prompt: ids before the turn, whose end may open the thinking; if None, those of a plain question
+            prompt: ids before the turn, which may end with `<think>`; None: the prompt of a plain question
             tools: offered tools, whose schemas give the types of arguments that the format writes as text
             recorded: report a call whose arguments the sample's record cannot hold as a problem
             text: the text of `sampled`, if it is known
@@ -183,7 +183,7 @@ class Renderer:
         return AssistantTurn(content, reasoning, calls, problems, num_tokens=len(sampled), truncated=end is None)
 
     def _ids(self, text: str) -> list[int]:
-        """Tokenize a text. Short ones are remembered: samples of a prompt begin alike, and environments repeat their answers."""
+        """Tokenize a text. Short texts are cached: samples of a prompt begin alike, and environments repeat their answers."""
         return list(self._known_ids(text)) if len(text) <= _MAX_KNOWN_CHARS else rendered_ids(self._tokenizer, text)
 
     def _after_turn(self, rest: str, text: str, opened: bool) -> list[int] | None:

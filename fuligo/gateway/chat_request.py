@@ -72,7 +72,9 @@ def parse_chat_request(body: Mapping[str, Any], rollout: SamplingParams, *, repl
         if name == "tool_choice" and replaces:
             num_replaced += 1
             continue
-        raise InvalidRequest(f"{name}={_shown(value)} is not supported: the gateway returns every answer exactly as it was sampled", name)
+        raise InvalidRequest(
+            f"{name}={_shown(value)} is not supported: the gateway returns every answer exactly as it was sampled; leave {name} out", name
+        )
     model = body.get("model")
     if not isinstance(model, str | None):
         raise InvalidRequest(f"model is {_shown(model)}; it must be a string", "model")

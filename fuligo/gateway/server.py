@@ -131,7 +131,7 @@ class Gateway:
         await self._server.listening.wait()
         if self._serving.done():
             self._serving.result()
-        logger.info("agents reach the policy at http://%s, each with its own key", self._address)
+        logger.info("agent gateway listening on http://%s; each session has its own key", self._address)
 
     async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

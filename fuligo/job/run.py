@@ -51,7 +51,7 @@ class Outcome:
 
     run_dir: Path
     evaluations: list[Evaluation]
-    """Evaluations since the last restart, in order; the first of a run is of the untrained policy unless that was skipped."""
+    """Evaluations since the last restart, in order. Unless skipped, the first one of a run is of the untrained policy."""
 
 
 async def run_config(config: Config, termination: Termination, lent: LentParts | None = None) -> Outcome:

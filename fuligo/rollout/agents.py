@@ -46,7 +46,7 @@ class AgentGenerate:
     """
 
     agent: Hook
-    """`(session, row) -> reward`, async, or plain and run in its own thread."""
+    """Function `(session, row) -> reward`, async or plain; each call of a plain one runs in a separate thread."""
     gateway: Gateway
     tokenizer: Tokenizer
     _: KW_ONLY

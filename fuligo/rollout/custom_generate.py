@@ -77,7 +77,7 @@ class CustomGenerate:
         samples = result if isinstance(result, list) else [result]
         for part in samples:
             if not isinstance(part, Sample):
-                raise TypeError(f"the custom generate function returned {type(part).__name__}, not Sample or list[Sample]")
+                raise TypeError(f"the custom generate function returned {type(part).__name__}; return a Sample or a list of them")
             part.index, part.group_index = sample.index, sample.group_index
             complete(part, version, vocab_size=self.vocab_size)
         return samples

@@ -59,7 +59,7 @@ class Episodes:
     _: KW_ONLY
     limits: Limits
     _running: set[asyncio.Future[None]] = field(default_factory=set, init=False)
-    """One future per episode in progress, done when it is to return."""
+    """One future per episode in progress, set to make the episode return aborted."""
     _canceled: set[asyncio.Task[Any]] = field(default_factory=set, init=False)
     """Calls of environments that were canceled and have not ended yet."""
 

@@ -133,7 +133,7 @@ class GroupTasks:
         try:
             await self.reward(group)
         except Exception as error:
-            logger.warning("group %d: the reward raised", group.index, exc_info=True)
+            logger.warning("the reward of group %d raised; marking its samples failed", group.index, exc_info=True)
             for sample in group.samples:
                 failed(sample, f"the reward raised {type(error).__name__}: {error}")
 

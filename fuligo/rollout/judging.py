@@ -13,7 +13,7 @@ MIN_EVIDENCE = 32
 MASS_FAILURE_SHARE = 0.95
 """Share of the last groups that must fail for the run to end; samples that fail at random stay far below it."""
 
-# Values of `SampleGroup.drop_reason` besides those of a filter.
+# Values of `SampleGroup.drop_reason` that do not come from a filter.
 TOO_FEW_USABLE = "too_few_usable_samples"
 """Fewer than two usable samples to compare; or none with --n-samples-per-prompt 1."""
 SURPLUS = "surplus"

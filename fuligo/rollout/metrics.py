@@ -59,7 +59,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 def reported_means(samples: Iterable[Sample]) -> dict[str, float]:
     """Return the means of the numbers that rewards and hooks report for each sample, each over the samples that have it.
 
-    `reward/<key>` is the mean of a number in dict rewards, `sample/<name>` that of a number in `Sample.metrics`.
+    `reward/<key>` is the mean of a number in dict rewards, `sample/<name>` the mean of a number in `Sample.metrics`.
     """
     values: dict[str, list[float]] = {}
     for sample in samples:

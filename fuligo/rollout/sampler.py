@@ -136,7 +136,7 @@ class Sampler:
             if isinstance(error, TimeoutError) and deadline.expired():
                 problem = f"no response within {self.timeout_s:g} s (--rollout-timeout-s)"
             else:
-                logger.warning("sample %d: generation raised", sample.index, exc_info=True)
+                logger.warning("the generation of sample %d raised; marking it failed", sample.index, exc_info=True)
                 problem = f"generation raised {type(error).__name__}: {error}"
         return samples if problem is None else [failed(sample, problem)]
 

@@ -116,7 +116,7 @@ class Limits:
     cpu_s: float
     """CPU time of one call, of all processes together."""
     memory_bytes: int
-    """Memory of all processes together, and address space of each, above that of a fresh interpreter."""
+    """Limit on the memory of all processes together, and on the address space of each, in addition to a fresh interpreter's."""
     disk_bytes: int
     output_bytes: int
     max_processes: int

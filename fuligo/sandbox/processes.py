@@ -23,7 +23,7 @@ def command(module: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment variables for the Python of `command`: of this process's, only those that locate shared libraries."""
+    """Return the environment variables for a Python started by `command`. Of this process's variables, it gets only LD_LIBRARY_PATH."""
     return {name: value for name, value in os.environ.items() if name == "LD_LIBRARY_PATH"} | {"LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
 
 

@@ -34,9 +34,9 @@ class Request:
     row: Row | None = None
     """Row of the episode that begins, for `reset` and `restore`."""
     state: Any = None
-    """For `restore`."""
+    """State to continue from, for `restore`."""
     turn: AssistantTurn | None = None
-    """For `step`."""
+    """Turn of the model, for `step`."""
 
     def encode(self) -> bytes:
         """Return the message with its header."""

@@ -145,7 +145,7 @@ class _Spawner:
     asked: set[int] = field(default_factory=set)
     """Ids of processes whose status the run waits for."""
     own_mark: str = field(default_factory=lambda: worker.mark(os.getpid()))
-    """Mark of this process, and of those that the import of the module started (`worker.mark`)."""
+    """Mark of this process, and of the processes that importing the module started (`worker.mark`)."""
 
     def serve(self) -> None:
         woken, waking = os.pipe()

@@ -29,7 +29,7 @@ def set_mark() -> None:
 
 
 def mark(pid: int) -> str:
-    """Return MARK for the process of an episode and those that it started, something else for others."""
+    """Return MARK for the process of an episode and its child processes, another text for other processes."""
     try:
         return Path(f"/proc/{pid}/oom_score_adj").read_text().strip()
     except OSError:

@@ -95,7 +95,9 @@ class Workers:
         except (OSError, ValueError) as error:
             control.close()
             self._end()
-            raise RolloutError(f"cannot isolate the environment {path}: its process did not start ({error!r})") from None
+            raise RolloutError(
+                f"cannot isolate the environment {path}: its process did not start ({error!r}); see its output above"
+            ) from None
         if problem is not None:
             control.close()
             self._end()
@@ -169,7 +171,7 @@ class Workers:
             worker.kill()
 
     def discard(self, worker: "Worker") -> None:
-        """End a process."""
+        """Kill a process that cannot be reused."""
         self._busy.discard(worker)
         worker.kill()
 
@@ -334,7 +336,7 @@ class Worker:
         return False
 
     def kill(self) -> None:
-        """End the process, with those that it started."""
+        """Kill the process and the processes that it started."""
         if self._is_open:
             self._workers.request_kill(self.pid, shows_stack=self._is_stuck)
             self.close()

@@ -48,7 +48,7 @@ class PythonSettings(BaseModel):
     cpu_s: float = Field(default=10.0, gt=0)
     """Limit on the CPU time of one call, over all its processes."""
     memory_mb: int = Field(default=512, ge=16)
-    """Memory of all processes of a program together [MiB], in addition to that of the interpreter itself."""
+    """Limit on the memory of all processes of a program together [MiB], in addition to the interpreter's."""
     disk_mb: int = Field(default=64, ge=1)
     """Size of the private file system in memory [MiB]."""
     output_bytes: int = Field(default=16_384, ge=64)
@@ -56,7 +56,7 @@ class PythonSettings(BaseModel):
     max_processes: int = Field(default=16, ge=1)
     """Limit on the processes and threads of a program."""
     max_running: int | None = Field(default=None, ge=1)
-    """Limit on the programs that run at once; others wait, and their timeout has not begun. By default the number of cores."""
+    """Limit on the programs that run at once; others wait before their timeout begins. By default the number of cores."""
 
 
 End = Literal["ok", "exit", "time", "cpu", "memory", "output", "processes"]

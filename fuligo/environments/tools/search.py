@@ -45,7 +45,7 @@ class SearchSettings(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Entry of the collection."""
+    """Document of the collection."""
 
     title: str
     text: str

@@ -22,7 +22,7 @@ def check_reward(flags: RewardFlags) -> None:
             f"--rm-type {flags.rm_type} needs the package if-verifiable, which is not installed: pip install 'fuligo[ifbench]'"
         )
     if rule.keys and flags.reward_key not in rule.keys and flags.custom_reward_post_process_path is None:
-        given = "is not set" if flags.reward_key is None else f"({flags.reward_key}) is none of them"
+        given = "is not set" if flags.reward_key is None else f"({flags.reward_key}) is not one of them"
         raise ConfigError(
             f"--rm-type {flags.rm_type} returns a dict of {', '.join(rule.keys)}, but --reward-key {given}; "
             "choose --reward-key score (1 or -1) or --reward-key acc (1 or 0)"

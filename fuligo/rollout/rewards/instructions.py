@@ -137,7 +137,7 @@ def _checker(name: Any, given: Any) -> Any:
     # The published checks replace missing arguments with random values.
     missing = [each.name for each in parameters if each.kind is not each.VAR_KEYWORD and each.name not in arguments]
     if missing:
-        raise BadMetadataError(f"the kwargs of {name} lack {', '.join(missing)}")
+        raise BadMetadataError(f"the kwargs of {name} lack {', '.join(missing)}; add them")
     try:
         check.build_description(**arguments)
     except Exception as error:

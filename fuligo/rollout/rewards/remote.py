@@ -26,7 +26,7 @@ class RemoteReward:
     async def judge(self, sample: Sample, response: str) -> Any:
         """Return the JSON of the reply. Raises RewardFailure if no usable reply arrived in time."""
         if self._url is None:
-            raise RewardFailure(FailureReason.REMOTE, "the sample asks for remote_rm, but --rm-url is not set")
+            raise RewardFailure(FailureReason.REMOTE, "the sample's reward type is remote_rm, but --rm-url is not set; set it")
         last_problem = "no reply"
         try:
             async with asyncio.timeout(self._timeout_s):

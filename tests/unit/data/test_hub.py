@@ -69,7 +69,7 @@ def test_what_is_missing_is_named_with_the_remedy(hub: FakeHub, tmp_path: Path) 
     given = read(hub.environment(tmp_path / "home"), "acme/sums", "acme/sums:dev", "acme/two:train", "acme/nothing:train")
     several, unknown, config, nothing = (entry["error"] for entry in given)
     assert "the splits train, test; choose one, such as acme/sums:train" in several
-    assert "the splits train, test; dev is none of them" in unknown
+    assert "the splits train, test; dev is not one of them" in unknown
     assert "['main', 'hard']" in config and "write acme/two:CONFIG:SPLIT" in config
     assert "acme/nothing:train is not a file here" in nothing and "HF_TOKEN" in nothing
     (offline,) = read(hub.environment(tmp_path / "other", HF_HUB_OFFLINE="1"), "acme/sums:train")

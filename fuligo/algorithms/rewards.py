@@ -128,7 +128,7 @@ class Rewards:
 
 
 def mean_of_others(rewards: ArrayLike) -> Float64Array:
-    """Return the mean of a group's other rewards for each of its rewards, or the reward itself in a group of one: [G] -> [G]."""
+    """Return, for each reward of a group, the mean of the others; in a group of one, the reward itself: [G] -> [G]."""
     rewards = np.asarray(rewards, np.float64)
     return (rewards.sum() - rewards) / (len(rewards) - 1) if len(rewards) > 1 else rewards
 

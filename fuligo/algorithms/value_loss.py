@@ -40,7 +40,7 @@ class ValueFit:
     value_mean: float
     return_mean: float
     explained_variance: float
-    """1 - Var(returns - values) / Var(returns): 1 is a perfect fit, 0 as good as a constant; 0 where all returns are equal."""
+    """1 - Var(returns - values) / Var(returns): 1 is a perfect fit, 0 no better than a constant; 0 if all returns are equal."""
 
 
 def value_fit(values: Iterable[ArrayLike], returns: Iterable[ArrayLike], masks: Iterable[MaskArray]) -> ValueFit:

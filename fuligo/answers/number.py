@@ -10,7 +10,7 @@ MIN_DIGITS = 6
 """Significant digits from which a decimal is accepted for a number that rounds to it, such as 0.333333 for 1/3."""
 _FLOAT_DIGITS = 15
 _FLOAT_NOISE = Fraction(1, 10**12)
-"""Relative error that is accepted as a float's in a number of at least 15 digits, such as 0.30000000000000004 for 0.3."""
+"""Relative error accepted as floating-point rounding in a number of at least 15 digits, such as 0.30000000000000004 for 0.3."""
 _MAX_NOISE = Fraction(1, 10**6)
 
 _DECIMAL = r"(?:(?P<grouped>\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+)|(?P<digits>\d*))(?:\.(?P<places>\d*)(?:\\overline\{(?P<period>\d+)\})?)?"

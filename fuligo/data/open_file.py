@@ -1,4 +1,4 @@
-"""Prompt file, held open under its own descriptor, whose content must stay the same as long as a run reads it."""
+"""Prompt file, kept open by its descriptor, whose content must not change while a run reads it."""
 
 import hashlib
 import os

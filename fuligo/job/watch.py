@@ -112,7 +112,7 @@ class Termination:
     """Request to end a run, and the time that it may take to save first."""
 
     def __init__(self, save_within_s: float | None = None) -> None:
-        """Create a request that has not been made.
+        """Create a termination that is not requested yet.
 
         Args:
             save_within_s: seconds for the step in progress and its checkpoint; None ends the run at once
@@ -124,7 +124,7 @@ class Termination:
         """Set when no further rollout may be sampled or trained on."""
 
     def request(self, run: asyncio.Task[object]) -> None:
-        """End the run: at once, or within the time for a checkpoint, which further requests do not shorten."""
+        """End the run at once or, if it may save, after a checkpoint; further requests do not shorten the time for it."""
         first, self.requested = not self.requested, True
         if not self._can_save or self._save_within_s is None:
             run.cancel()

@@ -41,7 +41,7 @@ class Evaluation:
     """Result of one evaluation."""
 
     metrics: dict[str, float]
-    """`eval/<name>/*`"""
+    """Metrics `eval/<name>/*` of every dataset."""
     groups: dict[str, list[SampleGroup]] = field(repr=False)
     reward_keys: dict[str, str | None] = field(default_factory=dict)
     """Key of dict rewards that is reported, by dataset; None for scalar rewards."""

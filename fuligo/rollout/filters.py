@@ -16,7 +16,7 @@ from fuligo.types import Sample, SampleGroup
 
 MIN_REWARD_STD = 1e-6
 AllSamples = Callable[[list[SampleGroup], Any], None]
-"""(all groups of a rollout, data source) -> None."""
+"""Hook `(all groups of a rollout, data source) -> None`."""
 SampleFilter = Callable[[list[SampleGroup]], None]
 """Hook that changes the samples of the kept groups in place."""
 

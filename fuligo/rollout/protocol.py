@@ -110,7 +110,7 @@ class Rollout:
     """Kept and dropped groups, ordered by index."""
     state: RolloutState
     metrics: dict[str, float]
-    """`rollout/*`"""
+    """Metrics of the rollout, such as `rollout/*`."""
 
     @property
     def kept(self) -> list[SampleGroup]:

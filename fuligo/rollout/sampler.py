@@ -73,7 +73,7 @@ NO_PROGRESS_PAUSE_S = 0.01
 
 @dataclass(eq=False)
 class Sampler:
-    """Concurrency, deadline, seed and validation around a GenerateFn."""
+    """Wrapper of a GenerateFn that adds the limit on concurrency, a timeout, the seed and validation."""
 
     generate: GenerateFn
     """Default (`generate.SingleTurn`) or user's function."""

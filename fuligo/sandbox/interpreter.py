@@ -272,7 +272,7 @@ class _Interpreter:
         self._unread = b""
 
     def start(self, code: str) -> None:
-        """Wake the interpreter for a program."""
+        """Wake the interpreter and queue a program for it."""
         os.kill(self.pid, signal.SIGCONT)
         data = code.encode("utf-8", "surrogatepass")
         self._unread += len(data).to_bytes(8, "little") + data

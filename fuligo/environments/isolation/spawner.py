@@ -47,9 +47,9 @@ class SpawnerSettings:
     """Settings of the spawner, sent by the run as its first message."""
 
     path: str
-    """--environment."""
+    """Value of --environment."""
     settings: dict[str, Any]
-    """--environment-settings."""
+    """Value of --environment-settings."""
     withheld: tuple[str, ...]
     """Names of the environment variables that were not handed over."""
     memory_bytes: int | None

@@ -253,7 +253,7 @@ class PythonTool:
 
 
 def _end_note(result: PythonResult, settings: PythonSettings) -> str:
-    """Return a sentence for the model if a program did not run to its end."""
+    """Return a sentence for the model if a program did not run to its end, else an empty string."""
     reasons = {
         "time": f"it ran for more than {settings.timeout_s:g} s",
         "cpu": f"it used more than {settings.cpu_s:g} s of CPU time",

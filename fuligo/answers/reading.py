@@ -182,7 +182,7 @@ def _split(text: str, separator: re.Pattern[str]) -> list[str]:
 
 
 def _end_of_environment(text: str, start: int, end: int) -> int:
-    r"""Return where a `\text{...}` or an environment that begins at `start` ends."""
+    r"""Return the end position of a `\text{...}` or an environment that begins at `start`."""
     if not text.startswith("\\begin", start):
         return end + 1
     close = "\\end" + text[text.index("{", start) : end + 1]

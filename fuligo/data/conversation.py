@@ -95,7 +95,7 @@ class ConversationDataset(Dataset[Conversation]):
         return Conversation(row, fields.prompt, parts, fields.label, fields.metadata), longest
 
     def _place(self, part: MaskedTokens, images: Sequence[RawImage]) -> MaskedTokens:
-        """Insert all tokens of the images in a sequence. It ends at its last trained token and may contain only the first images."""
+        """Insert all tokens of a sequence's images. A sequence is cut after its last trained token and may lack the last images."""
         if not images:
             return part
         assert self._images is not None, "opened with the model's images"

@@ -42,7 +42,7 @@ class Placed(Protocol):
 
     @property
     def origins(self) -> NDArray[np.int64]:
-        """Return [T] the position of each id among the ids that the template wrote."""
+        """[T] position of each id among the ids that the template wrote."""
         ...
 
     @property

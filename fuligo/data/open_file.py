@@ -80,7 +80,10 @@ class OpenFile:
         return digest.hexdigest()
 
     def _current_state(self) -> tuple[int, int, int]:
-        """Return size in bytes, and the times of the last change of content and of attributes in ns; the latter cannot be set back."""
+        """Return the size in bytes and the times of the last change of content and of attributes, in ns.
+
+        The time of attributes cannot be set back.
+        """
         status = os.fstat(self.descriptor)
         return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 

@@ -26,7 +26,7 @@ class Seat(Generic[Game]):
     """Place of one episode in a match."""
 
     player: int
-    """0 moves first, then 1."""
+    """Number of the player; player 0 moves first."""
     _match: _Match[Game]
     _open: dict[int, _Match[Game]]
 

@@ -8,10 +8,12 @@ The loop is not aware of this: it gets a trainer and a weight sync that take the
     weight sync       loaded                   weights, to be overwritten
     save, logprobs    loaded                   weights, which they keep
 
+With --update-weight-mode delta, the engines keep their weights in every phase.
+
 An engine that died (--use-fault-tolerance) restarts while the trainer is offloaded; the trainer is loaded again when the engine is up.
 The engine receives weights at the next sync, or at once if no other engine serves.
 
-A trainer that is lost (--max-restarts) is replaced by another, which loads while the engines hold nothing.
+A lost trainer (--max-restarts) is replaced by another, which loads as in the phase "score, train".
 """
 
 import asyncio

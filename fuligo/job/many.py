@@ -208,7 +208,7 @@ def _show_line(name: str, line: bytes, shown_on: TextIO) -> None:
 
 @contextmanager
 def _signals_passed_to(runs: Sequence[RunProcess]) -> Iterator[list[signal.Signals]]:
-    """Pass SIGTERM on to all runs during the block, which may save first; yield the signals received so far."""
+    """Pass SIGTERM on to all runs during the block, so that they can save first; yield the list of received signals."""
     received: list[signal.Signals] = []
 
     def pass_on() -> None:

@@ -229,8 +229,8 @@ class RunRecorder:
         """Write an evaluation to disk, the sinks and the console.
 
         Args:
-            num_rollouts: complete rollouts, which is the step that the same weights sample next; 0 is the untrained policy.
-            evaluation: its samples and metrics `eval/*`.
+            num_rollouts: complete rollouts, equal to the step that the same weights sample next; 0 is the untrained policy.
+            evaluation: samples and metrics `eval/*`.
         """
         logged = self._log_hooks.evaluation(num_rollouts, evaluation)
         metrics = logged.metrics

@@ -139,7 +139,7 @@ def _begin(opened: Opened, origin: Origin, stack: AsyncExitStack) -> Begun:
     data = RunData.open(config, None if origin.state is None else origin.state.rollout)
     if problem := nothing_left(origin.checkpoint, origin.step, data.num_rollout):
         raise CheckpointError(problem)
-    return Begun(opened, origin, data, _open_recorder(config, directory, origin, data.num_rollout, stack), stack)
+    return Begun(opened, origin, data, _open_recorder(config, directory, origin, data.num_rollout, stack))
 
 
 async def _start(begun: Begun, stack: AsyncExitStack) -> Started:

@@ -64,8 +64,6 @@ class Begun:
     """Origin of the trainer: the run's, or the newest checkpoint after a restart."""
     data: RunData
     recorder: RunRecorder
-    stack: AsyncExitStack
-    """Closes what depends on the trainer."""
 
     @property
     def config(self) -> Config:

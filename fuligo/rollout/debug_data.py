@@ -45,7 +45,7 @@ def decode_groups(data: bytes) -> list[SampleGroup]:
 
 
 def save_rollout(template: str, rollout: Rollout) -> Path:
-    """Write a rollout with its state to the path that `template` gives for its `{rollout_id}`, and return the path.
+    """Write a rollout with its state to the path `template`, with `{rollout_id}` replaced by the step, and return the path.
 
     Raises RolloutError if a sample's metadata, label or reward is not JSON data, and FuligoError if the file cannot be written.
     """

@@ -14,7 +14,7 @@ from fuligo.errors import RolloutError
 HOPELESS_ROLLOUTS = 10
 """Sampling gives up if it kept no group and dropped the groups of this many rollouts; otherwise `--max-sampling-waves` limits it."""
 HOPELESS_GROUPS = 64
-"""Dropped groups before which sampling does not give up for `HOPELESS_ROLLOUTS`."""
+"""Smallest number of dropped groups at which `HOPELESS_ROLLOUTS` applies."""
 
 
 @dataclass(eq=False)

@@ -17,7 +17,7 @@ class EpisodeError(Exception):
 
 
 class CallInterruptedError(Exception):
-    """Generation is being aborted while the environment works."""
+    """Call of an environment that was interrupted because generation is being aborted."""
 
 
 async def call_within(

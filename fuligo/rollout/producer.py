@@ -40,7 +40,7 @@ class RolloutProducer:
         """Produce the rollout of `step`.
 
         Raises:
-            FuligoError: the method's error
+            FuligoError: the method failed
         """
         if self.activity is not None and not self._started:
             self.activity.take_idle_fraction()  # excludes the time before the first rollout

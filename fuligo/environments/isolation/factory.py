@@ -69,7 +69,10 @@ def environment_factory(config: Config) -> MakesEnvironments:
 
 
 def is_isolated(path: str, kind: type[Environment], isolation: Isolation) -> bool:
-    """Return whether environments of a class run in separate processes. Raises ConfigError if `isolation` requires it in vain."""
+    """Return whether environments of a class run in separate processes.
+
+    Raises ConfigError if `isolation` is "process" and the class cannot be isolated.
+    """
     if isolation == "none":
         return False
     reason = _obstacle(path, kind)

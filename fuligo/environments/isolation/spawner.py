@@ -227,7 +227,10 @@ class _Spawner:
             self._end_orphans()
 
     def _end_orphans(self) -> None:
-        """Kill processes that ended episodes left in other sessions; they become children of this process when the episode's ends."""
+        """Kill processes that ended episodes left in other sessions.
+
+        They become children of this process when the process of their episode ends.
+        """
         for pid in processes.children():
             if pid not in self.running and worker.mark(pid) == worker.MARK != self.own_mark:
                 with suppress(ProcessLookupError, PermissionError):

@@ -21,7 +21,7 @@ from fuligo.observability.viewer.alarms import alarms
 from fuligo.observability.viewer.metric_columns import MetricColumns
 from fuligo.rollout.evaluate import Evaluation
 from fuligo.rollout.judging import failure_warning
-from fuligo.rollout.metrics import is_finite
+from fuligo.rollout.metrics import metrics_problem
 from fuligo.rollout.protocol import Rollout, UnfilledRolloutError
 from fuligo.types import SampleStatus, StepResult, TrainBatch
 
@@ -116,7 +116,9 @@ class LogHooks:
             return Logged(given)
         try:
             skip = hook(*arguments)
-            return Logged(_checked(metrics), not skip)
+            if (problem := metrics_problem(metrics)) is not None:
+                raise ValueError(problem)
+            return Logged(metrics, not skip)
         except Exception as error:
             logger.warning("%s raised %s; the run continues without it", _OPTIONS[name], describe_exception(error, hook))
             setattr(self, name, None)
@@ -134,13 +136,6 @@ def log_data(evaluation: Evaluation) -> dict[str, dict[str, list[Any]]]:
             "samples": samples,
         }
     return data
-
-
-def _checked(metrics: dict[str, Any]) -> dict[str, float]:
-    for name, value in metrics.items():
-        if not isinstance(name, str) or not is_finite(value):
-            raise ValueError(f"metrics has {name!r}: {value!r:.80}; names must be strings, and values finite numbers")
-    return metrics
 
 
 logger = logging.getLogger(__name__)

@@ -110,7 +110,7 @@ def complete(sample: Sample, version: int, *, vocab_size: int | None = None) -> 
     trained = sample.engine_logprobs[sample.loss_mask != 0] if len(mask) == len(sample.engine_logprobs) else np.empty(0)
     if len(trained) and trained.max() > _ROUNDING:
         raise ValueError(f"engine_logprobs has the value {trained.max():g}; a log-probability is never positive")
-    if (problem := metrics_problem(sample)) is not None:
+    if (problem := metrics_problem(sample.metrics)) is not None:
         raise ValueError(problem)
     sample.status = SampleStatus(sample.status)
     sample.versions = np.asarray(sample.versions, np.int32) if len(sample.versions) else np.full(num_tokens, version, np.int32)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
+from typing import Any
 
 import numpy as np
 
@@ -80,9 +81,9 @@ def is_finite(value: object) -> bool:
         return False  # an integer of hundreds of digits
 
 
-def metrics_problem(sample: Sample) -> str | None:
-    """Return what is wrong with `Sample.metrics`, which hooks set; None if nothing is."""
-    for name, value in sample.metrics.items():
+def metrics_problem(metrics: Mapping[Any, Any]) -> str | None:
+    """Return why metrics that a hook set are invalid, or None."""
+    for name, value in metrics.items():
         if not isinstance(name, str) or not is_finite(value):
             return f"metrics has {name!r}: {value!r:.80}; names must be strings, and values finite numbers"
     return None

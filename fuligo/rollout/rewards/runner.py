@@ -88,7 +88,7 @@ class RewardRunner:
             sample.reward = self._checked(reward)
             if self._extra:
                 await self._add_extra(sample, sample.reward)
-            if (problem := metrics_problem(sample)) is not None:
+            if (problem := metrics_problem(sample.metrics)) is not None:
                 raise RewardFailure(FailureReason.BAD_VALUE, problem)
         except NoVerdictError as error:
             sample.reward, sample.judge_error = 0.0, str(error)

@@ -120,7 +120,7 @@ async def test_something_else_than_samples_is_refused():
     async def hook(args, sample, sampling_params):
         return {"text": "no"}
 
-    with pytest.raises(TypeError, match="returned dict, not Sample"):
+    with pytest.raises(TypeError, match="returned dict; return a Sample"):
         await adapted(hook)(fresh(), PARAMS)
 
 

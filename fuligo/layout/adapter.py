@@ -157,6 +157,12 @@ class AdapterShape:
         inside = (self._path(layer, matrix) for layer in self.architecture.layers for matrix in matrices(layer, self.architecture))
         return *inside, *(f"{self._root}.{matrix.name}" for matrix in self._outside)
 
+    @property
+    def widest(self) -> int:
+        """Largest number of inputs or outputs of a linear layer that an adapter can have; no update can have a higher rank."""
+        inside = (matrix for layer in self.architecture.layers for matrix in matrices(layer, self.architecture))
+        return max(max(matrix.inputs, matrix.outputs) for matrix in (*inside, *self._outside))
+
     def adapts_experts(self, layer: Layer) -> bool:
         return self.config.adapts_experts and layer.is_moe
 

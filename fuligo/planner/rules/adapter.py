@@ -1,4 +1,4 @@
-"""LoRA adapters: layers that the model has, and engines that can take them."""
+"""LoRA adapters: layers and ranks that fit the model, and engines that can apply them."""
 
 from collections.abc import Iterator
 
@@ -11,10 +11,12 @@ from fuligo.models.registry import family_of
 from fuligo.planner.rules.rule import Fix, Violation, rule
 from fuligo.planner.subject import Subject
 
+_USUAL_RANK = 16
+
 
 @rule("PLAN-LORA-MODULES", "--lora-target-modules", "--lora-adapter")
 def adapted_layers_exist(subject: Subject) -> Iterator[Violation]:
-    """Every name of adapted layers must fit a linear layer of the model, or nothing is trained there."""
+    """Every target module must match a linear layer of the model; otherwise it trains nothing."""
     adapter = _adapter(subject)
     if adapter is None:
         return
@@ -35,9 +37,21 @@ def adapted_layers_exist(subject: Subject) -> Iterator[Violation]:
         )
 
 
+@rule("PLAN-LORA-RANK", "--lora-rank", "--lora-adapter")
+def rank_fits_the_layers(subject: Subject) -> Violation | None:
+    """An update cannot have a higher rank than the widest layer that can be adapted has inputs or outputs."""
+    adapter = _adapter(subject)
+    if adapter is None or adapter.config.rank <= adapter.widest:
+        return None
+    model = subject.architecture.model_type
+    problem = f"{adapter.config.rank} exceeds the {adapter.widest} inputs or outputs of the widest layer of {model} that can be adapted"
+    prefix = " " if subject.config.lora.lora_adapter is None else "rank "
+    return _misfit(subject, "lora_rank", prefix + problem, ((set_flag("lora_rank", min(_USUAL_RANK, adapter.widest)),),))
+
+
 @rule("PLAN-LORA-EXPERTS", "--lora-experts", "--lora-adapter")
 def adapted_experts_exist(subject: Subject) -> Violation | None:
-    """Only an MoE model has experts to adapt, and their matrices must have neither biases nor another layout."""
+    """Only an MoE model has experts to adapt, and their matrices must be neither transposed nor have biases."""
     adapter, architecture = _adapter(subject), subject.architecture
     if adapter is None or not adapter.config.adapts_experts:
         return None
@@ -49,7 +63,7 @@ def adapted_experts_exist(subject: Subject) -> Violation | None:
 
 @rule("PLAN-LORA-BASE", "--lora-base-precision")
 def quantized_experts_are_plain_matrices(subject: Subject) -> Violation | None:
-    """Experts with biases or transposed matrices cannot be quantized as their files hold them."""
+    """Experts with biases or transposed matrices cannot be quantized."""
     architecture, precision = subject.architecture, subject.config.lora.lora_base_precision
     if precision == "full" or not subject.config.trains or architecture.experts is None or family_of(architecture).has_plain_experts:
         return None
@@ -69,7 +83,7 @@ def _adapter(subject: Subject) -> AdapterShape | None:
 
 
 def _misfit(subject: Subject, name: str, reason: str, fixes: tuple[Fix, ...]) -> Violation:
-    """Return the violation of the flag that shapes the adapter, or of the directory that has its shape, which no flag can change."""
+    """Return the violation of the flag `name`, or of --lora-adapter if given, whose shape no flag can change."""
     given = subject.config.lora.lora_adapter
     if given is not None:
         text = f"--lora-adapter {given}: {reason.removeprefix(':').strip()}"
@@ -80,8 +94,8 @@ def _misfit(subject: Subject, name: str, reason: str, fixes: tuple[Fix, ...]) ->
 
 @rule("PLAN-VISION-ADAPTER", "--lora-sync")
 def adapters_of_models_with_a_tower_are_merged(subject: Subject) -> Iterator[Violation]:
-    """Engines that know adapters by name have not been tested with models that have a vision tower."""
+    """SGLang's LoRA adapters have not been tested with models that have a vision tower."""
     config, model = subject.config, subject.rollout_architecture
     if model.vision_tower is not None and config.syncs_adapter and config.engine_capabilities.names_adapters:
-        text = f"--lora-sync adapter: SGLang's adapters of a {model.model_type} model, which has a vision tower, have not been tested"
+        text = f"--lora-sync adapter: SGLang's LoRA adapters have not been tested with a vision tower, which {model.model_type} has"
         yield Violation(text, ((set_flag("lora_sync", "merged"),),))

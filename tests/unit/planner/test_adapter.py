@@ -52,6 +52,7 @@ def test_an_adapter_of_experts_has_the_parameters_of_the_real_model(family: str)
 def test_an_adapter_has_the_matrices_of_the_real_model(family: str) -> None:
     model: Any = tiny.model(family, **SHAPES.get(family, {}))
     config = AdapterConfig(rank=3, alpha=6.0)
+    widest = max(max(model.get_submodule(name).weight.shape) for name in linear_layers(model))
     add_adapter(model, config, seed=0)
     found = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in adapter_tensors(model)}
     shape = AdapterShape(config, architecture_of(model.config.to_dict()))
@@ -60,6 +61,7 @@ def test_an_adapter_has_the_matrices_of_the_real_model(family: str) -> None:
     outside = {f"model.{matrix.name}" for matrix in shape.adapted_outside}
     assert outside == {name for name in found if ".layers." not in name}
     assert sorted(layers) == sorted((int(name.split(".")[2]), name.rpartition(".")[2]) for name in found - outside)
+    assert shape.widest == widest
 
 
 @pytest.mark.parametrize("family", ["gemma4", "qwen3_vl", "qwen3_5", "qwen3_5_moe"])

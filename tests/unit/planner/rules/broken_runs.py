@@ -318,6 +318,11 @@ BROKEN: dict[str, tuple[Run, ...]] = {
         Run(ON_CPU, "--lora-rank 4 --lr 1e-3 --lora-target-modules q_proj v_prj"),
         Run(TOWERS, "--lora-rank 4 --lr 1e-3 --lora-target-modules model.layers.0.self_attn.q_proj", gpu="h200-141"),
     ),
+    "PLAN-LORA-RANK": (
+        Run(ON_CPU, "--lora-rank 5000 --lr 1e-3"),
+        Run(ON_CPU, "--lora-rank 5000 --lr 1e-3 --lora-target-modules q_proj"),
+        Run(TOWERS, "--lora-rank 60000 --lr 1e-3", gpu="h200-141"),
+    ),
     "PLAN-LORA-EXPERTS": (
         Run(ON_CPU, "--lora-rank 4 --lr 1e-3 --lora-experts"),
         Run("gpt-oss-20b/config.yaml", "--lora-experts"),

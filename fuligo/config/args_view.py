@@ -20,14 +20,14 @@ class ArgsView:
 
     Pass-through arguments have their prefix and, if not given, the default of their schema: `args.sglang_dp_size` is
     `config.sglang.value("dp_size")`. `args.sglang_model_urls["judge"]` is the base URL of the router that serves the model `judge` of
-    `--sglang-config`, and `args.sglang_model_keys["judge"]` the key that it asks for. Entries of `--custom-config-path` are attributes,
+    `--sglang-config`, and `args.sglang_model_keys["judge"]` the API key that it requires. Entries of `--custom-config-path` are attributes,
     too. Instances can be pickled.
     """
 
     __slots__ = ("_config", "_own")
 
     def __init__(self, config: Config, own: Mapping[str, Any] | None = None) -> None:
-        """Show a config.
+        """Create the view of a config.
 
         `own`: the user's entries; None reads them from `--custom-config-path`. Raises ConfigError if that file cannot be read, or has an
         entry with the name of a flag.
@@ -91,11 +91,9 @@ def custom_entries(config: Config) -> dict[str, Any]:
     if not isinstance(entries, dict) or not all(isinstance(name, str) and name.isidentifier() for name in entries):
         raise ConfigError(f"{option}: it must map names to values, such as `penalty: 0.1`")
     if private := [name for name in entries if name.startswith("_")]:
-        raise ConfigError(
-            f"{option}: {', '.join(private)} cannot be set: names of hook arguments must not begin with an underscore; rename"
-        )
+        raise ConfigError(f"{option}: {', '.join(private)} cannot be set: names must not begin with an underscore; rename them")
     if taken := [name for name in entries if name in flags() or _argument(name) is not None]:
-        raise ConfigError(f"{option}: {', '.join(taken)} cannot be set there: flags of fuligo have this name; use --config")
+        raise ConfigError(f"{option}: {', '.join(taken)} cannot be set there: a flag of fuligo has this name; use --config")
     return entries
 
 

@@ -21,7 +21,7 @@ ADDED = ("env", "engine_env")
 
 
 UNSET = object()
-"""Value of a flag that `none` on the command line, or None from Python, returns to its default."""
+"""Value that returns a flag to its default: `none` on the command line, None from Python."""
 ALTERNATIVES = (
     ("num_rollout", "num_epoch"),
     ("global_batch_size", "num_steps_per_rollout"),
@@ -54,7 +54,7 @@ class Given:
 
 
 def override(file: Given, line: Given) -> Given:
-    """Return the file's content and then the command line's, without flags of the file that a flag of the command line replaces."""
+    """Merge the assignments of a file and a command line; the latter come last, and replace those of the file (see `ALTERNATIVES`)."""
     typed = {each.flag.name: each for each in line.assignments if _sets(each)}
     merged = Given(list(line.assignments), [*file.problems, *line.problems], [*file.warnings, *line.warnings])
     for assignment in reversed(file.assignments):
@@ -75,7 +75,7 @@ def file_places(file: Given, line: Given) -> dict[str, str]:
 
 
 def _sets(assignment: Assignment) -> bool:
-    """Return whether a flag is given a value, not unset."""
+    """Return whether the assignment gives its flag a value other than None, false or `UNSET`."""
     return not any(assignment.value is nothing for nothing in (None, False, UNSET))
 
 
@@ -111,7 +111,7 @@ def build_config(assignments: Iterable[Assignment], problems: Iterable[str] = ()
 
 
 def unset_value(flag: Flag) -> Any:
-    """Return the value that `none` on the command line and None from Python give a flag: null if it allows that, else its default."""
+    """Return the value of a flag for `none` on the command line or None from Python: null if the flag allows it, else `UNSET`."""
     return None if flag.optional or flag.group in BACKENDS else UNSET
 
 

@@ -1,4 +1,4 @@
-"""Capabilities of rollout backends and trainers: facts that are needed before one runs. Code asks for these, not for names."""
+"""Capabilities of rollout backends and trainers: facts that are needed before one runs. Code checks these, not backend names."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ class SavedBytes:
     """Bytes that a checkpoint takes for one parameter, besides the two float32 states of Adam."""
 
     weights: int
-    """Master weight in float32, and whatever else of it is saved."""
+    """Master weight in float32, and other saved copies of the weight."""
     adapter: int
     """All copies of a parameter of a LoRA adapter, Adam's states included."""
     reference: int
@@ -26,7 +26,7 @@ class TrainerCapabilities:
     keeps_published_names: bool
     """Weights are sent to engines under the names of the checkpoint; otherwise under those of transformers' model."""
     sends_adapters: bool
-    """Engines that know adapters by name get them by themselves; otherwise they are merged into the weights."""
+    """Adapters are sent separately to engines that know them by name; otherwise they are merged into the weights."""
     swaps_models: bool
     """Policy, reference and teacher take turns in one model, so they have one architecture."""
     quantises_base: bool
@@ -77,7 +77,7 @@ TRAINER_CAPABILITIES: Mapping[str, TrainerCapabilities] = {
         packages=("megatron-core",),
         gpu_packages=("transformer-engine",),
         memory_flags=("--tensor-model-parallel-size", "--recompute-granularity", "--max-tokens-per-gpu", "--gpu"),
-        # The weights that the model computes with are also saved. An adapter's are those of model and optimizer and a PEFT directory.
+        # Checkpoints also contain the bf16 weights. An adapter is saved with the model, with the optimizer, and as a PEFT directory.
         saved_bytes=SavedBytes(weights=6, adapter=20, reference=2),
     ),
 }
@@ -104,7 +104,7 @@ class EngineCapabilities:
     applies_adapters: bool
     """Engines accept a LoRA adapter by itself and apply it to each token; otherwise they need weights that it is merged into."""
     names_adapters: bool
-    """Engines know adapters by name: each request names its own, and they load base weights only from --hf-checkpoint."""
+    """Engines know adapters by name: each request names its adapter, and engines load base weights only from --hf-checkpoint."""
     has_own_models: bool
     """Engines have their own implementation of each model, and lack some; otherwise they load what transformers loads."""
     resizes_images: bool

@@ -48,7 +48,7 @@ class _Occurrence:
         return is_secret_option(self.option.removeprefix("--").replace("-", "_"))
 
     def shown(self, text: str) -> str:
-        """Return a text that holds values, for a message; not if they are secret."""
+        """Return `text`, which contains values, for a message; `(not shown)` if the values are secret."""
         return "(not shown)" if self.is_secret else hide_credentials(text)
 
     def __str__(self) -> str:
@@ -162,7 +162,7 @@ def flag_of_option(option: str) -> Flag:
     """Return the flag of an option with a value: `--lr`, `--sglang-dp-size`.
 
     Raises:
-        ConfigError: there is none; suggests another.
+        ConfigError: no such flag, or a switch; the message suggests another.
     """
     try:
         meaning = _meaning(option)
@@ -228,7 +228,7 @@ def _value(meaning: _Meaning, occurrence: _Occurrence, result: CommandLine) -> A
 
 
 def _can_unset(flag: Flag) -> bool:
-    """Return whether `none` drops what the file says: not where it is a value, as a backend's text may be."""
+    """Return whether `none` unsets the flag; it does not where `none` is a valid value, such as for the text of a backend."""
     return "none" not in flag.choices and not (flag.group in BACKENDS and flag.kind is Kind.TEXT)
 
 
@@ -244,7 +244,7 @@ def _single(occurrence: _Occurrence, wanted: str) -> str:
 
 
 def _settings_of_verl(occurrence: _Occurrence) -> str:
-    """Return the advice for values that are settings as verl writes them, without dashes: `trainer.nnodes=2`."""
+    """Return advice for values in verl's form of settings, without dashes: `trainer.nnodes=2`."""
     names = [name for name, equals, _ in (value.partition("=") for value in occurrence.values[1:]) if equals and "." in name]
     return "".join(f"; {name}: {elsewhere(name).removeprefix('; ')}" for name in names)
 

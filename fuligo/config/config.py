@@ -173,7 +173,7 @@ class Config(Placement):
 
     @property
     def syncs_adapter(self) -> bool:
-        """True if engines receive the adapter by itself; otherwise weights that it is merged into."""
+        """True if engines receive the adapter by itself; otherwise they receive weights with the adapter merged in."""
         if not (self.uses_adapter and self.needs_engine) or self.lora.lora_sync == "merged":
             return False
         return self.lora.lora_sync == "adapter" or (self.engines_can_take_adapter and not self.engine_capabilities.names_adapters)
@@ -185,7 +185,7 @@ class Config(Placement):
 
     @property
     def engines_can_take_adapter(self) -> bool:
-        """The run's own engines apply adapters, and `no_adapter_because` is empty."""
+        """True if engines can take an adapter by itself; otherwise `no_adapter_because` gives the reason."""
         return not self.no_adapter_because
 
     @property
@@ -193,7 +193,7 @@ class Config(Placement):
         """Reason why engines cannot take an adapter by itself; empty if they can."""
         facts, transport = self.engine_capabilities, self.weight_sync.update_weight_transport
         if self.engine.rollout_external_engine_addrs:
-            return "external engines were started without it"
+            return "external engines were started without adapter support"
         if not facts.applies_adapters:
             return f"the run's {self.resolved_rollout_backend} engines take whole weights only"
         if transport not in ("auto", "tensor"):
@@ -209,7 +209,7 @@ class Config(Placement):
         if self.model.hf_checkpoint is not None and self.initial_weights_path not in (None, self.model.hf_checkpoint):
             return f"the engines load --hf-checkpoint, but the adapter is trained on {self.initial_weights_path}"
         if not self.trainer_capabilities.sends_adapters:
-            return "the Megatron trainer merges it into the weights for SGLang"
+            return "the Megatron trainer merges the adapter into the weights for SGLang"
         if self.lora.lora_experts:
             return "SGLang's format of experts' adapters differs from PEFT's"
         if self.sglang.value("dp_size") != 1 or self.sglang.value("pp_size") != 1:
@@ -277,7 +277,7 @@ class Config(Placement):
         return self.reward.eval_reward_key or self.reward.reward_key
 
     def resolved_num_rollout(self, num_prompts: int) -> int:
-        """Return the number of rollouts: as given, else as many as `--num-epoch` passes over `num_prompts` prompts fill."""
+        """Return the number of rollouts: as given, else the number that `--num-epoch` passes over `num_prompts` prompts fill."""
         if self.data.num_rollout is not None:
             return self.data.num_rollout
         assert self.data.num_epoch is not None

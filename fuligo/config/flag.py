@@ -18,7 +18,7 @@ _WORD = re.compile(r"[a-z0-9]+")
 
 
 class FlagGroup(BaseModel):
-    """Base of the groups: frozen, its field names are the flags; rejects unknown keys, NaN and infinity."""
+    """Base class of the groups: frozen; field names are flag names; rejects unknown keys, NaN and infinity."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
@@ -38,9 +38,9 @@ def flag(default: Any, doc: str, *, unit: str | None = None, source: str | None 
 
 
 slime = functools.partial(flag, source="slime")
-"""Declare a flag of slime's, with its name and meaning."""
+"""Declare a flag with slime's name and meaning."""
 megatron = functools.partial(flag, source="megatron")
-"""Declare a flag of Megatron's, with its name and meaning."""
+"""Declare a flag with Megatron's name and meaning."""
 
 
 class Kind(StrEnum):
@@ -129,7 +129,7 @@ def nearest(name: str, candidates: Iterable[str]) -> list[str]:
 
 
 def _resembles(name: str, candidate: str) -> bool:
-    """Return whether one letter or word of `name` may be mistyped, or words are left out."""
+    """Return whether `name` may be `candidate` with a mistyped letter or word, or with words left out."""
     words, typed = _WORD.findall(candidate.lower()), _WORD.findall(name.lower())
     wanted, given = "".join(words), "".join(typed)
     similarity = difflib.SequenceMatcher(None, given, wanted).ratio()
@@ -140,6 +140,6 @@ def _resembles(name: str, candidate: str) -> bool:
 
 
 def did_you_mean(names: Iterable[str]) -> str:
-    """Return `; did you mean a or b?`, or an empty text without names."""
+    """Return `; did you mean a or b?`, or an empty string without names."""
     shown = " or ".join(names)
     return f"; did you mean {shown}?" if shown else ""

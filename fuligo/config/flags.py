@@ -29,11 +29,11 @@ custom_model_provider_path
 MEGATRON_FLAGS = (*GROUPS["parallel"].model_fields, *_MEGATRON.split())
 """Flags that choose the Megatron trainer; the whole group `megatron` does so too."""
 MTP_FLAGS = ("mtp_num_layers", "enable_mtp_training", "mtp_loss_scaling_factor", "mtp_joint_training")
-"""Those of them that the torch trainer also reads, if --train-backend names it."""
+"""Flags among `MEGATRON_FLAGS` that the torch trainer also reads, with --train-backend torch."""
 TORCH_FLAGS = ("gradient_checkpointing", "freeze_vision_tower")
-"""Flags that only the torch trainer reads. `torch_compile` is not listed: its only other value is off."""
+"""Flags that the Megatron trainer rejects. It ignores `torch_compile`, which only switches an optimization of the torch trainer."""
 SGLANG_FLAGS = ("rollout_num_gpus", "rollout_num_gpus_per_engine", "sglang_config")
-"""Flags that only SGLang engines read; the groups `sglang` and `router` belong to them as well."""
+"""Flags that only SGLang engines read, in addition to the groups `sglang` and `router`."""
 EMBEDDED_FLAGS = ("embedded_max_running_requests", "embedded_max_total_tokens", "embedded_dtype", "embedded_num_threads")
 """Flags that only the embedded engine reads."""
 
@@ -65,7 +65,7 @@ def passthrough_flags(group: str) -> dict[str, Flag]:
 
 
 def name_problem(backend: Schema, name: str) -> str | None:
-    """Return why an argument of this name cannot be given, or None: it is refused, or no such argument exists."""
+    """Return why an argument of this name cannot be given: it is refused or unknown. None if it can."""
     refused = refusal(backend, name)
     if refused is not None or backend.canonical(name) in backend.flags:
         return refused

@@ -81,7 +81,7 @@ HOOKS: dict[str, HookSpec] = {
     "before_train_step_path": HookSpec(("args", "rollout_id", "batch")),
     "sink_path": HookSpec(("args", "run_dir"), methods=("write", "close")),
 }
-"""Call of each hook, by the name of its flag."""
+"""Call signature of each hook, by the name of its flag."""
 
 NONZERO_STD_FILTER = "fuligo.rollout.filters.check_reward_nonzero_std"
 POP_FIRST_FILTER = "fuligo.rollout.filters.pop_first"

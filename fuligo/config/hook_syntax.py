@@ -21,7 +21,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def hook_findings(config: Config) -> Iterator[Finding]:
-    """Yield the problems of all hooks in the config that their source shows. Imports and runs nothing.
+    """Yield the problems of the config's hooks that their source code shows. Imports and runs nothing.
 
     A module that is missing on this machine may exist on the cluster, so it is a warning. Names that a module creates at run time are
     not checked.
@@ -36,17 +36,17 @@ def hook_finding(flag_name: str, path: str, env_path: str = "") -> Iterator[Find
     target = ALIASES.get(path, path)
     problem = path_problem(target)
     if problem is not None:
-        yield Finding(MISFIT, Severity.ERROR, f"{option} {path}: {problem}", (option,), advice="complete it")
+        yield Finding(MISFIT, Severity.ERROR, f"{option} {path}: {problem}", (option,), advice="correct the path")
         return
     module, function = split_path(target)
     file = _source(module, env_path)
     if file is None:
         text = f"{option} {path}: there is no {module} on this machine (searched in {Path.cwd()} and the Python path)"
-        yield Finding(MISSING, Severity.WARNING, text, (option,), advice="correct the path, unless it is right on the cluster")
+        yield Finding(MISSING, Severity.WARNING, text, (option,), advice="correct the path, unless the module exists only on the cluster")
         return
     problem = _problem(file, function, HOOKS[flag_name])
     if problem is not None:
-        yield Finding(MISFIT, Severity.ERROR, f"{option} {path}: {problem}", (option,), advice="correct it")
+        yield Finding(MISFIT, Severity.ERROR, f"{option} {path}: {problem}", (option,), advice="correct the hook or its path")
 
 
 def _source(module: str, env_path: str) -> Path | None:

@@ -32,7 +32,7 @@ def load_hook(flag_name: str, path: str) -> Hook:
         path: dotted path, also relative to the working directory; or file and function, joined by a colon.
 
     Raises:
-        HookError: it cannot be imported, is not there, or its signature does not fit.
+        HookError: the module cannot be imported, lacks the function, or the function's signature does not fit.
     """
     target = ALIASES.get(path, path)
     problem = path_problem(target)

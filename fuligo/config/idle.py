@@ -20,7 +20,7 @@ def without_idle(config: Config, file: Given, line: Given) -> tuple[Config, list
         return config, []
     try:
         alone = build_config(file.assignments)
-    except ConfigError:  # the line corrects a value of the file
+    except ConfigError:  # the command line corrects a value of the file
         return config, []
     idle_alone = {option for rule in effects.RULES for violation in rule.violations(alone) for option in violation.flags}
     warnings: list[str] = []

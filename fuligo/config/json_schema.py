@@ -25,7 +25,7 @@ _BOUNDS = {">=": "minimum", ">": "exclusiveMinimum", "<=": "maximum", "<": "excl
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the schema of a file for `--config`. The reader of the file stays the authority: it also checks how values fit together."""
+    """Return the schema of a file for `--config`. It is less strict than the reader, which also checks how values fit together."""
     typed = {group: {flag.name: flag for flag in flags().values() if flag.group == group} for group in GROUPS}
     passed = {group: dict(passthrough_flags(group)) for group in BACKENDS}
     return {

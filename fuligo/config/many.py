@@ -21,7 +21,7 @@ SHARED = (
     "shared_outputs",
     *(name for name, flag in flags().items() if flag.group == "engine"),
 )
-"""Flags of the processes that all runs share, those of the engines among them."""
+"""Flags of the processes that all runs share, including all flags of the engines."""
 SHARED_ARGUMENTS = ("sglang", "router")
 """Groups of pass-through arguments of the engines."""
 SHARED_PATHS = ("hf_checkpoint", "ref_load")
@@ -68,9 +68,9 @@ def _problems_alone(config: Config) -> Iterator[str]:
     if config.engine.use_fault_tolerance:
         yield f"{cannot} --use-fault-tolerance would restart an engine for one run; drop it, and repeat the command with --resume"
     if config.num_train_gpus > 1:
-        yield f"{cannot} it has {config.num_train_gpus} trainer ranks; use one (--actor-num-gpus-per-node 1)"
+        yield f"{cannot} the run has {config.num_train_gpus} trainer ranks; use one (--actor-num-gpus-per-node 1)"
     if chosen_launcher(config) != "local":
-        yield f"{cannot} it would start on Ray; use --launcher local"
+        yield f"{cannot} the run would start on Ray; use --launcher local"
     if config.checkpoint.max_restarts:
         yield f"{cannot} --max-restarts {config.checkpoint.max_restarts} replaces the trainer of one run; drop it, and use --resume"
 
@@ -104,13 +104,13 @@ def _shown(value: object) -> str:
 
 
 def _same_outputs(configs: Mapping[str, Config], started: datetime) -> Iterator[str]:
-    """Yield the places that two runs would write to, also by different options."""
+    """Yield the paths and Hub repositories that two runs would both write to, even if different options name them."""
     for (one, config), (other, compared) in combinations(configs.items(), 2):
         theirs = _paths_written(compared, started)
         for option, written in _paths_written(config, started).items():
             also = next((each for each, path in theirs.items() if Path(path).resolve() == Path(written).resolve()), None)
             if also is None or (option == also == "--save" and config.checkpoint.save is compared.checkpoint.save is None):
-                continue  # the defaults are the same where the run directories are
+                continue  # the default --save is below --run-dir, which is reported instead
             of_other = "" if also == option else f" ({also} of {other})"
             yield f"{one} and {other} would both write to {option} {written}{of_other}; give each its own"
         if (hub := config.checkpoint.push_to_hub) is not None and hub == compared.checkpoint.push_to_hub:

@@ -9,7 +9,7 @@ from fuligo.config.flags import flags, passthrough_flags
 from fuligo.config.schemas import schema
 
 GROUPS_OF_VERL = frozenset({"actor_rollout_ref", "critic", "custom_reward_function", "global_profiler", "reward_model", "trainer"})
-"""Groups of verl's config files that ours do not have."""
+"""Groups of verl's config files that fuligo's do not have."""
 
 
 @functools.cache
@@ -21,7 +21,7 @@ def other_settings() -> dict[str, dict[str, str]]:
 
 @functools.cache
 def moved() -> dict[str, str]:
-    """Return flat names of settings that slime, TRL or verl has (or that people guess) and fuligo lacks -> what to use instead."""
+    """Return setting -> what to use instead, for settings of slime, TRL and verl (those without dots) and for names that people guess."""
     tables = other_settings()
     flat = {name: advice for name, advice in tables["verl"].items() if "." not in name}
     return tables["slime"] | flat | tables["trl"] | tables["guessed"]

@@ -41,7 +41,7 @@ class PassThrough:
 
     @classmethod
     def name_problem(cls, name: str) -> str | None:
-        """Return why an argument of this name cannot be given, or None: it is refused, or unknown to the schema."""
+        """Return why an argument of this name cannot be given: it is refused or unknown to the schema. None if it can."""
         backend = cls.schema()
         refused = backend.refusal(name)
         return refused if refused or backend.canonical(name) in backend.flags else backend.unknown(name)
@@ -64,7 +64,7 @@ class PassThrough:
         return type(self)({**self._values, **other._values})
 
     def plain(self) -> dict[str, Any]:
-        """Return a mapping that builds an equal object, with layer patterns written short."""
+        """Return a mapping that builds an equal object, with layer patterns in short form."""
         flags = self.schema().flags
         shortened = {Kind.LAYERS: lambda value: layers_text(value) if isinstance(value, list) else value}
         return {name: shortened.get(flags[name].kind, lambda value: value)(value) for name, value in self.items()}
@@ -169,7 +169,7 @@ def deprecation(backend: Schema, name: str, show: Callable[[str], str]) -> str |
 
 
 def resolved_value(backend: Schema, alias_value: Any, name: str, value: Any) -> Any:
-    """Return the typed value; a switch that stands for one value of another argument gives that value."""
+    """Return the typed value. For a switch that is an alias for one value of an argument, return that value."""
     if alias_value is None:
         return checked_value(backend.flags[name], value)
     if value is not True:
@@ -178,7 +178,7 @@ def resolved_value(backend: Schema, alias_value: Any, name: str, value: Any) -> 
 
 
 def command_line(group: str, arguments: Mapping[str, Any] | PassThrough) -> list[str]:
-    """Return arguments as the backend's own parser takes them: `["--dp-size", "8", "--enable-dp-attention"]`; None leaves one out."""
+    """Return the backend's command line: `["--dp-size", "8", "--enable-dp-attention"]`; arguments with the value None are left out."""
     return [word for name, value in arguments.items() if value is not None for word in _words(schema(group), name, value)]
 
 

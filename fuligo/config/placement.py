@@ -12,7 +12,7 @@ from fuligo.config.passthrough import PassThrough, RouterArguments, SglangArgume
 from fuligo.config.secret import Environment
 
 REQUESTS_PER_ENGINE = 512
-"""Requests in flight per engine if it is not known how many it runs at a time."""
+"""Requests in flight per engine if the number that the engine runs at a time is unknown."""
 
 
 class MegatronArguments(PassThrough):
@@ -23,13 +23,13 @@ class MegatronArguments(PassThrough):
 
     @classmethod
     def name_problem(cls, name: str) -> str | None:
-        """Return why an argument of this name cannot be given, or None. Typed flags win over Megatron's arguments of the same name."""
+        """Return why an argument of this name cannot be given, None if it can. Typed flags win over Megatron's of the same name."""
         return name_problem(cls.schema(), name)
 
 
 @functools.cache
 def _defaults(names: tuple[str, ...]) -> tuple[tuple[str, str, object], ...]:
-    """Return the names, groups and defaults of flags. The rules ask for those of a trainer hundreds of times."""
+    """Return the names, groups and defaults of flags. Cached, because the rules ask for the same flags hundreds of times."""
     return tuple((name, flags()[name].group, flags()[name].default) for name in names)
 
 
@@ -108,12 +108,12 @@ class Placement(TypedFlags):
 
     @property
     def shares_gpus(self) -> bool:
-        """Trainer and engines have the same GPUs (--colocate)."""
+        """True if trainer and engines have the same GPUs (--colocate)."""
         return self.cluster.colocate and self.trains
 
     @property
     def takes_turns(self) -> bool:
-        """Trainer and engines use the same GPUs in turns."""
+        """True if trainer and engines use the same GPUs in turns."""
         return self.shares_gpus and self.needs_engine and self.engine_capabilities.releases_memory
 
     @property

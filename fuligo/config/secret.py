@@ -25,11 +25,11 @@ _SETTINGS = re.compile(
     r"NCCL_|NUMEXPR_|NVIDIA_|NVSHMEM_|NVTE_|OMP_|OMPI_|OPENBLAS_|PATH$|PYTHON|PYTORCH_|RAY_|SGLANG_|SGL_|SOCKET_IFNAME$|TOKENIZERS_|TORCH_|"
     r"TORCHINDUCTOR_|TMPDIR$|TP_SOCKET_|TRANSFORMERS_|TRITON_|UCX_|VLLM_|WANDB_(MODE|DIR|PROJECT|ENTITY)$|XLA_|no_proxy$|NO_PROXY$)"
 )
-"""Names of variables that tune libraries: their values belong in the record of a run, and no library takes a key there."""
+"""Names of environment variables that tune libraries. Their values are recorded with a run, since none of them holds a key."""
 
 
 class Secret:
-    """Text that only `value` and `reveal` return; it is shown as `${variable}`. Not a dataclass, which pydantic would take apart."""
+    """Secret text, shown as `${variable}`; only `value` and `reveal` return it. Not a dataclass, which pydantic would serialize."""
 
     __slots__ = ("value", "variable")
 
@@ -66,7 +66,7 @@ def protect(text: str, variable: str, *, always: bool = False) -> str | Secret:
     """Return a `Secret` for a reference such as `${WANDB_API_KEY}`, for a URL with a password, and if `always`; else the text itself.
 
     Args:
-        variable: environment variable by which the placeholder names a value that was given as text.
+        variable: environment variable that the placeholder names if the value was given as text.
     """
     reference = _REFERENCE.fullmatch(text)
     if reference is not None:

@@ -10,12 +10,12 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """libyaml's loader if PyYAML was built with it: the same result, faster."""
 MAX_CHARACTERS = 2**20
 MAX_NODES = 100_000
-"""Values of a document in which each alias counts as what it stands for."""
+"""Maximum number of values of a document once its aliases are expanded."""
 MAX_DEPTH = 100
 
 
 def read_yaml_text(path: Path) -> str:
-    """Read a file, but never more than a config file can hold.
+    """Read a YAML file of at most `MAX_CHARACTERS` characters.
 
     Raises OSError if it cannot be read and ValueError if it is not UTF-8 or too long, or the path is not valid.
     """

@@ -30,7 +30,7 @@ class ClusterFlags(FlagGroup):
         None, "GPUs of all engines (default with --colocate: the trainer's); 0: external engines only", ge=0
     )
     rollout_num_gpus_per_engine: int | None = slime(
-        None, "GPUs per engine (default 1); SGLang's tensor-parallel size is this / its pipeline size", ge=1
+        None, "GPUs per engine (default 1); SGLang's tensor-parallel size is this divided by --sglang-pp-size", ge=1
     )
     colocate: bool = slime(False, "trainer and engines share GPUs and take turns; each is offloaded while the other works")
     hostfile: str | None = slime(None, "file with the nodes of the cluster for fuligo launch, one `address slots=8` per line", path=True)
@@ -60,7 +60,7 @@ class ModelFlags(FlagGroup):
     )
     gradient_checkpointing: bool = flag(False, "recompute every layer's activations in the backward pass")
     torch_compile: bool | None = flag(
-        None, "compile the layers of dense models on CUDA in bf16 (torch trainer; default: those of 50 M parameters or more)"
+        None, "compile the layers of dense models on CUDA in bf16 (torch trainer; default: if the model has at least 50 M parameters)"
     )
 
 
@@ -76,7 +76,7 @@ class CheckpointFlags(FlagGroup):
     save_interval: int | None = slime(None, "rollouts between checkpoints; the last rollout is always saved", unit="rollouts", ge=1)
     save_on_sigterm: float | None = flag(
         None,
-        "on SIGTERM, finish the step in progress and save the last complete rollout if both take at most this long (default: end at once)",
+        "on SIGTERM, finish the step in progress and save the last complete rollout if both take at most this long (default: exit at once)",
         unit="s",
         gt=0,
     )
@@ -87,7 +87,9 @@ class CheckpointFlags(FlagGroup):
         None, "also upload every export of --save-hf to ORG/NAME on the Hugging Face Hub; a new repository is private"
     )
     keep_checkpoints: int | None = flag(
-        2, "keep the newest N checkpoints, and those that flags name (none: keep all); exports of --save-hf are never removed", ge=1
+        2,
+        "keep the newest N checkpoints and all that flags such as --load refer to (none: keep all); never removes exports of --save-hf",
+        ge=1,
     )
     max_restarts: int = flag(
         0, "restart the trainer from the newest checkpoint after the loss of a rank, at most N times; engines stay loaded", ge=0
@@ -95,30 +97,32 @@ class CheckpointFlags(FlagGroup):
 
 
 class EngineFlags(FlagGroup):
-    """Inference engines that sample."""
+    """Inference engines."""
 
     rollout_external_engine_addrs: list[str] = slime([], "host:port of running engines to use (external engines)")
     sglang_config: list[ModelServers] | None = slime(
-        None, "YAML file of engine groups, for prefill and decode or for several models (in a config file also its list)"
+        None, "YAML file of engine groups, for prefill and decode or for several models (a config file may contain the list itself)"
     )
     use_fault_tolerance: bool = slime(False, "restart a dead engine with the current weights and retry its requests on other engines")
     rollout_health_check_interval: float = slime(30.0, "time between health checks of an engine", unit="s", gt=0)
     rollout_health_check_timeout: float = slime(
-        30.0, "deadline of a health check; if above 120 s, also of calls that an engine answers between two decoding steps", unit="s", gt=0
+        30.0, "deadline of a health check; above 120 s, also of control calls that an engine answers between two steps", unit="s", gt=0
     )
-    embedded_max_running_requests: int = flag(256, "requests that the engine decodes together", unit="requests", ge=1)
+    embedded_max_running_requests: int = flag(256, "maximum number of requests in a decoding batch", unit="requests", ge=1)
     embedded_max_total_tokens: int | None = flag(
         None, "capacity of the KV cache (default: enough for the longest requests)", unit="tokens", ge=1
     )
     embedded_dtype: Literal["auto", "fp32", "bf16"] = flag("auto", "compute dtype; auto: bf16 on CUDA, fp32 on a CPU")
     embedded_num_threads: int | None = flag(None, "CPU threads of the engine (default: one fewer than cores)", ge=1)
     engine_start_timeout_s: float = flag(
-        600.0, "deadline for starting an engine, and for calls that move all its weights or memory", unit="s", gt=0
+        600.0, "deadline for starting an engine, and for calls that load, release or restore all of its weights or memory", unit="s", gt=0
     )
     engine_python: str | None = flag(
         None, "Python interpreter with SGLang and its router (default: the one that runs fuligo, or .venv-sglang next to it)", path=True
     )
-    engine_env: Environment = flag(Environment(), "environment variables of engines and router, in the form of --env; they override it")
+    engine_env: Environment = flag(
+        Environment(), "environment variables of engines and router, in the form of --env, whose values they override"
+    )
 
     @property
     def interpreter(self) -> str:
@@ -133,7 +137,7 @@ class WeightSyncFlags(FlagGroup):
     """Weight sync from the trainer to the engines."""
 
     update_weight_transport: Literal["auto", "tensor", "nccl", "gloo", "disk"] = slime(
-        "auto", "auto: tensor for shared GPUs or processes, nccl to separate SGLang GPUs, else disk"
+        "auto", "transport of weights to the engines; auto: tensor for shared GPUs or processes, nccl to separate SGLang GPUs, else disk"
     )
     update_weight_mode: Literal["full", "delta"] = slime("full", "send all weights, or only those that changed since the last weight sync")
     update_weight_buffer_size: int = slime(512 * 1024**2, "size of one bucket of weights", unit="bytes", ge=1)

@@ -34,7 +34,7 @@ class DataFlags(FlagGroup):
     skip_bad_rows: bool = flag(False, "skip and count malformed rows instead of rejecting the file")
     sft_rewritten_turns: Literal["per-turn", "rendered", "refuse"] = flag(
         "per-turn",
-        "SFT if the chat template rewrites earlier assistant turns: per-turn trains each turn as the model writes it, in its own sample; "
+        "SFT with a chat template that rewrites earlier assistant turns: per-turn makes a sample of each turn, as the model writes it; "
         "rendered trains the whole conversation as rendered; refuse ends the run",
     )
     rollout_max_prompt_len: int | None = slime(None, "drop and count longer prompts", unit="tokens", ge=1)
@@ -43,7 +43,7 @@ class DataFlags(FlagGroup):
     @field_validator("prompt_data", mode="before")
     @classmethod
     def _one_entry(cls, value: Any) -> Any:
-        """Accept a single entry without a list, as most files have it."""
+        """Accept a single entry as a string, the usual form in config files."""
         return [] if value is None else [value] if isinstance(value, str) else value
 
     @property
@@ -53,7 +53,7 @@ class DataFlags(FlagGroup):
 
     @property
     def keys(self) -> list[str]:
-        """Columns that are read."""
+        """Columns to read from the prompt files."""
         return [key for key in (self.input_key, self.label_key, self.metadata_key, self.tool_key, self.image_key) if key is not None]
 
 
@@ -72,7 +72,7 @@ class RolloutFlags(FlagGroup):
     rollout_stop_token_ids: list[int] = slime([], "token ids that end a response")
     over_sampling_batch_size: int | None = slime(None, "prompts per sampling wave (default --rollout-batch-size)", unit="prompts", ge=1)
     dynamic_sampling_filter_path: str | None = slime(None, "hook: keep or drop a finished group")
-    max_sampling_waves: int = flag(100, "maximum sampling waves per rollout; a rollout that is still not full then ends the run", ge=1)
+    max_sampling_waves: int = flag(100, "maximum sampling waves per rollout; if the rollout is not full after them, the run ends", ge=1)
     sampling_order: Literal["first-finished", "submission"] = flag(
         "first-finished", "order in which groups fill a rollout; first-finished favors short answers, submission does not"
     )
@@ -84,31 +84,31 @@ class RolloutFlags(FlagGroup):
         "sync", "one-step: sample rollout k+1 while training on k; full: sample continuously, at most --max-staleness versions behind"
     )
     rollout_concurrency: int | None = flag(
-        None, "maximum number of requests in flight (default: as many as the engines run at a time)", unit="requests", ge=1
+        None, "maximum number of requests in flight (default: the number that the engines run at a time)", unit="requests", ge=1
     )
     rollout_timeout_s: float = flag(1800.0, "deadline for generating one sample", unit="s", gt=0)
     rollout_retries: int = flag(3, "retries of a request that failed in an engine", ge=0)
     custom_generate_function_path: str | None = slime(None, "hook: async (args, sample, sampling_params) -> Sample | list[Sample]")
     agent: str | None = flag(
-        None, "hook: async or plain (session, row) -> reward, an agent that calls the policy through the OpenAI API at session.base_url"
+        None, "hook: (session, row) -> reward, async or not; the agent calls the policy through the OpenAI API at session.base_url"
     )
     agent_timeout_s: float = flag(600.0, "deadline of an agent for one sample; interruptions do not count", unit="s", gt=0)
     agent_sampling: Literal["refuse", "replace"] = flag(
-        "refuse", "agents' requests with a temperature, top_p or penalty that differs from the rollout's: refuse them, or replace the value"
+        "refuse", "for agent requests whose temperature, top_p or penalty differs from the rollout's: refuse them, or replace the value"
     )
     agent_host: str = flag("127.0.0.1", "address at which agents reach the policy; for agents on other machines it must not be loopback")
     environment: str | None = flag(None, "hook: environment class with reset, step, close; every sample is an episode", path=True)
     environment_settings: dict[str, Any] = flag({}, "settings of the environment, as a JSON object")
     environment_isolation: Literal["auto", "process", "none"] = flag(
         "auto",
-        "where environments run: each episode in a process of its own, or all in the process of the run; auto is process unless the class "
-        "says `isolated = False`, or cannot be imported by name",
+        "process: each episode in a separate process; none: all episodes in the process of the run; auto: process, unless the class sets "
+        "`isolated = False` or cannot be imported by name",
     )
     environment_variables: list[str] = flag(
-        [], "environment variables that the processes of environments get although their names say that they hold a key or token"
+        [], "environment variables to pass to the processes of environments although their names suggest a key or token"
     )
     environment_memory_mb: int | None = flag(
-        None, "memory that the process of an episode may take, its interpreter included", unit="MiB", ge=128
+        None, "memory limit of an episode's process, including the Python interpreter", unit="MiB", ge=128
     )
     max_turns: int = flag(16, "maximum number of model turns in an episode", unit="turns", ge=1)
     turn_timeout_s: float = flag(60.0, "deadline for each call of the environment", unit="s", gt=0)
@@ -116,7 +116,7 @@ class RolloutFlags(FlagGroup):
     rollout_function_path: str | None = slime(None, "hook: (args, rollout_id, data_source, evaluation=False), replaces sampling")
     rollout_sample_filter_path: str | None = slime(None, "hook: (args, groups), called with all kept groups before training")
     rollout_all_samples_process_path: str | None = slime(
-        None, "hook: (args, groups, data_source), called with all groups of a rollout, dropped ones too"
+        None, "hook: (args, groups, data_source), called with all groups of a rollout, including dropped ones"
     )
 
 
@@ -157,11 +157,13 @@ class EvalFlags(FlagGroup):
     eval_temperature: float | None = slime(None, "sampling temperature; 0 is greedy", ge=0)
     eval_top_p: float | None = slime(None, "nucleus sampling", gt=0, le=1)
     eval_top_k: int | None = slime(None, "top-k sampling", ge=-1)
-    eval: bool = flag(True, "evaluate if there is data for it; --no-eval drops all other evaluation flags, including those of a file")
+    eval: bool = flag(
+        True, "evaluate if there is data for it; --no-eval drops all other evaluation flags, including those in a config file"
+    )
     skip_eval_before_train: bool = slime(False, "skip the evaluation before the first step")
 
     @model_validator(mode="before")
     @classmethod
     def without_others(cls, values: Any) -> Any:
-        """Drop all other flags of evaluation if this one is false, so that one flag undoes what a config file says."""
+        """Drop all other evaluation flags if `eval` is false, so that --no-eval overrides a config file."""
         return {"eval": False} if isinstance(values, dict) and values.get("eval") is False else values

@@ -44,8 +44,7 @@ class AlgorithmFlags(FlagGroup):
     opsm_delta: float = slime(1e-4, "threshold of --use-opsm: mean of log(old/policy) over the tokens of a response", unit="nats", ge=0)
     use_routing_replay: bool = slime(
         False,
-        "MoE: repeat the expert choices of the pass that computed the old log-probabilities (with one optimizer step per rollout, of the "
-        "step itself)",
+        "MoE: repeat the expert choices of the pass that computed the old log-probabilities (no effect with one step per rollout)",
     )
     use_rollout_routing_replay: bool = slime(
         False, "MoE: repeat the engine's expert choices (R3) in training and in the pass for old log-probabilities"
@@ -53,8 +52,8 @@ class AlgorithmFlags(FlagGroup):
     use_opd: bool = slime(False, "on-policy distillation: learn from a teacher's log-probabilities")
     opd_type: Literal["trainer", "engine", "megatron", "sglang"] | None = slime(
         None,
-        "side that computes the teacher's log-probabilities: trainer (or megatron), or engine (or sglang); default: the side for which a "
-        "teacher is given",
+        "side that computes the teacher's log-probabilities: trainer (alias megatron) or engine (alias sglang); default: the side for "
+        "which a teacher is given",
     )
     opd_kl_coef: float = slime(1.0, "weight of the reverse KL to the teacher, subtracted from the advantages", ge=0)
     opd_teacher_load: str | None = slime(
@@ -65,8 +64,8 @@ class AlgorithmFlags(FlagGroup):
     )
     skip_zero_advantages: bool = flag(
         False,
-        "leave samples whose advantages are all 0 out of training, and skip optimizer steps without others (their log-probabilities by the "
-        "trainer are not recorded)",
+        "leave samples whose advantages are all 0 out of training, and skip optimizer steps that have no others (their trainer "
+        "log-probabilities are not recorded)",
     )
     custom_advantage_function_path: str | None = slime(None, "hook: replaces the advantage estimator")
     custom_loss_function_path: str | None = slime(None, "hook: (args, batch, logprobs) -> (loss, metrics)")
@@ -87,7 +86,9 @@ class TrainFlags(FlagGroup):
         None, "samples per micro-batch, without --use-dynamic-batch-size (default: packed up to 8192 tokens)", unit="samples", ge=1
     )
     use_dynamic_batch_size: bool = slime(False, "pack samples into micro-batches of at most --max-tokens-per-gpu")
-    max_tokens_per_gpu: int | None = slime(None, "tokens per packed micro-batch; a longer sample gets its own", unit="tokens", ge=1)
+    max_tokens_per_gpu: int | None = slime(
+        None, "tokens per packed micro-batch; a longer sample becomes a separate micro-batch", unit="tokens", ge=1
+    )
     log_probs_max_tokens_per_gpu: int | None = slime(
         None, "tokens per packed micro-batch in passes without gradients (default --max-tokens-per-gpu)", unit="tokens", ge=1
     )
@@ -100,7 +101,7 @@ class TrainFlags(FlagGroup):
     exact_on_policy: bool = flag(
         False,
         "compute log-probabilities that equal the engine's bitwise, and end the run if one differs; with the torch trainer: Llama, Qwen2, "
-        "Qwen3 and Qwen3-MoE, with SGLang on one or two GPUs an engine, or with the embedded engine on a CPU",
+        "Qwen3 and Qwen3-MoE, with SGLang on one or two GPUs per engine, or with the embedded engine on a CPU",
     )
     data_pad_size_multiplier: int = slime(128, "pad packed rows to a multiple of this", unit="tokens", ge=1)
     balance_data: bool = slime(False, "balance data-parallel ranks by FLOPs")
@@ -159,7 +160,7 @@ class ParallelFlags(FlagGroup):
     )
     context_parallel_size: int = megatron(1, "context-parallel size (CP): GPUs that share each sequence", ge=1)
     allgather_cp: bool = slime(False, "gather keys and values for context parallelism (required by sparse attention)")
-    expert_model_parallel_size: int = megatron(1, "expert-parallel size (EP): groups of GPUs that share the experts", ge=1)
+    expert_model_parallel_size: int = megatron(1, "expert-parallel size (EP): ranks among which the experts are divided", ge=1)
     expert_tensor_parallel_size: int | None = megatron(
         None, "tensor-parallel size within an expert (ETP; default --tensor-model-parallel-size)", ge=1
     )
@@ -171,7 +172,7 @@ class ParallelFlags(FlagGroup):
     )
     recompute_num_layers: int | None = megatron(None, "layers per chunk (uniform), or layers to recompute (block)", unit="layers", ge=1)
     recompute_modules: list[str] = megatron(
-        [], "modules of selective recomputation: core_attn, moe_act, layernorm, mla_up_proj, mlp, moe (default core_attn)"
+        [], "modules of selective recomputation: core_attn, moe_act, layernorm, mla_up_proj, mlp, moe, shared_experts (default core_attn)"
     )
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = megatron(
         "allgather", "dispatcher that sends tokens to their experts"

@@ -62,10 +62,8 @@ def sequence_mask_bounds(config: Config) -> Violation | None:
     if not flags.use_tis or flags.tis_mode != "sequence-mask" or low > 1 - _WIDE_FOR_A_MEAN or high < 1 + _WIDE_FOR_A_MEAN:
         return None
     given = f"--tis-mode sequence-mask with --tis-clip-low {low} and --tis-clip {high}"
-    text = f"{given}: the mean of a response is hardly ever outside, so none is masked"
-    return Violation(
-        text, advice="choose bounds near 1, such as 0.99 and 1.01; train/logprob_abs_diff and train/tis_cut_fraction show which"
-    )
+    text = f"{given}: the geometric mean of a response's weights is hardly ever outside, so no response is masked"
+    return Violation(text, advice="choose bounds near 1, such as 0.99 and 1.01, and tune them by train/tis_cut_fraction")
 
 
 @rule("CFG-MICRO-BATCH", "--micro-batch-size", "--use-dynamic-batch-size", severity=Severity.WARNING)
@@ -125,7 +123,7 @@ def warmup_longer_than_the_run(config: Config) -> Violation | None:
 
 @rule("CFG-LR-HIGH", "--lr", "--critic-lr", severity=Severity.WARNING)
 def learning_rate_is_plausible(config: Config) -> Violation | None:
-    """Warn about a learning rate that is far above what any language model is trained with."""
+    """Warn about a learning rate far above those that language models are trained with."""
     high = {"--lr": config.optimizer.lr, "--critic-lr": config.optimizer.critic_lr if config.trains_values else None}
     high = {name: rate for name, rate in high.items() if rate is not None and rate > _HIGHEST_LR}
     if not high or not config.trains:

@@ -67,7 +67,7 @@ def flags_of_the_other_engine(config: Config) -> Violation | None:
 
 @rule("CFG-ROLLOUT-GPUS", "--rollout-num-gpus", "--colocate")
 def engines_have_gpus(config: Config) -> Violation | None:
-    """Require the number of engine GPUs unless engines share the trainer's; it is not guessed."""
+    """Require --rollout-num-gpus unless engines share the trainer's GPUs: fuligo does not guess it."""
     cluster = config.cluster
     elsewhere = config.engine.rollout_external_engine_addrs or not config.needs_engine or cluster.device == "cpu"
     elsewhere = elsewhere or not config.trains  # without a trainer, engines take the first GPUs
@@ -165,7 +165,7 @@ def transport_reaches_the_engines(config: Config) -> Violation | None:
         return Violation(f"{given} broadcasts to SGLang engines; the embedded engine supports tensor or disk", fix)
     if transport == "nccl" and cluster.colocate:
         flags = ("--update-weight-transport", "--colocate")
-        return Violation(f"{given} needs a GPU for each side, but with --colocate they share one", fix, flags=flags)
+        return Violation(f"{given} needs separate GPUs for trainer and engines, but --colocate shares them", fix, flags=flags)
     if transport == "nccl" and cluster.device == "cpu":
         return Violation(f"{given} runs on GPUs, but --device is cpu", (set_flag("update_weight_transport", "gloo"),))
     separate = not config.engine_capabilities.beside_trainer and not cluster.colocate and cluster.device != "cpu"
@@ -188,13 +188,13 @@ def replicas_are_of_attention(config: Config) -> Violation | None:
 
 @rule("CFG-ENGINE-KEYS", "--sglang-tokenizer-worker-num", "--sglang-skip-server-warmup")
 def engines_ask_for_keys(config: Config) -> Violation | None:
-    """Reject settings with which SGLang asks for no key, or does not start because its warm-up calls it without one."""
+    """Reject settings with which SGLang does not check the API key, or cannot start because its warm-up sends none."""
     for group in engine_groups(config):
         if group.arguments.value("tokenizer_worker_num") > 1:
-            text = "--sglang-tokenizer-worker-num above 1: SGLang then asks for no key, and others could change its weights"
+            text = "--sglang-tokenizer-worker-num above 1: SGLang then does not check the API key, so anyone could change its weights"
             return Violation(text, (Change(("sglang", "tokenizer_worker_num"), 1),), flags=("--sglang-tokenizer-worker-num",))
         if group.arguments.get("skip_server_warmup") is False:
-            text = "--sglang-skip-server-warmup is false: SGLang's warm-up calls the engine without the key that this run sets"
+            text = "--sglang-skip-server-warmup is false: SGLang's warm-up calls the engine without the API key that the run sets"
             return Violation(text, (Change(("sglang", "skip_server_warmup"), True),), flags=("--sglang-skip-server-warmup",))
     return None
 

@@ -31,12 +31,11 @@ def one_old_policy(config: Config) -> Violation | None:
 
 @rule("CFG-TRAINED-PARAMS", "--only-train-params-name-list", "--freeze-params-name-list")
 def trained_parameters_are_named_once(config: Config) -> Violation | None:
-    """Reject both lists of parameters at once."""
+    """Reject a list of trained parameters together with a list of frozen ones."""
     if not (config.train.only_train_params_name_list and config.train.freeze_params_name_list):
         return None
-    return Violation(
-        "--only-train-params-name-list and --freeze-params-name-list cannot be combined", (unset_flag("freeze_params_name_list"),)
-    )
+    text = "--only-train-params-name-list and --freeze-params-name-list cannot be combined: both choose the trained parameters"
+    return Violation(text, (unset_flag("freeze_params_name_list"),))
 
 
 @rule("CFG-PARAM-PATTERN", "--only-train-params-name-list", "--freeze-params-name-list")
@@ -236,11 +235,11 @@ def sampling_ahead_has_its_own_gpus(config: Config) -> Violation | None:
 
 @rule("CFG-ASYNC-WHOLE-ROLLOUTS", "--async-mode", "--rollout-function-path", "--loss-type")
 def continuous_sampling_is_ours(config: Config) -> Violation | None:
-    """Reject continuous sampling with sources of whole rollouts: it starts and ends single groups."""
+    """Reject continuous sampling with SFT and with hooks that return whole rollouts: it schedules single groups."""
     rollout = config.rollout
     if rollout.async_mode != "full" or not (rollout.rollout_function_path or config.is_sft):
         return None
-    other = "--loss-type sft_loss samples nothing" if config.is_sft else "--rollout-function-path makes whole rollouts"
+    other = "--loss-type sft_loss samples nothing" if config.is_sft else "--rollout-function-path returns whole rollouts"
     fix = (set_flag("async_mode", "one-step"), *([] if rollout.partial_rollout else [unset_flag("max_staleness")]))
     return Violation(f"--async-mode full keeps groups in flight all the time, but {other}", fix)
 
@@ -252,13 +251,14 @@ def environment_names_are_names(config: Config) -> Violation | None:
     if not odd:
         return None
     return Violation(
-        f"--env or --engine-env: {', '.join(map(repr, odd))} is not a valid name of an environment variable", advice="correct it"
+        f"--env or --engine-env: {', '.join(map(repr, odd))} is not a valid name of an environment variable",
+        advice="use letters, digits and underscores",
     )
 
 
 @rule("CFG-TURN-REWARDS", "--turn-rewards")
 def turn_rewards_are_all_rewards(config: Config) -> Violation | None:
-    """Reject rewards of whole responses together with rewards by turn."""
+    """Reject hooks that reward whole episodes together with rewards by turn."""
     others = ("extra_rm_path", "custom_reward_post_process_path")
     found = next((name for name in others if getattr(config.reward, name)), None)
     if not config.algorithm.turn_rewards or found is None:
@@ -289,8 +289,8 @@ def agent_is_the_only_generator(config: Config) -> Violation | None:
         return None
     others = {
         "custom_generate_function_path": (rollout.custom_generate_function_path, "generates samples too"),
-        "rollout_function_path": (rollout.rollout_function_path, "makes whole rollouts"),
-        "use_rollout_routing_replay": (config.algorithm.use_rollout_routing_replay, "needs the experts of every token"),
+        "rollout_function_path": (rollout.rollout_function_path, "returns whole rollouts"),
+        "use_rollout_routing_replay": (config.algorithm.use_rollout_routing_replay, "needs the engine's expert choices for every token"),
         "mask_offpolicy_in_partial_rollout": (rollout.mask_offpolicy_in_partial_rollout, "cannot tell the turns of an agent apart"),
     }
     found = next(((name, why) for name, (value, why) in others.items() if value), None)

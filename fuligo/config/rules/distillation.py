@@ -38,7 +38,7 @@ def teacher_is_given(config: Config) -> Violation | None:
 
 @rule("CFG-OPD-TWO-TEACHERS", "--opd-type", "--opd-teacher-load", "--opd-teacher-url")
 def teacher_is_given_once(config: Config) -> Violation | None:
-    """Reject a second teacher."""
+    """Reject more than one teacher."""
     flags, source = config.algorithm, config.teacher_from
     load, url, served = flags.opd_teacher_load, flags.opd_teacher_url, config.has_served_teacher
     if source == "trainer" and load is not None and url is not None:

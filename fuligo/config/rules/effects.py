@@ -13,16 +13,16 @@ from fuligo.config.rules.rule import Violation, unset_flag
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """Flags `names`, which take effect only if `condition` holds."""
+    """Flags (`names`) that take effect only if `condition` holds."""
 
     suffix: str
     """End of the rule's id: `CFG-NO-EFFECT-...`."""
     names: tuple[str, ...]
     condition: Callable[[Config], bool]
     otherwise: str
-    """Circumstances without an effect: `without --use-tis`."""
+    """Circumstances in which the flags have no effect, such as `without --use-tis`."""
     remedy: str
-    """Remedy that gives them an effect: `add --use-tis`."""
+    """Change that gives the flags an effect, such as `add --use-tis`."""
 
     @property
     def id(self) -> str:
@@ -35,7 +35,7 @@ def _effect(suffix: str, names: str, condition: Callable[[Config], object], othe
 
 
 def _needs(suffix: str, names: str, flag: str, value: str | None = None) -> Effect:
-    """Return the effect of flags that need another flag to be given, or to have this value."""
+    """Return the effect of flags that need another flag, with `value` if one is given."""
     shown = flags()[flag].option + (f" {value}" if value else "")
     given = (lambda config: config.value_of(flag) == value) if value else (lambda config: config.value_of(flag) not in (None, False, []))
     return _effect(suffix, names, given, f"without {shown}", f"add {shown}")
@@ -94,7 +94,7 @@ EFFECTS = (
     _effect("LOSS-REDUCER", "custom_pg_loss_reducer_function_path", lambda config: config.algorithm.loss_type != "custom_loss",
         "with --loss-type custom_loss, which has no policy-gradient term", "use --loss-type policy_loss"),
     _effect("ZERO-ADVANTAGES", "skip_zero_advantages", lambda config: config.learns_from_advantages_alone,
-        "where samples without advantage also have a gradient",
+        "because samples whose advantages are all 0 also have a gradient",
         "remove the source of that gradient: another --loss-type, --entropy-coef, --kl-loss-coef, --advantage-estimator ppo, "
         "--enable-mtp-training, --moe-aux-loss-coeff, --moe-router-bias-update-rate, --custom-model-provider-path or "
         "--custom-pg-loss-reducer-function-path"),
@@ -118,11 +118,11 @@ EFFECTS = (
     _effect("AGENT-REWARD", "rm_type custom_rm_path", lambda config: config.rollout.agent is None,
         "with --agent, whose function returns the reward", "remove --agent"),
     _effect("TURN-REWARDS", "turn_rewards", lambda config: config.rollout.environment or config.debug.load_debug_rollout_data,
-        "without turns that an environment rewards", "add --environment, or remove --turn-rewards"),
+        "without an environment that rewards turns", "add --environment, or remove --turn-rewards"),
     _needs("ENVIRONMENT", "environment_settings environment_isolation max_turns turn_timeout_s episode_timeout_s", "environment"),
     _effect("ENVIRONMENT-PROCESS", "environment_variables environment_memory_mb",
         lambda config: config.rollout.environment is not None and config.rollout.environment_isolation != "none",
-        "without environments in processes of their own", "add --environment, and remove --environment-isolation none"),
+        "without environments in separate processes", "add --environment, and remove --environment-isolation none"),
     _effect("ENVIRONMENT-REWARD", "rm_type custom_rm_path group_rm", lambda config: config.rollout.environment is None,
         "with --environment, which gives the reward", "remove --environment; additional rewards can be added with --extra-rm-path"),
     _effect("CUSTOM-REWARD", "rm_type", lambda config: config.reward.custom_rm_path is None,

@@ -35,9 +35,9 @@ _ENGINE_NEEDS = {
     "flashinfer_allreduce_fusion_backend": (),
     "enforce_disable_flashinfer_allreduce_fusion": (True,),
 }
-"""Values of SGLang's arguments, if they are given, with which it can compute as the trainer does."""
+"""SGLang argument -> values with which SGLang computes as the trainer does; empty: it must not be given."""
 MOST_GPUS = 2
-"""Tensor-parallel GPUs of an engine: the sum of two numbers has one value, while that of more depends on the order of the all-reduce."""
+"""Maximum tensor-parallel GPUs of an engine: the sum of more than two numbers depends on the order of the all-reduce."""
 
 
 @rule("CFG-EXACT-BACKENDS", "--exact-on-policy", "--train-backend", "--rollout-backend", "--device")
@@ -53,7 +53,7 @@ def backends_compute_alike(config: Config) -> Violation | None:
         return Violation(text, (_OFF,), flags=("--exact-on-policy", "--rollout-external-engine-addrs"))
     there = config.engine_capabilities.exact_on
     if config.needs_engine and config.cluster.device not in ("auto", there):
-        text = f"--device {config.cluster.device}: --exact-on-policy with the engine {config.resolved_rollout_backend} needs {there}"
+        text = f"--device {config.cluster.device}: --exact-on-policy with --rollout-backend {config.resolved_rollout_backend} needs {there}"
         return Violation(text, (_OFF, set_flag("device", there)), flags=("--exact-on-policy", "--device"))
     return None
 
@@ -66,14 +66,14 @@ def engines_compute_as_the_trainer(config: Config) -> Violation | None:
     size = policy_tp_size(config)
     if size > MOST_GPUS:
         text = (
-            f"an engine on {size} GPUs adds as many parts of products, in an order that the trainer cannot repeat; --exact-on-policy "
-            f"needs at most {MOST_GPUS} GPUs"
+            f"engines on {size} GPUs sum the partial results of {size} ranks in an order that the trainer cannot repeat; "
+            f"--exact-on-policy needs at most {MOST_GPUS} GPUs per engine"
         )
         fix = (set_flag("rollout_num_gpus_per_engine", MOST_GPUS),)
         return Violation(text, fix, flags=("--exact-on-policy", "--rollout-num-gpus-per-engine"))
     for group in policy_groups(config):
         if group.tp_size != size:
-            text = f"engines on {group.tp_size} and on {size} GPUs round in different places; --exact-on-policy needs one size for all"
+            text = f"engines on {group.tp_size} and on {size} GPUs round differently; --exact-on-policy needs one size for all engines"
             return Violation(text, (_OFF,), flags=("--exact-on-policy", "--rollout-num-gpus-per-engine"))
         for name, allowed in _ENGINE_NEEDS.items():
             given = group.arguments.get(name)
@@ -91,7 +91,7 @@ def engines_have_the_trained_weights(config: Config) -> Violation | None:
         return None
     mode, interval = config.rollout.async_mode, config.weight_sync.update_weights_interval
     if mode != "sync":
-        text = f"--async-mode {mode} samples with older weights than those trained, so --exact-on-policy would have nothing to compare"
+        text = f"--async-mode {mode} samples with older weights than those trained; --exact-on-policy needs sync"
         return Violation(text, (_OFF,), flags=("--exact-on-policy", "--async-mode"))
     if interval > 1:
         text = f"--update-weights-interval {interval} samples with older weights than those trained; --exact-on-policy needs 1"
@@ -138,7 +138,7 @@ def trainer_scores_before_it_learns(config: Config) -> Violation | None:
 
 @rule("CFG-EXACT-CORRECTION", "--exact-on-policy", "--use-tis", severity=Severity.WARNING)
 def corrections_are_one(config: Config) -> Violation | None:
-    """Warn about importance weights of exact log-probabilities: all are 1, except for tokens of older weights."""
+    """Warn about importance weights of exact log-probabilities: all are 1, except for tokens sampled with older weights."""
     has_own_weights = config.rollout.partial_rollout or config.algorithm.custom_tis_function_path is not None
     if not (config.train.exact_on_policy and config.algorithm.use_tis) or has_own_weights:
         return None

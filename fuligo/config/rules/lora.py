@@ -11,12 +11,12 @@ _RL_LR, _SFT_LR = 1e-5, 1e-4
 
 @rule("CFG-LORA-MTP", "--lora-rank", "--lora-adapter", "--enable-mtp-training", "--mtp-num-layers")
 def mtp_layers_have_no_adapter(config: Config) -> Violation | None:
-    """Reject the training of MTP layers with LoRA, since PEFT has no adapter for them, and useless frozen ones in the torch trainer."""
+    """Reject MTP layers with LoRA: PEFT has no adapter to train them with, and the torch trainer has no use for frozen ones."""
     layers = config.train.mtp_num_layers
     if not config.uses_adapter:
         return None
     if config.train.enable_mtp_training:
-        return Violation("--enable-mtp-training: a LoRA adapter has no part for MTP layers", (unset_flag("enable_mtp_training"),))
+        return Violation("--enable-mtp-training: LoRA adapters do not support MTP layers", (unset_flag("enable_mtp_training"),))
     if not layers or config.resolved_train_backend != "torch":
         return None
     text = (
@@ -65,7 +65,7 @@ def layers_are_those_of_fuligo(config: Config) -> Violation | None:
 
 @rule("CFG-LORA-SHAPE", "--lora-adapter", "--lora-rank", "--lora-alpha", "--lora-target-modules", "--lora-experts", "--lora-use-rslora")
 def shape_is_given_once(config: Config) -> Violation | None:
-    """Reject a shape given with --lora-adapter, whose adapter_config.json has it."""
+    """Reject a shape given with --lora-adapter, whose adapter_config.json defines it."""
     given = [name for name in _SHAPE if config.value_of(name) != flags()[name].default]
     if config.lora.lora_adapter is None or not given:
         return None
@@ -86,7 +86,7 @@ def adapter_alone_is_trained(config: Config) -> Violation | None:
 
 @rule("CFG-LORA-DROPOUT", "--lora-dropout", "--loss-type")
 def dropout_only_without_ratios(config: Config) -> Violation | None:
-    """Reject dropout in RL: log-probabilities of training would differ at random from those of sampling, which ratios compare."""
+    """Reject dropout in RL: the trainer's log-probabilities would differ from the engine's at random, and ratios compare the two."""
     if not config.lora.lora_dropout or config.is_sft:
         return None
     text = f"--lora-dropout {config.lora.lora_dropout}: log-probabilities would not repeat, and RL compares them with the engine's"
@@ -104,7 +104,7 @@ def experts_have_no_dropout(config: Config) -> Violation | None:
 
 @rule("CFG-LORA-VALUES", "--lora-rank", "--lora-adapter", "--advantage-estimator")
 def no_value_model_beside_an_adapter(config: Config) -> Violation | None:
-    """Reject a value model with LoRA: all its weights would be trained, so the adapter would save little."""
+    """Reject a value model with LoRA: all of its weights would be trained, so the adapter would save little."""
     if not (config.uses_adapter and config.trains_values):
         return None
     text = "--advantage-estimator ppo trains all weights of a value model, which LoRA does not support"

@@ -19,7 +19,7 @@ REWARD_NEEDS: dict[str, tuple[Literal["label_key", "metadata_key"], ...]] = {
     "random": (),
     "remote_rm": (),
 }
-"""Built-in reward -> columns of which it needs one."""
+"""Built-in reward -> columns; it needs at least one of them."""
 _BOXED = "boxed_"
 NUMBERS = frozenset(prefix + name for name in REWARD_NEEDS if name not in ("dapo", "remote_rm") for prefix in ("", _BOXED))
 """Built-in rewards that return a number, never a dict."""
@@ -80,7 +80,7 @@ def every_further_reward_has_a_weight(config: Config) -> Violation | None:
     if weights and paths and len(weights) != len(paths):
         return Violation(
             f"--extra-rm-path names {len(paths)} functions, but --extra-rm-weights has {len(weights)} weights",
-            advice="use as many weights as functions",
+            advice="give one weight per function",
         )
     if paths and config.rollout.rollout_function_path:
         text = "--extra-rm-path is added to rewards that fuligo computes; --rollout-function-path computes them itself"
@@ -109,9 +109,9 @@ def lacking_column(rm_type: str, *, label_key: str | None, metadata_key: str | N
     if not columns or any(given[column] for column in columns):
         return None
     if columns == ("metadata_key",):
-        return f"--rm-type {rm_type} reads the metadata of a prompt", "name their column with --metadata-key"
+        return f"--rm-type {rm_type} reads the metadata of a prompt", "name the column of the metadata with --metadata-key"
     more = " (or a metadata column with `correct_letter` with --metadata-key)" if "metadata_key" in columns else ""
-    return f"--rm-type {rm_type} compares responses with a label", f"name its column with --label-key{more}"
+    return f"--rm-type {rm_type} compares responses with a label", f"name the column of the label with --label-key{more}"
 
 
 @rule("CFG-REWARD-LABEL", "--rm-type", "--label-key", "--metadata-key")

@@ -53,15 +53,16 @@ def prefixes_with_images(config: Config) -> Violation | None:
     """Reject shared prefixes with images: prompts with equal tokens may have different images."""
     if not _has_images(config) or not config.shares_prefixes:
         return None
-    return Violation("--share-prefixes on compares tokens, not the images behind them", (unset_flag("share_prefixes"),))
+    text = "--share-prefixes on does not support images: prompts with equal tokens may have different images"
+    return Violation(text, (unset_flag("share_prefixes"),))
 
 
 @rule("CFG-VISION-MTP", "--multimodal-keys", "--enable-mtp-training")
 def mtp_layer_sees_no_images(config: Config) -> Violation | None:
-    """Reject the training of an MTP layer on images: it reads the embedding of the next token, which within an image is not the token's."""
+    """Reject MTP training on images: an MTP layer reads token embeddings, which the vision tower's features replace within an image."""
     if not _has_images(config) or not config.train.enable_mtp_training or config.resolved_train_backend != "torch":
         return None
-    return Violation("--enable-mtp-training: the MTP layer is trained on prompts of text only", (unset_flag("enable_mtp_training"),))
+    return Violation("--enable-mtp-training does not support images in prompts", (unset_flag("enable_mtp_training"),))
 
 
 @rule("CFG-VISION-TEACHER", "--multimodal-keys", "--use-opd")

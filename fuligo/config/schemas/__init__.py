@@ -41,11 +41,11 @@ RESERVED: dict[str, dict[str, str]] = {
     },
     "megatron": {},
 }
-"""Group -> argument that fuligo sets itself -> the flag or rule that decides it."""
+"""Group -> argument that fuligo sets itself -> advice on what sets it."""
 
 
 BACKENDS = {"sglang": "SGLang", "router": "sglang-router", "megatron": "Megatron-Core"}
-"""Group of pass-through flags -> product that takes them."""
+"""Group of pass-through flags -> name of the program that receives them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Alias:
     """Another name of an argument."""
 
     name: str
-    """Argument that it stands for."""
+    """Argument that the alias stands for."""
     value: Any = None
     """Value that the alias sets, where it is a switch for one value; else None."""
     is_deprecated: bool = False
@@ -69,7 +69,7 @@ class Schema:
     flags: dict[str, Flag]
     aliases: dict[str, Alias]
     hints: dict[str, str]
-    """Names that are not arguments (any more) -> what to use instead."""
+    """Names that are not arguments, or no longer are -> what to use instead."""
     options: dict[str, str]
     """Argument -> command-line option, where that is not `--` and the name with dashes."""
     has_negation: frozenset[str]
@@ -77,7 +77,7 @@ class Schema:
 
     @property
     def backend(self) -> str:
-        """Name of the product, such as `SGLang`."""
+        """Name of the program, such as `SGLang`."""
         return BACKENDS[self.group]
 
     def canonical(self, name: str) -> str:

@@ -150,7 +150,7 @@ def deepep_takes_blocks(subject: Subject) -> Iterator[Violation]:
             f"{shown(spec, 'moe_a2a_backend')}{where(spec)}: the FP8 weights of --hf-checkpoint are not quantized in blocks "
             f"(quant_method {method}), which DeepEP needs",
             ((set_argument(subject, spec, "moe_a2a_backend", None),),),
-            "convert the checkpoint: tools/convert_hf_to_fp8.py --strategy block --block-size 128 128",
+            "convert the checkpoint: fuligo convert fp8 --strategy block --block-size 128 128",
         )
 
 

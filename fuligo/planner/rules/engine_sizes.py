@@ -170,7 +170,7 @@ def expert_ranks_divide_engine(subject: Subject) -> Iterator[Violation]:
 
 @rule("PLAN-ENGINE-EP-FORCED", "--sglang-ep-size", "--sglang-moe-a2a-backend", severity=Severity.WARNING)
 def all_to_all_takes_all_gpus(subject: Subject) -> Iterator[Violation]:
-    """With an all-to-all backend SGLang spreads experts over all of an engine's GPUs, whatever --sglang-ep-size says."""
+    """With an all-to-all backend SGLang spreads experts over all of an engine's GPUs and ignores --sglang-ep-size."""
     for spec in serving_policy(subject):
         given = spec.arguments.get("ep_size")
         if subject.rollout_architecture.experts is not None and given is not None and given != spec.ep_size:

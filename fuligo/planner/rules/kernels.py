@@ -71,7 +71,7 @@ def trainer_computes_the_layers(subject: Subject) -> Iterator[Violation]:
 
 @rule("PLAN-MEGATRON-ONLY", "--train-backend")
 def transformers_computes_the_layers(subject: Subject) -> Iterator[Violation]:
-    """The torch trainer has no sparse attention (DeepSeek-V3.2, GLM-5), and transformers no MiMo."""
+    """The torch trainer supports neither sparse attention (DeepSeek-V3.2, GLM-5) nor MiMo."""
     reason = family_of(subject.architecture).why_not_transformers
     if reason is not None and subject.config.trains and not subject.is_megatron:
         yield Violation(
@@ -81,7 +81,7 @@ def transformers_computes_the_layers(subject: Subject) -> Iterator[Violation]:
 
 @rule("PLAN-EMBEDDED-MODEL", "--rollout-backend")
 def transformers_computes_the_engines_layers(subject: Subject) -> Iterator[Violation]:
-    """The embedded engine has no sparse attention (DeepSeek-V3.2, GLM-5), and transformers no MiMo."""
+    """The embedded engine supports neither sparse attention (DeepSeek-V3.2, GLM-5) nor MiMo."""
     config, architecture = subject.config, subject.rollout_architecture
     reason = family_of(architecture).why_not_transformers
     if reason is not None and config.needs_engine and not config.engine_capabilities.has_own_models:
@@ -92,7 +92,7 @@ def transformers_computes_the_engines_layers(subject: Subject) -> Iterator[Viola
 
 @rule("PLAN-SGLANG-MODEL", "--rollout-backend")
 def engines_have_the_model(subject: Subject) -> Iterator[Violation]:
-    """SGLang serves the language models of Qwen3.5 only together with their vision towers, as they are published."""
+    """SGLang serves the language models of Qwen3.5 and Gemma 4 only together with their vision towers, as they are published."""
     config, architecture = subject.config, subject.rollout_architecture
     reason = family_of(architecture).why_not_sglang if architecture.vision_tower is None else None
     if reason is not None and config.needs_engine and config.engine_capabilities.has_own_models:
@@ -104,7 +104,7 @@ def engines_have_the_model(subject: Subject) -> Iterator[Violation]:
 
 @rule("PLAN-ATTENTION-GPU", *(f"--sglang-{name.replace('_', '-')}" for name in _BACKENDS), severity=Severity.WARNING)
 def kernels_run_on_the_gpu(subject: Subject) -> Iterator[Violation]:
-    """Some kernels need a Blackwell GPU, FlashAttention 3 an Ampere or Hopper one."""
+    """Some kernels need a Blackwell GPU; FlashAttention 3 needs an Ampere or Hopper GPU."""
     name_of_gpu = subject.gpu.name
     latent = isinstance(subject.rollout_architecture.attention, LatentAttention)
     for spec in serving_policy(subject):

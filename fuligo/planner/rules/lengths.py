@@ -100,7 +100,7 @@ def _of_what(config: Config) -> str:
 
 
 def _activations(subject: Subject) -> str:
-    """Return `, whose activations take 12 GiB`, or nothing if the sizes have no layout."""
+    """Return `, whose activations take 12 GiB of a GPU`, or an empty string if the sizes allow no layout."""
     if subject.is_megatron and not dense_sizes_divide(subject.config):
         return ""
     try:

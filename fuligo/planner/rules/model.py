@@ -16,12 +16,12 @@ from fuligo.planner.subject import Subject
 _ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 ALIGNMENT = 8
-"""Elements of 2 bytes between two addresses from which a Hopper GPU copies a part of a matrix."""
+"""Alignment of the addresses from which a Hopper GPU copies parts of a matrix, in elements of 2 bytes."""
 
 
 @rule("PLAN-MODEL-ARGS", "--override-model-config")
 def flags_agree_with_config_json(subject: Subject) -> Iterator[Violation]:
-    """MODEL_ARGS must describe the checkpoint's model; variants of one family have different values."""
+    """MODEL_ARGS must describe the checkpoint's model; variants of one family differ in these values."""
     config, found = subject.config, subject.trainer_config_json
     if found is None or config.model.override_model_config or not subject.is_megatron:
         return
@@ -38,7 +38,13 @@ def flags_agree_with_config_json(subject: Subject) -> Iterator[Violation]:
     for option, given, expected in differing:
         name = option.removeprefix("--").replace("-", "_")
         said = f"{option} {given}" if given is not True else option
-        other = "the model does not have it" if expected is None else "it is off" if expected is False else f"it is {expected}"
+        other = (
+            "the model has no such setting"
+            if expected is None
+            else "the model does not use it"
+            if expected is False
+            else f"the model has {expected}"
+        )
         right: Fix = (Change(("megatron", name), None if expected in (None, False) else expected),)
         yield Violation(
             f"{said} contradicts {found.source}: {other}",
@@ -108,7 +114,7 @@ def layers_have_batch_invariant_operations(subject: Subject) -> Iterator[Violati
 
 @rule("PLAN-EXACT-WIDTHS", "--exact-on-policy", "--rollout-num-gpus-per-engine")
 def parts_of_products_are_aligned(subject: Subject) -> Iterator[Violation]:
-    """The kernels load inputs by eights; a GPU's part of attention's output and of an MLP begins and ends there."""
+    """The kernels load inputs in groups of 8 elements, which a GPU's part of the attention output and of an MLP must not split."""
     config, architecture = subject.config, subject.rollout_architecture
     if not config.train.exact_on_policy or isinstance(architecture.attention, LatentAttention):
         return

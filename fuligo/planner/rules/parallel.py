@@ -175,7 +175,7 @@ def tensor_parallel_stays_in_a_node(subject: Subject) -> Iterator[Violation]:
     if not subject.is_megatron or config.cluster.actor_num_nodes == 1 or not dense_sizes_divide(config) or here % tp == 0:
         return
     yield Violation(
-        f"--tensor-model-parallel-size {tp} spans nodes, each of which has {here} GPUs of the trainer: every layer waits for the network",
+        f"--tensor-model-parallel-size {tp} spans nodes with {here} trainer GPUs each: every layer waits for the network",
         _other_tp(subject, divisors(here)),
         f"choose a divisor of {here}",
     )

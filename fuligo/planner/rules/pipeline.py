@@ -1,7 +1,7 @@
 """Split of the layers into pipeline stages.
 
-Sources: Megatron-Core 0.16.1, `TransformerConfig.__post_init__` and `parallel_state.initialize_model_parallel`; the rule that a stage
-starts on a layer which computes its own token choice comes with DSA's index sharing (GLM-5).
+Sources: Megatron-Core 0.16.1, `TransformerConfig.__post_init__` and `parallel_state.initialize_model_parallel`; PLAN-DSA-STAGE-START
+follows from DSA's index sharing (GLM-5).
 """
 
 from collections.abc import Iterator
@@ -61,10 +61,9 @@ def layout_is_given_by_sizes(subject: Subject) -> Iterator[Violation]:
     layout = config.megatron.get("pipeline_model_parallel_layout")
     if subject.is_megatron and layout is not None:
         yield Violation(
-            f"--pipeline-model-parallel-layout {layout} is not supported; use "
-            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers instead",
+            f"--pipeline-model-parallel-layout {layout} is not supported",
             ((Change(("megatron", "pipeline_model_parallel_layout"), None),),),
-            "remove it, and set the sizes of the first and the last stage",
+            "use --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers instead",
         )
 
 
@@ -97,7 +96,7 @@ def layers_divide_into_stages(subject: Subject) -> Iterator[Violation]:
 
 @rule("PLAN-VPP-PP", "--virtual-pipeline-model-parallel-size", "--pipeline-model-parallel-size")
 def interleaving_needs_stages(subject: Subject) -> Iterator[Violation]:
-    """Interleaved stages need a pipeline of more than one GPU."""
+    """Interleaving needs a pipeline of more than one stage."""
     cut = _cut(subject)
     if cut is not None and cut.vpp > 1 and cut.pp == 1:
         yield Violation(
@@ -123,7 +122,7 @@ def ranks_divide_into_virtual_stages(subject: Subject) -> Iterator[Violation]:
 
 @rule("PLAN-DSA-STAGE-START", "--pipeline-model-parallel-size", "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
 def stages_start_on_computing_layers(subject: Subject) -> Iterator[Violation]:
-    """A layer that reuses the token choice of a layer below needs that layer in its own stage."""
+    """A layer that reuses the sparse index of a layer below must be in the same stage as that layer."""
     cut = _cut(subject)
     computing = {layer.number for layer in subject.architecture.layers if layer.computes_index}
     if cut is None or not computing:
@@ -135,7 +134,7 @@ def stages_start_on_computing_layers(subject: Subject) -> Iterator[Violation]:
     below = max(number for number in computing if number < wrong[0])
     yield Violation(
         f"--pipeline-model-parallel-size {cut.pp}{cut.shown()}: stages start at the layers {starts}, but layer {wrong[0] + 1} "
-        f"reuses the sparse index of layer {below + 1}, which is in the stage before",
+        f"reuses the sparse index of layer {below + 1}, which is in the previous stage",
         _recuts(subject, cut),
         f"every stage must start at one of the layers {', '.join(str(number + 1) for number in sorted(computing))}",
     )

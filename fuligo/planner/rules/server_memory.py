@@ -102,7 +102,7 @@ def drafting_engines_run_few_requests(subject: Subject) -> Iterator[Violation]:
 
 
 def _requests_wanted(subject: Subject, spec: EngineGroupSpec) -> int:
-    """Return an engine's share of the rollout, equal for all attention replicas, limited by the CUDA graphs if given."""
+    """Return an engine's share of a rollout's requests: equal for its attention replicas, and at most their largest CUDA graph if given."""
     num_engines = sum(other.num_engines for other in serving_policy(subject) if other.worker_type != "prefill") or 1
     per_replica = -(-subject.config.samples_per_rollout // (num_engines * spec.dp_size))
     given = spec.arguments.get("cuda_graph_bs_decode")
@@ -111,7 +111,7 @@ def _requests_wanted(subject: Subject, spec: EngineGroupSpec) -> int:
 
 
 def _in_flight(subject: Subject) -> float:
-    """Return the requests in flight for each attention replica that samples, if they have a limit."""
+    """Return the limit of requests in flight per attention replica that samples; infinity without --rollout-concurrency."""
     limit = subject.config.rollout.rollout_concurrency
     replicas = sum(spec.num_engines * spec.dp_size for spec in serving_policy(subject) if spec.worker_type != "prefill")
     return float("inf") if limit is None or not replicas else limit / replicas

@@ -61,7 +61,7 @@ def set_argument(subject: Subject, spec: EngineGroupSpec, name: str, value: Any)
 
 
 def set_gpus_per_engine(subject: Subject, spec: EngineGroupSpec, value: int) -> Change:
-    """Return the change of an engine's size at the place where it was given."""
+    """Return the change that sets an engine's number of GPUs where the config gives it."""
     if spec.place is not None:
         model, group = spec.place
         topology = subject.config.engine.sglang_config

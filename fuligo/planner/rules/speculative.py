@@ -34,7 +34,7 @@ def _without(subject: Subject, spec: EngineGroupSpec) -> Fix:
 
 @rule("PLAN-SPEC-ALGORITHM", "--sglang-speculative-algorithm")
 def algorithm_is_known(subject: Subject) -> Iterator[Violation]:
-    """SGLang supports a fixed list of algorithms."""
+    """SGLang supports a fixed list of speculative algorithms."""
     for spec in running(subject):
         name = _algorithm(spec)
         if name is not None and name not in ALGORITHMS:
@@ -49,8 +49,9 @@ def something_is_drafted(subject: Subject) -> Iterator[Violation]:
     given = [name for name in subject.config.sglang if name.startswith("speculative_")]
     if groups and given and all(_algorithm(spec) is None for spec in groups):
         options = tuple(shown(groups[0], name).split()[0] for name in given)
+        have = "has" if len(options) == 1 else "have"
         yield Violation(
-            f"{' and '.join(options)} has no effect without --sglang-speculative-algorithm",
+            f"{' and '.join(options)} {have} no effect without --sglang-speculative-algorithm",
             ((Change(("sglang", "speculative_algorithm"), "EAGLE"),), tuple(Change(("sglang", name), None) for name in given)),
             flags=options,
         )
@@ -78,7 +79,7 @@ def tree_is_complete(subject: Subject) -> Iterator[Violation]:
 
 @rule("PLAN-SPEC-DRAFT-TOKENS", *(f"--sglang-{name.replace('_', '-')}" for name in _TREE), severity=Severity.WARNING)
 def chain_has_a_token_more_than_steps(subject: Subject) -> Iterator[Violation]:
-    """With one branch the number of draft tokens is steps + 1; SGLang silently corrects other values."""
+    """With one branch (topk 1) the number of draft tokens is steps + 1; SGLang silently corrects other values."""
     for spec in running(subject):
         steps, branches, tokens = _tree_of(spec).values()
         if _algorithm(spec) is None or None in (steps, branches, tokens) or branches != 1 or tokens == (steps or 0) + 1:
@@ -134,7 +135,7 @@ def drafts_need_one_stage(subject: Subject) -> Iterator[Violation]:
 
 @rule("PLAN-SPEC-DP-ATTENTION", "--sglang-speculative-algorithm", "--sglang-enable-dp-attention")
 def algorithm_knows_replicas(subject: Subject) -> Iterator[Violation]:
-    """Some algorithms do not support DP attention."""
+    """Some speculative algorithms do not support DP attention."""
     for spec in running(subject):
         name = _algorithm(spec)
         if name in _WITHOUT_DP_ATTENTION and spec.dp_size > 1:

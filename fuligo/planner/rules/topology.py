@@ -27,7 +27,7 @@ def _num_gpus_given(subject: Subject) -> str:
 
 @rule("PLAN-SERVER-GPUS", "--sglang-config", "--rollout-num-gpus")
 def groups_add_up(subject: Subject) -> Iterator[Violation]:
-    """The engines' GPUs must all belong to a group of servers."""
+    """The GPUs of all engine groups must add up to the engines' GPUs."""
     config = subject.config
     groups = all_groups(subject)
     if config.engine.sglang_config is None or not groups:
@@ -69,7 +69,7 @@ def engines_are_whole(subject: Subject) -> Iterator[Violation]:
 
 @rule("PLAN-ENGINE-NODES", "--rollout-num-gpus-per-engine", "--num-gpus-per-node")
 def engines_fill_nodes(subject: Subject) -> Iterator[Violation]:
-    """An engine's size must divide a node or be a multiple of it."""
+    """An engine's number of GPUs must divide a node's, or be a multiple of it."""
     config, node = subject.config, subject.config.cluster.num_gpus_per_node
     if config.cluster.device == "cpu":
         return
@@ -156,8 +156,9 @@ def disaggregation_has_pairs(subject: Subject) -> Iterator[Violation]:
     ]
     if given:
         options = tuple(option(name) for name in given)
+        have = "has" if len(options) == 1 else "have"
         yield Violation(
-            f"{' and '.join(options)} has no effect without prefill and decode groups in --sglang-config",
+            f"{' and '.join(options)} {have} no effect without prefill and decode groups in --sglang-config",
             (tuple(Change(("sglang", name), None) for name in given),),
             flags=options,
         )

@@ -110,7 +110,7 @@ def state_types_are_the_optimizers(subject: Subject) -> Iterator[Violation]:
         options = {name: f"--{name.replace('_', '-')}" for name in given}
         shown = ", ".join(f"{options[name]} {value}" for name, value in given.items())
         yield Violation(
-            f"{shown} without --use-precision-aware-optimizer: the state is fp32",
+            f"{shown} without --use-precision-aware-optimizer: the optimizer state is then fp32",
             ((set_flag("use_precision_aware_optimizer", True),), _off(*given)),
             flags=tuple(options.values()),
         )

@@ -26,11 +26,11 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
     "CFG-PREFIX-KERNEL": [
         ({**SGLANG, "attention_backend": "flash", "share_prefixes": "on"}, "TransformerEngine's kernels compute sequences, not trees")
     ],
-    "CFG-VISION-PREFIXES": [({**IMAGES, "share_prefixes": "on"}, "--share-prefixes on compares tokens")],
+    "CFG-VISION-PREFIXES": [({**IMAGES, "share_prefixes": "on"}, "--share-prefixes on does not support images")],
     "CFG-VISION-MTP": [
         (
             {**IMAGES, "train_backend": "torch", "mtp_num_layers": 1, "enable_mtp_training": True},
-            "the MTP layer is trained on prompts of text only",
+            "--enable-mtp-training does not support images in prompts",
         )
     ],
     "CFG-VISION-TEACHER": [
@@ -50,7 +50,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
         ),
     ],
     "CFG-LORA-MTP": [
-        ({**LORA, **MEGATRON, "mtp_num_layers": 1, "enable_mtp_training": True}, "--enable-mtp-training: a LoRA adapter"),
+        ({**LORA, **MEGATRON, "mtp_num_layers": 1, "enable_mtp_training": True}, "--enable-mtp-training: LoRA adapters"),
         ({**LORA, "train_backend": "torch", "mtp_num_layers": 1}, "--mtp-num-layers 1: with LoRA the torch trainer neither trains"),
     ],
     "CFG-LORA-BIAS-RATE": [
@@ -85,13 +85,13 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
         ),
         (
             {**LORA, "lora_sync": "adapter", "rollout_external_engine_addrs": ["h:1"]},
-            "external engines were started without it",
+            "external engines were started without adapter support",
         ),
     ],
     "CFG-EXACT-BACKENDS": [
-        ({**SGLANG, "exact_on_policy": True, "device": "cpu"}, "--device cpu: --exact-on-policy with the engine sglang needs cuda"),
+        ({**SGLANG, "exact_on_policy": True, "device": "cpu"}, "--device cpu: --exact-on-policy with --rollout-backend sglang needs cuda"),
         ({"rollout_external_engine_addrs": ["h:1"], "exact_on_policy": True}, "only engines that fuligo starts compute as the trainer"),
-        ({"device": "cuda", "exact_on_policy": True}, "--device cuda: --exact-on-policy with the engine embedded needs cpu"),
+        ({"device": "cuda", "exact_on_policy": True}, "--device cuda: --exact-on-policy with --rollout-backend embedded needs cpu"),
         ({**SGLANG, "train_backend": "megatron", "exact_on_policy": True}, "the Megatron trainer has no batch-invariant operations"),
     ],
     "CFG-EXACT-ENGINE": [
@@ -109,14 +109,17 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
             },
             "--sglang-flashinfer-allreduce-fusion-backend auto with --exact-on-policy",
         ),
-        ({**SGLANG, "exact_on_policy": True, "rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 4}, "an engine on 4 GPUs adds as many"),
+        (
+            {**SGLANG, "exact_on_policy": True, "rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 4},
+            "engines on 4 GPUs sum the partial results",
+        ),
         (
             {
                 **SGLANG,
                 "exact_on_policy": True,
                 "sglang_config": [{"server_groups": [{"num_gpus": 2, "num_gpus_per_engine": size} for size in (1, 2)]}],
             },
-            "engines on 1 and on 2 GPUs round in different places",
+            "engines on 1 and on 2 GPUs round differently",
         ),
     ],
     "CFG-EXACT-POLICY": [
@@ -192,7 +195,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
         ({"label_key": None}, "--label-key"),
         ({"label_key": None, "rm_type": "boxed_math"}, "--label-key"),
         ({"label_key": None, "rm_type": "gpqa"}, "or a metadata column with `correct_letter` with --metadata-key"),
-        ({"rm_type": "ifbench"}, "--rm-type ifbench reads the metadata of a prompt; name their column with --metadata-key"),
+        ({"rm_type": "ifbench"}, "--rm-type ifbench reads the metadata of a prompt; name the column of the metadata with --metadata-key"),
     ],
     "CFG-REWARD-URL": [
         ({"rm_type": "remote_rm"}, "--rm-url"),
@@ -288,7 +291,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
         ({**SHARED, "async_mode": "full", "max_staleness": 2}, "--async-mode full samples while the trainer works"),
     ],
     "CFG-ASYNC-WHOLE-ROLLOUTS": [
-        ({"async_mode": "full", "max_staleness": 2, "rollout_function_path": "my.rollout"}, "--rollout-function-path makes whole"),
+        ({"async_mode": "full", "max_staleness": 2, "rollout_function_path": "my.rollout"}, "--rollout-function-path returns whole"),
         ({"async_mode": "full", "max_staleness": 2, "loss_type": "sft_loss"}, "--loss-type sft_loss samples nothing"),
     ],
     "CFG-TURN-REWARDS": [
@@ -315,7 +318,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
             {"rm_type": None, "agent": "my.agent", "custom_generate_function_path": "my.generate"},
             "--custom-generate-function-path generates samples too",
         ),
-        ({"rm_type": None, "agent": "my.agent", "rollout_function_path": "my.rollout"}, "--rollout-function-path makes whole rollouts"),
+        ({"rm_type": None, "agent": "my.agent", "rollout_function_path": "my.rollout"}, "--rollout-function-path returns whole rollouts"),
         (
             {
                 "rm_type": None,
@@ -363,7 +366,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
     ],
     "CFG-TRANSPORT": [
         ({"update_weight_transport": "nccl"}, "the embedded engine supports tensor or disk"),
-        ({**SHARED, "update_weight_transport": "nccl"}, "with --colocate they share one"),
+        ({**SHARED, "update_weight_transport": "nccl"}, "but --colocate shares them"),
         ({**SGLANG, "update_weight_transport": "nccl", "device": "cpu"}, "--device is cpu"),
         ({**SGLANG, "update_weight_transport": "tensor", "rollout_num_gpus": 8}, "are on 2 nodes"),
     ],
@@ -374,8 +377,8 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
         )
     ],
     "CFG-ENGINE-KEYS": [
-        ({**SGLANG, "sglang_tokenizer_worker_num": 2}, "SGLang then asks for no key"),
-        ({**SGLANG, "sglang": {"skip_server_warmup": False}}, "without the key that this run sets"),
+        ({**SGLANG, "sglang_tokenizer_worker_num": 2}, "SGLang then does not check the API key"),
+        ({**SGLANG, "sglang": {"skip_server_warmup": False}}, "without the API key that the run sets"),
     ],
     "CFG-DP-ATTENTION": [
         ({**SGLANG, "rollout_num_gpus_per_engine": 4, "sglang_dp_size": 2}, "--sglang-dp-size 2 without"),
@@ -455,7 +458,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
     "CFG-SEQUENCE-MASK": [
         (
             {"use_tis": True, "tis_mode": "sequence-mask"},
-            "with --tis-clip-low 0.0 and --tis-clip 2.0: the mean of a response is hardly ever outside",
+            "with --tis-clip-low 0.0 and --tis-clip 2.0: the geometric mean of a response's weights is hardly ever outside",
         )
     ],
     "CFG-MICRO-BATCH": [

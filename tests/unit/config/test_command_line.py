@@ -103,7 +103,7 @@ def test_syntax(arguments: list[str], name: str, expected: object) -> None:
         (["--env", "PYTHONPATH=/code"], ["--env", "not JSON", 'such as \'{"NAME": "VALUE"}\'']),
         (["--learning-rate", "1"], ["unknown flag --learning-rate; use --lr"]),
         (["--num-generations", "8"], ["unknown flag --num-generations; use --n-samples-per-prompt"]),
-        (["--temperature", "1"], ["unknown flag --temperature", "use --rollout-temperature (of evaluations: --eval-temperature)"]),
+        (["--temperature", "1"], ["unknown flag --temperature", "use --rollout-temperature (for evaluations: --eval-temperature)"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -233,7 +233,7 @@ def test_any_value_of_any_flag_is_taken_or_refused_by_name(flag, text: str) -> N
         ("actor_rollout_ref.actor.optim.total_training_steps=100", "use --lr-decay-iters"),
         ("trainer.total_training_steps=100", "use --num-rollout"),
         ("actor_rollout_ref.rollout.pipeline_model_parallel_size=2", "use --sglang-pp-size"),
-        ("actor_rollout_ref.actor.ppo_micro_batch_size=8", "use --micro-batch-size, of one GPU"),
+        ("actor_rollout_ref.actor.ppo_micro_batch_size=8", "use --micro-batch-size, which counts samples per GPU"),
         ("algorithm.rollout_correction.loss_type=ppo_clip", "--advantage-estimator chooses the loss"),
         ("algorithm.filter_groups.metric=acc", "use --dynamic-sampling-filter-path"),
         ("algorithm.kl_penalty=mse", "use --kl-loss-type (kl is k1, mse is k2)"),

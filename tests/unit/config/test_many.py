@@ -41,7 +41,7 @@ def test_runs_that_sample_nothing_need_no_engine() -> None:
         ({"rollout_external_engine_addrs": ["10.0.0.1:30000"]}, "names its own engines"),
         ({"use_fault_tolerance": True}, "--use-fault-tolerance would restart an engine for one run"),
         ({"lora_sync": "merged"}, "would overwrite the base weights of the others"),
-        ({"actor_num_gpus_per_node": 2}, "it has 2 trainer ranks; use one"),
+        ({"actor_num_gpus_per_node": 2}, "the run has 2 trainer ranks; use one"),
         ({"launcher": "ray"}, "use --launcher local"),
         ({"lora_base_precision": "nf4"}, "drop --lora-base-precision nf4"),
         ({"max_restarts": 2}, "--max-restarts 2 replaces the trainer of one run; drop it, and use --resume"),

@@ -69,10 +69,10 @@ def layer_bytes(layer: Layer, architecture: Architecture, shape: Layout, config:
 def copied_elements(layer: Layer, architecture: Architecture, shape: Layout, config: Config, *, num_bytes: int = BF16) -> float:
     """Return the elements of a layer's keys and values per token of a row that are copied for the branches of shared prompts and kept.
 
-    The kernel for half precision copies them again in the backward pass. It computes grouped heads without sinks.
+    None are kept where the half-precision kernel runs (grouped heads without sinks): it copies them again in the backward pass.
 
     Args:
-        num_bytes: of an element.
+        num_bytes: bytes per element.
     """
     attention = architecture.attention_of(layer)
     if num_bytes == BF16 and isinstance(attention, GroupedAttention) and not attention.has_sinks:
@@ -155,7 +155,7 @@ def _normed_latents(architecture: Architecture) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Adapter:
-    """Bytes that an adapter's matrices keep in addition to the base matrices: inputs of A, which some share, and outputs of A."""
+    """Bytes that an adapter keeps in addition to the base matrices: inputs of A (once per distinct input) and outputs of A."""
 
     norm_outputs: float = 0.0
     """Outputs of the norms before attention and MLP."""
@@ -168,7 +168,7 @@ def _adapter(layer: Layer, adapter: AdapterShape, shape: Layout) -> _Adapter:
     hidden = {"attention": 0.0, "mlp": 0.0}
     for matrix in adapter.adapted(layer):
         found[matrix.source] = BF16 * matrix.inputs / (shape.tp if matrix.split is TensorSplit.INPUTS else shape.shards_sequence)
-        # Every rank has all tokens behind A where it has a part of the outputs.
+        # If the matrix is split by outputs, every rank has A's output for all tokens.
         shards = 1 if matrix.split is TensorSplit.OUTPUTS else shape.shards_sequence
         hidden["mlp" if matrix.source in (InputOf.MLP, InputOf.DOWN) else "attention"] += BF16 * adapter.config.rank / shards
     experts = adapter.architecture.experts
@@ -186,7 +186,7 @@ def _adapter(layer: Layer, adapter: AdapterShape, shape: Layout) -> _Adapter:
 def _absorbed_attention(attention: LatentAttention, shape: Layout) -> float:
     """Return the bytes of sparse latent attention, whose scores are recomputed.
 
-    Kept are queries and outputs of each head before and after the absorbed projections, their latents, and the latents of the whole row.
+    It keeps queries and outputs of each head before and after the absorbed projections, their latents, and the latents of the whole row.
     """
     latent = attention.kv_lora_rank + attention.qk_rope_head_dim
     query = attention.qk_nope_head_dim + attention.qk_rope_head_dim
@@ -242,7 +242,7 @@ def chunks_in_flight(shape: Layout, pipeline_rank: int, num_micro_batches: int) 
 
 
 def logits_bytes(architecture: Architecture, shape: Layout, chunk_tokens: int) -> int:
-    """Return the bytes of one chunk of --log-probs-chunk-size tokens.
+    """Return the bytes per GPU of the logits of one chunk (--log-probs-chunk-size tokens).
 
     Logits in fp32, and gradients in bf16 of this and the previous chunk, each split over the vocabulary.
     """

@@ -19,7 +19,11 @@ from fuligo.planner.subject import Subject
 
 
 def memory_bars(subject: Subject, layout: ClusterLayout, host_memory_bytes: int | None = None) -> tuple[MemoryBar, ...]:
-    """Return the peak of each kind of GPU, trainer before engines, and of the host, whose default is the vendor's own servers."""
+    """Return the peak memory of each kind of GPU, trainer before engines, and of the host.
+
+    Args:
+        host_memory_bytes: memory of a node; None: that of the vendor's own servers with this GPU.
+    """
     planned = planned_engines(subject)
     trainer = [] if subject.config.debug.debug_rollout_only else _trainer_bars(subject, layout)
     left_over = trainer_resident_bytes(subject) + trainer_left_bytes(subject) if _trains_there(subject) else 0
@@ -54,7 +58,7 @@ def engine_capacities(subject: Subject, layout: ClusterLayout) -> tuple[EngineCa
 
 
 def planned_engines(subject: Subject) -> list[tuple[int, EngineGroupSpec, EngineMemory]]:
-    """Return (group, its servers, their memory) of the SGLang servers whose model is known."""
+    """Return (index of the group, group, memory per GPU) of each group of SGLang servers whose model is known."""
     config = subject.config
     resident = trainer_resident_bytes(subject) if _trains_there(subject) else 0
     return [

@@ -28,7 +28,7 @@ from fuligo.quantities import amount
 FP8_BLOCK = 128 * 128
 """Weights that share one fp32 scale in a block-quantized checkpoint."""
 MXFP4_BYTES = 17 / 32
-"""A weight in MXFP4: four bits, and eight for the scale of each 32."""
+"""Bytes of a weight in MXFP4: 4 bits, and an 8-bit scale per 32 weights."""
 INDEX_BLOCK = 128
 """Elements of an index key that share one fp32 scale (`DSATokenToKVPool.quant_block_size`)."""
 WORKSPACE_BYTES = 512 * MIB
@@ -39,13 +39,13 @@ CHOICE_BYTES = 4
 """One expert of one token (int32)."""
 FEWEST_REQUESTS, MOST_REQUESTS = 2048, 4096
 REQUESTS_A_CONTEXT = 512
-"""Requests of one attention replica without --sglang-max-running-requests, per sequence of the model's context that its cache holds, within
-those bounds (`_resolve_max_num_reqs`)."""
+"""Default of --sglang-max-running-requests per attention replica: 512 for each sequence of full context length that its KV cache holds,
+within these bounds (`_resolve_max_num_reqs`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingRecord:
-    """Record in the process of one GPU; every rank has the whole record of its attention replica, with all layers."""
+    """Bytes of the record of experts in the process of one GPU. Every rank has the whole record of its attention replica, all layers."""
 
     gpu_bytes: int = 0
     """Buffer of a batch's forward pass."""
@@ -82,7 +82,7 @@ def routing_record(spec: EngineGroupSpec, architecture: Architecture, settings: 
 
 
 BY_CHUNK, CHUNK_TOKENS = "SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK", "SGLANG_LOGITS_PROCESSER_CHUNK_SIZE"
-"""Environment variables that limit the tokens per chunk below a prefill chunk, and the limit."""
+"""Environment variables of SGLang that enable the computation of logits in chunks, and set the tokens per chunk."""
 DEFAULT_CHUNK_TOKENS = 2048
 _TRUE = ("true", "1", "yes", "y")
 _WHOLE_BYTES = 2 * 4
@@ -168,7 +168,7 @@ def engine_memory(spec: EngineGroupSpec, architecture: Architecture, gpu: Gpu, r
 
 
 def engine_items(spec: EngineGroupSpec, memory: EngineMemory, trainer_bytes: int) -> tuple[MemoryItem, ...]:
-    """Return the parts of the peak of a GPU of a group."""
+    """Return the parts of the peak memory of a GPU of the group `spec`; an offloaded trainer keeps `trainer_bytes` of them."""
     settings, architecture = memory.settings, memory.architecture
     sizes = f"TP {spec.tp_size}" + (f", DP attention {spec.dp_size}" if spec.dp_size > 1 else "") + f", EP {spec.ep_size}"
     stored = "FP8 where quantized" if is_fp8(spec, architecture) else "experts in MXFP4" if architecture.is_mxfp4 else "bf16"
@@ -367,7 +367,8 @@ def embedded_items(subject: Subject) -> tuple[MemoryItem, ...]:
 def cached_elements_per_token(architecture: Architecture) -> int:
     """Return the elements per token of all heads and layers, also for latent attention.
 
-    Keys and values have the longer row of the two, and all layers that of the widest. Layers that borrow keys and values keep a copy.
+    Keys and values are stored in rows of the longer of the two, and all layers in rows of the widest layer. Layers that borrow keys and
+    values keep a copy.
     """
     attention = architecture.attention
     if isinstance(attention, LatentAttention):

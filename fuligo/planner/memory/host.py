@@ -83,7 +83,7 @@ class SharesHere:
 
 
 def shares_here(subject: Subject, ranks: Sequence[TrainerRank], num_replicas: int, *, has_driver: bool) -> SharesHere:
-    """Return the shares of a batch on one node, which may have the driver, which packs for all ranks."""
+    """Return the shares of a batch on one node. If the driver runs there (`has_driver`), it packs the shares of all ranks."""
     if chosen_launcher(subject.config, {}) == "ray":
         # Ranks read from Ray's object store, which holds on a node what its ranks requested.
         return SharesHere(num_replicas if has_driver else len({rank.dp for rank in ranks}), num_unpacked=0)
@@ -118,7 +118,7 @@ class EngineOnHost:
     record: int
     """Record of experts, pinned."""
     weights: int
-    """Weights of a model, or of MTP layers for drafts, that are never synced, while the trainer has the GPU."""
+    """Weights that are never synced (those of another model, or of MTP layers for drafting), kept here while the trainer has the GPU."""
 
 
 def engine_on_host(config: Config, spec: EngineGroupSpec, memory: EngineMemory) -> EngineOnHost:
@@ -207,7 +207,7 @@ def _sample_items(subject: Subject, ranks: Sequence[TrainerRank], num_replicas: 
 
 
 def _standby_items(config: Config, num_ranks: int) -> Iterator[MemoryItem]:
-    """Yield the processes that wait for a rank to be lost; ranks on Ray have none."""
+    """Yield the memory of standby processes, which replace lost ranks; ranks on Ray have none."""
     if config.checkpoint.max_restarts > 0 and chosen_launcher(config, {}) != "ray":
         yield MemoryItem("standbys", num_ranks * STANDBY_BYTES, f"{count(num_ranks, 'rank')} in reserve (--max-restarts)")
 

@@ -15,7 +15,7 @@ from fuligo.planner.subject import Subject
 
 @dataclass(frozen=True, slots=True)
 class LocalParameters:
-    """Parameters of one rank; experts are separate, since other ranks share their optimizer state."""
+    """Parameters of one rank. Experts are counted separately: their optimizer state is sharded over another group of ranks."""
 
     dense: int = 0
     experts: int = 0
@@ -39,9 +39,9 @@ def local_parameters(parts: Iterable[Part], shape: Layout) -> LocalParameters:
 
 
 def trained_parameters(subject: Subject, shape: Layout, stages: Iterable[Stage]) -> LocalParameters:
-    """Return the parameters with gradients of a rank with `stages` (one pipeline rank's).
+    """Return the parameters with gradients on a rank that holds `stages` (those of one pipeline rank).
 
-    Parameters frozen by --freeze-params-name-list and its counterpart count too, since only the weights' names identify them.
+    Parameters that --freeze-params-name-list or --only-train-params-name-list freezes count too: the plan does not know parameter names.
     """
     stages = tuple(stages)
     if subject.adapter is not None:
@@ -76,7 +76,7 @@ def _model_parameters(subject: Subject, shape: Layout, stages: tuple[Stage, ...]
 
 
 def _in_layers(architecture: Architecture, shape: Layout, stages: Iterable[Stage], *, are_indexers: bool) -> LocalParameters:
-    """Return the parameters of the layers: their indexers, or all else."""
+    """Return the parameters of the layers: those of indexers, or all others."""
     layers = [layer for stage in stages for layer in stage_layers(architecture, stage)]
     return local_parameters(_parts(layers, are_indexers=are_indexers), shape)
 
@@ -100,7 +100,7 @@ def _outer(architecture: Architecture, shape: Layout, stages: Iterable[Stage]) -
 
 
 def _mtp(subject: Subject, shape: Layout, stages: Iterable[Stage], *, are_indexers: bool) -> LocalParameters:
-    """Return the parameters of MTP layers: their indexers, or all else. Megatron puts them, with an embedding, on the last stage."""
+    """Return the parameters of MTP layers: those of indexers, or all others. Megatron puts them and an embedding on the last stage."""
     layers = subject.loaded_mtp_layers
     held = LocalParameters()
     for stage in stages:

@@ -45,7 +45,7 @@ class QuantisedWeights:
 
     @property
     def largest(self) -> int:
-        """Elements of the largest matrix, or of one matrix of all experts of a layer, of which a pass holds a dequantized copy."""
+        """Elements of the largest matrix, counting a matrix of all experts of a layer as one; a pass holds one dequantized copy."""
         return max(size for layer in self.architecture.layers for size in self._sizes(layer))
 
     @property
@@ -73,7 +73,7 @@ def torch_trainer_items(subject: Subject) -> tuple[MemoryItem, ...]:
         items.append(MemoryItem("teacher", FP32 * share, f"{billions(share)} x 4 bytes, fp32"))
     if config.trains_values:
         held = math.ceil(value_architecture(architecture).num_parameters / num_ranks)
-        note = f"{billions(held)} x 12 bytes: fp32 weights and two moments of AdamW; it takes turns with the policy for all else"
+        note = f"{billions(held)} x 12 bytes: fp32 weights and two moments of AdamW; all other memory is shared with the policy in turns"
         items.append(MemoryItem("value_model", 3 * FP32 * held, note))
     gathered, activations = _gathered(subject), _activations(subject)
     items.append(gathered)
@@ -180,7 +180,7 @@ def _gathered(subject: Subject) -> MemoryItem:
 
 
 def compiles_layers(subject: Subject) -> bool:
-    """Return whether the trainer compiles the layers: those of dense models of text with grouped heads, in bf16."""
+    """Return whether the trainer compiles the layers: it does so for dense text models with grouped attention in bf16."""
     architecture, config = subject.architecture, subject.config
     is_wanted = config.model.torch_compile is not False and not config.train.exact_on_policy
     is_dense = architecture.experts is None and isinstance(architecture.attention, GroupedAttention) and not architecture.num_linear_layers
@@ -275,12 +275,12 @@ def adapted_layer_bytes(layer: Layer, adapter: AdapterShape, size: int) -> float
     if layer.is_moe and experts is not None:
         routed = experts.num_experts_per_token * (hidden + 3 * experts.intermediate_size)
         kept += size * (routed + 3 * experts.num_shared_experts * experts.intermediate_size) + FP32 * 2 * experts.num_experts
-        if adapter.adapts_experts(layer):  # each copy of a token, the input of `down_proj`, and what both A make of them
+        if adapter.adapts_experts(layer):  # each copy of a token, the input of `down_proj`, and the outputs of both A
             low_rank = 2 * (config.rank + -config.rank % 8)
             kept += size * experts.num_experts_per_token * (hidden + experts.intermediate_size + low_rank)
     kept += size * 3 * architecture.dense_size_of(layer) + size * 3 * layer.input_size
     adapted = adapter.adapted(layer)
-    if config.dropout:  # each has its own mask and input
+    if config.dropout:  # each matrix has its own mask and masked input
         inputs = sum((size + 1) * matrix.inputs for matrix in adapted)
     else:
         inputs = size * sum({matrix.source: matrix.inputs for matrix in adapted if matrix.source is not InputOf.OUTPUT}.values())
@@ -300,7 +300,7 @@ def compiled_layer_bytes(layer: Layer, architecture: Architecture, adapter: Adap
     """Return the bytes per token that a compiled layer of a dense model keeps in bf16 for its backward pass.
 
     The partitioner of `torch.compile` keeps the inputs and outputs of matrix products, and query, key and value as attention takes them.
-    Norms and activations are computed again from these and an fp32 number per norm. An adapter adds the outputs of its A.
+    Norms and activations are recomputed from these and an fp32 number per norm. An adapter adds the outputs of its A.
     """
     hidden, attention = architecture.hidden_size, architecture.attention_of(layer)
     assert isinstance(attention, GroupedAttention)

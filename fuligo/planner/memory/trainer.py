@@ -41,7 +41,7 @@ class TrainerState:
     trained: LocalParameters
     frozen: LocalParameters
     weights: int
-    """All but the adapter."""
+    """Weights of the model without the adapter."""
     adapter: int
     gradients: int
     optimizer: int
@@ -106,7 +106,7 @@ def offloaded_share(subject: Subject) -> float:
 
 
 def trainer_items(subject: Subject, layout: ClusterLayout, pipeline_rank: int) -> tuple[MemoryItem, ...]:
-    """Return the parts of the peak of a GPU of `pipeline_rank`, without engines."""
+    """Return the parts of the peak memory of a GPU of `pipeline_rank`, without engines."""
     shape = layout_of(subject.config)
     stages = [stage for stage in layout.stages if stage.pipeline_rank == pipeline_rank]
     state = trainer_state(subject, shape, stages)
@@ -192,7 +192,7 @@ def _value_items(subject: Subject, shape: Layout, stages: list[Stage]) -> Iterat
         state = trainer_state(subject.value_model, shape, stages)
         num_bytes = state.weights + state.gradients + state.optimizer
         note = f"{billions(state.trained.total + state.frozen.total)} parameters per GPU: weights, gradients and optimizer as the policy's"
-        yield MemoryItem("value_model", num_bytes, f"{note}; it takes turns with the policy for all else")
+        yield MemoryItem("value_model", num_bytes, f"{note}; all other memory is shared with the policy in turns")
 
 
 def _activations(subject: Subject, shape: Layout, stages: list[Stage], pipeline_rank: int) -> list[MemoryItem]:

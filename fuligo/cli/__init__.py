@@ -54,7 +54,7 @@ def program(argv: Sequence[str] | None = None) -> NoReturn:
         if not _reader_left():
             raise
         print("error: standard output was closed by its reader (as `| head` does); stopped", file=sys.stderr, flush=True)
-        os._exit(1)  # without a last write of what is left in the buffer
+        os._exit(1)  # skips flushing the buffer, which would fail again
     if any(thread.daemon for thread in threading.enumerate()):
         sys.stderr.flush()
         os._exit(code)

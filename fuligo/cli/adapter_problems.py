@@ -16,7 +16,7 @@ from fuligo.models.registry import read_architecture
 
 
 def adapter_problems(config: Config) -> Iterator[str]:
-    """Check the adapter to start from, the layers to adapt, and that PEFT is here."""
+    """Check the adapter to start from, the layers to adapt, and that PEFT is installed."""
     if not config.uses_adapter:
         return
     if package_version("peft") is None:
@@ -73,7 +73,7 @@ def _quantised_base(config: Config) -> Iterator[str]:
 
 
 def _named_like_experts(adapter: AdapterConfig, model: Path) -> Iterator[str]:
-    """Refuse to send SGLang adapters of layers named like experts' matrices: untested."""
+    """Reject adapters of layers that have names of expert matrices: SGLang might apply them to the experts (untested)."""
     try:
         architecture = read_architecture(model)
     except ConfigError:

@@ -10,8 +10,8 @@ from fuligo.errors import ConfigError
 USAGE = """\
 fuligo check-hooks [--config FILE] [--flag VALUE ...]
 
-Calls the hooks that these arguments of fuligo train name with made-up responses and checks what they return. The responses are to the first
-prompts of --prompt-data, if that is given with --hf-checkpoint. No GPU is needed. Exit code: 0 if all hooks pass, 1 if not.
+Calls the hooks named in these arguments of fuligo train with made-up responses and checks what they return. With --prompt-data and
+--hf-checkpoint, the responses belong to the first prompts of the data. No GPU is needed. Exit code: 0 if all hooks pass, 1 if not.
 """
 
 
@@ -38,6 +38,8 @@ def main(arguments: Sequence[str]) -> int:
     for name, problem in problems.items():
         alone = name.split()[0].removeprefix("--").replace("-", "_") in CALLED_IN_A_RUN_ALONE
         print(
-            f"ok      {name}{' (its signature; only a run calls it)' if alone else ''}" if problem is None else f"failed  {name}: {problem}"
+            f"ok      {name}{' (signature only; the hook is called only in a run)' if alone else ''}"
+            if problem is None
+            else f"failed  {name}: {problem}"
         )
     return int(any(problem is not None for problem in problems.values()))

@@ -24,7 +24,7 @@ from fuligo.quantities import as_typed
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """Config with the chosen values, and what the plan finds in it."""
+    """Config with the chosen values, and the findings about it."""
 
     config: Config
     findings: tuple[Finding, ...]
@@ -125,7 +125,7 @@ def with_installed_engine(config: Config, num_gpus: int) -> tuple[Config, list[s
 
 
 def _with_shared_gpus(config: Config, num_gpus: int) -> tuple[Config, list[str]]:
-    """Return the config with --colocate if this machine has too few GPUs to separate trainer and engines, unless a flag counts them."""
+    """Return the config with --colocate if this machine has too few GPUs to separate trainer and engines and no flag decides otherwise."""
     flags = config.cluster
     enough = config.total_num_gpus <= num_gpus or config.num_train_gpus > num_gpus
     if enough or flags.colocate or flags.rollout_num_gpus is not None or not config.engine_capabilities.releases_memory:

@@ -1,4 +1,4 @@
-"""`fuligo convert`: a checkpoint from one format to another, or two compared.
+"""`fuligo convert`: conversion of a checkpoint from one format to another, or comparison of two.
 
 Each conversion has its own parser; heavy packages are imported after its arguments have been checked.
 """
@@ -49,7 +49,7 @@ def overview() -> str:
     """List the conversions, one line each."""
     width = max(map(len, CONVERSIONS))
     lines = [f"  fuligo convert {name:<{width}}  {conversion.summary}" for name, conversion in CONVERSIONS.items()]
-    return "\n".join(["fuligo convert: a checkpoint from one format to another", "", *lines])
+    return "\n".join(["fuligo convert: convert a checkpoint from one format to another, or compare two", "", *lines])
 
 
 def _parser(name: str, description: str, *positional: tuple[str, str], save: bool = True, model: str) -> argparse.ArgumentParser:
@@ -79,7 +79,7 @@ def _hf_to_dist_parser() -> argparse.ArgumentParser:
 
 Takes the Megatron flags of the model and of a parallel layout, as fuligo train does.""",
     )
-    made.add_argument("--plan", action="store_true", help="print the plan of the conversion, and stop")
+    made.add_argument("--plan", action="store_true", help="print the plan of the conversion and exit")
     made.add_argument("--world-size", type=int, help="with --plan: number of processes to plan for (default: torchrun's)")
     return made
 
@@ -146,7 +146,7 @@ def _dist_to_hf_parser() -> argparse.ArgumentParser:
     return _parser(
         "dist-to-hf",
         "Convert a distributed checkpoint to a Hugging Face directory.",
-        ("checkpoint", "distributed checkpoint, or a directory of them, of which the newest is taken"),
+        ("checkpoint", "distributed checkpoint, or a directory of them (the newest is used)"),
         model="directory or ORG/NAME on the Hub with config.json and tokenizer (default: those in the checkpoint)",
     )
 
@@ -179,7 +179,7 @@ def _value_to_hf_parser() -> argparse.ArgumentParser:
     return _parser(
         "value-to-hf",
         "Convert the value model of a checkpoint to a Hugging Face directory, a token classifier with one label.",
-        ("checkpoint", "checkpoint of either trainer, a directory of them (the newest is taken), or its critic/"),
+        ("checkpoint", "checkpoint of either trainer, its critic/ directory, or a directory of checkpoints (the newest is used)"),
         model="directory or ORG/NAME on the Hub with config.json and tokenizer (default: those next to the weights)",
     )
 
@@ -198,8 +198,8 @@ def value_to_hf(arguments: Sequence[str]) -> int:
 def _merge_adapter_parser() -> argparse.ArgumentParser:
     return _parser(
         "merge-adapter",
-        "Merge a LoRA adapter into the weights of its base model, for engines and tools that take no adapters.",
-        ("adapter", "PEFT directory, checkpoint of a LoRA run, or a directory of checkpoints, of which the newest is taken"),
+        "Merge a LoRA adapter into the weights of its base model, for engines and tools that do not support adapters.",
+        ("adapter", "PEFT directory, checkpoint of a LoRA run, or a directory of checkpoints (the newest is used)"),
         model="base model (default: the one that adapter_config.json names)",
     )
 
@@ -310,6 +310,6 @@ CONVERSIONS = {
     "value-to-hf": Conversion("the value model of a checkpoint to a Hugging Face token classifier", value_to_hf, _value_to_hf_parser),
     "merge-adapter": Conversion("a LoRA adapter and its base model to a Hugging Face directory", merge_adapter, _merge_adapter_parser),
     "mxfp4-to-bf16": Conversion("a Hugging Face checkpoint with experts in MXFP4 (gpt-oss) to bfloat16", mxfp4_to_bf16, _mxfp4_parser),
-    "compare": Conversion("compare two checkpoints, tensor by tensor, to the bit", compare, _compare_parser),
-    "fp8": Conversion("a Hugging Face checkpoint to FP8, which engines load: blocks, channels or tensors", fp8, fp8_plan.parser),
+    "compare": Conversion("compare two checkpoints bitwise, tensor by tensor", compare, _compare_parser),
+    "fp8": Conversion("a Hugging Face checkpoint to FP8 for engines, with scales per block, channel or tensor", fp8, fp8_plan.parser),
 }

@@ -17,7 +17,7 @@ from fuligo.errors import ConfigError, DataError
 from fuligo.rollout.eval_sets import eval_set_specs
 
 _MODEL_OPTIONS = ("--hf-checkpoint", "--load", "--ref-load", "--critic-load", "--opd-teacher-load", "--sglang-config")
-"""Options with directories of weights, every file of which the run may read."""
+"""Options that name model directories; the run may read every file in them."""
 
 
 def destination_problems(config: Config) -> Iterator[str]:

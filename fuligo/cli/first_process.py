@@ -1,4 +1,4 @@
-"""Processes around a command: init of a container, which reaps orphans and passes signals on, and the end of a parent."""
+"""Process 1 of a container, which reaps orphans and forwards signals; and waiting for the end of a parent process."""
 
 import os
 import select
@@ -11,7 +11,7 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signa
 
 
 def continue_below_init() -> None:
-    """Return in a child process if this is process 1, which then waits for it and ends with its exit code.
+    """Fork if this is process 1 and return in the child; process 1 waits for the child and exits with its exit code.
 
     Process 1 becomes the parent of every orphan, and an engine or a program of a reward may leave some: without a parent that waits for
     them, they would fill the process table.

@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("argument", nargs="*", help="arguments of the script: $1, $2, ...")
     made.add_argument("--output", type=Path, metavar="FILE", help="write the config to this new file instead of printing it")
     made.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="environment variable for the script; repeatable")
-    made.add_argument("--root", type=Path, metavar="DIR", help="folder that the script may read (default: its own)")
+    made.add_argument("--root", type=Path, metavar="DIR", help="folder that the script may read (default: the folder of the script)")
     made.add_argument(
         "--map", action="append", default=[], metavar="PATH=DIR", help="mount DIR at PATH, a path that the script expects; repeatable"
     )

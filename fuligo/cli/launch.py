@@ -104,7 +104,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser("fuligo launch", usage="\n" + DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--hostfile", help="host file, one address per line")
     made.add_argument("--head-port", type=int, default=6379, help="port of Ray on this machine (default: 6379)")
-    made.add_argument("--ssh", help=f"template of the command that runs a command on a host (default: {SSH}; in a Slurm job, srun)")
+    made.add_argument("--ssh", help=f"template for running a command on a host (default: {SSH}; in a Slurm job, srun)")
     made.add_argument("--timeout-s", type=float, default=300.0, help="seconds within which all hosts must join (default: 300)")
     made.add_argument("--join", metavar="ADDRESS:PORT", help="address of a Ray head")
     made.add_argument("--host", help="IP address at which other nodes reach this machine (default: that of the interface to the head)")

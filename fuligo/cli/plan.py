@@ -37,8 +37,8 @@ fuligo plan [--gpu NAME] [--host-memory GIB] [--json [FILE]] [--html FILE] [--co
 Reports what the job would do on a cluster: violated rules with fixes, placement of every process, memory, time of a step.
 Takes the arguments of fuligo train, starts nothing, needs no GPU. Exit code: 2 if there are errors, else 0.
 
-  --gpu NAME           plan for this GPU, default that of this machine, else {DEFAULT_GPU}: {", ".join(GPUS)}
-  --host-memory GIB    memory of one node, default that of the vendor's servers with this GPU
+  --gpu NAME           GPU to plan for (default: this machine's, else {DEFAULT_GPU}): {", ".join(GPUS)}
+  --host-memory GIB    memory of one node (default: that of the vendor's servers with this GPU)
   --json [FILE]        write everything as JSON to FILE, or print it instead of the report
   --html FILE          write everything as one HTML page
 
@@ -51,7 +51,7 @@ class Options:
     """Options of `fuligo plan`, and the arguments of the job."""
 
     gpu: str | None = None
-    """Value of --gpu; None for the GPUs of this machine, or without any `DEFAULT_GPU`."""
+    """Value of --gpu; None: the GPU of this machine, or `DEFAULT_GPU` if it has none that the planner knows."""
     host_memory_bytes: int | None = None
     """Memory of one node; None: as in the vendor's servers."""
     json_file: str | None = None
@@ -117,8 +117,8 @@ def _short_of_disk(plan: Plan, config: Config) -> Iterator[Finding]:
     there = next(parent for parent in (place, *place.parents) if parent.is_dir())
     free, needed = shutil.disk_usage(there).free, plan.disk.used_bytes
     if needed > free:
-        text = f"checkpoints need {amount(needed)}, and {there} has {amount(free)} free"
-        advice = "Free some space, give another --save, a larger --save-interval or a smaller --keep-checkpoints."
+        text = f"checkpoints need {amount(needed)}, but {there} has only {amount(free)} free"
+        advice = "Free some space, or use another --save, a larger --save-interval or a smaller --keep-checkpoints."
         yield Finding("PLAN-DISK", Severity.WARNING, text, ("--save", "--keep-checkpoints"), advice=advice)
 
 

@@ -21,7 +21,7 @@ from fuligo.rollout.rewards.check import check_reward
 
 
 def preflight(config: Config) -> None:
-    """Check everything on disk.
+    """Check the files that the config names, and what the run needs of this machine.
 
     Raises:
         ConfigError: all problems found, one text each.
@@ -114,7 +114,7 @@ def _stop_tokens(config: Config) -> Iterator[str]:
     try:
         vocab_size = read_model_config(Path(config.model.hf_checkpoint or "")).get("vocab_size")
     except DamagedFileError:
-        return  # --hf-checkpoint is damaged, and reported as that
+        return  # other checks report the damaged --hf-checkpoint
     problem = unknown_tokens(config.rollout.rollout_stop_token_ids, vocab_size) if isinstance(vocab_size, int) else None
     if problem is not None:
         yield f"{problem}; correct them"

@@ -12,21 +12,23 @@ from fuligo.cli.first_process import wait_for_end
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the configuration that comes over `--control` with the shared trainer and engine.
+    """Run the configuration received over `--control` with the shared trainer and engine.
 
     Raises:
         FuligoError: the run failed; the caller prints it.
     """
     parser = argparse.ArgumentParser(prog="fuligo run-of-many", description=__doc__)
     parser.add_argument("--control", type=int, required=True, help="file descriptor that receives the configuration, then the engine")
-    parser.add_argument("--trainer", type=int, required=True, help="file descriptor that leads to the run's rank in the trainer")
+    parser.add_argument("--trainer", type=int, required=True, help="file descriptor connected to the run's rank in the trainer")
     parser.add_argument("--num-runs", type=int, required=True, help="number of runs that share the trainer and the engine")
     parser.add_argument("--resume", action="store_true", help="the run may replace recorded steps if it has no checkpoint")
     parser.add_argument("--parent-pid", type=int, required=True, help="process that started all runs")
     options = parser.parse_args(arguments)
     for descriptor in (options.control, options.trainer):
         os.set_inheritable(descriptor, False)  # else the children of hooks would keep them open, and could command the trainer
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored below nohup; the process of all runs ends this one with it
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # may be inherited as ignored, but the parent process ends this one with SIGINT
     threading.Thread(target=_end_with_parent, args=(options.parent_pid,), daemon=True, name="parent watch").start()
     control = Connection(options.control)
     config = pickle.loads(control.recv_bytes())

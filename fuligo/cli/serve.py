@@ -67,9 +67,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--port", type=int, default=30000, help="port to listen on; 0 takes a free one (default: %(default)s)")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: CUDA if available")
     parser.add_argument("--dtype", choices=["auto", "fp32", "bf16"], default="auto", help="auto: bf16 on CUDA, fp32 on a CPU")
-    parser.add_argument("--max-running-requests", type=_positive, default=256, help="requests decoded together (default: %(default)s)")
     parser.add_argument(
-        "--max-total-tokens", type=_positive, help="capacity of the KV cache in tokens (default: as many as fit into free memory)"
+        "--max-running-requests", type=_positive, default=256, help="maximum number of running requests (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-total-tokens", type=_positive, help="capacity of the KV cache in tokens (default: what fits into free memory)"
     )
     parser.add_argument("--num-threads", type=_positive, help="CPU threads (default: all cores)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code from the directory if its tokenizer needs it")
@@ -124,7 +126,9 @@ def _bind(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"cannot listen on --host {host} --port {port}: {error}") from error
+        raise ConfigError(
+            f"cannot listen on --host {host} --port {port}: {error}; use another address, or --port 0 for a free port"
+        ) from error
     return listener
 
 

@@ -22,7 +22,7 @@ usage: fuligo train-many A.yaml B.yaml ... [{RESUME}] [--flag value ...]
 
 Trains several LoRA adapters at once. Each file is the config of one run, as for `fuligo train --config`, with its own run
 directory, data and reward. All runs share one copy of the base weights in one torch trainer, and one embedded engine. Flags after the files
-apply to all runs. A run that fails ends alone; the exit code is then 1.
+apply to all runs. If a run fails, the others continue; the exit code is then 1.
 
 {RESUME} continues each run from its own checkpoints, starts those that have none, and skips those that are complete.
 
@@ -80,7 +80,7 @@ def prepare_many(
     if len(configs) < 2:
         raise ConfigError("fuligo train-many takes the configs of several runs, A.yaml B.yaml ...; use fuligo train for one")
     started = datetime.now()
-    # Before each is checked by itself, which may take its time, and with the values that were chosen then.
+    # Checked before the runs' own checks, which may take long, and again with the values that these choose.
     given = {name: located(config) for name, config in configs.items()}
     if not resumes:
         given = _with_directories(given, started)
@@ -120,8 +120,8 @@ def _with_directories(configs: Mapping[str, Config], started: datetime) -> dict[
 def _resumed(configs: Mapping[str, Config]) -> dict[str, Config]:
     """Return the configs of the runs that are not complete, each with --load of its own checkpoints if there are any.
 
-    Raises ConfigError if a run has no name by which its directory is found again and FuligoError if the data of a run, by which --num-epoch
-    is counted, cannot be read.
+    Raises ConfigError if a run has neither --run-dir nor --name, by which its directory is found, and FuligoError if the data that
+    --num-epoch counts cannot be read.
     """
     from fuligo.checkpoint.location import newest_iteration
     from fuligo.cli.console import show_choice
@@ -143,7 +143,7 @@ def _resumed(configs: Mapping[str, Config]) -> dict[str, Config]:
 
 
 def _num_rollout(config: Config) -> int:
-    """Return the rollouts of a run; --num-epoch is counted with its data."""
+    """Return the number of rollouts of a run; opens its data to resolve --num-epoch."""
     if config.data.num_rollout is not None:
         return config.data.num_rollout
     from fuligo.job.rollouts import RunData

@@ -234,7 +234,7 @@ def _value_model(config: Config) -> Iterator[str]:
     try:
         difference = architecture_difference(model_directory(directory), Path(model))
     except DamagedFileError:
-        return  # --hf-checkpoint is damaged, and reported as that
+        return  # other checks report the damaged --hf-checkpoint
     if difference is not None:
         yield f"--critic-load: {difference}"
 
@@ -262,7 +262,7 @@ def _loaded_teacher(config: Config, path: Path, student: Path | None) -> Iterato
         return
     directory = model_directory(weights_directory(path))
     if not is_trainable(directory):
-        yield f"{option} {directory} is quantized, which the trainer cannot load: use the unquantized weights"
+        yield f"{option} {directory} is quantized, which the trainer cannot load; use the unquantized weights"
     swapped = config.trainer_capabilities.swaps_models
     difference = architecture_difference(directory, student) if swapped else vocabulary_difference(directory, student)
     if difference is not None:
@@ -321,7 +321,7 @@ def _resume(config: Config) -> Iterator[str]:
     try:
         difference = architecture_difference(model, Path(policy))
     except DamagedFileError:
-        return  # --hf-checkpoint is damaged, and reported as that
+        return  # other checks report the damaged --hf-checkpoint
     if difference is not None:
         yield f"--load: {difference}"
 

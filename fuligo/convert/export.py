@@ -57,7 +57,7 @@ def export(checkpoint: Path, target: Path) -> None:
 
 
 def _stating(config_json: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Return the keys of config.json that state the data type, with this one: its own, and those of a language model and towers in it."""
+    """Return the entries of config.json that state a dtype, set to `dtype`: the model's, and those of its language model and towers."""
     parts = {key: part | {"dtype": dtype} for key, part in config_json.items() if isinstance(part, dict) and "dtype" in part}
     return {"dtype": dtype, **parts}
 
@@ -71,7 +71,7 @@ def export_problem(target: Path) -> str | None:
 
 
 def push_problem(name: str) -> str | None:
-    """Return why models cannot be uploaded to `name`; None if the Hub knows the user. Asks the Hub."""
+    """Return why models cannot be uploaded to `name`; None if the Hub accepts the user's token. Sends a request to the Hub."""
     from huggingface_hub import HfApi
 
     try:

@@ -170,7 +170,7 @@ def _read(file: BinaryIO, start: int, num_bytes: int) -> bytearray:
     data = bytearray(num_bytes)
     file.seek(start)
     if file.readinto(data) != num_bytes:  # type: ignore[attr-defined]
-        raise CheckpointError(f"cannot read {file.name}: the file ended early; it changed while it was being read")
+        raise CheckpointError(f"cannot read {file.name}: it became shorter while it was being read; repeat the command")
     return data
 
 

@@ -67,7 +67,7 @@ class HuggingFaceView:
             if self.tensors.shapes.get(weight.megatron) != weight.shape:
                 raise CheckpointError(
                     f"cannot read {self.tensors.directory} as the model of {self.model / 'config.json'}: {weight.megatron} has shape "
-                    f"{self.tensors.shapes.get(weight.megatron)}, expected {weight.shape}"
+                    f"{self.tensors.shapes.get(weight.megatron)}, expected {weight.shape}; use the config.json of the checkpoint's model"
                 )
             for name, shape in zip(weight.checkpoint, self._names.checkpoint_shapes(weight), strict=True):
                 self._sources[name], self.shapes[name] = (weight, name), shape

@@ -25,7 +25,7 @@ class MergedTensors(InOwnDtypes):
     def __init__(self, base: Path, adapter: Path) -> None:
         """Read the headers of the base and the adapter.
 
-        Raises CheckpointError if one of them is damaged, or the adapter is another model's.
+        Raises CheckpointError if one of them is damaged, or the adapter belongs to another model.
         """
         super().__init__(base)
         self.rounding = MergeRounding()
@@ -51,7 +51,7 @@ class MergedTensors(InOwnDtypes):
                 )
 
     def _quantisable(self, base: Path, adapter: Path) -> list[str]:
-        """Return the names of the weights that were quantized in training. Raises CheckpointError if the base has other ones."""
+        """Return the names of the weights that were quantized in training. Raises CheckpointError if the base lacks one of them."""
         model = empty_model(base)
         try:
             names = [stored for name in quantisable_weights(model) for stored in self._file_names(name, len(model.get_parameter(name)))]
@@ -98,7 +98,7 @@ class MergedTensors(InOwnDtypes):
 
 
 def merge_adapter(base: Path, adapter: Path, target: Path) -> MergeRounding:
-    """Write the merged model to `target`, which appears when it is complete; return what rounding left of the adapter's update.
+    """Write the merged model to `target`, which appears when it is complete; return how many merged values differ from the base's.
 
     Args:
         base: Hugging Face directory that the adapter was trained on.

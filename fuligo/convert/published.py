@@ -16,15 +16,15 @@ class _Source(NamedTuple):
 
     name: str
     number: int
-    """Place among the published tensors that the stored one holds."""
+    """Index among the published tensors that the stored one contains."""
 
 
 class PublishedWeights:
-    """Implementation of `dist_to_hf.Weights` that takes experts apart, as the family's published files have them.
+    """Implementation of `dist_to_hf.Weights` that stores experts in the form of the family's published files.
 
     Args:
-        weights: under the names of transformers' model
-        experts: form of routed experts in the published files; an MTP layer's is that of the original directory, which may be another
+        weights: weights under the names of transformers' model
+        experts: form of routed experts in the published files; MTP layers keep the form of the original directory, which may differ
     """
 
     def __init__(self, weights: InOwnDtypes, experts: StoredExperts) -> None:

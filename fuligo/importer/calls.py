@@ -14,23 +14,23 @@ from fuligo.config.yaml_text import load
 from fuligo.errors import ConfigError
 
 _TRAINING_MODULES = {"train": False, "train_async": True}
-"""Names of slime's programs, and whether they train one rollout behind the engines."""
+"""slime's training programs -> whether they train asynchronously, one rollout behind the engines."""
 _INTERPRETERS = re.compile(r"(python(3(\.\d+)?)?|torchrun)$")
 _NO_LAUNCHERS = frozenset({"ssh", "pdsh", "scp", "rsync", "pkill", "killall", "pgrep", "git"})
-"""Commands that name a program and do not run it here."""
+"""Commands whose arguments may name a program that they do not run on this machine."""
 _RAY_SWITCHES = ("--no-wait", "--verbose")
 """Options of `ray job submit` without a value; all others take one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """A command that trains."""
+    """Training job: arguments of its program, and which program it is."""
 
     arguments: tuple[str, ...]
     is_async: bool = False
-    """The program is `train_async.py`."""
+    """True if the program is `train_async.py`."""
     is_slime: bool = True
-    """slime's defaults apply; false for `fuligo train`."""
+    """True if slime's defaults apply; false for `fuligo train`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class Call:
     """One call of a stand-in."""
 
     number: str
-    """Name of its record."""
+    """File name of its record."""
     place: str
     """`run.sh line 120`."""
     words: tuple[str, ...]
@@ -129,9 +129,9 @@ class Call:
     files: dict[str, str]
     """Texts of the files that its arguments name, by path."""
     is_captured: bool
-    """Standard output is a pipe."""
+    """True if standard output is a pipe."""
     is_unknown: bool
-    """No stand-in of that name exists; bash's handler of unknown commands recorded it."""
+    """True if no stand-in has this name; bash's handler of unknown commands recorded it."""
 
     @classmethod
     def read(cls, number: str, record: str, files: str) -> Call | None:
@@ -232,7 +232,7 @@ def _read(call: Call, calls: Mapping[str, Call], initial: Mapping[str, str], fin
             environment = declared.environment | file | environment
         for name, value in environment.items():
             if "${" in value:
-                findings.note(call, f"{name} is {value!r}: single quotes keep ${{...}} as it is written")
+                findings.note(call, f"{name} is {value!r}: single quotes keep ${{...}} unexpanded")
         for name in (parent or call).unset_arrays:
             findings.note(call, f"{name} is not set; ${{{name}[@]}} expands to nothing")
         files = call.files | (parent.files if parent else {})

@@ -52,7 +52,7 @@ def imported_config(script: ImportedScript, *, slime_defaults: bool = True) -> I
     """Build the config of the launch: flags, environment block, topology.
 
     Args:
-        slime_defaults: translate a command line of slime; False takes `train.py` for fuligo's own.
+        slime_defaults: translate a command line of slime; if False, `train.py` takes fuligo's flags.
 
     Raises:
         ConfigError: unknown flags and invalid values, all of them, each with its line in the script.
@@ -95,14 +95,16 @@ def _imported(script: ImportedScript, *, slime_defaults: bool) -> ImportedConfig
     given = dict.fromkeys((assignment.flag.group, assignment.flag.name) for assignment in line.assignments)
     config, idle, left_out = _without_idle_flags(config)
     names = sorted({secret.variable for _, secret in config.secrets()})
-    hidden = [f"not written, since they may be keys or passwords: the values of {', '.join(names)}; set them where the run starts"]
+    hidden = [
+        f"not written, since they may be keys or passwords: the values of {', '.join(names)}; set these variables where the run starts"
+    ]
     return ImportedConfig(
         config, tuple(each for each in given if each not in left_out), (*notes, *line.warnings, *idle, *(hidden if names else []))
     )
 
 
 def _without_idle_flags(config: Config) -> tuple[Config, list[str], set[tuple[str, ...]]]:
-    """Leave out the flags that have no effect in this run, with a note each: launch scripts are full of them, and a run refuses them."""
+    """Leave out flags that have no effect in this run, with a note for each: launch scripts have many of them, and a run refuses them."""
     notes: list[str] = []
     left_out: set[tuple[str, ...]] = set()
     for rule in effects.RULES:

@@ -30,7 +30,7 @@ _SYSTEM_FOLDERS = (
 _MAX_SCRIPT_BYTES = 1_000_000
 _GRACE_SECONDS = 120
 _MAX_RUNS = 8
-"""Runs of one script: each may show another variable that is not set, or another absolute path of an interpreter."""
+"""Maximum number of runs of one script: each may reveal another unset variable, or another absolute path of an interpreter."""
 
 _UNSET = re.compile(r"^(.+): line (\d+): (?:\w+: )?\$?(\w+): unbound variable$", re.MULTILINE)
 _SYNTAX = re.compile(r"^(.+): line (\d+): ((?:syntax error|unexpected EOF|unexpected end).*)$", re.MULTILINE)
@@ -63,7 +63,7 @@ class ImportedScript:
     path: Path
 
     def place_of(self, option: str) -> str:
-        """Return the place of an option in the script, `run.sh line 34`; that of the job's start if a sourced file has the option."""
+        """Return the place of an option in the script, `run.sh line 34`, or that of the job's start if the script does not contain it."""
         word = re.compile(rf"(?<![\w-]){re.escape(option)}(?![\w-])")
         lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines()
         found = [
@@ -124,7 +124,7 @@ def import_script(
     if not script.is_file():
         raise ConfigError(f"cannot import {script}: there is no such file; check the path")
     if script.stat().st_size > _MAX_SCRIPT_BYTES:
-        raise ConfigError(f"{script} has more than {_MAX_SCRIPT_BYTES:,} bytes, too many for a launch script")
+        raise ConfigError(f"cannot import {script}: it has more than {_MAX_SCRIPT_BYTES:,} bytes; use the launch script itself")
     allowed = {name: value for name, value in (environment or {}).items() if name in CALLERS_VARIABLES} | dict(given or {})
     folders = _folders(script, root, maps or {}, allowed.get("HOSTFILE"))
     named = dict.fromkeys(_INTERPRETER.findall(script.read_text(encoding="utf-8", errors="replace")))
@@ -239,7 +239,7 @@ def _start(job: Mapping[str, Any], task: _Script) -> dict[str, Any]:
     try:
         result = subprocess.run(command, input=text, capture_output=True, check=False, env=own, timeout=deadline)
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"cannot run {task.path}: its sandbox did not respond") from None
+        raise ConfigError(f"cannot run {task.path}: its sandbox did not respond within {deadline:g} s; repeat the command") from None
     try:
         report = json.loads(result.stdout)
     except ValueError:

@@ -47,7 +47,7 @@ def main() -> None:
     """Run the job and print its report."""
     job = json.load(sys.stdin)
     try:
-        run_first()  # root's processes have no limit of their number: those of a fork bomb must not keep the supervisor waiting
+        run_first()  # RLIMIT_NPROC does not bind root: a fork bomb must not keep the supervisor from running
         if job["sandboxed"]:
             enter()
         prctl(PR_SET_DUMPABLE, 0)
@@ -159,7 +159,7 @@ def _wait(script: int, seconds: float) -> tuple[int, str | None]:
             return status, None
         if settle is None and time.monotonic() > deadline:
             return status, "time"
-        if is_init() and num_others() > MAX_PROCESSES:  # to look at each of a fork bomb's would take too long
+        if is_init() and num_others() > MAX_PROCESSES:  # inspecting each process of a fork bomb would take too long
             return status, "processes"
         processes = descendants()
         if len(processes) > MAX_PROCESSES:

@@ -125,7 +125,7 @@ def _distillation(line: _Line) -> None:
 
 
 def _concurrency(line: _Line) -> None:
-    """Multiply slime's limit of requests, which is per engine, by the engines; remove it above the size of a wave."""
+    """Multiply slime's limit of requests, which is per engine, by the number of engines; leave it out if a wave does not exceed it."""
     if _is_sft(line) or line.has("rollout_concurrency"):
         return
     given = line.number("sglang_server_concurrency", 0)
@@ -208,7 +208,7 @@ def _fill_defaults(line: _Line) -> None:
 
 
 def _limit_responses(line: _Line) -> None:
-    """Set slime's limit of responses, the context, where the script names it."""
+    """Limit responses as slime does, by the context length, if the script gives one; else note that it must be set."""
     context = line.value("rollout_max_context_len")
     if context:
         line.add("rollout_max_response_len", context)

@@ -42,7 +42,7 @@ class Commands:
     """Commands on a script's PATH."""
 
     tools: Mapping[str, str]
-    """Name -> resolved path of a real tool, bash among them."""
+    """Name -> resolved path of a real tool, including bash."""
     recorded: tuple[str, ...]
     libraries: tuple[str, ...]
     """Files that the tools load; none without a sandbox, where the script sees the whole machine."""
@@ -74,7 +74,7 @@ def find_commands(*, sandboxed: bool) -> Commands:
     tools = {name: str(Path(place).resolve()) for name, place in found.items() if place is not None}
     missing = [name for name in ("bash", "cat", "head", "tr") if name not in tools]
     if missing:
-        raise ConfigError(f"cannot run launch scripts: {', '.join(missing)} is not installed")
+        raise ConfigError(f"cannot run launch scripts: commands not found: {', '.join(missing)}; install them")
     recorded = [*RECORDED, *FILE_TOOLS] if sandboxed else [*RECORDED, *FILE_TOOLS, "kill"]
     libraries = _libraries(sorted(set(tools.values()))) if sandboxed else ()
     return Commands(MappingProxyType(tools), tuple(name for name in recorded if name not in tools), libraries)

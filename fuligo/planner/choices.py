@@ -24,19 +24,19 @@ from fuligo.planner.subject import Subject
 from fuligo.quantities import count, gibibytes, magnitude
 
 MAX_REQUESTS = 1024
-"""Most requests that an attention replica runs at a time: the largest measured batch (docs/benchmarks-gpu.md). At this size decoding of
-a 135M model is bound by SGLang's scheduler process, and of a 4B model by the bandwidth of its KV cache."""
+"""Maximum number of requests that an attention replica runs at a time: the largest measured batch (docs/benchmarks-gpu.md). At this size
+decoding of a 135M model is bound by SGLang's scheduler process, and of a 4B model by the bandwidth of its KV cache."""
 SPARE_SLOTS = 1
-"""Slots of an engine beyond its requests in flight. SGLang 0.5.15 counts a request whose prompt is in chunks twice, so that with as many
-slots as requests the last one would wait until another ends: the rollout would end with one request alone."""
+"""Slots of an attention replica beyond its requests in flight. SGLang 0.5.15 counts a request twice while its prompt is prefilled in
+chunks: without a spare slot, the last request would wait for another to end, and the rollout would end with this request alone."""
 MIN_REQUESTS = 256
-"""Requests for which an engine has graphs even if a wave is smaller: evaluations send more. SGLang's own default on large GPUs."""
+"""Minimum number of requests of an engine, even if a wave is smaller, since evaluations send more. SGLang's default on large GPUs."""
 GRAPH_ARGUMENTS = ("cuda_graph_max_bs_decode", "cuda_graph_bs_decode", "cuda_graph_config", "disable_decode_cuda_graph")
-"""Arguments of SGLang that decide its graphs of decoding."""
+"""Arguments of SGLang that set its CUDA graphs for decoding."""
 SMALLEST_COMPILED = 50_000_000
 """Parameters of the smallest model whose layers are compiled by default. Compiling takes 10 to 60 s, and gains 10% of a step at 135 M."""
 SMALLEST_ROW_TOKENS = 1024
-"""Rows shorter than this leave a GPU waiting for launches."""
+"""Smallest number of tokens per row to choose: with shorter rows a GPU waits for kernel launches."""
 _RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
@@ -47,7 +47,7 @@ def choose(subject: Subject) -> tuple[Subject, tuple[Choice, ...]]:
     try:
         make_layout(subject)
     except ConfigError:
-        return subject, ()  # the rules report the sizes
+        return subject, ()  # the rules report the invalid sizes
     chosen: list[Choice] = []
     for choices in (_memory_choices, _engine_choices, _compile_choices, _trainer_choices):
         try:
@@ -106,7 +106,7 @@ def _engine_choices(subject: Subject) -> Iterator[Choice]:
         if changes:
             yield Choice(tuple(changes), reason)
     if in_flight and config.rollout.rollout_concurrency is None:
-        engines = f"the requests of {count(num_engines, 'engine')}"
+        engines = f"the requests that {count(num_engines, 'engine')} can run at a time"
         yield Choice((Change(("rollout", "rollout_concurrency"), in_flight),), engines)
 
 
@@ -125,14 +125,14 @@ def _requests(subject: Subject, spec: EngineGroupSpec, memory: EngineMemory, num
         return graphs, f"its CUDA graphs end at {graphs} requests; its share of a rollout is {share}"
     if requests == share:
         held = magnitude(memory.kv_tokens * spec.dp_size)
-        return requests, f"an engine's share of a rollout or {MIN_REQUESTS}, which its KV cache of {held} tokens holds"
+        return requests, f"an engine's share of a rollout, at least {MIN_REQUESTS}; its KV cache of {held} tokens holds them"
     if requests == room:
         return requests, f"its KV cache of {magnitude(memory.kv_tokens * spec.dp_size)} tokens holds {requests} samples of {tokens} tokens"
     return requests, f"the largest batch that is chosen by default; its share of a rollout is {share}"
 
 
 def _decides_graphs(spec: EngineGroupSpec) -> bool:
-    """Return whether the user's flags decide the graphs of decoding."""
+    """Return whether the user's flags set the CUDA graphs for decoding."""
     return any(spec.arguments.get(name) is not None for name in GRAPH_ARGUMENTS)
 
 
@@ -164,7 +164,7 @@ def _compile_choices(subject: Subject) -> Iterator[Choice]:
     is_open = config.trains and not subject.is_megatron and config.model.torch_compile is None
     if is_open and compiles_layers(subject) and num_parameters < SMALLEST_COMPILED:
         change = Change(("model", "torch_compile"), False)
-        yield Choice((change,), f"compiling a model of {magnitude(num_parameters)} parameters takes longer than it gains")
+        yield Choice((change,), f"compiling a model of {magnitude(num_parameters)} parameters takes longer than it saves")
 
 
 def _trainer_choices(subject: Subject) -> Iterator[Choice]:

@@ -30,7 +30,7 @@ _USED = {
 """Flags that a conversion uses, or accepts along with MODEL_ARGS (`allgather_cp`, `sequence_parallel`)."""
 _LAYOUT = {name for name in _USED if name.endswith(("_parallel_size", "_pipeline_num_layers"))}
 _BYTES_PER_PARAMETER = 2
-"""bf16"""
+"""Bytes per parameter of the checkpoint (bf16)."""
 _ANY_GPU = "h100-80"
 """Placeholder: the shapes of a checkpoint do not depend on the GPU."""
 
@@ -47,7 +47,7 @@ class DistPlan:
     rank_parameters: tuple[int, ...]
     """[PP] parameters that a trainer rank of each stage would hold."""
     is_chosen: bool
-    """The layout was chosen, since none was given."""
+    """True if the layout was chosen because none was given."""
     warnings: tuple[str, ...]
 
 
@@ -124,7 +124,12 @@ def _checked_shape(subject: Subject, world_size: int) -> Layout:
         raise ConfigError(text) from None
     heads, experts = subject.architecture.attention.num_heads, subject.architecture.experts
     if heads % shape.tp:
-        raise ConfigError(f"--tensor-model-parallel-size {shape.tp} does not divide the model's {heads} attention heads")
+        raise ConfigError(
+            f"--tensor-model-parallel-size {shape.tp} does not divide the model's {heads} attention heads; choose a divisor of {heads}"
+        )
     if experts is not None and experts.num_experts % shape.ep:
-        raise ConfigError(f"--expert-model-parallel-size {shape.ep} does not divide the model's {experts.num_experts} experts")
+        raise ConfigError(
+            f"--expert-model-parallel-size {shape.ep} does not divide the model's {experts.num_experts} experts; "
+            f"choose a divisor of {experts.num_experts}"
+        )
     return shape

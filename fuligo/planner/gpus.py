@@ -73,4 +73,4 @@ def gpu(name: str) -> Gpu:
         return GPUS[key]
     close = difflib.get_close_matches(key, GPUS, n=1, cutoff=0.4)
     guess = f"did you mean {close[0]}? " if close else ""
-    raise ConfigError(f"--gpu {name} is unknown; {guess}known are {', '.join(GPUS)}")
+    raise ConfigError(f"--gpu {name} is unknown; {guess}use one of {', '.join(GPUS)}")

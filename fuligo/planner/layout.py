@@ -20,7 +20,7 @@ class Cut:
 
     num_layers: int
     num_extra: int
-    """Embedding and loss, if each counts as a layer."""
+    """Number of extra layers: the embedding and the loss, if they count as layers."""
     pp: int
     vpp: int
     first: int | None
@@ -70,7 +70,9 @@ def stages(subject: Subject) -> tuple[Stage, ...]:
     embedding, loss = (bool(megatron.get(name)) for name in ACCOUNTING)
     first, last = shape.num_layers_first_stage, shape.num_layers_last_stage
     if (embedding or loss) and (first, last) != (None, None):
-        raise ConfigError("--account-for-embedding/loss-in-pipeline-split cannot be combined with --decoder-first/last-pipeline-num-layers")
+        raise ConfigError(
+            "--account-for-embedding/loss-in-pipeline-split cannot be combined with --decoder-first/last-pipeline-num-layers; remove one"
+        )
     cut = Cut(subject.architecture.num_layers, embedding + loss, shape.pp, shape.vpp, first, last)
     counts = cut.counts() if shape.pp > 1 else [cut.num_layers + cut.num_extra]
     if counts is None:
@@ -159,8 +161,8 @@ def make_layout(subject: Subject) -> ClusterLayout:
 def trainer_ranks(shape: Layout) -> tuple[TrainerRank, ...]:
     """Return every rank's coordinates, by rank.
 
-    Megatron-Core's order is tp-cp-ep-dp-pp, the first varying fastest (`parallel_state.RankGenerator`). Experts have a grid of their
-    own over the same ranks, etp-ep-dp-pp, with the same pipeline ranks.
+    Megatron-Core's order is tp-cp-ep-dp-pp, the first varying fastest (`parallel_state.RankGenerator`). Experts have a separate grid
+    over the same ranks, etp-ep-dp-pp, with the same pipeline ranks.
     """
     return tuple(
         TrainerRank(

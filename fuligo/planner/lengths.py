@@ -49,7 +49,7 @@ def micro_batch_tokens(config: Config, shape: Layout) -> int:
 
 
 def samples_per_tree(config: Config, shape: Layout) -> int:
-    """Return how many answers share their prompt in a row: those that a micro-batch and a replica's part of a step hold; 1 if none do.
+    """Return the responses per row that share their prompt: at most what a micro-batch and a replica's part of a step hold; 1 if none do.
 
     Other prefixes, such as the turns of an episode, depend on the samples and are not counted.
     """

@@ -23,11 +23,11 @@ LAYOUT = "PLAN-LAYOUT"
 
 
 def make_plan(config: Config, gpu_name: str, name: str, *, host_memory_bytes: int | None = None, sharing: Sequence[Config] = ()) -> Plan:
-    """Plan a run on GPUs of a name in `gpus.GPUS`.
+    """Plan a run on GPUs of the model `gpu_name`, a key of `gpus.GPUS`.
 
     Args:
-        host_memory_bytes: of each node; None: that of the vendor's own servers.
-        sharing: as in `Subject`.
+        host_memory_bytes: memory of each node; None: that of the vendor's own servers with this GPU.
+        sharing: other runs that use the same engines, as in `Subject`.
 
     Raises:
         ConfigError: the GPU or the model's shape is unknown; includes other errors of the config.

@@ -179,7 +179,7 @@ class Suggestion:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Values of flags that are not set."""
+    """Values chosen for flags that are not set."""
 
     changes: tuple[Change, ...]
     reason: str
@@ -188,14 +188,14 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """Space that checkpoints and exports take at most."""
+    """Maximum disk space of checkpoints and exports."""
 
     checkpoint_bytes: int
     """Weights and optimizer of one checkpoint."""
     num_checkpoints: int | None
     """Checkpoints at a time, the one being written included; None if it depends on the number of prompts."""
     export_bytes: int
-    """One export of `--save-hf`: 16 bits per parameter of the model, 32 of an adapter; 0 without."""
+    """One export of `--save-hf`: 16 bits per parameter of the model, 32 of an adapter; 0 without exports."""
     num_exports: int | None
 
     @property
@@ -225,7 +225,7 @@ class Plan:
     gpu: str
     findings: tuple[Finding, ...]
     layout: ClusterLayout | None = None
-    """Place of every rank; None if errors prevent a layout; then the following have no values either."""
+    """Placement of all ranks. None if errors prevent a layout; then the following fields are empty too."""
     memory: tuple[MemoryBar, ...] = ()
     capacities: tuple[EngineCapacity, ...] = ()
     phases: tuple[Phase, ...] = ()
@@ -236,9 +236,9 @@ class Plan:
     assumptions: tuple[str, ...] = ()
     """Assumptions of the estimates, one sentence each."""
     disk: Disk | None = None
-    """Disk that the checkpoints take; None without a layout, or if the run saves nothing."""
+    """Disk space of checkpoints and exports; None without a layout, or if the run saves nothing."""
     choices: tuple[Choice, ...] = ()
-    """Values of flags that were not given, with which the run was planned."""
+    """Values chosen for flags that were not given."""
 
 
 SCHEMA_VERSION = 1

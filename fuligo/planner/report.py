@@ -22,7 +22,10 @@ _STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow"}
 
 
 def gpu_hours(step_s: float, config: Config) -> str:
-    """Return the cost of the whole run at this pace, without loading, evaluations and saves; empty if its length is not known yet."""
+    """Return the cost of the run, such as `; 100 of them on 8 GPUs, about 12 GPU hours`; empty if the number of rollouts is unknown.
+
+    It covers steps of `step_s` seconds, without loading, evaluations and saves.
+    """
     num_rollouts, num_gpus = config.data.num_rollout, config.total_num_gpus
     if num_rollouts is None or not num_gpus:
         return ""

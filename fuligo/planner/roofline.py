@@ -56,8 +56,8 @@ def assumptions(subject: Subject, layout: ClusterLayout) -> tuple[str, ...]:
     ]
     if subject.architecture.vision_tower is not None:
         tower = magnitude(subject.architecture.vision_tower.num_parameters)
-        passes = "its passes over images take no time and no memory. Prompts count the tokens of images only as far as "
-        images = f"{passes}--rollout-max-prompt-len does" if config.data.multimodal_keys else "the prompts have no images"
+        passes = "its passes over images take no time and no memory, and image tokens count only as part of --rollout-max-prompt-len"
+        images = passes if config.data.multimodal_keys else "the prompts have no images"
         stated.append(f"The vision tower's {tower} weights are counted; {images}.")
     if layout.pp > 1 or layout.tp > 1 or layout.cp > 1 or layout.ep > 1:
         stated.append("Efficiencies were measured with parallel sizes of 2 inside one node and assumed for larger ones.")
@@ -100,5 +100,5 @@ def _weight_sync(subject: Subject) -> Phase:
     architecture = subject.rollout_architecture
     parts = [part for layer in architecture.layers for part in layer.parts] + list(architecture.outer_parts)
     num_bytes = sum(part.num_parameters * (1 if architecture.is_quantised and part.quantisable else 2) for part in parts)
-    note = f"{num_bytes / 1e9:.0f} GB, all of it to each GPU of an engine, at {speed / 1e9:.0f} GB/s"
+    note = f"{num_bytes / 1e9:.0f} GB, sent in full to each GPU of an engine, at {speed / 1e9:.0f} GB/s"
     return Phase("sync", "trainer", 0.0, num_bytes / speed, 0.0, note)

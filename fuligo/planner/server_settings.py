@@ -29,7 +29,7 @@ class ServerSettings:
     """Largest decoding batch with a CUDA graph; 0 without graphs."""
     num_prefill_graphs: int
     max_running_requests: int | None
-    """Limit of the whole server; None: as many as its memory holds."""
+    """Limit of the whole server; None: limited only by its memory."""
     uses_deepep: bool
     drafts_with_own_layers: bool
     draft_tokens: int
@@ -86,7 +86,7 @@ def server_settings(spec: EngineGroupSpec, architecture: Architecture, gpu: Gpu)
 
 
 def max_running_requests(spec: EngineGroupSpec) -> int | None:
-    """Return the limit of one server; None: as many as its memory holds."""
+    """Return the maximum number of requests that one server runs at a time; None: limited only by its memory."""
     default = None if spec.arguments.get("speculative_algorithm") is None else SPECULATIVE_REQUESTS
     return spec.arguments.get("max_running_requests") or default
 

@@ -33,12 +33,12 @@ class Subject:
     architecture: Architecture
     """Trained model, from `--hf-checkpoint`'s config.json, `--model-config-file`, or the MODEL_ARGS flags."""
     rollout_architecture: Architecture
-    """Model of the checkpoint that the engines load (FP8 if `--hf-checkpoint` is); else the same."""
+    """Model that the engines load from `--hf-checkpoint`, which may be quantized; the same as `architecture` otherwise."""
     gpu: Gpu
     trainer_config_json: FoundConfigJson | None = None
     """Source of `architecture`; None if only MODEL_ARGS describe it."""
     engine_config_json: FoundConfigJson | None = None
-    """Source of `rollout_architecture`, likewise."""
+    """Source of `rollout_architecture`; None if only MODEL_ARGS describe it."""
     own_teacher: Architecture | None = None
     """Model of `--opd-teacher-load`, if its config.json is on this machine."""
     other_served: Mapping[str, Architecture] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Subject:
 
     @property
     def num_trained_parameters(self) -> int:
-        """Parameters with gradients: the adapter's, or all of the model but a frozen vision tower, and MTP layers that are trained."""
+        """Parameters with gradients: the adapter's, or the model's without a frozen vision tower, plus those of trained MTP layers."""
         if self.adapter is not None:
             return self.adapter.num_parameters
         tower = self.architecture.vision_tower if self.config.freezes_tower else None

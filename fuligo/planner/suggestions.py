@@ -20,7 +20,7 @@ NUM_SHOWN = 3
 SMALL_CHUNK_TOKENS = 1024
 """Chunk of logits that is still a large matrix product."""
 NUM_COMBINED = 7
-"""Kinds of changes to try in pairs."""
+"""Number of kinds of changes that are tried in pairs."""
 Changes = tuple[Change, ...]
 
 
@@ -56,7 +56,7 @@ class _Trial:
     changes: Changes
     subject: Subject
     shortfall: float
-    """Bytes by which it exceeds its GPUs."""
+    """Bytes by which the run exceeds its memory, as in `estimate.shortfall`."""
 
 
 def _tried(subject: Subject, changes: Changes, host_memory_bytes: int | None) -> _Trial | None:
@@ -101,7 +101,7 @@ def _fullest(plan: Estimate) -> int:
 
 
 def _candidates(subject: Subject, now: Estimate) -> Iterator[Changes]:
-    """Yield changes that may help, even if not enough or not possible here."""
+    """Yield changes that may help; some may not be enough, or not possible for this run."""
     if any(bar.pipeline_rank is not None and not bar.fits for bar in now.memory):
         yield from _trainer_candidates(subject)
         yield (Change(("cluster", "actor_num_nodes"), 2 * subject.config.cluster.actor_num_nodes),)

@@ -25,7 +25,7 @@ def train_phase(subject: Subject, layout: ClusterLayout) -> Phase:
     if config.trains_values:
         note += ", of policy and value model"
     if (num_samples := samples_per_tree(config, shape)) > 1:
-        note += f", prompts once for {num_samples} answers"
+        note += f", each prompt computed once for {num_samples} responses"
     if shape.pp > 1:
         note += f", pipeline bubble {bubble:.0%} ({num_micro_batches(subject, shape)} micro-batches)"
     if exchange:
@@ -36,7 +36,7 @@ def train_phase(subject: Subject, layout: ClusterLayout) -> Phase:
 
 
 def score_phase(subject: Subject, layout: ClusterLayout) -> Phase | None:
-    """Estimate the scoring before the first optimizer step: reference, teacher, old policy and values, as needed; None if none is."""
+    """Estimate the scoring before the first optimizer step by reference, teacher, old policy and value model; None if none is needed."""
     config, shape = subject.config, layout_of(subject.config)
     models = (
         ("reference", subject if config.needs_reference else None),
@@ -103,9 +103,9 @@ def rollout_forward_flops(subject: Subject) -> float:
 
 
 def trainer_forward_flops(subject: Subject, shape: Layout) -> float:
-    """Return the FLOPs of one forward pass of the trainer over all samples of a rollout, which computes shared prompts once.
+    """Return the FLOPs of one forward pass of the trainer over all samples of a rollout, with shared prompts computed once.
 
-    An answer attends to its prompt as before.
+    Every response still attends to its whole prompt.
     """
     config = subject.config
     prompt, response = average_prompt(config), average_response(config)

@@ -234,7 +234,7 @@ def test_config_table_is_filtered(open_plan: OpenPlan):
     page = open_plan(plan_of_8(), config=config)
     rows = page.locator(".settings tbody tr")
     assert rows.all_inner_texts() == ["rollout\trollout_batch_size\t48"]
-    page.get_by_label("also what is left at its default").check()
+    page.get_by_label("show defaults too").check()
     assert rows.count() == len(plan_document(plan_of_8(), config)["settings"])
     page.get_by_label("Filter the settings").fill("--rollout-batch-size")
     assert all("rollout_batch_size" in text for text in rows.all_inner_texts())

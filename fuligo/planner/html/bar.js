@@ -1,6 +1,6 @@
 // Stacked bars of memory, with a line at the capacity.
 
-// Hue and chroma: what the model needs is colourful, what lies around it is not.
+// Hue and chroma: parts of the model are saturated, overheads are not.
 const ITEM_COLOURS = {
   weights: [262, 0.11],
   adapter: [100, 0.11],
@@ -42,14 +42,14 @@ const ITEM_LABELS = {
   kv_cache: "KV cache",
   graphs: "CUDA graphs",
   deepep: "DeepEP buffers",
-  engine: "engine, asleep",
-  trainer: "trainer, asleep",
+  engine: "offloaded engine",
+  trainer: "offloaded trainer",
 };
 const itemLabel = (name) => (Object.hasOwn(ITEM_LABELS, name) ? ITEM_LABELS[name] : spoken(name));
 const swatch = (colour) => element("span", { class: "swatch", ...colour });
 const roomText = (bar) => (bar.fits ? `${gibibytes(bar.free_bytes)} free` : `${gibibytes(-bar.free_bytes)} too much`);
 
-// `scale`: the bytes that the full width stands for.
+// `scale`: the bytes that correspond to the full width.
 function memoryBar(bar, scale) {
   const segments = bar.items
     .filter((item) => item.num_bytes > 0)

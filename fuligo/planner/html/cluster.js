@@ -9,14 +9,14 @@ const ROLE_NAMES = {
   none: "unused",
 };
 
-// What is chosen; `pinned` stays when the pointer leaves.
+// State of the selection; `pinned` is kept when the pointer leaves.
 const state = { colour: "role", peers: null, current: 0, hovered: null, pinned: null, band: null };
 const drawn = { shape: null, cells: [], path: null, inspected: null };
 
 const colourDimension = () => DIMENSIONS[state.colour] ?? null;
 const peersOf = (gpu, dimension) => gpus.filter((other) => other === gpu || dimension.peers(gpu, other));
 
-// In the view by role the engine is the group that matters, or the tensor-parallel group where there is no engine.
+// By role, highlight a GPU's engine, or its tensor-parallel group if it has no engine.
 function peerDimension(gpu) {
   if (state.peers && DIMENSIONS[state.peers].rank(gpu) !== null) return DIMENSIONS[state.peers];
   const byColour = colourDimension();
@@ -44,7 +44,7 @@ function facesOf(gpu) {
 
 function clusterSection() {
   const picture = element("div", { id: "cluster-picture" });
-  const inspector = element("aside", { id: "inspector", "aria-live": "polite", "aria-label": "The chosen GPU" });
+  const inspector = element("aside", { id: "inspector", "aria-live": "polite", "aria-label": "Selected GPU" });
   const key = element("div", { id: "cluster-key" });
   const refresh = () => mark(inspector);
 
@@ -60,7 +60,7 @@ function clusterSection() {
   return section(
     "cluster",
     "Cluster",
-    element("p", { class: "lead" }, `${text}. Point at a GPU, tap it, or move with the arrow keys; Enter keeps it, Escape lets it go.`),
+    element("p", { class: "lead" }, `${text}. Hover over a GPU, tap it, or use the arrow keys; Enter pins the GPU, Escape unpins it.`),
     colourSwitch(() => redraw()),
     element("div", { class: "cluster" }, element("div", { class: "cluster-left" }, key, picture), inspector),
   );
@@ -95,7 +95,7 @@ function colourSwitch(changed) {
   );
 }
 
-// The colours' meaning; pointing at a rank shows all GPUs that have it.
+// Legend of the colours; hovering over a rank highlights its GPUs.
 function clusterKey(refresh) {
   const dimension = colourDimension();
   if (!dimension) {
@@ -200,7 +200,7 @@ function moveByKey(event, pin) {
   event.preventDefault();
 }
 
-// Who stands out, and what the inspector says.
+// Highlight GPUs and update the inspector.
 function mark(inspector) {
   const active = state.hovered ?? state.pinned;
   const gpu = gpus[active ?? state.current];
@@ -224,7 +224,7 @@ function mark(inspector) {
     drawn.cells[0].parentNode.append(drawn.path);
   }
   inspector.classList.toggle("kept", state.pinned !== null);
-  // Not drawn again where it would say the same: a button that is replaced between press and release gets no click.
+  // Not redrawn if nothing changed: a button that is replaced between press and release gets no click.
   const inspected = `${gpu.index} ${dimension?.key}`;
   if (inspected === drawn.inspected) return;
   drawn.inspected = inspected;

@@ -1,4 +1,4 @@
-// The cluster as one SVG: nodes as boxes, GPUs as cells in them. Knows where things are, not what they mean.
+// The cluster as one SVG: nodes as boxes, GPUs as cells in them. Geometry only; cluster.js chooses colours and labels.
 
 const NODE_GAP = 12;
 const LINE_GAP = 4;
@@ -8,9 +8,9 @@ const MIN_CELL = 17;
 const MAX_CELL = 112;
 const COMFORTABLE_HEIGHT = 640;
 const MAX_PER_ROW = 8; // GPUs side by side in a node
-const SPACIOUS_HEIGHT = 180; // what one or two rows of nodes may take
+const SPACIOUS_HEIGHT = 180; // maximum height of one or two rows of nodes
 
-// The fewest columns of nodes with which the drawing is not too high, as long as a cell stays large enough to be hit.
+// Return the arrangement with the fewest columns of nodes that is not too high; a cell stays large enough to be clicked.
 function arrangement(width, numNodes, perNode) {
   const perRow = Math.min(perNode, MAX_PER_ROW);
   const lines = Math.ceil(perNode / perRow);
@@ -96,7 +96,7 @@ function drawCell(gpu, shape, faces, handlers) {
   );
 }
 
-// Through the cells of a pipeline, stage by stage.
+// Draw a line through the cells of a pipeline, stage by stage.
 function drawPath(members, shape) {
   const points = members.map((gpu) => {
     const { x, y, width, height } = cellBox(gpu, shape);
@@ -105,7 +105,7 @@ function drawPath(members, shape) {
   return svg("polyline", { class: "path", points: points.join(" "), "aria-hidden": "true" });
 }
 
-// The nearest cell above (-1) or below (1) in the same column of cells, or the cell itself.
+// Return the nearest cell above (-1) or below (1) in the same column of cells, or the cell itself if there is none.
 function verticalNeighbour(gpu, direction, shape) {
   const from = cellBox(gpu, shape);
   let nearest = gpu;

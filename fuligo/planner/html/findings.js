@@ -7,7 +7,7 @@ function copyButton(text) {
       await navigator.clipboard.writeText(text);
       button.textContent = "Copied";
     } catch {
-      button.textContent = "Select it by hand"; // the browser gives a page from a file no clipboard
+      button.textContent = "Copy it manually"; // browsers may deny the clipboard to a page opened from a file
     }
   });
   return button;
@@ -15,7 +15,7 @@ function copyButton(text) {
 
 const command = (text) => element("div", { class: "command" }, element("code", {}, text), copyButton(text));
 
-// Flags to add stand side by side, ready to be pasted; other changes are listed.
+// Join the flags to add, ready to be pasted; list other changes.
 const asTyped = (changes) => {
   const isFlag = (change) => change.startsWith("--");
   const rest = changes.filter((change) => !isFlag(change));
@@ -33,7 +33,7 @@ function findingsSection() {
         element("h3", {}, element("span", { class: "severity" }, finding.severity), element("code", {}, finding.id)),
         element("p", {}, finding.text),
         finding.fix.length
-          ? [element("p", { class: "fix-title" }, "Mended by (tried before it is shown):"), command(asTyped(finding.fix))]
+          ? [element("p", { class: "fix-title" }, "Fix (tested against all rules):"), command(asTyped(finding.fix))]
           : null,
         finding.advice ? element("p", { class: "advice" }, finding.advice) : null,
       ),
@@ -53,7 +53,7 @@ function suggestionsSection() {
   return section(
     "suggestions",
     "Changes that make it fit",
-    element("p", { class: "lead" }, "The cheapest first."),
+    element("p", { class: "lead" }, "Cheapest first."),
     plan.suggestions.map((suggestion) =>
       element(
         "article",
@@ -73,7 +73,7 @@ function suggestionsSection() {
 const assumptionsSection = () =>
   section(
     "assumptions",
-    "What the estimates assume",
+    "Assumptions of the estimates",
     element(
       "ul",
       { class: "assumptions" },

@@ -1,4 +1,4 @@
-// What one GPU does: its ranks, its layers, its memory, its peers.
+// Details of one GPU: ranks, layers, memory, peers.
 
 function rankChips(gpu, peersOf, highlighted, choose) {
   const chips = Object.values(DIMENSIONS)
@@ -45,7 +45,7 @@ function engineLines(gpu) {
   return [
     element("dt", {}, "Engine"),
     element("dd", {}, `${group.worker_type} ${gpu.engine.engine}${model}, rank ${gpu.engine.rank} of ${group.num_gpus_per_engine}`),
-    ranks.length ? [element("dt", {}, "Its ranks"), element("dd", {}, ranks.join(" · "))] : null,
+    ranks.length ? [element("dt", {}, "Ranks"), element("dd", {}, ranks.join(" · "))] : null,
   ];
 }
 
@@ -73,7 +73,7 @@ function memoryBlock(bar, scale) {
   );
 }
 
-// `choose(dimension)` shows its peers, `letGo()` unpins it.
+// `choose(dimension)` highlights the GPU's peers in a dimension, `letGo()` unpins the GPU.
 function inspect(gpu, peersOf, highlighted, choose, letGo) {
   const bars = barsOf(gpu);
   const scale = barScale(bars);

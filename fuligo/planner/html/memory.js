@@ -7,7 +7,7 @@ function memorySection() {
   return section(
     "memory",
     "Memory",
-    element("p", { class: "lead" }, "The peak of each kind of GPU, stacked; the line is what the GPU has."),
+    element("p", { class: "lead" }, "Peak memory of each kind of GPU; the line marks the GPU's capacity."),
     legend(names.map((name) => [itemLabel(name), itemColour(name)])),
     element(
       "div",
@@ -15,7 +15,7 @@ function memorySection() {
       plan.memory.map((bar) => memoryRow(bar, isGpuBar(bar) ? scale : barScale([bar]))),
     ),
     capacities(),
-    element("details", {}, element("summary", {}, "Figures, and how they come about"), memoryTable()),
+    element("details", {}, element("summary", {}, "Numbers and their derivation"), memoryTable()),
   );
 }
 
@@ -57,11 +57,11 @@ function capacities() {
 
 function memoryTable() {
   return scrollable(
-    "Figures of the memory",
+    "Memory by item",
     element(
       "table",
       {},
-      tableHead(["Where", "What", "Size", "How it comes about"]),
+      tableHead(["Where", "What", "Size", "Derivation"]),
       plan.memory.map((bar) =>
         element(
           "tbody",
@@ -82,5 +82,5 @@ function memoryTable() {
   );
 }
 
-// A wide table scrolls by itself, also by keyboard, and leaves the page's width alone.
+// Wrap a wide table so that it scrolls, also by keyboard, without widening the page.
 const scrollable = (label, table) => element("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label }, table);

@@ -71,7 +71,7 @@ function trainerShape() {
 
 function longestPhase() {
   const longest = plan.step.phases.reduce((a, b) => (b.duration_s > a.duration_s ? b : a));
-  return `${((100 * longest.duration_s) / plan.step.duration_s).toFixed(0)}% of it ${spoken(longest.name)}`;
+  return `${((100 * longest.duration_s) / plan.step.duration_s).toFixed(0)}% in ${spoken(longest.name)}`;
 }
 
 themeButton();

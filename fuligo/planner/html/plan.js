@@ -1,4 +1,4 @@
-// What can be known from the plan: which GPUs share a group, which bars describe a GPU, what a GPU is called.
+// Facts derived from the plan: groups of GPUs, and the memory bars and names of a GPU.
 
 const plan = embedded;
 const layout = plan.layout;
@@ -10,7 +10,7 @@ const sameTrainer =
   (a, b) =>
     Boolean(a.trainer && b.trainer) && keys.every((key) => a.trainer[key] === b.trainer[key]);
 
-// A dimension: the rank of a GPU in it (null where it has none), how many ranks there are, and who shares a group with whom.
+// Parallel dimensions: rank of a GPU (null if it has none), number of ranks, and whether two GPUs are in the same group.
 const DIMENSIONS = {
   tp: {
     label: "TP",
@@ -57,7 +57,7 @@ for (const [key, dimension] of Object.entries(DIMENSIONS)) {
 const shownDimensions = Object.values(DIMENSIONS).filter((dimension) => dimension.size > 1);
 const usedGpus = gpus.filter((gpu) => gpu.trainer || gpu.engine);
 const workerType = (gpu) => (gpu.engine ? engineGroups[gpu.engine.group].worker_type : null);
-// A bar of trainer and engine together (both keys) stands for the GPU alone; else trainer and engine have a bar each.
+// A bar for trainer and engine together (both keys are set) is the only bar of the GPU; otherwise each of them has a bar.
 function barsOf(gpu) {
   const fits = (key, value) => key === null || key === value;
   const bars = plan.memory.filter(
@@ -70,7 +70,7 @@ const stagesOf = (pipelineRank) => layout.stages.filter((stage) => stage.pipelin
 const layersOf = (stage) => Array.from({ length: stage.num_layers }, (_, offset) => stage.first_layer + offset);
 const isGpuBar = (bar) => bar.pipeline_rank !== null || bar.engine_group !== null;
 
-// Hues run from blue towards red at one lightness, few ranks not all the way; neighbours of many also differ a little in lightness (--odd).
+// Hues run from blue towards red at equal lightness. Few ranks use a part of the range; many also alternate in lightness (--odd).
 function rankColour(rank, size) {
   const span = Math.min(250, 85 * (size - 1));
   const hue = size <= 1 ? 265 : (625 - (span * rank) / (size - 1)) % 360;

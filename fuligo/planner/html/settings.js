@@ -1,4 +1,4 @@
-// The config as a table: what differs from the defaults, or everything.
+// The config as a table: values that differ from their defaults, or all.
 
 function settingText(value) {
   if (value === null) return "none";
@@ -25,7 +25,7 @@ function settingsSection() {
   return section(
     "settings",
     "Config",
-    element("div", { class: "filters" }, search, element("label", {}, all, "also what is left at its default")),
+    element("div", { class: "filters" }, search, element("label", {}, all, "show defaults too")),
     status,
     scrollable(
       "Settings",
@@ -39,7 +39,7 @@ function settingsSection() {
   );
 }
 
-// A group is named in its first row.
+// Name a group only in its first row.
 const settingRow = (setting, index, rows) =>
   element(
     "tr",

@@ -18,7 +18,7 @@ function stagesSection() {
       "ul",
       { class: "legend" },
       sparse ? element("li", {}, element("span", { class: "layer computing", "--hue": 265 }), "computes its index") : null,
-      sparse ? element("li", {}, element("span", { class: "layer", "--hue": 265 }), "reuses the index below") : null,
+      sparse ? element("li", {}, element("span", { class: "layer", "--hue": 265 }), "reuses the index of a layer below") : null,
       element("li", {}, element("span", { class: "layer end" }, "E"), "embedding"),
       element("li", {}, element("span", { class: "layer end" }, "H"), "head"),
     ),

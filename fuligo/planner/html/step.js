@@ -22,7 +22,7 @@ function stepSection() {
   return section(
     "step",
     "One step",
-    element("p", { class: "lead" }, "An estimate, about ", element("b", {}, seconds(duration)), "; what it rests on stands below."),
+    element("p", { class: "lead" }, "Estimated at about ", element("b", {}, seconds(duration)), "; the assumptions are listed below."),
     element(
       "div",
       { class: "timeline" },
@@ -98,7 +98,7 @@ function phaseTable(phases, end) {
   return element(
     "table",
     {},
-    tableHead(["Phase", "On", "Time", "Share", "Work", "Rests on"]),
+    tableHead(["Phase", "On", "Time", "Share", "Work", "Based on"]),
     element(
       "tbody",
       {},

@@ -199,5 +199,5 @@ def test_a_disk_that_is_too_small_is_warned_of_where_the_model_is(run_plan: RunP
     here = (*SMALL, "--hf-checkpoint", model, "--save", str(tmp_path / "new" / "checkpoints"))
     code, output, _ = run_plan(*here)
     words = " ".join(output.split())
-    assert code == 0 and "PLAN-DISK" in words and f"{tmp_path} has 1.0 GiB free" in words
+    assert code == 0 and "PLAN-DISK" in words and f"{tmp_path} has only 1.0 GiB free" in words
     assert "PLAN-DISK" not in run_plan(*here, "--hf-checkpoint", "/of/another/machine", "--model-config-file", model)[1]

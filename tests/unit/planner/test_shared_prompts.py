@@ -69,7 +69,7 @@ def test_shared_prompts_cost_less_time_and_rows(flags: str) -> None:
     assert trainer_forward_flops(shared, shape) < 0.5 * trainer_forward_flops(plain, shape)
     assert num_micro_batches(shared, shape) <= num_micro_batches(plain, shape)
     seconds, fewer = (train_phase(subject, make_layout(subject)) for subject in (plain, shared))
-    assert fewer.duration_s < seconds.duration_s and "prompts once for 8 answers" in fewer.note
+    assert fewer.duration_s < seconds.duration_s and "each prompt computed once for 8 responses" in fewer.note
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])

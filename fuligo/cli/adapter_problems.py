@@ -44,7 +44,7 @@ def adapter_problems(config: Config) -> Iterator[str]:
 
 
 def _quantised_base(config: Config) -> Iterator[str]:
-    """Check that a base can be quantized: that of the run, or the one that the adapter to start from was trained on."""
+    """Check that the base can be quantized if the run, or the adapter to start from, needs a quantized base."""
     flags, model = config.lora, config.model.hf_checkpoint
     try:
         trained_on = None if flags.lora_adapter is None else QuantisedBase.read(adapter_directory(Path(flags.lora_adapter)))

@@ -95,9 +95,9 @@ def find_devices(config: Config) -> tuple[Gpu, ...]:
 
 
 def with_installed_engine(config: Config, num_gpus: int) -> tuple[Config, list[str]]:
-    """Return the config with SGLang as engine if it is installed and no flag chooses an engine, and a line that says so.
+    """Return the config with SGLang as engine if it is installed and no flag chooses an engine, and console lines about the choice.
 
-    On a single GPU trainer and engine take turns; else the engine gets one of its own.
+    If the trainer uses all GPUs, trainer and engine take turns; otherwise the engine gets separate GPUs.
     """
     if not num_gpus or not config.needs_engine or chosen_launcher(config) != "local":
         return config, []

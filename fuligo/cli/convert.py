@@ -85,7 +85,7 @@ Takes the Megatron flags of the model and of a parallel layout, as fuligo train 
 
 
 def hf_to_dist(arguments: Sequence[str]) -> int:
-    """Convert a Hugging Face checkpoint in one process or those of torchrun; only the first process prints."""
+    """Convert a Hugging Face checkpoint in this process, or in all processes of torchrun; only the first process prints."""
     own, flags = _hf_to_dist_parser().parse_known_args(list(arguments))
     if own.world_size is not None and not own.plan:
         raise ConfigError(

@@ -24,7 +24,7 @@ def denied(error: OSError, arguments: Sequence[str]) -> str | None:
 
 
 def _flag_of(path: Path, arguments: Sequence[str]) -> str:
-    """Return the flag whose value is on the way to the path, or below it; empty if there is none."""
+    """Return the flag whose value contains the path or is inside it; empty if there is none."""
     flag = ""
     for argument in arguments:
         value = argument

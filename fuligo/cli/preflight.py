@@ -61,7 +61,7 @@ def _hooks(config: Config) -> Iterator[str]:
 
 
 def _trainer(config: Config) -> Iterator[str]:
-    """Check what the trainer needs here; on a cluster only the nodes need its packages."""
+    """Check that the trainer's packages are installed (with Ray, only the nodes need them), and that it knows the names of the weights."""
     name, trainer = config.resolved_train_backend, config.trainer_capabilities
     for package in trainer.packages if config.trains and chosen_launcher(config) == "local" else ():
         if package_version(package) is None:

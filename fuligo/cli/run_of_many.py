@@ -1,4 +1,4 @@
-"""Process of one of the runs of `fuligo train-many`, which starts it."""
+"""Process of one run of `fuligo train-many`; that command starts it."""
 
 import argparse
 import os

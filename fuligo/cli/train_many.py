@@ -108,7 +108,7 @@ def _require_fit(configs: Mapping[str, Config], started: datetime) -> None:
 
 
 def _with_directories(configs: Mapping[str, Config], started: datetime) -> dict[str, Config]:
-    """Return the configs with a directory for each run that has none: its process would choose one by its own start time."""
+    """Return the configs, with a run directory set for each run that names none; otherwise its process would use its own start time."""
     return {
         name: _changed(config, "observability", run_dir=str(config.run_directory(started)) + re.sub(r"[^\w.]+", "-", f"-{name}"))
         if config.observability.run_dir is None and config.observability.name is None

@@ -240,7 +240,7 @@ def _value_model(config: Config) -> Iterator[str]:
 
 
 def _teacher(config: Config) -> Iterator[str]:
-    """Check the teacher (--use-opd), as far as it is on this disk."""
+    """Check the teacher (--use-opd) if its files are on this machine."""
     model, load = config.model.hf_checkpoint, config.algorithm.opd_teacher_load
     student = Path(model) if model is not None and (Path(model) / "config.json").is_file() else None
     if config.teacher_from == "trainer" and load is not None:

@@ -22,9 +22,9 @@ class TrainerCapabilities:
     """Properties of a trainer."""
 
     loads_distributed: bool
-    """Checkpoints are distributed ones; otherwise they hold Hugging Face directories, the only format that the trainer reads."""
+    """Checkpoints are distributed; otherwise they hold Hugging Face directories, the only format that the trainer reads."""
     keeps_published_names: bool
-    """Weights are sent to engines under the names of the checkpoint; otherwise under those of transformers' model."""
+    """Weights are sent to engines under the names of the checkpoint; otherwise under the names of transformers' model."""
     sends_adapters: bool
     """Adapters are sent separately to engines that know them by name; otherwise they are merged into the weights."""
     swaps_models: bool
@@ -38,7 +38,7 @@ class TrainerCapabilities:
     shares_prefixes: bool
     """`--share-prefixes auto` means on: sharing was never slower where it was measured (docs/trainer.md)."""
     needs_gpus: bool
-    """Made for GPUs; on a CPU it runs for tests only, if --device cpu asks for it."""
+    """The trainer is made for GPUs; on a CPU it runs only for tests, with --device cpu."""
     packages: tuple[str, ...]
     """Packages besides fuligo's own."""
     gpu_packages: tuple[str, ...]
@@ -94,7 +94,7 @@ class EngineCapabilities:
     reports_checksum: bool
     """Engines hold tensors with the names and types in which they are sent, and report a checksum of them."""
     serves_quantised: bool
-    """Engines on an FP8 checkpoint take FP8 weights; otherwise they load and take dequantized weights."""
+    """Engines on an FP8 checkpoint accept FP8 weights; otherwise they load and accept dequantized weights."""
     records_routing: bool
     """Engines report the experts of every token (--use-rollout-routing-replay)."""
     is_reproducible: bool
@@ -102,7 +102,7 @@ class EngineCapabilities:
     writes_profiles: bool
     """Engines have their own profiler (--profile)."""
     applies_adapters: bool
-    """Engines accept a LoRA adapter by itself and apply it to each token; otherwise they need weights that it is merged into."""
+    """Engines accept a LoRA adapter by itself and apply it to each token; otherwise they need weights with the adapter merged in."""
     names_adapters: bool
     """Engines know adapters by name: each request names its adapter, and engines load base weights only from --hf-checkpoint."""
     has_own_models: bool
@@ -110,7 +110,7 @@ class EngineCapabilities:
     resizes_images: bool
     """Engines resize images by a processor other than the trainer's, so that images are sent in their final size."""
     takes_changes: bool
-    """Engines keep what a weight sync leaves out (--update-weight-mode delta); otherwise each sync must bring everything."""
+    """Engines keep what a weight sync leaves out (--update-weight-mode delta); otherwise each sync must send all weights."""
     exact_on: Literal["cpu", "cuda"]
     """Device on which the engine computes log-probabilities that equal the torch trainer's bit for bit (--exact-on-policy)."""
     weight_transports: tuple[str, ...]

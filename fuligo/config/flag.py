@@ -123,7 +123,7 @@ def option_name(name: str) -> str:
 def nearest(name: str, candidates: Iterable[str]) -> list[str]:
     """Return up to three candidates that `name` may have meant, the closest first.
 
-    Every word of `name` must resemble one of the candidate, since names that only share letters mislead: `offload` does not mean `load`.
+    Every word of `name` must resemble a word of the candidate, since names that only share letters mislead: `offload` is not `load`.
     """
     return [near for near in difflib.get_close_matches(name, list(candidates), n=10, cutoff=0.6) if _resembles(name, near)][:3]
 

@@ -91,7 +91,7 @@ ALIASES = {
     "slime.ray.rollout_data_source.pop_first": POP_FIRST_FILTER,
     "slime.rollout.data_source.pop_first": POP_FIRST_FILTER,
 }
-"""Paths from slime's launch scripts -> the same functions here."""
+"""Hook paths in slime's launch scripts -> paths of fuligo's equivalent functions."""
 
 
 def given_hooks(config: Config) -> Iterator[tuple[str, str]]:

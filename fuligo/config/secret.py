@@ -87,7 +87,7 @@ def hide_credentials(text: str) -> str:
 
 
 def is_secret_option(name: str) -> bool:
-    """Return whether a flag of this name takes a secret, known or not: `sglang_api_key`, `wandb_key`, `env`."""
+    """Return whether a flag of this name takes a secret, even if fuligo has no such flag: `sglang_api_key`, `wandb_key`, `env`."""
     return name in ("env", "engine_env") or _SECRET_OPTION.search(name) is not None
 
 

@@ -72,7 +72,7 @@ class ImportedScript:
         return f"{self.path.name} line {found[-1]}" if found else self.launch.place
 
     def file_text(self, path: str) -> str:
-        """Return the text that a file of the command line had when the job was started. Raises ConfigError if there was no such file."""
+        """Return the text of a file that the job's arguments name, as of the start of the job. Raises ConfigError if there was none."""
         if path not in self.launch.files:
             raise ConfigError(f"{self.launch.place}: there is no file {path}; check the path, or map its directory with --map")
         return self.launch.files[path]
@@ -170,7 +170,7 @@ def _run_all(task: _Script, *, trusted: bool, has_maps: bool) -> dict[str, Any]:
 
 
 def _folders(script: Path, root: Path | None, maps: Mapping[str, Path], host_file: str | None) -> list[tuple[str, str]]:
-    """Return what the script sees of this machine: (source, path in the sandbox)."""
+    """Return the folders and files of this machine that the script sees: (source, path in the sandbox)."""
     shown = [script.parent] if root is None else [root, script.parent]
     folders = [(str(folder.resolve()), os.path.normpath(folder.absolute())) for folder in shown]
     if root is not None and not root.is_dir():

@@ -291,7 +291,7 @@ class Palette:
 def stacked_bar(parts: Sequence[tuple[str, float]], capacity: float, scale: float, width: int, palette: Palette) -> Text:
     """Draw the parts side by side, dots up to the capacity, and `|` at it; the excess follows the `|`.
 
-    `width` characters stand for `scale`, which is at least the capacity and the sum of the parts.
+    `width` characters represent `scale`, which is at least the capacity and the sum of the parts.
     """
     cells: list[str | None] = []
     total = 0.0

@@ -114,7 +114,7 @@ def trainer_forward_flops(subject: Subject, shape: Layout) -> float:
 
 
 def recomputed_passes(subject: Subject) -> float:
-    """Return the recomputed share of the forward pass: all layers with full recomputation, some of them with its block method."""
+    """Return the recomputed share of the forward pass: 1 with full recomputation, a part of the layers with its block method, else 0."""
     config = subject.config
     if config.model.gradient_checkpointing:
         return 1.0

@@ -17,7 +17,7 @@ from fuligo.planner.lengths import copied_keys_per_token
 BF16 = 2
 FP32 = 4
 INDEX = 4
-"""Bytes of one chosen token of sparse attention (int32)."""
+"""Bytes per token chosen by sparse attention: its index (int32)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ WORKSPACE_BYTES = 512 * MIB
 
 
 CHOICE_BYTES = 4
-"""One expert of one token (int32)."""
+"""Bytes per expert choice of one token (int32)."""
 FEWEST_REQUESTS, MOST_REQUESTS = 2048, 4096
 REQUESTS_A_CONTEXT = 512
 """Default of --sglang-max-running-requests per attention replica: 512 for each sequence of full context length that its KV cache holds,
@@ -48,9 +48,9 @@ class RoutingRecord:
     """Bytes of the record of experts in the process of one GPU. Every rank has the whole record of its attention replica, all layers."""
 
     gpu_bytes: int = 0
-    """Buffer of a batch's forward pass."""
+    """Buffer for the forward pass of one batch."""
     host_bytes: int = 0
-    """Pinned: one entry per token of the KV cache."""
+    """Pinned buffer with one entry per token of the KV cache."""
 
 
 def records_routing(spec: EngineGroupSpec, config: Config) -> bool:
@@ -117,7 +117,7 @@ class EngineMemory:
     settings: ServerSettings
     weights: int
     expert_weights: int
-    """Part of `weights`: routed experts, of which a small batch reads only some."""
+    """Part of `weights`: routed experts; a small batch reads only some of them."""
     draft_weights: int
     before: int
     """In use before the server loads: CUDA, NCCL, and the remainder of a colocated trainer."""
@@ -323,7 +323,7 @@ def _activations(spec: EngineGroupSpec, memory: EngineMemory) -> MemoryItem:
 def _forward_bytes(spec: EngineGroupSpec, architecture: Architecture, tokens: int) -> float:
     """Return the bytes per token of a forward pass: four hidden states, and the tensors of attention or the MLP.
 
-    Experts see the tokens of all data-parallel ranks, spread over the expert-parallel ones.
+    Experts process the tokens of all data-parallel ranks, divided among the expert-parallel ranks.
     """
     hidden, experts, attention_tp = architecture.hidden_size, architecture.experts, spec.tp_size // spec.dp_size
     attention = architecture.attention

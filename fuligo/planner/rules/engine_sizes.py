@@ -207,7 +207,7 @@ def experts_divide(subject: Subject) -> Iterator[Violation]:
 
 @rule("PLAN-ENGINE-TP-EXPERTS", "--rollout-num-gpus-per-engine")
 def engine_is_not_wider_than_its_experts(subject: Subject) -> Iterator[Violation]:
-    """SGLang's mixture-of-experts models use at most as many tensor-parallel GPUs as there are experts."""
+    """SGLang's mixture-of-experts models cannot use more tensor-parallel GPUs than there are experts."""
     experts = subject.rollout_architecture.experts
     for spec in serving_policy(subject):
         if experts is not None and spec.tp_size > experts.num_experts:

@@ -166,7 +166,7 @@ def offloading_finds_its_memory(subject: Subject) -> Iterator[Violation]:
 
 @rule("PLAN-ENV-CONNECTIONS", "--env", "--tensor-model-parallel-size", "--context-parallel-size", severity=Severity.WARNING)
 def communication_keeps_its_order(subject: Subject) -> Iterator[Violation]:
-    """Before Blackwell, Megatron's TP and CP need all kernels of a GPU in one queue."""
+    """Before Blackwell, Megatron's TP and CP need all kernels of a GPU in one hardware queue."""
     config, sizes = subject.config, subject.config.parallel
     given = config.cluster.env.get(_CONNECTIONS)
     splits = sizes.tensor_model_parallel_size > 1 or sizes.context_parallel_size > 1

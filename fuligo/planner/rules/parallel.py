@@ -183,7 +183,7 @@ def tensor_parallel_stays_in_a_node(subject: Subject) -> Iterator[Violation]:
 
 @rule("PLAN-UNEVEN-BATCH", "--global-batch-size", severity=Severity.WARNING)
 def ranks_have_equally_many_samples(subject: Subject) -> Iterator[Violation]:
-    """If samples do not divide evenly, replicas wait for those that have one more."""
+    """If samples do not divide evenly, some replicas wait for others that have one sample more."""
     config = subject.config
     if config.samples_per_rollout % config.resolved_num_steps_per_rollout:
         return

@@ -15,6 +15,6 @@ def divisors(number: int) -> list[int]:
 
 
 def nearest_first(value: int, candidates: Iterable[int]) -> list[int]:
-    """Return the candidates other than `value`, sorted by their ratio to it; the larger of two equally near ones comes first."""
+    """Return the positive candidates other than `value`, nearest ratio first; of two equally near candidates the larger comes first."""
     others = {candidate for candidate in candidates if candidate != value and candidate > 0}
     return sorted(others, key=lambda other: (max(other, value) / min(other, value), -other))

@@ -119,7 +119,7 @@ def _in_flight(subject: Subject) -> float:
 
 @rule("PLAN-GRAPH-BATCH", "--sglang-cuda-graph-max-bs-decode", "--sglang-cuda-graph-bs-decode", severity=Severity.WARNING)
 def batches_have_graphs(subject: Subject) -> Iterator[Violation]:
-    """Batches above the largest CUDA graph run without one, much slower."""
+    """Batches above the largest CUDA graph run without a graph, which is much slower."""
     for spec in running(subject):
         given, requests = spec.arguments.get("cuda_graph_bs_decode"), spec.arguments.get("max_running_requests")
         largest = max(map(int, given)) if given else spec.arguments.get("cuda_graph_max_bs_decode")

@@ -11,7 +11,7 @@ from fuligo.planner.rules.rule import Fix
 from fuligo.planner.subject import Subject
 
 _latest: list[tuple[Config, tuple[EngineGroupSpec, ...]]] = []
-"""Cache of the groups of the last config; dozens of rules ask for the same one."""
+"""Cache of the last config's groups, since dozens of rules read the same config."""
 
 
 def all_groups(subject: Subject) -> tuple[EngineGroupSpec, ...]:

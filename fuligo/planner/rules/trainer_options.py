@@ -81,7 +81,7 @@ def recomputed_modules_exist(subject: Subject) -> Iterator[Violation]:
 
 @rule("PLAN-CPU-ADAM-PRECISION", "--optimizer-cpu-offload", "--use-precision-aware-optimizer")
 def cpu_adam_is_precision_aware(subject: Subject) -> Iterator[Violation]:
-    """Megatron's CPU optimizer requires the precision-aware one."""
+    """Megatron's CPU optimizer requires the precision-aware optimizer."""
     config = subject.config
     if subject.is_megatron and config.optimizer.optimizer_cpu_offload and not config.optimizer.use_precision_aware_optimizer:
         yield Violation(
@@ -91,7 +91,7 @@ def cpu_adam_is_precision_aware(subject: Subject) -> Iterator[Violation]:
 
 @rule("PLAN-PRECISION-DISTRIBUTED", "--use-precision-aware-optimizer", "--use-distributed-optimizer")
 def precision_aware_is_distributed(subject: Subject) -> Iterator[Violation]:
-    """The precision-aware optimizer requires the distributed one."""
+    """The precision-aware optimizer requires the distributed optimizer."""
     config = subject.config
     if subject.is_megatron and config.optimizer.use_precision_aware_optimizer and not config.optimizer.use_distributed_optimizer:
         text = "--use-precision-aware-optimizer needs --use-distributed-optimizer, which is disabled"

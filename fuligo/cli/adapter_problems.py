@@ -100,5 +100,5 @@ def _fit(adapter: AdapterConfig, given: str | None, model: Path) -> Iterator[str
         yield f"--lora-adapter: {error}"
     except ConfigError as error:
         yield from error.problems
-    except (OSError, ValueError) as error:  # of transformers
+    except (OSError, ValueError) as error:  # raised by transformers
         yield f"--hf-checkpoint {model}: cannot read its model: {error}"

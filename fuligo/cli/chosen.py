@@ -91,7 +91,7 @@ def find_devices(config: Config) -> tuple[Gpu, ...]:
     names = [name for name in visible.split(",") if name.strip()]
     if all(name.strip().isdigit() for name in names):
         return tuple(device for device in devices if str(device.index) in {name.strip() for name in names})
-    return devices[: len(names)]  # UUIDs
+    return devices[: len(names)]  # UUIDs: the devices are assumed to be of one model
 
 
 def with_installed_engine(config: Config, num_gpus: int) -> tuple[Config, list[str]]:

@@ -115,7 +115,7 @@ def _small_model(path: Path | None) -> Path | None:
 
 
 def _convert_hf_to_dist(plan: conversion.DistPlan) -> None:
-    if not any(Path(plan.source).glob("*.safetensors")):  # before seconds of imports
+    if not any(Path(plan.source).glob("*.safetensors")):  # checked before the imports, which take seconds
         raise ConfigError(f"{plan.source} has no *.safetensors files with weights; --plan prints the plan without them")
 
     import torch.distributed as dist

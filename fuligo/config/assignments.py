@@ -95,7 +95,7 @@ def build_config(assignments: Iterable[Assignment], problems: Iterable[str] = ()
     values: dict[str, dict[str, Any]] = defaultdict(dict)
     for (group, name), assignment in last.items():
         if assignment.value is not UNSET:
-            # The word `none` means null, as on the command line, except where it is a text or a choice.
+            # The word `none` means null, as on the command line, except where `none` is valid text or a choice.
             flag = assignment.flag
             plain = flag.optional and flag.kind is not Kind.TEXT and flag.group not in BACKENDS
             values[group][name] = None if (plain and assignment.value == "none" and "none" not in flag.choices) else assignment.value

@@ -44,7 +44,7 @@ def save_yaml(config: Config, path: Path) -> None:
 def yaml_text(config: Config, name: str = "FILE") -> str:
     """Return the text of the config file `name` with the whole config, defaults included."""
     plain = config.model_dump(mode="json")
-    for flag in flags().values():  # paths mean the same when read from another directory
+    for flag in flags().values():  # so that paths mean the same when read from another directory
         plain[flag.group][flag.name] = anchored(flag, plain[flag.group][flag.name], Path())
     text = yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
     names = ", ".join(sorted({secret.variable for _, secret in config.secrets()}))

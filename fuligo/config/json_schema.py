@@ -57,7 +57,7 @@ def _property(flag: Flag) -> dict[str, Any]:
     if not flag.kind.is_list:
         value |= bounds
     if flag.kind is Kind.TEXT_LIST and flag.is_path:
-        value = {"anyOf": [value, {"type": "string"}]}  # one file
+        value = {"anyOf": [value, {"type": "string"}]}  # a single file need not be in a list
     unit = f" [{flag.unit}]" if flag.unit else ""
     if flag.optional or flag.group in BACKENDS:
         value = {"anyOf": [value, {"type": "null"}]}

@@ -76,7 +76,7 @@ def push_problem(name: str) -> str | None:
 
     try:
         HfApi().whoami()
-    except Exception as error:  # of the library or its network client
+    except Exception as error:  # raised by the library or its network client
         reason = str(error).strip().partition("\n")[0].partition(". ")[0] or type(error).__name__
         return f"cannot upload to {name}: {reason}; log in with `hf auth login`, or export HF_TOKEN with a token that may write"
     return None
@@ -93,7 +93,7 @@ def push(directory: Path, name: str, *, title: str) -> None:
     try:
         api.create_repo(name, private=True, exist_ok=True)
         api.upload_folder(repo_id=name, folder_path=directory, commit_message=title)
-    except Exception as error:  # of the library or its network client
+    except Exception as error:  # raised by the library or its network client
         logger.error("cannot upload %s to %s: %s; repeat it with: hf upload %s %s", directory, name, error, name, directory)
     else:
         logger.info("uploaded %s to %s", directory, name)

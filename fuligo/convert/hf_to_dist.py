@@ -50,7 +50,7 @@ def _check_target(target: Path) -> None:
         raise CheckpointError(f"cannot write to {target}: it is a file; use a directory with --save")
     if (target / RELEASE).exists():
         raise CheckpointError(f"cannot write {target / RELEASE}: it already exists; remove it or use another directory with --save")
-    if (target / "config.json").exists():  # Our tracker would hide its weights.
+    if (target / "config.json").exists():  # The tracker would hide its weights.
         raise CheckpointError(f"cannot write to {target}: it is a Hugging Face directory; use another directory with --save")
     if (target / TRACKER).exists() and (target / TRACKER).read_text().strip() != RELEASE:
         raise CheckpointError(

@@ -34,7 +34,7 @@ MIN_REQUESTS = 256
 GRAPH_ARGUMENTS = ("cuda_graph_max_bs_decode", "cuda_graph_bs_decode", "cuda_graph_config", "disable_decode_cuda_graph")
 """Arguments of SGLang that set its CUDA graphs for decoding."""
 SMALLEST_COMPILED = 50_000_000
-"""Parameters of the smallest model whose layers are compiled by default. Compiling takes 10 to 60 s and saves 10% of a 135M model's step."""
+"""Parameters of the smallest model whose layers are compiled by default. Compiling takes 10 to 60 s and saves 10% of a step at 135 M."""
 SMALLEST_ROW_TOKENS = 1024
 """Smallest number of tokens per row to choose: with shorter rows a GPU waits for kernel launches."""
 _RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

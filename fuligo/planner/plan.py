@@ -279,7 +279,7 @@ def plan_document(plan: Plan, config: Config, notes: Sequence[str] = ()) -> dict
         "assumptions": plan.assumptions,
         "settings": _settings(config),
     }
-    # Tuples become lists, so that the document equals the parsed file; plans are shared, so that URLs lose their passwords.
+    # Tuples become lists, so that the document equals the parsed file. Plans are shared, so passwords in URLs are hidden.
     return json.loads(hide_credentials(json.dumps(document)))
 
 

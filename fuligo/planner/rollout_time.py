@@ -75,7 +75,7 @@ def _decoding(subject: Subject, spec: EngineGroupSpec, memory: EngineMemory, req
     per_engine = requests / spec.num_engines
     room = memory.kv_tokens / context * replicas
     running = max(1.0, min(per_engine, room, memory.settings.max_running_requests or per_engine))
-    # One token, and the drafted ones before the first rejected one.
+    # One token, and the draft tokens before the first rejected one.
     tokens_per_step = sum(speeds.DRAFT_ACCEPTANCE**k for k in range(memory.settings.draft_tokens))
     tokens = per_engine * response
     longest = config.rollout.rollout_max_response_len

@@ -13,7 +13,7 @@ from fuligo.planner.subject import Subject
 def train_phase(subject: Subject, layout: ClusterLayout) -> Phase:
     """Estimate the forward and backward passes of all optimizer steps of a rollout."""
     shape, config = layout_of(subject.config), subject.config
-    # A frozen model has no gradients of its weights, which are a third of the passes; those of an adapter are too small to count.
+    # Frozen weights have no gradients, which are a third of the FLOPs; the gradients of an adapter are too small to count.
     passes = (3 if subject.adapter is None else 2) + recomputed_passes(subject)
     flops = num_trained_models(subject) * passes * trainer_forward_flops(subject, shape)
     efficiency = trainer_efficiency(subject, shape)

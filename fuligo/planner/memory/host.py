@@ -169,7 +169,7 @@ def _state_items(subject: Subject, ranks: Sequence[TrainerState]) -> Iterator[Me
     one_copy, adapter = sum(rank.weights for rank in ranks), sum(rank.adapter for rank in ranks)
     adam = sum(rank.optimizer_on_host for rank in ranks)
     has_teacher = config.teacher_from == "trainer"
-    has_reference = config.needs_reference and subject.adapter is None  # with an adapter, it is the policy without it
+    has_reference = config.needs_reference and subject.adapter is None  # with an adapter, the reference is the policy without it
     swapped = has_reference or has_teacher or config.cluster.colocate
     moments = sum(rank.optimizer for rank in ranks) if config.cluster.colocate else 0
     yield MemoryItem("optimizer", adam, f"CPU Adam of {num_gpus} GPUs: fp32 weight, gradient and two moments, 16 bytes per parameter")

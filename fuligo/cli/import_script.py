@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
         except FileExistsError:
             raise ConfigError(f"--output {options.output} already exists; choose a new file") from None
         except OSError as error:
-            raise ConfigError(f"cannot write --output {options.output}: {error.strerror}") from None
+            raise ConfigError(f"cannot write --output {options.output}: {error.strerror}; choose another file") from None
     return 0
 
 

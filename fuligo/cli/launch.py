@@ -33,7 +33,9 @@ def main(arguments: Sequence[str]) -> int:
         if options.join is None:
             return _launch(options, train, logs)
         if options.hostfile is not None:
-            raise ConfigError("fuligo launch takes --hostfile F or --join ADDRESS:PORT, not both")
+            raise ConfigError(
+                "--hostfile and --join cannot be combined: the first starts a cluster, the second joins one; remove one of them"
+            )
         return _join(options, logs)
 
 

@@ -85,7 +85,7 @@ def custom_entries(config: Config) -> dict[str, Any]:
     try:
         entries = yaml.safe_load(Path(given).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"cannot read {option}: {error.strerror}") from error
+        raise ConfigError(f"cannot read {option}: {error.strerror}; use a file that exists and can be read") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{option}: not a YAML file: {error}") from error
     if not isinstance(entries, dict) or not all(isinstance(name, str) and name.isidentifier() for name in entries):

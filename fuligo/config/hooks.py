@@ -44,7 +44,7 @@ def load_hook(flag_name: str, path: str) -> Hook:
     if hook is None:
         raise _error(flag_name, path, f"{module_path} has no {name}{did_you_mean(nearest(name, vars(module)))}")
     if not callable(hook):
-        raise _error(flag_name, path, f"{name} is a {type(hook).__name__}, not a function")
+        raise _error(flag_name, path, f"{name} is a {type(hook).__name__}, not a function; name a function or a class")
     try:
         signature = inspect.signature(hook)
     except ValueError:
@@ -96,7 +96,9 @@ def _import(flag_name: str, path: str, module_path: str) -> ModuleType:
     except ModuleNotFoundError as error:
         own_name = error.name is not None and (module_path == error.name or module_path.startswith(error.name + "."))
         if own_name and not is_file:
-            raise _error(flag_name, path, f"there is no module {error.name} (searched in {Path.cwd()} and the Python path)") from error
+            raise _error(
+                flag_name, path, f"there is no module {error.name} (searched in {Path.cwd()} and the Python path); correct the path"
+            ) from error
         raise _error(flag_name, path, f"{module_path} imports {error.name}, which is not installed; install it") from error
     except FileNotFoundError as error:
         raise _error(flag_name, path, f"{error}") from error
@@ -128,7 +130,7 @@ def _import_file(file: Path) -> ModuleType:
     """Import a file once, so that its hooks share their state."""
     file = file.expanduser().resolve()
     if not file.is_file():
-        raise FileNotFoundError(f"{file} does not exist")
+        raise FileNotFoundError(f"{file} does not exist; correct the path")
     name = f"fuligo_hook_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]

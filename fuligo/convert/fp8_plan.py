@@ -93,7 +93,10 @@ def plan_hf_to_fp8(arguments: Sequence[str]) -> Fp8Plan:
         raise ConfigError(f"cannot convert --model-dir {source}: it is already quantized; use the bf16 checkpoint it was made from")
     if family_of(architecture).stored_experts is not StoredExperts.APART:
         what = "layers" if architecture.experts is None else "experts"
-        raise ConfigError(f"cannot convert --model-dir {source}: {what} of a {architecture.model_type} model are not supported in FP8")
+        raise ConfigError(
+            f"cannot convert --model-dir {source}: {what} of a {architecture.model_type} model are not supported in FP8; "
+            "serve the checkpoint as it is"
+        )
     rows, columns = options.block_size or DEFAULT_BLOCK
     quantisation = Quantisation(options.strategy, (rows, columns) if options.strategy == "block" else None)
     if any(source.glob("*.safetensors")):

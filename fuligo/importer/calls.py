@@ -89,7 +89,7 @@ def find_submission(words: Sequence[str]) -> Submission | None:
             file = value
     entrypoint = tuple(rest[1:] if rest[:1] == ["--"] else rest)
     if not entrypoint:
-        raise ConfigError("ray job submit has no command after `--`")
+        raise ConfigError("ray job submit has no command after `--`; add the training command")
     return Submission(environment, file, entrypoint)
 
 

@@ -76,12 +76,15 @@ def stages(subject: Subject) -> tuple[Stage, ...]:
     cut = Cut(subject.architecture.num_layers, embedding + loss, shape.pp, shape.vpp, first, last)
     counts = cut.counts() if shape.pp > 1 else [cut.num_layers + cut.num_extra]
     if counts is None:
-        raise ConfigError(f"--pipeline-model-parallel-size {shape.pp}{cut.shown()}: {cut.why_uneven()}")
+        raise ConfigError(
+            f"--pipeline-model-parallel-size {shape.pp}{cut.shown()}: {cut.why_uneven()}; choose stages that add up to "
+            f"{cut.num_layers} layers"
+        )
     for pipeline_rank, num_layers in enumerate(counts):
         if num_layers % shape.vpp:
             raise ConfigError(
                 f"--virtual-pipeline-model-parallel-size {shape.vpp} does not divide the {num_layers} layers of pipeline rank "
-                f"{pipeline_rank}"
+                f"{pipeline_rank}; choose a divisor of {num_layers}"
             )
     chunks = [num_layers // shape.vpp for _ in range(shape.vpp) for num_layers in counts]
     chunks[0] -= embedding
@@ -203,7 +206,9 @@ def _engine_ranks(specs: Sequence[EngineGroupSpec]) -> Iterator[EngineRank | Non
 
 def _must_divide(spec: EngineGroupSpec, owner: str) -> None:
     if spec.num_gpus % spec.num_gpus_per_engine:
-        raise ConfigError(f"{owner}: {spec.num_gpus} GPUs are not a multiple of --rollout-num-gpus-per-engine {spec.num_gpus_per_engine}")
+        raise ConfigError(
+            f"{owner}: {spec.num_gpus} GPUs are not a multiple of --rollout-num-gpus-per-engine {spec.num_gpus_per_engine}; change one"
+        )
     pp_size = spec.arguments.value("pp_size")
     if pp_size < 1 or spec.num_gpus_per_engine % pp_size:
         raise ConfigError(
@@ -211,7 +216,9 @@ def _must_divide(spec: EngineGroupSpec, owner: str) -> None:
         )
     for option, size in (("--sglang-dp-size", spec.dp_size), ("--sglang-ep-size", spec.ep_size)):
         if size < 1 or spec.tp_size % size:
-            raise ConfigError(f"{owner}: {option} {size} does not divide the {spec.tp_size} tensor-parallel GPUs of an engine")
+            raise ConfigError(
+                f"{owner}: {option} {size} does not divide the {spec.tp_size} tensor-parallel GPUs of an engine; choose a divisor"
+            )
 
 
 def _engine_group(spec: EngineGroupSpec) -> EngineGroup:

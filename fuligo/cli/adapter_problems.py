@@ -99,6 +99,6 @@ def _fit(adapter: AdapterConfig, given: str | None, model: Path) -> Iterator[str
     except CheckpointError as error:
         yield f"--lora-adapter: {error}"
     except ConfigError as error:
-        yield from error.problems
+        yield f"the --lora flags do not fit --hf-checkpoint {model}: {error}"
     except (OSError, ValueError) as error:  # raised by transformers
         yield f"--hf-checkpoint {model}: cannot read its model: {error}"

@@ -1,6 +1,6 @@
-"""LoRA layers of PEFT in a Hugging Face model: added, switched off, loaded, saved, and merged into the weights.
+"""PEFT's LoRA layers in a Hugging Face model: adding, disabling, loading, saving and merging them.
 
-PEFT itself is imported where layers are added; a model without them does not need it.
+PEFT is imported only where it is called, so a model without an adapter does not need it.
 """
 
 import logging
@@ -29,7 +29,7 @@ from fuligo.formats.adapter_config import (
     is_adapter_name,
     stored_name,
 )
-from fuligo.models.adapter_names import PeftTargets, require_targets
+from fuligo.models.adapter_names import PeftTargets, require_rank, require_targets
 from fuligo.models.experts_adapter import add_experts_adapter, experts_adapters, stacked_factors
 from fuligo.models.transformers_types import model_class, read_config
 from fuligo.models.vision.types import TOWER_PATTERN
@@ -51,9 +51,9 @@ def empty_model(directory: Path) -> PreTrainedModel:
 
 
 def linear_layers(model: PreTrainedModel) -> list[str]:
-    """Return the names of the linear layers that an adapter can have.
+    """Return the names of the linear layers that can have an adapter.
 
-    Excludes the output layer, the indexers of sparse attention (their token choice has no gradient), routers and the towers.
+    Excludes the output layer, the indexers of sparse attention (their token choice has no gradient), routers, and vision and audio towers.
     """
     head = model.get_output_embeddings()
 
@@ -64,7 +64,10 @@ def linear_layers(model: PreTrainedModel) -> list[str]:
 
 
 def peft_targets(model: PreTrainedModel, config: AdapterConfig) -> PeftTargets:
-    """Return the adapted layers as `adapter_config.json` lists them. Raises ConfigError if PEFT has no dropout for one of the layers."""
+    """Return the adapted layers as `adapter_config.json` lists them.
+
+    Raises ConfigError if the adapter has dropout, and PEFT does not support it for one of the layers.
+    """
     has_experts = any(
         name.endswith(".experts") and next(module.parameters(recurse=False), None) is not None for name, module in model.named_modules()
     )
@@ -76,31 +79,25 @@ def require_layers(targets: Iterable[str], model: PreTrainedModel) -> None:
 
     Raises ConfigError if a name matches no such layer.
     """
-    lacking = f"{type(model).__name__} has no linear layer of this name below its output layer"
-    require_targets(targets, linear_layers(model), lacking=lacking)
+    require_targets(targets, linear_layers(model), model=type(model).__name__)
 
 
 def add_adapter(model: PreTrainedModel, config: AdapterConfig, *, seed: int) -> None:
     """Add PEFT's LoRA layers to the model, in place. All other parameters are frozen; B starts as zeros, so the outputs do not change.
 
     `seed`: seed for A, so that all ranks start with the same adapter; the global random state does not change. Raises ConfigError if the
-    model lacks a layer that is to be adapted, or the rank is higher than any of its matrices can have.
+    model lacks a layer that is to be adapted, or the rank is larger than its widest layer.
     """
     from peft import inject_adapter_in_model
 
     require_layers(config.target_modules, model)
     layers = [cast(nn.Linear, model.get_submodule(name)) for name in linear_layers(model)]
-    widest = max(max(layer.in_features, layer.out_features) for layer in layers)
-    if config.rank > widest:  # and memory for it may not exist
-        raise ConfigError(
-            f"--lora-rank {config.rank}: the widest layer of {type(model).__name__} to adapt has {widest} inputs or outputs, so no "
-            "update can have a higher rank; choose a rank such as 16"
-        )
+    require_rank(config.rank, max(max(layer.in_features, layer.out_features) for layer in layers), model=type(model).__name__)
     every = {name.rpartition(".")[2] for name in linear_layers(model)}
     excluded = _excluded_modules(model, [target.rpartition(".")[2] for target in config.target_modules] or every)
     added = _peft_config(config, list(config.target_modules) or sorted(every), excluded)
     stored = _stored_config(config, peft_targets(model, config), excluded)
-    parts = nn.Module()  # without the model's config, by which PEFT would take names for those of experts (`EXPERT_MATRICES`)
+    parts = nn.Module()  # without the model's config, by which PEFT would take `gate_proj` and others for experts (`EXPERT_MATRICES`)
     for name, part in model.named_children():
         parts.add_module(name, part)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
@@ -114,7 +111,7 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, *, seed: int) -> 
 
 
 def _excluded_modules(model: PreTrainedModel, adapted: Collection[str]) -> str | None:
-    """Return the pattern of the modules that PEFT must leave out; None if no tower has layers of these names."""
+    """Return the pattern of the modules that PEFT must exclude, or None if no tower has layers of these names."""
     collide = any(re.match(TOWER_PATTERN, name) and name.rpartition(".")[2] in adapted for name, _ in model.named_modules())
     return TOWER_MODULES if collide else None
 
@@ -133,7 +130,7 @@ def scaling_of(model: nn.Module) -> float:
 
 
 def set_dropout(model: nn.Module, *, on: bool) -> None:
-    """Switch the dropout before A on for training, or off for every pass whose log-probabilities are compared with others."""
+    """Enable the dropout before A for training, or disable it for passes whose log-probabilities are compared with others."""
     for layer in lora_layers(model).values():
         layer.lora_dropout.train(on)
 
@@ -166,19 +163,19 @@ def adapter_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def base_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of the state dict without the adapter's, by the names that they have in a model without adapter."""
+    """Return the state dict without the adapter's tensors, under the names that a model without an adapter has."""
     named = ((stored_name(name), tensor) for name, tensor in model.state_dict(keep_vars=True).items())
     return {name: tensor for name, tensor in named if not is_adapter_name(name)}
 
 
 @dataclass(slots=True, frozen=True)
 class LowRankUpdate:
-    """Update of one matrix, or of the matrices of E experts, by its adapter; the layouts are those of PEFT's files."""
+    """Low-rank update of one matrix, or of the matrices of E experts, in the layout of PEFT's files."""
 
     a: Tensor
-    """[rank, inputs], or [E rank, inputs]"""
+    """[rank, inputs], or [E rank, inputs] for experts."""
     b: Tensor
-    """[outputs, rank], or [outputs, rank E]"""
+    """[outputs, rank], or [outputs, rank E] for experts."""
     scaling: float
 
     def added_to(self, weight: Tensor) -> Tensor:
@@ -190,7 +187,7 @@ class LowRankUpdate:
 
 
 def updates_of(model: nn.Module) -> dict[str, LowRankUpdate]:
-    """Return the updates by the names of the weights that they adapt; their tensors are the live parameters."""
+    """Return the low-rank update of each adapted weight, by the weight's name. The tensors are the live parameters, not copies."""
     found: dict[str, LowRankUpdate] = {}
     for name, layer in lora_layers(model).items():
         a, b = cast(nn.Linear, layer.lora_A[NAME]), cast(nn.Linear, layer.lora_B[NAME])
@@ -203,13 +200,13 @@ def updates_of(model: nn.Module) -> dict[str, LowRankUpdate]:
 
 
 def write_adapter_config(model: PreTrainedModel, directory: Path) -> None:
-    """Write `adapter_config.json` by PEFT. Raises CheckpointError if it cannot be written."""
+    """Write the model's `adapter_config.json` with PEFT. Raises CheckpointError if it cannot be written."""
     config: Any = model.peft_config
     _write_config(config[NAME], directory)
 
 
 def write_config_of(config: AdapterConfig, targets: PeftTargets, directory: Path) -> None:
-    """Write `adapter_config.json` by PEFT for an adapter without PEFT's layers. Raises CheckpointError if it cannot be written."""
+    """Write `adapter_config.json` with PEFT for a model without PEFT's layers. Raises CheckpointError if it cannot be written."""
     _write_config(_stored_config(config, targets), directory)
 
 
@@ -222,7 +219,7 @@ def _write_config(config: "LoraConfig", directory: Path) -> None:
 
 
 def _stored_config(config: AdapterConfig, targets: PeftTargets, excluded: str | None = None) -> "LoraConfig":
-    """Return the configuration by which PEFT loads the adapter. `excluded`: as `_excluded_modules` returns it."""
+    """Return the configuration with which PEFT loads the saved adapter. `excluded`: the pattern from `_excluded_modules`."""
     stored = _peft_config(config, targets.modules, excluded)
     stored.target_parameters = [*targets.parameters, *(EXPERT_PARAMETERS if config.adapts_experts else ())] or None
     return stored
@@ -244,7 +241,7 @@ def _peft_config(config: AdapterConfig, layers: list[str], excluded: str | None)
 
 
 def write_adapter_weights(tensors: Mapping[str, Tensor], directory: Path) -> None:
-    """Write `adapter_model.safetensors`, float32 as trained. Raises CheckpointError if it cannot be written."""
+    """Write `adapter_model.safetensors` in the dtype of the tensors. Raises CheckpointError if it cannot be written."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})
@@ -265,9 +262,9 @@ def read_adapter_weights(directory: Path) -> dict[str, Tensor]:
 
 
 def empty_adapted_model(config: AdapterConfig, base: Path) -> PreTrainedModel:
-    """Return the model of a directory with an adapter's layers, without allocating either.
+    """Return the model of directory `base` with the adapter's layers, without allocating any weights.
 
-    Raises ConfigError if the model lacks a layer that is to be adapted, or the rank is too high.
+    Raises ConfigError if the model lacks a layer that is to be adapted, or the rank is larger than its widest layer.
     """
     model = empty_model(base)
     with torch.device("meta"):
@@ -276,8 +273,7 @@ def empty_adapted_model(config: AdapterConfig, base: Path) -> PreTrainedModel:
 
 
 def require_fits(tensors: Mapping[str, Tensor], config: AdapterConfig, adapter: Path, base: Path) -> None:
-    """Check that an adapter's tensors have the names and shapes that its configuration implies for a directory's model, without allocating
-    the model.
+    """Check that an adapter's tensors have the names and shapes that `config` implies for the model in `base`, without allocating the model.
 
     Raises CheckpointError if they do not.
     """
@@ -289,9 +285,8 @@ def require_fits(tensors: Mapping[str, Tensor], config: AdapterConfig, adapter: 
 
 
 def _misfit(directory: Path, error: ConfigError) -> CheckpointError:
-    """Return the error of an adapter that does not fit the model. It leaves out the flags that shape an adapter: the directory does."""
-    reasons = (re.sub(r"^--lora-(target-modules|experts:) |; remove the flag$", "", problem) for problem in error.problems)
-    return CheckpointError(f"cannot load {directory}: {'; '.join(reasons)}; use the model that the adapter was trained on")
+    """Return the error about a stored adapter that does not fit the model."""
+    return CheckpointError(f"cannot load {directory}: {error}; use the model that the adapter was trained on")
 
 
 @torch.no_grad()
@@ -307,7 +302,7 @@ def load_adapter(model: PreTrainedModel, directory: Path) -> None:
 
 
 def require_same_shapes(tensors: Mapping[str, Tensor], model: nn.Module, directory: Path) -> None:
-    """Check names and shapes of an adapter's tensors. Raises CheckpointError if they are not those of the model's adapter."""
+    """Check names and shapes of an adapter's tensors. Raises CheckpointError if they differ from those of the model's adapter."""
     require_shapes(tensors, {name: list(parameter.shape) for name, parameter in adapter_tensors(model).items()}, directory)
 
 
@@ -317,13 +312,13 @@ def require_shapes(tensors: Mapping[str, Tensor], wanted: Mapping[str, list[int]
     for name in sorted(wanted.keys() | held.keys()):
         if wanted.get(name) != held.get(name):
             raise CheckpointError(
-                f"cannot load {directory / ADAPTER_WEIGHTS}: {name} is {held.get(name, 'absent')} there but {wanted.get(name, 'absent')} "
-                f"in this model with {ADAPTER_CONFIG}; use the model that the adapter was trained on"
+                f"cannot load {directory / ADAPTER_WEIGHTS}: {name} is {held.get(name, 'absent')} in the file, but "
+                f"{wanted.get(name, 'absent')} in this model with {ADAPTER_CONFIG}; use the model that the adapter was trained on"
             )
 
 
 def with_adapter_of(model: PreTrainedModel, directory: Path) -> AdapterConfig:
-    """Add the adapter of a directory to the model and load its weights; return its configuration.
+    """Add the adapter in `directory` to the model, load its weights, and return its configuration.
 
     Raises CheckpointError if the directory is damaged, or the adapter does not fit the model.
     """

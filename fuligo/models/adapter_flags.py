@@ -8,7 +8,7 @@ from fuligo.formats.adapter_config import AdapterConfig, adapter_directory
 
 
 def adapter_of(config: Config) -> AdapterConfig | None:
-    """Return the adapter that a run trains or an evaluation applies; None without one.
+    """Return the adapter that a run trains or an evaluation applies, or None if the flags name none.
 
     Raises CheckpointError if `--lora-adapter` cannot be read, or has a feature that fuligo does not support.
     """

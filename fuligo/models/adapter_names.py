@@ -12,25 +12,25 @@ from fuligo.models.architecture import GroupedAttention
 from fuligo.models.names import Form, ModelNames, Weight
 
 EXPERT_MATRICES = frozenset({"gate_proj", "up_proj", "down_proj"})
-"""Names of the matrices of experts, as the files of published models have them.
+"""Names of the experts' matrices in published checkpoints.
 
 In a model that stores all experts as one tensor, PEFT 0.21.2 (`utils/transformers_weight_conversion.py`) adapts the experts if
-`target_modules` has these names, also at the end of a path, and leaves out dense layers and shared experts of these names.
+`target_modules` contains these names, even at the end of a longer path, and skips dense layers and shared experts with these names.
 """
 ADAPTER_MODULE = "adapter"
-"""Name of the module with the adapter in Megatron's linear layer, or layer of experts, that it adapts."""
+"""Name of the adapter's submodule in the Megatron linear layer, or layer of experts, that it adapts."""
 
 
 @dataclass(slots=True, frozen=True)
 class AdaptedMatrix:
-    """Matrix of the checkpoint with a low-rank update, and its place in one of Megatron's."""
+    """Matrix of the checkpoint with a low-rank update, and its place in Megatron's matrix."""
 
     weight: Weight
-    """Megatron's matrix, of which the checkpoint's may be a part (queries, keys and values; gate and up projection)."""
+    """Megatron's matrix; it may fuse several matrices of the checkpoint (query, key and value; gate and up projection)."""
     part: int
-    """Index among `weight.checkpoint`."""
+    """Index of the checkpoint's matrix in `weight.checkpoint`."""
     rows: int
-    """Outputs of the checkpoint's matrix over all ranks."""
+    """Outputs of the checkpoint's matrix, summed over all ranks."""
 
     @property
     def layer(self) -> str:
@@ -43,11 +43,11 @@ class AdaptedMatrix:
         return self.layer.rpartition(".")[2]
 
     def a(self, rank: int) -> Weight:
-        """Return A [rank, inputs]: whole on every TP rank, or split as the inputs of a row-parallel layer."""
+        """Return A [rank, inputs]: replicated on all TP ranks, or split along the inputs of a row-parallel layer."""
         return self._tensor("A", (rank, self.weight.shape[1]), 1 if self.weight.axis == 1 else None, Form.WHOLE)
 
     def b(self, rank: int) -> Weight:
-        """Return B [outputs, rank]: split as the outputs of a column-parallel layer, or whole on every TP rank."""
+        """Return B [outputs, rank]: split along the outputs of a column-parallel layer, or replicated on all TP ranks."""
         is_joined = self.weight.form is Form.GATE_UP and len(self.weight.checkpoint) == 1
         return self._tensor("B", (self.rows, rank), 0 if self.weight.axis == 0 else None, Form.GATE_UP if is_joined else Form.WHOLE)
 
@@ -60,7 +60,7 @@ class AdaptedMatrix:
 class ExpertsFactor(Weight):
     """A or B of one matrix of all experts of a layer.
 
-    It has the rows of one expert after another's. Expert-parallel ranks split the experts, and the ranks of one expert its rows or its
+    Rows are ordered by expert. Expert-parallel ranks split the experts; the expert-tensor-parallel ranks of an expert split its rows or
     columns (`axis`).
     """
 
@@ -69,7 +69,7 @@ class ExpertsFactor(Weight):
 
     @property
     def peft_shape(self) -> tuple[int, int]:
-        """Shape in PEFT's files, which have the experts on the last axis of B: [outputs, rank E]."""
+        """Shape in PEFT's files, where the experts of B are on its last axis: [outputs, rank E]."""
         rows, columns = self.shape
         return (rows, columns) if self.factor == "A" else (rows // self.num_experts, columns * self.num_experts)
 
@@ -94,7 +94,7 @@ class AdaptedExperts:
 
     @property
     def kind(self) -> Literal["gate_up", "down"]:
-        """Return the matrix: gate and up projection are one."""
+        """Return which of an expert's two matrices this is; gate and up projection are one matrix."""
         return "gate_up" if self.weight.form is Form.GATE_UP else "down"
 
     def factors(self, rank: int) -> tuple[ExpertsFactor, ExpertsFactor]:
@@ -121,25 +121,20 @@ class AdapterNames(ModelNames):
     def of(cls, model: ModelNames, adapter: AdapterConfig, *, num_tensor_ranks: int = 1) -> "AdapterNames":
         """Return the names of an adapter's tensors in a model that `num_tensor_ranks` TP ranks share.
 
-        Raises ConfigError if the model has no layer that is to be adapted, its layers cannot be adapted, or no matrix is as wide as the
-        rank.
+        Raises ConfigError if the model lacks a layer that is to be adapted, its layers cannot be adapted, or the rank is larger than its
+        widest layer.
         """
+        model_type = model.architecture.model_type
         if adapter.adapts_experts and model.architecture.experts is None:
-            raise ConfigError(f"--lora-experts: {model.architecture.model_type} has no experts; remove the flag")
+            raise ConfigError(f"{model_type} has no experts to adapt")
         _require_plain_attention(model, num_tensor_ranks)
         every = list(_linear_layers(model))
-        lacking = (
-            f"{model.architecture.model_type} has no linear layer of this name below its output layer that the Megatron trainer adapts"
-        )
         layers = [matrix.layer for matrix in every]
-        require_targets(adapter.target_modules, layers, lacking=lacking)
-        widest = max(max(matrix.rows, matrix.weight.shape[1]) for matrix in every)
-        if adapter.rank > widest:
-            raise ConfigError(
-                f"--lora-rank {adapter.rank}: the widest layer of {model.architecture.model_type} to adapt has {widest} inputs or "
-                "outputs, so no update can have a higher rank; choose a rank such as 16"
-            )
-        PeftTargets.of(adapter, layers, has_experts=model.architecture.experts is not None)  # that PEFT can load what will be saved
+        require_targets(adapter.target_modules, layers, model=f"the Megatron trainer's {model_type}")
+        require_rank(adapter.rank, max(max(matrix.rows, matrix.weight.shape[1]) for matrix in every), model=model_type)
+        PeftTargets.of(
+            adapter, layers, has_experts=model.architecture.experts is not None
+        )  # raises if PEFT could not load the saved adapter
         return cls(model.architecture, model.table, adapter)
 
     @property
@@ -180,7 +175,7 @@ class AdapterNames(ModelNames):
 
     @cached_property
     def by_matrix(self) -> Mapping[str, list[AdaptedMatrix]]:
-        """The adapted parts of each of Megatron's matrices, by its name."""
+        """Adapted parts of each of Megatron's matrices, by the name of that matrix."""
         found: dict[str, list[AdaptedMatrix]] = {}
         for matrix in self.matrices:
             found.setdefault(matrix.weight.megatron, []).append(matrix)
@@ -188,7 +183,7 @@ class AdapterNames(ModelNames):
 
     @cached_property
     def by_experts(self) -> Mapping[str, list[AdaptedExperts]]:
-        """The adapted matrices of each of Megatron's layers of experts, by its name."""
+        """Adapted matrices of each of Megatron's layers of experts, by the name of that layer."""
         found: dict[str, list[AdaptedExperts]] = {}
         for matrix in self.experts:
             found.setdefault(matrix.module, []).append(matrix)
@@ -202,15 +197,18 @@ class PeftTargets:
     modules: list[str]
     """`target_modules`: names of linear layers."""
     parameters: list[str]
-    """`target_parameters`: matrices of linear layers whose names PEFT takes for those of experts (`EXPERT_MATRICES`)."""
+    """`target_parameters`: matrices of linear layers that PEFT would take for experts by their names (`EXPERT_MATRICES`)."""
 
     @classmethod
     def of(cls, adapter: AdapterConfig, layers: Collection[str], *, has_experts: bool) -> "PeftTargets":
-        """Return the targets of an adapter. Raises ConfigError if PEFT has no dropout for one of the layers.
+        """Return the targets of an adapter.
 
         Args:
-            layers: names of all layers that an adapter can have.
-            has_experts: the model stores all experts of a layer as one tensor.
+            layers: names of all layers that can have an adapter.
+            has_experts: whether the model stores all experts of a layer as one tensor.
+
+        Raises:
+            ConfigError: the adapter has dropout, and PEFT does not support it for one of the layers.
         """
         taken = EXPERT_MATRICES if has_experts else frozenset()
         adapted = [layer for layer in layers if adapter.adapts(layer)]
@@ -219,8 +217,8 @@ class PeftTargets:
         matrices = [layer for layer in adapted if _last(layer) in taken]
         if adapter.dropout and (matrices or adapter.adapts_experts):
             raise ConfigError(
-                f"--lora-dropout {adapter.dropout}: PEFT does not support it for the MLPs of an MoE model, such as "
-                f"{matrices[0] if matrices else 'its experts'}; remove it, or adapt other layers (--lora-target-modules)"
+                f"dropout {adapter.dropout}: PEFT does not support dropout for the MLPs of an MoE model, such as "
+                f"{matrices[0] if matrices else 'its experts'}; use dropout 0, or adapt other layers"
             )
         partly = {_ending(layer) for layer in layers if not adapter.adapts(layer)}
         return cls(modules, sorted({f"{layer if _ending(layer) in partly else _ending(layer)}.weight" for layer in matrices}))
@@ -235,21 +233,31 @@ def _ending(layer: str) -> str:
     return ".".join(layer.split(".")[-2:])
 
 
-def require_targets(targets: Iterable[str], layers: Collection[str], *, lacking: str) -> None:
-    """Check that every target is the name of a layer, or its end.
+def require_targets(targets: Iterable[str], layers: Collection[str], *, model: str) -> None:
+    """Check that every target is the name of a layer or a suffix of it.
 
-    `lacking`: first half of the message about a missing layer. Raises ConfigError if a target names no layer that can have an adapter.
+    `layers`: names of all layers that can have an adapter. Raises ConfigError if a target matches none of them.
     """
     kinds = sorted({layer.rpartition(".")[2] for layer in layers})
     for target in targets:
         if not any(is_target(layer, target) for layer in layers):
-            raise ConfigError(f"--lora-target-modules {target}: {lacking}{did_you_mean(nearest(target, kinds))}; it has {', '.join(kinds)}")
+            near = did_you_mean(nearest(target, kinds))
+            raise ConfigError(f"target module {target}: {model} has no linear layer of this name to adapt{near}; it has {', '.join(kinds)}")
+
+
+def require_rank(rank: int, widest: int, *, model: str) -> None:
+    """Check that an adapter's rank is at most the inputs or outputs of the widest layer; memory may not suffice for a larger one.
+
+    Raises ConfigError if it is larger.
+    """
+    if rank > widest:
+        raise ConfigError(f"rank {rank} exceeds the {widest} inputs or outputs of the widest layer of {model} that can be adapted")
 
 
 def _linear_layers(model: ModelNames) -> Iterator[AdaptedMatrix]:
-    """Yield the matrices that an adapter can have, as `models.adapter.linear_layers` finds them in the Hugging Face model.
+    """Yield the matrices of the layers that `models.adapter.linear_layers` finds in the Hugging Face model.
 
-    Routers and routed experts are parameters of other modules there.
+    Routers and routed experts are not linear layers there.
     """
     for weight in model.weights(0):
         is_matrix = len(weight.shape) == 2 and not weight.is_vocabulary and weight.all_experts is None
@@ -258,7 +266,10 @@ def _linear_layers(model: ModelNames) -> Iterator[AdaptedMatrix]:
 
 
 def _require_plain_attention(model: ModelNames, num_tensor_ranks: int) -> None:
-    """Check that the attention layers can be adapted."""
+    """Check that the attention layers can be adapted.
+
+    Raises ConfigError if attention is sparse, or there are more TP ranks than KV heads.
+    """
     heads = model.architecture.attention
     if model.architecture.sparse_index is not None:
         raise ConfigError(
@@ -267,6 +278,6 @@ def _require_plain_attention(model: ModelNames, num_tensor_ranks: int) -> None:
         )
     if isinstance(heads, GroupedAttention) and num_tensor_ranks > heads.num_kv_heads:
         raise ConfigError(
-            f"--tensor-model-parallel-size {num_tensor_ranks}: an adapter needs a whole head of keys on every TP rank, but the model has "
-            f"{heads.num_kv_heads}; use --tensor-model-parallel-size {heads.num_kv_heads}"
+            f"--tensor-model-parallel-size {num_tensor_ranks}: an adapter needs a whole KV head on every TP rank, but the model has "
+            f"{heads.num_kv_heads} KV heads; use --tensor-model-parallel-size {heads.num_kv_heads}"
         )

@@ -34,7 +34,7 @@ class PartKind(StrEnum):
     SHARED_EXPERT = "shared_expert"
     ROUTED_EXPERTS = "routed_experts"
     LAYER_INPUT = "layer_input"
-    """Projections of the embeddings that each layer has of its own (Gemma 4); their table is an embedding."""
+    """Projections of per-layer embeddings (Gemma 4); the embedding table itself is of kind `EMBEDDING`."""
     VISION_TOWER = "vision_tower"
     MTP_PROJECTION = "mtp_projection"
     """`eh_proj` of an MTP (multi-token prediction) layer: joins the embedding of the next token and the hidden state."""
@@ -64,19 +64,19 @@ class GroupedAttention:
     """Queries, keys and values have biases."""
     has_output_bias: bool = False
     has_head_norms: bool = False
-    """Queries and keys have norms, each head by itself."""
+    """Queries and keys are normalized, each head separately unless `norms_span_heads`."""
     has_output_gate: bool = False
     """The query projection also computes a gate of each head's output."""
     has_sinks: bool = False
     """Each head has a learned logit in the denominator of its softmax."""
     norms_span_heads: bool = False
-    """Norms of queries and keys are over all heads together, not over each."""
+    """Queries and keys are normalized over all heads together."""
     norms_values: bool = False
-    """Values are normed too, each head by itself and without weights."""
+    """Values are normalized too, each head separately and without weights."""
     has_value_projection: bool = True
-    """False: the keys before their norm are the values, too."""
+    """False: the keys before their norm are also the values."""
     borrows_keys: bool = False
-    """Keys and values are those of an earlier layer: the layer neither projects nor caches any."""
+    """The layer reads the keys and values of an earlier layer, and neither projects nor caches its own."""
 
     @property
     def kv_elements_per_token(self) -> int:
@@ -85,12 +85,12 @@ class GroupedAttention:
 
     @property
     def reserved_kv_elements(self) -> int:
-        """Elements of keys and values per token, also of a layer that borrows them."""
+        """Elements of keys and values per token of a layer, even if it borrows them."""
         return 2 * self.num_kv_heads * self.head_dim
 
     @property
     def projected_kv_elements(self) -> int:
-        """Outputs of the layer's own projections of keys and values."""
+        """Elements per token that the layer's key and value projections compute; 0 if it borrows them."""
         return 0 if self.borrows_keys else (1 + self.has_value_projection) * self.num_kv_heads * self.head_dim
 
     @property
@@ -135,29 +135,29 @@ class LinearAttention:
 
     @property
     def num_channels(self) -> int:
-        """Queries, keys and values of one token, which are convolved."""
+        """Channels of the convolution: the queries, keys and values of one token."""
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
     @property
     def state_elements(self) -> int:
-        """Elements of the state of one request and layer, a matrix for each value head."""
+        """Elements of the state per request and layer: one matrix [key_dim, value_dim] per value head."""
         return self.num_value_heads * self.key_dim * self.value_dim
 
     @property
     def window_elements(self) -> int:
-        """Elements of the last inputs of the convolution, of one request and layer."""
+        """Elements of the cached convolution inputs per request and layer."""
         return self.num_channels * (self.conv_width - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class SparseIndex:
-    """Indexer of DeepSeek sparse attention (DeepSeek-V3.2): top-k tokens per query, reused by the layers without one."""
+    """Indexer of DeepSeek sparse attention (DeepSeek-V3.2): chooses top-k tokens per query, which layers without an indexer reuse."""
 
     num_heads: int
     head_dim: int
     top_k: int
     rotary_interleaved: bool = False
-    """True: rotary pairs are neighboring elements of a head; False: one of the first half with one of the second."""
+    """Rotary pairs are adjacent elements of a head; False: elements i and i + head_dim / 2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,23 +188,23 @@ class Numerics:
 
     activation: Activation = Activation.SILU
     norms_outputs: bool = False
-    """The outputs of attention and MLP also have norms, before they are added."""
+    """The outputs of attention and MLP are also normalized, before the residual addition."""
     norms_around_zero: bool = False
     """Norms multiply by one plus their weight."""
     scales_in_float32: bool = False
-    """Norms multiply by their weight in float32, before they round the result."""
+    """Norms multiply by their weight in float32, before the result is rounded."""
     embedding_scale: float = 1.0
-    """Factor of embeddings before the first layer."""
+    """Factor by which embeddings are multiplied before the first layer."""
     softmax_scale: float | None = None
     """Factor of attention scores; None: head_dim ** -0.5."""
     rotary_share: float = 1.0
-    """Rotated part of a head where config.json has no partial_rotary_factor."""
+    """Rotated fraction of a head if config.json has no partial_rotary_factor."""
     rotary_interleaved: bool = False
-    """Rotary pairs are neighboring elements of a head; False: one of the first half with one of the second."""
+    """Rotary pairs are adjacent rotated elements of a head; False: one from the first half with one from the second."""
     rotary_base: float = 10_000
-    """Rotary base where config.json has none."""
+    """Rotary base if config.json has none."""
     window_rotary_base: float | None = None
-    """Rotary base of layers with a window; None: that of the others."""
+    """Rotary base of layers with a sliding window; None: the same as of the other layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,19 +216,19 @@ class Layer:
     parts: tuple[Part, ...]
     is_moe: bool
     computes_index: bool = False
-    """Computes its own token choice in sparse attention (the others reuse that of the nearest such layer below)."""
+    """The layer has an indexer for sparse attention (other layers reuse the token choice of the nearest such layer below)."""
     num_buffer_elements: int = 0
     """Elements stored but not trained by gradients: the correction bias of the router, one per routed expert (float32). Not part of
     `num_parameters`, as in transformers."""
     window: int | None = None
     """Tokens that a token attends to, itself included; None: all before it."""
     attention: GroupedAttention | None = None
-    """Heads of this layer, where layers differ; None: `Architecture.attention`."""
+    """Attention of this layer if layers differ; None: `Architecture.attention`."""
     dense_size: int | None = None
-    """Width of the layer's dense MLP where layers differ, or where it stands beside experts; None: `Architecture.intermediate_size`, and
-    none beside experts."""
+    """Width of the layer's dense MLP if layers differ, or if an MoE layer also has a dense MLP; None: `Architecture.intermediate_size`, or
+    no dense MLP in an MoE layer."""
     input_size: int = 0
-    """Width of the embeddings that the layer has of its own; 0: it has none."""
+    """Width of the layer's per-layer embeddings (Gemma 4); 0: it has none."""
 
     @property
     def num_parameters(self) -> int:
@@ -236,7 +236,7 @@ class Layer:
 
     @property
     def is_linear(self) -> bool:
-        """Has linear attention in place of attention."""
+        """The layer has linear attention in place of softmax attention."""
         return any(part.kind is PartKind.LINEAR_ATTENTION for part in self.parts)
 
 
@@ -264,12 +264,12 @@ class Architecture:
     is_quantised: bool
     """The checkpoint stores FP8 (config.json has a quantization_config)."""
     linear_attention: LinearAttention | None = None
-    """Sizes of the layers with linear attention; None: all have `attention`."""
+    """Sizes of the layers with linear attention; None: all layers have `attention`."""
     is_mxfp4: bool = False
-    """The checkpoint stores the routed experts in MXFP4: four bits per weight, and eight for every 32 weights."""
+    """The checkpoint stores the routed experts in MXFP4: four bits per weight, and an eight-bit scale per 32 weights."""
     numerics: Numerics = Numerics()
     layer_inputs: tuple[Part, ...] = ()
-    """Embeddings that each layer has of its own (Gemma 4), for all layers together, with their projection and norm."""
+    """Per-layer embeddings (Gemma 4) of all layers together, with their projection and norm."""
     vision_tower: Part | None = None
     """All weights that turn images, or sounds, into embeddings; None for a text-only model."""
 
@@ -297,7 +297,7 @@ class Architecture:
 
     @property
     def grouped_attentions(self) -> tuple[GroupedAttention, ...]:
-        """The different heads of the layers; empty with latent attention."""
+        """Distinct attention shapes of the layers; empty with latent attention."""
         found = (self.attention_of(layer) for layer in self.layers if not layer.is_linear)
         return tuple(dict.fromkeys(heads for heads in found if isinstance(heads, GroupedAttention)))
 

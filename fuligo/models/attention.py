@@ -17,7 +17,7 @@ PACKABLE = {"full_attention", "sliding_attention"}
 """`layer_types` of transformers that this module computes."""
 GATED_DELTA = "linear_attention"
 LARGEST_FLASH_HEAD = 256
-"""Size of a head up to which torch 2.13's flash kernel computes it; Gemma 4 has heads of 512."""
+"""Largest head size that torch 2.13's flash kernel supports; Gemma 4 has heads of 512."""
 
 
 def unpackable_layers(config: Any) -> list[str]:
@@ -105,21 +105,21 @@ def _band(length: int, window: int, device: torch.device) -> Tensor:
 
 
 class VarlenRow(NamedTuple):
-    """Sequences of a row on a device, for the varlen kernel.
+    """Sequences of a packed row, as tensors for the varlen kernel.
 
-    The longest length is the size of a tensor: compiled code takes a size as a variable, where an int would be a constant.
+    The longest length is the size of a tensor, since `torch.compile` can trace a size as a variable but specializes on an int.
     """
 
     starts: Tensor
     """[S + 1] int32 start of each sequence."""
     longest: Tensor
-    """[L], with L tokens in the longest sequence."""
+    """[L] with unused values, where L is the length of the longest sequence."""
 
 
 def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, row: VarlenRow, *, scale: float, window: int | None = None, sinks: Tensor | None = None
 ) -> Tensor:
-    """Compute what `packed_attention` does with one kernel of torch, on CUDA in half precision; `torch.compile` can trace it."""
+    """Compute `packed_attention` with torch's varlen kernel, on CUDA in half precision; `torch.compile` can trace it."""
     longest = row.longest.size(0)
     if sinks is not None:
         return flash_with_sinks(VarlenKernel(row.starts, row.starts, longest, longest, scale, window), query, key, value, sinks)
@@ -131,12 +131,12 @@ def varlen_attention(
 
 @functools.lru_cache(maxsize=64)
 def varlen_row(cu_seqlens: tuple[int, ...], device: torch.device) -> VarlenRow:
-    """Return the sequences on the device; cached for all layers of a pass."""
+    """Return the packed row on the device; cached for all layers of a pass."""
     with torch.inference_mode(False):  # the cache also serves passes with gradient
         starts = torch.tensor(cu_seqlens, dtype=torch.int32, device=device)
         return VarlenRow(starts, size_tensor(max(end - start for start, end in pairwise(cu_seqlens)), device))
 
 
 def size_tensor(size: int, device: torch.device) -> Tensor:
-    """Return a [size] tensor of bytes."""
+    """Return an uninitialized uint8 tensor [size]; only its size is read."""
     return torch.empty(size, dtype=torch.uint8, device=device)

@@ -1,7 +1,7 @@
 """Matrix products, attention, norms and softmax whose result for a row depends only on that row, to the last bit.
 
-Ordinary kernels choose blocks and the order of sums by the shapes of a call, so a token's log-probability depends on how many others are
-computed with it: engine and trainer differ by rounding. On a GPU, `models.invariant_kernels` sums in a fixed order, in half precision.
+Ordinary kernels choose block sizes and summation order by the shapes of a call, so a token's log-probability depends on how many others are
+computed with it, and engine and trainer differ by rounding. On a GPU, `models.invariant_kernels` sums in a fixed order, in half precision.
 
 On a CPU sums are exact instead, and an exact sum has one value in any order. The terms are rounded first, to multiples of a common unit so
 coarse that float64 holds every partial sum without rounding (fixed-point pre-rounding: Rump, Ogita & Oishi, "Accurate floating-point
@@ -11,7 +11,7 @@ threads. A row's unit depends only on that row.
 All else is element by element: additions, products, divisions and square roots, which IEEE 754 defines to the bit, and torch's `exp` and
 `log`, which use one vector function for all elements. (On a CPU its `silu` and `sigmoid` use another for the last elements of a tensor.)
 
-Gradients are those of ordinary kernels; only values are reproduced.
+Gradients come from ordinary kernels; only forward values are batch-invariant.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,7 +33,7 @@ INPUT_BLOCK = 512
 KEY_BLOCK = 512
 """Keys whose values are summed exactly, counted from the start of the sequence."""
 MAX_KEYS_LOG2 = 20
-"""log2 of the most keys whose weights are summed exactly."""
+"""log2 of the largest number of keys whose weights are summed exactly."""
 MAX_ELEMENTS = 1 << 20
 """Elements of a float64 intermediate (8 MiB); larger ones are computed in parts."""
 
@@ -58,7 +58,7 @@ def exact_row_sums(x: Tensor, largest: Tensor | float, num_terms_log2: int) -> T
     Args:
         x: not negative; overwritten.
         largest: [..., 1] largest term of each row, or a bound for all.
-        num_terms_log2: log2 of a bound of K. Rows may be padded with zeros.
+        num_terms_log2: log2 of an upper bound of K. Rows may be padded with zeros.
     """
     cut = largest * 2.0**num_terms_log2
     return x.add_(cut).sub_(cut).sum(-1, keepdim=True)
@@ -69,13 +69,13 @@ def _log2_above(number: int) -> int:
 
 
 def _bits(num_inputs: int) -> tuple[int, int]:
-    """Return the bits that inputs and weights keep in a product over this number of inputs."""
+    """Return the number of bits to which inputs and weights are rounded for an exact product over `num_inputs` inputs."""
     free = MANTISSA_BITS - _log2_above(min(num_inputs, INPUT_BLOCK))
     return free // 2, free - free // 2
 
 
 def round_weight(weight: Tensor) -> list[Tensor]:
-    """Return the blocks of inputs of a weight [N, K], rounded for `linear`, each [N, up to INPUT_BLOCK] float64."""
+    """Return a weight [N, K] rounded for `linear`, as blocks of inputs: each [N, at most INPUT_BLOCK] float64."""
     _, bits = _bits(weight.size(1))
     return [round_rows(block, bits) for block in weight.detach().split(INPUT_BLOCK, 1)]
 
@@ -97,7 +97,7 @@ def linear(
         x: [..., K]
         weight: [N, K]
         bias: [N]
-        rounded: `round_weight(weight)`, if it is known.
+        rounded: `round_weight(weight)`; None: it is computed.
         dtype: dtype of the result.
         ranks: on a GPU, round as an engine on this many GPUs does (`invariant_kernels.linear`).
     """
@@ -148,7 +148,7 @@ def _parts(num_rows: int, width: int) -> Iterator[slice]:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return weight * x / rms(x) over the last axis, [..., K], as transformers rounds it: the quotient to x's type first."""
+    """Return weight * x / rms(x) over the last axis, [..., K]; as in transformers, x / rms(x) is first rounded to x's dtype."""
     result: Tensor = _RmsNorm.apply(x, weight, eps)
     return result
 
@@ -188,7 +188,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def silu(x: Tensor) -> Tensor:
-    """Return x / (1 + exp(-x)), rounded to x's type once, on a CPU."""
+    """Return x / (1 + exp(-x)), rounded once to x's dtype; for CPUs."""
     result: Tensor = _Silu.apply(x)
     return result
 
@@ -229,7 +229,7 @@ class _Softmax(torch.autograd.Function):
 
 
 def log_softmax(logits: Tensor) -> Tensor:
-    """Return the log-softmax of [N, V] float32 over the last axis, on a CPU, without gradient."""
+    """Return the log-softmax of [N, V] float32 over the last axis, without gradient; for CPUs."""
     below = logits - logits.amax(-1, keepdim=True)
     num_terms_log2 = _log2_above(logits.size(-1))
     for part in _parts(*below.shape):
@@ -243,7 +243,7 @@ def attention(
 ) -> Tensor:
     """Compute softmax attention with grouped query heads (query head h reads key head h * Hkv // H), without gradient.
 
-    Hidden keys at the end change nothing, so it does not matter how many keys there are beyond those that a query sees.
+    Hidden keys at the end do not change the result, so a query may be computed with any number of later keys.
 
     Args:
         query: [B, L, H, D]
@@ -284,20 +284,21 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, sc
 def _weighted_sums(weights: Tensor, value: Tensor) -> Tensor:
     """Return weights [B, Hkv, R, K] @ value [B, Hkv, K, Dv] in float64, exact within blocks of keys.
 
-    Values are divided by a power of two of their token, which the weights get instead: values of all tokens then have the same unit.
+    Each token's values are divided by a power of two, and its weights are multiplied by it, so that the values of all tokens have the same
+    unit.
     """
     value_bits = (MANTISSA_BITS - _log2_above(KEY_BLOCK)) // 2
     weight_bits = MANTISSA_BITS - _log2_above(KEY_BLOCK) - value_bits
     power = (
         _largest(value).float().view(torch.int32).bitwise_and_(0x7F800000).view(torch.float32).clamp_(min=2.0**-126).double()
-    )  # the largest is below 2 * power
+    )  # each token's largest value is below 2 * power
     cut = 2.0 ** (MANTISSA_BITS + 1 - value_bits)  # at most 2 ** value_bits units make up 2.0
     normed = (value / power).add_(cut).sub_(cut)
     out: Tensor | None = None
     for w, v, p in zip(weights.split(KEY_BLOCK, 3), normed.split(KEY_BLOCK, 2), power.split(KEY_BLOCK, 2)):
         block = round_rows(w * p.transpose(2, 3), weight_bits) @ v
         out = block if out is None else out.add_(block)
-    assert out is not None, "there is a key"
+    assert out is not None, "attention without keys"
     return out
 
 
@@ -346,7 +347,7 @@ class _CausalAttention(torch.autograd.Function):
 
 
 def _attend_causally(query: Tensor, key: Tensor, value: Tensor, out: Tensor, scale: float) -> None:
-    """Fill `out` [S, L, H, Dv] for sequences of equal length, some sequences and queries at a time."""
+    """Fill `out` [S, L, H, Dv] for sequences of equal length, in slices of sequences and queries that bound the memory."""
     num_sequences, length, num_heads, _ = query.shape
     rows = max(1, MAX_ELEMENTS // (num_heads * length))
     batch, block = max(1, rows // length), min(length, rows)

@@ -16,14 +16,14 @@ MAX_NUMBER = 1e30
 
 @dataclass(frozen=True, slots=True)
 class ConfigJson:
-    """Keys of a config.json; for a multi-modal model those of its language model.
+    """Keys of a config.json, or of the language model's part of a multimodal one.
 
-    Absent and null keys have the family's default, if there is one.
+    An absent or null key has the family's default, if there is one.
     """
 
     values: Mapping[str, Any]
     source: str = "config.json"
-    """Path it was read from, for errors."""
+    """Path of the file, for errors."""
 
     @classmethod
     def of(cls, values: Mapping[str, Any], source: str = "config.json") -> ConfigJson:
@@ -34,16 +34,18 @@ class ConfigJson:
         return cls({"tie_word_embeddings": values.get("tie_word_embeddings"), **text}, source)
 
     def part(self, key: str) -> ConfigJson | None:
-        """Return the config of a tower, which stands under this key; None if there is none."""
+        """Return the nested config under `key`, such as a vision tower's; None if there is none."""
         value = self.values.get(key)
         return ConfigJson(value, f"{self.source}, {key}") if isinstance(value, Mapping) else None
 
     def count(self, key: str, default: int | None = None) -> int:
-        """Return a positive integer."""
+        """Return a positive integer. Raises ConfigError if it is malformed, or absent without a default."""
         value = self.values.get(key)
         if value is None:
             if default is None:
-                raise ConfigError(f"{self.source} has no {key}, which a {self.model_type} model needs")
+                raise ConfigError(
+                    f"{self.source} has no {key}, which a {self.model_type} model needs; use the config.json of a published model"
+                )
             return default
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{self.source}: {key} is {value!r:.80}; it must be a positive integer")
@@ -124,7 +126,7 @@ class ConfigJson:
         return self.values.get(key)
 
     def _checked_number(self, key: str, value: object) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not -MAX_NUMBER < value < MAX_NUMBER:  # nor NaN
+        if isinstance(value, bool) or not isinstance(value, int | float) or not -MAX_NUMBER < value < MAX_NUMBER:  # also false for NaN
             raise ConfigError(f"{self.source}: {key} is {value!r:.80}; it must be a number between -{MAX_NUMBER:g} and {MAX_NUMBER:g}")
         return value
 

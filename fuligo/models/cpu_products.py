@@ -15,20 +15,20 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 SMALLEST_ROWS = 32
-"""With fewer rows, MKL is faster: oneDNN looks up its kernel at every call."""
+"""Rows from which oneDNN is faster; it looks up its kernel at every call."""
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """Return [m, n] the product of [m, k] and the transpose of [n, k]. It is not differentiable."""
+    """Return the product [m, n] of `left` [m, k] and the transpose of `right` [n, k]. It is not differentiable."""
     if _takes(left, right, num_rows=left.size(0)) and onednn_is_faster():
         return torch.ops.mkldnn._linear_pointwise(left, right, None, "none", [], "")
     return left @ right.t()
 
 
 def speed_up_linear_layers(model: nn.Module) -> int:
-    """Replace the float32 CPU forward of linear layers where oneDNN is faster, and return the number of modules changed.
+    """Make linear layers use oneDNN in float32 on CPUs where it is faster, and return the number of layers changed.
 
-    `torch.compile` traces torch's own product.
+    Under `torch.compile` they keep torch's own product.
     """
     linear = [module for module in model.modules() if type(module) is nn.Linear] if onednn_is_faster() else []
     for module in linear:
@@ -45,8 +45,8 @@ def onednn_is_faster(cpu_info: Path = Path("/proc/cpuinfo")) -> bool:
 
 def _takes(left: Tensor, right: Tensor, *, num_rows: int) -> bool:
     if torch.compiler.is_compiling() or not left.device.type == right.device.type == "cpu":
-        return False  # before the number of rows, for which there would be a compiled variant
-    return left.dtype == right.dtype == torch.float32 and num_rows >= SMALLEST_ROWS and left.size(-1) > 0  # oneDNN refuses empty sums
+        return False  # checked before the number of rows, on which torch.compile would specialize
+    return left.dtype == right.dtype == torch.float32 and num_rows >= SMALLEST_ROWS and left.size(-1) > 0  # oneDNN rejects k = 0
 
 
 def _forward(self: nn.Linear, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Device and precision of a run, resolved where it starts."""
+"""Device and precision that `auto` stands for."""
 
 from typing import Literal
 
@@ -11,19 +11,22 @@ Precision = Literal["fp32", "bf16"]
 
 
 def resolve_device(config: Config) -> Device:
-    """Resolve `--device auto` by what this machine has. Raises ConfigError if CUDA was requested and there is none."""
+    """Return the device of a run; `--device auto` is CUDA if this machine has it.
+
+    Raises ConfigError if CUDA was requested and this machine has none, except with Ray.
+    """
     import torch
 
     asked = config.cluster.device
     if asked != "auto" and chosen_launcher(config) == "ray":
-        return asked  # the nodes have it, whatever this machine has
+        return asked  # trainer and engines may run on other nodes than this machine
     if asked == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no CUDA device here; use --device cpu, or auto")
     return "cuda" if asked != "cpu" and torch.cuda.is_available() else "cpu"
 
 
 def resolve_precision(asked: Literal["auto", "fp32", "bf16"], device: Device) -> Precision:
-    """Resolve `auto`: bf16 on CUDA, fp32 on a CPU."""
+    """Return the precision of a run; `auto` is bf16 on CUDA and fp32 on a CPU."""
     if asked == "auto":
         return "bf16" if device == "cuda" else "fp32"
     return asked

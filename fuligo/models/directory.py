@@ -38,7 +38,7 @@ def load_tokenizer(path: str | Path, *, runs_its_code: bool) -> PreTrainedTokeni
         raise _needs_code(path)
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=runs_its_code)
-    except Exception as error:  # the tokenizers library raises plain exceptions, code of the directory any
+    except Exception as error:  # the tokenizers library raises plain Exception, and the directory's code may raise anything
         if not runs_its_code and "trust_remote_code" in str(error):
             raise _needs_code(path) from None
         reason = next(iter(str(error).splitlines()), "")
@@ -51,13 +51,13 @@ def load_tokenizer(path: str | Path, *, runs_its_code: bool) -> PreTrainedTokeni
 
 
 def _require_plain_files(directory: Path) -> None:
-    """Check that transformers can read a directory without waiting or filling the memory."""
+    """Check that transformers can read a directory without blocking or exhausting memory. Raises ConfigError if not."""
     if directory.is_dir() and (problems := list(unreadable_files(directory))):
         raise ConfigError(*problems)
 
 
 def _is_code_alone(directory: Path) -> bool:
-    """Return whether the directory's tokenizer exists only as code, so that transformers would load another family's in its place."""
+    """Return whether the tokenizer exists only as code of the directory, so that transformers would load another family's tokenizer."""
     if (directory / "tokenizer.json").is_file() or not brings_code(directory / "tokenizer_config.json"):
         return False
     return (directory / "config.json").is_file() and read_config_json(directory).get("model_type") in LOADED_AS
@@ -74,7 +74,7 @@ def has_tokenizer(path: str | Path) -> bool:
 
 
 def end_ids(generation_config: Any, config: Any, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    """Return the end-of-text tokens of generation config, model config and tokenizer together."""
+    """Return the union of the end-of-text tokens of generation config, model config and tokenizer."""
     found: set[int] = set()
     for source in (generation_config, config, tokenizer):
         ids = getattr(source, "eos_token_id", None)
@@ -83,6 +83,6 @@ def end_ids(generation_config: Any, config: Any, tokenizer: PreTrainedTokenizerB
 
 
 def end_ids_of(directory: str | Path, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the tokens at which the model of a directory stops, by its generation_config.json and its tokenizer."""
+    """Return the end-of-text tokens in a directory's generation_config.json and its tokenizer."""
     generation = GenerationConfig.from_pretrained(str(directory)) if (Path(directory) / "generation_config.json").is_file() else None
     return end_ids(generation, None, tokenizer)

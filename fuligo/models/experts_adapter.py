@@ -21,7 +21,7 @@ ADAPTED_EXPERTS = "fuligo_adapted"
 EXPERT_MATRICES = ("gate_up_proj", "down_proj")
 """Matrices of all experts of a layer, as transformers stacks them."""
 ALIGNMENT = 8
-"""Multiple of the rank that grouped matrix products on GPUs need in bf16."""
+"""Multiple to which the rank is padded, as grouped matrix products on GPUs require in bf16."""
 
 
 class ExpertsAdapter(nn.Module):
@@ -38,7 +38,7 @@ class ExpertsAdapter(nn.Module):
             weight = experts.get_parameter(f"{matrix}_proj")
             self.num_experts, outputs, inputs = weight.shape
             a = torch.empty(self.num_experts * config.rank, inputs, device=weight.device)
-            self.register_parameter(f"{matrix}_A", nn.Parameter(a.uniform_(-(inputs**-0.5), inputs**-0.5)))  # as PEFT begins
+            self.register_parameter(f"{matrix}_A", nn.Parameter(a.uniform_(-(inputs**-0.5), inputs**-0.5)))  # as in PEFT
             self.register_parameter(f"{matrix}_B", nn.Parameter(torch.zeros(outputs, config.rank * self.num_experts, device=weight.device)))
 
     def factors(self, matrix: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -48,10 +48,10 @@ class ExpertsAdapter(nn.Module):
 
 
 class HeldMatrices(Protocol):
-    """Matrices of a layer's experts that are not parameters."""
+    """Matrices of a layer's experts that are stored in another form than a tensor, for instance quantized."""
 
     def product(self, rows: Tensor, *, ends: Tensor) -> Tensor:
-        """Multiply [S, inputs], sorted by expert; `ends` [E] are the ends of each expert's rows."""
+        """Return [S, outputs], the products of `rows` [S, inputs], sorted by expert; `ends` [E] is the end of each expert's rows."""
         ...
 
 
@@ -78,7 +78,7 @@ def low_rank_products(rows: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> Tenso
 
 
 def adapted_experts(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Return the outputs [T, H] of a layer's experts for [T, H] tokens and their [T, K] experts; transformers calls it."""
+    """Return the outputs [T, H] of a layer's experts for tokens [T, H] and their chosen experts [T, K]; called by transformers."""
     (num_tokens, top_k), adapter = top_k_index.shape, getattr(experts, "adapter", None)
     chosen, order = top_k_index.flatten().sort(stable=True)
     ends = torch.bincount(chosen, minlength=experts.num_experts).cumsum(0).to(torch.int32)
@@ -91,7 +91,7 @@ def adapted_experts(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_wei
 
 
 def _product(rows: Tensor, weight: Tensor | HeldMatrices, ends: Tensor, adapter: ExpertsAdapter | None, matrix: str) -> Tensor:
-    """Multiply [S, inputs], sorted by expert, by the experts' matrices [E, outputs, inputs] and, if it is on, by A and B."""
+    """Multiply rows [S, inputs], sorted by expert, by the experts' matrices [E, outputs, inputs], and add the adapter's update if it is on."""
     if isinstance(weight, Tensor):
         rows = rows.to(weight.dtype)
         product = F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
@@ -109,25 +109,22 @@ def add_experts_adapter(model: PreTrainedModel, config: AdapterConfig) -> None:
     """
     found = list(stacked_experts(model).values())
     if not found:
-        raise ConfigError(f"--lora-experts: {type(model).__name__} has no experts; remove the flag")
+        raise ConfigError(f"{type(model).__name__} has no experts to adapt")
     if not all(map(has_plain_matrices, found)):
-        raise ConfigError(
-            f"--lora-experts: the experts of {type(model).__name__} have transposed matrices and biases, which adapters of experts do not "
-            "support; remove the flag"
-        )
+        raise ConfigError(f"cannot adapt the experts of {type(model).__name__}: they have transposed matrices and biases")
     for experts in found:
         experts.add_module("adapter", ExpertsAdapter(experts, config))
     use_own_experts(model)
 
 
 def use_own_experts(model: PreTrainedModel) -> None:
-    """Have the model compute its experts by `adapted_experts`."""
+    """Make the model compute its experts with `adapted_experts`."""
     ALL_EXPERTS_FUNCTIONS.register(ADAPTED_EXPERTS, adapted_experts)
     model.set_experts_implementation(ADAPTED_EXPERTS)
 
 
 def stacked_experts(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules with the experts of a layer by name."""
+    """Return the modules that hold all experts of a layer as stacked matrices, by module name."""
     return {name: module for name, module in model.named_modules() if name.endswith(".experts") and hasattr(module, "gate_up_proj")}
 
 

@@ -12,52 +12,55 @@ from fuligo.models.names import NameTable
 
 @dataclass(frozen=True, slots=True)
 class ModelArgs:
-    """Interpretation of a family's MODEL_ARGS as its config.json."""
+    """Rules to read a family's MODEL_ARGS as its config.json."""
 
     told_by: Mapping[str, object] | None = None
-    """Flags that MODEL_ARGS of the family have, with their values (True: any but 0); None: they are read as those of an older family with
+    """Flags that identify the family's MODEL_ARGS, with their values (True: any but 0); None: MODEL_ARGS are read as an older family with
     equal layers, unless a config.json or `--spec` names the family."""
     precedence: int = 0
-    """Rank among the families whose `told_by` fits: the highest is taken, of equal ones the first in the registry."""
+    """Priority if `told_by` of several families matches: the highest wins, and among equals the first in the registry."""
     is_latent: bool = False
     """The family has latent attention."""
     needs_experts: bool = False
     """Every model of the family has experts."""
     num_experts_key: str = "n_routed_experts"
+    """Key of config.json with the number of routed experts per layer."""
     lists_dense_layers: bool = False
-    """config.json lists the dense layers of a mixture (`mlp_only_layers`), and there are no shared experts; False: they come first."""
+    """config.json lists the dense layers of an MoE model (`mlp_only_layers`), and there are no shared experts; False: the dense layers come
+    first."""
     specs: tuple[str, ...] = ()
-    """Values of `--spec` that public slime scripts give for the family, as a dotted path."""
+    """Values of `--spec` in public slime scripts for the family, as dotted paths."""
     incomplete_because: str | None = None
-    """Why no MODEL_ARGS describe such a model completely, so that it can only be read from config.json."""
+    """Why MODEL_ARGS cannot describe a model of the family completely, so that config.json is needed; None: they can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Functions and facts of a family. Facts of its layers' numerics belong to the `Architecture`."""
+    """Functions and properties of a model family. Numerics of its layers are in `Architecture.numerics`."""
 
     architecture: Callable[[ConfigJson], Architecture]
-    """Read a config.json; raise ConfigError for keys that are missing or contradict each other."""
+    """Return the shapes in a config.json; raises ConfigError for keys that are missing or contradict each other."""
     names: Callable[[ConfigJson, Architecture], NameTable] | None = None
-    """Name the weights in the checkpoint and in Megatron; None: `why_not_megatron`."""
+    """Return the names of the weights in the checkpoint and in Megatron; None if Megatron cannot train the family (`why_not_megatron`)."""
     why_not_megatron: str | None = None
     """Why the Megatron trainer cannot train the family."""
     why_not_transformers: str | None = None
     """Why transformers' layers, which the torch trainer and the embedded engine run, cannot compute the family."""
     why_not_sglang: str | None = None
-    """Why SGLang's engines cannot serve checkpoints of the language model alone. Those of `whole_type` they can."""
+    """Why SGLang cannot serve checkpoints of the language model alone; it serves those of `whole_type`."""
     whole_type: str | None = None
     """`model_type` of a model with towers whose language model (`text_config`) is of the family."""
     vision_tower: Callable[[ConfigJson], Part] | None = None
-    """Count the towers of a model of `whole_type` from its whole config.json."""
+    """Return the parameters of the towers of a `whole_type` model from its whole config.json."""
     sees_images: bool = True
-    """Models of `whole_type` take images; one forward pass (`models.vision.forward`) and one rule of positions (`models.vision.positions`)
-    fits them all. False: their towers are neither run nor trained."""
+    """Models of `whole_type` take images, with the forward pass of `models.vision.forward` and the positions of `models.vision.positions`.
+    False: their towers are neither run nor trained."""
     loaded_as: str | None = None
     """Model type whose classes in transformers load the checkpoints; None if the family has its own."""
     stored_experts: StoredExperts = StoredExperts.APART
+    """Layout of experts in checkpoints that transformers writes."""
     stores_either_experts: bool = False
-    """Checkpoints hold experts `APART` or `WHOLE`, and SGLang loads both; `stored_experts` is what transformers writes."""
+    """Checkpoints may hold experts `APART` or `WHOLE`, and SGLang loads both."""
     has_plain_experts: bool = True
     """Experts in transformers are matrices [E, outputs, inputs] without biases, which adapters and quantized bases need."""
     unwritten_keys: tuple[str, ...] = ()
@@ -72,11 +75,11 @@ class Family:
     """Devices where all its layers have batch-invariant operations for `--exact-on-policy`: linear layers, RMSNorms, SwiGLU, rotary
     embeddings, full attention, on CPUs also Qwen3-MoE's experts."""
     sglang_attention: tuple[str, ...] = ()
-    """Attention kernels with which SGLang serves the family; empty: any for its kind of attention."""
+    """SGLang attention backends that can serve the family; empty: any backend for its kind of attention."""
     has_window_pool: bool = False
-    """SGLang keeps the cache of layers with windows in its own pool; else all layers cache all tokens."""
+    """SGLang keeps the KV cache of layers with windows in a separate pool; False: all layers cache all tokens."""
     writes_harmony: bool = False
-    """Answers come in channels of the harmony format, not after `</think>`."""
+    """Responses use the channels of the harmony format, not `</think>`."""
     model_args: ModelArgs = ModelArgs()
 
     def __post_init__(self) -> None:

@@ -35,7 +35,7 @@ def find_architectures(config: Config) -> tuple[Architecture, Architecture]:
             checkpoint = config.model.hf_checkpoint
             reason = f"--hf-checkpoint {checkpoint} has no config.json on this machine" if checkpoint else "no --hf-checkpoint is given"
             raise ConfigError(
-                f"{reason}; to plan without the checkpoint, use --model-config-file with the model's config.json, or its MODEL_ARGS"
+                f"cannot determine the model's shapes: {reason}; to plan without the checkpoint, use --model-config-file with the model's config.json, or its MODEL_ARGS"
             )
         return architecture, architecture
     values = overridden(trained.values, config) if config.model.override_model_config else trained.values
@@ -53,7 +53,7 @@ def find_teacher_architecture(config: Config) -> Architecture | None:
 
 
 def find_served_architectures(config: Config) -> dict[str, Architecture]:
-    """Return the shapes of the models of `--sglang-config` that have their own path, by that path.
+    """Return the shapes of the models in `--sglang-config` that have their own `model_path`, by path.
 
     Models without a config.json on this machine, or of an unknown family, are left out: SGLang serves more families than fuligo trains.
     """

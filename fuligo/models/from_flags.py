@@ -1,4 +1,4 @@
-"""Reading of MODEL_ARGS as a config.json: where there is none, and where they override it. Imports neither numpy nor torch."""
+"""Conversion of MODEL_ARGS to the keys of a config.json, to replace or override it. Imports neither numpy nor torch."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -43,11 +43,11 @@ EXPERT_KEYS: Mapping[str, str] = {
     "moe_router_topk": "num_experts_per_tok",
     "moe_ffn_hidden_size": "moe_intermediate_size",
 }
-"""Megatron flag of experts -> key of config.json; that of the first flag is `ModelArgs.num_experts_key`."""
+"""Megatron flag of experts -> key of config.json; the key for `num_experts` is `ModelArgs.num_experts_key` instead."""
 
 
 def architecture_from_flags(config: Config) -> Architecture | None:
-    """Return the shapes that the MODEL_ARGS describe, or None if none is given.
+    """Return the shapes that the MODEL_ARGS describe, or None if there are no MODEL_ARGS.
 
     Raises ConfigError if some flags are missing, or the family needs values that no flag states.
     """
@@ -74,7 +74,10 @@ def overridden(config_json: Mapping[str, Any], config: Config) -> dict[str, Any]
 
 
 def _family(given: PassThrough) -> str:
-    """Return the family whose layers the flags describe; the oldest where several families have equal layers."""
+    """Return the family whose layers the flags describe, or the oldest if several families have equal layers.
+
+    Raises ConfigError if `--spec` is unknown.
+    """
     spec = given.get("spec")
     if spec is not None:
         family = spec_family(spec)
@@ -89,7 +92,7 @@ def _precedence(family: str) -> int:
 
 
 def _tell(given: PassThrough, args: ModelArgs) -> bool:
-    """Return whether MODEL_ARGS have the flags of a family."""
+    """Return whether MODEL_ARGS contain the flags that identify a family."""
     if args.told_by is None:
         return False
     return all(bool(given.get(flag)) if value is True else given.get(flag) == value for flag, value in args.told_by.items())
@@ -124,13 +127,13 @@ def _experts(given: PassThrough, family: str) -> dict[str, Any]:
         if shared_size % size:
             raise ConfigError(
                 f"--moe-shared-expert-intermediate-size {shared_size} is not a multiple of --moe-ffn-hidden-size {size}: "
-                f"each shared expert of a {family} model has the size of a routed one"
+                f"each shared expert of a {family} model has the size of a routed one; use a multiple"
             )
         values["n_shared_experts"] = shared_size // size
     frequency, num_layers = given.get("moe_layer_freq"), given.get("num_layers")
     if frequency is None or num_layers is None:
         return values
-    num_layers = ConfigJson({"num_hidden_layers": num_layers}, "MODEL_ARGS").count("num_hidden_layers")  # bounded
+    num_layers = ConfigJson({"num_hidden_layers": num_layers}, "MODEL_ARGS").count("num_hidden_layers")  # checks the limit
     pattern = frequency if isinstance(frequency, list) else [int(number % frequency == 0) for number in range(num_layers)]
     if len(pattern) != num_layers:
         raise ConfigError(f"--moe-layer-freq has {len(pattern)} entries, but --num-layers is {num_layers}; use one entry per layer")
@@ -138,7 +141,7 @@ def _experts(given: PassThrough, family: str) -> dict[str, Any]:
     if FAMILIES[family].model_args.lists_dense_layers:
         return values | {"mlp_only_layers": dense, "decoder_sparse_step": 1}
     if dense != list(range(len(dense))):
-        raise ConfigError(f"--moe-layer-freq has a dense layer after one with experts; a {family} model has all its dense layers first")
+        raise ConfigError(f"--moe-layer-freq has a dense layer after one with experts, but a {family} model has all dense layers first")
     return values | {"first_k_dense_replace": len(dense), "mlp_layer_types": ["dense" if not each else "sparse" for each in pattern]}
 
 

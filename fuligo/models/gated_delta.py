@@ -1,8 +1,8 @@
 """Gated delta rule (arXiv 2412.06464) over packed sequences: neither state nor convolution passes from one sequence to the next.
 
-transformers' modules keep their two operations as attributes and hand them `seq_idx` and `cu_seq_lens_q` of the model's forward. The
-kernels of causal-conv1d and flash-linear-attention, which transformers uses if they are installed, honor both. Its own functions in plain
-torch ignore them; this module replaces those.
+transformers' modules keep their two operations as attributes and pass them `seq_idx` and `cu_seq_lens_q` from the model's forward. The
+kernels of causal-conv1d and flash-linear-attention, which transformers uses if they are installed, honor both. Its plain torch functions
+ignore them; this module replaces those functions.
 """
 
 import logging
@@ -22,7 +22,7 @@ from fuligo.models.attention import equal_length_runs
 logger = logging.getLogger(__name__)
 
 DECAY_RATES = ".linear_attn.A_log"
-"""End of the names of the heads' decay rates, as logarithms."""
+"""Suffix of the names of the parameters with the logarithms of the heads' decay rates."""
 
 T = TypeVar("T")
 Rule = Callable[..., tuple[Tensor, Tensor | None]]
@@ -35,12 +35,12 @@ def gated_delta_modules(model: nn.Module) -> list[Any]:
 
 
 def is_kernel(operation: Callable[..., Any]) -> bool:
-    """Return whether a function or class is a GPU kernel, not transformers' own in plain torch."""
+    """Return whether a function or class comes from a package of GPU kernels, not from transformers' plain torch code."""
     return not operation.__module__.startswith("transformers.")
 
 
 def pack_gated_delta(model: nn.Module) -> int:
-    """Give the layers of gated delta-rule attention operations for packed sequences on any device, and return their number."""
+    """Make the gated delta-rule layers accept packed sequences on any device, and return the number of these layers."""
     modules = gated_delta_modules(model)
     lacks_kernels = _lacks_kernels(modules[0]) if modules and torch.cuda.is_available() else None
     for module in modules:
@@ -55,13 +55,13 @@ def pack_gated_delta(model: nn.Module) -> int:
 
 
 def _on_device(kernel: Callable[..., T], plain: Callable[..., T], *inputs: Tensor, **options: Any) -> T:
-    """Apply a kernel to tensors of a GPU, and a function in plain torch to others: models are checked on the CPU before they are placed."""
+    """Apply `kernel` to CUDA tensors and `plain` to others, since models are checked on the CPU before they move to a GPU."""
     is_cuda = any(tensor.is_cuda for tensor in (*inputs, *options.values()) if isinstance(tensor, Tensor))
     return (kernel if is_cuda else plain)(*inputs, **options)
 
 
 def _plain_norm(module: Any) -> nn.Module:
-    """Return a layer's gated norm; transformers' own in place of flash-linear-attention's, which runs on GPUs alone."""
+    """Return a layer's gated norm, with flash-linear-attention's, which runs only on GPUs, replaced by transformers' own."""
     if is_kernel(type(module.norm)):
         source = sys.modules[type(module).__module__]
         own: Any = next(each for name, each in vars(source).items() if name.endswith("RMSNormGated") and each and not is_kernel(each))
@@ -72,7 +72,7 @@ def _plain_norm(module: Any) -> nn.Module:
 
 
 def plain_rule(module: nn.Module) -> Rule:
-    """Return transformers' rule in plain torch for a layer of one of its models."""
+    """Return transformers' plain torch rule from the module that defines the layer's class."""
     return sys.modules[type(module).__module__].torch_chunk_gated_delta_rule
 
 
@@ -83,7 +83,7 @@ def _lacks_kernels(module: Any) -> str | None:
     import triton  # pyright: ignore[reportMissingImports]
 
     number = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:3])
-    # flash-linear-attention refuses these in the backward pass (fla-org/flash-linear-attention#640).
+    # flash-linear-attention raises in the backward pass with these versions (fla-org/flash-linear-attention#640).
     if torch.cuda.get_device_capability()[0] == 9 and (3, 4, 0) <= number < (3, 7, 1) and find_spec("tilelang") is None:
         return f"gradients of flash-linear-attention are wrong with Triton {triton.__version__} on Hopper GPUs; pip install tilelang"
     return None
@@ -154,7 +154,7 @@ def packed_rule(
         cu_seqlens: [S + 1] starts of the sequences; None: `rule` gets all arguments as they are.
 
     Returns:
-        [1, T, H, Dv], and if asked for the final states [S, H, Dk, Dv].
+        [1, T, H, Dv], and the final states [S, H, Dk, Dv] if `output_final_state`.
     """
     if cu_seqlens is None:
         return rule(query, key, value, g=g, beta=beta, initial_state=initial_state, output_final_state=output_final_state, **options)

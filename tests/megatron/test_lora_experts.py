@@ -255,4 +255,4 @@ def test_a_model_without_experts_is_refused(pool: RankPool, tmp_path: Path) -> N
     dense = start(tmp_path, "qwen3", ["q_proj"])
     lora = replace(RANDOM, adapter=replace(RANDOM.adapter, target_modules=("q_proj",)))
     (text,) = pool.run(1, refusal, dense.settings("one", lora=lora))
-    assert "--lora-experts: qwen3 has no experts; remove the flag" in text
+    assert "qwen3 has no experts to adapt" in text

@@ -56,7 +56,7 @@ def names(config: ConfigJson, architecture: Architecture) -> NameTable:
 
 
 def _indexer_parts(index: SparseIndex, heads: LatentAttention, config: ConfigJson) -> tuple[Part, ...]:
-    """Return the query projection (from the latent queries), the key projection with its layer norm, and the weights of the heads."""
+    """Return the parts of the indexer: query projection (from the latent queries), key projection with layer norm, and head weights."""
     if heads.q_lora_rank is None:
         raise config.contradiction("sparse attention needs q_lora_rank: the indexer reads the latent queries")
     hidden_size = config.count("hidden_size")

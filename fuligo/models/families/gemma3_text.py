@@ -71,7 +71,7 @@ def names(config: ConfigJson, architecture: Architecture) -> NameTable:
 
 
 def _window_rotary_base(config: ConfigJson) -> float:
-    """Return the rotary base of layers with a window, which scale no positions."""
+    """Return the rotary base of layers with a window. Raises ConfigError if they scale positions."""
     by_type = config.values.get("rope_parameters")
     given = by_type.get(SLIDING) if isinstance(by_type, Mapping) else None
     if not isinstance(given, Mapping):

@@ -1,5 +1,6 @@
-"""Gemma 4: windows, heads of two sizes, keys and values that layers share, embeddings per layer, experts beside a dense MLP; published with
-towers for images and sounds.
+"""Gemma 4: sliding windows, two head sizes, keys and values shared between layers, per-layer embeddings, experts beside a dense MLP.
+
+Published with vision and audio towers.
 """
 
 from collections.abc import Mapping
@@ -26,7 +27,7 @@ from fuligo.models.parts import (
 HEAD_DIM, GLOBAL_HEAD_DIM = 256, 512
 WINDOW = 512
 INPUT_SIZE, INPUT_VOCABULARY = 256, 262_144
-"""Defaults of the embeddings per layer."""
+"""Default width and vocabulary size of the per-layer embeddings."""
 
 
 def architecture(config: ConfigJson) -> Architecture:
@@ -74,7 +75,7 @@ def architecture(config: ConfigJson) -> Architecture:
         [layer(number, kind) for number, kind in enumerate(kinds)],
         experts=experts,
     )
-    embedding = replace(whole.embedding, split=Split.REPLICATED)  # SGLang holds it whole on every GPU
+    embedding = replace(whole.embedding, split=Split.REPLICATED)  # as in SGLang
     return replace(
         whole,
         embedding=embedding,
@@ -84,7 +85,7 @@ def architecture(config: ConfigJson) -> Architecture:
 
 
 def towers(config: ConfigJson) -> Part:
-    """Return the towers for images and sounds, those that the model has, with the projections of their outputs.
+    """Return the parameters of the model's vision and audio towers, with the projections of their outputs.
 
     Raises ConfigError if a size is missing or malformed.
     """
@@ -99,7 +100,7 @@ def towers(config: ConfigJson) -> Part:
 
 
 def _read_heads(config: ConfigJson) -> Mapping[str, GroupedAttention]:
-    """Return the heads of layers with and without a window."""
+    """Return the attention of layers with a window and of layers without, by layer type."""
     bias = config.switch("attention_bias", default=False)
     windowed = read_grouped_attention(config, qkv_bias=bias, output_bias=bias, qk_norm=True, default_head_dim=HEAD_DIM)
     windowed = replace(windowed, norms_values=True)
@@ -118,33 +119,37 @@ def _kinds(config: ConfigJson) -> list[str]:
 
 
 def _require_lenders(config: ConfigJson, kinds: list[str], first_borrowing: int) -> None:
-    """Check that an earlier layer of the same kind lends its keys and values to each layer that has none."""
+    """Check that each layer without its own keys and values has an earlier layer of its type to read them from.
+
+    Raises ConfigError if not.
+    """
     if first_borrowing <= 0:
         raise config.contradiction(
-            f"num_kv_shared_layers {config.values['num_kv_shared_layers']} leaves none of {len(kinds)} layers keys and values of its own"
+            f"num_kv_shared_layers is {config.values['num_kv_shared_layers']}; it must be less than num_hidden_layers ({len(kinds)})"
         )
     if lacking := set(kinds[first_borrowing:]) - set(kinds[:first_borrowing]):
         raise config.contradiction(
-            f"num_kv_shared_layers {config.values['num_kv_shared_layers']}: no layer before them is of the type {min(lacking)}"
+            f"num_kv_shared_layers is {config.values['num_kv_shared_layers']}, but no {min(lacking)} layer before the last "
+            f"{len(kinds) - first_borrowing} has keys and values to share"
         )
 
 
 def _expert_parts(experts: Experts | None, hidden_size: int) -> Parts:
-    """Return the router, whose inputs and whose choice have scales, and the experts."""
+    """Return the experts and the router, which also has a scale per input and per expert."""
     if experts is None:
         return ()
     return *expert_mlp_parts(experts, hidden_size), vector(PartKind.ROUTER, hidden_size + experts.num_experts)
 
 
 def _input_parts(input_size: int, hidden_size: int) -> Parts:
-    """Return the gate of a layer's own embedding and its projection."""
+    """Return the gate and the output projection of a layer's per-layer embeddings."""
     if not input_size:
         return ()
     return (matrix(PartKind.LAYER_INPUT, 2 * hidden_size * input_size, Split.REPLICATED, quantisable=False),)
 
 
 def _layer_inputs(config: ConfigJson, input_size: int, hidden_size: int, num_layers: int) -> Parts:
-    """Return the embeddings of all layers, the projection of the model's embedding to their size, and its norm."""
+    """Return the per-layer embeddings of all layers, the projection of the token embedding to their size, and its norm."""
     if not input_size:
         return ()
     rows, width = config.count("vocab_size_per_layer_input", default=INPUT_VOCABULARY), num_layers * input_size
@@ -156,7 +161,7 @@ def _layer_inputs(config: ConfigJson, input_size: int, hidden_size: int, num_lay
 
 
 def _image_tower(config: ConfigJson) -> int:
-    """Return the parameters of the embeddings of patches and positions, and of the layers."""
+    """Return the number of parameters of the vision tower: patch and position embeddings, and layers."""
     hidden, inner = config.count("hidden_size", default=768), config.count("intermediate_size", default=3072)
     head_dim = config.count("head_dim", default=64)
     query, key = (config.count(f"num_{name}_heads", default=12) * head_dim for name in ("attention", "key_value"))
@@ -167,7 +172,7 @@ def _image_tower(config: ConfigJson) -> int:
 
 
 def _sound_tower(config: ConfigJson) -> int:
-    """Return the parameters of the convolutions before the layers, of the layers, and of the output projection."""
+    """Return the number of parameters of the audio tower: convolutions before the layers, layers, and output projection."""
     hidden, output = config.count("hidden_size", default=1024), config.count("output_proj_dims", default=1536)
     channels = config.indices("subsampling_conv_channels") or (128, 32)
     if len(channels) != 2:
@@ -183,8 +188,8 @@ def _sound_tower(config: ConfigJson) -> int:
 
 FAMILY = Family(
     architecture=architecture,
-    why_not_megatron="the Megatron trainer supports neither heads of two sizes nor keys and values that layers share",
-    why_not_sglang="SGLang 0.5.15.post1 reads the sizes of its heads only from the config.json of the whole model, as it is published",
+    why_not_megatron="the Megatron trainer supports neither two head sizes nor keys and values shared between layers",
+    why_not_sglang="SGLang 0.5.15.post1 reads its head sizes only from the config.json of the published model with its towers",
     whole_type="gemma4",
     vision_tower=towers,
     sees_images=False,

@@ -1,4 +1,4 @@
-"""GLM-4.5, GLM-4.6 and GLM-4.7, mixture of experts (arXiv 2508.06471): grouped attention; the large models norm queries and keys."""
+"""GLM-4.5, GLM-4.6 and GLM-4.7, mixture of experts (arXiv 2508.06471): grouped attention; the large models normalize queries and keys."""
 
 from dataclasses import replace
 

@@ -1,6 +1,6 @@
-"""GLM-5: DeepSeek-V3.2's layers, several of which share a token choice (arXiv 2603.12201).
+"""GLM-5: DeepSeek-V3.2's layers, only some of which have an indexer (arXiv 2603.12201).
 
-The layers with an indexer choose tokens; the others take the choice of the nearest such layer below.
+Layers without an indexer reuse the token choice of the nearest layer below that has one.
 """
 
 from dataclasses import replace
@@ -14,7 +14,7 @@ from fuligo.models.family import Family, ModelArgs
 def architecture(config: ConfigJson) -> Architecture:
     every = deepseek_v32.architecture(config)
     computing = _computing_layers(config)
-    # An MTP layer has no layer below whose choice it could take, so it computes its own.
+    # MTP layers keep their indexer: they have no layer below whose token choice they could reuse.
     return replace(
         every, layers=tuple(layer if computes else _without_indexer(layer) for layer, computes in zip(every.layers, computing, strict=True))
     )
@@ -25,7 +25,10 @@ def _without_indexer(layer: Layer) -> Layer:
 
 
 def _computing_layers(config: ConfigJson) -> tuple[bool, ...]:
-    """Return for each layer whether it computes its token choice: `indexer_types`, else `index_topk_pattern`, else frequency and offset."""
+    """Return for each layer whether it has an indexer, by `indexer_types`, else `index_topk_pattern`, else frequency and offset.
+
+    Raises ConfigError if these keys contradict each other, or the first layer has no indexer.
+    """
     num_layers = config.count("num_hidden_layers")
     frequency = config.count("index_topk_freq", default=1)
     offset = config.index("index_skip_topk_offset", default=2)

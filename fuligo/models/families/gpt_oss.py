@@ -23,7 +23,7 @@ from fuligo.models.parts import (
 HEAD_DIM = 64
 WINDOW = 128
 CLAMP = 7.0
-"""Largest gate and up projection before the activation (`swiglu_limit`), which transformers 5.12.1 does not read from config.json."""
+"""Limit of gate and up projection before the activation (`swiglu_limit`), which transformers 5.12.1 does not read from config.json."""
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 

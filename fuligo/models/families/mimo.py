@@ -15,7 +15,7 @@ def architecture(config: ConfigJson) -> Architecture:
 
 
 def names(config: ConfigJson, architecture: Architecture) -> NameTable:
-    """Return the weight names; MTP layers are numbered on their own and join the hidden state before the embedding."""
+    """Return the weight names; MTP layers are numbered from 0, and their projection takes the hidden state before the embedding."""
     mtp = (
         norm(architecture, "enorm", "token_layernorm"),
         norm(architecture, "hnorm", "hidden_layernorm"),
@@ -26,4 +26,4 @@ def names(config: ConfigJson, architecture: Architecture) -> NameTable:
     return replace(table, mtp=mtp, mtp_prefix="model.mtp_layers.{mtp}.")
 
 
-FAMILY = Family(architecture=architecture, names=names, why_not_transformers="transformers 5.12.1 does not have its layers")
+FAMILY = Family(architecture=architecture, names=names, why_not_transformers="transformers 5.12.1 does not implement its layers")

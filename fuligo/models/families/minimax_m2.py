@@ -30,6 +30,6 @@ def architecture(config: ConfigJson) -> Architecture:
 
 FAMILY = Family(
     architecture=architecture,
-    why_not_megatron="its norms of queries and keys span all heads, where those of Megatron-Core 0.16.1 span one",
+    why_not_megatron="its query and key norms span all heads, but Megatron-Core 0.16.1 normalizes each head separately",
     stored_experts=StoredExperts.MIXTRAL,
 )

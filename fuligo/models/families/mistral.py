@@ -8,7 +8,7 @@ from fuligo.models.names import NameTable
 from fuligo.models.parts import dense_architecture
 
 WINDOW = 4096
-"""`sliding_window` of a config.json that does not say otherwise."""
+"""Default of `sliding_window` if config.json does not set it."""
 
 
 def architecture(config: ConfigJson) -> Architecture:

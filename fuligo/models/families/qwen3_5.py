@@ -18,7 +18,7 @@ def num_mtp_layers(config: ConfigJson) -> int:
 FAMILY = replace(
     qwen3_next.FAMILY,
     architecture=architecture,
-    why_not_sglang="SGLang 0.5.15.post1 has a class only for the whole model, with its vision tower, as it is published",
+    why_not_sglang="SGLang 0.5.15.post1 has a class only for the published model with its vision tower",
     whole_type="qwen3_5",
     vision_tower=qwen3_vl.vision_tower,
 )

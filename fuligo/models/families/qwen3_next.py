@@ -35,7 +35,7 @@ def architecture(config: ConfigJson) -> Architecture:
     def has_experts(number: int) -> bool:
         return number not in dense_numbers and (number + 1) % step == 0
 
-    num_mtp_layers = config.index("num_nextn_predict_layers", default=1)  # published files have a layer, and not the key
+    num_mtp_layers = config.index("num_nextn_predict_layers", default=1)  # published files have an MTP layer, but not the key
     return hybrid_architecture(config, experts, has_experts, num_mtp_layers=num_mtp_layers, has_fused_inputs=True)
 
 
@@ -50,7 +50,8 @@ def hybrid_architecture(
     """Return the architecture of a family with Gated DeltaNet layers among full attention.
 
     Args:
-        has_experts: whether the layer of a number has experts; MTP layers have them if any layer does.
+        experts: sizes of the experts; None: no layer has any.
+        has_experts: returns whether the layer of a number has experts; MTP layers have them unless `experts` is None.
         has_fused_inputs: as in `LinearAttention`.
 
     Raises:

@@ -100,6 +100,8 @@ def test_an_adapter_of_another_model_is_refused(adapter: Path, tmp_path: Path) -
 
 def test_an_adapter_of_layers_that_a_model_lacks_is_refused_without_flags(adapter: Path, tmp_path: Path) -> None:
     other = tiny.save_checkpoint(tmp_path / "other", "glm4")
-    with pytest.raises(CheckpointError, match=r"adapter: \S+_proj: .* no linear layer .*; use the model that the adapter") as error:
+    with pytest.raises(
+        CheckpointError, match=r"adapter: target module \S+_proj: .* no linear layer .*; use the model that the adapter"
+    ) as error:
         merge_adapter(other, adapter, tmp_path / "merged")
     assert "--lora" not in str(error.value)

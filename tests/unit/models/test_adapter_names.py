@@ -42,16 +42,16 @@ def test_layers_with_names_of_experts_are_parameters_for_peft() -> None:
     assert peft_targets(model, some) == PeftTargets(
         ["q_proj"], ["mlp.gate_proj.weight", "model.layers.2.mlp.shared_experts.up_proj.weight"]
     )
-    with pytest.raises(ConfigError, match=r"--lora-dropout 0\.1: PEFT does not support it for the MLPs of an MoE model"):
+    with pytest.raises(ConfigError, match=r"dropout 0\.1: PEFT does not support dropout for the MLPs of an MoE model"):
         peft_targets(model, AdapterConfig(3, 6.0, dropout=0.1))
-    with pytest.raises(ConfigError, match="such as its experts; remove it"):
+    with pytest.raises(ConfigError, match="such as its experts; use dropout 0"):
         peft_targets(model, AdapterConfig(3, 6.0, ("q_proj",), dropout=0.1, adapts_experts=True))
 
 
 @pytest.mark.parametrize(
     ("family", "targets", "ranks", "message"),
     [
-        ("qwen3", ("q_prj",), 1, "--lora-target-modules q_prj: .* did you mean q_proj?"),
+        ("qwen3", ("q_prj",), 1, "target module q_prj: .* did you mean q_proj?"),
         ("qwen3_moe", ("gate_proj",), 1, "qwen3_moe has no linear layer of this name"),
         ("qwen3", (), 4, "--tensor-model-parallel-size 4: .* use --tensor-model-parallel-size 2"),
         ("glm_moe_dsa", (), 1, "sparse attention"),
@@ -64,5 +64,5 @@ def test_what_cannot_be_adapted_is_refused(family: str, targets: tuple[str, ...]
 
 
 def test_a_rank_that_no_matrix_has_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--lora-rank 1000000000: the widest layer"):
+    with pytest.raises(ConfigError, match="rank 1000000000 exceeds the 128 inputs or outputs"):
         AdapterNames.of(names_of(tiny.model_config("qwen3").to_dict()), AdapterConfig(10**9, 8.0))

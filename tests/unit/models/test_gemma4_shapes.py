@@ -179,8 +179,8 @@ def test_heads_of_layers_are_told_apart() -> None:
         ({"use_bidirectional_attention": "all"}, "only causal models"),
         ({"num_global_key_value_heads": None}, "no num_global_key_value_heads"),
         ({"num_global_key_value_heads": 3}, "num_global_key_value_heads 3 does not divide num_attention_heads 4"),
-        ({"num_kv_shared_layers": 4}, "no layer before them is of the type full_attention"),
-        ({"num_kv_shared_layers": 5}, "num_kv_shared_layers 5 leaves none of 5 layers keys"),
+        ({"num_kv_shared_layers": 4}, "no full_attention layer before the last 4 has keys and values to share"),
+        ({"num_kv_shared_layers": 5}, r"num_kv_shared_layers is 5; it must be less than num_hidden_layers \(5\)"),
         ({"top_k_experts": 9}, "top_k_experts 9 exceeds num_experts 8"),
     ],
 )

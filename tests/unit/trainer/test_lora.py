@@ -186,14 +186,14 @@ def test_dropout_applies_only_in_passes_with_gradients(settings) -> None:
 
 
 def test_an_unknown_layer_is_named_with_the_closest(settings) -> None:
-    with pytest.raises(ConfigError, match=r"--lora-target-modules q_prj: .* did you mean q_proj\?"):
+    with pytest.raises(ConfigError, match=r"target module q_prj: .* did you mean q_proj\?"):
         worker_of(replace(settings, lora=LoraSettings(AdapterConfig(4, 8.0, ("q_prj",)))))
 
 
 def test_a_rank_that_no_matrix_has_is_refused(settings) -> None:
     """The output layer (400 rows here) is not adapted, so that it allows no higher rank."""
     for rank in (10**9, 300):
-        with pytest.raises(ConfigError, match=f"--lora-rank {rank}: the widest layer .* has 128 inputs"):
+        with pytest.raises(ConfigError, match=f"rank {rank} exceeds the 128 inputs or outputs of the widest layer"):
             worker_of(replace(settings, lora=LoraSettings(AdapterConfig(rank, 8.0))))
 
 

@@ -126,5 +126,5 @@ async def test_two_ranks_train_as_one(base: Path, adapter: Path) -> None:
 
 
 def test_a_model_without_experts_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--lora-experts: Qwen3ForCausalLM has no experts"):
+    with pytest.raises(ConfigError, match="Qwen3ForCausalLM has no experts to adapt"):
         add_adapter(tiny.model("qwen3"), AdapterConfig(rank=2, alpha=4.0, adapts_experts=True), seed=0)

@@ -273,7 +273,7 @@ def empty_adapted_model(config: AdapterConfig, base: Path) -> PreTrainedModel:
 
 
 def require_fits(tensors: Mapping[str, Tensor], config: AdapterConfig, adapter: Path, base: Path) -> None:
-    """Check that an adapter's tensors have the names and shapes that `config` implies for the model in `base`, without allocating the model.
+    """Check that an adapter's tensors have the names and shapes that `config` implies for the model in `base`, which is not allocated.
 
     Raises CheckpointError if they do not.
     """

@@ -91,7 +91,7 @@ def adapted_experts(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_wei
 
 
 def _product(rows: Tensor, weight: Tensor | HeldMatrices, ends: Tensor, adapter: ExpertsAdapter | None, matrix: str) -> Tensor:
-    """Multiply rows [S, inputs], sorted by expert, by the experts' matrices [E, outputs, inputs], and add the adapter's update if it is on."""
+    """Multiply rows [S, inputs], sorted by expert, by matrices [E, outputs, inputs], and add the adapter's update if it is on."""
     if isinstance(weight, Tensor):
         rows = rows.to(weight.dtype)
         product = F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)

@@ -35,7 +35,8 @@ def find_architectures(config: Config) -> tuple[Architecture, Architecture]:
             checkpoint = config.model.hf_checkpoint
             reason = f"--hf-checkpoint {checkpoint} has no config.json on this machine" if checkpoint else "no --hf-checkpoint is given"
             raise ConfigError(
-                f"cannot determine the model's shapes: {reason}; to plan without the checkpoint, use --model-config-file with the model's config.json, or its MODEL_ARGS"
+                f"cannot determine the model's shapes: {reason}; to plan without the checkpoint, use --model-config-file with the model's "
+                "config.json, or its MODEL_ARGS"
             )
         return architecture, architecture
     values = overridden(trained.values, config) if config.model.override_model_config else trained.values

@@ -1,4 +1,4 @@
-"""Operations on GPUs whose result for a row depends only on that row, around the kernels of `models.invariant_kernels`."""
+"""Differentiable operations on GPUs, with the kernels of `models.invariant_kernels`: a row's result depends only on that row."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 
 def kernels() -> Any:
-    """Return the module of GPU kernels; torch for CPUs comes without triton."""
+    """Return the module of GPU kernels, imported only on use: torch builds for CPUs lack triton."""
     from fuligo.models import invariant_kernels
 
     return invariant_kernels
@@ -43,7 +43,7 @@ class _SwiGlu(torch.autograd.Function):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary embeddings [T, D], each half of which has all angles, to [T, H, D] on a GPU."""
+    """Rotate `x` [T, H, D] by rotary embeddings `cos` and `sin` [T, D], whose two halves are equal, on a GPU."""
     result: Tensor = _Rotate.apply(x, cos, sin)
     return result
 
@@ -63,21 +63,21 @@ class _Rotate(torch.autograd.Function):
 
 
 def log_sum_exp(logits: Tensor) -> Tensor:
-    """Return [N] the log of the sum of exp over the rows of [N, V] float32 on a GPU, without gradient."""
+    """Return the logsumexp [N] of the rows of [N, V] float32 on a GPU, without gradient."""
     return kernels().log_sum_exp(logits)
 
 
 def paged_attention(
     query: Tensor, key: Tensor, value: Tensor, query_starts: Tensor, key_starts: Tensor, slots: Tensor, *, longest: int, scale: float
 ) -> Tensor:
-    """Return [T, H, D] `invariant_kernels.attention` on a GPU, without gradient."""
+    """Return the output [T, H, D] of `invariant_kernels.attention` on a GPU, without gradient."""
     out = query.new_empty(query.shape)
     kernels().attention(query, key, value, query_starts, key_starts, slots, longest=longest, scale=scale, out=out)
     return out
 
 
 def route(logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """Return `invariant_expert_kernels.route` on a GPU: weights [T, K] float32 and numbers [T, K] int32 of each token's experts."""
+    """Choose experts with `invariant_expert_kernels.route` on a GPU; return their weights [T, K] float32 and numbers [T, K] int32."""
     weights, chosen = _Route.apply(logits, top_k, renormalize)
     return weights, chosen
 
@@ -104,15 +104,15 @@ class _Route(torch.autograd.Function):
 
 
 def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor, *, ranks: int = 1) -> Tensor:
-    """Return [T, H] `invariant_expert_kernels.experts` on a GPU."""
+    """Return the output [T, H] of `invariant_expert_kernels.experts` on a GPU."""
     result: Tensor = _Experts.apply(x, gate_up, down, weights, chosen, ranks)
     return result
 
 
 class _Experts(torch.autograd.Function):
-    """Mixture whose backward pass multiplies the rows of all experts by torch's grouped products.
+    """Experts of an MoE layer; the backward pass uses torch's grouped matrix products.
 
-    The gradient of a choice's weight, <dy, W2 a>, is taken as <W2' dy, a>, so that the experts' outputs need not be kept.
+    The gradient of a choice's weight, <dy, W2 a>, is computed as <W2' dy, a>, so that the experts' outputs need not be kept.
     """
 
     @staticmethod
@@ -130,7 +130,7 @@ class _Experts(torch.autograd.Function):
         gate, up = (each.contiguous() for each in hidden.chunk(2, -1))
         active = kernels().swiglu(gate, up)
         factors = torch.empty_like(places, dtype=grad.dtype)
-        factors[places] = weights.flatten().to(grad.dtype)  # which holds them without rounding
+        factors[places] = weights.flatten().to(grad.dtype)  # exact: `route` rounds them to the model's dtype
         grads = grad.index_select(0, tokens)
         back = F.grouped_mm(grads, down, offs=ends)
         grad_weights = (back * active).sum(-1, dtype=torch.float32)[places].view_as(weights) if of_weights else None

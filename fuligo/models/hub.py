@@ -1,4 +1,4 @@
-"""Models of the Hugging Face Hub: resolves names such as Qwen/Qwen3-0.6B to directories of the Hub's cache."""
+"""Models of the Hugging Face Hub: resolution of names such as Qwen/Qwen3-0.6B to directories of the Hub's cache."""
 
 import re
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ _SNAPSHOT = re.compile(r"(?P<cache>.*)/models--(?P<org>[^/]+?)--(?P<name>[^/]+)/
 MODEL_FLAGS = ("hf_checkpoint", "ref_load", "critic_load", "opd_teacher_load")
 """Flags that take a directory or the name of a model on the Hub."""
 _IGNORED = ("*/*", "consolidated*", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx")
-"""Files that fuligo does not read: folders, and weights in other formats."""
+"""Patterns of files that fuligo does not read: subdirectories, and weights in other formats."""
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer*")
 
 
@@ -31,9 +31,9 @@ class HubModel:
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """Parse `ORG/NAME`, `ORG/NAME@REVISION`, or a directory of the Hub's cache, which a config of another machine may name.
+        """Parse `ORG/NAME`, `ORG/NAME@REVISION`, or a snapshot directory of a Hub cache, which may be another machine's.
 
-        None for everything else. A directory of this name wins over the Hub.
+        Return None for everything else, also if `ORG/NAME` is an existing directory.
         """
         if snapshot := _SNAPSHOT.fullmatch(text):
             return cls(f"{snapshot['org']}/{snapshot['name']}", snapshot["revision"])
@@ -43,7 +43,7 @@ class HubModel:
     def download(self, allowed: list[str] | None = None) -> Path:
         """Download the model's files unless they are in the cache, and return their directory.
 
-        `allowed`: names of the only files needed. Raises ConfigError if the Hub does not provide the model, naming what to do.
+        `allowed`: patterns of the files to download; None: all that fuligo reads. Raises ConfigError if the Hub does not provide the model.
         """
         from huggingface_hub import snapshot_download
 
@@ -73,7 +73,7 @@ def model_directory(path: Path, *, weights: bool) -> Path:
 
 @dataclass(slots=True, frozen=True)
 class _Place:
-    """Place of a config that may name a model on the Hub."""
+    """Setting of a config that may name a model on the Hub."""
 
     flag: str
     number: int | None = None
@@ -101,18 +101,18 @@ class _Place:
 
 
 def located(config: Config) -> Config:
-    """Return the config with directories in place of names on the Hub. Downloads only their config.json.
+    """Return the config with the names of Hub models replaced by directories; download only their config.json.
 
-    Raises ConfigError if the Hub does not provide a model, naming all of them.
+    Raises ConfigError that lists all models that the Hub does not provide.
     """
     missing = {place: model for place, model in _named(config).items() if not (_directory(config, place) / "config.json").is_file()}
     return _replaced(config, missing, ["config.json"])
 
 
 def with_weights(config: Config) -> Config:
-    """Download the weights of the models that `located` found, unless they are complete.
+    """Download the weights of the Hub models that `located` found, unless they are complete; return the config with their directories.
 
-    Raises ConfigError if the Hub does not provide a model, naming all of them.
+    Raises ConfigError that lists all models that the Hub does not provide.
     """
     incomplete = {
         place: model
@@ -123,7 +123,7 @@ def with_weights(config: Config) -> Config:
 
 
 def _named(config: Config) -> dict[_Place, HubModel]:
-    """Return the models of the Hub by the places that name them."""
+    """Return the Hub models that the config names, by setting."""
     places = [*map(_Place, MODEL_FLAGS), *(_Place("sglang_config", number) for number in range(len(_served(config))))]
     given = {place: place.value(config) for place in places}
     return {place: model for place, text in given.items() if text is not None and (model := HubModel.parse(text)) is not None}

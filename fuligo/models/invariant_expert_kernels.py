@@ -1,10 +1,11 @@
-"""Triton kernels for a mixture's experts whose result for a token depends only on that token, to the last bit.
+"""Triton kernels for MoE experts whose result for a token depends only on that token, to the last bit.
 
-Trainer and SGLang run these same kernels, as those of `invariant_kernels`; the engine's processes lack fuligo, so this file imports
-only torch and triton. The rows of an expert are computed in tiles of at least 64, each from the first input to the last; which tokens
-share a tile changes no bit. The outputs of a token's experts are added in the order in which its router chose them.
+Trainer and SGLang run these same kernels, as with `invariant_kernels`; the engine's processes lack fuligo, so this file imports only
+torch and triton. An expert's rows are computed in tiles of at least 64 rows, and each sum runs from the first input to the last, so a
+token's result does not depend on the tokens that share its tile. The outputs of a token's experts are added in the order of the router's
+choices.
 
-Nothing waits for the GPU, and all shapes follow from the number of tokens, so that CUDA graphs can hold these calls.
+No call waits for the GPU, and all shapes follow from the number of tokens, so that CUDA graphs can capture these calls.
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false
@@ -19,19 +20,19 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 GROUPED_TILES = 8
-"""Tiles of rows that pass over the same columns one after another, so that weights stay in the L2 cache."""
+"""Row tiles computed one after another for the same columns, so that weights stay in the L2 cache."""
 FEWEST_EXPERTS = 256
-"""Least size of a vector of all experts, which holds an element or more for each thread of a program."""
+"""Smallest padded size of a vector over experts: at least one element for each thread of a program."""
 SORTED_AT_ONCE = 64
-"""Choices whose places a program finds."""
+"""Choices per program of the sort kernel."""
 COUNTED_AT_ONCE = 128
-"""Choices per step that such a program compares its own with."""
+"""Choices per step with which a program of the sort kernel compares its own."""
 MOST_COUNTED = 16_384
-"""Choices up to which comparing all with all is faster than sorting: the decoding of 2,048 tokens with 8 experts each."""
+"""Largest number of choices for which comparing all pairs is faster than sorting: 2,048 tokens with 8 experts each."""
 COMBINED_COLUMNS = 1024
-"""Columns of a program that adds the outputs of a token's experts."""
+"""Columns per program of the kernel that adds the outputs of a token's experts."""
 ROUND_EACH = {"enable_fp_fusion": False}
-"""Option of kernels that round intermediate results, which LLVM would otherwise fuse with the operation after them."""
+"""Launch option of kernels that round intermediate results; with fusion, LLVM would skip that rounding."""
 
 
 class Rows(NamedTuple):
@@ -42,7 +43,7 @@ class Rows(NamedTuple):
     tokens: Tensor
     """[T * K] int32, the token of each row."""
     places: Tensor
-    """[T * K] int32, the row of each token's choices."""
+    """[T * K] int32, the row of each choice, token by token."""
 
 
 class Tile(NamedTuple):
@@ -54,7 +55,7 @@ class Tile(NamedTuple):
     """Inputs per step."""
     warps: int
     stages: int
-    """Steps whose inputs are loaded ahead."""
+    """Pipeline stages: steps whose inputs are loaded ahead."""
 
 
 @triton.jit
@@ -71,7 +72,7 @@ def _route_kernel(
     added = 0.0
     for slot in tl.static_range(TOP_K):
         highest = tl.max(left, 0)
-        expert = tl.min(tl.where(left == highest, experts, num_experts - 1), 0)  # the first of several; in bounds even for NaN
+        expert = tl.min(tl.where(left == highest, experts, num_experts - 1), 0)  # the first of equal ones; in bounds even for NaN
         share = tl.exp(highest - peak) / total
         added += share
         shares = tl.where(slots == slot, share, shares)
@@ -85,12 +86,12 @@ def _route_kernel(
 
 
 def route(logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """Choose each token's experts: those with the highest logits; of equal ones, those with the lowest numbers.
+    """Choose the experts with the highest logits for each token; among equal logits, the lowest number.
 
     Args:
         logits: [T, E] in half precision.
         top_k: K, experts of a token.
-        renormalize: let the weights of a token sum to 1.
+        renormalize: scale each token's weights to a sum of 1.
 
     Returns:
         Weights [T, K] float32, the softmax over all experts rounded to the logits' type, as transformers does; numbers [T, K] int32.
@@ -109,7 +110,7 @@ def route(logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Tensor, Ten
 
 @triton.jit
 def _sort_kernel(chosen, starts, tokens, places, num_choices, num_experts, TOP_K: tl.constexpr, OWN: tl.constexpr, OTHERS: tl.constexpr):
-    own = tl.program_id(0) * OWN + tl.arange(0, OWN)  # the choices, and after them the experts, whose first rows are wanted
+    own = tl.program_id(0) * OWN + tl.arange(0, OWN)  # all choices, then all experts, to find their first rows
     is_choice = own < num_choices
     expert = tl.where(is_choice, tl.load(chosen + own, mask=is_choice, other=0), own - num_choices)
     equal_before = tl.where(is_choice, own, 0)
@@ -125,7 +126,7 @@ def _sort_kernel(chosen, starts, tokens, places, num_choices, num_experts, TOP_K
 
 
 def sort_by_expert(chosen: Tensor, num_experts: int) -> Rows:
-    """Return the rows of [T, K] int32 choices; those of an expert are in the order of the tokens."""
+    """Sort the choices [T, K] int32 by expert; the rows of an expert stay in token order."""
     (num_tokens, top_k), device = chosen.shape, chosen.device
     num_choices, flat = num_tokens * top_k, chosen.flatten()
     if num_choices > MOST_COUNTED:
@@ -177,15 +178,15 @@ def grouped_linear(rows: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
     """Return [R, N], each row times the transposed matrix of its expert, rounded once.
 
     Args:
-        rows: [R, K] sorted by expert, in half precision; distances between rows are multiples of 8, as in `weight`.
-        weight: [E, N, K] of the same type; the last axis is contiguous, the first two are one.
+        rows: [R, K] sorted by expert, in half precision; the row stride is a multiple of 8 elements, as in `weight`.
+        weight: [E, N, K] of the same type; the last axis is contiguous, and the first two can be flattened.
         starts: [E + 1] int32, the first row of each expert.
     """
     (num_rows, num_inputs), (num_experts, num_outputs, _) = rows.shape, weight.shape
     out = torch.empty(num_rows, num_outputs, dtype=rows.dtype, device=rows.device)
     if num_rows:
         tile = _tile(num_rows // num_experts)
-        most_tiles = triton.cdiv(num_rows, tile.rows) + min(num_experts, num_rows)  # a tile that is not full ends each expert's rows
+        most_tiles = triton.cdiv(num_rows, tile.rows) + min(num_experts, num_rows)  # each expert may end with a partial tile
         _grouped_linear_kernel[(most_tiles * triton.cdiv(num_outputs, tile.columns),)](
             TensorDescriptor.from_tensor(rows, [tile.rows, tile.inputs]),
             TensorDescriptor.from_tensor(weight.flatten(0, 1), [tile.columns, tile.inputs]),
@@ -196,7 +197,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
 
 
 def _tile(rows_per_expert: int) -> Tile:
-    """Return the tile for a mean number of rows. Few rows: most time is spent on loading weights."""
+    """Return the tile for a mean number of rows per expert; with few rows, most time is spent loading weights."""
     if rows_per_expert < 64:
         return Tile(64, 128, 64, 4, 4)
     return Tile(128, 128, 64, 8, 3) if rows_per_expert < 512 else Tile(128, 256, 64, 8, 4)
@@ -216,12 +217,12 @@ def _combine_kernel(rows, places, weights, out, num_columns, TOP_K: tl.constexpr
 
 
 def combine(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-    """Return [T, N] sums of each token's rows in the order of its choices, rounded once.
+    """Return the weighted sums [T, N] of each token's rows, added in the order of its choices and rounded once.
 
     Args:
         rows: [T * K, N] outputs of the experts.
         places: [T * K] row of each choice.
-        weights: [T, K] float32, their factors.
+        weights: [T, K] float32 factor of each choice.
     """
     (num_tokens, top_k), num_columns = weights.shape, rows.size(1)
     out = torch.empty(num_tokens, num_columns, dtype=rows.dtype, device=rows.device)
@@ -233,7 +234,7 @@ def combine(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
 
 
 class Experts(NamedTuple):
-    """Results of `experts`; all but `out` are what gradients need."""
+    """Results of `experts`; all but `out` are for the backward pass."""
 
     out: Tensor
     """[T, H]"""
@@ -252,16 +253,16 @@ def experts(
     swiglu: Callable[[Tensor, Tensor], Tensor],
     ranks: int = 1,
 ) -> Experts:
-    """Compute a mixture of SwiGLU experts.
+    """Compute the SwiGLU experts of an MoE layer.
 
     Args:
         x: [T, H] in half precision.
         gate_up: [E, 2 I, H]
         down: [E, H, I]
         weights: [T, K] float32
-        chosen: [T, K] int32, different experts for a token.
-        swiglu: that of `invariant_kernels`.
-        ranks: GPUs of an engine whose roundings are to be repeated; each has I / ranks inputs of `down`.
+        chosen: [T, K] int32, distinct experts for each token.
+        swiglu: `invariant_kernels.swiglu`.
+        ranks: tensor-parallel GPUs of the engine whose rounding is reproduced; each has I / ranks inputs of `down`.
     """
     rows = sort_by_expert(chosen, len(gate_up))
     hidden = grouped_linear(x.index_select(0, rows.tokens), gate_up, rows.starts)

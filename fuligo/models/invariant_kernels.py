@@ -2,8 +2,8 @@
 
 Trainer and SGLang run these same kernels (`engines/sglang/exact` loads this file into the engine's processes, which lack fuligo, so it
 imports only torch and triton). A sum is never split over programs and always starts at the first term: inputs of a matrix product, keys
-from the start of the sequence, logits from the first token. Terms that a mask hides are exact zeros. What changes with the number of rows
-is only which program computes a row. All tiles have at least 64 rows, since smaller ones use other tensor-core instructions.
+from the start of the sequence, logits from the first token. Masked terms are exact zeros. The number of rows determines only which
+program computes a row. All tiles have at least 64 rows, since smaller ones use other tensor-core instructions.
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false
@@ -18,21 +18,21 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 ROWS = 64
-"""Rows of the smallest tile: those of one warp group's matrix instruction on Hopper."""
+"""Rows of the smallest tile, as in one matrix instruction of a warp group on Hopper."""
 KEYS = 64
 """Keys per step of attention."""
 GROUPED_TILES = 8
-"""Tiles of rows that pass over the same columns one after another, so that weights stay in the L2 cache."""
+"""Row tiles computed one after another for the same columns, so that weights stay in the L2 cache."""
 SWIGLU_COLUMNS = 1024
-"""Columns of a program of SwiGLU."""
+"""Columns per program of the SwiGLU kernels."""
 LOGITS = 4096
 """Logits per step of a row's sum."""
 ROUND_EACH = {"enable_fp_fusion": False}
-"""Option of kernels that round intermediate results, which LLVM would otherwise fuse with the operation after them."""
+"""Launch option of kernels that round intermediate results; with fusion, LLVM would skip that rounding."""
 
 
 class Tile(NamedTuple):
-    """Part of a matrix product that a program computes at a time; its sums run over the inputs one after another in any tile."""
+    """Part of a matrix product that a program computes at a time; every tile sums over the inputs in the same order."""
 
     rows: int
     columns: int
@@ -40,7 +40,7 @@ class Tile(NamedTuple):
     """Inputs per step."""
     warps: int
     stages: int
-    """Steps whose inputs are loaded ahead."""
+    """Pipeline stages: steps whose inputs are loaded ahead."""
 
 
 @triton.jit
@@ -65,13 +65,13 @@ def _linear_kernel(
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, ranks: int = 1) -> Tensor:
-    """Return x @ weight.T + bias, [..., N], rounded to `dtype` once, or as GPUs round that have a part of the inputs each.
+    """Return x @ weight.T + bias, [..., N], rounded to `dtype` once, or as on tensor-parallel GPUs that split the inputs.
 
     Args:
         x: [..., K] in half precision, K / `ranks` a multiple of 8.
         weight: [N, K] of the same type.
         bias: [N]
-        ranks: 1 or 2 GPUs. Each rounds its product, the first one's with the bias, and so is the sum.
+        ranks: number of these GPUs, 1 or 2. Each rounds its product (the first after adding the bias), and their sum is rounded.
     """
     flat = x.reshape(-1, x.size(-1)).contiguous()
     share = flat.size(1) // ranks
@@ -98,7 +98,7 @@ def _product(rows: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dty
 
 
 def _tile(num_rows: int, dtype: torch.dtype) -> Tile:
-    """Return the fastest tile on an H100, over the shapes of Qwen3-4B, of those that fit its shared memory."""
+    """Return the fastest tile for the shapes of Qwen3-4B on an H100, among those that fit its shared memory."""
     if num_rows <= 64:
         return Tile(64, 32, 128, 4, 5)
     if dtype == torch.float32:
@@ -128,13 +128,13 @@ def _rms_norm_kernel(x, weight, out, inverse_rms, num_rows, num_columns, eps, RO
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return weight * x / rms(x) over the last axis, [..., K], the quotient rounded to x's type first, and 1 / rms(x) [..., 1] float32."""
+    """Return weight * x / rms(x) over the last axis, [..., K], and 1 / rms(x), [..., 1] float32; x / rms(x) is rounded to x's dtype."""
     flat = x.reshape(-1, x.size(-1)).contiguous()
     out = torch.empty_like(flat)
     inverse_rms = torch.empty(len(flat), dtype=torch.float32, device=x.device)
     if len(flat):
         columns = triton.next_power_of_2(flat.size(1))
-        rows = max(1, 2048 // columns)  # heads are short: many in a program
+        rows = max(1, 2048 // columns)  # several short rows, such as heads, per program
         _rms_norm_kernel[(triton.cdiv(len(flat), rows),)](
             flat, weight, out, inverse_rms, len(flat), flat.size(1), eps, ROWS=rows, COLUMNS=columns, num_warps=4, **ROUND_EACH
         )
@@ -198,7 +198,9 @@ def attention(
     scale: float,
     out: Tensor,
 ) -> None:
-    """Compute causal attention of the last tokens of sequences whose keys lie anywhere in a pool; query head h reads key head h * Hkv // H.
+    """Compute causal attention of the last tokens of sequences whose keys are in any slots of a pool.
+
+    Query head h reads key head h * Hkv // H.
 
     Args:
         query: [T, H, D] in half precision; last axis contiguous, as for `key`, `value` and `out`.
@@ -207,7 +209,7 @@ def attention(
         query_starts: [S + 1] start of each sequence's queries, which are its last tokens.
         key_starts: [S + 1] start of each sequence's keys in `slots`.
         slots: [K] position in the pool of each key, in the order of its sequence.
-        longest: most queries of a sequence.
+        longest: largest number of queries of a sequence.
         scale: factor of the scores, usually D ** -0.5.
         out: [T, H, D], written.
     """
@@ -236,7 +238,7 @@ def _log_sum_exp_kernel(logits, out, num_columns, COLUMNS: tl.constexpr):
 
 
 def log_sum_exp(logits: Tensor) -> Tensor:
-    """Return [N] the log of the sum of exp over the rows of [N, V] float32."""
+    """Return the logsumexp [N] of the rows of [N, V] float32."""
     logits = logits.contiguous()
     out = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     if len(logits):
@@ -269,14 +271,14 @@ def _rotate_kernel(
 
 
 def rotate(x: Tensor, positions: Tensor, cosines: Tensor, sines: Tensor, *, backward: bool = False) -> Tensor:
-    """Apply rotary embeddings as transformers rounds them: cosines, sines and both products to x's type before the sum.
+    """Apply rotary embeddings with transformers' rounding: cosines, sines and both products are rounded to x's dtype before the sum.
 
     Args:
         x: [T, H, D] in half precision, the last axis contiguous.
         positions: [T] rows of `cosines` and `sines`.
-        cosines: [P, at least D / 2] of a position's D / 2 angles.
-        sines: the same, with the same strides.
-        backward: rotate by the negative angles, as gradients are.
+        cosines: [P, at least D / 2]; the first D / 2 columns are read.
+        sines: like `cosines`, with the same strides.
+        backward: rotate by the negative angles, for gradients.
 
     Returns:
         [T, H, D]

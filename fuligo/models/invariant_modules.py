@@ -1,4 +1,4 @@
-"""Batch-invariant forward passes for transformers' models, in place of those of their modules."""
+"""Batch-invariant forward passes that replace those of transformers' modules."""
 
 from typing import Any
 
@@ -10,16 +10,16 @@ from fuligo.models.batch_invariant import linear, rms_norm, round_weight, silu, 
 from fuligo.models.gpu_invariant import experts, rotate, route, swiglu
 
 ROW_PARALLEL = ("o_proj", "down_proj")
-"""Linear layers of which each GPU of an engine has a part of the inputs."""
+"""Linear layers whose inputs are split over the tensor-parallel GPUs of an engine."""
 
 
 class InvariantLinear:
-    """Forward pass of a linear layer. It can keep the rounded weight, which an engine needs for one token at a time.
+    """Forward pass of a linear layer. It can keep the rounded weight, for engines that decode a token at a time.
 
     Args:
         keeps_weight: round the weight once, until `forget`; otherwise in every call.
         dtype: dtype of the result; None: that of the input.
-        ranks: GPUs of an engine that have a part of the layer's inputs each.
+        ranks: number of an engine's GPUs that split the layer's inputs.
     """
 
     def __init__(self, layer: nn.Linear, *, keeps_weight: bool, dtype: torch.dtype | None = None, ranks: int = 1) -> None:
@@ -47,7 +47,7 @@ class InvariantModel:
 
     Args:
         keeps_weights: see `InvariantLinear`; the owner calls `forget_weights` whenever weights change.
-        ranks: tensor-parallel GPUs of an engine, whose roundings are repeated on a GPU.
+        ranks: tensor-parallel GPUs of the engine whose rounding is reproduced; ignored on a CPU.
     """
 
     def __init__(self, model: Any, *, keeps_weights: bool = False, ranks: int = 1) -> None:
@@ -88,7 +88,7 @@ class InvariantNorm:
 
 
 class InvariantMLP:
-    """Forward pass of SwiGLU's MLP: one kernel for the activation on a GPU."""
+    """Forward pass of a SwiGLU MLP, with one kernel for the activation on a GPU."""
 
     def __init__(self, mlp: Any) -> None:
         self._mlp = mlp
@@ -102,7 +102,7 @@ class InvariantMLP:
 
 
 class InvariantAttention:
-    """Forward pass of attention in Llama and Qwen models: one kernel for the rotary embeddings on a GPU."""
+    """Forward pass of attention in Llama and Qwen models, with one kernel for the rotary embeddings on a GPU."""
 
     def __init__(self, attention: Any) -> None:
         self._attention = attention
@@ -126,7 +126,7 @@ class InvariantAttention:
 
 
 class InvariantRouter:
-    """Forward pass of Qwen3-MoE's router. The weights of a token's experts are added one after another; on a GPU, one kernel chooses."""
+    """Forward pass of Qwen3-MoE's router; the weights of a token's experts are summed in a fixed order."""
 
     def __init__(self, router: Any) -> None:
         self._router = router
@@ -144,13 +144,13 @@ class InvariantRouter:
 
 
 class InvariantExperts:
-    """Forward pass of Qwen3-MoE's experts, whatever other tokens choose.
+    """Forward pass of Qwen3-MoE's experts, independent of the choices of other tokens.
 
-    On a CPU a token's experts are added in the order of their numbers, on a GPU in the order in which the router chose them.
+    On a CPU the outputs of a token's experts are added in the order of the experts' numbers, on a GPU in the order of the router's choices.
 
     Args:
         keeps_weights: see `InvariantLinear`.
-        ranks: GPUs of an engine that have a part of every expert each.
+        ranks: number of an engine's GPUs that split every expert.
     """
 
     def __init__(self, experts: Any, *, keeps_weights: bool, ranks: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""MODEL_ARGS of a model: written from its config.json and compared with it. Imports neither numpy nor torch."""
+"""MODEL_ARGS of a model: derived from its config.json, and compared with it. Imports neither numpy nor torch."""
 
 from collections.abc import Iterator, Mapping
 from math import isclose
@@ -82,7 +82,7 @@ def disagreements(config: Config, config_json: Mapping[str, Any], source: str = 
 
 
 def _layers_of(name: str, frequency: int, num_layers: int) -> list[int]:
-    """Return the pattern of layers that Megatron reads in a frequency n.
+    """Return the per-layer pattern that Megatron derives from an integer frequency n.
 
     `moe_layer_freq`: the first and then every n-th layer has experts. `window_attn_skip_freq`: every n-th layer has no window.
     """
@@ -92,14 +92,14 @@ def _layers_of(name: str, frequency: int, num_layers: int) -> list[int]:
 
 
 def _equal(given: object, expected: object) -> bool:
-    """Compare; numbers to seven digits."""
+    """Return whether two values are equal, numbers to seven digits."""
     if isinstance(given, bool) or isinstance(expected, bool) or not isinstance(given, int | float) or not isinstance(expected, int | float):
         return given == expected
     return isclose(given, expected, rel_tol=1e-7)
 
 
 def _run_flags(architecture: Architecture) -> Flags:
-    """Return flags for running the model: fast kernels; a router in float32, without balancing; gathered keys and values."""
+    """Return the flags recommended to run the model: fast MoE kernels, a float32 router without load balancing, all-gathered KV for DSA."""
     flags: Flags = {}
     if architecture.experts is not None:
         flags |= {"moe_grouped_gemm": True, "moe_permute_fusion": True, "moe_router_dtype": "fp32"}

@@ -39,7 +39,7 @@ def take_stated_epsilon(model: nn.Module) -> int:
 
 
 def take_stated_rotation(model: nn.Module) -> int:
-    """Rotate as much of each head as config.json states (`rotary_dim`) and return the number of modules changed.
+    """Rotate only the first `rotary_dim` elements of each head, as config.json states, and return the number of modules changed.
 
     SGLang 0.5.15.post1 (models/minimax_m2.py) reads the key; transformers 5.12.1 does not and rotates whole heads. MiniMax-M2 states 64 of
     128.

@@ -1,7 +1,7 @@
-"""MTP layer of Qwen3-Next and Qwen3.5, which transformers 5.12.1 does not have: their decoder layer with full attention, two norms, `fc`.
+"""MTP layer of Qwen3-Next and Qwen3.5, which transformers 5.12.1 does not implement.
 
-The order of its inputs and its norms are those of SGLang 0.5.15.post1 (models/qwen3_next_mtp.py, qwen3_5_mtp.py). Embedding and head are
-the model's.
+`fc` joins the normalized embedding and hidden state; a decoder layer with full attention and a norm follow, as in SGLang 0.5.15.post1
+(models/qwen3_next_mtp.py, qwen3_5_mtp.py). Embedding and head are shared with the model.
 """
 
 import copy
@@ -23,10 +23,10 @@ _NAME = MTP_PREFIX.removesuffix(".")
 
 
 class MTPModule(nn.Module):
-    """MTP layer with the names of the published files.
+    """MTP layer whose parameters have the names in published files.
 
     Args:
-        language: transformers' layers of the model, of whose kinds this one's are.
+        language: transformers' language model, whose classes for layers and norms this layer uses.
     """
 
     def __init__(self, language: Any) -> None:
@@ -43,8 +43,8 @@ class MTPModule(nn.Module):
 
         Args:
             hidden: [1, T, E] hidden states of the model after its final norm.
-            embedded: [1, T, E] embedding of the token after each.
-            inputs: arguments of a decoder layer: rotary embedding and sequences.
+            embedded: [1, T, E] embedding of each position's next token.
+            inputs: arguments of a decoder layer: rotary embeddings and the starts of packed sequences.
         """
         joined = self.fc(torch.cat([self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)], dim=-1))
         return self.norm(self.layers[0](joined, **inputs))
@@ -58,9 +58,9 @@ def mtp_module(model: nn.Module) -> MTPModule | None:
 
 @torch.no_grad()
 def add_mtp_module(model: Any, directory: Path) -> None:
-    """Add the MTP layer of a checkpoint to its model on the CPU, as the part `mtp`; its weights get names that begin with `MTP_PREFIX`.
+    """Add the MTP layer of a checkpoint to its model on the CPU, as submodule `mtp`; its weights get names that begin with `MTP_PREFIX`.
 
-    Raises CheckpointError if the model's family has no such layer, or the files do not hold exactly this one.
+    Raises CheckpointError if the model's family has no such layer, or the checkpoint lacks or has more MTP tensors than this layer.
     """
     if not has_mtp_module(read_config_json(directory)):
         raise CheckpointError(f"--mtp-num-layers: the torch trainer has no MTP layer for {model.config.model_type} models; remove the flag")
@@ -84,7 +84,7 @@ def add_mtp_module(model: Any, directory: Path) -> None:
 def stored_mtp(*directories: Path) -> dict[str, Tensor]:
     """Return the MTP layer's tensors of the first of these directories that has them, as they are stored; empty if none does.
 
-    Quantized directories are passed over. Raises CheckpointError if a file is missing or damaged.
+    Quantized directories are skipped. Raises CheckpointError if a file is missing or damaged.
     """
     for directory in directories:
         has_weights = any(directory.glob("*.safetensors"))
@@ -92,5 +92,5 @@ def stored_mtp(*directories: Path) -> dict[str, Tensor]:
             continue
         files = HuggingFaceTensors(directory)
         if names := [name for name in files.shapes if name.startswith(MTP_PREFIX)]:
-            return {name: files.read(name).clone() for name in names}  # not the files' memory map
+            return {name: files.read(name).clone() for name in names}  # copies, not views of the memory map
     return {}

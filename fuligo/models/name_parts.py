@@ -1,4 +1,4 @@
-"""Shared rows of name tables; `parts` has their counts. Imports neither numpy nor torch.
+"""Rows of name tables that families share; `parts` counts their parameters. Imports neither numpy nor torch.
 
 Names and layouts of Megatron's tensors follow Megatron-Core 0.16.1 (`transformer/attention.py`, `transformer/multi_latent_attention.py`,
 `transformer/mlp.py`, `transformer/moe/`, `transformer/multi_token_prediction.py`), those of checkpoints follow transformers 5.12.1
@@ -62,7 +62,7 @@ def norm(architecture: Architecture, megatron: str, checkpoint: str | None = Non
 def grouped_attention(architecture: Architecture) -> Weights:
     """Return the query, key, value and output projections, and the norms of query and key heads, if they have any.
 
-    An output projection has no bias in Megatron, where `stated_flags` refuses one.
+    The output projection never has a bias: `stated_flags` rejects models that have one.
     """
     heads, hidden = architecture.attention, architecture.hidden_size
     assert isinstance(heads, GroupedAttention)
@@ -82,7 +82,7 @@ def grouped_attention(architecture: Architecture) -> Weights:
 def latent_attention(architecture: Architecture) -> Weights:
     """Return the down-projections, their norms, the up-projections and the output projection.
 
-    The two down-projections are neighbors, since engines fuse them and accept both only in one call (SGLang 0.5.15.post1,
+    The two down-projections are adjacent, since engines fuse them and accept them only in the same call (SGLang 0.5.15.post1,
     `deepseek_common/deepseek_weight_loader.py`).
     """
     heads, hidden = architecture.attention, architecture.hidden_size

@@ -1,7 +1,7 @@
 """Names and layouts of weights in Hugging Face checkpoints and in Megatron-Core models. Imports neither numpy nor torch.
 
-Megatron's names are those of a model of local layers (`megatron.core.models.gpt.gpt_layer_specs.get_gpt_layer_local_spec`), with
-layers and experts counted over all ranks. The checkpoint's names are those of the published files.
+Megatron's names are those of a model with the local layer spec (`megatron.core.models.gpt.gpt_layer_specs.get_gpt_layer_local_spec`), with
+layers and experts numbered over all ranks. The checkpoint's names are those of the published files.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Form(StrEnum):
     WHOLE = "whole"
     """The same tensor."""
     QKV = "qkv"
-    """Queries, keys and values are one tensor: for each group of query heads its queries, its key, its value."""
+    """Queries, keys and values are one tensor: for each group of query heads, the queries, the key and the value."""
     GATE_UP = "gate_up"
-    """Gate and up projection are one tensor; each tensor-parallel rank stacks its share of the gate on its share of the other."""
+    """Gate and up projection are one tensor; each tensor-parallel rank stacks its share of the gate on its share of the up projection."""
     SWAPPED_HALVES = "swapped_halves"
-    """The checkpoint has the second half of the columns first."""
+    """The checkpoint's tensor has the two halves of the columns swapped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Weight:
     megatron: str
     """Name in Megatron's model; in a table relative to its layer, with `{expert}` for the number of an expert."""
     checkpoint: tuple[str, ...]
-    """Names of its parts in the checkpoint, likewise: query, key, value; gate, up (or one tensor of both); else one."""
+    """Names in the checkpoint, relative likewise: query, key, value; gate, up (or one tensor of both); else a single name."""
     shape: tuple[int, ...]
     """Shape of Megatron's tensor over all ranks, without padding of the vocabulary."""
     axis: int | None = None
@@ -46,7 +46,7 @@ class Weight:
     all_experts: str | None = None
     """Name under which transformers 5 stores all experts as one tensor, [experts, ...]; None: not an expert's weight."""
     expert: int | None = None
-    """Number of the expert; None: not an expert's weight, or a row of a table."""
+    """Number of the expert; None: not an expert's weight, or a table row for all experts."""
     is_vocabulary: bool = False
     """Rows are token ids; Megatron's tensor may be padded with more, so that ranks can split it evenly."""
     is_float32: bool = False
@@ -86,7 +86,7 @@ class NameTable:
     mtp_prefix: str = "model.layers.{layer}."
     """Prefix of MTP layers in the checkpoint: `{layer}` continues the numbers of the other layers, `{mtp}` starts at 0."""
     mtp_copies: tuple[str, ...] = ()
-    """Copies of the embedding and the head in the checkpoint's MTP layers, which Megatron's do not have."""
+    """Copies of the embedding and the head in the checkpoint's MTP layers; Megatron's MTP layers have none."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class ModelNames:
 
 
 def value_names(policy: ModelNames) -> ModelNames:
-    """Return the names of the value model of a policy, which has an output layer of one row instead of the head."""
+    """Return the weight names of a policy's value model, whose output layer has one row in place of the vocabulary."""
     head = Weight(HEAD, ("lm_head.weight",), (1, policy.architecture.hidden_size))
     table = replace(policy.table, model=(*(weight for weight in policy.table.model if weight.megatron != HEAD), head))
     return ModelNames(replace(policy.architecture, tied_embeddings=False), table)
@@ -165,5 +165,5 @@ _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
 
 
 def with_expert(megatron_name: str, expert: int) -> str:
-    """Return the name of the same weight of another expert."""
+    """Return the Megatron name with the number of another expert."""
     return _EXPERT.sub(str(expert), megatron_name)

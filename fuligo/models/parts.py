@@ -24,12 +24,12 @@ Parts = tuple[Part, ...]
 
 
 def matrix(kind: PartKind, num_parameters: int, split: Split, quantisable: bool = True) -> Part:
-    """Return a part of weight matrices, by which tokens are multiplied."""
+    """Return a part that consists of weight matrices, by which tokens are multiplied."""
     return Part(kind, num_parameters, split, quantisable)
 
 
 def vector(kind: PartKind, num_parameters: int, split: Split = Split.REPLICATED) -> Part:
-    """Return a part of biases or norm weights: never quantized, no matrix product."""
+    """Return a part that consists of biases or norm weights: never quantized, no matrix product."""
     return Part(kind, num_parameters, split, quantisable=False, is_matmul=False)
 
 
@@ -47,13 +47,14 @@ def read_grouped_attention(
     default_head_dim: int | None = None,
     may_omit_kv_heads: bool = False,
 ) -> GroupedAttention:
-    """Read the heads of multi-head attention.
+    """Read the sizes of multi-head attention with grouped keys and values.
 
     Args:
         qkv_bias: queries, keys and values have biases.
-        qk_norm: each head of queries and keys has a norm.
-        default_head_dim: used where `head_dim` is not given; None: hidden_size / num_attention_heads.
-        may_omit_kv_heads: without `num_key_value_heads` use `num_attention_heads` (other families have another default in transformers).
+        output_bias: the output projection has a bias.
+        qk_norm: each head of queries and keys is normalized.
+        default_head_dim: head size if config.json has no `head_dim`; None: hidden_size / num_attention_heads.
+        may_omit_kv_heads: `num_key_value_heads` defaults to `num_attention_heads`; False: it is required, since transformers' defaults differ.
 
     Raises:
         ConfigError: num_key_value_heads does not divide num_attention_heads, or num_attention_heads does not divide hidden_size.
@@ -87,7 +88,7 @@ def grouped_attention_parts(attention: GroupedAttention, hidden_size: int) -> Pa
 
 
 def read_latent_attention(config: ConfigJson) -> LatentAttention:
-    """Read the sizes of multi-head latent attention; with `q_lora_rank` null queries are projected directly.
+    """Read the sizes of multi-head latent attention; if `q_lora_rank` is null, queries are projected directly.
 
     Raises ConfigError if qk_head_dim is not the sum of its two parts.
     """
@@ -256,9 +257,9 @@ def dense_architecture(
     """Return the architecture of a family whose layers all have grouped attention and a dense MLP.
 
     Args:
-        num_norms: norms of one layer; four where the outputs of attention and MLP are normed too.
-        default_head_dim: as in `read_grouped_attention`.
-        may_omit_kv_heads: as in `read_grouped_attention`.
+        num_norms: norms per layer; four if the outputs of attention and MLP are normalized too.
+        default_head_dim: see `read_grouped_attention`.
+        may_omit_kv_heads: see `read_grouped_attention`.
 
     Raises:
         ConfigError: a key of config.json is missing, malformed, or contradicts another.
@@ -280,7 +281,7 @@ def dense_architecture(
 
 
 def read_num_dense_layers(config: ConfigJson, default: int) -> int:
-    """Read the number of leading dense layers: `mlp_layer_types`, else `first_k_dense_replace`.
+    """Read the number of leading dense layers from `mlp_layer_types`, else from `first_k_dense_replace`.
 
     Raises ConfigError if the two contradict each other, or a dense layer follows a sparse one.
     """

@@ -1,6 +1,6 @@
 """Frozen linear layers and experts whose matrices are held in 4 or 8 bits (QLoRA, arXiv 2305.14314), quantized by bitsandbytes.
 
-bitsandbytes itself is imported where it is used; a model without such layers does not need it.
+bitsandbytes is imported only on use, so a model without such layers does not need it.
 """
 
 import logging
@@ -20,14 +20,14 @@ from fuligo.models.adapter import linear_layers
 from fuligo.models.experts_adapter import EXPERT_MATRICES, has_plain_matrices, stacked_experts, use_own_experts
 
 LARGEST = 2**31 - 1
-"""Most elements of a matrix that bitsandbytes' kernels can count."""
+"""Largest number of elements that bitsandbytes' kernels can index."""
 
 
 class QuantisedWeight(nn.Module):
     """Frozen matrix, or the matrices of all experts of a layer, in few bits.
 
-    A pass dequantizes it, rounds it to `base.dtype`, and multiplies by it in the data type of the input; the backward pass does so again
-    instead of keeping it. Buffers are in no state dict, and FSDP does not shard them.
+    The forward pass dequantizes it, rounds it to `base.dtype`, and multiplies by it in the dtype of the input; the backward pass dequantizes
+    it again instead of keeping it. The buffers are not in the state dict, and FSDP does not shard them.
     """
 
     def __init__(self, weight: Tensor, base: QuantisedBase) -> None:
@@ -41,7 +41,7 @@ class QuantisedWeight(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The values [outputs, inputs], or [E, outputs, inputs], dequantized into new memory."""
+        """Dequantized values [outputs, inputs], or [E, outputs, inputs], in new memory."""
         return dequantised(self.packed, self.scales, self.shape, self.base)
 
     @property
@@ -52,17 +52,20 @@ class QuantisedWeight(nn.Module):
         """Multiply rows [..., inputs] by the matrix, or rows [S, inputs] sorted by expert by the experts' matrices.
 
         Args:
-            ends: [E] int32, the end of each expert's rows.
+            ends: [E] int32, the end of each expert's rows; None: the rows belong to one matrix.
+
+        Returns:
+            [..., outputs], or [S, outputs]
         """
         stored = self.shape, self.base.precision, self.base.dtype
         return torch.ops.fuligo.quantised_product(rows, self.packed, self.scales, bias, ends, *stored)
 
 
 class QuantisedLinear(QuantisedWeight):
-    """Linear layer without gradients of its own parameters.
+    """Frozen linear layer with a quantized weight.
 
     Args:
-        linear: the layer to replace; its bias is taken over.
+        linear: the layer to replace; its bias is kept.
     """
 
     def __init__(self, linear: nn.Linear, base: QuantisedBase) -> None:
@@ -74,9 +77,9 @@ class QuantisedLinear(QuantisedWeight):
 
 
 def quantise_base(model: PreTrainedModel, base: QuantisedBase, device: torch.device) -> None:
-    """Replace the linear layers below the adapter, except the output layer, and the experts' matrices by quantized ones, in place.
+    """Replace the base model's linear layers, except the output layer, and the experts' matrices by quantized ones, in place.
 
-    `device`: quantizes and then holds the matrices. Raises ConfigError if the model has experts that cannot be quantized.
+    `device`: device that quantizes and holds the matrices. Raises ConfigError if the model has experts that cannot be quantized.
     """
     linear, stacked = _base_layers(model), _experts(model)
     for name in linear:
@@ -96,7 +99,7 @@ def quantise_base(model: PreTrainedModel, base: QuantisedBase, device: torch.dev
 
 @torch.no_grad()
 def round_base(model: PreTrainedModel, base: QuantisedBase) -> None:
-    """Give the weights of a model, with or without an adapter, the values that they have after quantization, in place.
+    """Quantize and dequantize the base weights of a model, with or without an adapter, in place.
 
     Raises ConfigError like `quantise_base`.
     """
@@ -106,12 +109,12 @@ def round_base(model: PreTrainedModel, base: QuantisedBase) -> None:
 
 
 def rounded(weight: Tensor, base: QuantisedBase) -> Tensor:
-    """Return a weight quantized and dequantized, in its own data type."""
+    """Return a weight quantized and dequantized, in its original dtype."""
     return dequantised(*quantised(weight, base), list(weight.shape), base).to(weight.dtype)
 
 
 def quantised_weights(model: nn.Module) -> dict[str, QuantisedWeight]:
-    """Return the quantized weights by the names that they have in a model without an adapter."""
+    """Return the quantized weights, by their names in a model without an adapter."""
     found: dict[str, QuantisedWeight] = {}
     for name, module in model.named_modules():
         if isinstance(module, QuantisedWeight):
@@ -120,7 +123,7 @@ def quantised_weights(model: nn.Module) -> dict[str, QuantisedWeight]:
 
 
 def quantisable_weights(model: PreTrainedModel) -> list[str]:
-    """Return the names that the weights replaced by `quantise_base` have in a model without an adapter.
+    """Return the names of the weights that `quantise_base` replaces, as in a model without an adapter.
 
     Raises ConfigError like `quantise_base`.
     """
@@ -137,7 +140,7 @@ def _base_layers(model: PreTrainedModel) -> list[str]:
 
 
 def _experts(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return the experts of all MoE layers by name."""
+    """Return the modules of experts by name. Raises ConfigError if they cannot be quantized."""
     found = stacked_experts(model)
     for name, experts in found.items():
         matrices = [experts.get_parameter(matrix) for matrix in EXPERT_MATRICES]
@@ -180,7 +183,7 @@ def dequantised(packed: Tensor, scales: Tensor, shape: list[int], base: Quantise
 def _product(
     rows: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None, ends: Tensor | None, shape: list[int], precision: str, dtype: str
 ) -> Tensor:
-    """Return [..., outputs]. One operation for `torch.compile`, which would otherwise keep the dequantized matrix for the backward pass."""
+    """Return the products [..., outputs]; a custom op, since `torch.compile` would otherwise keep the dequantized matrix for backward."""
     weight = dequantised(packed, scales, shape, QuantisedBase(cast(BasePrecision, precision), dtype)).to(rows.dtype)
     return F.linear(rows, weight, bias) if ends is None else F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
 
@@ -189,7 +192,7 @@ def _product(
 def _product_gradient(
     gradient: Tensor, packed: Tensor, scales: Tensor, ends: Tensor | None, shape: list[int], precision: str, dtype: str
 ) -> Tensor:
-    """Return [..., inputs] the gradient of the rows from that of the outputs."""
+    """Return the gradient of the rows [..., inputs] from the gradient of the outputs [..., outputs]."""
     weight = dequantised(packed, scales, shape, QuantisedBase(cast(BasePrecision, precision), dtype)).to(gradient.dtype)
     return gradient @ weight if ends is None else F.grouped_mm(gradient.contiguous(), weight, offs=ends)
 
@@ -226,7 +229,7 @@ def _dtype(base: QuantisedBase) -> torch.dtype:
 
 @cache
 def _bitsandbytes() -> Any:
-    """Import bitsandbytes; on CPUs it logs that a kernel of another package is missing, which is not needed here."""
+    """Import bitsandbytes without its log line about a missing CPU kernel, which fuligo does not use."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     from bitsandbytes import functional  # pyright: ignore[reportMissingImports]  # an extra
 
@@ -235,5 +238,5 @@ def _bitsandbytes() -> Any:
 
 @cache
 def _dynamic_map(device: torch.device) -> Tensor:
-    """Return [256] the value that each byte stands for."""
+    """Return the value [256] that each byte stands for."""
     return _bitsandbytes().create_dynamic_map().to(device)

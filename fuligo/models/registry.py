@@ -62,15 +62,15 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_vl_text": qwen3_vl.FAMILY,
 }
 REFUSED: Mapping[str, str] = {"nemotron_h": nemotron_h.WHY_NOT}
-"""Types that nothing here can train or serve, with the reason."""
+"""Known model types that fuligo can neither train nor serve, with the reason."""
 WHOLE_TYPES: Mapping[str, str] = {family.whole_type: name for name, family in FAMILIES.items() if family.whole_type is not None}
-"""model_type of the config.json of a model with towers -> that of its language model."""
+"""model_type of a model with vision or audio towers -> model_type of its language model."""
 VISION_TYPES: Mapping[str, str] = {whole: name for whole, name in WHOLE_TYPES.items() if FAMILIES[name].sees_images}
-"""As `WHOLE_TYPES`, without models whose towers fuligo neither runs nor trains."""
+"""Like `WHOLE_TYPES`, without models whose towers fuligo neither runs nor trains."""
 
 
 def family_of(architecture: Architecture) -> Family:
-    """Return the family of a model, which for text and images is that of its language model."""
+    """Return the family of a model; for a model with towers, the family of its language model."""
     return FAMILIES[WHOLE_TYPES.get(architecture.model_type, architecture.model_type)]
 
 
@@ -96,7 +96,7 @@ def architecture_of(config_json: Mapping[str, Any], source: str = "config.json")
 def names_of(config_json: Mapping[str, Any], source: str = "config.json") -> ModelNames:
     """Return the names of all weights of the model that a config.json describes, in its checkpoint and in Megatron.
 
-    Raises ConfigError like `architecture_of`, or the Megatron trainer cannot train the model.
+    Raises ConfigError like `architecture_of`, or if the Megatron trainer cannot train the model.
     """
     config, architecture = ConfigJson.of(config_json, source), architecture_of(config_json, source)
     family = FAMILIES[config.model_type]
@@ -108,14 +108,14 @@ def names_of(config_json: Mapping[str, Any], source: str = "config.json") -> Mod
 
 
 def has_linear_attention(config_json: Mapping[str, Any]) -> bool:
-    """Return whether layers carry a state along the sequence, for any model that transformers knows."""
+    """Return whether a model of any type that transformers knows has linear attention."""
     if _language_type(config_json) in FAMILIES:
         return bool(architecture_of(config_json).num_linear_layers)
     return "linear_attention" in (ConfigJson.of(config_json).values.get("layer_types") or ())
 
 
 def unshareable_because(config_json: Mapping[str, Any]) -> str | None:
-    """Return why samples cannot share the tokens of a prefix in a model; None if they can."""
+    """Return why the samples of a packed row cannot share the tokens of a prefix; None if they can."""
     if has_linear_attention(config_json):
         return "its linear attention has one state per sequence, so several samples cannot continue a prefix"
     if _language_type(config_json) in FAMILIES and architecture_of(config_json).sparse_index is not None:
@@ -124,15 +124,15 @@ def unshareable_because(config_json: Mapping[str, Any]) -> str | None:
 
 
 def stored_experts(config_json: Mapping[str, Any]) -> StoredExperts:
-    """Return the form of a model's experts in its checkpoints."""
+    """Return the layout of a model's experts in checkpoints that transformers writes."""
     facts = _facts(config_json)
     return StoredExperts.APART if facts is None else facts.stored_experts
 
 
 def experts_in(directory: Path) -> StoredExperts:
-    """Return the form of experts in the checkpoint that a directory holds, or was made from by training; an MTP layer may have another.
+    """Return the layout of experts in a directory's checkpoint, or in the one that its training started from; an MTP layer may differ.
 
-    Raises ConfigError like `read_config_json`, and DamagedFileError if the family has both forms and the weights cannot be read.
+    Raises ConfigError like `read_config_json`, and DamagedFileError if the family has both layouts and the weights cannot be read.
     """
     config_json = read_config_json(directory)
     facts = _facts(config_json)
@@ -151,13 +151,13 @@ def has_mtp_module(config_json: Mapping[str, Any]) -> bool:
 
 
 def unwritten_keys(config_json: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a published config.json, or of its language model's part, that SGLang needs but transformers would leave out."""
+    """Return the keys and values of config.json that SGLang needs but transformers does not write."""
     family, values = FAMILIES.get(_language_type(config_json)), ConfigJson.of(config_json).values
     return {} if family is None else {key: values[key] for key in family.unwritten_keys if key in values}
 
 
 def why_not_sglang(config_json: Mapping[str, Any]) -> str | None:
-    """Return why SGLang's engines cannot serve a model; None if they can, or if nothing is known of its type."""
+    """Return why SGLang cannot serve a model; None if it can, or the model type is unknown."""
     facts = _facts(config_json)
     return None if facts is None or config_json.get("model_type") in WHOLE_TYPES else facts.why_not_sglang
 
@@ -189,7 +189,7 @@ def batch_variant_because(config_json: Mapping[str, Any], device: str) -> str | 
     if device == "cuda" and (config_json.get("mlp_only_layers") or config_json.get("decoder_sparse_step", 1) != 1):
         return "some of its layers have no experts, which SGLang does not support"
     if device == "cuda" and (kind := rotary.get("rope_type", rotary.get("type", "default"))) != "default":
-        return f"its rotary embedding is of type {kind}, which SGLang computes in another way"
+        return f"its rotary embedding is of type {kind}, which SGLang computes differently"
     return None
 
 

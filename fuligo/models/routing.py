@@ -17,15 +17,15 @@ from fuligo.types import RoutedExperts
 
 @dataclass(slots=True, frozen=True)
 class RoutingShape:
-    """Shape of a token's routing: M layers have experts, and a token uses K in each."""
+    """Shape of a token's routing: K experts in each of M layers."""
 
     num_layers: int
-    """Layers of the model, dense ones included, MTP layers not."""
+    """Layers of the model, including dense layers but not MTP layers."""
     moe_layers: tuple[int, ...]
     """[M] numbers of the layers with experts, from 0."""
     num_experts: int
     top_k: int
-    """K"""
+    """K, experts per token."""
 
     @classmethod
     def of(cls, architecture: Architecture) -> RoutingShape:
@@ -83,7 +83,7 @@ class RoutingShape:
         chosen = flat.reshape(expected)[:, list(self.moe_layers)]
         if chosen.size and not 0 <= chosen.min() <= chosen.max() < self.num_experts:
             raise ValueError(f"routed_experts has experts from {chosen.min()} to {chosen.max()}, but the model has {self.num_experts}")
-        # Engines leave zeros where they recorded nothing. A token's experts differ, so two equal ones reveal that.
+        # Engines leave zeros where they recorded nothing; since a token's experts are distinct, two equal ones reveal that.
         if self.top_k > 1 and (chosen[..., 0] == chosen[..., 1]).any():
             raise ValueError("routed_experts lists one expert twice for a token: the engine did not record all tokens")
         return chosen.astype(self.dtype)

@@ -12,14 +12,14 @@ BLOCK = 256
 
 @dataclass(slots=True)
 class Filter:
-    """Rows to filter before sampling, with their bounds."""
+    """Rows of a batch to filter before sampling, with their top-p, top-k and min-p."""
 
     rows: torch.Tensor
     """[F] int64"""
     top_p: torch.Tensor
     """[F, 1]"""
     top_k: torch.Tensor
-    """[F, 1] int64; the vocabulary's size for no limit"""
+    """[F, 1] int64; the vocabulary size means no limit."""
     min_p: torch.Tensor
     """[F, 1]"""
 
@@ -58,7 +58,7 @@ def inverse_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return [N] numbers in [0, 1), each a hash of its seed and position (the finalizer of SplitMix64, Steele et al. 2014)."""
+    """Return [N] numbers in [0, 1), each a hash of its seed and position (finalizer of SplitMix64, Steele et al. 2014)."""
     mixed = _splitmix64(_splitmix64(seeds) ^ positions.astype(np.uint64))
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 

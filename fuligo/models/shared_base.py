@@ -1,4 +1,4 @@
-"""Base weights that several models, each with its own adapter, have in common."""
+"""Base weights shared by several models, each with its own adapter."""
 
 from torch import nn
 
@@ -7,18 +7,18 @@ from fuligo.formats.adapter_config import is_adapter_name, stored_name
 
 
 class SharedBase:
-    """Frozen base weights in memory once, for models that differ in their adapters only."""
+    """Frozen base weights held in memory once, for models that differ only in their adapters."""
 
     def __init__(self) -> None:
         self._weights: dict[str, nn.Parameter] = {}
-        """Parameters of the first model by their names without an adapter; a tied one under each of its names."""
+        """Parameters of the first model, by their names without an adapter; a tied parameter under each of its names."""
         self._digest: str | None = None
 
     def give_to(self, model: nn.Module, *, digest: str | None = None) -> None:
-        """Replace the base weights of a model by those of the first model that came here, which keeps its own.
+        """Replace the base weights of a model by those of the first model given; the first model keeps its own.
 
-        `digest`: digest of the model's base weights; None if they need not be compared. Raises CheckpointError if the model has other base
-        weights than the first.
+        `digest`: digest of the model's base weights; None: only their names are compared. Raises CheckpointError if the base weights differ
+        from the first model's.
         """
         parameters = dict(model.named_parameters(remove_duplicate=False))
         own = {stored_name(name): name for name in parameters if not is_adapter_name(stored_name(name))}

@@ -1,10 +1,9 @@
 """Attention with sinks (gpt-oss, arXiv 2508.10925): a learned logit per head joins the softmax denominator and has no value.
 
-A kernel without sinks that also returns the log-sum-exp L of a query's scores is enough to compute this exactly. With a head's sink s, the
-output is
-sigmoid(L - s) times the kernel's. The kernel's backward pass computes each weight again, as exp(score - L), and subtracts the share of the
-output: with log(exp L + exp s) in place of L, and the new output, it returns the gradients of queries, keys and values. That of the sink
-is minus its weight times the product of the output and the output's gradient.
+A kernel without sinks that also returns the logsumexp L of a query's scores is enough to compute this exactly. With a head's sink s, the
+output is sigmoid(L - s) times the kernel's output. The kernel's backward pass recomputes each weight as exp(score - L) and uses the output:
+given log(exp L + exp s) in place of L, and the new output, it returns the gradients of queries, keys and values. The gradient of the sink is
+minus its weight times the dot product of the output and the output's gradient.
 """
 
 import inspect
@@ -17,14 +16,14 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention.varlen import varlen_attn
 
 TORCH_ASKS_FOR_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
-"""True if torch's varlen kernel has an argument for grouped heads; torch 2.11's has none and always supports them."""
+"""True if torch's varlen kernel has an argument to enable grouped heads; torch 2.11's has none and always supports them."""
 
 
 class Kernel(Protocol):
-    """Attention kernel with the log-sum-exp [..., T] of its scores; outputs are [..., T, D]."""
+    """Attention kernel that also returns the logsumexp [..., T] of its scores; outputs are [..., T, D]."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return output and float32 log-sum-exp."""
+        """Return output and float32 logsumexp."""
         ...
 
     def backward(
@@ -36,10 +35,9 @@ class Kernel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class VarlenKernel:
-    """Flash kernel over packed sequences, on CUDA in half precision: query [T, H, D], log-sum-exp [T, H].
+    """Flash kernel over packed sequences, on CUDA in half precision: query [T, H, D], logsumexp [T, H].
 
-    torch's own `varlen_attn` also returns the log-sum-exp, but without a gradient; this class calls its forward and backward operators
-    directly.
+    It calls the forward and backward operators of torch's `varlen_attn` directly, since the logsumexp of `varlen_attn` has no gradient.
     """
 
     starts: Tensor
@@ -47,9 +45,12 @@ class VarlenKernel:
     key_starts: Tensor
     """[S + 1] int32 start of each sequence of keys."""
     longest: int
+    """Largest number of queries of a sequence."""
     longest_keys: int
+    """Largest number of keys of a sequence."""
     scale: float
     window: int | None
+    """Tokens that a token attends to, itself included; None: all before it."""
 
     @property
     def _is_causal(self) -> bool:
@@ -79,7 +80,7 @@ class VarlenKernel:
 
 @dataclass(frozen=True, slots=True)
 class CpuKernel:
-    """torch's flash kernel on CPUs: query [B, H, L, D], key [B, Hkv, S, D], log-sum-exp [B, H, L]."""
+    """torch's flash kernel on CPUs: query [B, H, L, D], key [B, Hkv, S, D], logsumexp [B, H, L]."""
 
     mask: Tensor | None
     """[L, S] added to the scores, -inf where a token does not attend; None: causal."""
@@ -100,7 +101,7 @@ class CpuKernel:
 
 
 def flash_with_sinks(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
-    """Compute attention with sinks by a kernel that does not support them. `sinks`: logits that broadcast with the kernel's log-sum-exp."""
+    """Compute attention with sinks with a kernel that does not support them. `sinks`: logits that broadcast with the kernel's logsumexp."""
     result: Tensor = _FlashWithSinks.apply(query, key, value, sinks, kernel)
     return result
 
@@ -126,7 +127,7 @@ class _FlashWithSinks(torch.autograd.Function):
 
 
 def attention_with_sinks(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, *, scale: float, mask: Tensor | None) -> Tensor:
-    """Compute attention by its definition, with memory for all scores.
+    """Compute attention with sinks directly, materializing all scores.
 
     Args:
         query: [..., L, D]
@@ -146,7 +147,7 @@ def attention_with_sinks(query: Tensor, key: Tensor, value: Tensor, sinks: Tenso
 
 
 def batched_with_sinks(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, *, scale: float, visible: Tensor | None) -> Tensor:
-    """Compute attention of sequences of equal length, where no kernel for packed ones runs.
+    """Compute attention with sinks within sequences of equal length, on devices without a kernel for packed sequences.
 
     Args:
         query: [B, H, L, D]

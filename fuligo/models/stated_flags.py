@@ -1,4 +1,4 @@
-"""Megatron-Core 0.16.1 flags that a config.json states, named with underscores. Imports neither numpy nor torch."""
+"""Flags of Megatron-Core 0.16.1 that follow from a config.json, named with underscores. Imports neither numpy nor torch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -27,8 +27,7 @@ _LLAMA_3 = {"original_max_position_embeddings": 8192, "low_freq_factor": 1, "hig
 def stated_flags(config_json: Mapping[str, Any], source: str = "config.json") -> Flags:
     """Return the flags that describe the model of a config.json.
 
-    `source`: path it was read from, for errors. Raises ConfigError if config.json is invalid, or asks for something that no flag of
-    Megatron-Core states.
+    `source`: path it was read from, for errors. Raises ConfigError if config.json is invalid, or Megatron-Core has no flags for the model.
     """
     config, architecture = ConfigJson.of(config_json, source), architecture_of(config_json, source)
     attention, numerics = architecture.attention, architecture.numerics
@@ -51,7 +50,7 @@ def stated_flags(config_json: Mapping[str, Any], source: str = "config.json") ->
         "norm_epsilon": config.number("rms_norm_eps", default=1e-6),
         **({"apply_layernorm_1p": True} if numerics.norms_around_zero else {}),
         **({"post_self_attn_layernorm": True, "post_mlp_layernorm": True} if numerics.norms_outputs else {}),
-        # No flag says GeGLU.
+        # Megatron-Core has no flag for GeGLU.
         **({"swiglu": True} if numerics.activation is Activation.SILU else {}),
         **({} if numerics.softmax_scale is None else {"softmax_scale": numerics.softmax_scale}),
         "disable_bias_linear": True,
@@ -77,7 +76,7 @@ def _latent(config: ConfigJson, attention: LatentAttention) -> Flags:
         raise config.contradiction("attention_bias is true; Megatron's latent attention has no biases")
     return {
         "multi_latent_attention": True,
-        # No flag says that queries are projected directly; without q_lora_rank Megatron uses its own default.
+        # Megatron-Core has no flag for directly projected queries; without q_lora_rank it uses its own default.
         **({} if attention.q_lora_rank is None else {"q_lora_rank": attention.q_lora_rank}),
         "kv_lora_rank": attention.kv_lora_rank,
         "qk_head_dim": attention.qk_nope_head_dim,
@@ -89,7 +88,7 @@ def _latent(config: ConfigJson, attention: LatentAttention) -> Flags:
 
 
 def _sparse(index: SparseIndex) -> Flags:
-    """Return the flags of sparse attention. No flag says which layers compute their token choice; only config.json does."""
+    """Return the flags of sparse attention. Which layers have an indexer is only in config.json: Megatron-Core has no flag for it."""
     return {
         "experimental_attention_variant": "dsa",
         "dsa_indexer_n_heads": index.num_heads,
@@ -99,7 +98,7 @@ def _sparse(index: SparseIndex) -> Flags:
 
 
 def _windows(architecture: Architecture) -> Flags:
-    """Return the flags of layers with a window, which all have the same one."""
+    """Return the flags of layers with a sliding window; all windows have the same size."""
     windows = {layer.window for layer in architecture.layers} - {None}
     if not windows:
         return {}
@@ -146,7 +145,7 @@ def _experts(config: ConfigJson, architecture: Architecture) -> Flags:
         "moe_ffn_hidden_size": experts.intermediate_size,
     }
     if experts.has_softmax_router:
-        # Normalized over the chosen experts, softmax before and after the choice give equal weights.
+        # If weights are normalized over the chosen experts, softmax before or after the choice gives equal weights.
         pre_softmax = {} if config.switch("norm_topk_prob", default=False) else {"moe_router_pre_softmax": True}
         return flags | {"moe_router_score_function": "softmax"} | pre_softmax
     if not config.switch("norm_topk_prob", default=True):

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 
 class NodeShape(NamedTuple):
-    """Size of a node and of what it attends to."""
+    """Size of a node and of its prefix."""
 
     num_before: int
     """Tokens from the root to the node."""
@@ -18,13 +18,13 @@ class NodeShape(NamedTuple):
 
 
 class TokenTree:
-    """Row of T tokens that is a forest: a node's tokens follow each other, and its branches come after it, depth first.
+    """Forest over the T tokens of a row: a node is a run of consecutive tokens, and its children follow it, depth first.
 
-    A token attends to the tokens before it in its own node and to those of the nodes above.
+    A token attends to the earlier tokens of its node and to all tokens of the node's ancestors.
 
     Args:
         starts: [N + 1] first token of each node, ascending from 0, and T.
-        parents: [N] node above each node; -1 at a root.
+        parents: [N] parent of each node; -1 for a root.
     """
 
     def __init__(self, starts: tuple[int, ...], parents: tuple[int, ...]) -> None:
@@ -36,13 +36,13 @@ class TokenTree:
         return self.starts[-1]
 
     def with_padding(self, num_tokens: int) -> "TokenTree":
-        """Return the tree of a row padded to `num_tokens` tokens; the added tokens see only each other."""
+        """Return the tree of a row padded to `num_tokens` tokens; the added tokens are a root of their own."""
         if num_tokens == self.num_tokens:
             return self
         return TokenTree((*self.starts, num_tokens), (*self.parents, -1))
 
     def cut(self, piece: int) -> "TokenTree":
-        """Return the same tree with nodes cut at every `piece` tokens of the row, the parts of a node below each other."""
+        """Return the same tree with nodes split at every `piece` tokens of the row; each part is the parent of the next."""
         starts = sorted({*self.starts, *range(0, self.num_tokens, piece)})
         first_of = dict(zip(starts, range(len(starts))))
         ends = [first_of[end] - 1 for end in self.starts[1:]]  # last part of each node
@@ -71,15 +71,15 @@ class TokenTree:
 
     @cached_property
     def nodes_by_shape(self) -> list[tuple[NodeShape, list[int]]]:
-        """Nodes of each shape, which one batched call computes."""
+        """Nodes grouped by shape, for batched computation."""
         nodes = sorted(range(len(self.lengths)), key=lambda node: self.shapes[node])
         return [(shape, list(same)) for shape, same in groupby(nodes, key=lambda node: self.shapes[node])]
 
     @cached_property
     def ends(self) -> NDArray[np.int64]:
-        """[T] end of the branch that each token begins: token q attends to token k if k <= q < ends[k]."""
+        """[T] end of the subtree below each token: token q attends to token k if k <= q < ends[k]."""
         ends = list(self.starts[1:])
-        for node in reversed(range(len(ends))):  # the last branch of a node ends where the node's own branch ends
+        for node in reversed(range(len(ends))):  # a node's subtree ends where its last child's does
             parent = self.parents[node]
             if parent >= 0:
                 ends[parent] = max(ends[parent], ends[node])
@@ -87,12 +87,12 @@ class TokenTree:
 
     @cached_property
     def depths(self) -> NDArray[np.int64]:
-        """[T] position of each token in its sequences."""
+        """[T] position of each token in its sequences, from 0."""
         return np.concatenate([np.arange(shape.length) + shape.num_before for shape in self.shapes])
 
     @cached_property
     def path_tokens(self) -> NDArray[np.int64]:
-        """[sum of path lengths] for one node after another, the tokens from the root to the node's end."""
+        """[sum of path lengths] tokens from the root to the end of each node, node by node."""
         own = [np.arange(start, end) for start, end in pairwise(self.starts)]
         return np.concatenate([own[node] for path in self.paths for node in path])
 

@@ -1,4 +1,4 @@
-"""Model types as transformers knows them: published ones that 5.12.1 lacks, and models that combine a vision tower and a language model."""
+"""Model types in transformers: published types that 5.12.1 lacks, and models that combine a language model with towers."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,13 +15,13 @@ from fuligo.models.gated_delta import DECAY_RATES
 from fuligo.models.registry import FAMILIES, VISION_TYPES, WHOLE_TYPES, has_linear_attention
 
 LOADED_AS: Mapping[str, str] = {name: family.loaded_as for name, family in FAMILIES.items() if family.loaded_as is not None}
-"""model_type of config.json -> type whose classes load it. `save_pretrained` writes the latter."""
+"""model_type in config.json -> model_type whose classes load it. `save_pretrained` writes the latter."""
 
 
 def read_config(directory: str | Path) -> Any:
-    """Return the config of a checkpoint as transformers reads it, without running code of the directory.
+    """Read the config of a checkpoint with transformers, without running code of the directory.
 
-    Afterwards transformers also loads the checkpoint's weights. Raises OSError if there is no config.json, ValueError if transformers does
+    Registers the types of `LOADED_AS` first, so that transformers can also load the checkpoint's weights afterwards. Raises OSError if there is no config.json, ValueError if transformers does
     not know the model type, and KeyError if config.json has no model type.
     """
     register_types()
@@ -34,12 +34,12 @@ def sees_images(config: Any) -> bool:
 
 
 def has_tower(config: Any) -> bool:
-    """Return whether a config describes a whole model, with its towers, that fuligo supports."""
+    """Return whether a config describes a supported model with vision or audio towers."""
     return config.model_type in WHOLE_TYPES
 
 
 def has_unknown_tower(config: Any) -> bool:
-    """Return whether a config describes a vision-language model that fuligo does not support; its parts have their own configs."""
+    """Return whether a config describes a vision-language model that fuligo does not support."""
     return not has_tower(config) and not hasattr(config, "vocab_size") and hasattr(config, "vision_config")
 
 
@@ -53,7 +53,7 @@ def model_class(config: Any) -> Any:
 
 
 def attention_choice(config: Any, name: str) -> str | dict[str, str]:
-    """Return the value of `attn_implementation` that gives the language model, and no tower, the attention of this name."""
+    """Return the `attn_implementation` that selects attention `name` for the language model and SDPA for towers."""
     if not has_tower(config):
         return name
     towers = [part for part in config.sub_configs if part != "text_config" and getattr(config, part, None) is not None]
@@ -61,13 +61,13 @@ def attention_choice(config: Any, name: str) -> str | dict[str, str]:
 
 
 def language_model(model: Any) -> Any:
-    """Return the layers of a model of text, without its output layer."""
+    """Return the language model inside a model, without its output layer."""
     base = model.base_model
     return base.language_model if has_tower(model.config) else base
 
 
 def freeze_towers(model: Any) -> None:
-    """Exclude all but the language model of a whole model from training."""
+    """Freeze all parts of a model's base except its language model; no-op for a text-only model."""
     if has_tower(model.config):
         for name, part in model.base_model.named_children():
             if name != "language_model":
@@ -81,7 +81,7 @@ LANGUAGE_MODEL_ALONE = (
 
 
 def register_types() -> None:
-    """Register the types of `LOADED_AS` with transformers: their configs, and how experts stored one by one become one tensor."""
+    """Register the types of `LOADED_AS` with transformers: their config classes, and the conversion of their stored experts."""
     for name, known in LOADED_AS.items():
         if name not in CONFIG_MAPPING:
             CONFIG_MAPPING.register(name, CONFIG_MAPPING[known])
@@ -94,14 +94,14 @@ def loading_options(config: Any) -> dict[str, Any]:
 
 
 def load_decay_rates_exactly(config: Any) -> None:
-    """Have transformers load the decay rates of Gated DeltaNet layers in float32 from now on, as checkpoints and SGLang hold them."""
+    """Make transformers load the decay rates of Gated DeltaNet layers in float32 from now on, as in checkpoints and SGLang."""
     if has_linear_attention(config.to_dict()):
         loaded_as: Any = model_class(config)._model_mapping[type(config)]
         loaded_as._keep_in_fp32_modules_strict = {*(loaded_as._keep_in_fp32_modules_strict or ()), DECAY_RATES.strip(".")}
 
 
 def take_dtype(model: nn.Module, config: Any, dtype: torch.dtype) -> None:
-    """Convert the parameters that transformers 5.12.1 leaves in bfloat16 whatever `dtype` it was given."""
+    """Convert a model to `dtype` if it was dequantized from MXFP4, which transformers 5.12.1 always does to bfloat16."""
     if _is_mxfp4(config) and dtype != torch.bfloat16:
         model.to(dtype)
 

@@ -1,7 +1,7 @@
 """Attention over a row that is a tree: each token attends only to its own prefix.
 
-A node of the tree attends to the tokens from the root to its own end, causally from the right: its last token to all of them. That is one
-sequence of queries and a longer one of keys, which varlen flash kernels compute, and on CPUs SDPA with a mask.
+A node of the tree attends to the tokens from the root to its own end, with a causal mask aligned to the right: its last token attends to all
+of them. Varlen flash kernels compute this as a sequence of queries with a longer sequence of keys, and CPUs use SDPA with a mask.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ CUDA_KERNEL: Literal["varlen", "flex"] = "varlen"
 
 
 class TreeRow(NamedTuple):
-    """Tree on a device, for the varlen kernel: one sequence of queries and one of keys for each node."""
+    """Indices of a tree on a device, for the varlen kernel: each node has a sequence of queries and a sequence of keys."""
 
     starts: Tensor
     """[N + 1] int32 start of each node's queries."""
@@ -36,14 +36,14 @@ class TreeRow(NamedTuple):
     path_tokens: Tensor
     """[K] int64 token of each key."""
     longest: Tensor
-    """[L], with L tokens in the longest node; see `VarlenRow`."""
+    """[L] with unused values, where L is the length of the longest node; see `VarlenRow`."""
     longest_path: Tensor
-    """[P], with P tokens in the longest path."""
+    """[P] with unused values, where P is the length of the longest path."""
 
 
 @lru_cache(maxsize=8)
 def tree_row(tree: TokenTree, device: torch.device, nodes: tuple[int, ...] | None = None) -> TreeRow:
-    """Return the tree's indices on the device; cached for all layers of a pass. `nodes` are those of the queries; None: all."""
+    """Return the tree's indices on the device; cached for all layers of a pass. `nodes`: nodes whose tokens are the queries; None: all."""
     chosen = range(len(tree.lengths)) if nodes is None else nodes
     lengths = [tree.lengths[node] for node in chosen]
     paths = [tree.path_tokens[tree.path_starts[node] : tree.path_starts[node + 1]] for node in chosen]
@@ -59,10 +59,10 @@ def tree_row(tree: TokenTree, device: torch.device, nodes: tuple[int, ...] | Non
 def varlen_tree_attention(
     query: Tensor, key: Tensor, value: Tensor, row: TreeRow, *, scale: float, window: int | None = None, sinks: Tensor | None = None
 ) -> Tensor:
-    """Compute what `tree_attention` does with one flash kernel, on CUDA in half precision; `torch.compile` can trace it.
+    """Compute `tree_attention` with one flash kernel, on CUDA in half precision; `torch.compile` can trace it.
 
-    The keys of shared prefixes are copied for each branch, as an unshared row has them: sharing saves everything except attention.
-    Without sinks the copies are not kept, since those of long episodes would take most of the memory: the backward pass makes them again.
+    Keys and values of shared prefixes are copied for each branch, so attention costs as much as without sharing. Without sinks the copies
+    are not kept, since for long episodes they would take most of the memory; the backward pass makes them again.
     """
     longest, longest_path = row.longest.size(0), row.longest_path.size(0)
     if sinks is not None:
@@ -107,7 +107,7 @@ class _PathAttention(torch.autograd.Function):
 
 
 def take_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """Select rows, whose gradients are added in float32: in bfloat16 the sum over many branches would lose the small ones."""
+    """Select rows, with gradients added in float32: in bfloat16 a sum over many branches would lose small terms."""
     result: Tensor = _TakeRows.apply(x, rows)
     return result
 
@@ -127,7 +127,7 @@ class _TakeRows(torch.autograd.Function):
 
 
 def _add_rows(grad: Tensor, rows: Tensor, num_rows: int) -> Tensor:
-    """Add gradients of selected rows up, in float32."""
+    """Return [num_rows, ...] the sums of the gradients of selected rows, added in float32."""
     total = torch.zeros(num_rows, *grad.shape[1:], dtype=torch.float32, device=grad.device)
     return total.index_add_(0, rows, grad.float()).to(grad.dtype)
 
@@ -182,7 +182,7 @@ def tree_attention(
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, shape: NodeShape, *, scale: float, window: int | None, sinks: Tensor | None
 ) -> Tensor:
-    """Attend from [B, L, H, D] to [B, P + L, Hkv, D], each query to the P tokens before its node and to the node's up to itself."""
+    """Attend from [B, L, H, D] to [B, P + L, Hkv, D]: each query to the P tokens before its node, and causally within the node."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     is_whole = window is None or window >= k.size(2)
     mask = None if is_whole and not shape.num_before else _node_mask(shape, None if is_whole else window, query.device)
@@ -207,9 +207,9 @@ def _node_mask(shape: NodeShape, window: int | None, device: torch.device) -> Te
 
 
 def invariant_tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: TokenTree, *, scale: float) -> Tensor:
-    """Compute what `tree_attention` does, equal bit for bit to `batch_invariant.causal_attention` over each sequence by itself.
+    """Compute `tree_attention` with results bitwise equal to `batch_invariant.causal_attention` over each sequence.
 
-    On a CPU every branch is computed with its whole prefix, whose outputs are equal in all branches: only attention is not saved.
+    On a CPU every branch is computed with its whole prefix, so attention costs as much as without sharing.
     """
     if query.is_cuda:
         result: Tensor = _InvariantTree.apply(query, key, value, tree_row(tree, query.device), scale)
@@ -237,7 +237,7 @@ class _InvariantTree(torch.autograd.Function):
 
 @lru_cache(maxsize=8)
 def _branches(tree: TokenTree, device: torch.device) -> tuple[Tensor, tuple[int, ...], Tensor]:
-    """Return the tokens of all sequences from the root to a leaf, their starts, and the first place of each tree token among them."""
+    """Return the tokens of all root-to-leaf sequences, the starts of these sequences, and the first index of each tree token in them."""
     leaves = sorted(set(range(len(tree.lengths))) - set(tree.parents), key=lambda node: sum(tree.shapes[node]))
     paths = [tree.path_tokens[tree.path_starts[node] : tree.path_starts[node + 1]] for node in leaves]
     rows = np.concatenate(paths)
@@ -251,7 +251,7 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def tree_mask(tree: TokenTree, device: torch.device, window: int | None = None) -> MaskMod:
-    """Return FlexAttention's condition for a token to attend to another: the other is before it, and it is in the other's branch."""
+    """Return the mask function of FlexAttention: a query attends to a key at or before it whose subtree contains the query."""
     ends, depths = (torch.from_numpy(each).to(device) for each in (tree.ends, tree.depths))
 
     def attends(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -268,7 +268,7 @@ def block_mask(tree: TokenTree, device: torch.device, window: int | None = None)
 
 
 def flex_tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, *, scale: float) -> Tensor:
-    """Compute what `tree_attention` does with FlexAttention, whose kernel torch compiles on CUDA."""
+    """Compute `tree_attention` with FlexAttention, compiled on CUDA."""
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     attend = _compiled_flex_attention() if query.is_cuda else flex_attention
     out: Any = attend(q, k, v, block_mask=mask, scale=scale, enable_gqa=query.size(1) != key.size(1))

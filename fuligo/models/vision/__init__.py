@@ -1,1 +1,1 @@
-"""Vision-language models: their images as pixels, the positions of image tokens, and the forward pass with the vision tower."""
+"""Vision-language models: image preprocessing, positions of image tokens, and the forward pass with the vision tower."""

@@ -52,7 +52,7 @@ class WeightLabel:
 
 
 def parse_generation(answer: Any) -> Generation:
-    """Return a checked answer from `/generate`. Raises Retryable if the answer is malformed."""
+    """Check and convert an answer from `/generate`. Raises Retryable if it is malformed."""
     try:
         meta = answer["meta_info"]
         ids = np.asarray(answer["output_ids"], np.int64).reshape(-1)
@@ -81,7 +81,7 @@ def parse_generation(answer: Any) -> Generation:
 
 
 def _columns(scored: Sequence[Sequence[Any]]) -> tuple[FloatArray, NDArray[np.int64]]:
-    """Return log-probabilities and token ids of entries [log-probability, id, text or None]."""
+    """Return the log-probabilities and token ids of entries (log-probability, id, text or None)."""
     count = len(scored)
     return np.fromiter(map(_FIRST, scored), np.float32, count), np.fromiter(map(_SECOND, scored), np.int64, count)
 
@@ -98,7 +98,7 @@ def parse_routing(answer: Any, query: RoutingQuery, num_prompt_tokens: int) -> R
 def parse_load(ranks: Sequence[Mapping[str, Any]]) -> EngineLoad:
     """Return the load summed over the data-parallel ranks in an answer from `/v1/loads`.
 
-    Raises KeyError, TypeError, AttributeError if the answer is malformed.
+    Raises KeyError, TypeError or AttributeError if the answer is malformed.
     """
     arrived = [rank["num_arrived_reqs"] for rank in ranks if "num_arrived_reqs" in rank]
     capacity = sum(rank.get("max_total_num_tokens", 0) for rank in ranks)
@@ -114,7 +114,7 @@ def parse_load(ranks: Sequence[Mapping[str, Any]]) -> EngineLoad:
 def scoring_body(input_ids: Sequence[int] | IntArray, num_given: int) -> dict[str, Any]:
     """Return the body of `/generate` for the log-probabilities of all tokens after the first `num_given`.
 
-    SGLang reports none for the token at `logprob_start_len` itself: its predecessor may come from the cache, which has no logits.
+    SGLang reports none for the token at `logprob_start_len`, because its predecessor may come from the cache, which has no logits.
     """
     return {
         "input_ids": np.ascontiguousarray(input_ids, np.int32),

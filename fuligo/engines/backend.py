@@ -1,4 +1,4 @@
-"""Contract of an engine backend, the folder behind `--rollout-backend NAME`: it starts engines and states the form of their weights."""
+"""Contract of an engine backend (`--rollout-backend NAME`, folder `engines/NAME`), which starts engines and states their weight format."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -19,19 +19,19 @@ from fuligo.models.device import Device, Precision
 
 
 class SharedDevices(Protocol):
-    """Devices that a trainer and engines use in turns; `job.colocated.ColocatedDevices` implements it."""
+    """Devices that a trainer and engines use in turn; implemented by `job.colocated.ColocatedDevices`."""
 
     async def to_engines(self) -> None:
         """Offload the trainer and give the engines, which hold the current weights, their KV cache."""
 
     async def make_room(self) -> None:
-        """Offload the trainer so that engines can start in its turn; return when those that are starting are up."""
+        """Offload the trainer so that engines can start; return when the engines that are starting are up."""
 
     async def wait_for_room(self) -> None:
-        """Return when an engine may start: it sizes its cache by the free memory, so the trainer must have released its own."""
+        """Wait until an engine may start: it sizes its KV cache by the free memory, so the trainer must have released its memory."""
 
     async def align(self, client: InferenceEngine, group: EngineGroup) -> None:
-        """Release the memory of a restarted engine that the other engines of its group have released.
+        """Make a restarted engine release the memory that the other engines of its group have released.
 
         Raises EngineError if the engine does not release it.
         """
@@ -68,7 +68,7 @@ class LaunchedEngines:
 
     group: EngineGroup
     policy: EngineFleet | None = None
-    """Their supervisor; None if they are not restarted."""
+    """Supervisor of the engines; None if dead engines are not restarted."""
     others: Mapping[str, EngineFleet] = field(default_factory=dict)
     """Fleets of the other models, by name; their weights are never synced."""
     served: Mapping[str, ServedModel] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class LaunchedEngines:
 
 @dataclass(slots=True, frozen=True)
 class LentEngine:
-    """Address of an engine that several runs share, or of its router, for one of them."""
+    """Address at which one of several runs reaches a shared engine or its router."""
 
     url: str
     keys: EngineKeys
@@ -89,7 +89,7 @@ class LentEngine:
 
 @dataclass(slots=True, frozen=True)
 class LentEngines:
-    """Engines that several runs share, for one of them; plain data for its process."""
+    """Shared engines as one of several runs reaches them; plain data that can be sent to the run's process."""
 
     run: str
     """Name of the run in the engines."""
@@ -102,9 +102,9 @@ class SharedEngines:
     """Engines that a backend started for several runs."""
 
     lent: tuple[LentEngines, ...]
-    """Parts of the runs, in their order."""
+    """Engines of each run, in the order of the runs."""
     fleet: EngineFleet | None = None
-    """Their supervisor; None if the runs themselves notice that an engine has died."""
+    """Supervisor of the engines; None if the runs notice by themselves that an engine has died."""
 
 
 class EngineHosts(Protocol):
@@ -120,7 +120,7 @@ class EngineHosts(Protocol):
 
 
 class EngineBackend(Protocol):
-    """Engine backend; `config.engine_capabilities` has its facts."""
+    """Engine backend; `config.engine_capabilities` describes what it supports."""
 
     async def launch(self, config: Config, directory: Path, stack: AsyncExitStack, hosts: EngineHosts | None) -> LaunchedEngines:
         """Start the engines of a run; return when they answer. Raises EngineError if an engine did not start.
@@ -146,18 +146,18 @@ class EngineBackend(Protocol):
         ...
 
     def connect(self, config: Config, lent: LentEngines, stack: AsyncExitStack) -> LaunchedEngines:
-        """Return shared engines as one of the runs uses them; `stack` closes the connections."""
+        """Connect one of the runs to shared engines; `stack` closes the connections."""
         ...
 
     def engine_format(self, config: Config) -> EngineFormat:
-        """Return how the tensors that engines take differ from the trainer's.
+        """Return how the tensors that engines load differ from the trainer's.
 
         Raises ConfigError if the engines cannot serve `--hf-checkpoint`, or cannot update its weights.
         """
         ...
 
     def weight_dtype(self, config: Config, device: Device) -> Precision | None:
-        """Return the type that the engines compute in, if flags set it; None: the type of `--hf-checkpoint`."""
+        """Return the dtype that the engines compute in, if flags set it; None: the dtype of `--hf-checkpoint`."""
         ...
 
 
@@ -165,7 +165,7 @@ class StartedProcess(Protocol):
     """Process or processes that can be checked and stopped."""
 
     async def check_alive(self) -> None:
-        """Check that the processes have not ended. Raises EngineError if a process has ended, with the last lines of its log."""
+        """Check that the processes are running. Raises EngineError with the last lines of the log if one has ended."""
 
     async def stop(self) -> None:
         """Stop the processes; return when they have ended."""

@@ -1,4 +1,4 @@
-"""HTTP client of an engine: the only caller of the SGLang API. Requests and answers hold token ids; text is only for display."""
+"""HTTP client of an engine: the only caller of the SGLang API. Requests and answers contain token ids; text is only for display."""
 
 import asyncio
 import itertools
@@ -21,13 +21,15 @@ from fuligo.types import FloatArray, IntArray, RoutedExperts
 
 T = TypeVar("T")
 POLICY_ADAPTER = "policy"
-"""Name of the adapter that a trainer sends to engines that know adapters by name."""
+"""Name of the trainer's adapter in engines that load adapters by name."""
 IDLE_WITHIN_S = 30
-"""Time within which an engine finishes the step that is in flight when its last request is answered."""
+"""Seconds within which an engine finishes the step that is in flight when its last request is answered."""
 
 
 class EngineClient:
-    """Implementation of `engine.InferenceEngine`, which documents the methods, over the HTTP API of SGLang, which both backends serve.
+    """Implementation of `engine.InferenceEngine`, which documents the methods, over SGLang's HTTP API.
+
+    Both backends serve that API.
 
     Args:
         keys: keys that requests to the engine carry
@@ -35,7 +37,7 @@ class EngineClient:
         timeout_s: deadline of a generate or score request, over all attempts
         deadlines: deadlines of the other calls
         num_ranks, start, number: see `InferenceEngine`
-        adapter: name of the LoRA adapter that requests use; None: the engine applies what it holds
+        adapter: name of the LoRA adapter that requests use; None: the engine applies the weights and adapter that it holds
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class EngineClient:
     ) -> Generation:
         routing, images = options.get("routing"), options.get("images", ())
         body: dict[str, Any] = {
-            # Thousands of requests wait at a time: as a list of numbers, a prompt takes several times the memory.
+            # Thousands of requests wait at a time, and a list of numbers would take several times the memory of an array.
             "input_ids": np.ascontiguousarray(input_ids, np.int32),
             "sampling_params": params.to_json(),
             "return_logprob": True,
@@ -91,7 +93,7 @@ class EngineClient:
 
         async def parse(answer: Any) -> Generation:
             generation = parse_generation(answer)
-            if images and generation.prompt_tokens != len(input_ids):  # the engine repeats the tokens of images by its own count
+            if images and generation.prompt_tokens != len(input_ids):  # the engine expands image tokens itself
                 raise EngineError(
                     f"engine {self.url}: request {rid} has {len(input_ids)} tokens with its images, but the engine counts "
                     f"{generation.prompt_tokens}; its image processor or its tokenization differs from the trainer's"
@@ -214,7 +216,7 @@ class EngineClient:
             is_loaded = any(model["id"] == POLICY_ADAPTER for model in loaded["data"])
         except (KeyError, TypeError) as error:
             raise self._malformed("/v1/models", loaded) from error
-        if is_loaded:  # SGLang replaces none; the engine is paused, so no request uses it
+        if is_loaded:  # SGLang cannot replace a loaded adapter; the engine is paused, so no request uses it
             await self._call("POST", "/unload_lora_adapter", {"lora_name": POLICY_ADAPTER}, within=self.deadlines.bucket, retries=0)
         body = {"lora_name": POLICY_ADAPTER, "config_dict": adapter.config, "serialized_tensors": await adapter.tensors}
         # SGLang keys its KV cache by the load of an adapter: entries of an earlier load are not found, and are evicted.
@@ -230,7 +232,7 @@ class EngineClient:
             raise self._malformed("/weights_checker", answer) from error
 
     async def release_memory(self, tag: MemoryTag | None = None) -> None:
-        if tag != "weights":  # SGLang crashes when it is told while the step after the last answer is in flight; a flush waits for its end
+        if tag != "weights":  # SGLang crashes if the step after the last answer is still in flight; a flush waits for it
             await self._call("POST", f"/flush_cache?timeout={IDLE_WITHIN_S}", {}, within=self.deadlines.weights)
         await self._call("POST", "/release_memory_occupation", _tags(tag), within=self.deadlines.weights)
 
@@ -253,7 +255,7 @@ class EngineClient:
     async def _requested(
         self, rid: str, body: dict[str, Any], attempt: Callable[[dict[str, Any]], Awaitable[T]], timeout_s: float | None
     ) -> T:
-        """Make attempts at a request for tokens or log-probabilities, each under its own id."""
+        """Send a generate or score request, with retries; every attempt has a request id of its own."""
         numbers = itertools.count()
 
         async def named() -> T:
@@ -275,7 +277,7 @@ class EngineClient:
         return str(WeightLabel(version, self.number))
 
     def _of_bucket(self, version: int | None) -> dict[str, Any]:
-        """Return the fields of a bucket: the last one brings the version and drops the KV cache of the old weights."""
+        """Return the version fields of a bucket; the last bucket sets the version and flushes the KV cache of the old weights."""
         return {"flush_cache": False} if version is None else {"flush_cache": True, "weight_version": self._label(version)}
 
     async def _call(

@@ -18,7 +18,7 @@ from fuligo.formats.engine_keys import CONTROL_VARIABLE, REQUESTS_VARIABLE, Engi
 
 
 class Overdue(EngineError):
-    """Missing answer at the deadline: whether the call took effect is unknown."""
+    """No answer before the deadline; whether the call took effect is unknown."""
 
 
 class Deadline(NamedTuple):
@@ -32,9 +32,9 @@ class Deadline(NamedTuple):
 STEP = Deadline(120.0)
 """Longer than a step of SGLang, which prefills in chunks."""
 WEIGHTS = Deadline(600.0)
-"""Same as the default time for an engine to start."""
+"""Same as the default start timeout of an engine."""
 BUCKET = Deadline(300.0)
-"""Far shorter than the deadline of the trainer's ranks, which wait for it."""
+"""Far shorter than the deadline of the trainer's ranks, which wait for the call."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -44,7 +44,7 @@ class ControlDeadlines:
     step: Deadline = STEP
     """Calls that the scheduler handles between two steps."""
     weights: Deadline = WEIGHTS
-    """Calls about all weights or memory; an engine has as long to load its weights when it starts."""
+    """Calls that load all weights or move memory; the limit is the time in which an engine must start."""
     bucket: Deadline = BUCKET
     """Loading one bucket of weights, or joining a process group."""
 
@@ -56,9 +56,9 @@ class ControlDeadlines:
 
     @classmethod
     def of_others(cls, *, request_timeout_s: float, start_timeout_s: float) -> ControlDeadlines:
-        """Return the deadlines of engines that others started, and of the embedded one, which prefills all it has room for in one step.
+        """Return the deadlines of engines that this run did not start, and of the embedded engine, whose prefills are not chunked.
 
-        If a step takes longer than a request may, its requests have failed anyway.
+        The deadline of a step is that of a request: if a step takes longer, its requests have failed anyway.
         """
         weights = Deadline(start_timeout_s, "--engine-start-timeout-s")
         return cls(min(Deadline(request_timeout_s, "--rollout-timeout-s"), weights), weights)
@@ -69,13 +69,13 @@ DEFAULT = ControlDeadlines()
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0
 SILENCE_S = 40
-"""Time that an engine's machine may answer no packet before the connection is dropped."""
+"""Seconds without an answer to any packet after which the connection to an engine's machine is dropped."""
 CONNECT_TIMEOUT_S = 10.0
 CONNECT_TO_GENERATE_TIMEOUT_S = 60.0
 """When thousands of requests start at once, the server's accept queue overflows and the kernel reconnects after 1, 2, 4 s."""
 _KEY_ADVICE = (
-    f"it asks for another key; if this run did not start it, set {REQUESTS_VARIABLE} to its key (SGLang: --api-key) and {CONTROL_VARIABLE} "
-    "to that of control calls (--admin-api-key)"
+    f"the key is missing or wrong; if this run did not start the engine, set {REQUESTS_VARIABLE} to its key (SGLang: --api-key) and "
+    f"{CONTROL_VARIABLE} to its key for control calls (--admin-api-key)"
 )
 T = TypeVar("T")
 
@@ -90,7 +90,7 @@ class Connection:
         self._session: aiohttp.ClientSession | None = None
 
     async def request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Make one HTTP request; return its JSON, or the text of a success without JSON (except for `/generate`).
+        """Make one HTTP request and return the JSON of the answer, or its text if it is not JSON (an error for `/generate`).
 
         Raises:
             Retryable: no connection, a 5xx status, or a malformed answer
@@ -128,9 +128,9 @@ class Connection:
             return raw.decode(errors="replace")
 
     async def retried(self, what: str, attempt: Callable[[], Awaitable[T]], retries: int, within: Deadline) -> T:
-        """Return the result of `attempt`, which is repeated after a `Retryable`.
+        """Return the result of `attempt`, which is repeated up to `retries` times after a `Retryable`.
 
-        Raises Overdue if no attempt ended in time and EngineError if all attempts failed.
+        `what`: name of the call in errors. Raises Overdue if no attempt ended in time and EngineError if all attempts failed.
         """
         cause: Retryable | None = None
         try:

@@ -54,7 +54,7 @@ def read_grouped_attention(
         output_bias: the output projection has a bias.
         qk_norm: each head of queries and keys is normalized.
         default_head_dim: head size if config.json has no `head_dim`; None: hidden_size / num_attention_heads.
-        may_omit_kv_heads: `num_key_value_heads` defaults to `num_attention_heads`; False: it is required, since transformers' defaults differ.
+        may_omit_kv_heads: `num_key_value_heads` defaults to `num_attention_heads`; False: it is required, as transformers' defaults vary.
 
     Raises:
         ConfigError: num_key_value_heads does not divide num_attention_heads, or num_attention_heads does not divide hidden_size.

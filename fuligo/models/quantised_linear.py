@@ -26,8 +26,8 @@ LARGEST = 2**31 - 1
 class QuantisedWeight(nn.Module):
     """Frozen matrix, or the matrices of all experts of a layer, in few bits.
 
-    The forward pass dequantizes it, rounds it to `base.dtype`, and multiplies by it in the dtype of the input; the backward pass dequantizes
-    it again instead of keeping it. The buffers are not in the state dict, and FSDP does not shard them.
+    The forward pass dequantizes it, rounds it to `base.dtype`, and multiplies by it in the dtype of the input; the backward pass does so
+    again instead of keeping it. The buffers are not in the state dict, and FSDP does not shard them.
     """
 
     def __init__(self, weight: Tensor, base: QuantisedBase) -> None:

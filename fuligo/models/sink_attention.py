@@ -1,9 +1,9 @@
 """Attention with sinks (gpt-oss, arXiv 2508.10925): a learned logit per head joins the softmax denominator and has no value.
 
 A kernel without sinks that also returns the logsumexp L of a query's scores is enough to compute this exactly. With a head's sink s, the
-output is sigmoid(L - s) times the kernel's output. The kernel's backward pass recomputes each weight as exp(score - L) and uses the output:
-given log(exp L + exp s) in place of L, and the new output, it returns the gradients of queries, keys and values. The gradient of the sink is
-minus its weight times the dot product of the output and the output's gradient.
+output is sigmoid(L - s) times the kernel's output. The kernel's backward pass recomputes each weight as exp(score - L) and uses the
+output: given log(exp L + exp s) in place of L, and the new output, it returns the gradients of queries, keys and values. The gradient of
+the sink is minus its weight times the dot product of the output and the output's gradient.
 """
 
 import inspect

@@ -1,7 +1,7 @@
 """Attention over a row that is a tree: each token attends only to its own prefix.
 
-A node of the tree attends to the tokens from the root to its own end, with a causal mask aligned to the right: its last token attends to all
-of them. Varlen flash kernels compute this as a sequence of queries with a longer sequence of keys, and CPUs use SDPA with a mask.
+A node of the tree attends to the tokens from the root to its own end, with a causal mask aligned to the right: its last token attends to
+all of them. Varlen flash kernels compute this as a sequence of queries with a longer sequence of keys; CPUs use SDPA with a mask.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
-"""Attention over the KV pools, the only part of a Hugging Face model that the engine replaces.
+"""Softmax attention over the KV pools, which replaces the attention of a Hugging Face model.
 
-The modules compute everything else on a flat row of tokens [1, N]. `transformers` calls `attend` for every layer and passes it the
-`AttentionPlan` of the step, a keyword argument of the model.
+The model computes on a flat row of tokens [1, N]. transformers calls `attend` for every layer and passes it the `AttentionPlan` of the
+step, which is a keyword argument of the model's forward.
 """
 
 from dataclasses import dataclass, field
@@ -35,7 +35,7 @@ class Segment:
     longest: int
     """Tokens of the longest row, including this step's."""
     equal: bool
-    """All rows have that length."""
+    """All rows have the same length."""
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class AttentionPlan:
         return self._masks[key]
 
     def hidden(self, number: int) -> torch.Tensor | None:
-        """Return [n, 1, longest] True at the keys that rows of a decode segment do not have; None if every row has all of them."""
+        """Return the mask [n, 1, longest] of a decode segment, True at keys beyond a row's end; None if all rows have equal length."""
         segment = self.segments[number]
         return None if segment.equal else self._keys_after(segment)[1][:, None]
 
@@ -149,7 +149,7 @@ def decode_segment(
 def _attend_invariantly(
     plan: AttentionPlan, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Compute batch-invariant attention for [N, H, D], of whole sequences or of one query per row."""
+    """Compute batch-invariant attention for queries [N, H, D], of whole sequences (prefill) or one per row (decode)."""
     if plan.cu_seqlens is not None:
         return causal_attention(query, key, value, plan.cu_seqlens, scale=scale)
     outs: list[torch.Tensor] = []

@@ -58,7 +58,7 @@ class EmbeddedBackend:
         return LaunchedEngines(group)
 
     def engine_format(self, config: Config) -> EngineFormat:
-        """Leave out MTP layers, which transformers' models lack, and quantization."""
+        """Return a format without MTP layers, which transformers' models lack, and without quantization."""
         from fuligo.engines.embedded.model import servable_config
 
         assert config.model.hf_checkpoint is not None, "validated"
@@ -70,7 +70,7 @@ class EmbeddedBackend:
             if config_json.get("model_type") in REFUSED:
                 raise ConfigError(f"cannot use --hf-checkpoint: {error}") from error
             fix = "--rollout-backend sglang" + ("" if config.trainer_capabilities.splits_model else " --train-backend megatron")
-            raise ConfigError(f"the embedded engine cannot serve --hf-checkpoint {directory}; use {fix}: {error}") from error
+            raise ConfigError(f"cannot serve --hf-checkpoint {directory} with the embedded engine: {error}; use {fix}") from error
         left_out = prediction_prefixes(served.to_dict()) + ((MTP_PREFIX,) if has_mtp_module(config_json) else ())
         return EngineFormat(left_out=left_out, experts=stored_experts(config_json))
 
@@ -82,7 +82,7 @@ BACKEND = EmbeddedBackend()
 
 
 def _settings(config: Config, log_file: Path) -> EmbeddedEngineSettings:
-    """Return the settings of the engine's process without an adapter."""
+    """Return the settings of the engine's process, without an adapter."""
     assert config.model.hf_checkpoint is not None, "validated"
     flags = config.engine
     return EmbeddedEngineSettings(

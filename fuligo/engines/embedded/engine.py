@@ -28,7 +28,7 @@ class EngineThread:
 
     def __init__(self) -> None:
         self.wake = threading.Condition()
-        """Condition that guards what other threads hand to the engines; notified when there is work."""
+        """Condition that guards the engines' queues of requests and commands; notified when there is work."""
         self._engines: list[EmbeddedEngine] = []
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -52,7 +52,7 @@ class EngineThread:
                 engine.take_turn()
 
     def _wait_for_work(self) -> bool:
-        """Sleep until there is work; return False if the engines are to stop."""
+        """Sleep until there is work; return False if the thread is to stop."""
         with self.wake:
             while not (self._stopping or any(engine.has_work() for engine in self._engines)):
                 self.wake.wait()
@@ -65,7 +65,7 @@ T = TypeVar("T")
 
 
 def command(method: Callable[Concatenate[EmbeddedEngine, P], T]) -> Callable[Concatenate[EmbeddedEngine, P], Future[T]]:
-    """Run the method in the engine's thread, between two steps, even while paused; the caller gets a future."""
+    """Decorate a method to run in the engine's thread, between two steps and even while paused; its caller gets a future."""
 
     @wraps(method)
     def asking(self: EmbeddedEngine, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -146,7 +146,7 @@ class EmbeddedEngine:
             )
         with self._wake:
             if self.failure is not None:
-                raise EngineError(f"the engine has failed: {self.failure!r}")
+                raise EngineError(f"cannot accept the request: the engine has failed: {self.failure!r}")
             request.arrival = self.num_arrived
             self.num_arrived += 1
             self._incoming.append(request)
@@ -185,7 +185,7 @@ class EmbeddedEngine:
 
     @command
     def flush_cache(self) -> None:
-        """Drop all keys and values. Requests that a pause keeps in place return to the queue and are prefilled again."""
+        """Drop all keys and values. Requests that were paused in place return to the queue and are prefilled again."""
         if self._scheduler.num_running and not self._paused:
             raise EngineError("cannot flush the cache while requests run; pause the engine first")
         self._scheduler.retract()
@@ -194,7 +194,7 @@ class EmbeddedEngine:
     def update_weights(self, version: int | None, load: Callable[[], NamedTensors | str], *, flush: bool, abort_all: bool) -> None:
         """Load the bucket of tensors, or the directory, that `load` returns.
 
-        Without `flush`, requests paused in place continue with the old weights' keys and values for the tokens they have.
+        Without `flush`, requests that were paused in place keep the keys and values that the old weights computed.
         """
         if abort_all:
             self._end(self._scheduler.abort(lambda _: True, "aborted by an update of weights"))

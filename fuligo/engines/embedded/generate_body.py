@@ -26,7 +26,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("text", "input_embeds", "token_ids_logprob", "lora_path"), (None,)),
     **dict.fromkeys(("stream", "return_hidden_states", "return_routed_experts"), (None, False)),
     **dict.fromkeys(("routed_experts_start_len", "top_logprobs_num"), (None, 0)),
-    "model": (None,),  # this and those below are added by sglang-router with its own defaults
+    "model": (None,),  # sglang-router adds this field and those below, with its own defaults
     **dict.fromkeys(("background", "no_logs", "return_bytes", "return_entropy"), (None, False)),
 }
 """Fields that would change the answer, accepted only with these neutral values."""
@@ -34,6 +34,7 @@ HARMLESS = {
     "image_data", "return_logprob", "logprob_start_len", "priority", "extra_key", "session_id", "return_text_in_logprobs", "log_metrics",
     "routing_key",
 }  # fmt: skip
+"""Fields that are read, or accepted and ignored."""
 
 
 def parse_requests(raw: bytes, model: EngineModel, new_waiter: Callable[[], Any]) -> tuple[list[Request], bool]:
@@ -49,7 +50,7 @@ def parse_requests(raw: bytes, model: EngineModel, new_waiter: Callable[[], Any]
         raise ValueError("the body must be a JSON object")
     for name in body.keys() - HARMLESS - set(PER_REQUEST):
         if name not in NEUTRAL:
-            raise ValueError(f"{name} is not known")
+            raise ValueError(f"unknown field {name}; remove it")
         if body[name] not in NEUTRAL[name]:
             raise ValueError(f"{name}={body[name]!r:.50} is not supported by the embedded engine, which takes and returns token ids")
     ids, params, rids, priority = (body.get(name) for name in (*PER_REQUEST, "priority"))
@@ -98,7 +99,10 @@ def _request(
 
 
 def _placed(ids: list[int], images: Sequence[bytes], model: EngineModel) -> tuple[list[int], tuple[PromptImage, ...]]:
-    """Return the ids with all tokens of the images, and the images with the places of these."""
+    """Return the ids with all tokens of the images, and the images with the positions of these tokens.
+
+    Raises ValueError if the model takes no images, or the images do not match the ids.
+    """
     if not images:
         return ids, ()
     if model.vision is None or model.image_token_id is None:

@@ -26,11 +26,11 @@ Handler = Callable[[dict[str, Any]], Awaitable[Any]]
 
 
 class Unsupported(Exception):
-    """Call of an SGLang endpoint that the embedded engine does not have; the text says why."""
+    """Call of an SGLang endpoint that the embedded engine does not implement; the text names the alternative."""
 
 
 class Api:
-    """Translation of HTTP requests into engine calls. The engine reports ended requests by `wake`, from its own thread.
+    """Translation of HTTP requests into engine calls. The engine's thread calls `wake` with requests that have ended.
 
     Args:
         weight_directories: new weights may be loaded from these directories and those below them
@@ -41,7 +41,7 @@ class Api:
         self._weight_directories = [directory.resolve() for directory in weight_directories]
 
     def app(self) -> ASGIApp:
-        """Return the application; it routes `/generate` past the framework's layers, which cost more than the call itself."""
+        """Return the application. `/generate` bypasses Starlette's routing and middleware, which cost more than the call itself."""
         others = self._others()
 
         async def route(scope: Scope, receive: Receive, send: Send) -> None:
@@ -88,7 +88,7 @@ class Api:
         )
 
     async def generate(self, http: HttpRequest) -> Response:
-        """Wait for the answer, or for the client to disconnect, which aborts the request."""
+        """Answer `/generate`; abort its requests if the client disconnects."""
         started = time.perf_counter()
         loop, model = asyncio.get_running_loop(), self._engine.model
         requests: list[Request] = []
@@ -196,7 +196,7 @@ class Api:
         if not directory.is_dir():
             raise EngineError(f"cannot load weights from {path}: it is not a directory on this machine")
         if directory.stat().st_uid not in (os.getuid(), 0):
-            raise EngineError(f"cannot load weights from {path}: it belongs to another user")
+            raise EngineError(f"cannot load weights from {path}: it belongs to another user; copy it to a directory of your own")
         return directory
 
     async def update_from_tensor(self, body: dict[str, Any]) -> Any:

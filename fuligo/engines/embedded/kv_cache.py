@@ -16,7 +16,7 @@ from fuligo.engines.embedded.request import Request
 SMALLEST_CLASS = 32
 MIN_ROWS = 16
 KEPT_BYTES = 64 * 1024**2
-"""Size up to which an empty pool is kept for later rows."""
+"""Largest size of an empty pool that is kept for later rows."""
 
 
 def length_class(num_tokens: int) -> int:
@@ -38,10 +38,10 @@ class CacheShape:
     """Shape of the keys and values that a model keeps per token."""
 
     layers: tuple[int, ...]
-    """Numbers of the layers that keep them, among all layers of the model."""
+    """Numbers of the layers that have keys and values, among all layers of the model."""
     shapes: tuple[LayerShape, ...]
     recurrent: RecurrentShape | None = None
-    """Shape of what the other layers keep per request; None: there are none."""
+    """Shape of the states of linear attention layers; None: the model has no such layers."""
 
     @property
     def num_layers(self) -> int:
@@ -63,19 +63,19 @@ class KVPool:
         self.shape = shape
         self.capacity = capacity
         self.requests: list[Request] = []
-        """The owner of each row."""
+        """Request that owns each row."""
         self.store = torch.empty(2 * shape.num_layers, 0, capacity, shape.width, dtype=dtype, device=device)
         """[2 * layers (keys and values alternate), rows, capacity, Hkv * max(Dk, Dv) of the widest layer]"""
         self.recurrent = None if shape.recurrent is None else RecurrentRows(shape.recurrent, dtype, device)
 
     def keys(self, layer: int) -> torch.Tensor:
-        """Return a view [rows, capacity, Hkv, Dk]."""
+        """Return a view [rows, capacity, Hkv, Dk] of a layer's keys."""
         index = self.shape.layers.index(layer)
         heads, key_dim, _ = self.shape.shapes[index]
         return self.store[2 * index, ..., : heads * key_dim].unflatten(-1, (heads, key_dim))
 
     def values(self, layer: int) -> torch.Tensor:
-        """Return a view [rows, capacity, Hkv, Dv]."""
+        """Return a view [rows, capacity, Hkv, Dv] of a layer's values."""
         index = self.shape.layers.index(layer)
         heads, _, value_dim = self.shape.shapes[index]
         return self.store[2 * index + 1, ..., : heads * value_dim].unflatten(-1, (heads, value_dim))
@@ -114,7 +114,7 @@ class KVPool:
 
 
 class KVCache:
-    """All pools. `max_total_tokens` limits what running requests may grow to, not what is allocated at a given time."""
+    """Pools of all length classes. `max_total_tokens` limits the length to which running requests may grow, not the memory allocated."""
 
     def __init__(self, shape: CacheShape, max_total_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
         self.shape = shape
@@ -142,7 +142,7 @@ class KVCache:
         self._pool(request.num_tokens).append(request)
 
     def copy_prompt(self, donor: Request, requests: Sequence[Request]) -> None:
-        """Copy the donor's keys and values, of all but the prompt's last token, to requests with the same prompt."""
+        """Copy the donor's keys and values of all prompt tokens but the last to requests with the same prompt."""
         shared = len(donor.input_ids) - 1
         source = self.pool_of(donor).store[:, donor.row, None, :shared]
         for pool, group in self._by_pool(requests):

@@ -21,11 +21,11 @@ AdapterSource = Path | AdapterConfig
 
 @dataclass(slots=True, frozen=True)
 class EmbeddedEngineSettings:
-    """Settings of an embedded engine, for the process that starts it and for its own, `fuligo serve`."""
+    """Settings of an embedded engine, used by the process that starts it and by the engine's process (`fuligo serve`)."""
 
     model_path: str
     log_file: Path | None = None
-    """Receives the engine's stdout and stderr; appended to. None only in the engine's own process."""
+    """File to which the engine's stdout and stderr are appended. None only in the engine's own process."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     max_running_requests: int = 256
@@ -34,15 +34,15 @@ class EmbeddedEngineSettings:
     trust_remote_code: bool = False
     adapter: AdapterSource | None = None
     shapes_of_runs: Mapping[str, AdapterConfig] = field(default_factory=dict)
-    """Shapes of the adapters of several runs that share the engine, by the name of the run, each served below `run_path`; exclusive with
-    `adapter`. Empty: one engine at the root.
+    """Adapter shapes of several runs that share the process, by run name; each run's engine is served below `run_path`. Exclusive with
+    `adapter`; empty: one engine at the root.
     """
     is_batch_invariant: bool = False
     """Log-probabilities depend, bit for bit, only on a request's own tokens."""
     ready_file: Path | None = None
-    """Receives the port once requests are accepted."""
+    """File to which the engine writes its port once it accepts requests."""
     host: str = LOOPBACK
-    """Name or address that it listens on, for its access control."""
+    """Host name or address that the engine listens on, for access control."""
     weight_directories: tuple[Path, ...] = ()
     """Directories, besides the model's and the machine's scratch, from which new weights may be loaded."""
     start_timeout_s: float = 600.0
@@ -70,12 +70,12 @@ class EmbeddedEngineSettings:
 
 
 def run_path(name: str) -> str:
-    """Return the path below which the engine of one of several runs is served."""
+    """Return the URL path of a run's engine in a process that several runs share."""
     return f"/runs/{name}"
 
 
 class EmbeddedEngineProcess:
-    """Running engine. It ends with this process, however that ends."""
+    """Running engine process. It also ends when this process is killed."""
 
     def __init__(self, process: LoggedProcess, url: str, keys: EngineKeys) -> None:
         self.process = process
@@ -83,7 +83,7 @@ class EmbeddedEngineProcess:
         self.keys = keys
 
     async def check_alive(self) -> None:
-        """Check that the process has not ended. Raises EngineError if it has ended, with the last lines of its log."""
+        """Check that the process is running. Raises EngineError with the last lines of its log if it has ended."""
         self.process.check_alive("\nResume from the last checkpoint.")
 
     async def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""Linear attention (gated delta rule) with the states of running requests, in place of the operations of transformers' modules.
+"""Linear attention (gated delta rule) with a state per running request; it replaces operations of transformers' modules.
 
 A prefill computes whole sequences and keeps their final states; a decode step continues from these with one token of each request.
 """
@@ -17,7 +17,7 @@ from fuligo.models.gated_delta import gated_delta_modules, packed_convolution, r
 
 
 def keep_states(model: nn.Module) -> RecurrentShape | None:
-    """Let the layers of linear attention keep states per request; return their shape, or None if there are no such layers."""
+    """Make linear attention layers keep a state per request; return the shape of the states, or None if there are no such layers."""
     layers = [StatefulLayer(module) for module in gated_delta_modules(model)]
     if not layers:
         return None
@@ -33,9 +33,9 @@ def keep_states(model: nn.Module) -> RecurrentShape | None:
 
 
 class StatefulLayer:
-    """Convolution and rule of one layer. transformers passes both the plan of the step, as `seq_idx` and `cu_seqlens`.
+    """Convolution and delta rule of one layer, in place of transformers' operations.
 
-    Without a plan they compute what transformers' own operations do.
+    transformers passes them the plan of the step as `seq_idx` and `cu_seqlens`. Without a plan they compute the same as transformers.
     """
 
     def __init__(self, module: Any) -> None:
@@ -46,7 +46,7 @@ class StatefulLayer:
         module.chunk_gated_delta_rule = self.recur
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, seq_idx: AttentionPlan | None) -> Tensor:
-        """Convolve channels [1, C, N] causally within sequences."""
+        """Convolve channels [1, C, N] causally within sequences, and keep each sequence's last inputs; return [1, C, N]."""
         plan = seq_idx
         if plan is None:
             return packed_convolution(x, weight, bias, activation)
@@ -58,7 +58,7 @@ class StatefulLayer:
         return torch.cat([self._convolve_newest(x[0, :, s.start : s.end], weight, bias, s) for s in plan.segments]).t()[None]
 
     def _convolve_newest(self, x: Tensor, weight: Tensor, bias: Tensor | None, segment: Segment) -> Tensor:
-        """Convolve one input [C, n] of each row with those before it, and keep it; return [n, C]."""
+        """Convolve one input [C, n] of each row with the row's earlier inputs, and keep it; return [n, C]."""
         before = self._rows(segment).window(self.number)[: x.size(1)]
         inputs = torch.cat([before, x.t()[..., None]], -1)
         before.copy_(inputs[..., 1:])
@@ -76,7 +76,7 @@ class StatefulLayer:
         if plan.cu_seqlens is not None:
             out, states = rule_by_runs(self._rule, inputs, plan.cu_seqlens, output_final_state=bool(plan.segments), **given)
             for segment in plan.segments:
-                assert states is not None, "asked for"
+                assert states is not None, "requested with output_final_state"
                 first, last = (plan.cu_seqlens.index(border) for border in (segment.start, segment.end))
                 _, _, rows = _sequences(plan.cu_seqlens, segment)
                 self._rows(segment).state(self.number)[rows] = states[first:last].float()
@@ -93,12 +93,12 @@ class StatefulLayer:
 
     def _rows(self, segment: Segment) -> RecurrentRows:
         rows = segment.pool.recurrent
-        assert rows is not None, "the pool has states, as the model has"
+        assert rows is not None, "the pools of a model with linear attention have states"
         return rows
 
 
 def last_inputs(x: Tensor, starts: Tensor, ends: Tensor, number: int) -> Tensor:
-    """Return [S, C, number], the last inputs of each sequence of [C, N], with zeros before its first."""
+    """Return the last `number` inputs [S, C, number] of each sequence in [C, N]; shorter sequences get zeros in front."""
     at = ends[:, None] + torch.arange(-number, 0, device=x.device)
     return x[:, at.clamp(min=0)].where(at >= starts[:, None], 0).transpose(0, 1)
 

@@ -45,10 +45,10 @@ from fuligo.models.vision.processor import ImageProcessor
 logger = logging.getLogger(__name__)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MEAN_DIFFERENCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
-"""Mean difference of log-probabilities, weighted by probability, that rounding explains between two attention implementations."""
+"""Largest mean difference of log-probabilities, weighted by probability, that rounding explains between two attention implementations."""
 NOISE_FACTOR = 3.0
-"""If a model's own two implementations differ by more, the engine may differ by this multiple of that: those of SmolLM2-135M differ by 0.07
-in bf16, and by 0.5 on its reserved tokens."""
+"""If transformers' own two implementations differ by more, the engine may differ by this multiple of their difference. For SmolLM2-135M in
+bf16 they differ by 0.07, and by 0.5 on its reserved tokens."""
 BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
@@ -89,11 +89,11 @@ class EngineModel:
         """Id of every token of an image; None for a text-only model."""
         self.vision: VisionTower | None = None
         self.no_images_because = "it is served on text only"
-        """Why it takes no images, if `vision` is None."""
+        """Why the engine accepts no images, if `vision` is None."""
         if sees_images(whole):
             try:
                 self.vision = VisionTower(self.module.base_model, ImageProcessor(path))
-            except ConfigError as error:  # prompts of text need no image processor
+            except ConfigError as error:  # text prompts need no image processor
                 self.no_images_because = str(error)
         align_weights(self.module)
         take_stated_epsilon(self.module)
@@ -140,7 +140,7 @@ class EngineModel:
         plan.is_batch_invariant = self._invariant is not None
         kwargs: dict[str, Any] = {"attention_plan": plan}
         if self._recurrent is not None:
-            kwargs |= {"seq_idx": plan, "cu_seq_lens_q": plan}  # the names of what linear attention gets
+            kwargs |= {"seq_idx": plan, "cu_seq_lens_q": plan}  # transformers passes these arguments to linear attention
         if has_tower(self.module.config):
             return self._whole_forward(input_ids, positions, keep, images, kwargs)
         kwargs |= {"logits_to_keep": keep} if self._keeps_logits and keep is not None else {}
@@ -161,7 +161,7 @@ class EngineModel:
         return logits if cap is None else cap * (logits / cap).tanh()
 
     def weights_changed(self) -> None:
-        """Take new weights into account. Call it after every change of a weight."""
+        """Drop all values derived from the weights. Call it after every change of a weight."""
         if self._invariant is not None:
             self._invariant.forget_weights()
 
@@ -174,7 +174,7 @@ class EngineModel:
             self.module.set_attn_implementation(attention_choice(self.module.config, ATTENTION_NAME))
 
     def _noise(self, ids: torch.Tensor, eager: torch.Tensor) -> float:
-        """Return how much the model's own attention implementations differ; 0 if there is only one."""
+        """Return the mean difference between transformers' SDPA and eager attention; 0 if the model does not support SDPA."""
         try:
             return _mean_difference(self._by_its_own_attention(ids, "sdpa"), eager)
         except (ValueError, NotImplementedError):  # not supported by the model
@@ -182,12 +182,12 @@ class EngineModel:
 
     @torch.inference_mode()
     def _probe_cache_shape(self) -> CacheShape:
-        """Run a few tokens, record the shapes that layers keep, and compare the result with the model's own attention.
+        """Run a few tokens, record the shapes that layers keep, and compare the result with transformers' eager attention.
 
-        A model whose attention does more than the interface passes on (ALiBi, layers that share keys, recurrent layers) would be served
-        wrongly without an error; here its results differ and it is refused.
+        A model whose attention does more than transformers' attention interface passes on (ALiBi, layers that share keys, recurrent layers)
+        would silently be served wrongly; here its results differ. Raises EngineError if they do.
         """
-        ids = 7919 * torch.arange(1, 17, device=self.device) % self.vocab_size  # not the first ones, which are often reserved
+        ids = 7919 * torch.arange(1, 17, device=self.device) % self.vocab_size  # spread out, since the first ids are often reserved
         plan = AttentionPlan([], [0, len(ids)])
         ours = self.forward(ids, torch.arange(len(ids), device=self.device), plan).float()
         theirs = self._by_its_own_attention(ids, "eager")
@@ -208,7 +208,7 @@ class EngineModel:
 
 
 def _mean_difference(logits: torch.Tensor, other: torch.Tensor) -> float:
-    """Return how much the log-probabilities of [T, V] logits differ on average over the tokens that they predict."""
+    """Return the mean difference of the log-probabilities of two logits [T, V], weighted by the probabilities of `other`."""
     logprobs, others = logits.log_softmax(-1), other.log_softmax(-1)
     return (others.exp() * (logprobs - others).abs()).sum(-1).mean().item()
 
@@ -219,10 +219,9 @@ def ordinary_log_softmax(logits: torch.Tensor) -> torch.Tensor:
 
 
 def servable_config(path: str) -> Any:
-    """Return the config of a checkpoint as transformers reads it, if the engine can serve the model.
+    """Return the config of a checkpoint that the embedded engine can serve, as transformers reads it.
 
-    Raises ConfigError if there is none, or transformers does not know the model, and EngineError if the embedded engine cannot serve the
-    model.
+    Raises ConfigError if there is no config, or transformers does not know the model, and EngineError if the engine cannot serve the model.
     """
     config = load_config(path)
     if has_unknown_tower(config):
@@ -275,7 +274,7 @@ def _load(path: str, config: Any, dtype: torch.dtype) -> Any:
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"cannot load --model-path {path}: {error}") from error
     if missing := sorted(report["missing_keys"]):
-        raise ConfigError(f"--model-path {path}: {len(missing)} weights are missing: {', '.join(missing[:8])}")
+        raise ConfigError(f"--model-path {path}: {len(missing)} weights are missing: {', '.join(missing[:8])}; download it again")
     if prefixes := prediction_prefixes(config.to_dict()):
         logger.info("skipping the weights of %d MTP layers, which this engine does not use (%s)", len(prefixes), ", ".join(prefixes))
     return module

@@ -18,9 +18,9 @@ from fuligo.engines.openai_format import DONE, chunk, error_content, event, give
 from fuligo.errors import EngineError, FuligoError
 
 _INCOMPLETE = "\ufffd"
-"""Text to which a part of a character is decoded."""
+"""Replacement character, to which a tokenizer decodes an incomplete character."""
 POLL_S = 0.02
-"""Interval at which a stream looks for new tokens."""
+"""Seconds between two checks of a stream for new tokens."""
 _SAMPLING = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "seed": "sampling_seed", "stop": "stop"}
 """Parameter of OpenAI's API, or SGLang's addition to it -> the engine's name for it."""
 _OTHERS = {"model", "messages", "prompt", "tools", "n", "max_tokens", "max_completion_tokens", "stream", "stream_options", "user"}
@@ -67,9 +67,9 @@ class OpenAiApi:
         return await self._whole(http, requests, fields, is_chat=is_chat)
 
     def _generate_body(self, body: dict[str, Any], is_chat: bool) -> dict[str, Any]:
-        """Return the body of the engine's own `/generate`.
+        """Convert a body to the body of the engine's `/generate`.
 
-        Raises ValueError, DataError, ConfigError if the body is malformed, or asks for something that the engine does not support.
+        Raises ValueError, DataError or ConfigError if the body is malformed, or requests something that the engine does not support.
         """
         for name, value in body.items():
             if name not in _SAMPLING and name not in _OTHERS and (name not in _NEUTRAL or value not in (None, _NEUTRAL[name])):
@@ -106,7 +106,7 @@ class OpenAiApi:
         return plain_ids(tokenizer, prompt)
 
     async def _whole(self, http: HttpRequest, requests: list[Request], fields: dict[str, Any], *, is_chat: bool) -> Response:
-        """Wait for all answers, or for the client to disconnect, which aborts them."""
+        """Wait for all answers and return them in one response; abort the requests if the client disconnects."""
         started = time.perf_counter()
         if not await ended_while_connected(http, requests, self._engine):
             return Response(status_code=499)
@@ -125,7 +125,7 @@ class OpenAiApi:
         """Yield new text as it is sampled; a client that disconnects aborts the requests.
 
         Args:
-            held_back: characters at the end that may belong to a stop string, and wait for the next tokens.
+            held_back: number of characters at the end that wait for the next tokens, since they may begin a stop string.
         """
         sent = [""] * len(requests)
         texts = [TextStream(self._engine.model.tokenizer) for _ in requests]
@@ -161,21 +161,21 @@ class OpenAiApi:
 
 
 class TextStream:
-    """Text of a growing list of tokens, of which `read` decodes only the new ones.
+    """Text of a growing list of tokens; `read` decodes only new tokens.
 
-    A token may be a part of a character, and its text may depend on the token before it (SentencePiece drops the first space). So new
-    tokens are decoded together with those read last, and wait while their last character is incomplete.
+    A token may be a part of a character, and its text may depend on the token before it (SentencePiece drops the first space). Therefore
+    new tokens are decoded together with those read last, and wait while their last character is incomplete.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._text = ""
         self._context_start = 0
-        """Position of the tokens read last, which precede the new ones in every decoding."""
+        """Index of the first of the tokens read last, which are decoded again before the new ones."""
         self._num_read = 0
 
     def read(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`, all of the tokens so far, up to its last complete character."""
+        """Return the text of `ids`, which are all tokens so far, up to its last complete character."""
         window = list(ids[self._context_start :])
         known = self._decode(window[: self._num_read - self._context_start])
         longer = self._decode(window)

@@ -1,4 +1,4 @@
-"""State that layers of linear attention keep per request, whatever its length: the last inputs of a convolution, and a matrix per head."""
+"""State of linear attention layers, of constant size per request: the last inputs of the convolution, and a matrix per head."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ FEWEST_ROWS = 16
 
 @dataclass(slots=True, frozen=True)
 class RecurrentShape:
-    """Shape of the states of a model's layers."""
+    """Shape of the states of a model's linear attention layers."""
 
     layers: tuple[int, ...]
-    """Numbers of the layers, among all layers of the model."""
+    """Numbers of these layers, among all layers of the model."""
     num_channels: int
     num_inputs: int
     """Earlier inputs that the convolution reads: its width - 1."""
@@ -24,7 +24,7 @@ class RecurrentShape:
 
 
 class RecurrentRows:
-    """States of the requests of one KV pool; rows are numbered as the pool's."""
+    """States of the requests in one KV pool; rows are numbered as in the pool."""
 
     def __init__(self, shape: RecurrentShape, dtype: torch.dtype, device: torch.device) -> None:
         self.shape = shape
@@ -35,11 +35,11 @@ class RecurrentRows:
         """[layers, rows, H, Dk, Dv] float32"""
 
     def window(self, layer: int) -> Tensor:
-        """Return a view [rows, C, inputs]."""
+        """Return a view [rows, C, inputs] of a layer's convolution inputs."""
         return self.windows[self.shape.layers.index(layer)]
 
     def state(self, layer: int) -> Tensor:
-        """Return a view [rows, H, Dk, Dv]."""
+        """Return a view [rows, H, Dk, Dv] of a layer's states."""
         return self.states[self.shape.layers.index(layer)]
 
     def make_room(self, num_rows: int) -> None:

@@ -33,7 +33,7 @@ class Request:
     images: tuple[PromptImage, ...] = ()
     """Images of the prompt, in the order of their tokens."""
     score_start: int | None = None
-    """If given, nothing is sampled, and `input_logprobs` are those of the tokens after this position."""
+    """Position after which input tokens are scored into `input_logprobs`, and nothing is sampled; None: tokens are sampled."""
     input_logprobs: list[float] = field(default_factory=list)
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)

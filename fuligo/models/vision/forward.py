@@ -19,14 +19,14 @@ from fuligo.types import PromptImage
 
 @dataclass(slots=True, frozen=True)
 class RowImages:
-    """Images of a row of T tokens, and the places of their M tokens."""
+    """Images of a row of T tokens, and the positions of their M tokens."""
 
     distinct: tuple[PromptImage, ...]
-    """Images of different content; the tower runs once for each. Their places are those of one sample."""
+    """Images with different contents, for each of which the tower runs once; `first_token` is valid for one sample only."""
     positions: Tensor
-    """[M] int64, ascending: the row's image tokens."""
+    """[M] int64 positions of the image tokens in the row, ascending."""
     features: Tensor
-    """[M] int64: the feature of each, among those of all distinct images, one after the other."""
+    """[M] int64 index of each image token's feature among the concatenated features of all distinct images."""
 
 
 def row_images(starts: Sequence[int], images: Sequence[Sequence[PromptImage]], device: torch.device) -> RowImages | None:
@@ -55,7 +55,7 @@ class Features(NamedTuple):
 
 
 def tower_features(tower: Any, patches: Sequence[Patches], device: torch.device) -> Features:
-    """Run the tower over images, one after the other; no image sees another."""
+    """Run the tower once over all images, which do not attend to each other."""
     values = torch.cat([torch.from_numpy(each.values) for each in patches]).to(device)
     grids = torch.tensor([[1, each.num_rows, each.num_columns] for each in patches], device=device)
     outputs = tower(values.to(tower.dtype), grid_thw=grids, return_dict=True)
@@ -63,7 +63,7 @@ def tower_features(tower: Any, patches: Sequence[Patches], device: torch.device)
 
 
 def empty_patches(tower: Any) -> Patches:
-    """Return the patches of a black image of one token."""
+    """Return all-zero patches that make up one token."""
     side, config = tower.spatial_merge_size, tower.config
     width = config.in_channels * config.temporal_patch_size * config.patch_size**2
     return Patches(torch.zeros(side * side, width).numpy(), side, side)
@@ -93,7 +93,7 @@ def hidden_states(
         if placed.deepstack:
             is_image = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device).index_fill(0, images.positions, True)
             kwargs |= {"visual_pos_masks": is_image[None], "deepstack_visual_embeds": list(placed.deepstack)}
-    elif features is not None:  # of an empty image, for the sake of ranks with images: adds nothing
+    elif features is not None:  # of an empty image, so that every rank runs the tower: adds zero
         total = torch.stack([each.sum() for each in (features.merged, *features.deepstack)]).sum()
         embeddings = embeddings + 0.0 * total.to(embeddings.dtype)
     outputs = language(
@@ -116,14 +116,14 @@ class VisionTower:
         self.base = base
         self.processor = processor
         self.is_frozen = False
-        """Its activations are not kept for a backward pass."""
+        """The tower has no gradients, so its activations are not kept for a backward pass."""
         self.runs_always = False
-        """It also runs, on an empty image, for a row without images: all ranks must take part in gathering sharded weights."""
+        """The tower also runs for rows without images, on an empty image, since all ranks must take part in gathering sharded weights."""
 
     def hidden_states(self, input_ids: Tensor, positions: Tensor, images: RowImages | None, **kwargs: Any) -> Tensor:
         """Run tower and language model on a row; see `hidden_states` of this module.
 
-        Raises DataError if an image cannot be read, or has other numbers of tokens than its sample says.
+        Raises DataError if an image cannot be read, or the processor makes another number of tokens than its sample has.
         """
         return hidden_states(self.base, input_ids, positions, images, self._features(images, input_ids.device), **kwargs)
 

@@ -1,4 +1,4 @@
-"""Places of images among the token ids of a prompt, in which each image's tokens all have the id of an image token."""
+"""Placement of images in the token ids of a prompt, where every token of an image has the id of the image token."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,11 +10,11 @@ from fuligo.types import PromptImage
 def place_images(
     ids: Sequence[int], images: Sequence[bytes], grids: Sequence[TokenGrid], image_token_id: int, sources: Sequence[str]
 ) -> tuple[PromptImage, ...]:
-    """Return the images with the places of their tokens.
+    """Return the images with the positions of their tokens.
 
     Args:
-        ids: [P] prompt, perhaps with the tokens sampled so far: an id of an image token after those of all images is text.
-        images: encoded, in the order of their tokens.
+        ids: [P] prompt, possibly followed by sampled tokens; ids of the image token after the last image are text.
+        images: encoded images, in the order of their tokens.
         grids: grid of each image's tokens.
         sources: origin of each image, for error messages.
 
@@ -40,20 +40,20 @@ def place_images(
 
 
 def collapsed(ids: Iterable[int], images: Sequence[PromptImage]) -> list[int]:
-    """Return the ids with one token for each image, as the chat template writes them and SGLang takes them.
+    """Return the ids with one token for each image, as the chat template writes them and SGLang expects them.
 
     Args:
-        ids: [P] as `place_images` takes them.
+        ids: [P] as in `place_images`.
     """
     dropped = {at for image in images for at in range(image.first_token + 1, image.first_token + image.num_tokens)}
     return [int(token) for at, token in enumerate(ids) if at not in dropped]
 
 
 def completed(ids: Sequence[int], grids: Sequence[TokenGrid], image_token_id: int) -> list[int]:
-    """Return the ids with all tokens of each image; an image may have one token, or all of them already.
+    """Return the ids with all tokens of each image.
 
     Args:
-        ids: [P] as `place_images` takes them, or `collapsed`.
+        ids: [P] with one token for each image, as `collapsed` returns them, or already with all tokens.
     """
     whole, at = list(ids), 0
     for grid in grids:
@@ -74,7 +74,7 @@ def expanded(ids: Sequence[int], grids: Sequence[TokenGrid], image_token_id: int
         grids: grid of each image's tokens.
 
     Returns:
-        The ids with all tokens of the images, and for each of them its position in the ids given.
+        The ids with all tokens of the images, and for each of these ids its index in the given ids.
 
     Raises:
         DataError: the numbers of image tokens and images differ

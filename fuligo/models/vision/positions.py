@@ -1,7 +1,7 @@
 """Rotary positions of tokens with images (M-RoPE, arXiv 2409.12191, section 2.1): time, row and column of each token.
 
-A text token has three equal positions. Those of an image's tokens are its place in the grid, counted from the next free position; the text
-after the image continues behind the larger side of the grid.
+A text token has three equal positions. An image's tokens have their coordinates in the grid plus the next free position; text after the
+image continues after the larger side of the grid.
 """
 
 from collections.abc import Sequence
@@ -35,5 +35,5 @@ def row_positions(lengths: Sequence[int], images: Sequence[Sequence[PromptImage]
 
 
 def rotary_shift(images: Sequence[PromptImage]) -> int:
-    """Return the difference of rotary position and place for the tokens after all images."""
+    """Return the rotary position minus the index of a token after all images."""
     return sum(max(image.num_rows, image.num_columns) - image.num_tokens for image in images)

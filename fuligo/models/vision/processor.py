@@ -1,6 +1,6 @@
-"""Images as the vision tower sees them: decoded, resized, normalized and cut into patches, the same in every process.
+"""Image preprocessing for the vision tower: decoding, resizing, normalizing and cutting into patches, the same in every process.
 
-transformers' image processor on Pillow computes them, because it needs no torchvision and one result serves trainer and embedded engine.
+Trainer and embedded engine both use transformers' image processor on Pillow, which needs no torchvision.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 PROCESSOR_FILE = "preprocessor_config.json"
 WHOLE_PROCESSOR_FILE = "processor_config.json"
-"""Settings of all of a model's processors, as transformers 5 saves them; those of images have precedence over PROCESSOR_FILE."""
+"""Settings of all processors of a model, as transformers 5 saves them; its image settings take precedence over PROCESSOR_FILE."""
 PROCESSOR_TYPES = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
 """`image_processor_type` of Qwen3-VL's checkpoints, by the version of transformers that wrote them."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-"""Formats that are read; Pillow knows some that start other programs."""
+"""Accepted formats; for some others, Pillow starts external programs."""
 MAX_IMAGE_BYTES = 32 * 2**20
 MAX_DECODED_PIXELS = 64 * 2**20
 """Pixels of one image before it is resized: a small file may decode to gigabytes."""
@@ -41,7 +41,7 @@ KEPT_BYTES = 256 * 2**20
 _NUM_DECODING = 8
 """Images that a process decodes at once."""
 _DAMAGE = (OSError, ValueError, SyntaxError, EOFError, IndexError, TypeError, KeyError, MemoryError, struct.error, zlib.error)
-"""Errors of Pillow for bytes that are not what their header says."""
+"""Errors that Pillow raises for files that contradict their header."""
 _ORIENTATION = 274
 """EXIF tag of the orientation."""
 _TURNS = dict(enumerate(("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90"), 2))
@@ -79,12 +79,12 @@ class ImageProcessor:
         """Read the settings. Raises ConfigError if Pillow is not installed, or the checkpoint has no settings of a known processor."""
         self._processor: Any = _processor(Path(directory))
         self.merge_size: int = self._processor.merge_size
-        """Patches that one token stands for, in each direction."""
+        """Patches per token in each direction."""
         self._kept: OrderedDict[str, Patches] = OrderedDict()
         self._kept_bytes = 0
         self._lock = threading.Lock()
         self._decoding = tuple(threading.Lock() for _ in range(_NUM_DECODING))
-        """Locks by digest, since the requests of a group arrive together: the first decodes their image, the others wait for it."""
+        """Locks by digest: the requests of a group arrive together, so the first decodes their image and the others wait."""
 
     def grid(self, data: bytes) -> TokenGrid:
         """Return the grid of an image's tokens, computed from the image's size.
@@ -118,7 +118,7 @@ class ImageProcessor:
             return found
 
     def resized(self, data: bytes) -> bytes:
-        """Return the image as a PNG file in RGB whose patches are the same, and which image processors therefore do not resize.
+        """Return the resized image as an RGB PNG file. Its patches are the same, and other image processors leave its size unchanged.
 
         Raises DataError like `patches`.
         """
@@ -192,7 +192,7 @@ def _processor(directory: Path) -> Any:
 
 
 def _opened(data: bytes) -> Image:
-    """Return an image of which only the header is read. Raises DataError if the bytes are not an image, or the image is too large."""
+    """Open an image, reading only its header. Raises DataError if the bytes are not an image, or the image is too large."""
     import PIL.Image
 
     if len(data) > MAX_IMAGE_BYTES:
@@ -207,7 +207,7 @@ def _opened(data: bytes) -> Image:
 
 
 def _decoded(data: bytes) -> Image:
-    """Return an image with its pixels, in RGB: upright, as its EXIF orientation says, and on white where it is transparent."""
+    """Decode an image to RGB, turned upright by its EXIF orientation and with a white background. Raises DataError if it is damaged."""
     import PIL.Image
 
     image = _opened(data)
@@ -232,7 +232,7 @@ def _turn(image: Image) -> Transpose | None:
     """Return the transposition that makes an image upright, from its header; None if it is upright."""
     from PIL.Image import Transpose
 
-    # Pillow turns TIFF by itself; to look for a PNG's EXIF data behind its pixels would decode them
+    # Pillow turns TIFF itself. EXIF data after a PNG's pixels is ignored, since reading it would decode the image.
     if image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info):
         return None
     try:

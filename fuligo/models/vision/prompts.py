@@ -1,4 +1,4 @@
-"""Images in a run's prompts, by the image processor of its checkpoint."""
+"""Placement of images in a run's prompts, with the image processor of its checkpoint."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ from fuligo.types import IntArray, PromptImage
 
 
 class Raw(Protocol):
-    """Image as it was read."""
+    """Encoded image and its origin."""
 
     @property
     def source(self) -> str: ...
@@ -49,7 +49,7 @@ class PromptImages:
         self._image_token_id = int(config_json["image_token_id"])
 
     def place(self, ids: Sequence[int], images: Sequence[Raw]) -> PlacedImages:
-        """Read only the images' sizes, because a rollout draws all its prompts at once; see `decode`."""
+        """Place the images by their sizes, without decoding them, because a rollout draws all its prompts at once; see `decode`."""
         grids: list[TokenGrid] = []
         for image in images:
             try:
@@ -74,9 +74,9 @@ class PromptImages:
 
 
 def prompt_images(config: Config) -> PromptImages | None:
-    """Return the images of a run's prompts; None without --multimodal-keys.
+    """Return the object that places images in a run's prompts; None without --multimodal-keys.
 
-    Raises ConfigError if it is a text-only model, or its image processor is not known.
+    Raises ConfigError if the model is text-only, or its image processor is unknown.
     """
     if not config.data.multimodal_keys:
         return None

@@ -1,4 +1,4 @@
-"""Images for engines that resize images in their own way: resized here, so that the engine leaves their pixels as the trainer sees them."""
+"""Images resized before they are sent to an engine, so that the engine's own resizing does not change the pixels that the trainer sees."""
 
 import threading
 from collections import OrderedDict
@@ -13,7 +13,7 @@ KEPT_BYTES = 128 * 2**20
 
 
 class ResizedImages:
-    """Cache of resized images: RGB PNG files of the size from which the patches of the vision tower are cut."""
+    """Cache of resized images: RGB PNG files of the size that is cut into patches for the vision tower."""
 
     def __init__(self, processor: ImageProcessor) -> None:
         self._processor = processor
@@ -23,7 +23,7 @@ class ResizedImages:
 
     def of(self, image: PromptImage) -> PromptImage:
         """Return the image resized; its tokens are the same. Raises DataError if it cannot be decoded."""
-        with self._lock:  # samples of a prompt come together: the first resizes their image
+        with self._lock:  # the samples of a prompt arrive together, so the first resizes their image
             found = self._kept.get(image.digest)
             if found is None:
                 try:

@@ -16,6 +16,6 @@ def sees_images(config_json: Mapping[str, Any]) -> bool:
 
 
 def no_tower(directory: str, model_type: object) -> str:
-    """Return the error for images in the prompts of a model that has no tower, or an unknown one."""
+    """Return the error message for images in the prompts of a model without a supported vision tower."""
     known = ", ".join(sorted(VISION_TYPES))
     return f"--multimodal-keys: {directory} is a {model_type} model; images in prompts need one of the type {known}"

@@ -2,6 +2,6 @@
 
 import os
 
-# Ray reads it when it is imported and hides matching lines on the driver's console, which `log_to_driver` does not (2.60). A run itself
-# reports which of its nodes is lost.
+# Ray reads this variable on import and hides matching lines on the driver's console, which `log_to_driver=False` does not do (2.60). The
+# run itself reports which of its nodes is lost.
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "has been marked dead")

@@ -1,4 +1,4 @@
-"""A run's share of a Ray cluster: its nodes, the trainer's ranks on them, and the engines on them."""
+"""A run's share of a Ray cluster: its nodes, and the trainer's ranks and engines on them."""
 
 import asyncio
 import tempfile
@@ -27,17 +27,17 @@ SILENCE_S = 30.0
 
 @dataclass(slots=True, frozen=True)
 class Node:
-    """A node of the run."""
+    """Node of the run."""
 
     bundle: Bundle
     agent: Any
     """Handle of its `NodeAgent`."""
     gpus: tuple[str, ...]
-    """GPUs of the run by slot, each as CUDA_VISIBLE_DEVICES names it; empty on a CPU."""
+    """The run's GPUs on the node by slot, as CUDA_VISIBLE_DEVICES names them; empty on a CPU."""
 
 
 class RayCluster:
-    """The run's nodes and what is placed on them; opened by `open_cluster`."""
+    """The run's nodes, and the placement of ranks and engines on them; opened by `open_cluster`."""
 
     def __init__(self, config: Config, device: Device, placement: Placement, reservation: Reservation, nodes: Sequence[Node]) -> None:
         self._environment = config.cluster.env
@@ -80,8 +80,8 @@ class RayCluster:
     async def check_paths(self, read: Sequence[Path], written: Sequence[Path]) -> None:
         """Check that all nodes see the run's files.
 
-        `written`: directories in which every node must see what another writes. Raises ConfigError if a node does not see what this machine
-        sees, naming both.
+        `read`: paths that every node must see. `written`: directories in which every node must see files that another node writes. Raises
+        ConfigError that names the node and the paths that it does not see.
         """
         with ExitStack() as stack:
             marks = {stack.enter_context(_mark(path)): f"files written to {path} on another node" for path in written}
@@ -125,7 +125,7 @@ class RayCluster:
 
 
 def require_hosts(bundles: Sequence[Bundle], living: Collection[str]) -> None:
-    """Check that the host of every rank is still there: Ray would let actors, and so every restart, wait for a lost host.
+    """Check that the host of every rank is still there, since Ray would let actors wait forever for a lost host.
 
     Args:
         bundles: bundles of the ranks, in order
@@ -143,7 +143,7 @@ def require_hosts(bundles: Sequence[Bundle], living: Collection[str]) -> None:
 
 
 async def silent_nodes(nodes: Iterable[Node], timeout_s: float = SILENCE_S) -> set[str]:
-    """Return the ids of the nodes whose agents have not answered in time: Ray lists a lost host as living for up to a minute."""
+    """Return the ids of the nodes whose agents do not answer in time; Ray lists a lost host as alive for up to a minute."""
     distinct = {node.bundle.node_id: node.agent for node in nodes}
     are_silent = await asyncio.gather(*(_is_silent(agent, timeout_s) for agent in distinct.values()))
     return {node_id for node_id, is_silent in zip(distinct, are_silent, strict=True) if is_silent}
@@ -155,13 +155,13 @@ async def _is_silent(agent: Any, timeout_s: float) -> bool:
             await agent.gpus.remote()
     except TimeoutError:
         return True
-    except RayError:  # it has crashed, or Ray knows that its host is lost
+    except RayError:  # the agent has crashed, or Ray already knows that its host is lost
         return False
     return False
 
 
 async def open_cluster(config: Config, stack: AsyncExitStack, log_file: Path) -> RayCluster:
-    """Connect to Ray, or start it on this machine, and reserve what the run takes; released when the stack closes.
+    """Connect to Ray, or start it on this machine, and reserve the run's nodes until the stack closes.
 
     `log_file`: log of Ray's processes if it is started here. Raises ConfigError if there is no cluster, it lacks the resources, or the run
     needs none.
@@ -184,19 +184,21 @@ async def open_cluster(config: Config, stack: AsyncExitStack, log_file: Path) ->
             gpus = await asyncio.gather(*(agent.gpus.remote() for agent in agents))
     except TimeoutError:
         hosts = ", ".join(bundle.host for bundle in reservation.bundles)
-        raise ConfigError(f"Ray did not start a process on each of {hosts} within {AGENT_TIMEOUT_S:g} s; see Ray's logs there") from None
+        raise ConfigError(
+            f"cannot place the run: Ray did not start a process on each of {hosts} within {AGENT_TIMEOUT_S:g} s; see Ray's logs there"
+        ) from None
     nodes = [Node(bundle, agent, its) for bundle, agent, its in zip(reservation.bundles, agents, gpus)]
     return RayCluster(config, device, placement, reservation, nodes)
 
 
 def ordinals(node: Node, slots: Sequence[int]) -> tuple[int, ...]:
-    """Return the numbers that engines use for their GPUs: they see the run's share of the node, numbered from 0."""
+    """Return the GPU indices for an engine in these slots: engines see the run's GPUs on the node, numbered from 0. Empty on a CPU."""
     return tuple(slots) if node.gpus else ()
 
 
 @contextmanager
 def _mark(directory: Path) -> Iterator[str]:
-    """Create a file with a unique name, so that a node with another directory under the same path is noticed."""
+    """Create a file with a unique name while the block runs, by which a node can tell whether it sees the same directory."""
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(prefix=".seen-by-all-nodes-", dir=directory.absolute()) as file:
         yield file.name

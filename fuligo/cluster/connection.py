@@ -1,4 +1,4 @@
-"""Connection to a Ray cluster: one that runs already, or one that is started here and ends with this process."""
+"""Connection to a Ray cluster that already runs, or that is started on this machine and ends with this process."""
 
 import logging
 import os
@@ -28,11 +28,11 @@ _RAY_OPTIONS: dict[str, Any] = {"log_to_driver": False, "configure_logging": Fal
 async def connected(*, num_slots: int, device: str, several_nodes: bool, log_file: Path) -> AsyncIterator[None]:
     """Make this process a driver of a Ray cluster while the block runs.
 
-    The cluster is that of RAY_ADDRESS; for several nodes the one that this machine is part of; else one is started that ends with this
-    process.
+    The cluster is the one at RAY_ADDRESS, or for several nodes the one that this machine is part of. Otherwise one is started that ends with
+    this process.
 
     Args:
-        num_slots: processes that a cluster started here has room for
+        num_slots: number of processes for which a cluster started here has room
         log_file: log of a cluster that is started here
 
     Raises:
@@ -63,7 +63,7 @@ def _driver(address: str) -> Iterator[None]:
         ray.init(address=address, **_RAY_OPTIONS)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(_no_cluster(address, error)) from error
-    signal.signal(signal.SIGTERM, on_sigterm)  # Ray replaced the handler by one that ends the process at once
+    signal.signal(signal.SIGTERM, on_sigterm)  # Ray replaces the handler with one that ends the process at once
     try:
         yield
     finally:
@@ -71,13 +71,13 @@ def _driver(address: str) -> Iterator[None]:
 
 
 def _require_answer(address: str) -> None:
-    """Check that something listens at the address; Ray itself would try for minutes and ignore Ctrl-C and SIGTERM meanwhile.
+    """Check that something listens at the address; otherwise Ray would retry for minutes and ignore Ctrl-C and SIGTERM meanwhile.
 
     Raises:
-        ConfigError: nothing listens at `HOST:PORT`, or at the address that `auto` stands for. Ray checks other forms of address.
+        ConfigError: nothing listens at `HOST:PORT`, or at the address that `auto` resolves to. Other forms of address are left to Ray.
     """
     if address == "auto":
-        # `ray start` leaves an address on disk until `ray stop`.
+        # `ray start` writes an address to disk, which remains until `ray stop` even if the cluster is gone.
         address = (None if services.find_gcs_addresses() else services.find_bootstrap_address(None)) or address
     host, _, port = address.rpartition(":")
     if "://" in address or not host or not port.isdecimal():
@@ -101,16 +101,16 @@ def has_gpus() -> bool:
 
 
 def node_addresses() -> Mapping[str, str]:
-    """Return the addresses of living nodes by node id. A single node uses its loopback interface."""
+    """Return the addresses of living nodes by node id; the loopback address for a single node."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
     return {node["NodeID"]: node["NodeManagerAddress"] if len(nodes) > 1 else LOOPBACK for node in nodes}
 
 
 def living_nodes() -> set[str]:
-    """Return the ids of the nodes that are part of the cluster now."""
+    """Return the ids of the nodes that Ray lists as alive."""
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
 def own_node() -> str:
-    """Return the id of the node that this process is on."""
+    """Return the id of the node on which this process runs."""
     return ray.get_runtime_context().get_node_id()

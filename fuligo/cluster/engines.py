@@ -1,4 +1,4 @@
-"""SGLang engines on the nodes of a Ray cluster, as the fleet sees them."""
+"""SGLang engines on the nodes of a Ray cluster, with the interface that the fleet needs."""
 
 import asyncio
 import time
@@ -23,7 +23,7 @@ LOG_TIMEOUT_S = 10.0
 
 @dataclass(slots=True, frozen=True)
 class RemotePart:
-    """One node's part of an engine."""
+    """Part of an engine on one node."""
 
     agent: Any
     """Handle of the node's `NodeAgent`."""
@@ -32,11 +32,11 @@ class RemotePart:
 
 
 class RemoteServer:
-    """Engine on one or more nodes; its parts end together. Implements `engines.sglang.server.Server`."""
+    """Engine on one or more nodes, dead if one of its parts has ended. Implements `engines.sglang.server.Server`."""
 
     def __init__(self, settings: ServerSettings, parts: Sequence[RemotePart]) -> None:
         """Start one process tree on each node, with the rendezvous at the first node's address; return before the engine is ready."""
-        # Make the paths absolute, since nodes have other working directories.
+        # Make the paths absolute, since the working directories of the nodes differ.
         model = Path(settings.model_path)
         self.settings = settings = replace(
             settings, log_file=settings.log_file.absolute(), model_path=str(model.absolute()) if model.exists() else str(model)
@@ -48,7 +48,7 @@ class RemoteServer:
             for number, part in enumerate(parts)
         ]
         self._endings = [asyncio.create_task(self._ending(number)) for number in range(len(parts))]
-        """One task per part, done when the part has ended; its result says how the part ended."""
+        """One task per part, done when the part has ended; its result describes how the part ended."""
 
     @property
     def url(self) -> str:
@@ -86,7 +86,7 @@ class RemoteServer:
         stopping = [asyncio.ensure_future(_finished(part.agent.stop.remote(self.settings.name))) for part in self._parts]
         _, silent = await asyncio.wait(stopping, timeout=STOP_TIMEOUT_S)
         if silent or not all(stopped.result() for stopped in stopping):
-            self._is_lost = True  # a lost node has nothing left to stop
+            self._is_lost = True  # nothing can be stopped on a lost node
         for ending in self._endings:
             ending.cancel()
         await asyncio.gather(*self._endings, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Nodes of a cluster: from a file in Open MPI's form (`10.0.0.7 slots=8` on each line), or from the variables of a Slurm job."""
+"""Hosts of a cluster, from a hostfile in Open MPI's format (`10.0.0.7 slots=8` per line), or from the variables of a Slurm job."""
 
 import re
 import socket
@@ -16,19 +16,21 @@ from fuligo.errors import ConfigError
 LOOPBACK = "127.0.0.1"
 _LINE = re.compile(r"(?P<address>\S+)(?:\s+slots?\s*=\s*(?P<slots>\d+))?(?:\s+max_slots\s*=\s*\d+)?", re.ASCII)
 _HOST_NAME = re.compile(r"[A-Za-z0-9_:][A-Za-z0-9_.:-]*")
-"""Host name, alias of ssh or IP address. It does not begin with `-`, so that no command takes it for an option."""
+"""Host name, ssh alias or IP address. It does not begin with `-`, so that no command takes it for an option."""
 
 
 @dataclass(slots=True, frozen=True)
 class Host:
+    """Host of a cluster, with its slots."""
+
     address: str
-    """IP address or name, as ssh takes it."""
+    """IP address or name, as ssh accepts it."""
     num_slots: int
-    """Number of GPUs; on a CPU, of processes."""
+    """Number of GPUs, or of processes on a CPU."""
 
     @property
     def ip(self) -> str | None:
-        """The address if it is an IP address; a name may resolve differently on its own host."""
+        """The address if it is an IP address, else None, because a name may resolve differently on the host itself."""
         try:
             return str(ip_address(self.address))
         except ValueError:
@@ -58,14 +60,14 @@ def read_hostfile(path: Path, *, default_slots: int) -> list[Host]:
             raise ConfigError(f"--hostfile {path}, line {number}: {match['address']} is listed twice")
         hosts.append(Host(match["address"], int(match["slots"] or default_slots)))
     if not hosts:
-        raise ConfigError(f"--hostfile {path} lists no host")
+        raise ConfigError(f"--hostfile {path} lists no host; write one per line, such as `10.0.0.7 slots=8`")
     return hosts
 
 
 def require_host_name(name: str, source: str) -> None:
-    """Refuse what is neither a host name nor an IP address, before a shell or ssh sees it.
+    """Check that `name` is a host name or an IP address, before a shell or ssh gets it.
 
-    `source`: place of the name, for errors. Raises ConfigError if it holds other characters.
+    `source`: origin of the name, for errors. Raises ConfigError if the name has other characters.
     """
     if _HOST_NAME.fullmatch(name) is None:
         raise ConfigError(f"{source}: {name!r} is not a host name or an IP address (letters, digits and . : _ -, without a leading -)")
@@ -91,7 +93,7 @@ def head_ip(head: Host | None, others: Sequence[Host]) -> str:
 
 
 def _is_here(address: str) -> bool:
-    """Return whether the address is one of this machine's: only those can be bound."""
+    """Return whether the address belongs to this machine: only own addresses can be bound."""
     try:
         found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
     except OSError:  # a name that only ssh can resolve
@@ -117,10 +119,10 @@ _RANGE = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+))?", re.ASCII)
 
 
 def slurm_hosts(environment: Mapping[str, str], *, default_slots: int) -> list[Host]:
-    """Return the nodes of the job, each with the GPUs that Slurm gave the job on this one.
+    """Return the nodes of the Slurm job, all with the number of GPUs that the job has on this node.
 
-    `default_slots`: slots of a node in a job that asked for no GPUs (a whole node, or a CPU). Raises ConfigError if Slurm's variables
-    cannot be read.
+    `default_slots`: slots of a node if the job requested no GPUs (whole nodes, or CPUs). Raises ConfigError if Slurm's variables cannot be
+    read.
     """
     given = environment.get("SLURM_GPUS_ON_NODE", "")
     count = given.rpartition(":")[2]  # some versions write the type first: `a100:4`
@@ -164,7 +166,7 @@ def _expand_entry(entry: str, text: str) -> Iterator[str]:
 
 
 def _numbers(item: str, text: str) -> list[str]:
-    """Return the numbers of `08-10`, as wide as the first."""
+    """Expand a range such as `08-10`, with numbers padded to the width of the first. Raises ConfigError if it is malformed."""
     match = _RANGE.fullmatch(item)
     if match is None:
         raise _malformed(text)

@@ -1,4 +1,4 @@
-"""Ray cluster for one run: the head on this machine and a worker on every other host."""
+"""Ray cluster for one run: the head on this machine, and a worker on every other host."""
 
 import asyncio
 import logging
@@ -29,10 +29,12 @@ Device = Literal["auto", "cpu", "cuda"]
 
 @dataclass(slots=True, frozen=True)
 class LaunchSettings:
+    """Settings of a cluster that `fuligo launch` starts."""
+
     ip: str
-    """Address of this machine, the head, by which the workers reach it."""
+    """Address at which the workers reach this machine, the head."""
     num_slots: int
-    """Slots of this machine; with 0 it runs only the driver."""
+    """Slots of this machine; 0: it runs only the driver."""
     workers: tuple[Host, ...]
     port: int
     device: Device
@@ -45,7 +47,7 @@ class LaunchSettings:
 
 
 class LaunchedCluster:
-    """Running nodes of a cluster. Workers end when the connection to them closes, at the latest when this process ends."""
+    """Running nodes of a cluster. A worker ends when the connection to it closes, at the latest when this process ends."""
 
     def __init__(self, settings: LaunchSettings) -> None:
         """Start all nodes and set the environment of this process so that Ray connects to them.
@@ -63,7 +65,7 @@ class LaunchedCluster:
         self._workers = {host: self._start_worker(host, token) for host in settings.workers}
 
     async def wait_ready(self) -> None:
-        """Wait until all nodes have joined. Raises EngineError if a node did not start or did not join in time, naming it."""
+        """Wait until all nodes have joined. Raises EngineError that names the node if one did not start or did not join in time."""
         await head_is_open(self._head, self._settings.ip, self._settings.port)
         import ray
 
@@ -99,8 +101,8 @@ class LaunchedCluster:
                 names = ", ".join(host.address for host in missing)
                 raise EngineError(
                     f"{len(missing)} of {len(self._workers)} workers did not join {self.address} within {self._settings.timeout_s:g} s: "
-                    f"{names}. Check that the port is open between "
-                    f"the nodes and that fuligo is installed there under {sys.executable}.\n{output}"
+                    f"{names}. Check that the port is open between the nodes and that fuligo is installed there under {sys.executable}.\n"
+                    f"{output}"
                 )
             await asyncio.sleep(POLL_S)
 
@@ -111,7 +113,7 @@ class LaunchedCluster:
         join = [sys.executable, "-m", "fuligo", "launch", "--join", self.address, "--name", host.address]
         join += ["--slots", str(host.num_slots), "--device", self._settings.device, "--attached"]
         join += [] if host.ip is None else ["--host", host.ip]
-        # The token goes through standard input: every user of a machine can read command lines.
+        # The token is passed on standard input, because every user of a machine can read command lines.
         script = f"read -r {TOKEN_VARIABLE}; export {TOKEN_VARIABLE} RAY_AUTH_MODE=token; cd {shlex.quote(str(Path.cwd()))} && exec "
         shell = shlex.join(["exec", "sh", "-c", script + shlex.join(join)])  # the user's remote shell may not know `export`
         command = [
@@ -133,11 +135,11 @@ class LaunchedCluster:
 
 
 async def join(address: str, ip: str | None, num_slots: int, *, name: str | None, device: Device, attached: bool, logs: Path) -> None:
-    """Run as a node of the cluster at `address` until told to stop.
+    """Run a Ray node of the cluster at `address` until it ends, or this task is canceled.
 
     Args:
-        ip: this machine's address, as the other nodes reach it; None: that of the interface that leads to the head
-        attached: end when standard input closes
+        ip: address at which the other nodes reach this machine; None: the address of the interface that leads to the head
+        attached: also end when standard input closes
 
     Raises:
         ConfigError: this machine has fewer GPUs than slots
@@ -175,7 +177,10 @@ class Slots:
 
 
 def slots_here(num_slots: int, device: Device, environment: Mapping[str, str] = os.environ) -> Slots:
-    """Return Ray's resources: on a CPU slots are processes, else GPUs. Raises ConfigError if CUDA_VISIBLE_DEVICES leaves fewer GPUs."""
+    """Return the resources that this machine offers to Ray. A slot is a GPU, or on a CPU a process.
+
+    Raises ConfigError if CUDA_VISIBLE_DEVICES leaves fewer GPUs than slots.
+    """
     if device == "cpu":
         return Slots(num_slots, 0)
     visible = environment.get("CUDA_VISIBLE_DEVICES")

@@ -1,4 +1,4 @@
-"""Ray's own processes on this machine, under a guard that ends them with the process that started them."""
+"""Ray's processes on this machine, under a guard that ends them when the process that started them ends."""
 
 import asyncio
 import os
@@ -12,22 +12,22 @@ from fuligo.engines.server_process import ServerProcess
 from fuligo.formats.private import kept_directory
 
 GRACE_S = 40.0
-"""Seconds in which Ray's workers, and the engines under them, shut down."""
+"""Seconds for Ray's workers, and the engines that they started, to shut down."""
 START_TIMEOUT_S = 120.0
 AGENT_PORTS = ("dashboard-agent-grpc-port", "dashboard-agent-listen-port", "metrics-export-port", "runtime-env-agent-port")
-"""Ports of Ray's agents. A node whose agents choose their own ports ends if that takes more than 15 s, and on a busy machine or a slow disk
-their imports alone take longer."""
+"""Options for the ports of Ray's agents. If agents choose their own ports, Ray ends the node unless they report them within 15 s, and on a
+busy machine or a slow disk their imports alone take longer."""
 MAX_ROOT_LENGTH = 8
-"""Longest path of a temporary directory, in characters, with which the paths of Ray's sockets stay within 107."""
+"""Longest path of a temporary directory, in characters, with which the paths of Ray's sockets have at most 107 characters."""
 
 
 def head_command(port: int, claims: PortClaims, *, num_cpus: int, num_gpus: int | None, host: str | None = None) -> list[str]:
     """Return the command that starts the head.
 
     Args:
-        claims: open as long as the head runs
-        num_gpus: None: as many as the machine has
-        host: this machine's address, as the other nodes reach it; None: Ray finds one
+        claims: port claims that stay open while the head runs
+        num_gpus: number of GPUs to offer; None: all of the machine
+        host: address at which the other nodes reach this machine; None: Ray chooses one
     """
     options: dict[str, object] = {"port": port, "include-dashboard": "false", "node-ip-address": host}
     return _ray_start(["--head"], {**options, "num-cpus": num_cpus, "num-gpus": num_gpus}, claims)
@@ -38,19 +38,19 @@ def worker_command(address: str, claims: PortClaims, *, name: str, num_cpus: int
 
     Args:
         address: `host:port` of the head
-        claims: open as long as the worker runs
+        claims: port claims that stay open while the worker runs
         name: name of the node in Ray
-        host: this machine's address, as the other nodes reach it
+        host: address at which the other nodes reach this machine
     """
     options = {"address": address, "node-name": name, "num-cpus": num_cpus, "num-gpus": num_gpus, "node-ip-address": host}
     return _ray_start([], options, claims)
 
 
 def session_root() -> Path:
-    """Return the directory of Ray's sessions, in one that no other user can enter.
+    """Return the directory for Ray's sessions, inside a directory that no other user can enter.
 
-    Ray lets every user write to its own directories, those of its sockets among them: in its default place, /tmp/ray, another user could
-    put a socket of theirs where a rank looks for Ray, and send it code to run.
+    Ray makes its directories, including those of its sockets, writable for every user. In the default location, /tmp/ray, another user
+    could replace a socket to which a rank connects, and send the rank code to run.
     """
     name = f"fuligo-ray-{os.geteuid()}"
     root = next((root for root in (tempfile.gettempdir(), "/tmp") if len(root) <= MAX_ROOT_LENGTH), tempfile.gettempdir())
@@ -58,12 +58,13 @@ def session_root() -> Path:
 
 
 _HEALTH_TIMEOUT = "RAY_health_check_timeout_ms"
-"""Timeout of one health check. Ray gives up a host after five unanswered checks, 3 s apart: after 40 s, like a silent rank, and not 65."""
+"""Timeout of one health check. Ray gives up a host after five unanswered checks, 3 s apart. With 5 s that takes 40 s, as for a silent rank,
+instead of 65 s."""
 
 
 def start_node(name: str, command: list[str], log_file: Path, environment: Mapping[str, str]) -> ServerProcess:
     own = {
-        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # no other job has work on a node that ends
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # nothing else runs on the run's nodes
         _HEALTH_TIMEOUT: os.environ.get(_HEALTH_TIMEOUT, "5000"),
     }
     command = [*command, f"--temp-dir={session_root()}"]
@@ -71,11 +72,7 @@ def start_node(name: str, command: list[str], log_file: Path, environment: Mappi
 
 
 async def head_is_open(head: ServerProcess, host: str, port: int) -> None:
-    """Wait until the head takes connections.
-
-    Raises:
-        EngineError: it ended, or was not ready in time; carries the last lines of its log
-    """
+    """Wait until the head accepts connections. Raises EngineError with the last lines of its log if it ended, or was not ready in time."""
 
     async def connects() -> bool:
         try:

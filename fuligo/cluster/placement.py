@@ -1,4 +1,4 @@
-"""Placement of a run's processes on the GPUs of nodes: the layout of `fuligo plan`, as a run needs it. Imports no Ray."""
+"""Placement of a run's processes on the GPUs of nodes, with the same layout as in `fuligo plan`. Does not import Ray."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,23 +11,23 @@ from fuligo.layout.slots import Slot, engine_gpus, engine_slots, trainer_slots
 
 @dataclass(slots=True, frozen=True)
 class Placement:
-    """Slots of all ranks and engines. On a CPU a slot is a process instead of a GPU."""
+    """Slots of all ranks and engines. A slot is a GPU, or on a CPU a process."""
 
     node_sizes: tuple[int, ...]
-    """Slots that the run takes on each node, in order."""
+    """Number of slots that the run uses on each node, in order."""
     ranks: tuple[Slot, ...]
-    """(node, slot within the node) of each trainer rank, in rank order, which is physical order."""
+    """(node, slot within the node) of each trainer rank, by rank: consecutive ranks are physical neighbors."""
     engines: tuple[tuple[Slot, ...], ...]
     """Slots of each engine, in the order of its ranks."""
 
 
 @dataclass(slots=True, frozen=True)
 class EnginePart:
-    """One node's part of an engine."""
+    """Part of an engine on one node."""
 
     node: int
     slots: tuple[int, ...]
-    """Numbers within the node."""
+    """Slots within the node."""
 
 
 def place(config: Config) -> Placement:
@@ -58,14 +58,14 @@ def place(config: Config) -> Placement:
 def engine_parts(slots: Sequence[Slot], *, name: str) -> tuple[EnginePart, ...]:
     """Split an engine's slots by node, in order.
 
-    Raises ConfigError if the parts are not equal: SGLang splits an engine evenly over its nodes.
+    `name`: engine's name for the error. Raises ConfigError if the parts are unequal, because SGLang splits an engine evenly over its nodes.
     """
     nodes = list(dict.fromkeys(node for node, _ in slots))
     parts = tuple(EnginePart(node, tuple(index for its_node, index in slots if its_node == node)) for node in nodes)
     sizes = [len(part.slots) for part in parts]
     if len(set(sizes)) > 1:
         raise ConfigError(
-            f"{name} would have {' and '.join(map(str, sizes))} GPUs on its nodes, but SGLang needs the same number on each; choose a "
+            f"cannot place {name}: it would have {' and '.join(map(str, sizes))} GPUs on its nodes, but SGLang needs equal numbers; choose a "
             "--rollout-num-gpus-per-engine that divides --num-gpus-per-node, and a trainer size that leaves whole engines free"
         )
     return parts

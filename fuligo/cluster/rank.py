@@ -1,4 +1,4 @@
-"""Trainer ranks on a Ray cluster: an actor for each, and its handle."""
+"""Trainer ranks on a Ray cluster: the actor of a rank, and its handle."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 class TrainerRank:
-    """Actor that holds one rank. A thread computes, so that the actor answers pings meanwhile.
+    """Actor that holds one rank. Commands run in a thread, so that the actor answers pings meanwhile.
 
     Args:
         host: address of the rank's node
-        log_file: file that receives the rank's output
-        secrets: variables of its environment
+        log_file: file to which the rank's output is appended
+        secrets: secret environment variables
     """
 
     def __init__(self, rank: int, size: int, host: str, log_file: str, secrets: Environment) -> None:
@@ -42,7 +42,7 @@ class TrainerRank:
         self._executor = RankExecutor(Rank(rank, size, host=host))
 
     async def run(self, command: Command[R]) -> Answer[R]:
-        """Run a command. Its arrays are read-only: they are in Ray's object store, which the ranks of a node share."""
+        """Run a command. Its arrays are read-only, because they are in Ray's object store, which the ranks of a node share."""
         answered = self._executor.answer(lambda: command, is_queued=command.is_queued)
         return (await asyncio.wrap_future(answered)).for_driver(self._rank)
 
@@ -79,7 +79,7 @@ class ActorRank(RankHandle):
 
 
 def reason(error: RayError) -> str:
-    """Return Ray's text without its advice and its object addresses."""
+    """Return the message of a Ray error in one line, without its list of actor fields."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [line for line in lines if not line.startswith(("class_name", "actor_id", "namespace", "name:", "pid:", "ip:", "node_id"))]
     return " ".join(telling)[:300] or type(error).__name__

@@ -1,4 +1,4 @@
-"""Nodes of a run, reserved together, in physical order, and the actor that claims ports and starts engines on each."""
+"""Reservation of a run's nodes, in physical order, and the actor on each node that claims ports and starts engines."""
 
 import asyncio
 import os
@@ -26,11 +26,11 @@ APPEARANCE_TIMEOUT_S = 10.0
 
 
 class NodeAgent:
-    """Actor of a node; its engines end when it ends, for whatever reason.
+    """Actor of a node that claims ports and starts engines; the engines end when it ends, even if it is killed.
 
     Args:
         host: this node's address
-        secrets: variables of its environment
+        secrets: secret environment variables
     """
 
     def __init__(self, host: str, secrets: Environment) -> None:
@@ -38,24 +38,24 @@ class NodeAgent:
 
         os.environ.update(secrets.reveal())
         use_interface_of(host)
-        raise_open_files()  # also for the engines, which this process starts
+        raise_open_files()  # also for the engines, which inherit the limit
         self._host = host
         self._gpus = in_physical_order(ray.get_gpu_ids())
         self._claims = PortClaims()
         self._servers: dict[str, SGLangServer] = {}
 
     async def gpus(self) -> tuple[str, ...]:
-        """Return the GPUs of the node's share by slot, each as CUDA_VISIBLE_DEVICES names it."""
+        """Return the run's GPUs on this node by slot, as CUDA_VISIBLE_DEVICES names them."""
         return self._gpus
 
     async def claim_engine_ports(self) -> ServerPorts:
         return ServerPorts.claim(self._claims)
 
     async def missing(self, paths: list[str]) -> list[str]:
-        """Return the paths that this node does not see; a network disk may show new files late."""
+        """Return the paths that this node does not see; waits up to `APPEARANCE_TIMEOUT_S`, as a network disk may show new files late."""
         deadline = time.monotonic() + APPEARANCE_TIMEOUT_S
         while True:
-            unseen = [path for path in paths if not Path(path).exists()]  # noqa: ASYNC240  # nothing else waits for it
+            unseen = [path for path in paths if not Path(path).exists()]  # noqa: ASYNC240  # nothing else runs in this event loop
             if not unseen or time.monotonic() > deadline:
                 return unseen
             await asyncio.sleep(POLL_S)
@@ -64,7 +64,7 @@ class NodeAgent:
         """Start an engine's part on this node; return before it is ready."""
         if settings.node_rank > 0:
             settings = replace(settings, listens_at=(self._host, self._claims.claim()))
-        if self._gpus:  # an engine numbers the GPUs that it sees
+        if self._gpus:  # an engine's GPU indices count its visible GPUs
             settings = replace(settings, environment=settings.environment.merged({"CUDA_VISIBLE_DEVICES": ",".join(self._gpus)}))
         self._servers[settings.name] = SGLangServer(settings)
 
@@ -89,10 +89,10 @@ class NodeAgent:
 
 
 def in_physical_order(gpu_ids: Iterable[int | str]) -> tuple[str, ...]:
-    """Sort GPUs by number.
+    """Sort GPU ids: numerically if all are numbers, else as text.
 
     Args:
-        gpu_ids: ids as Ray reports them, in any order: numbers, or whatever CUDA_VISIBLE_DEVICES held when Ray was started (UUIDs)
+        gpu_ids: ids as Ray reports them, in any order: numbers, or the entries of CUDA_VISIBLE_DEVICES when Ray was started (UUIDs)
     """
     names = [str(gpu) for gpu in gpu_ids]
     return tuple(sorted(names, key=int) if all(name.isdigit() for name in names) else names)
@@ -100,7 +100,7 @@ def in_physical_order(gpu_ids: Iterable[int | str]) -> tuple[str, ...]:
 
 RESERVE_TIMEOUT_S = 120.0
 AGENT_TIMEOUT_S = 120.0
-"""Seconds for an actor to start on a free node."""
+"""Seconds for an actor to start on a reserved node."""
 Device = Literal["cpu", "cuda"]
 
 
@@ -109,25 +109,25 @@ class Bundle:
     """One node's share of the run, as Ray assigned it."""
 
     index: int
-    """Number in the placement group."""
+    """Index in the placement group."""
     size: int
-    """Number of GPUs; on a CPU, of processes."""
+    """Number of GPUs, or of processes on a CPU."""
     node_id: str
     host: str
 
 
 class Reservation:
-    """Placement group with one bundle for each node: processes that share a node in the plan share one in the cluster."""
+    """Placement group with one bundle per node, so that processes that share a node in the plan share one in the cluster."""
 
     def __init__(self, group: PlacementGroup, bundles: Sequence[Bundle]) -> None:
         self._group = group
         self.bundles = bundles
-        """In the order of the plan's nodes."""
+        """Bundles in the order of the plan's nodes."""
 
     def actor(self, cls: type, bundle: Bundle, *, resources: Mapping[str, float], environment: Environment, **arguments: Any) -> Any:
-        """Start an actor of this class on the bundle's node; return its handle at once.
+        """Start an actor of class `cls` on the bundle's node; return its handle at once.
 
-        The class gets `secrets`: Ray logs the variables of a `runtime_env`, so that actors set the secret ones themselves.
+        Secret variables are passed to the class as `secrets`, because Ray logs the variables of a `runtime_env`.
         """
         options: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0, **resources}
         return (
@@ -135,7 +135,7 @@ class Reservation:
             .options(
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle.index),
                 runtime_env={"env_vars": {**GUARDS_LIVE, **environment.settings()}},
-                max_concurrency=1000,  # coroutines: calls that wait do not block others
+                max_concurrency=1000,  # calls are coroutines, so one that waits must not block others
                 **options,
             )
             .remote(secrets=environment.secrets(), **arguments)
@@ -146,9 +146,9 @@ class Reservation:
 
 
 async def reserve(node_sizes: Sequence[int], device: Device, *, timeout_s: float = RESERVE_TIMEOUT_S) -> Reservation:
-    """Reserve nodes of these sizes.
+    """Reserve a bundle on a separate node for each size.
 
-    `node_sizes`: GPUs (on a CPU processes) of each node. Raises ConfigError if the cluster lacks them, or does not provide them in time.
+    `node_sizes`: number of GPUs, or of processes on a CPU, on each node. Raises ConfigError if the cluster does not provide them in time.
     """
     resource = "GPU" if device == "cuda" else "CPU"
     strategy = "STRICT_SPREAD" if len(node_sizes) > 1 else "PACK"
@@ -168,13 +168,13 @@ async def reserve(node_sizes: Sequence[int], device: Device, *, timeout_s: float
 
 
 def physical_order(bundles: Sequence[Bundle]) -> list[Bundle]:
-    """Sort bundles of equal size by address; each size keeps its places in the plan."""
+    """Sort the bundles of equal size by address, and keep the order of sizes."""
     by_size = {size: sorted((b for b in bundles if b.size == size), key=_physical) for size in {bundle.size for bundle in bundles}}
     return [by_size[bundle.size].pop(0) for bundle in bundles]
 
 
 def start_agent(reservation: Reservation, bundle: Bundle, device: Device, environment: Environment) -> Any:
-    """Start a node's agent, which holds the whole bundle so that Ray tells it the GPUs."""
+    """Start a node's agent, which takes all resources of the bundle, so that Ray assigns it all of the bundle's GPUs."""
     resources = {"num_gpus" if device == "cuda" else "num_cpus": float(bundle.size)}
     return reservation.actor(NodeAgent, bundle, resources=resources, environment=environment, host=bundle.host)
 
@@ -190,7 +190,7 @@ def _what_is_missing(node_sizes: Sequence[int], resource: str, timeout_s: float)
     nodes = [f"{node['NodeManagerAddress']}: {node['Resources'].get(resource, 0):g}" for node in ray.nodes() if node["Alive"]]
     needed = ", ".join(map(str, node_sizes))
     return (
-        f"the run needs {len(node_sizes)} node{'s' * (len(node_sizes) > 1)} with {needed} {resource}s; Ray did not provide them "
-        f"within {timeout_s:g} s. It has {'; '.join(nodes)}, of which {free.get(resource, 0):g} are free. Wait for other jobs to end, add "
-        "nodes, or take fewer (--actor-num-nodes, --actor-num-gpus-per-node, --rollout-num-gpus)"
+        f"cannot place the run: it needs {len(node_sizes)} node{'s' * (len(node_sizes) > 1)} with {needed} {resource}s, which Ray did not "
+        f"provide within {timeout_s:g} s. The cluster has {'; '.join(nodes)}; {free.get(resource, 0):g} {resource}s are free. Wait for other "
+        "jobs to end, add nodes, or use fewer (--actor-num-nodes, --actor-num-gpus-per-node, --rollout-num-gpus)"
     )

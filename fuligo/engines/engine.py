@@ -1,8 +1,8 @@
-"""The contract of an inference engine: everything that the rest of the package asks of one.
+"""Contract of an inference engine: everything that the rest of the package requires of one.
 
-Rollouts, weight sync, colocation and the teacher depend on this file, not on a backend. `client.EngineClient` is the engine at a URL. What
-differs between backends and must be known before an engine runs is in `config.engine_capabilities`; how engines are started is in
-each backend's `launch` (see `docs/add-an-engine.md`).
+Rollouts, weight sync, colocation and the teacher depend on this file, not on a backend. `client.EngineClient` is the engine at a URL.
+Differences between backends that must be known before an engine runs are in `config.engine_capabilities`; each backend's `launch` starts
+its engines (see `docs/add-an-engine.md`).
 """
 
 from collections.abc import Callable, Sequence
@@ -35,13 +35,13 @@ class InferenceEngine(Protocol):
     num_ranks: int
     """Tensor-parallel processes."""
     start: int
-    """Restarts before this one."""
+    """Number of times that the engine was restarted."""
     number: int | None
     """Index among the engines of the run; None if the run did not start it."""
     run: str | None
-    """Name of the run among those that share the engine, under which it holds the run's adapter; None: one run has the engine."""
+    """Name of the run whose adapter requests use, if several runs share the engine; None: only one run uses it."""
     is_overdue: bool
-    """A control call missed its deadline: the engine's state (paused, released, which weights) is unknown."""
+    """A control call missed its deadline, so the engine's state (paused, memory, weights) is unknown."""
 
     async def generate(
         self,
@@ -56,8 +56,10 @@ class InferenceEngine(Protocol):
 
         Args:
             input_ids: [P] prompt, followed by the tokens so far if a response is continued
+            params: sampling parameters
             rid: request id in the engine; a retry is sent as `<rid>.retry<n>`
             was_aborted: called after a failed attempt; if it returns True, all requests were aborted and the result is empty
+            options: see `RequestOptions`
         """
         ...
 
@@ -89,8 +91,8 @@ class InferenceEngine(Protocol):
         """Load one bucket of weights from shared memory.
 
         Args:
-            payloads: `formats.payload.shared_payload`, one per tensor-parallel rank
-            version: given with the last bucket, which also drops the old weights' KV cache
+            payloads: one `formats.payload.shared_payload` per tensor-parallel rank
+            version: version of the weights with the last bucket, which also flushes the KV cache; None before
         """
 
     async def init_weights_update_group(
@@ -99,30 +101,30 @@ class InferenceEngine(Protocol):
         """Join a process group for `update_weights_from_distributed`; return when all its ranks have joined.
 
         Args:
-            host, port: TCPStore of rank 0, the sender
-            rank_offset: rank of the engine's first process; the others follow
+            host, port: address of the TCPStore of rank 0, the sender
+            rank_offset: rank of the engine's first process; its other processes have the next ranks
         """
 
     async def update_weights_from_distributed(
         self, *, names: list[str], dtypes: list[str], shapes: list[list[int]], group_name: str, version: int | None
     ) -> None:
-        """Receive one bucket as a row of bytes from rank 0 of the group; return when it is loaded.
+        """Receive one bucket from rank 0 of the group as one flat tensor of bytes; return when it is loaded.
 
         Args:
-            version: given with the last bucket, which also drops the old weights' KV cache
+            version: version of the weights with the last bucket, which also flushes the KV cache; None before
         """
 
     async def destroy_weights_update_group(self, group_name: str) -> None:
         """Leave a process group."""
 
     async def load_adapter(self, adapter: AdapterPayload, version: int) -> None:
-        """Replace the adapter that requests use, drop the KV cache of the old one, and take the version; the engine is paused.
+        """Replace the adapter that requests use, drop the old adapter's KV cache, and set the version; the engine must be paused.
 
-        Only with the capability `applies_adapters`, of engines that know adapters by name.
+        Only for engines with the capability `applies_adapters` that load adapters by name.
         """
 
     async def weights_checksum(self) -> WeightsDigest:
-        """Return the checksum of the weights in the engine; only with the capability `reports_checksum`."""
+        """Return the checksum of the engine's weights; only with the capability `reports_checksum`."""
         ...
 
     async def release_memory(self, tag: MemoryTag | None = None) -> None:
@@ -132,18 +134,14 @@ class InferenceEngine(Protocol):
         """Allocate memory again after `release_memory`."""
 
     async def wait_ready(self, timeout_s: float) -> None:
-        """Return when the engine is healthy.
-
-        Raises:
-            EngineError: not within `timeout_s`
-        """
+        """Wait until the engine is healthy. Raises EngineError if it is not within `timeout_s`."""
 
     async def is_healthy(self) -> bool:
         """Return whether the engine answers its health check. Never raises."""
         ...
 
     async def scheduler_answers(self, timeout_s: float) -> bool:
-        """Return whether the part that samples answers in time: it can hang while the health check succeeds. Never raises."""
+        """Return whether the scheduler, which can hang while the health check succeeds, answers in time. Never raises."""
         ...
 
     async def model_info(self) -> ModelInfo:
@@ -154,15 +152,15 @@ class InferenceEngine(Protocol):
         """Set `num_ranks` to what the engine reports; for engines that the run did not start."""
 
     async def load(self, *, retries: int | None = None) -> EngineLoad:
-        """Return the current load. `retries`: by default those of every call."""
+        """Return the current load. `retries`: None: as for every call."""
         ...
 
     async def start_profile(self, directory: str, name: str) -> None:
         """Start the engine's profiler; only with the capability `writes_profiles`.
 
         Args:
-            directory: receives the traces, on the engine's machine
-            name: prefix of their file names
+            directory: directory on the engine's machine to which the traces are written
+            name: prefix of the traces' file names
         """
 
     async def stop_profile(self) -> None:

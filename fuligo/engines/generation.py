@@ -31,10 +31,10 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     sampling_seed: int | None = None
-    """If given, tokens depend only on the seed, their position and the weights, not on what else is being decoded."""
+    """Seed that, with the prompt and the weights, determines the tokens whatever else is decoded; None: a random seed."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the parameters under SGLang's names, without those at a default that SGLang shares."""
+        """Return the parameters under SGLang's names; unset stops and seeds are omitted."""
         body: dict[str, Any] = {
             "max_new_tokens": self.max_new_tokens,
             "min_new_tokens": self.min_new_tokens,
@@ -54,7 +54,7 @@ class SamplingParams:
 
     @classmethod
     def from_json(cls, body: Any) -> SamplingParams:
-        """Parse what a client sent: the inverse of `to_json`.
+        """Parse a client's `sampling_params`: the inverse of `to_json`.
 
         Raises ValueError if a value is out of range, or a parameter is neither supported nor neutral.
         """
@@ -98,7 +98,7 @@ FIELD_RULES: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "ignore_eos": (bool, lambda x: True, "true or false"),
     "sampling_seed": (int, lambda x: True, "an integer"),
 }
-"""Type, range and description of every parameter."""
+"""Types, range check and description of every parameter."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("logit_bias", "json_schema", "regex", "ebnf", "structural_tag", "custom_params", "stream_interval"), (None,)),
     **dict.fromkeys(("n", "repetition_penalty"), (None, 1)),
@@ -112,28 +112,28 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 @dataclass(slots=True, frozen=True)
 class RoutingQuery:
-    """Query for the experts to which the engine routes the tokens of a request."""
+    """Request for the experts to which the engine routes the tokens."""
 
     shape: RoutingShape
     num_known: int
     """Tokens at the start of `input_ids` whose experts are known already."""
     affinity: int
-    """Equal for requests that share their first tokens and should go to one engine."""
+    """Number that is equal for requests that share a prefix and should go to the same engine."""
 
     def num_missing(self, num_prompt_tokens: int, num_new_tokens: int) -> int:
-        """Return how many tokens the answer covers: all others but the last, which went through no layer; 0 if nothing was sampled."""
+        """Return how many tokens the answer has experts for: all unknown ones but the last, which went through no layer; else 0."""
         return num_prompt_tokens + num_new_tokens - 1 - self.num_known if num_new_tokens else 0
 
 
 class RequestOptions(TypedDict, total=False):
-    """Keyword arguments of `generate` that may be left out."""
+    """Optional keyword arguments of `generate`."""
 
     priority: int
-    """Queued requests start in descending order; 0 without it."""
+    """Queued requests start in descending order of priority; default 0."""
     timeout_s: float | None
-    """Deadline over all attempts; None: the client's."""
+    """Deadline over all attempts; None: the client's deadline."""
     routing: RoutingQuery | None
-    """Query for the tokens' experts; it goes to the engine itself, because a router drops it."""
+    """Request for the tokens' experts; it is sent directly to an engine, because a router would drop it."""
     images: Sequence[PromptImage]
     """Images of the prompt, in the order of their tokens."""
 
@@ -170,7 +170,7 @@ class Generation:
 
 @dataclass(slots=True, frozen=True)
 class Served:
-    """Token counts, summed over the results of engines."""
+    """Token counts summed over results of engines."""
 
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
@@ -211,13 +211,13 @@ class ModelInfo:
     model_path: str
     weight_version: int
     num_weight_loads: int | None = None
-    """Number of weight updates so far, whoever sent them; None if the engine does not count them."""
+    """Number of weight updates so far, from any client; None if the engine does not count them."""
     adapter_digest: str | None = None
     """Digest of the adapter that a trainer sent; None without one."""
 
 
 class Tokenizer(Protocol):
-    """Part of a transformers tokenizer that is used."""
+    """Interface of a transformers tokenizer that this module uses."""
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False) -> Any: ...
 
@@ -225,7 +225,7 @@ class Tokenizer(Protocol):
 def matched_stop(tokenizer: Tokenizer, ids: list[int], stops: Sequence[str]) -> str | None:
     """Return the stop string that the newest token completed, if any.
 
-    Only the tail is decoded, because every token of a stop string holds at least one of its bytes.
+    Only as many tokens are decoded as the longest stop string has bytes, plus one, because each of its tokens has at least one byte.
     """
     longest = max(len(stop.encode()) for stop in stops)
     tail = tokenizer.decode(ids[-(longest + 1) :])

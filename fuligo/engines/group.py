@@ -22,9 +22,9 @@ from fuligo.types import FloatArray, IntArray
 
 T = TypeVar("T")
 DIRECT_TIMEOUT_S = 600.0
-"""Time for an engine to come back if the request has no deadline of its own."""
+"""Seconds to wait for a restarted engine if the request has no deadline of its own."""
 WAIT_S = 0.1
-"""Interval between checks whether an engine has come back."""
+"""Seconds between checks for a restarted engine."""
 MAX_AHEAD = 8
 """Number of requests by which an engine may exceed the least busy one before balance overrides affinity."""
 
@@ -33,21 +33,21 @@ class Membership(Protocol):
     """Supervisor of a group's engines, which restarts those that die; see `sglang.fleet.Fleet`."""
 
     async def is_lost(self, client: InferenceEngine) -> bool:
-        """Return whether an engine whose control call failed is dead or hangs, so that the others continue without it."""
+        """Return whether an engine whose call failed is dead or hangs, so that the others continue without it."""
         ...
 
     async def admit(self, clients: Sequence[InferenceEngine]) -> None:
-        """Send requests to restarted engines, which have the current weights."""
+        """Return restarted engines, which have the current weights, to service."""
 
     @property
     def is_settled(self) -> bool:
-        """No engine is being started or stopped, so that each holds the memory it was told to hold."""
+        """True if no engine is being started or stopped, so that each holds exactly the memory that it was told to hold."""
         ...
 
 
 @dataclass(slots=True)
 class _Aborts:
-    """Count of aborts, shared by a group and its `everyone`, which end the same requests."""
+    """Number of aborts, shared by a group and its `everyone`, since both abort the same requests."""
 
     number: int = 0
 
@@ -58,7 +58,7 @@ class EngineGroup:
     Args:
         clients: all engines; control calls go to each of them
         router: receives requests if given; otherwise the engines take turns
-        membership: supervisor of the engines; None if none is ever restarted
+        membership: supervisor of the engines; None if dead engines are not restarted
         split: prefill and decode are separate engines, which the router combines
     """
 
@@ -106,7 +106,7 @@ class EngineGroup:
 
     @property
     def everyone(self) -> EngineGroup:
-        """Group of the engines that serve and the restarted ones that wait for weights, as of now."""
+        """New group of all current engines: those that serve, and restarted ones that wait for weights."""
         everyone = EngineGroup([*self.clients, *self.joining], self.router, membership=self.membership, split=self.split)
         everyone._aborts = self._aborts
         return everyone
@@ -136,12 +136,12 @@ class EngineGroup:
     async def _generate_somewhere(
         self, input_ids: Sequence[int] | IntArray, params: SamplingParams, *, rid: str, **options: Unpack[RequestOptions]
     ) -> Generation:
-        """Generate through the router, if any. A request that failed while an engine was lost is retried: it may have been the last."""
+        """Generate through the router, if any. A request that failed while an engine was lost is retried, since that may be the cause."""
         while True:
             if self.membership is not None:
                 await self._until_one_serves(options.get("timeout_s"))
             number, client = (None, self.router) if self.router is not None else next(self._turn)
-            # A request that a prefill engine hands over during an abort gets an error as its answer.
+            # A request that a prefill engine hands over during an abort is answered with an error.
             num_aborts, num_lost = self._aborts.number, self._num_lost
             was_aborted = partial(self._aborted_since, num_aborts) if self.split else None
             try:
@@ -173,7 +173,7 @@ class EngineGroup:
     async def _generate_directly(
         self, affinity: int, input_ids: Sequence[int] | IntArray, params: SamplingParams, *, rid: str, **options: Unpack[RequestOptions]
     ) -> Generation:
-        """Generate past the router, which drops the routing query. A request whose engine dies is retried on another."""
+        """Generate on an engine directly, since the router drops the routing query. If the engine dies, retry on another."""
         while True:
             client = await self._by_affinity(affinity, options.get("timeout_s"))
             self._num_direct[client] += 1
@@ -191,7 +191,7 @@ class EngineGroup:
                 self._num_direct[client] -= 1
 
     async def _by_affinity(self, affinity: int, timeout_s: float | None) -> InferenceEngine:
-        """Return the engine of this affinity, unless it is much busier than another. If all are restarting, wait for one.
+        """Return the engine for this affinity, or the least busy one if that is much less busy. If all are restarting, wait for one.
 
         Raises EngineError if no engine restarted in time.
         """
@@ -201,12 +201,12 @@ class EngineGroup:
         return client if self._num_direct[client] <= self._num_direct[idlest] + MAX_AHEAD else idlest
 
     async def _until_one_serves(self, timeout_s: float | None) -> None:
-        """Return when an engine serves: at once, unless all are restarting. Raises EngineError if no engine restarted in time."""
+        """Wait until an engine serves, if all are restarting. Raises EngineError if no engine restarted in time."""
         limit_s = DIRECT_TIMEOUT_S if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
         while not self.clients:
             if time.monotonic() >= deadline:
-                raise EngineError(f"all engines were lost and none restarted within {limit_s:g} s")
+                raise EngineError(f"cannot send the request: all engines were lost and none restarted within {limit_s:g} s")
             await asyncio.sleep(WAIT_S)
 
     async def wait_ready(self, timeout_s: float) -> None:
@@ -297,13 +297,16 @@ class EngineGroup:
         return any(lost)
 
     def remove(self, client: InferenceEngine) -> None:
-        """Send nothing more to an engine, because it is lost."""
+        """Remove a lost engine from the group."""
         self._num_lost += client in self.clients
         self.clients = [other for other in self.clients if other is not client]
         self.joining = [other for other in self.joining if other is not client]
 
     async def _all(self, call: Callable[[InferenceEngine], Awaitable[T]]) -> list[T]:
-        """Call every engine at once; raise the first error when all have answered. Lost engines are skipped while others are left."""
+        """Call all engines concurrently and return their answers; remove lost engines if others answered.
+
+        Raises the first other error once all calls have ended.
+        """
         asked = list(self.clients)
         answers = await asyncio.gather(*(call(client) for client in asked), return_exceptions=True)
         good = [answer for answer in answers if not isinstance(answer, BaseException)]

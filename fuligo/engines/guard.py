@@ -1,9 +1,9 @@
-"""Guard process that cleans up whatever a command leaves behind: `python -I guard.py GRACE_S COMMAND ...`.
+"""Guard process that cleans up after a command: `python -I guard.py GRACE_S COMMAND ...`.
 
-Inference servers start their own processes and stop them only if they end normally. The guard leads the command's process group, adopts
-every orphan below it, and ends them all when the command ends, on SIGTERM, or when its standard input closes, which happens however its
-parent dies. It also removes their files in shared memory: torch and multiprocessing leave that to helper processes, which are killed too.
-If the guard itself is killed, the kernel kills the command; `engines.server_process` finds what else is left.
+Inference servers start further processes and stop them only if they end normally. The guard starts the command in a session of its own,
+adopts every orphan below it, and ends them all when the command ends, on SIGTERM, or when the guard's standard input closes, which happens
+whenever its parent dies. It also removes their files in shared memory: torch and multiprocessing leave that to helper processes, which are
+killed too. If the guard itself is killed, the kernel kills the command; `engines.server_process` finds what else is left.
 
 Imports only the standard library, since it starts with the environment of its command.
 """
@@ -26,17 +26,17 @@ from typing import IO, Literal
 
 POLL_S = 0.05
 LOOK_S = 2.0
-"""Interval between listings of shared files: when a server's first process is killed, the others may end before the guard lists theirs."""
+"""Seconds between listings of shared files. They are listed in advance, since all processes may end soon after the first is killed."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 """Options of Linux's prctl(2): a signal to this process when its parent ends; orphans below this process become its children."""
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 SHORTEST_SECRET = 4
 _HIDDEN = "FULIGO_GUARD_HIDES"
-"""Variable of the guard, not of its command: texts to hide, as JSON."""
+"""Environment variable with the texts to hide, as JSON; read by the guard and not passed to its command."""
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_BY_A_FAMILY = ("sem.mp-", "sglang_loads_", "sgl_shm_")
-"""Prefixes of files that only one family of processes uses: multiprocessing's locks, SGLang's load reports, and its requests between ranks
-(SGLang 0.5.15 removes those of killed processes under CI only, `utils/stale_shm_cleanup.py`)."""
+"""Prefixes of shared files that only one server's processes use: multiprocessing's locks, SGLang's load reports, and its messages between
+ranks (SGLang 0.5.15 removes those of killed processes only in CI, `utils/stale_shm_cleanup.py`)."""
 
 
 def main(command: Sequence[str], grace_s: float) -> int:
@@ -76,19 +76,19 @@ def main(command: Sequence[str], grace_s: float) -> int:
     shared.update(_shared_files(_descendants(os.getpid())))
     code = _end(child, grace_s)
     if secrets:
-        copying.join(timeout=grace_s)  # the last lines, which say why it ended
+        copying.join(timeout=grace_s)  # the last lines may say why the command ended
     _remove(shared)
     return code if code >= 0 else 128 - code
 
 
 def hiding(secrets: Sequence[str]) -> dict[str, str]:
-    """Return the environment with which a guard replaces these texts in what the command prints; shorter ones are not secrets."""
+    """Return the environment that makes a guard replace these texts in the command's output; texts under 4 characters are ignored."""
     texts = sorted({secret for secret in secrets if len(secret) >= SHORTEST_SECRET}, key=len, reverse=True)
     return {_HIDDEN: json.dumps(texts)} if texts else {}
 
 
 def _copy_without(output: IO[bytes], secrets: Sequence[bytes]) -> None:
-    """Copy lines to standard output, with stars for the secrets in them."""
+    """Copy lines to standard output, with secrets replaced by `***`."""
     for line in output:
         for secret in secrets:
             line = line.replace(secret, b"***")  # noqa: PLW2901
@@ -103,21 +103,21 @@ class _Flag:
 
 
 def _end_with(guard: int) -> None:
-    """Have this process, a fork of the guard that becomes the command, killed when the guard ends."""
+    """Make the kernel kill this process, the command's, when the guard ends."""
     if _LIBC is not None:
         _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != guard:  # it ended before the call
+        if os.getppid() != guard:  # the guard ended before the call
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _parent_has_ended() -> bool:
-    """Wait a moment for standard input to close; nothing is ever written to it."""
+    """Wait up to `POLL_S` and return whether standard input, to which nothing is written, has closed."""
     readable, _, _ = select.select([sys.stdin], [], [], POLL_S)
     return bool(readable) and not os.read(sys.stdin.fileno(), 1)
 
 
 def _end(child: subprocess.Popen[bytes], grace_s: float) -> int:
-    """End the process group and the processes that left it; return the command's exit code."""
+    """End the command's process group and all adopted processes; return the command's exit code."""
     family = {child.pid, *_descendants(os.getpid())}
     _signal_all(child.pid, signal.SIGTERM)
     if not _wait_for_end(child, grace_s):
@@ -130,7 +130,7 @@ def _end(child: subprocess.Popen[bytes], grace_s: float) -> int:
 
 
 def _remove(files: Iterable[Path]) -> None:
-    """Delete those of the files that belong to this user; other users may create files with such names."""
+    """Delete the files that belong to this user, since other users may create files with such names."""
     for file in files:
         with suppress(OSError):
             status = file.lstat()
@@ -153,7 +153,7 @@ def _wait_for_end(child: subprocess.Popen[bytes], timeout_s: float, *, force: bo
 
 
 def _shared_files(family: Iterable[int]) -> list[Path]:
-    """Return the files in shared memory that these processes have mapped, found by inode: glibc creates semaphores under another name."""
+    """Return the shared files that these processes have mapped; matched by inode, since glibc renames semaphores after mapping them."""
     inodes = {inode for pid in family for inode in _mapped_inodes(pid)}
     candidates = [file for file in SHARED_MEMORY.glob("*") if file.name.startswith(SHARED_BY_A_FAMILY)]
     return [file for file in candidates if _inode(file) in inodes]
@@ -170,7 +170,7 @@ def _mapped_inodes(pid: int) -> Iterator[int]:
 
 def _inode(file: Path) -> int | None:
     try:
-        return file.lstat().st_ino  # a link of another user may lead to a disk that does not answer
+        return file.lstat().st_ino  # lstat, since another user's link may point to a disk that does not answer
     except FileNotFoundError:
         return None
 
@@ -192,7 +192,7 @@ def _group_exists(group: int) -> bool:
 
 
 def _reap(command_pid: int) -> None:
-    """Collect the exit codes of adopted processes, but not the command's, which belongs to its Popen."""
+    """Collect the exit codes of adopted processes, except the command's, which its Popen collects."""
     for pid in _children():
         if pid != command_pid:
             try:

@@ -1,4 +1,4 @@
-"""This machine in the network: its address for others, loopback interface, listening stores, and ports that no other run takes."""
+"""Addresses, interfaces and ports of this machine: its address for other hosts, listening sockets, and exclusive claims of ports."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def own_address(urls: Sequence[str]) -> str:
 
 
 def _address_towards(url: SplitResult) -> str:
-    """Return this machine's end of the route to a URL, for the first of the host's addresses that has one."""
+    """Return this machine's address on the route to a URL. Raises OSError if no route leads to any of the host's addresses."""
     failure: OSError | None = None
     for family, kind, _, _, address in socket.getaddrinfo(url.hostname, url.port or 80, type=socket.SOCK_DGRAM):
         try:
@@ -58,15 +58,15 @@ def endpoint(host: str, port: int) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches the address or name."""
+    """Return whether the address or name is reachable only from this machine."""
     return host in ("localhost", "::1") or host.startswith(("127.", "::ffff:127."))
 
 
 def use_loopback_interface(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Have gloo and TensorPipe of this process and its children listen on the loopback interface, unless the user chose another.
+    """Make gloo and TensorPipe of this process and its children listen on the loopback interface, unless the user chose another.
 
-    By default they take the interface that the host's name resolves to, where the network reaches them. NCCL keeps its own choice: between
-    the GPUs of a host its listener only exchanges addresses.
+    By default they use the interface of the host's name, which is reachable from the network. NCCL's choice is not changed: between the
+    GPUs of a host its listener only exchanges addresses.
     """
     for _, name in socket.if_nameindex():
         if name in _LOOPBACK_INTERFACES:
@@ -76,9 +76,9 @@ def use_loopback_interface(environment: MutableMapping[str, str] = os.environ) -
 
 @contextmanager
 def reachable_by_others(host: str) -> Iterator[None]:
-    """Have a gloo group that is made in the block listen on the default interface if `host` is not a loopback address.
+    """Make a gloo group created in the block listen on the default interface, if `host` is not a loopback address.
 
-    Ranks of this machine communicate over loopback, but the group with engines of other machines cannot.
+    Ranks on this machine communicate over loopback, but a group with engines on other machines cannot.
     """
     chosen = os.environ.get(_VARIABLES[0])
     if is_loopback(host) or chosen not in _LOOPBACK_INTERFACES:
@@ -92,7 +92,7 @@ def reachable_by_others(host: str) -> Iterator[None]:
 
 
 def listening_store(host: str, port: int = 0, *, timeout: timedelta = timedelta(seconds=300)) -> TCPStore:
-    """Open a TCPStore that listens as `listening_socket`; by itself it listens on every interface, whatever host it is given.
+    """Open a TCPStore that listens on `listening_socket`; a plain TCPStore listens on every interface.
 
     Args:
         timeout: timeout of waits for a key
@@ -105,7 +105,7 @@ def listening_store(host: str, port: int = 0, *, timeout: timedelta = timedelta(
 
 
 def listening_socket(host: str, port: int = 0) -> socket.socket:
-    """Listen only at `host`. If it is an address that others translate to this machine, listen on every interface, with a warning.
+    """Return a socket that listens only at `host`. If no interface has that address (NAT), log a warning and listen on all interfaces.
 
     `port`: 0 means any free port. Raises OSError if the port is taken.
     """
@@ -126,11 +126,11 @@ FIRST_PORT, LAST_PORT = 20_000, 32_000
 
 
 class PortClaims:
-    """Ports of this machine that no other claimant gets while this object is open.
+    """Ports of this machine that no other run can claim while this object is open.
 
-    A server binds its port seconds after it is started, and by then another run may have taken a port that is merely free now. So each port
-    is claimed by a name in Linux's abstract socket namespace, which the kernel frees when this process ends. Other systems have no such
-    namespace; there a port is only checked to be free.
+    A server binds its port seconds after it starts, and by then another run may have taken a port that was only checked to be free.
+    Therefore each port is claimed by a name in Linux's abstract socket namespace, which the kernel frees when this process ends. Other
+    systems have no such namespace; there a port is only checked to be free.
     """
 
     def __init__(self) -> None:
@@ -152,7 +152,7 @@ class PortClaims:
                 self._next = first + size
                 return first
         raise EngineError(
-            f"this machine has no {size} consecutive free ports from {self._next} to {LAST_PORT}; stop the processes that use them"
+            f"cannot claim {size} consecutive ports: none are free from {self._next} to {LAST_PORT}; stop the processes that use them"
         )
 
     def close(self) -> None:
@@ -166,7 +166,7 @@ class PortClaims:
 
 
 def _check_free(port: int) -> None:
-    """Bind the port at all addresses of both families for a moment. Raises OSError if it is in use."""
+    """Check that a port is free by binding it briefly at all IPv4 and IPv6 addresses. Raises OSError if it is in use."""
     with ExitStack() as briefly:
         _bind(briefly, socket.AF_INET, ("", port))
         if socket.has_dualstack_ipv6():  # not on hosts without IPv6
@@ -176,5 +176,5 @@ def _check_free(port: int) -> None:
 
 
 def _bind(stack: ExitStack, family: socket.AddressFamily, address: str | tuple[str, int]) -> None:
-    """Bind an address as long as the stack is open. Raises OSError if it is in use."""
+    """Bind an address until the stack closes. Raises OSError if it is in use."""
     stack.enter_context(socket.socket(family, socket.SOCK_STREAM)).bind(address)

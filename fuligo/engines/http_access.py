@@ -1,4 +1,4 @@
-"""Servers in this process: uvicorn without its signal handlers, refusal of foreign names, and limits for strangers without a key."""
+"""HTTP servers in this process: uvicorn without signal handlers, a check of the Host header, and limits for clients without a key."""
 
 import asyncio
 import ipaddress
@@ -14,7 +14,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 
 class QuietServer(uvicorn.Server):
-    """Server that reports when it listens and leaves signals to this process."""
+    """uvicorn server that reports when it listens and does not handle signals."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -31,12 +31,12 @@ class QuietServer(uvicorn.Server):
 
 
 def own_names(host: str) -> frozenset[str]:
-    """Return the names by which a server that listens on `host` may be called, besides addresses."""
+    """Return the host names, besides addresses, under which clients may address a server that listens on `host`."""
     return frozenset(name.lower() for name in (host, "localhost", socket.gethostname(), socket.getfqdn()))
 
 
 def is_foreign(host_header: str, names: frozenset[str]) -> bool:
-    """Return whether a Host header is neither an address nor in `names`, as of a web page whose own name resolves to this machine."""
+    """Return whether a Host header is neither an address nor in `names`, as from a web page whose name resolves to this machine."""
     name = host_header[1:].partition("]")[0] if host_header.startswith("[") else host_header.partition(":")[0]
     return name.lower() not in names and not _is_address(name)
 
@@ -54,28 +54,28 @@ _ENTRY = "fuligo.connection"
 
 @dataclass(eq=False)
 class Strangers:
-    """Connections of one server without a request that had a key, the oldest first."""
+    """Unauthenticated connections of one server, on which no request had a key yet; the oldest first."""
 
     max_connections: int = 4096
-    """Limit beyond which the oldest is closed. A client with a key sends its request at once, so it is not among these for long."""
+    """Number of connections beyond which the oldest is closed. Clients with a key send their request at once, so they leave soon."""
     max_s: float = 30.0
     max_bytes: int = 1 << 20
-    """Limit of what is sent without a key; a body waits in the socket until the key was checked."""
+    """Number of bytes that may arrive without a key; a request's body is read only after its key was checked."""
     _connections: "dict[Connection, asyncio.TimerHandle]" = field(default_factory=dict)
 
     def add(self, connection: "Connection") -> None:
-        """Watch a connection from now on."""
+        """Add a connection, and close the oldest one if there are too many."""
         while len(self._connections) >= self.max_connections:
             next(iter(self._connections)).abort()
         self._connections[connection] = asyncio.get_running_loop().call_later(self.max_s, connection.abort)
 
     def remove(self, connection: "Connection") -> None:
-        """Stop watching a connection."""
+        """Remove a connection and its time limit."""
         if (timer := self._connections.pop(connection, None)) is not None:
             timer.cancel()
 
     def renew(self, connection: "Connection") -> None:
-        """Reset the time limit of a watched connection."""
+        """Reset the time limit of a connection, if it is unauthenticated."""
         if connection in self._connections:
             self._connections.pop(connection).cancel()
             self.add(connection)
@@ -113,12 +113,12 @@ class Connection(HttpToolsProtocol):
         self.scope[_ENTRY] = self  # pyright: ignore[reportGeneralTypeIssues] - read only by `admit`
 
     def abort(self) -> None:
-        """Close without an answer."""
+        """Close the connection without an answer."""
         self._strangers.remove(self)
         self.transport.abort()
 
     def admitted(self) -> None:
-        """Lift the limits."""
+        """Lift the limits of this connection."""
         self._strangers.remove(self)
 
     def renew(self) -> None:

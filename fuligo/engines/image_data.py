@@ -1,4 +1,4 @@
-"""Images of a request in SGLang's form: `image_data`, a list of data URIs, in the order of their tokens in `input_ids`."""
+"""Images of a request in SGLang's format: `image_data`, a list of data URIs in the order of the images' tokens in `input_ids`."""
 
 import base64
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ def encoded_images(images: Sequence[PromptImage]) -> list[str]:
 
 
 def decoded_images(value: Any) -> list[bytes]:
-    """Return the images' bytes. Paths and URLs, which SGLang would open, are refused: nobody may read files through an engine.
+    """Return the images' bytes. Paths and URLs, which SGLang would open, are rejected, so that clients cannot read files through an engine.
 
     Raises ValueError if the value is malformed.
     """
@@ -24,7 +24,7 @@ def decoded_images(value: Any) -> list[bytes]:
     if not isinstance(given, list) or not all(isinstance(each, str) for each in given):
         raise ValueError("image_data must be a base64 string or data URI, or a list of them")
     if len(given) > MAX_IMAGES:
-        raise ValueError(f"image_data has {len(given)} images, more than {MAX_IMAGES}")
+        raise ValueError(f"image_data has {len(given)} images, but a request may have at most {MAX_IMAGES}")
     return [_decoded(each, number) for number, each in enumerate(given)]
 
 

@@ -14,17 +14,17 @@ POLL_TIMEOUT_S = 5.0
 
 
 class EngineMonitor:
-    """Periodic poll of every engine's load. An engine that does not answer is counted, but is not an error: the fleet supervises engines.
+    """Periodic poll of every engine's load. A missing answer is counted, but is not an error: the fleet supervises engines.
 
-    The load comes from `/v1/loads`, which SGLang reads from shared memory. Its prefix-cache figures there cover the last prefill only, so
-    cache and speculation are counted from the answers to requests instead.
+    The load comes from `/v1/loads`, which SGLang reads from shared memory. The cache metrics there cover only the last prefill, so cache
+    hits and speculative decoding are counted from the answers to requests instead.
     """
 
     def __init__(self, engines: EngineGroup, *, interval_s: float = POLL_S) -> None:
         self._engines = engines
         self._interval_s = interval_s
         self._numbers: dict[str, int] = {}
-        """Number of each URL, in order of first poll: a restarted engine keeps its number."""
+        """Number of each engine by URL, in order of the first poll; a restarted engine keeps its number."""
         self._polls: list[dict[int, EngineLoad]] = []
         self._num_missed = 0
         self._served = engines.served
@@ -43,7 +43,7 @@ class EngineMonitor:
             self._polls.append(loads)
 
     def take(self) -> dict[str, float]:
-        """Return `engine/*` since the last call. Polls that found no request in any engine are left out."""
+        """Return the metrics `engine/*` since the last call. Polls that found no request in any engine are left out."""
         polls, self._polls = self._polls, []
         num_missed, self._num_missed = self._num_missed, 0
         before, self._served = self._served, self._engines.served
@@ -60,10 +60,10 @@ class EngineMonitor:
 
 
 def load_metrics(polls: Sequence[dict[int, EngineLoad]], *, num_engines: int) -> dict[str, float]:
-    """Return the metrics of all engines together and, if there are several, of each.
+    """Return the metrics of all engines together and, if there are several, of each engine.
 
     Args:
-        polls: loads by engine number, without engines that did not answer; their means are over the other polls
+        polls: loads by engine number; an engine that did not answer a poll is absent from it, and from its own means
     """
     if not polls:
         return {}
@@ -93,7 +93,7 @@ def load_metrics(polls: Sequence[dict[int, EngineLoad]], *, num_engines: int) ->
 
 
 def served_metrics(before: Served, now: Served) -> dict[str, float]:
-    """Return the metrics of the answers between two moments."""
+    """Return the metrics of the answers between two states of the token counts."""
     metrics: dict[str, float] = {}
     if num_prompt_tokens := now.num_prompt_tokens - before.num_prompt_tokens:
         metrics["engine/cache_hit_rate"] = (now.num_cached_tokens - before.num_cached_tokens) / num_prompt_tokens

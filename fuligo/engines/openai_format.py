@@ -1,4 +1,4 @@
-"""Answers of OpenAI's API: errors, completions, server-sent events. The embedded engine and the gateway share them."""
+"""Bodies and answers of OpenAI's API, shared by the embedded engine and the gateway: checks, completions, events and errors."""
 
 import secrets
 import time
@@ -43,17 +43,21 @@ def parse_body(raw: bytes) -> dict[str, Any]:
 
 
 def objects(value: Any, name: str) -> list[dict[str, Any]]:
-    """Return a parameter that must be a list of objects, checked."""
+    """Return `value` if it is a list of objects. Raises InvalidRequest if it is not."""
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
         raise InvalidRequest(f"{name} is {value!r:.80}; it must be a list of objects", name)
     return value
 
 
 def joined_text(content: Any, name: str, types: Collection[str], otherwise: str) -> str:
-    """Return the text of a message's content: as it is, or its parts of these types joined.
+    """Return the text of a message's content: a string, or the joined texts of its parts.
 
     Args:
-        otherwise: error for a part of another type, with `{}` in its place
+        types: accepted types of parts
+        otherwise: error message for a part of another type; `{}` is replaced by the part
+
+    Raises:
+        InvalidRequest: a part has another type, or no text
     """
     if isinstance(content, str):
         return content
@@ -65,7 +69,7 @@ def joined_text(content: Any, name: str, types: Collection[str], otherwise: str)
 
 
 def given_max_tokens(body: Mapping[str, Any]) -> int | None:
-    """Return the limit of new tokens, under its new or old name; None if the request has none."""
+    """Return `max_completion_tokens`, else `max_tokens`; None if the request has neither."""
     return next((body[name] for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None), None)
 
 
@@ -95,5 +99,5 @@ def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | 
 def error_content(
     message: str, kind: str = "invalid_request_error", *, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """Return an error as OpenAI's clients read it."""
+    """Return an error in the format of OpenAI's API."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

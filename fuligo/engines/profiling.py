@@ -1,4 +1,4 @@
-"""Profiles of the engines while they sample chosen rollouts, by their own profilers."""
+"""Profiles of the engines while they sample chosen rollouts, written by the engines' profilers."""
 
 import asyncio
 import logging
@@ -16,7 +16,7 @@ from fuligo.errors import EngineError
 logger = logging.getLogger(__name__)
 
 LONGEST_S = 10.0
-"""Longest time that is profiled, from the start of a rollout: a trace of minutes is too large to open."""
+"""Seconds from the start of a rollout that are profiled at most; a trace of minutes is too large to open."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -26,11 +26,11 @@ class EngineProfiler:
     engines: EngineGroup
     rollouts: tuple[int, ...]
     directory: Path
-    """Receives the traces (`rollout_000002_engine0-...`), on the engine's machine."""
+    """Directory on the engine's machine to which the traces (`rollout_000002_engine0-...`) are written."""
 
     @asynccontextmanager
     async def profiled(self, rollout: int) -> AsyncIterator[None]:
-        """Profile the first seconds of the block if it samples a chosen rollout. An engine that does not profile is only logged."""
+        """Profile the first seconds of the block if `rollout` was chosen. An engine that cannot profile is only logged."""
         if rollout not in self.rollouts:
             yield
             return
@@ -54,7 +54,7 @@ class EngineProfiler:
         return engine
 
     async def _stop(self, engines: list[InferenceEngine], over: asyncio.Event) -> None:
-        """Stop the profilers when the block is over, or after the time that is profiled."""
+        """Stop the profilers when the block is over, or after `LONGEST_S`."""
         with suppress(TimeoutError):
             await asyncio.wait_for(over.wait(), LONGEST_S)
         for result in await asyncio.gather(*(engine.stop_profile() for engine in engines), return_exceptions=True):

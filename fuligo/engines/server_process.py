@@ -16,25 +16,25 @@ from fuligo.engines import guard
 from fuligo.errors import EngineError
 
 MARK = "FULIGO_SERVER"
-"""Variable that a server hands down to all its processes, even to those that left its process group and session."""
+"""Environment variable that all processes of a server inherit, even those that leave its process group and session."""
 ORPHANS_POLL_S = 0.05
 
 
 def end_marked(mark: str, name: str, timeout_s: float) -> None:
     """Kill all processes with this mark; return when they have ended and released their memory. No-op without /proc.
 
-    `name`: server's name for the error. Raises EngineError if some have not ended in time, such as those that hang in a driver.
+    `name`: server's name for the error. Raises EngineError if some do not end in time, for instance because they hang in a driver.
     """
     deadline = time.monotonic() + timeout_s
     seen: set[tuple[int, str]] = set()
     while True:
-        for pid in _marked(mark):  # again and again, since they may start others
+        for pid in _marked(mark):  # repeatedly, since they may start others
             seen.add((pid, _birth(pid) or ""))
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
-        # A process that ends loses its environment first and its devices later.
+        # A process that is ending loses its environment first and releases its devices later.
         running = [pid for pid, birth in seen if birth and _birth(pid) == birth]
         if not running:
             return
@@ -69,9 +69,9 @@ def _birth(pid: int) -> str | None:
 POLL_S = 0.1
 NUM_LOG_LINES = 20
 GRACE_S = 10.0
-"""Time for a server to end by itself."""
+"""Seconds for a server to end after SIGTERM."""
 ORPHANS_TIMEOUT_S = 60.0
-"""Time for killed processes to end: the kernel first frees their memory, which may be terabytes."""
+"""Seconds for killed processes to end: the kernel first frees their memory, which may be terabytes."""
 
 
 class LoggedProcess:
@@ -79,7 +79,7 @@ class LoggedProcess:
 
     Args:
         name: name in messages: `engine 3`, `router`
-        log_file: receives stdout and stderr
+        log_file: file with its stdout and stderr
     """
 
     def __init__(self, name: str, process: subprocess.Popen[bytes], log_file: Path) -> None:
@@ -96,15 +96,15 @@ class LoggedProcess:
         return self._process.poll() is None
 
     def check_alive(self, advice: str = "") -> None:
-        """Check that the process has not ended. Raises EngineError if it has ended, with the last lines of its log, and the advice."""
+        """Check that the process is running. Raises EngineError with the last lines of its log and `advice` if it has ended."""
         if not self.alive:
             raise EngineError(f"{self.name} {self._ending()}; its log ({self.log_file}) ends:\n{last_lines(self.log_file)}{advice}")
 
     async def wait_until(self, ready: Callable[[], Awaitable[bool]], timeout_s: float, *, what: str | None = None) -> None:
-        """Return when `ready` returns True.
+        """Wait until `ready` returns True.
 
-        `what`: start of the error message at the deadline; by default "NAME was not ready". Raises EngineError if the process ended, or the
-        deadline passed, with the last lines of its log.
+        `what`: start of the error message at the deadline; by default "NAME was not ready". Raises EngineError with the last lines of the
+        log if the process ended, or the deadline passed.
         """
         deadline = time.monotonic() + timeout_s
         while not await ready():
@@ -115,11 +115,11 @@ class LoggedProcess:
             await asyncio.sleep(POLL_S)
 
     async def ended(self) -> None:
-        while self.alive:  # noqa: ASYNC110  # the end of a process can only be polled for
+        while self.alive:  # noqa: ASYNC110  # Popen's process can only be polled
             await asyncio.sleep(POLL_S)
 
     async def terminate(self, timeout_s: float = 15.0) -> None:
-        """Send SIGTERM, and SIGKILL after `timeout_s`; return when it has ended."""
+        """Send SIGTERM, and SIGKILL after `timeout_s`; return when the process has ended."""
         if self.alive:
             self._process.terminate()
         try:
@@ -136,13 +136,13 @@ class LoggedProcess:
 
 
 class ServerProcess(LoggedProcess):
-    """Command under `engines.guard`. It ends with this process, however that ends; `stop` also ends what a killed guard left.
+    """Command under `engines.guard`, which also ends when this process is killed. `stop` also ends processes that a killed guard left.
 
     Args:
-        name, log_file: as of `LoggedProcess`; the log is appended to
-        environment: variables in addition to this process's
-        grace_s: time between SIGTERM and SIGKILL
-        secrets: texts that the log must not show
+        name, log_file: see `LoggedProcess`; the log is appended to
+        environment: variables in addition to this process's environment
+        grace_s: seconds between SIGTERM and SIGKILL
+        secrets: texts that the guard hides in the log
     """
 
     def __init__(
@@ -156,13 +156,13 @@ class ServerProcess(LoggedProcess):
         secrets: Sequence[str] = (),
     ) -> None:
         self._grace_s = grace_s
-        # SGLang's processes rename themselves with setproctitle, which would write over the variables that other processes see.
+        # SGLang's processes rename themselves with setproctitle, which would overwrite the environment in /proc without SPT_NOENV.
         mark = {MARK: uuid.uuid4().hex, "SPT_NOENV": "1"}
         self._mark = mark[MARK]
         log_file.parent.mkdir(parents=True, exist_ok=True)
         with log_file.open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-I", guard.__file__, str(grace_s), *command],  # its environment, the command's, may lack fuligo
+                [sys.executable, "-I", guard.__file__, str(grace_s), *command],  # the command's environment may lack fuligo
                 stdin=subprocess.PIPE,  # open as long as this process lives
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -174,12 +174,12 @@ class ServerProcess(LoggedProcess):
     async def stop(self) -> None:
         """Stop the server; return when it and all its children have ended.
 
-        Raises EngineError if some of them cannot be ended, so a new server would lack their memory.
+        Raises EngineError if some of them do not end and so keep memory that a new server needs.
         """
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
-            async with asyncio.timeout(2 * self._grace_s + 5.0):  # the guard sends SIGTERM, then SIGKILL, and gives each one grace period
+            async with asyncio.timeout(2 * self._grace_s + 5.0):  # the guard waits one grace period each after SIGTERM and SIGKILL
                 await self.ended()
         except TimeoutError:
             self._process.kill()
@@ -192,6 +192,6 @@ def last_lines(log_file: Path) -> str:
 
 
 def secrets_of(arguments: Mapping[str, Any], environment: Environment) -> list[str]:
-    """Return the secret values among a server's arguments and in its environment, which its log must not show."""
+    """Return the secret values in a server's arguments and environment, which its log must not show."""
     values = [entry for value in arguments.values() for entry in (value if isinstance(value, list | tuple) else [value])]
     return [value.reveal() for value in values if isinstance(value, Secret)] + list(environment.secrets().reveal().values())

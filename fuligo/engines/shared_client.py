@@ -1,7 +1,7 @@
-"""Client of an SGLang engine that several runs share: each run has its own adapter, whose name changes with its version.
+"""Client of an SGLang engine that several runs share: each run has its own adapter, whose name contains the version.
 
-SGLang pauses, aborts and labels all requests at once, so a run's client does this for the run's own requests: it holds back new ones while
-the run's adapter changes, ends those in flight by their ids, and finds the version in the adapter's name.
+SGLang pauses, aborts and labels the requests of all runs together. A run's client therefore does this for its own requests: it holds back
+new requests while the run's adapter changes, aborts requests in flight by id, and reads the version from the adapter's name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fuligo.formats.weight_manifest import AdapterPayload
 
 T = TypeVar("T")
 ABORT_AGAIN_S = 0.2
-"""Interval between aborts; each catches requests that were on their way during the previous one."""
+"""Seconds between aborts; each catches requests that were on their way during the previous one."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -36,7 +36,7 @@ class AdapterLabel:
 
     @classmethod
     def parse(cls, name: str) -> Self | None:
-        """Return the label, or None if this is another name, such as the base model's."""
+        """Parse the name of an adapter; return None for other names, such as the base model's."""
         run, _, rest = name.partition("/")
         version, _, digest = rest.partition("#")
         return cls(run, int(version), digest) if version.isdecimal() and digest and "/" not in rest else None
@@ -44,14 +44,14 @@ class AdapterLabel:
 
 @dataclass(slots=True)
 class RunRequests:
-    """Requests of one run, which all its clients share."""
+    """State of one run's requests, shared by all clients of the run."""
 
     run: str
     """Name of the run; part of its adapter's name and of its requests' ids."""
     label: AdapterLabel | None = None
     """Adapter that requests use; None before the first sync."""
     in_flight: set[str] = field(default_factory=set)
-    """Ids of the requests that were sent and not answered."""
+    """Ids of requests that were sent and are not answered yet."""
     may_start: asyncio.Event = field(default_factory=asyncio.Event)
     """Cleared while the run has paused the engines."""
 
@@ -60,7 +60,7 @@ class RunRequests:
 
 
 class SharedEngineClient(EngineClient):
-    """Implementation of `engine.InferenceEngine` for one of the runs that share an engine, or its router.
+    """Implementation of `engine.InferenceEngine` for one of several runs that share an engine or a router.
 
     Args:
         requests: requests of the run
@@ -73,7 +73,7 @@ class SharedEngineClient(EngineClient):
         self._requests = requests
 
     async def pause(self, mode: PauseMode) -> None:
-        """Hold the run's new requests back; `abort` also ends those in flight, other modes let them end."""
+        """Hold back the run's new requests. Mode `abort` also aborts requests in flight; the other modes let them finish."""
         self._requests.may_start.clear()
         if mode != "abort":
             return
@@ -93,11 +93,11 @@ class SharedEngineClient(EngineClient):
         self._requests.may_start.set()
 
     async def abort_all(self) -> None:
-        """End the run's requests."""
+        """Abort the run's requests in flight."""
         await asyncio.gather(*(self._call("POST", "/abort_request", {"rid": rid}) for rid in list(self._requests.in_flight)))
 
     async def flush_cache(self) -> None:
-        """Do nothing: SGLang keeps a cache for each adapter that it loads, and drops it with the adapter."""
+        """Do nothing: SGLang keys its cache by adapter and drops the entries with the adapter."""
 
     async def model_info(self) -> ModelInfo:
         answer = await self._call("GET", "/model_info")
@@ -115,14 +115,14 @@ class SharedEngineClient(EngineClient):
 
     async def load_adapter(self, adapter: AdapterPayload, version: int) -> None:
         within = self.deadlines.bucket
-        for label in await self._labels():  # SGLang waits for the requests that use it, which the run's pause has ended
+        for label in await self._labels():  # SGLang waits for requests that use the adapter; the pause has ended them
             await self._call("POST", "/unload_lora_adapter", {"lora_name": str(label)}, within=within, retries=0)
         name = str(AdapterLabel(self._requests.run, version, await adapter.digest))
         body = {"lora_name": name, "config_dict": adapter.config, "serialized_tensors": await adapter.tensors}
         await self._call("POST", "/load_lora_adapter_from_tensors", body, within=within, retries=0)
 
     async def _labels(self) -> list[AdapterLabel]:
-        """Return the adapters of the run that the engine holds."""
+        """Return the labels of the run's adapters in the engine."""
         loaded = await self._call("GET", "/v1/models")
         try:
             labels = [AdapterLabel.parse(str(model["id"])) for model in loaded["data"]]
@@ -133,14 +133,14 @@ class SharedEngineClient(EngineClient):
     async def _requested(
         self, rid: str, body: dict[str, Any], attempt: Callable[[dict[str, Any]], Awaitable[T]], timeout_s: float | None
     ) -> T:
-        """Make attempts at a request, each with the adapter that the run has then."""
+        """Send a request with retries, each attempt with the run's adapter at that time."""
         requests = self._requests
 
         async def with_adapter(body: dict[str, Any]) -> T:
             await requests.may_start.wait()
             label = requests.label
             if label is None:
-                raise EngineError(f"engine {self.url}: request {rid} of run {self.run} arrived before its adapter")
+                raise EngineError(f"engine {self.url}: cannot send request {rid}: run {self.run} has not synced an adapter yet")
             requests.in_flight.add(body["rid"])
             try:
                 answer = await attempt({**body, "lora_path": str(label)})

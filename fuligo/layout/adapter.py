@@ -10,7 +10,7 @@ from fuligo.models.registry import WHOLE_TYPES, family_of
 
 
 class InputOf(StrEnum):
-    """Tensor that adapted matrices read. It is kept for the gradient of A; matrices with the same input share it."""
+    """Input of adapted matrices. It is kept for the gradient of A; matrices with the same input share it."""
 
     ATTENTION = "attention"
     """Output of the norm before attention."""
@@ -19,11 +19,11 @@ class InputOf(StrEnum):
     OUTPUT = "output"
     """Output of attention, which attention itself keeps."""
     EMBEDDING = "embedding"
-    """Embedding, which Gemma 4 projects to a part for each layer."""
+    """Token embedding, which Gemma 4 projects to the width of its per-layer embeddings."""
     LAYER_INPUT = "layer_input"
-    """Hidden state that gates a layer's own embedding."""
+    """Hidden state from which the gate of the per-layer embedding is computed."""
     GATED_INPUT = "gated_input"
-    """Product of the gate and the layer's own embedding."""
+    """Product of the gate and the per-layer embedding."""
     MLP = "mlp"
     """Output of the norm before the MLP."""
     DOWN = "down"
@@ -31,26 +31,26 @@ class InputOf(StrEnum):
 
 
 class TensorSplit(Enum):
-    """Part of a linear layer that the tensor-parallel ranks of the Megatron trainer share."""
+    """Dimension of a linear layer that the tensor-parallel ranks of the Megatron trainer split."""
 
     NOTHING = auto()
     OUTPUTS = auto()
-    """A is whole on every rank, B split."""
+    """A is replicated, and B is split."""
     INPUTS = auto()
-    """A is split, B whole on every rank."""
+    """A is split, and B is replicated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """Linear layer of a transformer layer that an adapter can have."""
+    """Linear layer of a transformer layer that can have an adapter."""
 
     name: str
-    """As in `--lora-target-modules`."""
+    """Name as in `--lora-target-modules`."""
     source: InputOf
     inputs: int
     outputs: int
     block: str
-    """Module of the transformer layer that it belongs to."""
+    """Module of the transformer layer that contains the linear layer."""
 
     @property
     def split(self) -> TensorSplit:
@@ -59,13 +59,13 @@ class Matrix:
         return TensorSplit.INPUTS if self.source in (InputOf.OUTPUT, InputOf.DOWN) else TensorSplit.OUTPUTS
 
     def factors(self, num_tensor_ranks: int) -> int:
-        """Return the rows of A's transpose and B together on one of the ranks: its inputs, and its outputs."""
+        """Return the parameters of A and B per unit of rank on one TP rank: its share of the inputs plus its share of the outputs."""
         inputs = self.inputs // (num_tensor_ranks if self.split is TensorSplit.INPUTS else 1)
         return inputs + self.outputs // (num_tensor_ranks if self.split is TensorSplit.OUTPUTS else 1)
 
 
 def matrices(layer: Layer, architecture: Architecture) -> Iterator[Matrix]:
-    """Yield the linear layers of `layer` that an adapter can have, as `models.adapter.linear_layers` finds them in the model itself."""
+    """Yield the linear layers of `layer` that can have an adapter, the same as `models.adapter.linear_layers` finds in the model."""
     hidden, heads = architecture.hidden_size, architecture.attention_of(layer)
     if layer.is_linear:
         assert architecture.linear_attention is not None
@@ -142,7 +142,7 @@ class AdapterShape:
 
     @property
     def adapted_outside(self) -> tuple[Matrix, ...]:
-        """Return the adapted matrices that belong to no layer: the projection of embeddings to a part for each layer."""
+        """Adapted matrices outside of the layers: the projection of token embeddings to per-layer embeddings (Gemma 4)."""
         return tuple(matrix for matrix in self._outside if self.config.adapts(f"{self._root}.{matrix.name}"))
 
     @property
@@ -153,7 +153,7 @@ class AdapterShape:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Names of all linear layers that an adapter can have, as the model itself names them."""
+        """Full names of all linear layers that can have an adapter, as in the Hugging Face model."""
         inside = (self._path(layer, matrix) for layer in self.architecture.layers for matrix in matrices(layer, self.architecture))
         return *inside, *(f"{self._root}.{matrix.name}" for matrix in self._outside)
 
@@ -171,15 +171,15 @@ class AdapterShape:
         return self.dense_parameters(layer) + self.experts_parameters(layer)
 
     def dense_parameters(self, layer: Layer, num_tensor_ranks: int = 1) -> int:
-        """Return the parameters of A and B of all adapted matrices of one layer except its experts', on one of the ranks."""
+        """Return the parameters of A and B of all adapted matrices of one layer, without experts, on one TP rank."""
         return self.config.rank * sum(matrix.factors(num_tensor_ranks) for matrix in self.adapted(layer))
 
     def experts_parameters(self, layer: Layer, num_expert_ranks: int = 1, num_sharing: int = 1) -> int:
         """Return the parameters of A and B of the experts of one layer on one of the ranks.
 
         Args:
-            num_expert_ranks: ranks with other experts.
-            num_sharing: ranks that share each expert; each has a part of its inner width, and complete factors of its outer ones.
+            num_expert_ranks: number of ranks over which the experts are distributed.
+            num_sharing: number of ranks that split each expert's intermediate size; factors of the hidden size are replicated.
         """
         experts = self.architecture.experts
         if experts is None or not self.adapts_experts(layer):
@@ -194,7 +194,7 @@ class AdapterShape:
 
     @property
     def _root(self) -> str:
-        """Return the name of the module with the layers: in a model with towers, that of its language model."""
+        """Name of the module that contains the layers: the language model in a model with towers."""
         return "model.language_model" if self.architecture.model_type in WHOLE_TYPES else "model"
 
     @property
@@ -207,5 +207,5 @@ class AdapterShape:
 
 
 _REPLICATED = frozenset({"q_a_proj", "kv_a_proj_with_mqa", "shared_expert_gate"})
-"""Matrices of which every tensor-parallel rank of Megatron holds a complete copy."""
+"""Matrices that are replicated on Megatron's tensor-parallel ranks."""
 _ATTENTION = "self_attn"

@@ -1,12 +1,12 @@
-"""Floating-point operations of a model: two per matrix weight and token, plus attention, which grows with the length."""
+"""Floating-point operations of a model: two per matrix weight and token, plus attention, which grows with the sequence length."""
 
 from dataclasses import dataclass
 
 from fuligo.models.architecture import Architecture, GroupedAttention, LatentAttention
 
 MIN_SAVED_TOKENS = 16
-"""Tokens that a fork of the tree must save. Answers with equal first tokens by chance would split it into many short nodes, each with
-its own attention call.
+"""Smallest number of tokens that a fork of a prefix tree must save. Otherwise responses whose first tokens agree by chance would split the
+tree into many short nodes, each with an attention call of its own.
 """
 
 
@@ -25,9 +25,9 @@ class ForwardFlops:
     top_k: int | None
     """Maximum number of tokens that a token attends to; None means all before it."""
     per_window_pair: float = 0.0
-    """FLOPs of attention in all layers with a window, which are not in `per_pair`."""
+    """FLOPs of attention in all layers with a window, per pair of tokens that attend; not part of `per_pair`."""
     window: int = 0
-    """Tokens that a token attends to in these layers."""
+    """Maximum number of tokens that a token attends to in these layers."""
 
     def sequence(self, length: float, square: float, num_logits: float) -> float:
         """Return the FLOPs of an average sequence.
@@ -35,7 +35,7 @@ class ForwardFlops:
         Args:
             length: mean length in tokens.
             square: mean of the squared length, about twice the number of causal attention pairs.
-            num_logits: tokens that pass through the head.
+            num_logits: number of tokens that pass through the head.
         """
         pairs = square / 2
         attended = pairs if self.top_k is None else min(pairs, length * self.top_k)
@@ -49,7 +49,7 @@ class ForwardFlops:
 
 
 def forward_flops(architecture: Architecture) -> ForwardFlops:
-    """Return the cost of a forward pass of the model without MTP layers."""
+    """Return the FLOPs of a forward pass of the model without its MTP layers."""
     index, per_pair, per_window_pair = architecture.sparse_index, 0, 0
     for layer in architecture.layers:
         if layer.is_linear:
@@ -75,7 +75,7 @@ def forward_flops(architecture: Architecture) -> ForwardFlops:
 
 
 def _per_pair(attention: GroupedAttention | LatentAttention) -> int:
-    """Return the FLOPs of one layer per pair of tokens that attend."""
+    """Return the attention FLOPs of one layer per pair of tokens that attend."""
     if isinstance(attention, GroupedAttention):
         return 4 * attention.num_heads * attention.head_dim
     return 2 * attention.num_heads * (attention.qk_nope_head_dim + attention.qk_rope_head_dim + attention.v_head_dim)

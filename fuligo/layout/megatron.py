@@ -10,7 +10,7 @@ from fuligo.errors import ConfigError
 
 @dataclass(slots=True, frozen=True)
 class Layout:
-    """Sizes of the parallel dimensions; with the torch backend, which shards over all ranks, only `dp` exceeds 1.
+    """Sizes of the parallel dimensions; with the torch backend, which shards over all ranks, all sizes but `dp` are 1.
 
     Ranks are numbered as in Megatron: TP fastest, then CP, (EP within DP x CP,) DP, PP slowest.
     """
@@ -24,14 +24,15 @@ class Layout:
     cp: int = 1
     """Context-parallel size: ranks that share each sequence."""
     ep: int = 1
-    """Expert-parallel size: rank groups that share the experts."""
+    """Expert-parallel size: number of rank groups over which the experts are distributed."""
     etp: int = 1
     """Expert tensor-parallel size: ranks that share each expert's matrices."""
     sequence_parallel: bool = False
     """Split norms and residuals along the sequence over the TP group; only with tp > 1."""
     num_layers_first_stage: int | None = None
-    """Layers of the first stage; None for as many as the middle stages (likewise for the last stage)."""
+    """Number of layers of the first stage; None: the same as a middle stage."""
     num_layers_last_stage: int | None = None
+    """Number of layers of the last stage; None: the same as a middle stage."""
     num_ranks: int = 1
 
     @property
@@ -46,21 +47,21 @@ class Layout:
 
     @property
     def shards_dense_optimizer(self) -> int:
-        """Ranks that share the distributed optimizer's state of non-expert weights (DP x CP)."""
+        """Number of ranks that shard the distributed optimizer's state of non-expert weights (DP x CP)."""
         return self.dp * self.cp
 
     @property
     def shards_sequence(self) -> int:
-        """Ranks that share the activations between attention and MLP: TP with sequence parallelism, else 1."""
+        """Number of ranks that split the activations between attention and MLP: TP with sequence parallelism, else 1."""
         return self.tp if self.sequence_parallel else 1
 
     @property
     def row_multiple(self) -> int:
-        """Tokens to which each sequence of a packed row is padded, so that CP ranks get equal chunks from both of its ends."""
+        """Multiple to which each sequence of a packed row is padded, so that CP ranks get equal chunks from both of its ends."""
         return 2 * self.cp if self.cp > 1 else 1
 
     def total_multiple(self, pad_multiple: int) -> int:
-        """Return the tokens to which a packed row is padded: a multiple of `pad_multiple` and of the ranks that split it."""
+        """Return the multiple to which a packed row is padded, a common multiple of `pad_multiple` and of the splits over ranks."""
         return math.lcm(pad_multiple, self.row_multiple, self.cp * self.shards_sequence)
 
     def padded_lengths(self, lengths: Iterable[int]) -> list[int]:
@@ -87,7 +88,7 @@ def layout_of(config: Config) -> Layout:
         product = math.prod(named.values())
         if num_ranks % product:
             shown = " x ".join(f"{flag} {size}" for flag, size in named.items())
-            raise ConfigError(f"{shown} = {product} does not divide the trainer's {num_ranks} GPUs")
+            raise ConfigError(f"{shown} = {product} does not divide the trainer's {num_ranks} GPUs; change a size or the number of GPUs")
     return Layout(
         tp=tp,
         pp=pp,

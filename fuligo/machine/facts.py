@@ -29,13 +29,13 @@ class Machine:
 
     python: str
     system: str
-    """`Linux x86_64`"""
+    """Operating system and architecture, such as `Linux x86_64`."""
     torch: Torch | None
     torch_problem: str | None
     """Reason why torch cannot be imported."""
     gpus: Gpus = field(default_factory=Gpus)
     num_cores: int = 1
-    """Number of cores that this process may use: affinity and quota of its container."""
+    """Number of cores that this process may use, by its CPU affinity and its container's quota."""
     memory_bytes: int = 0
     """Memory of the machine, or the limit of its container."""
     available_memory_bytes: int = 0
@@ -43,11 +43,11 @@ class Machine:
     shared_memory_bytes: int | None = None
     """Free bytes in /dev/shm; None if it does not exist."""
     num_open_files: int = 1024
-    """Most files that a process can open (`ulimit -Hn`); commands raise the soft limit to it."""
+    """Largest number of files that a process can open (`ulimit -Hn`); commands raise the soft limit to it."""
 
 
 def read_machine() -> Machine:
-    """Collect the facts; this takes as long as importing torch."""
+    """Collect the facts about this machine; imports torch, which takes seconds."""
     torch, problem = _torch()
     return Machine(
         python=platform.python_version(),
@@ -67,7 +67,7 @@ def _torch() -> tuple[Torch | None, str | None]:
     try:
         import torch
         from torch.cuda import nccl
-    except Exception as error:  # a broken build fails with whatever its libraries raise
+    except Exception as error:  # a broken build may raise anything
         return None, f"{type(error).__name__}: {error}"
     with_cuda = torch.version.cuda is not None
     nccl_version = ".".join(map(str, nccl.version())) if with_cuda and torch.distributed.is_nccl_available() else None

@@ -1,4 +1,4 @@
-"""Findings of the doctor that hold for any run: Python, packages, devices, memory, writable directories."""
+"""Findings of `fuligo doctor` that do not depend on a config: Python, packages, devices, memory, writable directories."""
 
 import shutil
 import sys
@@ -30,7 +30,7 @@ class Finding:
 
 
 def machine_findings(machine: Machine) -> list[Finding]:
-    """Return the findings on what every run, or some runs, need."""
+    """Return the findings about this machine that concern all runs, or runs with certain features."""
     return [_python(machine), _torch(machine), *_packages(), *_devices(machine), *_system(machine), *_places(), _sandbox()]
 
 
@@ -84,7 +84,7 @@ def _places() -> list[Finding]:
 
 
 def _sandbox() -> Finding:
-    """Run an empty program in the sandbox of the Python tool, which only some runs need."""
+    """Check the sandbox of the Python tool with an empty program; only a warning, since few runs need it."""
     settings = PythonSettings()
     try:
         check_sandbox(settings)

@@ -1,4 +1,4 @@
-"""Comparison of what a config needs on this machine with what the machine has."""
+"""Findings of `fuligo doctor` about a config: what it needs on this machine, and whether the machine has it."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,18 +18,18 @@ from fuligo.quantities import amount
 
 Versions = Callable[[Sequence[str], str, Mapping[str, str]], Mapping[str, str | None]]
 NCCL_SHARED_MEMORY_BYTES = 1024**3
-"""NCCL's buffers between the GPUs of a node; with a container's default of 64 MiB a run fails at its first collective."""
+"""Size of NCCL's buffers between the GPUs of a node; with a container's default of 64 MiB a run fails at its first collective."""
 OWN_FILES = 256
-"""Files that a process has open in addition to its connections: libraries, data, logs."""
+"""Number of files that a process has open in addition to its connections: libraries, data, logs."""
 
 
 def needs(config: Config, machine: Machine, versions: Versions = package_versions) -> list[Finding]:
-    """Return a finding for each need of this node, met or not.
+    """Return a finding for everything that a run needs on this node, whether the node has it or not.
 
     Args:
         config: validated config.
-        machine: node on which the processes of the run would be.
-        versions: function from packages, interpreter and added environment variables to versions, None for missing packages.
+        machine: node on which processes of the run would run.
+        versions: function that returns the versions of packages (None if missing), given an interpreter and environment variables to add.
     """
     checks = (_packages(config, machine, versions), _gpus(config, machine), _links(config, machine), _shared_memory(config, machine))
     return [*(finding for check in checks for finding in check), *_ports(config), _open_files(config, machine)]
@@ -43,7 +43,7 @@ def num_gpus_of_node(config: Config, machine: Machine) -> int:
 
 
 def _packages(config: Config, machine: Machine, versions: Versions) -> Iterator[Finding]:
-    """Check the packages of the backends, in the versions whose flags are known; engines may have their own interpreter."""
+    """Check the backends' packages in the versions for which fuligo knows the flags; engines may have their own interpreter."""
     here = sys.executable
     trainer, pinned = config.trainer_capabilities, {schema(group).package: schema(group).version for group in BACKENDS}
     needed = (*trainer.packages, *(trainer.gpu_packages if num_gpus_of_node(config, machine) > 0 else ()))
@@ -102,7 +102,7 @@ def _gpus(config: Config, machine: Machine) -> Iterator[Finding]:
 
 
 def _links(config: Config, machine: Machine) -> Iterator[Finding]:
-    """Check the links between GPUs that exchange activations in every layer."""
+    """Check the links between the GPUs of a tensor-parallel group, which exchange activations in every layer."""
     here = num_gpus_of_node(config, machine)
     sizes = [("an engine", group.tp_size) for group in engine_groups(config)]
     sizes.append(("--tensor-model-parallel-size", config.parallel.tensor_model_parallel_size))
@@ -136,7 +136,7 @@ def _shared_memory(config: Config, machine: Machine) -> Iterator[Finding]:
 
 
 def _shared_bytes(config: Config, machine: Machine) -> int:
-    """Return the peak use of /dev/shm: one weight bucket being read and one being filled, or all weights, and NCCL's buffers."""
+    """Return the peak use of /dev/shm: NCCL's buffers, and either two weight buckets (one read, one filled) or all weights."""
     gpus = num_gpus_of_node(config, machine)
     nccl = NCCL_SHARED_MEMORY_BYTES if gpus > 1 else 0
     if not config.needs_engine or config.debug.debug_rollout_only:
@@ -152,7 +152,7 @@ def _shared_bytes(config: Config, machine: Machine) -> int:
 
 
 def _ports(config: Config) -> Iterator[Finding]:
-    """Claim the ports that a run would claim, and release them."""
+    """Check that the ports a run needs can be claimed, and release them."""
     num_engines = sum(group.num_engines for group in engine_groups(config))
     if num_engines == 0:
         return

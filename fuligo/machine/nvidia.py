@@ -1,4 +1,4 @@
-"""GPUs of this machine as `nvidia-smi` reports them; it works without a CUDA build of torch."""
+"""GPUs of this machine as `nvidia-smi` reports them, also without a CUDA build of torch."""
 
 import re
 import shutil
@@ -16,7 +16,7 @@ _MIB = 1024**2
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU."""
+    """GPU as `nvidia-smi` lists it."""
 
     index: int
     name: str
@@ -35,7 +35,7 @@ class Gpus:
     """[n][n] matrix of `nvidia-smi topo -p2p r`: OK if the pair has peer access."""
 
     def without_nvlink(self, count: int) -> list[tuple[int, int]]:
-        """Return the pairs among the first `count` GPUs that only PCIe connects."""
+        """Return the pairs among the first `count` GPUs that are connected only over PCIe."""
         return [(a, b) for a, b in _pairs(self.links, count) if not self.links[a][b].startswith("NV")]
 
     def without_peer_access(self, count: int) -> list[tuple[int, int]]:
@@ -44,7 +44,7 @@ class Gpus:
 
 
 def read_gpus() -> Gpus:
-    """Return the GPUs; empty without a driver."""
+    """Return the GPUs and their connections; empty without a driver."""
     devices = parse_devices(nvidia_smi(*GPU_QUERY))
     if len(devices) < 2:
         return Gpus(devices)
@@ -60,7 +60,7 @@ def parse_devices(text: str) -> tuple[Gpu, ...]:
 
 
 def parse_matrix(text: str) -> tuple[tuple[str, ...], ...]:
-    """Parse the rows and columns GPU0 .. GPUn-1 of a topology matrix; empty without one."""
+    """Parse the rows and columns GPU0 .. GPUn-1 of a topology matrix; return an empty matrix if the text has none."""
     rows = [_COLOURS.sub("", line).split() for line in text.splitlines()]
     gpus = [row for row in rows if len(row) > 1 and re.fullmatch(r"GPU\d+", row[0]) and not re.fullmatch(r"GPU\d+", row[1])]
     return tuple(tuple(row[1 : len(gpus) + 1]) for row in gpus)
@@ -71,7 +71,7 @@ def _pairs(matrix: tuple[tuple[str, ...], ...], count: int) -> list[tuple[int, i
 
 
 def nvidia_smi(*arguments: str) -> str:
-    """Return the output of nvidia-smi; empty if it is missing or does not answer."""
+    """Return the output of nvidia-smi; empty if it is not installed or does not answer."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return ""

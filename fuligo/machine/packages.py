@@ -1,4 +1,4 @@
-"""Versions of installed packages, here and for other interpreters; imports none of them."""
+"""Versions of packages that are installed for this interpreter or another; imports none of them."""
 
 import importlib.metadata
 import json
@@ -29,10 +29,11 @@ def package_version(package: str) -> str | None:
 def package_versions(
     packages: Sequence[str], python: str = sys.executable, environment: Mapping[str, str] | None = None
 ) -> dict[str, str | None]:
-    """Return the versions of several packages, also for another interpreter; None for all if that fails to run.
+    """Return the versions of several packages for an interpreter; all None if the interpreter fails to run.
 
     Args:
-        environment: variables added to those of this process, such as PYTHONPATH.
+        python: path of the interpreter; default: this process's.
+        environment: variables to add to this process's environment, such as PYTHONPATH.
     """
     if Path(python) == Path(sys.executable) and not environment:
         return {package: package_version(package) for package in packages}

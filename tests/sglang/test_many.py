@@ -71,7 +71,7 @@ async def test_runs_sample_at_once_each_with_its_adapter(server: SGLangServer, c
     for model, shape in zip(models, SHAPES, strict=True):
         add_adapter(model, shape, seed=0)
     runs = [SharedEngineClient(server.url, RunRequests(name), keys=KEYS, number=0) for name in ("0", "1")]
-    with pytest.raises(EngineError, match="arrived before its adapter"):
+    with pytest.raises(EngineError, match="has not synced an adapter yet"):
         await runs[0].generate([5], SamplingParams(2), rid="early")
     for version in (1, 2):
         for client, model, shape in zip(runs, models, SHAPES, strict=True):

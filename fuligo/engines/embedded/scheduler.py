@@ -1,4 +1,4 @@
-"""Continuous batching and sampling: a step depends only on the waiting and running requests, never on the clock."""
+"""Continuous batching and sampling. A step depends only on the waiting and running requests, never on the clock."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SamplingBatch:
     """[N, 1]; None if all are 1."""
     filter: Filter | None
     suppressed: list[tuple[int, list[int]]]
-    """(row, tokens that it must not sample yet)"""
+    """(row, end tokens that it must not sample yet) of rows below their `min_new_tokens`."""
 
     @classmethod
     def of(cls, requests: Sequence[Request], vocab_size: int, device: torch.device) -> SamplingBatch:
@@ -99,9 +99,9 @@ def sample(
 
 
 MAX_PREFILL_TOKENS = 8192
-"""Tokens of one packed prefill; a longer prompt is prefilled by itself."""
+"""Largest number of tokens in a packed prefill; a longer prompt is prefilled by itself."""
 MAX_SCORED_TOKENS = 1024
-"""Tokens of one packed scoring pass, which holds the logits of all of them."""
+"""Largest number of tokens in a packed scoring pass, which holds the logits of all of them."""
 
 
 @dataclass(slots=True)
@@ -114,7 +114,7 @@ class DecodeBatch:
     positions: NDArray[np.int64]
     """[N] positions of those tokens in their sequences."""
     shifts: NDArray[np.int64]
-    """[N] difference of rotary position and position, which images cause."""
+    """[N] rotary position minus position; 0 without images."""
     row_starts: NDArray[np.int64]
     """[N] start of each request's row in its pool, in tokens."""
     pools: list[KVPool]
@@ -138,7 +138,7 @@ class Scheduler:
         """Heap by `Request.order`."""
         self._batch: DecodeBatch | None = None
         self._by_prompt: dict[bytes, list[Request]] = {}
-        """Running requests, by prompt, that hold the prompt's keys and values under the current weights."""
+        """Running requests whose rows hold the prompt's keys and values under the current weights, by prompt."""
         self._ended: list[Request] = []
 
     @property
@@ -154,7 +154,7 @@ class Scheduler:
 
     @torch.inference_mode()
     def step(self) -> list[Request]:
-        """Sample one token for every running request; return those that are done."""
+        """Score and admit waiting requests, and sample one token for every running request; return the requests that have ended."""
         taken = [entry for entry in self.waiting if entry[1].score_start is not None]
         if taken:
             self.waiting = [entry for entry in self.waiting if entry[1].score_start is None]
@@ -172,7 +172,7 @@ class Scheduler:
         ended, self._ended = self._ended, []
         return ended
 
-    @torch.inference_mode()  # the pools, whose rows move, are made in steps
+    @torch.inference_mode()  # the pools, whose rows move, are inference tensors
     def abort(self, which: Callable[[Request], bool], message: str) -> list[Request]:
         """End the requests that `which` selects, running and waiting; they keep their tokens so far."""
         running = [request for request in self.running if which(request)]
@@ -197,7 +197,7 @@ class Scheduler:
         self._by_prompt.clear()
 
     def _score(self, requests: Sequence[Request]) -> None:
-        """Compute log-probabilities, at temperature 1, of given tokens; nothing is cached."""
+        """Compute the log-probabilities of input tokens at temperature 1, without caching keys and values."""
         lengths = [request.num_tokens for request in requests]
         cu_seqlens = [0, *accumulate(lengths)]
         starts = [request.score_start or 0 for request in requests]
@@ -220,7 +220,7 @@ class Scheduler:
         """Start waiting requests while there is room.
 
         Returns:
-            Requests that need a prefill, and requests whose prompt another request has, or is about to have, in the cache.
+            Requests that need a prefill, and requests whose prompt is cached, or about to be prefilled, for another request.
         """
         fresh: list[Request] = []
         copies: list[Request] = []
@@ -230,7 +230,7 @@ class Scheduler:
             num_running += 1
             self.cache.add(request)
             self._batch = None
-            if request.output_ids or self.cache.shape.recurrent is not None:  # a state has no copy without the prompt's last token
+            if request.output_ids or self.cache.shape.recurrent is not None:  # the state before the prompt's last token is not kept
                 fresh.append(request)
                 continue
             sharing = self._by_prompt.setdefault(request.prompt_key, [])
@@ -302,7 +302,7 @@ class Scheduler:
         return segments
 
     def _append(self, requests: Sequence[Request], tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
-        """Add a sampled token to each request, and collect those that are done."""
+        """Add a sampled token to each request, and collect the requests that have ended."""
         scores: list[float] = logprobs.tolist()
         if not math.isfinite(sum(scores)):
             self._fail([request for request, score in zip(requests, scores) if not math.isfinite(score)])
@@ -320,7 +320,7 @@ class Scheduler:
         if token in request.end_ids:
             request.finish_reason = {"type": "stop", "matched": token}
         elif params.stop and len(request.output_ids) >= params.min_new_tokens:
-            assert self.model.tokenizer is not None, "parse_requests refuses stop strings without one"
+            assert self.model.tokenizer is not None, "parse_requests rejects stop strings without a tokenizer"
             matched = matched_stop(self.model.tokenizer, request.output_ids, params.stop)
             request.finish_reason = {"type": "stop", "matched": matched} if matched else None
         if request.finish_reason is None and len(request.output_ids) >= params.max_new_tokens:
@@ -354,7 +354,10 @@ class Scheduler:
 
 
 def packs(requests: Sequence[Request], max_tokens: int) -> Iterator[list[Request]]:
-    """Split requests into packs of at most `max_tokens`, ordered by length and so by pool; equal lengths share one attention call."""
+    """Split requests into packs of at most `max_tokens`, ordered by length and thus by pool; equal lengths share an attention call.
+
+    A longer request is a pack by itself.
+    """
     pack: list[Request] = []
     size = 0
     for request in sorted(requests, key=lambda request: request.num_tokens):

@@ -1,4 +1,4 @@
-"""`fuligo serve`: the embedded engine's model, compute thread and HTTP server, and access to it by the run's keys."""
+"""`fuligo serve`: the embedded engine's model, compute thread, HTTP server, and access control by the run's keys."""
 
 import asyncio
 import gc
@@ -40,18 +40,18 @@ KEEP_ALIVE_S = 600
 SHUTDOWN_S = 5
 STOP_S = 10.0
 MEMORY_SHARE = {"cpu": 0.5, "cuda": 0.4}
-"""Fraction of the free memory that running requests may use; the rest covers the space that rows leave behind in shorter pools."""
+"""Fraction of the free memory that running requests may use; the rest covers unused rows of pools that requests have outgrown."""
 
 
 def serve(settings: EmbeddedEngineSettings, listener: socket.socket) -> int:
-    """Serve on `listener` until SIGTERM or SIGINT; return the exit code, 1 after a failure of the engine."""
+    """Serve on `listener` until SIGTERM or SIGINT; return the exit code: 0, or 1 if an engine failed."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     transformers.utils.logging.disable_progress_bar()
     sys.setswitchinterval(GIL_SWITCH_S)
     raise_open_files()
     usable = min(torch.get_num_threads(), num_cores())
     torch.set_num_threads(settings.num_threads or max(1, usable - 1))  # the server's event loop needs a core
-    # cuDNN's attention builds a plan for every new shape, and every decoding step has new shapes.
+    # cuDNN's attention builds a plan for every new shape, and every decode step has new shapes.
     torch.backends.cuda.enable_cudnn_sdp(False)
     models = _load(settings)
     gc.freeze()  # keeps modules and models, which live as long as the process, out of full collections of 0.1 s each
@@ -75,7 +75,7 @@ async def _serve(settings: EmbeddedEngineSettings, models: Sequence[EngineModel]
         for model in models
     ]
     loop.add_signal_handler(signal.SIGTERM, stop.set)
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # a background job stays one that Ctrl-C does not end
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # SIGINT stays ignored in background jobs
         loop.add_signal_handler(signal.SIGINT, stop.set)
     config = uvicorn.Config(
         _application(settings, engines),
@@ -111,13 +111,13 @@ async def _serve(settings: EmbeddedEngineSettings, models: Sequence[EngineModel]
 
 
 def _after_failure(engines: Sequence[EmbeddedEngine], stop: asyncio.Event) -> None:
-    """Stop serving when no engine is left: the failure of one run's engine does not end the others."""
+    """Stop serving once all engines have failed: the failure of one run's engine does not end the others."""
     if all(engine.failure is not None for engine in engines):
         stop.set()
 
 
 def _application(settings: EmbeddedEngineSettings, engines: Sequence[EmbeddedEngine]) -> ASGIApp:
-    """Return the application of one engine, or of the engines of several runs, each below its path."""
+    """Return the application of one engine at the root, or of the engines of several runs, each below its path."""
     allowed = (Path(settings.model_path), scratch_root(), *settings.weight_directories)
     applications = [protected(Api(engine, allowed).app(), settings.keys, settings.host) for engine in engines]
     if not settings.shapes_of_runs:
@@ -126,7 +126,7 @@ def _application(settings: EmbeddedEngineSettings, engines: Sequence[EmbeddedEng
 
 
 def _load(settings: EmbeddedEngineSettings) -> list[EngineModel]:
-    """Load the model, once for each run that shares the engine; they have the base weights in common."""
+    """Load the model, or one model per run with shared base weights if several runs share the process."""
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no CUDA device; use --device cpu")
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if settings.device == "auto" else settings.device)
@@ -148,16 +148,16 @@ def _load(settings: EmbeddedEngineSettings) -> list[EngineModel]:
 
 
 def affordable_tokens(model: EngineModel, max_running_requests: int, *, num_engines: int = 1) -> int:
-    """Return the tokens of KV cache that the longest requests need, limited to a fraction of the free memory.
+    """Return the number of KV cache tokens for `max_running_requests` of full length, limited to a fraction of the free memory.
 
-    `num_engines`: engines, each of which has such a cache. Raises ConfigError if not even the shortest request fits.
+    `num_engines`: number of engines that have such a cache each. Raises ConfigError if not even the shortest request fits.
     """
     device = model.device.type
     free_bytes = torch.cuda.mem_get_info(model.device)[0] if device == "cuda" else available_memory_bytes()
     fitting = int(MEMORY_SHARE[device] * free_bytes) // (num_engines * model.cache_shape.bytes_per_token(model.dtype))
     if fitting < length_class(1):
         raise ConfigError(
-            f"{free_bytes / 2**20:.0f} MiB of free memory are not enough for a KV cache; free some, or set --max-total-tokens"
+            f"cannot allocate a KV cache: {free_bytes / 2**20:.0f} MiB of free memory are not enough; free some, or set --max-total-tokens"
         )
     return min(fitting, max_running_requests * length_class(model.context_length))
 
@@ -170,7 +170,7 @@ def _write_whole(path: Path, text: str) -> None:
 
 
 def below_paths(applications: Mapping[str, ASGIApp]) -> ASGIApp:
-    """Return an application that passes requests on by the prefix of their path, which it removes."""
+    """Return an application that routes requests by the prefix of their path and removes the prefix."""
 
     async def route(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -185,10 +185,10 @@ def below_paths(applications: Mapping[str, ASGIApp]) -> ASGIApp:
 
 
 def protected(app: ASGIApp, keys: EngineKeys, host: str) -> ASGIApp:
-    """Return the application behind its access control. Requests are refused before their body is read.
+    """Return the application with access control; requests are refused before their body is read.
 
     Args:
-        host: name or address that the server was told to listen on
+        host: name or address that the server listens on, as given by the user
     """
     names = own_names(host)
 
@@ -205,7 +205,7 @@ def protected(app: ASGIApp, keys: EngineKeys, host: str) -> ASGIApp:
 def _refusal(scope: Scope, keys: EngineKeys, names: frozenset[str]) -> Response | None:
     headers, method, path = Headers(scope=scope), scope["method"], scope["path"]
     name = headers.get("host", "")
-    if is_foreign(name, names):  # a page's own name that resolves to this machine (DNS rebinding)
+    if is_foreign(name, names):  # a web page's host name that resolves to this machine (DNS rebinding)
         return _refused(403, f"this engine is not reachable as {name!r}; use the machine's own name or its address")
     if not keys.admits(method, path, headers.get("authorization", "")):
         return _refused(401, "the key is missing or wrong; send it in the header Authorization: Bearer KEY")

@@ -1,1 +1,1 @@
-"""SGLang servers, as processes. Nothing here imports sglang: it is launched as a process and called over HTTP."""
+"""SGLang servers. SGLang is launched as a process and called over HTTP, never imported here, except by the plugin in `exact`."""

@@ -33,18 +33,18 @@ from fuligo.models.registry import experts_in, read_architecture
 
 LOOPBACK = "127.0.0.1"
 _DTYPES: Mapping[str, Precision] = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16"}
-"""Values of `--sglang-dtype` in which weights are sent."""
+"""Values of `--sglang-dtype` that determine the dtype in which weights are sent."""
 
 POLICY_ON_GPU: Mapping[str, Any] = {"dtype": "bfloat16"}
-"""Arguments of the policy's engines on GPUs. By itself, SGLang would compute a float32 checkpoint, such as one that a run saved, in
-float16; the trainer computes in bf16, which rounds small updates away that float16 keeps."""
+"""Arguments of the policy's engines on GPUs. By default SGLang computes float32 checkpoints, such as those that a run saved, in float16,
+but the trainer computes in bf16, which rounds away small updates that float16 keeps."""
 
 
 class SGLangBackend:
     """Implementation of `engines.backend.EngineBackend`."""
 
     async def launch(self, config: Config, directory: Path, stack: AsyncExitStack, hosts: EngineHosts | None) -> LaunchedEngines:
-        """Start the fleets of all models at the same time."""
+        """Start the fleets of all models concurrently; see `EngineBackend.launch`."""
         claims = stack.enter_context(PortClaims())
         places = local_places(config, claims) if hosts is None else await hosts.engine_places()
         start = SGLangServer if hosts is None else hosts.start_engine
@@ -59,14 +59,14 @@ class SGLangBackend:
                 settings = fleet_settings(config, directory, places, claims)
                 tasks = {model: launching.create_task(launch(its_settings)) for model, its_settings in settings.items()}
         except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None  # the others were canceled because of it
+            raise errors.exceptions[0] from None  # which canceled the other tasks
         fleets = {model: task.result() for model, task in tasks.items()}
         served = {model: ServedModel(fleet.url, fleet.router.keys.requests) for model, fleet in fleets.items()}
         policy = fleets.pop(policy_model(config))
         return LaunchedEngines(policy.group, policy, fleets, served)
 
     async def launch_shared(self, configs: Sequence[Config], directory: Path, stack: AsyncExitStack) -> SharedEngines:
-        """Start one fleet whose servers take the adapters of all runs; a batch holds requests of any of them."""
+        """Start one fleet whose servers load the adapters of all runs; a batch may contain requests of all of them."""
         claims = stack.enter_context(PortClaims())
         adapters = [adapter for config in configs if (adapter := adapter_of(config)) is not None]
         [settings] = fleet_settings(configs[0], directory, local_places(configs[0], claims), claims, adapters).values()
@@ -86,13 +86,13 @@ class SGLangBackend:
             SharedEngineClient(each.url, requests, keys=each.keys, number=each.number, num_ranks=each.num_ranks, **given)
             for each in lent.engines
         ]
-        assert lent.router is not None, "a fleet has one"
+        assert lent.router is not None, "launch_shared lends a router"
         group = EngineGroup(clients, SharedEngineClient(lent.router.url, requests, keys=lent.router.keys, **given))
         stack.push_async_callback(group.close)
         return LaunchedEngines(group)
 
     def engine_format(self, config: Config) -> EngineFormat:
-        """Send weights quantized as the checkpoint is."""
+        """Return the checkpoint's quantization and layout of experts, in which the engines load weights."""
         assert config.model.hf_checkpoint is not None, "validated"
         directory = Path(config.model.hf_checkpoint)
         return EngineFormat(quantisation=EngineQuantisation.read(directory), experts=experts_in(directory))
@@ -115,8 +115,8 @@ def fleet_settings(
 
     Args:
         places: places of the engines of all models, in order
-        claims: ports of this machine, for the routers; open as long as the fleets run
-        adapters: adapters that the policy's engines take by name; None: the run's own, if it has one
+        claims: ports of this machine, for the routers; must stay open while the fleets run
+        adapters: adapters that the policy's engines load by name; None: the run's own adapter, if it has one
     """
     if adapters is None:
         own = adapter_of(config) if config.syncs_adapter else None
@@ -184,7 +184,7 @@ def _servers(
         assert group.model_path is not None, "validated"
         assert group.worker_type != "placeholder", "a placeholder has no engines"
         arguments = {**_own_arguments(config, group, adapters), **dict(group.arguments.items())}
-        # Keys that the user gives as arguments are taken out of these; missing ones are random.
+        # Keys that the user passes as arguments are removed from the command line; missing ones are random.
         new = EngineKeys.new()
         server = ServerSettings(
             keys=EngineKeys(reveal(arguments.pop("api_key", new.requests)), reveal(arguments.pop("admin_api_key", new.control))),
@@ -210,10 +210,10 @@ def _servers(
 
 
 def _own_arguments(config: Config, group: EngineGroupSpec, adapters: Sequence[AdapterConfig]) -> dict[str, Any]:
-    """Return the arguments that the run itself needs; flags of the user override them.
+    """Return the arguments that the run needs; the user's flags override them.
 
-    With --colocate, SGLang releases memory only with its memory saver, and weights that are never synced need a copy in host memory, also
-    those of drafts.
+    With --colocate, SGLang releases memory only with its memory saver, and weights that are never synced, including draft models, need a
+    copy in host memory.
     """
     is_policy, is_on_gpu = group.model == policy_model(config), resolve_device(config) == "cuda"
     arguments: dict[str, Any] = {"enable_return_routed_experts": True} if config.replays_engine_routing and is_policy else {}
@@ -223,7 +223,7 @@ def _own_arguments(config: Config, group: EngineGroupSpec, adapters: Sequence[Ad
     if config.model.trust_remote_code:
         arguments |= {"trust_remote_code": True}
     if config.data.multimodal_keys and is_policy:
-        arguments |= {"disable_fast_image_processor": True}  # else torchvision's, on the engine's GPU if it has one
+        arguments |= {"disable_fast_image_processor": True}  # the fast one uses torchvision, on the engine's GPU if it has one
     if is_policy and is_on_gpu:
         arguments |= POLICY_ON_GPU
     if config.shares_gpus and is_on_gpu:
@@ -234,10 +234,9 @@ def _own_arguments(config: Config, group: EngineGroupSpec, adapters: Sequence[Ad
 
 
 def adapter_arguments(adapters: Sequence[AdapterConfig], model: Path, *, device: Device) -> dict[str, Any]:
-    """Return the arguments of a server that takes an adapter of each of these shapes for the model of a directory.
+    """Return the arguments of a server that loads an adapter of each of these shapes for the model in directory `model`.
 
-    A batch holds requests of all of them, and of none. Raises ConfigError if the family of the model is unknown, so its layers are also
-    unknown.
+    A batch may contain requests for each adapter and for none. Raises ConfigError if the model's family, and thus its layers, are unknown.
     """
     architecture = read_architecture(model)
     names = list(dict.fromkeys(name for adapter in adapters for name in AdapterShape(adapter, architecture).names))
@@ -252,6 +251,6 @@ def _check_gpus(config: Config) -> None:
     here, needed = torch.cuda.device_count(), config.total_num_gpus
     if needed > here:
         raise ConfigError(
-            f"trainer and engines need {needed} GPUs, but this machine has {here}; lower --actor-num-gpus-per-node or --rollout-num-gpus, "
-            "or use --colocate to share them"
+            f"cannot place the run: trainer and engines need {needed} GPUs, but this machine has {here}; lower --actor-num-gpus-per-node "
+            "or --rollout-num-gpus, or use --colocate to share them"
         )

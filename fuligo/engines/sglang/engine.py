@@ -1,4 +1,4 @@
-"""One engine of a fleet: its server, its client, its restarts and its health."""
+"""One engine of a fleet: server, client, restarts and health."""
 
 import asyncio
 from contextlib import suppress
@@ -9,14 +9,14 @@ from fuligo.engines.sglang.server import Server
 from fuligo.errors import EngineError
 
 ENDING_S = 15.0
-"""Time that a crashed SGLang takes to end: it closes its port first, then logs the error."""
+"""Seconds that a crashed SGLang may take to end: it closes its port first, then logs the error."""
 POLL_S = 0.5
-"""Interval between checks whether it has ended."""
+"""Seconds between checks whether it has ended."""
 
 
 @dataclass(slots=True)
 class FleetEngine:
-    """Engine of a fleet. Server and client are replaced by a restart."""
+    """Engine of a fleet. A restart replaces the server and the client."""
 
     server: Server
     client: InferenceEngine
@@ -24,17 +24,17 @@ class FleetEngine:
     num_restarts: int = 0
     restart: asyncio.Task[None] | None = None
     is_moving: bool = False
-    """Its processes are being started or stopped, and the device memory they hold is unknown."""
+    """The engine's processes are being started or stopped, so the device memory that they hold is unknown."""
 
     @property
     def is_restarting(self) -> bool:
-        """Return True while a restart is in progress. Raises EngineError if the restart failed."""
+        """True while a restart is in progress. Raises EngineError if the restart failed."""
         if self.restart is not None and self.restart.done() and not self.restart.cancelled():
             self.restart.result()
         return self.restart is not None
 
     async def is_dead(self, *, ask_health: bool) -> bool:
-        """Return whether its process has ended or, with `ask_health`, its health check fails."""
+        """Return whether the engine's process has ended or, with `ask_health`, its health check fails."""
         if not self.server.alive:
             return True
         return ask_health and not await self.server.answers(self.health_timeout_s)
@@ -42,14 +42,14 @@ class FleetEngine:
     async def serves(self) -> bool:
         """Return whether the server and its scheduler answer; a scheduler can hang forever in a broken process group.
 
-        False once a call was overdue: whether the engine is paused, and which memory it holds, is then unknown.
+        Return False once a control call was overdue: whether the engine is paused, and which memory it holds, is then unknown.
         """
         if self.client.is_overdue:
             return False
         return not await self.is_dead(ask_health=True) and await self.client.scheduler_answers(self.health_timeout_s)
 
     async def answers_or_ends(self) -> bool:
-        """Return whether the server answers; if not, first give it time to end and to log the reason."""
+        """Return whether the server answers; if it does not, wait up to `ENDING_S` for it to end and log the reason."""
         with suppress(TimeoutError):
             async with asyncio.timeout(ENDING_S):
                 while self.server.alive:

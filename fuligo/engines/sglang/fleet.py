@@ -20,9 +20,9 @@ from fuligo.errors import EngineError
 logger = logging.getLogger(__name__)
 
 WATCH_S = 0.5
-"""Interval between checks of the processes; their health is checked less often."""
+"""Seconds between checks of the processes; their health is checked less often."""
 MAX_RESTARTS = 3
-"""Restarts of one engine, or of the router, in one run."""
+"""Largest number of restarts of one engine, or of the router, in one run."""
 Start = Callable[[ServerSettings], Server]
 """Function that starts an engine, on this machine or on its node, and does not wait until it is ready."""
 
@@ -34,7 +34,7 @@ class FleetSettings:
     servers: tuple[ServerSettings, ...]
     router: RouterSettings
     restart: bool
-    """Restart a dead engine or router (--use-fault-tolerance); otherwise it ends the run."""
+    """Restart dead engines and routers (--use-fault-tolerance); False: one that dies ends the run."""
     health_interval_s: float
     health_timeout_s: float
     request_retries: int
@@ -54,7 +54,7 @@ class Fleet:
         self._engines = [FleetEngine(server, _client(settings, server.settings, start=0), settings.health_timeout_s) for server in servers]
         self._router_restarts = 0
         self._router_is_stuck = False
-        """The router waits for answers from a lost machine, which never come."""
+        """The router waits for answers that a lost machine will never send."""
         # The router restarts in seconds; requests to it are retried for a minute.
         retries = max(settings.request_retries, 40)
         patient = EngineClient(router.url, router.keys, retries=retries, timeout_s=settings.request_timeout_s, adapter=settings.adapter)
@@ -71,7 +71,7 @@ class Fleet:
 
     @property
     def is_settled(self) -> bool:
-        """No engine is being started or stopped."""
+        """True if no engine is being started or stopped."""
         return not any(engine.is_moving for engine in self._engines)
 
     @property
@@ -82,7 +82,7 @@ class Fleet:
     async def launch(cls, settings: FleetSettings, start: Start = SGLangServer) -> Fleet:
         """Start engines and router; return when the router sends requests to every engine.
 
-        Raises EngineError if one did not start, with the last lines of its log, and nothing is left running.
+        Raises EngineError with the last lines of the log if one did not start; all others are stopped first.
         """
         servers: list[Server] = []
         routers: list[Router] = []
@@ -103,7 +103,7 @@ class Fleet:
         except BaseException as error:
             await _stop_all(*servers, *routers)
             if isinstance(error, ExceptionGroup):
-                raise error.exceptions[0] from None  # the others were canceled because of it
+                raise error.exceptions[0] from None  # which canceled the other tasks
             raise
         return cls(settings, servers, router, start)
 
@@ -121,11 +121,11 @@ class Fleet:
             asked = [(engine, engine.server) for engine in self._engines if not engine.is_restarting]
             dead = await asyncio.gather(*(engine.is_dead(ask_health=ask_health) for engine, _ in asked))
             for (engine, server), is_dead in zip(asked, dead):
-                if is_dead and not engine.is_restarting and engine.server is server:  # it may have been restarted since
+                if is_dead and not engine.is_restarting and engine.server is server:  # not restarted since
                     await self._lose(engine)
 
     async def is_lost(self, client: InferenceEngine) -> bool:
-        """Return whether an engine whose call failed is dead or hangs and is being restarted."""
+        """Return whether an engine whose call failed is dead or hangs; if so, it is being restarted. Always False without restarts."""
         if not self._settings.restart:
             return False
         engine = self._engine_of(client)
@@ -136,15 +136,15 @@ class Fleet:
         return True
 
     def _engine_of(self, client: InferenceEngine) -> FleetEngine | None:
-        """Return the engine of a client; None while it is being restarted, until it waits for weights."""
+        """Return the engine of a client; None while the engine is being restarted and does not wait for weights yet."""
         engine = next((engine for engine in self._engines if engine.client is client), None)
         return None if engine is None or (engine.is_restarting and client not in self.group.joining) else engine
 
     async def check_alive(self) -> None:
-        """Check every process after a call failed, giving those that do not answer time to end; no-op if the dead are restarted.
+        """Check every process after a call failed; engines that do not answer get time to end. No-op if dead engines are restarted.
 
         Raises:
-            EngineError: an engine hangs, or an engine or the router has ended; then with the last lines of its log
+            EngineError: an engine hangs, or an engine or the router has ended (with the last lines of its log)
         """
         if self._settings.restart:
             return
@@ -156,13 +156,13 @@ class Fleet:
         self.router.process.check_alive()
 
     async def admit(self, clients: Sequence[InferenceEngine]) -> None:
-        """Send requests to restarted engines, which have the current weights."""
+        """Return restarted engines, which have the current weights, to service."""
         for engine in self._engines:
             if engine.client in clients and await self._enlist(engine):
                 logger.info("%s (%s) is serving requests", engine.server.settings.name, engine.server.url)
 
     async def _enlist(self, engine: FleetEngine) -> bool:
-        """Add the engine to the router; return False if one of the two is lost and is being restarted.
+        """Add the engine to the router; return False if either is lost and is being restarted.
 
         Raises EngineError if the router refuses an engine that is alive.
         """
@@ -179,7 +179,7 @@ class Fleet:
         return True
 
     async def serve_as_loaded(self, client: InferenceEngine) -> bool:
-        """Return an engine to service with the weights it started with, because they are never synced."""
+        """Return an engine whose weights are never synced to service with the weights that it started with."""
         await self.group.admit([client])
         return True
 
@@ -194,7 +194,10 @@ class Fleet:
         await _stop_all(*self.servers, self.router)
 
     async def _lose(self, engine: FleetEngine) -> None:
-        """Take a dead engine out of service and restart it in the background, from the beginning if a restart was in progress."""
+        """Remove a dead engine from the group and restart it in the background; a restart in progress begins anew.
+
+        Raises EngineError if engines are not restarted, or this one died too often.
+        """
         if not self._settings.restart:
             await engine.answers_or_ends()
             engine.server.check_alive()
@@ -203,7 +206,8 @@ class Fleet:
         if engine.num_restarts > MAX_RESTARTS:
             engine.server.check_alive()
             raise EngineError(
-                f"{engine.server.settings.name} died {engine.num_restarts} times; its log is {engine.server.settings.log_file}"
+                f"cannot restart {engine.server.settings.name}: it died {engine.num_restarts} times; see its log "
+                f"{engine.server.settings.log_file}, then resume from the last checkpoint"
             )
         settings = engine.server.settings
         logger.warning("%s (%s) died; retrying its requests on other engines and restarting it", settings.name, settings.url)
@@ -217,11 +221,11 @@ class Fleet:
                 other.restart = asyncio.create_task(self._sync_now(other))
 
     async def _restart(self, engine: FleetEngine) -> None:
-        """Restart a dead engine until it has its weights or waits for them. Raises EngineError if it died too often."""
+        """Restart a dead engine, again if it fails, until it has its weights or waits for them. Raises EngineError if it died too often."""
         await engine.client.give_up()
         try:
             await self.router.remove(engine.server.url)
-        except EngineError as error:  # harmless: this router checks their health, and the next one gets only engines that serve
+        except EngineError as error:  # harmless: the router checks engines' health, and a new router gets only engines that serve
             logger.warning("cannot remove %s from the router: %s", engine.server.settings.name, error)
         while True:
             engine.is_moving = True
@@ -247,7 +251,7 @@ class Fleet:
                 return
 
     async def _start_new(self, engine: FleetEngine) -> None:
-        """Start a new process for an engine and queue the engine for weights. Raises EngineError if it did not start."""
+        """Start a new process for an engine and add its client to `group.joining`. Raises EngineError if it did not start."""
         if self.devices is not None:
             await self.devices.wait_for_room()
         engine.is_moving = True
@@ -260,7 +264,7 @@ class Fleet:
         engine.is_moving = False
 
     async def _sync_now(self, engine: FleetEngine) -> None:
-        """Sync a restarted engine that was waiting for the next weight sync, because no other engine serves any more.
+        """Sync a restarted engine that was waiting for the next weight sync, since another engine has died and it may be the last.
 
         Raises EngineError if it died too often.
         """
@@ -316,7 +320,7 @@ def _client(settings: FleetSettings, server: ServerSettings, *, start: int) -> I
 
 
 async def _add(router: Router, server: ServerSettings) -> None:
-    """Add an engine to a router; return when it gets requests."""
+    """Add an engine to a router; return when the router sends requests to it."""
     bootstrap_port = server.ports.bootstrap if server.worker_type == "prefill" else None
     await router.add(server.url, server.keys.requests, worker_type=server.worker_type, bootstrap_port=bootstrap_port)
 

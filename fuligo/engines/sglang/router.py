@@ -1,7 +1,7 @@
-"""sglang-router, the process that gives many engines one address: its start, and the calls that add and remove engines.
+"""sglang-router, which gives several engines one address: its process, and the calls that add and remove engines.
 
 Behavior of 0.3.2: adding and removing a worker is asynchronous (202), an unanswered request is retried on another worker, control calls
-are not forwarded to the engines, and fields of `/generate` that its own schema lacks are dropped.
+are not forwarded to the engines, and fields of `/generate` that are not in the router's schema are dropped.
 """
 
 import secrets
@@ -28,10 +28,10 @@ sys.argv += ["--api-key", os.environ.pop("{KEY_VARIABLE}")]
 from sglang_router.launch_router import main
 main()
 """
-"""Program that starts the router with a key from the environment: other users could read it on the command line.
+"""Program that starts the router with its key from the environment, since other users could read it on the command line.
 
-The router imports SGLang and torch, if installed, for tracing that it does not use: seconds of CPU time and hundreds of megabytes while
-the engines start on the same cores. It also runs without them."""
+It blocks the import of SGLang. The router would import SGLang and torch for tracing that is not used, which takes seconds of CPU time and
+hundreds of megabytes while the engines start on the same cores."""
 WorkerType = Literal["regular", "prefill", "decode"]
 REQUEST_TIMEOUT_S = 10.0
 
@@ -42,7 +42,7 @@ class RouterSettings:
 
     log_file: Path
     host: str
-    """Address that the runner and the engines' hosts reach."""
+    """Address of the router for the runner and the engines' hosts."""
     port: int
     prometheus_port: int
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -51,15 +51,15 @@ class RouterSettings:
     prefill_decode: bool = False
     """Every request passes through a prefill and a decode engine."""
     python: str = sys.executable
-    """Interpreter with sglang-router."""
+    """Python interpreter in whose environment sglang-router is installed."""
     environment: Environment = field(default_factory=Environment)
     start_timeout_s: float = 60.0
     key: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
-    """Secret that all its callers send."""
+    """Secret that every caller of the router must send."""
 
     @property
     def keys(self) -> EngineKeys:
-        """Keys of the router as its clients need them."""
+        """Keys for the router's clients."""
         return EngineKeys(self.key, self.key)
 
     def full_environment(self) -> dict[str, str]:
@@ -74,11 +74,11 @@ class RouterSettings:
             "prometheus_port": self.prometheus_port,
             "worker_startup_check_interval": 1,
             "log_level": "warn",
-            "cb_timeout_duration_secs": 5,  # how long an engine that failed ten times in a row gets no requests: not a minute
+            "cb_timeout_duration_secs": 5,  # an engine that failed ten times in a row gets no requests for 5 s instead of a minute
         }
         if self.prefill_decode:
-            # Requests that were being handed over during an abort return as errors. The router must neither retry them on paused engines
-            # nor take them for failures of the engine, which would then get no requests for a minute.
+            # Requests that are handed over during an abort are answered with errors. The router must neither retry them on paused engines
+            # nor count them as failures, after which the engine would get no requests for a minute.
             own |= {"pd_disaggregation": True, "disable_retries": True, "disable_circuit_breaker": True}
         return [self.python, "-c", LAUNCH, *command_line("router", {**own, **self.arguments})]
 
@@ -123,7 +123,10 @@ class Router:
         await self.process.wait_until(serving, timeout_s, what=f"the router did not add engine {url}")
 
     async def remove(self, url: str, *, timeout_s: float = 60.0) -> None:
-        """Remove the engine at `url`; return when the router sends nothing to it any more. No-op if the router does not know it."""
+        """Remove the engine at `url`; return when the router has stopped sending to it. No-op if the router does not have it.
+
+        Raises EngineError if the router refused, or did not remove the engine in time.
+        """
         for worker in await self.workers():
             if worker.url == url:
                 await self._request("DELETE", f"/workers/{worker.id}")
@@ -134,7 +137,7 @@ class Router:
         await self.process.wait_until(gone, timeout_s, what=f"the router did not remove engine {url}")
 
     async def workers(self) -> list[Worker]:
-        """Return the engines that the router knows."""
+        """Return the engines that are added to the router. Raises EngineError if the router does not answer."""
         answer = await self._request("GET", "/workers")
         return [Worker(worker["id"], worker["url"], worker["is_healthy"]) for worker in answer["workers"]]
 
@@ -151,7 +154,7 @@ class Router:
         return True
 
     async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Make a call to the router's own API. Raises EngineError if the router did not answer, or answered with an error."""
+        """Call the router's API. Raises EngineError if the router did not answer, or answered with an error."""
         timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
         headers = self.keys.headers(method, path)
         try:

@@ -1,4 +1,4 @@
-"""One SGLang engine: its place, command and environment, and its process on this machine."""
+"""One SGLang engine: placement, command, environment, and process on this machine."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ auth.app_has_admin_force_endpoints = lambda app: True
 runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 """
 """Program that starts `sglang.launch_server` with keys from the environment. If they were arguments (`--api-key`), other users could read
-them, SGLang 0.5.15 would write them to its log, and `/server_info` would tell the control key to everyone who has the other. SGLang would
-also let the key for requests load adapters."""
+them, SGLang 0.5.15 would write them to its log, and `/server_info` would return the control key to every holder of the request key. The
+program also restricts loading adapters to the control key, which SGLang permits with either key."""
 OWN_ENVIRONMENT = {
-    # With SGLang's 5 s, requests after 5 s of training would meet connections that are just closing, which the router counts as failures.
+    # With SGLang's default of 5 s, requests after a training step would hit closing connections, which the router counts as failures.
     "SGLANG_TIMEOUT_KEEP_ALIVE": "600",
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # otherwise every health check samples a token
-    # SGLang keeps embeddings of images by their pixels, also when a sync changes the vision tower (0.5.15).
+    # SGLang 0.5.15 caches image embeddings by pixels, and would keep them when a weight sync changes the vision tower.
     "SGLANG_VLM_CACHE_SIZE_MB": "0",
     "HF_HUB_OFFLINE": "1",
 }
@@ -63,7 +63,7 @@ CPU_ARGUMENTS: dict[str, Any] = {
 }
 """Arguments with which SGLang 0.5.15 serves on a CPU without its kernels; the user's flags override them."""
 EXACT_PLUGIN = Path(__file__).parent / "exact"
-"""Folder on an engine's PYTHONPATH where SGLang finds the plugin that makes it compute as the trainer does (--exact-on-policy)."""
+"""Directory with the plugin for --exact-on-policy; it is added to the PYTHONPATH of engines, where SGLang finds the plugin."""
 EXACT_ARGUMENTS: dict[str, Any] = {
     "attention_backend": "triton",
     "moe_runner_backend": "triton",
@@ -71,9 +71,9 @@ EXACT_ARGUMENTS: dict[str, Any] = {
     "disable_prefill_cuda_graph": True,
     "enforce_disable_flashinfer_allreduce_fusion": True,
 }
-"""Arguments that the plugin needs. Roundings would be fused in compiled layers of prefill graphs, and in an all-reduce with a norm."""
+"""Arguments that the plugin needs. Compiled prefill graphs and the all-reduce fused with a norm would skip intermediate rounding."""
 OWN_ARGUMENTS: dict[str, Any] = {"grammar_backend": "none", "skip_server_warmup": True, "log_level_http": "warning"}
-"""Arguments of every engine: rollouts need no grammars, the first rollout warms the engine up, and a log line per request is too much."""
+"""Arguments of every engine: no grammars, no warm-up (the first rollout does it), and no log line per request."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -97,11 +97,11 @@ class EnginePlace:
     """Host, ports and GPUs of an engine."""
 
     host: str
-    """Address of its first node for driver and trainer."""
+    """Address of the engine's first node for driver and trainer."""
     ports: ServerPorts
-    """Claimed on its first node."""
+    """Ports that are claimed on the first node."""
     gpu_ids: tuple[int, ...] = ()
-    """GPUs on its first node; empty on a CPU, and if the node itself assigns them."""
+    """GPUs on the first node; empty on a CPU, or if the node assigns them."""
     num_nodes: int = 1
 
 
@@ -125,14 +125,14 @@ class ServerSettings:
     number: int | None = None
     """Index among the engines of the run; the engine labels its answers with it."""
     gpu_ids: tuple[int, ...] = ()
-    """Consecutive indices among the visible GPUs. The run's other GPUs stay visible, because NCCL reaches only peers whose GPU its process
-    sees."""
+    """Consecutive indices among the visible GPUs. The run's other GPUs stay visible, since NCCL needs to see the GPUs of its peers on this
+    host."""
     num_nodes: int = 1
     node_rank: int = 0
     listens_at: tuple[str, int] | None = None
     """Address of a part on another node, which answers /health there; None: `host` and its HTTP port."""
     python: str = sys.executable
-    """Interpreter with SGLang."""
+    """Python interpreter in whose environment SGLang is installed."""
     environment: Environment = field(default_factory=Environment)
     is_exact: bool = False
     """Load the plugin in `EXACT_PLUGIN`."""
@@ -193,21 +193,21 @@ class Server(Protocol):
 
     @property
     def alive(self) -> bool:
-        """Its processes have not ended, as far as this process knows."""
+        """True if the server's processes run, as far as this process knows."""
         ...
 
     @property
     def is_lost(self) -> bool:
-        """Its machine is lost: it cannot be restarted, and requests to it get no answer, not even an error."""
+        """True if the server's machine is lost: it cannot be restarted, and requests to it are never answered."""
         ...
 
     def check_alive(self) -> None:
-        """Check that the server has not ended. Raises EngineError if it has ended, with the last lines of its log."""
+        """Check that the server is running. Raises EngineError with the last lines of its log if it has ended."""
 
     async def wait_ready(self) -> None:
-        """Return when the server accepts requests.
+        """Wait until the server accepts requests.
 
-        Raises EngineError if it ended, or was not ready before the deadline, with the last lines of its log.
+        Raises EngineError with the last lines of its log if it ended, or was not ready before the deadline.
         """
 
     async def answers(self, timeout_s: float) -> bool:
@@ -258,7 +258,7 @@ class SGLangServer:
 
 
 async def require_key(settings: ServerSettings) -> None:
-    """Check that a ready engine asks for its keys. Raises EngineError if it answers requests without a key."""
+    """Check that a ready engine requires its keys. Raises EngineError if it answers calls without the right key."""
     for keys, ask in ((NO_KEYS, EngineClient.model_info), (replace(settings.keys, control=settings.keys.requests), EngineClient.resume)):
         client = EngineClient(settings.url, keys, retries=0)
         try:

@@ -354,6 +354,6 @@ async def test_an_engine_that_waits_for_weights_and_never_takes_them_ends_the_ru
             await asyncio.sleep(0.01)
         other.is_overdue = True
         assert await fleet.is_lost(other)
-        with pytest.raises(EngineError, match="engine 0 died 2 times"):
+        with pytest.raises(EngineError, match="cannot restart engine 0: it died 2 times"):
             await watch
     await fleet.stop()

@@ -112,7 +112,7 @@ async def test_a_sync_replaces_the_adapter_of_its_run_only(engine: ScriptedEngin
 
 async def test_requests_name_the_adapter_and_answers_have_its_version(engine: ScriptedEngine) -> None:
     client = client_of(engine, "1")
-    with pytest.raises(EngineError, match="request early of run 1 arrived before its adapter"):
+    with pytest.raises(EngineError, match="cannot send request early: run 1 has not synced an adapter yet"):
         await client.generate([1], SamplingParams(4), rid="early")
     await sync(client, 7)
     answer = generate(client, "r")

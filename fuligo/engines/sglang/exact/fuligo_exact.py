@@ -1,8 +1,8 @@
-"""Plugin of SGLang 0.5.15 for --exact-on-policy: Llama and Qwen models compute with the trainer's kernels and round where it does.
+"""Plugin for SGLang 0.5.15 for --exact-on-policy: Llama and Qwen models compute with the trainer's kernels and its rounding.
 
 SGLang loads it in each of its processes (`sglang.srt.plugins`). Their Python environment lacks fuligo, so the modules with the kernels are
-loaded from their files. Prefill and decoding run the same attention kernel, so that a token's log-probability depends neither on the batch
-nor on prefix caches, chunked prefill and retracted requests.
+loaded from their files. Prefill and decode run the same attention kernel, so a token's log-probability does not depend on the batch, prefix
+caches, chunked prefill or retraction.
 """
 
 # pyright: reportMissingImports=false, reportMissingModuleSource=false
@@ -20,7 +20,7 @@ MODELS = Path(__file__).parents[3] / "models"
 
 
 def install() -> None:
-    """Replace SGLang's operations. On an error the process ends: SGLang would only log it and sample with its own operations."""
+    """Replace SGLang's operations. An error ends the process, since SGLang would only log it and sample with its own operations."""
     try:
         kernels = _load("invariant_kernels")
         _replace_layers(kernels)
@@ -73,7 +73,7 @@ def _replace_layers(kernels: Any) -> None:
     inverse_frequencies = RotaryEmbedding._compute_inv_freq
 
     def on_cpu(self: Any, base: float) -> Tensor:
-        """Compute the powers on the CPU, as transformers does: those of a GPU differ in the last bit."""
+        """Compute the inverse frequencies on the CPU, as transformers does; on a GPU they differ in the last bit."""
         device = torch.get_default_device()
         with torch.device("cpu"):
             found = inverse_frequencies(self, base)
@@ -115,7 +115,7 @@ def _replace_experts(kernels: Any, expert_kernels: Any) -> None:
     assert callable(topk.fused_topk) and callable(qwen3_moe.enable_fused_set_kv_buffer)
     topk.fused_topk = fused_topk
     UnquantizedFusedMoEMethod.forward_cuda = experts
-    qwen3_moe.enable_fused_set_kv_buffer = lambda _: False  # its rotary embeddings would write the cache
+    qwen3_moe.enable_fused_set_kv_buffer = lambda _: False  # the fused rotary embedding would also write the KV cache
     qwen3_moe.can_use_fused_qk_norm_rope = lambda *_, **__: False
 
 

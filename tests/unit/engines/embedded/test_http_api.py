@@ -103,7 +103,7 @@ async def test_the_batch_form_answers_in_order(http: httpx.AsyncClient) -> None:
         ({"input_ids": [5], "return_routed_experts": True}, "return_routed_experts"),
         ({"input_ids": [5], "background": True}, "background=True"),
         ({"input_ids": [5], "model": "another"}, "model='another'"),
-        ({"input_ids": [5], "sampling_parms": {}}, "sampling_parms is not known"),
+        ({"input_ids": [5], "sampling_parms": {}}, "unknown field sampling_parms"),
         ({"input_ids": [5], "sampling_params": {"max_new_tokens": 1024}}, "context of 1024"),
         ({"input_ids": [5] * 200, "sampling_params": {"top_p": 2}}, "top_p"),
         ({"input_ids": [[5], [6]], "rid": ["a"]}, "lengths must agree"),

@@ -28,8 +28,8 @@ _RAY_OPTIONS: dict[str, Any] = {"log_to_driver": False, "configure_logging": Fal
 async def connected(*, num_slots: int, device: str, several_nodes: bool, log_file: Path) -> AsyncIterator[None]:
     """Make this process a driver of a Ray cluster while the block runs.
 
-    The cluster is the one at RAY_ADDRESS, or for several nodes the one that this machine is part of. Otherwise one is started that ends with
-    this process.
+    The cluster is the one at RAY_ADDRESS, or for several nodes the one that this machine is part of. Otherwise one is started that ends
+    with this process.
 
     Args:
         num_slots: number of processes for which a cluster started here has room

@@ -16,7 +16,7 @@ class Placement:
     node_sizes: tuple[int, ...]
     """Number of slots that the run uses on each node, in order."""
     ranks: tuple[Slot, ...]
-    """(node, slot within the node) of each trainer rank, by rank: consecutive ranks are physical neighbors."""
+    """(node, slot within the node) of each trainer rank; the order of ranks is the physical order."""
     engines: tuple[tuple[Slot, ...], ...]
     """Slots of each engine, in the order of its ranks."""
 
@@ -65,7 +65,7 @@ def engine_parts(slots: Sequence[Slot], *, name: str) -> tuple[EnginePart, ...]:
     sizes = [len(part.slots) for part in parts]
     if len(set(sizes)) > 1:
         raise ConfigError(
-            f"cannot place {name}: it would have {' and '.join(map(str, sizes))} GPUs on its nodes, but SGLang needs equal numbers; choose a "
-            "--rollout-num-gpus-per-engine that divides --num-gpus-per-node, and a trainer size that leaves whole engines free"
+            f"cannot place {name}: it would have {' and '.join(map(str, sizes))} GPUs on its nodes, but SGLang needs equal numbers; choose "
+            "a --rollout-num-gpus-per-engine that divides --num-gpus-per-node, and a trainer size that leaves whole engines free"
         )
     return parts

@@ -89,7 +89,7 @@ class NodeAgent:
 
 
 def in_physical_order(gpu_ids: Iterable[int | str]) -> tuple[str, ...]:
-    """Sort GPU ids: numerically if all are numbers, else as text.
+    """Sort GPU ids if all of them are numbers; otherwise keep their order.
 
     Args:
         gpu_ids: ids as Ray reports them, in any order: numbers, or the entries of CUDA_VISIBLE_DEVICES when Ray was started (UUIDs)
@@ -190,7 +190,7 @@ def _what_is_missing(node_sizes: Sequence[int], resource: str, timeout_s: float)
     nodes = [f"{node['NodeManagerAddress']}: {node['Resources'].get(resource, 0):g}" for node in ray.nodes() if node["Alive"]]
     needed = ", ".join(map(str, node_sizes))
     return (
-        f"cannot place the run: it needs {len(node_sizes)} node{'s' * (len(node_sizes) > 1)} with {needed} {resource}s, which Ray did not "
-        f"provide within {timeout_s:g} s. The cluster has {'; '.join(nodes)}; {free.get(resource, 0):g} {resource}s are free. Wait for other "
-        "jobs to end, add nodes, or use fewer (--actor-num-nodes, --actor-num-gpus-per-node, --rollout-num-gpus)"
+        f"cannot place the run: it needs {len(node_sizes)} node{'s' * (len(node_sizes) > 1)} with {needed} {resource}s, but Ray did not "
+        f"provide them within {timeout_s:g} s. The cluster has {'; '.join(nodes)}; {free.get(resource, 0):g} {resource}s are free. Wait "
+        "for other jobs to end, add nodes, or use fewer (--actor-num-nodes, --actor-num-gpus-per-node, --rollout-num-gpus)"
     )

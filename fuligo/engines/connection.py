@@ -58,7 +58,7 @@ class ControlDeadlines:
     def of_others(cls, *, request_timeout_s: float, start_timeout_s: float) -> ControlDeadlines:
         """Return the deadlines of engines that this run did not start, and of the embedded engine, whose prefills are not chunked.
 
-        The deadline of a step is that of a request: if a step takes longer, its requests have failed anyway.
+        The deadline of a step is a request's, or the start timeout if that is shorter: the requests of a longer step have failed anyway.
         """
         weights = Deadline(start_timeout_s, "--engine-start-timeout-s")
         return cls(min(Deadline(request_timeout_s, "--rollout-timeout-s"), weights), weights)

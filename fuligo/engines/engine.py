@@ -152,7 +152,7 @@ class InferenceEngine(Protocol):
         """Set `num_ranks` to what the engine reports; for engines that the run did not start."""
 
     async def load(self, *, retries: int | None = None) -> EngineLoad:
-        """Return the current load. `retries`: None: as for every call."""
+        """Return the current load. `retries`: further attempts after a failure; None: the same as for other calls."""
         ...
 
     async def start_profile(self, directory: str, name: str) -> None:

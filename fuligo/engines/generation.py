@@ -31,7 +31,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     sampling_seed: int | None = None
-    """Seed that, with the prompt and the weights, determines the tokens whatever else is decoded; None: a random seed."""
+    """Seed that determines the tokens, given prompt and weights, regardless of what else is decoded; None: a random seed."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the parameters under SGLang's names; unset stops and seeds are omitted."""
@@ -121,7 +121,10 @@ class RoutingQuery:
     """Number that is equal for requests that share a prefix and should go to the same engine."""
 
     def num_missing(self, num_prompt_tokens: int, num_new_tokens: int) -> int:
-        """Return how many tokens the answer has experts for: all unknown ones but the last, which went through no layer; else 0."""
+        """Return the number of tokens whose experts the answer contains.
+
+        These are all tokens but the known ones and the last, which went through no layer; 0 if nothing was sampled.
+        """
         return num_prompt_tokens + num_new_tokens - 1 - self.num_known if num_new_tokens else 0
 
 

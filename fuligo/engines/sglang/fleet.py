@@ -264,7 +264,7 @@ class Fleet:
         engine.is_moving = False
 
     async def _sync_now(self, engine: FleetEngine) -> None:
-        """Sync a restarted engine that was waiting for the next weight sync, since another engine has died and it may be the last.
+        """Sync a restarted engine without waiting for the next weight sync, because another engine died and none may be left to serve.
 
         Raises EngineError if it died too often.
         """

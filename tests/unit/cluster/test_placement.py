@@ -65,7 +65,7 @@ def test_an_engine_of_two_nodes_has_equal_parts() -> None:
 
 
 def test_an_engine_of_unequal_parts_is_refused() -> None:
-    with pytest.raises(ConfigError, match="engine 1 would have 1 and 3 GPUs on its nodes"):
+    with pytest.raises(ConfigError, match="cannot place engine 1: it would have 1 and 3 GPUs on its nodes"):
         placed("--actor-num-gpus-per-node 3 --rollout-num-gpus 8 --rollout-num-gpus-per-engine 4")
 
 

@@ -85,7 +85,7 @@ class InferenceEngine(Protocol):
         """Drop all cached keys and values of the paused or idle engine."""
 
     async def update_weights_from_disk(self, path: str, version: int) -> None:
-        """Load a Hugging Face directory that the engine can read, with the model's shapes."""
+        """Load weights of the model's shapes from a Hugging Face directory that the engine can read."""
 
     async def update_weights_from_tensor(self, payloads: Sequence[str], version: int | None) -> None:
         """Load one bucket of weights from shared memory.

@@ -144,7 +144,7 @@ class AdapterNames(ModelNames):
 
     @property
     def experts(self) -> Iterator[AdaptedExperts]:
-        """Yield the adapted matrices of experts, layer by layer; none unless the adapter has a part for them."""
+        """Yield the adapted matrices of experts, layer by layer; none unless the adapter adapts experts."""
         experts = self.architecture.experts
         if experts is not None and self.adapter.adapts_experts:
             for weight in ModelNames(self.architecture, self.table).weights(0):

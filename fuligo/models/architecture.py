@@ -245,7 +245,7 @@ class Architecture:
     """Shapes of a causal language model."""
 
     model_type: str
-    """As in config.json."""
+    """`model_type` in config.json."""
     hidden_size: int
     vocab_size: int
     intermediate_size: int

@@ -59,11 +59,11 @@ class ConfigJson:
         return None if self.values.get(key) is None else self.count(key)
 
     def index(self, key: str, default: int) -> int:
-        """Return a non-negative integer."""
+        """Return a non-negative integer, or the default if the key is absent or null. Raises ConfigError if it is malformed."""
         return 0 if self.values.get(key) == 0 and self.values[key] is not False else self.count(key, default)
 
     def number(self, key: str, default: float) -> float:
-        """Return a finite number."""
+        """Return a finite number, or the default if the key is absent or null. Raises ConfigError if it is malformed."""
         value = self.values.get(key)
         if value is None:
             return default
@@ -86,7 +86,7 @@ class ConfigJson:
         return value
 
     def per_layer(self, key: str, words: tuple[str, ...]) -> tuple[str, ...] | None:
-        """Return one of `words` per layer, or None if the key is absent or null."""
+        """Return one of `words` per layer, or None if the key is absent or null. Raises ConfigError if it is malformed."""
         value = self.values.get(key)
         if value is None:
             return None
@@ -105,7 +105,7 @@ class ConfigJson:
         return tuple(value)
 
     def rotary_number(self, key: str) -> float | None:
-        """Return a number of the rotary settings, or None if absent."""
+        """Return a number in the rotary settings, or None if it is absent. Raises ConfigError if it is malformed."""
         value = self._rotary(key)
         return None if value is None else self._checked_number(key, value)
 

@@ -25,7 +25,7 @@ ALIGNMENT = 8
 
 
 class ExpertsAdapter(nn.Module):
-    """Low-rank updates of all experts of a layer; the layouts are those of PEFT's files.
+    """Low-rank updates of all experts of a layer, in the layout of PEFT's files.
 
     Args:
         experts: the adapted module of transformers, with `gate_up_proj` [E, 2 I, H] and `down_proj` [E, H, I].

@@ -68,7 +68,7 @@ class Family:
     fuses_gate_up: bool = False
     """transformers' dense MLP has one layer for gate and up projection."""
     has_gated_delta: bool = False
-    """Layers of type `linear_attention` are those that `models.gated_delta` computes."""
+    """`models.gated_delta` computes the layers of type `linear_attention`."""
     has_mtp_module: bool = False
     """Checkpoints hold one MTP layer, under `mtp.`, that `models.mtp` computes: the torch trainer trains it, and exports keep it."""
     batch_invariant_on: tuple[Literal["cpu", "cuda"], ...] = ()

@@ -80,9 +80,9 @@ class NameTable:
     moe: Weights = ()
     """Weights of a layer with routed experts."""
     indexer: Weights = ()
-    """Additional weights of a layer that computes its token choice (sparse attention)."""
+    """Additional weights of a layer with an indexer (sparse attention)."""
     mtp: Weights = ()
-    """Additional weights of an MTP layer, besides those of the layer that it contains."""
+    """Weights that an MTP layer has in addition to the transformer layer that it contains."""
     mtp_prefix: str = "model.layers.{layer}."
     """Prefix of MTP layers in the checkpoint: `{layer}` continues the numbers of the other layers, `{mtp}` starts at 0."""
     mtp_copies: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""State of one request in the embedded engine: what was asked, and what has been sampled so far."""
+"""State of one request in the embedded engine: its parameters, and the tokens that have been sampled so far."""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,6 +1,6 @@
 """MiniMax-M2: grouped attention whose norms of queries and keys span all heads; routed experts in each layer, with a sigmoid router.
 
-The MTP layers of the published files are left out, as transformers 5.12.1 leaves them out.
+The MTP layers of the published files are ignored, as in transformers 5.12.1.
 """
 
 from dataclasses import replace

@@ -42,12 +42,12 @@ class AdaptedPolicy(Protocol):
         ...
 
     def merged(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield Hugging Face names and full tensors, with the adapter merged into them. A collective: every rank iterates to the end."""
+        """Yield Hugging Face names and full tensors with the adapter merged in. A collective: every rank must iterate to the end."""
         ...
 
     @property
     def rounding(self) -> MergeRounding:
-        """Measure of what rounding left of the update; complete after the last tensor of `merged`."""
+        """Number of elements that the merged adapter changed after rounding; complete after the last tensor of `merged`."""
         ...
 
 
@@ -55,8 +55,8 @@ class AdapterSender:
     """Sender of a policy with an adapter, on every trainer rank.
 
     Args:
-        merges: send weights with the adapter merged into them; otherwise base weights once to each engine, and then only the adapter.
-        named: shape of the adapter for engines that know adapters by name and already have the base weights; None for others.
+        merges: send all weights with the adapter merged in; otherwise send each engine the base weights once, then only the adapter.
+        named: configuration of the adapter for engines that load adapters by name and already have the base weights; None for others.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class AdapterSender:
         self._policy, self._sender, self._world, self._merges, self._named = policy, sender, world, merges, named
         self._copies = SharedCopies()
         self._with_base: frozenset[EngineAddress] = frozenset()
-        """Engines that have the base weights, each with its start; known to rank 0."""
+        """Engines that have the base weights; complete on rank 0 only. A restart makes an engine's address differ."""
 
     def send(self, target: WeightTarget) -> WeightManifest | Undelivered | None:
-        """Send to all engines of `target`, as `WeightSender.send` does."""
+        """Send the policy to all engines of `target`; see `WeightSender.send`."""
         if self._merges:
             sent = self._sender.send(self._policy.merged(), target)
             trained = weights_checksum(self._policy.adapter())
@@ -77,7 +77,7 @@ class AdapterSender:
             tensors = list(self._policy.adapter())
             return send_adapter(tensors, self._named, target, self._copies) if self._world.rank == 0 else None
         receivers = frozenset(target.engines)
-        lacks_base = not receivers <= self._with_base or target.with_checksum  # the checksum is one of all weights
+        lacks_base = not receivers <= self._with_base or target.with_checksum  # a checksum covers all weights
         needs_base = self._world.sum(torch.tensor([float(self._world.rank == 0 and lacks_base)])).item() > 0
         base = self._policy.base() if needs_base else iter(())
         adapter = _Digested(self._policy)
@@ -94,10 +94,10 @@ class AdapterSender:
 
 
 def base_digest(weights: Iterable[tuple[str, Tensor]]) -> str:
-    """Return a digest of base weights, from some values of every tensor: an adapter is valid only with the weights it was trained on.
+    """Return a digest of some values of every base weight, because an adapter is valid only with the weights it was trained on.
 
     Args:
-        weights: as loaded; `QuantisedBase` records what became of them in fewer bits.
+        weights: names and tensors as loaded, before any quantization, which `QuantisedBase` records.
     """
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in weights:
@@ -107,12 +107,12 @@ def base_digest(weights: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def other_base(checkpoint: Path, saved: str | None, own: str | None, *, weights: Path) -> str:
-    """Return the error for a checkpoint whose adapter, or lack of one, does not fit this run.
+    """Return the error message for a checkpoint that does not fit this run's adapter, or its lack of one.
 
     Args:
-        saved: digest of the base weights of the checkpoint's adapter; None if it has none.
-        own: digest of the base weights of this run's adapter, likewise.
-        weights: the checkpoint's, if it has all of them.
+        saved: digest of the base weights of the checkpoint's adapter; None if the checkpoint has no adapter.
+        own: digest of the base weights of this run's adapter; None if the run has no adapter.
+        weights: weights directory of the checkpoint, to start from if the checkpoint has no adapter.
     """
     if saved is None:
         return f"cannot resume {checkpoint} with LoRA: it holds all weights; start from them with --ref-load {weights}"
@@ -125,9 +125,9 @@ def other_base(checkpoint: Path, saved: str | None, own: str | None, *, weights:
 
 
 def require_scaling(checkpoint: Path, scaling: float) -> None:
-    """Check that a checkpoint's adapter was trained with this run's factor of B A, which the shapes of its tensors do not show.
+    """Check that a checkpoint's adapter was trained with this run's scale, the factor of B A, which tensor shapes do not reveal.
 
-    Raises CheckpointError if it has another, or its `adapter_config.json` is damaged.
+    Raises CheckpointError if the scale differs or `adapter_config.json` is damaged.
     """
     saved = AdapterConfig.read(checkpoint / ADAPTER)
     if saved.scaling != scaling:
@@ -140,13 +140,13 @@ def require_scaling(checkpoint: Path, scaling: float) -> None:
 
 @dataclass(slots=True)
 class _Digested:
-    """Adapter of a policy and the digest of what was iterated over."""
+    """Adapter of a policy, and the digest of its tensors after `tensors` was iterated over."""
 
     policy: AdaptedPolicy
     digest: WeightsDigest = field(init=False)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the adapter's tensors, gathered together: their digests are computed on several cores. A collective."""
+        """Gather all tensors of the adapter, compute their digest on several cores, and yield them. A collective."""
         gathered = list(self.policy.adapter())
         self.digest = weights_checksum(gathered)
         yield from gathered

@@ -1,4 +1,4 @@
-"""Micro-batches: packed tokens, and the loss's inputs for each response token, as tensors."""
+"""Micro-batches as tensors: packed tokens and the loss inputs of every response token."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,29 +19,29 @@ from fuligo.types import FloatArray, TrainSample
 
 @dataclass(slots=True, frozen=True)
 class PackedTokens:
-    """Samples laid end to end, each without its last token, which predicts nothing. T tokens, S samples, N response tokens.
+    """Samples packed into one row, each without its last token, which predicts nothing. Axes: T tokens, S samples, N response tokens.
 
-    With a tree, the row holds the common prefixes of samples once. Several response tokens may then be predicted at one position.
+    With a tree, the row stores a prefix that several samples share only once, and one position may predict several response tokens.
     """
 
     input_ids: Tensor
     """[T] int64"""
     position_ids: Tensor
-    """[T] int64, from 0 in every sample; [3, T] rotary positions in a row with images."""
+    """[T] int64, counted from 0 in every sample; [3, T] rotary positions if the row has images."""
     cu_seqlens: tuple[int, ...]
-    """[S + 1] start of each sample, and T; with a tree [nodes + 1] start of each of its nodes, and T."""
+    """[S + 1] start of each sample, then T; with a tree, [nodes + 1] start of each tree node, then T."""
     predicting_positions: Tensor
-    """[N] int64 index into the T tokens: the hidden state there predicts the response token that follows it."""
+    """[N] int64 row position whose hidden state predicts the response token."""
     targets: Tensor
-    """[N] int64 the response tokens."""
+    """[N] int64 response tokens."""
     sample_lengths: tuple[int, ...]
-    """[S] tokens of each sample without its last."""
+    """[S] number of tokens of each sample, without its last."""
     response_lengths: tuple[int, ...]
-    """[S]"""
+    """[S] number of response tokens of each sample."""
     slots: tuple[NDArray[np.int64], ...]
-    """[S][L] places of each sample's tokens in the row; samples that share a prefix have the same places for it."""
+    """[S][L] row positions of each sample's tokens; samples that share a prefix have the same positions for it."""
     tree: TokenTree | None = None
-    """Tree of the tokens that samples share; None if they share none."""
+    """Tree of the shared prefixes; None if no prefix is shared."""
     images: RowImages | None = None
     """Images of the row; None if it has none."""
 
@@ -51,47 +51,50 @@ class PackedTokens:
 
     @property
     def num_sample_tokens(self) -> int:
-        """Tokens of the samples; a shared token counts once for each sample that has it."""
+        """Number of tokens of all samples; a token that k samples share counts k times."""
         return sum(self.sample_lengths)
 
 
 @dataclass(slots=True, frozen=True)
 class MicroBatch:
-    """Packed tokens with the loss's inputs, each [N] float32."""
+    """Packed tokens and their loss inputs, [N] float32 unless stated otherwise."""
 
     tokens: PackedTokens
     sample_ids: Tensor
-    """[N] int64 number of the sample within the micro-batch, 0 to S - 1."""
+    """[N] int64 index of each token's sample in the micro-batch, 0 to S - 1."""
     loss_mask: Tensor
     """1 on tokens to train, else 0."""
     weights: Tensor
-    """Weight of the token in the loss of the optimizer step (`algorithms.assign`); 0 where masked."""
+    """Weight of each token in the loss of the optimizer step (`algorithms.assign`); 0 where masked."""
     advantages: Tensor
     engine_logprobs: Tensor
     old_logprobs: Tensor | None
     ref_logprobs: Tensor | None
     teacher_logprobs: Tensor | None
     values: Tensor | None
-    """From the value model before the rollout's first optimizer step."""
+    """Predictions of the value model before the rollout's first optimizer step."""
     returns: Tensor | None
     share: float
-    """1 / trajectories of the optimizer step, or 1 / its trained tokens (`StepDenominators.share`)."""
+    """1 / (number of trajectories in the optimizer step), or 1 / (number of its trained tokens); see `StepDenominators.share`."""
 
 
 def pack_tokens(samples: Sequence[TrainSample], device: torch.device, *, shared: Sequence[int] = ()) -> PackedTokens:
-    """Lay samples, each of at least two tokens, end to end.
+    """Pack samples, each of at least two tokens, into one row.
 
     Args:
         samples: samples in the order of the row.
         device: device of the tensors.
-        shared: tokens that each sample shares with the one before it, which the row then holds once; empty: none.
+        shared: number of leading tokens that each sample shares with the previous one, stored once; empty if nothing is shared.
 
     Raises:
-        TrainerError: a sample starts with a response token, which nothing predicts.
+        TrainerError: a sample starts with a response token, which no token predicts.
     """
     for sample in samples:
         if sample.prompt_length < 1:
-            raise TrainerError(f"sample {sample.index} has no token before its response: its first response token cannot be predicted")
+            raise TrainerError(
+                f"cannot train on sample {sample.index}: it has no token before its response, so nothing predicts the first response "
+                "token; give its prompt at least one token"
+            )
     lengths = [len(sample.tokens) - 1 for sample in samples]
     layout = lay_out(lengths, shared) if any(shared) else None
     starts = (0, *accumulate(lengths))
@@ -130,13 +133,13 @@ def micro_batch(
     share: float = 1.0,
     shared: Sequence[int] = (),
 ) -> MicroBatch:
-    """Build one micro-batch of these samples.
+    """Build a micro-batch of these samples.
 
     Args:
-        samples: samples in the order in which they are laid end to end.
-        weights: [R] for each sample.
-        counts: False: all weights become 0.
-        share: share of the step, see `MicroBatch`.
+        samples: samples in the order of the row.
+        weights: [R] loss weights of each sample's response tokens.
+        counts: False: set the loss mask and all weights to 0.
+        share: `MicroBatch.share`.
         shared: as in `pack_tokens`.
     """
     counted = np.float32(counts)
@@ -161,7 +164,7 @@ def micro_batch(
 
 
 def _optional(arrays: list[FloatArray | None], column: Callable[[Sequence[np.ndarray]], Tensor]) -> Tensor | None:
-    """Concatenate a column; all samples of a rollout have it, or none."""
+    """Concatenate a column that either all samples of a rollout have or none; None if none has it."""
     present = [array for array in arrays if array is not None]
     assert len(present) in (0, len(arrays))
     return column(present) if present else None

@@ -1,4 +1,4 @@
-"""Critic parts that all backends share: the phase in which only the critic learns, and its start from a checkpoint."""
+"""Base class of the backends' critics: the phase in which only the critic is trained, and its start from a checkpoint."""
 
 import logging
 from abc import ABC, abstractmethod
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class BaseCritic(ABC):
-    """Base class of all backends' critics, which learn the returns of the policy's samples."""
+    """Base class of all backends' critics, which are trained to predict the returns of the policy's samples."""
 
     learner: Any
     """The backend's `Learner` of the value model."""
@@ -28,20 +28,20 @@ class BaseCritic(ABC):
 
     @abstractmethod
     def values(self, share: ScoreShare) -> dict[int, FloatArray]:
-        """Return [R] values of this rank's samples by position among all; empty on a rank that reports none."""
+        """Return the [R] values of this rank's samples by position in the whole list; empty on a rank that reports none."""
 
     @abstractmethod
     def gradients(self, step: StepShare) -> StepGradients | None:
-        """Compute the gradient of the step's value loss; None on a rank that reports nothing."""
+        """Compute the gradients of the step's value loss; return None on a rank that reports nothing."""
 
     def step(self, gradients: StepGradients | None, num_micro_batches: int) -> dict[str, float]:
-        """Call `Learner.step`, and prefix the names of its metrics to tell them from the policy's."""
+        """Call `Learner.step` and return the learning rate and gradient norm under the critic's metric names."""
         lr, grad_norm = self.learner.step(gradients, num_micro_batches)
         return {"critic_lr": lr, "critic_grad_norm": grad_norm}
 
     @property
     def learns_alone(self) -> bool:
-        """True while only the value model learns. Rollouts count from where it began, which may be at a resume."""
+        """True while only the value model is trained. Rollouts are counted from its start, which may be at a resume."""
         return self.learner.progress.num_rollouts < self.settings.num_only_rollouts
 
     def end_rollout(self) -> None:
@@ -49,7 +49,7 @@ class BaseCritic(ABC):
         self.learner.progress.num_rollouts += 1
 
     def begin_at(self, checkpoint: Path) -> None:
-        """Keep the value model as it is when the run resumes from a checkpoint without one.
+        """Keep the initial value model when the run resumes from a checkpoint without one.
 
         Raises CheckpointError if the settings do not allow it.
         """

@@ -9,17 +9,17 @@ from fuligo.types import StepResult, TrainBatch, TrainSample
 
 
 def require_exact(batch: TrainBatch, result: StepResult, version: int) -> None:
-    """Check the trained tokens that the engine sampled with the weights before the rollout's first optimizer step.
+    """Compare the log-probabilities of trained tokens that were sampled with the weights before the rollout's first optimizer step.
 
-    Tokens of older versions (--partial-rollout) are skipped: their log-probabilities belong to other weights.
+    Tokens of older versions (--partial-rollout) are skipped, because they were sampled with other weights.
 
     Args:
         batch: trained batch, with old log-probabilities if there was more than one optimizer step.
-        result: result of training on it.
-        version: version of those weights.
+        result: result of training on the batch.
+        version: version of the weights before the first optimizer step.
 
     Raises:
-        TrainerError: a log-probability differs; names the first.
+        TrainerError: a log-probability differs; the message names the first one.
     """
     differing: list[tuple[TrainSample, int, float]] = []
     num_compared = 0
@@ -40,10 +40,10 @@ def require_exact(batch: TrainBatch, result: StepResult, version: int) -> None:
 
 
 def _before_first_step(batch: TrainBatch, result: StepResult) -> Iterator[tuple[TrainSample, np.ndarray]]:
-    """Yield samples with the trainer's log-probabilities [R] before the rollout's first optimizer step, if they were computed."""
+    """Yield samples with the trainer's [R] log-probabilities before the rollout's first optimizer step, where they were computed."""
     for position in [position for step in batch.steps for position in step]:
         sample = batch.samples[position]
         if sample.old_logprobs is not None:
             yield sample, sample.old_logprobs
-        elif position in batch.steps[0] and position in result.scores:  # if only the value model learned, there are no scores
+        elif position in batch.steps[0] and position in result.scores:  # no scores if only the value model was trained
             yield sample, result.scores[position].logprobs

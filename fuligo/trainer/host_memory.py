@@ -7,17 +7,18 @@ from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 
 CHUNK_BYTES = 1 << 30
-"""A power of two, since torch rounds pinned allocations up to one."""
+"""Size of a host allocation; a power of two, because torch rounds pinned allocations up to one."""
 
 
 class HostMemory:
-    """Buffer for the contents of a device's tensors, allocated once, pinned if the tensors are on a GPU.
+    """Host buffer for the contents of a device's tensors, allocated once, pinned if the device is a GPU.
 
-    The tensors stay objects on their device, with storage of size 0 meanwhile: views, sharded parameters, and references of FSDP and
+    Meanwhile the tensors remain on their device with storage of size 0, so views, sharded parameters, and references held by FSDP and
     optimizers are valid again afterwards.
 
     Args:
-        device: device whose tensors are moved; others are skipped
+        device: device whose tensors are moved; tensors on other devices are skipped.
+        chunk_bytes: size of one host allocation.
     """
 
     def __init__(self, device: torch.device, chunk_bytes: int = CHUNK_BYTES) -> None:
@@ -34,9 +35,9 @@ class HostMemory:
 
     @torch.no_grad()
     def take(self, kept: Iterable[Tensor], dropped: Iterable[Tensor] = ()) -> None:
-        """Copy the contents and free the device's memory. Shared storage is copied once; of sharded tensors this rank's part is copied.
+        """Copy the contents of `kept` and free the device's memory. Shared storage is copied once; a DTensor's local shard is copied.
 
-        Tensors in `dropped`, such as gradient buffers, are not copied and return as zeros.
+        Tensors in `dropped`, such as gradient buffers, are not copied; `give_back` restores them as zeros.
         """
         assert not self._away and not self._dropped, "the contents were taken already"
         self._away = [(storage, storage.nbytes()) for storage in self._storages(kept)]
@@ -62,7 +63,7 @@ class HostMemory:
         self._away, self._dropped = [], []
 
     def _pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield pairs of [n] uint8: a piece of a storage, and its place in a chunk. Storages follow each other through the chunks."""
+        """Yield pairs of [n] uint8 tensors: a piece of a storage, and its copy's place in a chunk. Storages are laid end to end."""
         at = 0
         for storage, size in self._away:
             whole = _as_bytes(storage)

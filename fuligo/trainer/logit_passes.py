@@ -1,4 +1,4 @@
-"""Passes over the logits of a chunk of tokens: sums of their rows, and their gradient."""
+"""Passes over the logits of a chunk of tokens: row-wise sums, and the gradient."""
 
 import functools
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class RowSums(NamedTuple):
-    """Sums over the rows of [n, V] logits l; each [n]."""
+    """Row-wise sums of [n, V] logits l, each [n]."""
 
     peak: Tensor
     """max l"""
@@ -19,14 +19,17 @@ class RowSums(NamedTuple):
     """sum of exp(l - peak) (l - peak)"""
 
     def seen_from(self, peak: Tensor) -> tuple[Tensor, Tensor]:
-        """Rescale `total` and `weighted` to a peak at least as high: with s = own - other, e^s total and e^s (weighted + s total)."""
+        """Return `total` and `weighted` relative to a `peak` that is at least `self.peak`.
+
+        With s = self.peak - peak, these are e^s total and e^s (weighted + s total).
+        """
         shift = self.peak - peak
         scale = shift.exp()
         return scale * self.total, scale * (self.weighted + shift * self.total)
 
 
 def row_sums(logits: Tensor) -> RowSums:
-    """Return the sums of [n, V] float32, V at least 1."""
+    """Return the row-wise sums of [n, V] float32 logits, V at least 1."""
     return RowSums(*_compiled_on_gpu(_row_sums, logits)(logits))
 
 
@@ -39,18 +42,19 @@ def grad_of_logits(
     grad_entropy: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return [n, V] the gradient of the logits, rounded to `dtype` once.
+    """Return the [n, V] gradient with respect to the logits, rounded to `dtype` once.
 
-    With p = softmax: d logprob / d logit_v = [v = target] - p_v, d entropy / d logit_v = -p_v (log p_v + entropy). V may be a part of
-    the vocabulary.
+    With p = softmax: d logprob / d logit_v = [v = target] - p_v, d entropy / d logit_v = -p_v (log p_v + entropy). V may be one rank's
+    part of the vocabulary.
 
     Args:
-        logits: [n, V] float32
-        targets: [n]; those outside these columns are another rank's.
+        logits: [n, V] float32.
+        targets: [n] column of each target; outside 0 to V - 1 if another rank has it.
         log_total: [n] log of the sum of exp(logit) over the whole vocabulary.
-        entropy: [n] nats
-        grad_logprobs: [n]
-        grad_entropy: [n]
+        entropy: [n] nats.
+        grad_logprobs: [n] gradient with respect to the log-probabilities; None: 0.
+        grad_entropy: [n] gradient with respect to the entropies; None: 0.
+        dtype: data type of the result.
     """
     gradients = log_total, entropy, grad_logprobs, grad_entropy
     grad = _compiled_on_gpu(_grad_without_targets, logits)(logits, *gradients, dtype)
@@ -72,7 +76,7 @@ def _row_sums(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _grad_without_targets(
     logits: Tensor, log_total: Tensor, entropy: Tensor, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Return the gradient without the term `grad_logprobs` that each target's own logit gets in addition."""
+    """Return the gradient without the additional term `grad_logprobs` of each target's logit."""
     log_softmax = logits - log_total[:, None]
     slope = torch.zeros_like(log_total)[:, None] if grad_logprobs is None else -grad_logprobs[:, None]
     if grad_entropy is None:
@@ -82,11 +86,11 @@ def _grad_without_targets(
 
 
 def _compiled_on_gpu(pass_: Callable[..., Any], logits: Tensor) -> Callable[..., Any]:
-    """Return a pass, compiled on GPUs, where moving the logits to and from memory takes the time."""
+    """Return `pass_`, compiled if the logits are on a GPU, where memory traffic of the logits dominates its time."""
     return _compiled(pass_) if logits.is_cuda else pass_
 
 
 @functools.cache
 def _compiled(pass_: Callable[..., Any]) -> Callable[..., Any]:
-    # Here and not at the top of the module, because torch.compile imports the compiler, which takes longer than a rank's own modules.
+    # Not at import time, because torch.compile imports the compiler, which takes longer to import than a rank's other modules.
     return torch.compile(pass_, dynamic=True)  # the last chunk of a batch is shorter than the others: one kernel serves all lengths

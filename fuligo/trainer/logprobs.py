@@ -1,4 +1,4 @@
-"""Log-probability and entropy from logits: the part that all backends' output layers share."""
+"""Log-probabilities and entropies from logits: parts shared by the output layers of all backends."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -10,12 +10,12 @@ from fuligo.models.cpu_products import product
 
 
 class TokenLogprobs(NamedTuple):
-    """Float32, of the distribution softmax(logits / temperature) over the full vocabulary."""
+    """Float32 log-probabilities and entropies of softmax(logits / temperature) over the full vocabulary."""
 
     logprobs: Tensor
-    """[N] of the target tokens"""
+    """[N] log-probabilities of the target tokens."""
     entropy: Tensor
-    """[N] nats"""
+    """[N] entropies in nats."""
 
 
 def chunks(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
@@ -24,7 +24,7 @@ def chunks(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
 
 
 def scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    """Return [n, V] float32 logits. They are never rounded to half precision, which would drown ratios of policies in noise.
+    """Return [n, V] float32 logits, divided by the temperature. Rounding them to half precision would drown policy ratios in noise.
 
     Args:
         hidden: [n, E]
@@ -47,7 +47,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     if left.is_cuda and left.dtype != torch.float32:
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
-        total += product(right.float().t(), left.float()).t()  # oneDNN copies its first factor: not the logits
+        total += product(right.float().t(), left.float()).t()  # oneDNN copies the first factor, which must not be the large one
 
 
 def rowwise_dot(left: Tensor, right: Tensor) -> Tensor:

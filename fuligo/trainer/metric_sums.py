@@ -13,22 +13,22 @@ from fuligo.errors import TrainerError
 
 
 def is_maximum(name: str) -> bool:
-    """Return whether a metric of a user's loss is a maximum over micro-batches, ranks and steps, by its name."""
+    """Return whether a custom loss's metric is combined by maximum instead of sum: its name ends in `_max`."""
     return name.endswith("_max")
 
 
 @dataclass(slots=True)
 class MetricSums:
-    """Detached scalars that add up over a step's micro-batches and ranks. `means` divides once, at the end."""
+    """Detached scalars that are added over a step's micro-batches and ranks; `means` divides them once, at the end."""
 
     shares: dict[str, Tensor]
-    """The micro-batch's shares of values of the whole step (loss terms), which add up to them."""
+    """Loss terms of the micro-batch; added over the step, they are the terms of the step's loss."""
     totals: dict[str, Tensor]
-    """sum_t weight_t * x_t of a quantity whose mean over the step is wanted."""
+    """sum_t weight_t * x_t of each quantity x whose mean over the step is reported."""
     weight: Tensor
     """sum_t weight_t: the denominator of `totals`."""
     maxima: dict[str, Tensor] = field(default_factory=dict)
-    """Values whose maximum over the step is wanted."""
+    """Values whose maximum over the step is reported."""
 
     @classmethod
     @torch.no_grad()
@@ -39,7 +39,7 @@ class MetricSums:
         weights: Tensor,
         maxima: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> Self:
-        """Detach everything and weigh `totals`, each [N], token by token with `weights` [N]."""
+        """Detach all values, and sum `totals`, each [N], over the tokens with `weights` [N]."""
         return cls(
             shares={name: share.detach() for name, share in shares.items()},
             totals={name: (weights * values.detach()).sum() for name, values in totals.items()},
@@ -60,22 +60,22 @@ class MetricSums:
         return self.with_vectors(self.vector().cpu(), self.peaks().cpu())
 
     def vector(self) -> Tensor:
-        """Return [K] float64, for instance to all-reduce. The order is fixed: the same settings give the same on every rank."""
+        """Return shares, totals and weight as [K] float64, in an order that is the same on all ranks, for an all-reduce."""
         return torch.stack([*self.shares.values(), *self.totals.values(), self.weight]).double()
 
     def peaks(self) -> Tensor:
-        """Return [M] float64 maxima, in a fixed order."""
+        """Return the maxima as [M] float64, in an order that is the same on all ranks."""
         return torch.stack([*self.maxima.values()]).double() if self.maxima else self.weight.new_empty(0, dtype=torch.float64)
 
     def with_vectors(self, vector: Tensor, peaks: Tensor) -> Self:
-        """Replace the values by those of `vector` [K] and `peaks` [M]."""
+        """Return a copy with values from `vector` [K] and `peaks` [M]."""
         values = iter(vector)
         shares = {name: next(values) for name in self.shares}
         totals = {name: next(values) for name in self.totals}
         return replace(self, shares=shares, totals=totals, weight=next(values), maxima=dict(zip(self.maxima, peaks, strict=True)))
 
     def means(self) -> dict[str, float]:
-        """Return shares, totals / weight, and maxima, by name. Totals without weight (nothing to train on) are 0."""
+        """Return shares, totals / weight, and maxima by name. If the weight is 0 (no trained tokens), the means of `totals` are 0."""
         *values, weight = self.vector().tolist()
         names = [*self.shares, *self.totals]
         divisors = [1.0] * len(self.shares) + [weight or 1.0] * len(self.totals)
@@ -84,7 +84,10 @@ class MetricSums:
 
 
 def mean_of_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Average each metric over the optimizer steps that have it, except maxima; a user's loss may report a metric in some steps only."""
+    """Average each metric (take the maximum of `_max` metrics) over the optimizer steps that report it.
+
+    A custom loss may report a metric in only some of the steps.
+    """
     names = dict.fromkeys(name for step in steps for name in step)
     found = {name: [step[name] for step in steps if name in step] for name in names}
     return {name: max(values) if is_maximum(name) else fmean(values) for name, values in found.items()}

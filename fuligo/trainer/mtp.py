@@ -12,39 +12,39 @@ from fuligo.trainer.batch import PackedTokens
 
 Places = NDArray[np.int64]
 PADDING_ID = 0
-"""Any token: no other token sees it, and nothing is predicted there."""
+"""Token id of padding. Any id would do, because no other token attends to it and nothing is predicted there."""
 
 
 @dataclass(slots=True, frozen=True)
 class MTPTraining:
-    """Share of the MTP layers in a step's loss."""
+    """Weight and reach of the MTP loss in a step's loss."""
 
     factor: float
-    """`--mtp-loss-scaling-factor`"""
+    """Factor of the MTP loss (`--mtp-loss-scaling-factor`)."""
     is_joint: bool
-    """The loss also trains the model, its embedding and its head; otherwise hidden states, embedding and head are detached."""
+    """True: the loss also trains the model, its embedding and its head; otherwise hidden states, embedding and head are detached."""
 
 
 @dataclass(slots=True, frozen=True)
 class LaterTokens:
-    """Inputs and targets of an MTP layer at each token of a row: at depth k, the token k positions later and the one after it."""
+    """Inputs and targets of an MTP layer for each token of a row: at depth k, the token k positions later and the one after that."""
 
     input_ids: Tensor
-    """[1, L] int64, of the same sequence; padding after its end."""
+    """[1, L] int64 token k positions later in the same sequence; padding beyond its end."""
     local_rows: Tensor
     """[m] int64 index into the L tokens: the hidden state there predicts a response token of the same sequence."""
     local_ids: Tensor
-    """[m] int64 index into the N: the response token predicted there."""
+    """[m] int64 index into the N response tokens: the token predicted there."""
 
 
 def later_tokens(tokens: PackedTokens, depth: int, *, source: Places | None = None, rows: Places | None = None) -> LaterTokens:
-    """Shift the tokens for the MTP layer that predicts `depth` tokens further, from 1.
+    """Shift a row's tokens for the MTP layer at `depth`, counted from 1.
 
-    Samples that share a token have the same token `depth` further: the schedule shares no more of their prefix.
+    Samples that share a token also have the same token `depth` positions later, because the schedule does not share the end of a prefix.
 
     Args:
-        source: [L] index of each of the rank's tokens in the micro-batch, -1 for padding; None: the rank has the micro-batch as it is.
-        rows: [T] its inverse, -1 for tokens on other ranks; None likewise.
+        source: [L] index in the micro-batch of each token on this rank, -1 for padding; None: the rank has the whole micro-batch in order.
+        rows: [T] inverse of `source`, -1 for tokens on other ranks; None like `source`.
     """
     device, num_tokens = tokens.input_ids.device, tokens.num_tokens
     source = np.arange(num_tokens) if source is None else source
@@ -65,7 +65,7 @@ def later_tokens(tokens: PackedTokens, depth: int, *, source: Places | None = No
 
 
 def with_padding(input_ids: Tensor) -> Tensor:
-    """Return [T + 1] tokens with padding at the end, so that index -1 is padding."""
+    """Append a padding token to [T] tokens, so that index -1 is padding."""
     return torch.cat([input_ids, input_ids.new_tensor([PADDING_ID])])
 
 
@@ -77,8 +77,8 @@ def mtp_loss(logprobs: Iterable[Tensor], later: Sequence[LaterTokens], weights: 
     Logits are not scaled by the temperature.
 
     Args:
-        logprobs: [m] log-probabilities by each layer of the tokens `local_ids` of its `later`.
-        weights: [N] float32 in the loss of the optimizer step; 0 where masked.
+        logprobs: for each layer, [m] log-probabilities of the response tokens `local_ids` of its entry in `later`.
+        weights: [N] float32 token weights in the loss of the optimizer step; 0 where masked.
     """
     total = torch.zeros((), device=weights.device)
     for found, tokens in zip(logprobs, later, strict=True):

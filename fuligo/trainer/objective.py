@@ -1,8 +1,8 @@
 """Losses of policy and value model on a packed micro-batch, shared by all backends. Axes: N response tokens, S samples.
 
-The policy's is loss = sum_t weight_t * (pg_t * tis_t * opsm_t - entropy_coef * H_t + kl_loss_coef * kl_t)
+Policy loss = sum_t weight_t * (pg_t * tis_t * opsm_t - entropy_coef * H_t + kl_loss_coef * kl_t)
 
-`weights` hold the denominators of the whole optimizer step (`algorithms/assign.py`), so the losses of a step's micro-batches
+`weights` include the denominators of the whole optimizer step (`algorithms/assign.py`), so the losses of a step's micro-batches
 and ranks are added, never averaged.
 """
 
@@ -33,9 +33,9 @@ class LossInputs:
     """
 
     logprobs: Tensor
-    """[N] with gradient; full vocabulary, temperature applied."""
+    """[N] policy's log-probabilities, with gradient; full vocabulary, temperature applied."""
     entropy: Tensor
-    """[N] nats; with gradient only where `entropy_coef` is not 0."""
+    """[N] nats; with gradient only for a custom loss or if `entropy_coef` is not 0."""
     advantages: Tensor
     """[N]"""
     loss_mask: Tensor
@@ -49,19 +49,20 @@ class LossInputs:
     engine_logprobs: Tensor | None = None
     """[N] log-probabilities of the engine that sampled; None without an engine (SFT)."""
     old_logprobs: Tensor | None = None
-    """[N] trainer's, before the rollout's first optimizer step; None: those are the current ones (one step per rollout). Custom losses
-    always get them."""
+    """[N] trainer's log-probabilities before the rollout's first optimizer step; None if they equal the current ones (one step per
+    rollout). Custom losses always get them."""
     ref_logprobs: Tensor | None = None
-    """[N] of the reference model; None without one."""
+    """[N] reference model's log-probabilities; None without a reference model."""
     teacher_logprobs: Tensor | None = None
-    """[N] of the teacher; None without one. The policy loss only reports it, because the advantages already include it."""
+    """[N] teacher's log-probabilities; None without a teacher. Used only for a metric, because the advantages already include them."""
 
     share: float = 1.0
-    """Factor of a reduced loss: 1 / trajectories of the step, or 1 / its tokens with `per_token`; `weights` already include it."""
+    """Factor of a loss from `LossSettings.reducer`: 1 / (number of trajectories of the step), or with `per_token` 1 / (number of its
+    trained tokens). `weights` already include it."""
     total_lengths: Sequence[int] = ()
-    """[S] tokens of prompt and response."""
+    """[S] number of prompt and response tokens."""
     response_lengths: Sequence[int] = ()
-    """[S]"""
+    """[S] number of response tokens."""
 
     @property
     def segments(self) -> Segments:
@@ -69,8 +70,8 @@ class LossInputs:
 
 
 CustomLoss = Callable[[LossInputs, Tensor], tuple[Tensor, Mapping[str, Tensor | float]]]
-"""(batch, logprobs [N]) -> (loss, metrics), both the micro-batch's share of the step's values: (batch.weights * x).sum(). A metric whose
-name ends in `_max` is the micro-batch's maximum."""
+"""(batch, logprobs [N]) -> (loss, metrics), both as the micro-batch's share of the step's values: (batch.weights * x).sum(). A metric
+whose name ends in `_max` is the micro-batch's maximum instead."""
 LossReducer = Callable[[list[int], list[int], list[Tensor], bool], Callable[[Tensor], Tensor]]
 """(total_lengths, response_lengths, loss_masks, calculate_per_token_loss) -> function that reduces [N] to a scalar."""
 CustomWeights = Callable[[LossInputs, Tensor], Tensor]
@@ -79,12 +80,12 @@ CustomWeights = Callable[[LossInputs, Tensor], Tensor]
 
 @dataclass(slots=True, frozen=True)
 class KlLoss:
-    """KL to the reference as part of the loss."""
+    """KL divergence to the reference model as a loss term."""
 
     coef: float
     kind: KlType = "k1"
     unbiased: bool = False
-    """Multiply by pi / pi_old."""
+    """Multiply the estimate by pi / pi_old."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -98,18 +99,19 @@ class LossSettings:
     entropy_coef: float = 0.0
     kl_loss: KlLoss | None = None
     correction: Correction | None = None
-    """Importance weights between engine and trainer."""
+    """Importance weights between engine and trainer; None: no correction."""
     opsm_delta: float | None = None
-    """Nats per token: a sample with negative advantage further than this from the old policy is masked (OPSM); None: no mask."""
+    """Off-policy sequence masking (OPSM): a sample with negative advantage is masked if it is further than this from the old policy, in
+    nats per token; None: no masking."""
     old_from_engine: bool = False
     """Use the engine's log-probabilities as the old policy's (--use-rollout-logprobs)."""
     per_token: bool = False
-    """Mean over all tokens of the step instead of per sample first; the caller builds `weights` accordingly."""
+    """Average over all tokens of the step instead of over each sample first; the caller builds `weights` accordingly."""
     custom_loss: CustomLoss | None = None
     custom_weights: CustomWeights | None = None
-    """Replaces `correction`."""
+    """Hook that replaces `correction`."""
     reducer: LossReducer | None = None
-    """Replaces the mean over each sample's tokens in the policy-gradient term; the mean over trajectories (or tokens) stays."""
+    """Hook that replaces the mean over each sample's tokens in the policy-gradient term; the mean over trajectories (or tokens) remains."""
 
 
 @dataclass(slots=True)
@@ -123,16 +125,17 @@ class Objective:
 
 
 def objective(inputs: LossInputs, settings: LossSettings) -> Objective:
-    """Compute the loss of one micro-batch; without trained tokens it is 0, with a gradient of 0.
+    """Compute the loss and metrics of one micro-batch. Without trained tokens, loss and gradient are 0.
 
-    Metrics: `loss`, `pg_loss`, `kl_loss`, `entropy_loss` are the terms of the step's loss, before their coefficients (`loss` is
-    the whole). The others are means over the step's trained tokens with their weights in the loss: `entropy`, `kl` (to
-    the reference), `opd_reverse_kl` (the old policy's, to the teacher), `ratio_mean`, `clip_fraction`, `logprob_abs_diff` (trainer
-    against engine), `tis_mean` and `tis_cut_fraction` (importance weights; share of those that were cut), `opsm_masked_fraction`
-    (off-policy sequence masking). Raises TrainerError if log-probabilities that the settings need are missing, or a hook returned an
-    invalid value.
+    Metrics: `loss` is the step's loss; `pg_loss`, `kl_loss` and `entropy_loss` are its terms before their coefficients. The others are
+    means over the step's trained tokens, weighted as in the loss: `entropy`, `kl` (to the reference), `opd_reverse_kl` (old policy to
+    teacher), `ratio_mean`, `clip_fraction`, `logprob_abs_diff` (trainer and engine), `tis_mean` (importance weights),
+    `tis_cut_fraction` (share of importance weights that were cut) and `opsm_masked_fraction` (off-policy sequence masking).
+
+    Raises:
+        TrainerError: log-probabilities that the settings need are missing, or a hook returned an invalid value.
     """
-    # Log-probabilities rounded to bfloat16 would show ratios and KLs that do not exist.
+    # Rounding to bfloat16 would make ratios and KL divergences appear that do not exist.
     assert torch.finfo(inputs.logprobs.dtype).bits >= 32, f"log-probabilities of type {inputs.logprobs.dtype}; float32 is needed"
     if settings.loss_type == "custom_loss":
         return _custom_loss(inputs, settings)
@@ -144,7 +147,7 @@ def objective(inputs: LossInputs, settings: LossSettings) -> Objective:
 
 
 def _trained(inputs: LossInputs) -> LossInputs:
-    """Set masked tokens to 0: their values (tool output, NaN) must not reach the loss, not even times 0."""
+    """Set the values of masked tokens to 0, because any of them may be NaN, which must not reach the loss even multiplied by 0."""
     mask = inputs.loss_mask != 0
     names = ("logprobs", "entropy", "advantages", "weights", "engine_logprobs", "old_logprobs", "ref_logprobs", "teacher_logprobs")
     given = {name: values for name in names if (values := getattr(inputs, name)) is not None}
@@ -190,7 +193,7 @@ def _policy_loss(inputs: LossInputs, settings: LossSettings) -> Objective:
 
 
 def _reduced(pg: Tensor, inputs: LossInputs, reducer: LossReducer, settings: LossSettings) -> Tensor:
-    """Reduce the policy-gradient term [N] with the user's function; masked tokens are 0."""
+    """Reduce the policy-gradient term [N] to this micro-batch's share with the user's function, which gets 0 for masked tokens."""
     masks = list(inputs.loss_mask.split(list(inputs.response_lengths)))
     reduce = reducer(list(inputs.total_lengths), list(inputs.response_lengths), masks, settings.per_token)
     if not callable(reduce):
@@ -252,7 +255,7 @@ def _metric(name: str, value: Tensor | float) -> Tensor:
 
 def _needed(logprobs: Tensor | None, flag: str, whose: str) -> Tensor:
     if logprobs is None:
-        raise TrainerError(f"{flag} needs the {whose}'s log-probabilities, but the batch has none")
+        raise TrainerError(f"{flag} needs the {whose}'s log-probabilities, but the batch has none; drop the flag or provide them")
     return logprobs
 
 
@@ -264,10 +267,10 @@ def value_objective(values: Tensor, batch: MicroBatch, clip: float) -> Objective
     Args:
         values: [N] with gradient.
         batch: micro-batch with `values` and `returns`.
-        clip: distance from the old values.
+        clip: largest change from the old values before the loss is clipped; see `value_loss`.
     """
     assert values.dtype == torch.float32, f"values of type {values.dtype}; float32 is needed"
-    assert batch.values is not None and batch.returns is not None, "scored by the value model"
+    assert batch.values is not None and batch.returns is not None, "the value model has not scored the batch"
     mask = batch.loss_mask != 0
     trained, old, returns = (torch.where(mask, each, 0.0) for each in (values, batch.values, batch.returns))
     terms = value_loss(trained, old, returns, clip)

@@ -1,6 +1,6 @@
-"""Packing of samples into the micro-batches of every rank, as positions in a list of lengths.
+"""Packing of samples into the micro-batches of every rank. Samples are given as a list of lengths and referred to by index.
 
-Pure. Packing decides speed and memory, never the loss: every denominator is counted before it (`algorithms.assign`).
+Packing affects speed and memory, never the loss, because all denominators are computed before it (`algorithms.assign`).
 """
 
 import heapq
@@ -13,33 +13,33 @@ from fuligo.errors import TrainerError
 from fuligo.trainer.shared_prefixes import SharedPrefixes
 
 Cost = Callable[[int], float]
-"""FLOPs of a sequence by its length, or a value proportional to them. Can be pickled: the rank with the model sends it to the driver."""
+"""Length of a sequence -> its FLOPs, or a proportional value. Picklable, because the rank with the model sends it to the driver."""
 
 
 @dataclass(slots=True, frozen=True)
 class MicroBatchPlan:
-    """Samples that go through the model together: shortest first, so that equal lengths are neighbors, or as neighbors in a trie."""
+    """Samples of one micro-batch, shortest first so that equal lengths are adjacent, or in trie order if they share prefixes."""
 
     samples: tuple[int, ...]
-    """Positions in the list of lengths; never empty."""
+    """Indices into the list of lengths; never empty."""
     shared: tuple[int, ...] = ()
-    """Tokens that each sample shares with the one before it, which the row holds once; empty: none."""
+    """Number of leading tokens that each sample shares with the previous one, stored once; empty if nothing is shared."""
     counts: bool = True
-    """False: a repetition that keeps this rank in step with the others; its tokens have weight 0."""
+    """False: this is a repetition that keeps the rank in step with the others; its tokens have weight 0."""
 
 
 @dataclass(slots=True, frozen=True)
 class MicroBatchSchedule:
-    """Micro-batches that a data-parallel replica computes, in order."""
+    """Micro-batches of one data-parallel replica, in order."""
 
     plans: list[MicroBatchPlan]
     num_tokens: int | None = None
-    """Tokens of each row on all replicas, with padding; None: each row keeps its length."""
+    """Length to which every row is padded on all replicas, in tokens; None: rows keep their lengths."""
 
 
 @dataclass(slots=True, frozen=True)
 class Capacity:
-    """Limits of one micro-batch. A sample over `max_tokens` is a separate micro-batch; None means no limit."""
+    """Limits of one micro-batch; None means no limit. A sample longer than `max_tokens` gets a micro-batch of its own."""
 
     max_tokens: int | None = None
     max_samples: int | None = None
@@ -50,11 +50,11 @@ class Capacity:
 
 @dataclass(slots=True, frozen=True)
 class _Unit:
-    """Samples that stay together: one, or a tree of samples with common prefixes, in the order of the trie."""
+    """Samples that are packed together: one sample, or a tree of samples with common prefixes, in trie order."""
 
     samples: tuple[int, ...]
     shared: tuple[int, ...]
-    """Tokens that each sample shares with the one before it; 0 for the first."""
+    """Number of tokens that each sample shares with the previous one; 0 for the first."""
     num_tokens: int
 
     @classmethod
@@ -63,7 +63,7 @@ class _Unit:
         return cls(tuple(samples), own, sum(lengths[i] for i in samples) - sum(own))
 
     def cost(self, lengths: Sequence[int], cost: Cost) -> float:
-        """Return the cost of the tokens that are computed: a shared prefix costs what a sequence of its length does, once."""
+        """Return the cost of the unit, with each shared prefix counted once."""
         return sum(cost(lengths[i]) for i in self.samples) - sum(cost(length) for length in self.shared if length)
 
     def halves(self, lengths: Sequence[int]) -> tuple["_Unit", "_Unit"]:
@@ -107,19 +107,20 @@ def pack(
     balance_by: Cost | None = None,
     prefixes: SharedPrefixes | None = None,
 ) -> list[list[MicroBatchPlan]]:
-    """Return [num_ranks][micro-batches] of an optimizer step: the same number on each rank, none empty, no sample left out or cut.
+    """Pack the samples of an optimizer step and return [num_ranks][micro-batches].
+
+    All ranks get the same number of micro-batches; none is empty, and no sample is left out or cut. If there are fewer samples than
+    micro-batches, the rest are repetitions of weight 0.
 
     Args:
-        lengths: tokens of every sample of the step.
-        multiple_of: divisor of each rank's number of micro-batches, which an interleaved pipeline needs.
-        balance_by: balance this cost over the ranks; None: only the number of micro-batches and their tokens.
-        prefixes: prefixes that the samples share. A micro-batch holds each once, and its capacity counts them once; samples that share
-            stay together as far as it and the number of ranks allow. None: nothing is shared.
-
-    With fewer samples than ranks, the other ranks get a repetition of weight 0, as they do where samples do not divide evenly.
+        lengths: number of tokens of every sample of the step.
+        multiple_of: number that divides each rank's number of micro-batches, as an interleaved pipeline requires.
+        balance_by: cost to balance over the ranks; None: balance only the number of micro-batches and their tokens.
+        prefixes: prefixes that the samples share; None: nothing is shared. A micro-batch stores each prefix once and counts it once
+            against the capacity. Samples with a common prefix stay together as far as capacity and number of ranks allow.
 
     Raises:
-        TrainerError: there is no sample.
+        TrainerError: `lengths` is empty.
     """
     if not lengths:
         raise TrainerError("cannot pack an optimizer step without samples")
@@ -131,9 +132,9 @@ def pack(
         num_filled = min(num_bins, len(lengths))
         if len(units) >= num_filled:
             break
-        units = _halved(units, num_filled, lengths)  # whose prefixes are then in the row of either half
+        units = _halved(units, num_filled, lengths)  # both halves of a tree then compute the prefix that they share
     _split_largest(bins, num_filled)
-    # First-fit fills bins and leaves a small last one: that pass takes as long as its kernel launches, and the full ones the most memory.
+    # First-fit leaves full bins, which need the most memory, and a small last one, whose pass is bound by kernel launches.
     costs = {unit.samples: unit.num_tokens if balance_by is None else unit.cost(lengths, balance_by) for unit in units}
     bins = _even(units, capacity, len(bins), costs) or bins
     plans = [bin.plan(lengths) for bin in bins]
@@ -155,7 +156,7 @@ def _sequence_flops(linear: float, attention: float, length: int) -> float:
 
 
 def _units(lengths: Sequence[int], capacity: Capacity, prefixes: SharedPrefixes | None) -> list[_Unit]:
-    """Return every sample by itself, or trees of samples that fit into a micro-batch; the longest first."""
+    """Return one unit per sample, or per tree of samples that fits into a micro-batch; longest first."""
     if prefixes is None:
         units = [_Unit((i,), (0,), length) for i, length in enumerate(lengths)]
     else:
@@ -165,7 +166,7 @@ def _units(lengths: Sequence[int], capacity: Capacity, prefixes: SharedPrefixes 
 
 
 def _trees(lengths: Sequence[int], capacity: Capacity, prefixes: SharedPrefixes) -> list[list[tuple[int, int]]]:
-    """Cut the trie where nothing is shared, or where a micro-batch is full. Return (sample, tokens shared) of each part."""
+    """Cut the trie where nothing is shared or a micro-batch is full. Return the (sample, number of shared tokens) pairs of each tree."""
     trees: list[list[tuple[int, int]]] = []
     num_tokens = 0
     for i, shared in zip(prefixes.order, prefixes.shared, strict=True):
@@ -179,7 +180,7 @@ def _trees(lengths: Sequence[int], capacity: Capacity, prefixes: SharedPrefixes)
 
 
 def _halved(units: list[_Unit], num_units: int, lengths: Sequence[int]) -> list[_Unit]:
-    """Halve the tree with most tokens among those of several samples until there are `num_units`; longest first."""
+    """Halve the largest unit of several samples until there are `num_units`. Return them longest first."""
     units = list(units)
     while len(units) < num_units:
         largest = max((unit for unit in units if len(unit.samples) > 1), key=lambda unit: unit.num_tokens)
@@ -189,7 +190,7 @@ def _halved(units: list[_Unit], num_units: int, lengths: Sequence[int]) -> list[
 
 
 def _first_fit(longest_first: Sequence[_Unit], capacity: Capacity) -> list[_Bin]:
-    """Pack first-fit decreasing: never more than 11/9 of the fewest bins possible plus one (Johnson 1973)."""
+    """Pack by first-fit decreasing: with a token limit alone, at most 11/9 of the fewest possible bins, plus one (Yue 1991)."""
     bins: list[_Bin] = []
     for unit in longest_first:
         bin = next((bin for bin in bins if bin.has_room(unit, capacity)), None)
@@ -200,7 +201,7 @@ def _first_fit(longest_first: Sequence[_Unit], capacity: Capacity) -> list[_Bin]
 
 
 def _split_largest(bins: list[_Bin], num_bins: int) -> None:
-    """Halve, in place, the bin with most tokens among those that can be halved until there are `num_bins`."""
+    """Halve the largest bin of several units, in place, until there are `num_bins`."""
     while len(bins) < num_bins:
         largest = max((bin for bin in bins if len(bin.units) > 1), key=lambda bin: bin.num_tokens)
         bins.remove(largest)
@@ -208,9 +209,9 @@ def _split_largest(bins: list[_Bin], num_bins: int) -> None:
 
 
 def _even(longest_first: Sequence[_Unit], capacity: Capacity, num_bins: int, costs: Mapping[tuple[int, ...], float]) -> list[_Bin] | None:
-    """Put the units into `num_bins` bins of about equal cost, the longest unit first into the cheapest bin with room.
+    """Distribute the units, longest first, over `num_bins` bins of about equal cost: each goes into the cheapest bin with room.
 
-    Return None if a unit is left over: first-fit packs tighter.
+    Return None if a unit fits into no bin; first-fit packs tighter.
     """
     bins = [_Bin([]) for _ in range(num_bins)]
     cheapest = [(0.0, b) for b in range(num_bins)]
@@ -228,7 +229,7 @@ def _even(longest_first: Sequence[_Unit], capacity: Capacity, num_bins: int, cos
 
 
 def _deal_evenly(plans: list[MicroBatchPlan], costs: list[float], num_ranks: int) -> list[list[MicroBatchPlan]]:
-    """Deal micro-batches of similar cost to all ranks at a time, the costliest to the rank with the lowest total so far."""
+    """Deal one micro-batch to every rank per round, costliest first; in each round the costliest goes to the rank with the lowest total."""
     costliest_first = sorted(range(len(plans)), key=lambda p: -costs[p])
     ranks: list[list[MicroBatchPlan]] = [[] for _ in range(num_ranks)]
     totals = [0.0] * num_ranks

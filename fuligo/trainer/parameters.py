@@ -1,4 +1,4 @@
-"""Parameters: their data types in the model's passes and for the engines, and selection of those to train, by regular expressions."""
+"""Parameters: data types, a check of loaded weights, and selection of the parameters to train by regular expressions."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,19 +11,19 @@ from fuligo.errors import CheckpointError, ConfigError
 from fuligo.trainer.ranks.settings import TrainedParameters, TrainerSettings
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""By the names in the settings."""
+"""Data types by their names in the settings."""
 
 
 def sync_dtype(settings: TrainerSettings, of_checkpoint: torch.dtype) -> torch.dtype:
-    """Return the data type in which engines receive the weights: that of the settings, else that of `hf_checkpoint`."""
+    """Return the data type in which engines receive the weights: that of the settings or, if None, that of `hf_checkpoint`."""
     return of_checkpoint if settings.sync_dtype is None else DTYPES[settings.sync_dtype]
 
 
 def require_finite_weights(tensors: Iterable[tuple[str, torch.Tensor]], source: Path) -> None:
-    """Check that no loaded tensor holds NaN or an infinity, in one pass over each that allocates nothing.
+    """Check that no loaded tensor contains NaN or infinities, in one pass over each tensor and without a mask of its size.
 
     Raises:
-        CheckpointError: one does; the error names the first.
+        CheckpointError: a tensor does; the message names the first one.
     """
     for name, tensor in tensors:
         if tensor.is_floating_point() and tensor.numel() and not torch.stack(tensor.detach().aminmax()).isfinite().all():
@@ -35,9 +35,14 @@ def require_finite_weights(tensors: Iterable[tuple[str, torch.Tensor]], source: 
 
 
 def trained_names(names: Mapping[str, Sequence[str]], trained: TrainedParameters) -> set[str]:
-    """Return the names of the parameters to train, given for each parameter the names that the regexes may match.
+    """Return the names of the parameters to train.
 
-    Raises ConfigError if both lists are given, a regex matches nothing or is malformed, or nothing is left to train.
+    Args:
+        names: for each parameter, the names that a regular expression may match.
+        trained: regular expressions of the parameters to train or to freeze.
+
+    Raises:
+        ConfigError: both lists are given, an expression is malformed or matches nothing, or no parameter is left to train.
     """
     if trained.only and trained.frozen:
         raise ConfigError("--only-train-params-name-list and --freeze-params-name-list cannot be combined; use one of them")
@@ -49,7 +54,7 @@ def trained_names(names: Mapping[str, Sequence[str]], trained: TrainedParameters
     found = {name for name, aliases in names.items() if not matching.isdisjoint(aliases)}
     chosen = found if trained.only else set(names) - found
     if not chosen:
-        raise ConfigError(f"{flag} leaves no parameter to train")
+        raise ConfigError(f"{flag} leaves no parameter to train; freeze fewer parameters")
     return chosen
 
 

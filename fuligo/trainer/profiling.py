@@ -1,4 +1,4 @@
-"""Profiles of chosen rollouts on chosen ranks: PyTorch's trace, and on a GPU the history of its memory."""
+"""PyTorch profiler traces, and on GPUs memory snapshots, of selected rollouts and ranks."""
 
 import logging
 from collections.abc import Iterator
@@ -12,22 +12,22 @@ from torch.profiler import ProfilerActivity, profile
 logger = logging.getLogger(__name__)
 
 _MAX_MEMORY_EVENTS = 1_000_000
-"""Allocations that a snapshot holds, the latest ones."""
+"""Number of the latest allocation events that a memory snapshot holds."""
 
 
 @dataclass(slots=True, frozen=True)
 class ProfileSettings:
-    """Rollouts and ranks to profile, and the directory of the files."""
+    """Rollouts and ranks to profile, and the output directory."""
 
     rollouts: tuple[int, ...]
     ranks: tuple[int, ...]
     directory: Path
-    """Receives `rollout_000002_rank0.trace.json.gz` and `rollout_000002_rank0.memory.pickle`."""
+    """Output directory of `rollout_000002_rank0.trace.json.gz` and, on a GPU, `rollout_000002_rank0.memory.pickle`."""
 
 
 @contextmanager
 def profiled(settings: ProfileSettings | None, *, rollout: int, rank: int, device: torch.device) -> Iterator[None]:
-    """Profile the block if it trains a chosen rollout on a chosen rank."""
+    """Profile the block if the settings select this rollout and rank."""
     if settings is None or rollout not in settings.rollouts or rank not in settings.ranks:
         yield
         return
@@ -46,4 +46,4 @@ def profiled(settings: ProfileSettings | None, *, rollout: int, rank: int, devic
     finally:
         if on_gpu:
             torch.cuda.memory._record_memory_history(enabled=None)
-    logger.info("wrote the profile of rollout %d: %s.*", rollout, name)
+    logger.info("wrote the profile of rollout %d to %s.*", rollout, name)

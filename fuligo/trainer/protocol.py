@@ -1,4 +1,4 @@
-"""Trainer as the loop sees it, whichever backend computes and however many ranks there are."""
+"""Interface between the loop and a trainer of any backend, on any number of ranks."""
 
 from pathlib import Path
 from typing import Protocol
@@ -8,10 +8,10 @@ from fuligo.weights.source import WeightSource
 
 
 class Trainer(WeightSource, Protocol):
-    """Trainer of a policy. Every method is a coroutine that returns when all ranks are done, and leaves the event loop free meanwhile."""
+    """Trainer of a policy. Every method is a coroutine that returns when all ranks are done and does not block the event loop meanwhile."""
 
     async def load(self) -> None:
-        """Build the policy, the reference, teacher and value model where they are needed, and optimizers; load the initial weights."""
+        """Build the policy, the reference, teacher and value models that the run needs, and the optimizers; load the initial weights."""
 
     async def score(self, samples: list[TrainSample]) -> list[TrainSample]:
         """Fill in old, reference and teacher log-probabilities and values where needed; return the samples in the same order."""
@@ -25,19 +25,19 @@ class Trainer(WeightSource, Protocol):
         """Write weights (as a Hugging Face directory), optimizer, schedule and random state of every rank below `directory`."""
 
     async def begin_save(self, directory: Path) -> None:
-        """Copy what `save` would write, return, and write the copy while training continues. One save at a time."""
+        """Copy what `save` would write and write the copy in the background while training continues. Only one save at a time."""
 
     async def end_save(self) -> None:
-        """Return when everything that `begin_save` began to write is on disk. Raises CheckpointError if it could not be written."""
+        """Wait until everything from `begin_save` is on disk. Raises CheckpointError if it could not be written."""
 
     async def restore(self, directory: Path) -> None:
-        """Load what `save` wrote. Raises CheckpointError if it is incomplete or belongs to another architecture."""
+        """Load a checkpoint that `save` wrote. Raises CheckpointError if it is incomplete or belongs to another architecture."""
 
     async def offload(self) -> None:
-        """Free the device for the engines where both share it."""
+        """Free device memory for engines that share the device; the tensors move to the host."""
 
     async def onload(self) -> None:
-        """Undo `offload`."""
+        """Move the tensors back to the device after `offload`."""
 
     async def close(self) -> None:
-        """End the ranks."""
+        """Stop all ranks."""

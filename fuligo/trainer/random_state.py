@@ -1,4 +1,4 @@
-"""Random numbers of a trainer's ranks in a checkpoint: a file for each rank."""
+"""Random states of the trainer's ranks in a checkpoint, one file per rank."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,9 +13,9 @@ from fuligo.trainer.ranks.world import World
 
 
 def write_random_state(directory: Path, world: World, more: Mapping[str, Tensor]) -> None:
-    """Write this rank's random state, and `more` of a backend's own, below `directory`, which is created.
+    """Write this rank's random state, with the backend's additional tensors `more`, below `directory`, which is created if missing.
 
-    Raises CheckpointError if the file cannot be written, for instance because the disk is full.
+    Raises CheckpointError if the file cannot be written, for example because the disk is full.
     """
     state = {"torch": torch.get_rng_state(), **more}
     if world.device.type == "cuda":
@@ -34,11 +34,11 @@ def read_random_state(directory: Path, world: World) -> dict[str, Tensor]:
     try:
         return load_file(file)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file}: missing, truncated or corrupt: {error}") from error
+        raise CheckpointError(f"cannot read {file}: {error}; resume from an intact checkpoint") from error
 
 
 def has_random_state(directory: Path, world: World) -> bool:
-    """Return whether the checkpoint has this rank's random state: it has one for each rank of the run that saved it."""
+    """Return whether the checkpoint has a random state for this rank; it has none if a run with fewer ranks saved it."""
     return _file(directory, world).exists()
 
 

@@ -1,4 +1,4 @@
-"""Conversion of a rollout's groups to samples to train on, and the hooks that may change them before a step."""
+"""Conversion of rollout groups to training samples, and the hooks that may change these before a step."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -16,27 +16,30 @@ RewardPostProcess = Callable[[list[Sample]], tuple[Sequence[float], Sequence[flo
 
 @dataclass(slots=True, frozen=True)
 class SampleSettings:
-    """Data that training needs of each sample."""
+    """Data that training requires of each sample."""
 
     has_rewards: bool = True
-    """False: rewards are ignored (SFT), and groups of one sample are trained on."""
+    """False: rewards are ignored (SFT), and a group is trained even if only one of its samples is usable."""
     reward_key: str | None = None
     """Key of the value to learn from if a reward is a dict."""
     post_process: RewardPostProcess | None = None
-    """Its second list replaces the rewards and their normalization by the estimator, but not whitening."""
+    """Hook whose second list replaces the rewards. The estimator does not normalize that list; whitening of advantages still applies."""
     needs_routing: bool = False
-    """The experts of every token that a trained token depends on must be known."""
+    """Require the recorded experts of every token that a trained token depends on."""
     needs_teacher: bool = False
-    """An engine computed the teacher's log-probability of every token."""
+    """Require the teacher's log-probabilities, computed by an engine, of every response token."""
 
 
 def train_samples(groups: list[SampleGroup], settings: SampleSettings) -> list[TrainSample]:
-    """Return the usable samples of these groups, in order: completed or truncated, with response tokens and a reward.
+    """Convert the usable samples of these groups, in order. A usable sample is completed or truncated and has response tokens and a reward.
 
-    Truncated samples stay, even if all their tokens are masked: they count in their group's statistics. A group of several samples with
-    fewer than two usable ones has nothing to compare and is marked as dropped. Samples split from one rollout (equal `index`) share one
-    denominator. Raises RewardError if a reward lacks `reward_key`, or is not a finite number, naming the sample, and RolloutError if the
-    experts, or the teacher's log-probabilities, of a sample's tokens are not known.
+    Truncated samples are kept even if all their tokens are masked, because they count in their group's statistics. A group of several
+    samples of which fewer than two are usable has nothing to compare and is marked as dropped. Samples split from one trajectory (equal
+    `index`) share one `mask_sum`.
+
+    Raises:
+        RewardError: a reward lacks `reward_key` or is not a finite number; the message names the sample.
+        RolloutError: required experts or teacher log-probabilities of a sample are missing.
     """
     samples = [sample for group in groups for sample in _kept(group, settings)]
     rewards = _rewards(samples, settings) if settings.has_rewards else [0.0] * len(samples)
@@ -47,8 +50,8 @@ def train_samples(groups: list[SampleGroup], settings: SampleSettings) -> list[T
             _require_routing(sample)
         if settings.needs_teacher and sample.teacher_logprobs is None:
             raise RolloutError(
-                f"sample {sample.index} has no teacher_logprobs, which --use-opd with a teacher on an engine needs; a rollout that was "
-                "saved without a teacher cannot be trained on"
+                f"cannot train on sample {sample.index}: it has no teacher_logprobs, which --use-opd with a teacher on an engine needs; "
+                "use a rollout that was generated with the teacher"
             )
         mask_sums[sample.index] += float(np.count_nonzero(sample.loss_mask))
     return [
@@ -73,9 +76,9 @@ def train_samples(groups: list[SampleGroup], settings: SampleSettings) -> list[T
 
 
 def _rewards_by_turn(groups: list[SampleGroup]) -> dict[int, tuple[TurnReward, ...]]:
-    """Return the rewards of the turns that each sample holds, by `id`, where an environment rewarded turns.
+    """Return the turn rewards of each sample by `id(sample)`, for episodes in which every turn has a reward.
 
-    The last sample of an episode has the turns of all of them.
+    The last sample of an episode lists the turns of all its samples.
     """
     episodes: dict[int, list[Sample]] = defaultdict(list)
     for sample in (sample for group in groups for sample in group.samples):
@@ -92,14 +95,14 @@ def _rewards_by_turn(groups: list[SampleGroup]) -> dict[int, tuple[TurnReward, .
 
 
 def _require_routing(sample: Sample) -> None:
-    """Check that the experts of all tokens that training needs are known."""
+    """Raise RolloutError if the experts of a token up to the last trained one are not recorded."""
     trained = np.flatnonzero(sample.loss_mask)
     num_needed = len(sample.prompt_ids) + int(trained[-1]) if len(trained) else 0
     num_known = 0 if sample.routed_experts is None else len(sample.routed_experts)
     if num_known < num_needed:
         raise RolloutError(
-            f"sample {sample.index}: --use-rollout-routing-replay needs the experts of its first {num_needed} tokens, but only those of "
-            f"{num_known} are known; a custom generate function must sample by continue_sample, or fill in routed_experts"
+            f"cannot replay the routing of sample {sample.index}: --use-rollout-routing-replay needs the experts of its first {num_needed} "
+            f"tokens, but has those of {num_known}; in a custom generate function, sample with continue_sample or fill in routed_experts"
         )
 
 
@@ -122,7 +125,7 @@ def _rewards(samples: list[Sample], settings: SampleSettings) -> list[float]:
             raise RewardError(str(error)) from error
     for sample, reward in zip(samples, rewards):
         if not np.isfinite(reward):
-            raise RewardError(f"sample {sample.index}: the reward is {reward}; a finite number is needed")
+            raise RewardError(f"cannot train on sample {sample.index}: its reward is {reward}; return a finite number")
     return rewards
 
 
@@ -134,13 +137,15 @@ def _post_processed(result: tuple[Sequence[float], Sequence[float]], num_samples
     except (TypeError, ValueError) as error:
         raise RewardError(f"--custom-reward-post-process-path must return (raw, rewards), numbers for every sample: {error}") from error
     if len(rewards) != num_samples:
-        raise RewardError(f"--custom-reward-post-process-path returned {len(rewards)} rewards for {num_samples} samples")
+        raise RewardError(
+            f"--custom-reward-post-process-path returned {len(rewards)} rewards for {num_samples} samples; return one for each"
+        )
     return rewards
 
 
 @dataclass(slots=True, frozen=True)
 class DataPostProcess:
-    """The run's hook --rollout-data-postprocess-path with the checks of its result."""
+    """Hook --rollout-data-postprocess-path, followed by checks of the samples it leaves."""
 
     hook: Callable[[list[list[TrainSample]]], object]
 
@@ -168,11 +173,11 @@ _PER_TOKEN = ("loss_mask", "advantages", "engine_logprobs", "old_logprobs", "ref
 
 @dataclass(slots=True, frozen=True)
 class BeforeTrainStep:
-    """The run's hook with the checks of its result."""
+    """Hook --before-train-step-path, followed by checks of the batch it leaves."""
 
     hook: Callable[[int, TrainBatch], object]
     num_replicas: int
-    """Data-parallel ranks, each of which needs a sample of every optimizer step."""
+    """Number of data-parallel ranks, each of which needs at least one sample of every optimizer step."""
 
     def __call__(self, rollout_id: int, batch: TrainBatch) -> None:
         """Call the hook and check the batch that it leaves.
@@ -186,13 +191,14 @@ class BeforeTrainStep:
             raise TrainerError(f"--before-train-step-path left a batch that cannot be trained on: {problem}")
 
     def _problem(self, batch: TrainBatch, num_before: int) -> str | None:
+        """Return why the batch cannot be trained on; None if it can."""
         num_samples = len(batch.samples)
         if num_samples == 0:
-            return f"it has no samples, but there were {num_before}; to leave one out, set its loss_mask to 0"
+            return f"it has no samples, but there were {num_before}; to leave a sample out, set its loss_mask to 0"
         if sorted(position for step in batch.steps for position in step) != list(range(num_samples)):
             return (
-                f"its steps must name each of its {num_samples} samples once (there were {num_before}); to leave one out, set its "
-                "loss_mask to 0, or take it out of both batch.samples and batch.steps"
+                f"its steps must name each of its {num_samples} samples once (there were {num_before}); to leave a sample out, set its "
+                "loss_mask to 0, or remove it from both batch.samples and batch.steps"
             )
         if len(batch.num_rollouts_per_step) != len(batch.steps) or min(batch.num_rollouts_per_step) < 1:
             return f"num_rollouts_per_step is {batch.num_rollouts_per_step} for {len(batch.steps)} steps: each needs a number above 0"
@@ -205,7 +211,7 @@ class BeforeTrainStep:
 
 
 def _misshapen(sample: TrainSample) -> str | None:
-    """Return which array of a sample does not fit its response; None if all do."""
+    """Return a message about the first array whose shape does not match the sample's response; None if all match."""
     length = sample.response_length
     for name in _PER_TOKEN:
         values = getattr(sample, name)

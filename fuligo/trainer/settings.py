@@ -65,14 +65,14 @@ def loss_settings(config: Config) -> LossSettings:
 
 
 class BoundHook:
-    """Hook with `args` already bound. Pickled as its flag and loaded again by each rank, so that a hook in a file reaches all of them."""
+    """Hook with `args` already bound. Pickled as configuration and flag name; each rank loads the hook again, also from a file."""
 
     def __init__(self, config: Config, flag_name: str, hook: Hook) -> None:
         self._config, self._flag_name, self._hook = config, flag_name, hook
         self._first = (ArgsView(config),) if "args" in HOOKS[flag_name].parameters else ()
 
     def __call__(self, *arguments: Any) -> Any:
-        """Call the hook. Raises TrainerError if the hook raised, naming its flag and its line."""
+        """Call the hook. Raises TrainerError with its flag and the failing line if the hook raises."""
         try:
             return self._hook(*self._first, *arguments)
         except Exception as error:

@@ -1,7 +1,7 @@
-"""Prefixes that samples share, and the row of a micro-batch that holds each of them once.
+"""Prefixes that samples share, and the layout of a micro-batch's row that stores each of them once.
 
-Samples in lexicographic order form a trie: it is enough to know how many tokens each sample shares with the one before it. What a set of
-neighbors costs together follows: f(length) of each sample, less f(shared), for tokens as for FLOPs. Pure.
+Samples in lexicographic order form a trie, which is fully described by the number of tokens that each sample shares with the previous
+one. The cost of adjacent samples, in tokens or FLOPs, is then the sum of f(length) - f(shared).
 """
 
 from collections.abc import Sequence
@@ -18,21 +18,21 @@ from fuligo.types import IntArray, RoutedExperts
 
 @dataclass(slots=True, frozen=True)
 class SharedPrefixes:
-    """Trie of sequences: those that share a prefix are neighbors."""
+    """Trie of sequences, in an order in which sequences with a common prefix are adjacent."""
 
     order: tuple[int, ...]
-    """[S] positions of the sequences, in lexicographic order."""
+    """[S] indices of the sequences, in lexicographic order."""
     shared: tuple[int, ...]
-    """[S] tokens that the sequence at the same place of `order` shares with the one before it there, and that are computed once."""
+    """[S] number of tokens that each sequence, in `order`, shares with the previous one and that are computed once."""
 
 
 @dataclass(slots=True, frozen=True)
 class RowLayout:
-    """Places of samples in a row that holds the tokens of shared prefixes once."""
+    """Positions of samples in a row that stores shared prefixes once."""
 
     tree: TokenTree
     slots: list[NDArray[np.int64]]
-    """[S][L] places of each sample's tokens in the row."""
+    """[S][L] row positions of each sample's tokens."""
 
 
 def find_shared_prefixes(
@@ -41,10 +41,12 @@ def find_shared_prefixes(
     """Return the trie of the sequences, without forks that save fewer than `min_saved` tokens.
 
     Args:
-        sequences: tokens of each that are computed.
-        routing: [at most T, M, K] experts that each names for its tokens, which are sent there; empty: none names any. Tokens with other
-            experts, or with experts recorded for only one of the sequences, are not shared.
-        look_ahead: tokens that a token's computation knows of those that follow it (MTP): tokens with other followers are not shared.
+        sequences: computed tokens of each sequence.
+        routing: [at most T, M, K] recorded experts of each sequence's tokens, to be replayed; empty: no replay. Tokens whose experts
+            differ, or are recorded in only one of the sequences, are not shared.
+        look_ahead: number of following tokens that the computation of a token depends on (MTP). Tokens for which these differ are not
+            shared.
+        min_saved: number of tokens that a fork must save to be kept.
     """
     keys = [np.ascontiguousarray(tokens, dtype=">u4").tobytes() for tokens in sequences]  # bytes that sort as the numbers do
     order = sorted(range(len(sequences)), key=lambda i: (keys[i], i))
@@ -56,7 +58,7 @@ def find_shared_prefixes(
 
 
 def _equally_routed(first: RoutedExperts | None, second: RoutedExperts | None, num_tokens: int) -> int:
-    """Return how many of the first `num_tokens` tokens both name the same experts for, or none."""
+    """Return for how many of the first `num_tokens` tokens both sequences record the same experts, or both record none."""
     first_known, second_known = (0 if of_tokens is None else len(of_tokens[:num_tokens]) for of_tokens in (first, second))
     length = min(first_known, second_known)
     if first is not None and second is not None:
@@ -73,10 +75,10 @@ def _common_length(first: IntArray, second: IntArray) -> int:
 
 
 def _worthwhile(shared: list[int], min_saved: int) -> list[int]:
-    """Lower `shared` at forks that save fewer than `min_saved` tokens to the depth of the fork above them."""
+    """Reduce `shared` at forks that save fewer than `min_saved` tokens to the depth of their parent fork."""
     kept = [0] * len(shared)
     parts = [(0, len(shared), 0)] if shared else []
-    while parts:  # neighbors start to end - 1, which share at least `depth` tokens
+    while parts:  # sequences start to end - 1, which share at least `depth` tokens
         start, end, depth = parts.pop()
         if end - start < 2:
             continue
@@ -90,19 +92,19 @@ def _worthwhile(shared: list[int], min_saved: int) -> list[int]:
 
 
 def lay_out(lengths: Sequence[int], shared: Sequence[int]) -> RowLayout:
-    """Lay samples into a row, each after the prefix that it shares with the one before.
+    """Lay out samples in a row that stores the prefix each sample shares with the previous one only once.
 
     Args:
-        lengths: [S] tokens of each sample, at least one.
-        shared: [S] tokens that each shares with the one before it, at most the length of either.
+        lengths: [S] number of tokens of each sample, at least 1.
+        shared: [S] number of tokens that each sample shares with the previous one, at most the length of either.
     """
     slots: list[NDArray[np.int64]] = []
-    parent_of: dict[int, int] = {}  # first slot of each node -> slot before it in its sequences, -1 at a root
+    parent_of: dict[int, int] = {}  # first slot of each node -> slot of the token before it, -1 at a root
     path, total = np.empty(0, np.int64), 0
     for length, common in zip(lengths, shared, strict=True):
         if length > common:
             above = int(path[common - 1]) if common else -1
-            if above < 0 or above != total - 1:  # else the node continues
+            if above < 0 or above != total - 1:  # otherwise the previous sample's last node continues
                 parent_of[total] = above
                 if above >= 0:
                     parent_of.setdefault(above + 1, above)

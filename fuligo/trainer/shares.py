@@ -1,7 +1,7 @@
-"""Shares of a rollout that each data-parallel replica of a trainer receives, and the scores that it returns.
+"""Shares of a rollout that the driver sends to each data-parallel replica, and the scores that a replica returns.
 
-The driver plans for all ranks, so that each receives only the samples it computes: a rollout with the experts of every token is
-hundreds of bytes a token, which every rank of a large run would have to hold.
+The driver plans the micro-batches of all replicas and sends each replica only the samples it computes. A rollout that records the
+experts of every token takes hundreds of bytes per token, too much for every rank of a large run to hold in full.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -40,34 +40,35 @@ class StepShare:
 
 @dataclass(slots=True, frozen=True)
 class SampleScores:
-    """The trainer's scores of one sample, each only where the loss needs it; where it is None, the sample keeps what it has."""
+    """Trainer's scores of one sample. A score that the loss does not need is None; the sample then keeps its own."""
 
     old_logprobs: FloatArray | None = None
-    """[R]"""
+    """[R] policy's log-probabilities before the rollout's first optimizer step."""
     ref_logprobs: FloatArray | None = None
-    """[R]"""
+    """[R] reference model's log-probabilities."""
     teacher_logprobs: FloatArray | None = None
-    """[R]"""
+    """[R] teacher's log-probabilities."""
     values: FloatArray | None = None
-    """[R]"""
+    """[R] predictions of the value model."""
     routed_experts: RoutedExperts | None = None
-    """[T - 1, M, K]"""
+    """[T - 1, M, K] experts that the policy's routers chose (see `RoutedExperts`)."""
 
     def filled_into(self, sample: TrainSample) -> TrainSample:
+        """Return a copy of the sample with these scores."""
         return replace(sample, **{each.name: score for each in fields(self) if (score := getattr(self, each.name)) is not None})
 
 
 def score_shares(samples: Sequence[TrainSample], settings: TrainerSettings, balance_by: Cost | None) -> list[ScoreShare]:
-    """Return every replica's share. A sample is in several shares where a repetition keeps replicas in step.
+    """Return every replica's share. A sample is in several shares if its repetition keeps the replicas in step.
 
-    Raises TrainerError if there is no sample.
+    Raises TrainerError if `samples` is empty.
     """
     own = [_localize(schedule) for schedule in settings.micro_batch_schedules(samples, settings.score_capacity, balance_by)]
     return [ScoreShare(positions, [samples[i] for i in positions], schedule) for positions, schedule in own]
 
 
 def step_shares(batch: TrainBatch, settings: TrainerSettings, balance_by: Cost | None) -> list[list[StepShare | None]]:
-    """Return [replicas][optimizer steps] shares; otherwise as `score_shares`. Skipped samples are in none; a skipped step is None."""
+    """Return [replicas][optimizer steps] shares of the batch. They do not contain skipped samples; the share of a skipped step is None."""
     steps: list[Sequence[StepShare | None]] = []
     for step, positions in enumerate(trained_positions(batch, skips_zero_advantages=settings.skips_zero_advantages)):
         if not positions:
@@ -80,7 +81,7 @@ def step_shares(batch: TrainBatch, settings: TrainerSettings, balance_by: Cost |
 
 
 def trained_positions(batch: TrainBatch, *, skips_zero_advantages: bool) -> list[list[int]]:
-    """Return the positions of each optimizer step's samples that are trained; none if the step is skipped."""
+    """Return the positions of the samples that each optimizer step trains; an empty list if the step is skipped."""
     if not skips_zero_advantages:
         return batch.steps
     return [[position for position in step if has_advantage(batch.samples[position])] for step in batch.steps]
@@ -91,7 +92,7 @@ def has_advantage(sample: TrainSample) -> bool:
 
 
 def skip_metrics(batch: TrainBatch) -> dict[str, float]:
-    """Return the metrics of a rollout whose samples without advantages are skipped."""
+    """Return `train/num_skipped_steps` and `train/skipped_share` of a rollout whose samples without advantages are skipped."""
     trained = trained_positions(batch, skips_zero_advantages=True)
     return {
         "train/num_skipped_steps": sum(not positions for positions in trained),
@@ -100,13 +101,13 @@ def skip_metrics(batch: TrainBatch) -> dict[str, float]:
 
 
 def join_by_position(of_ranks: Iterable[Mapping[int, T]]) -> list[T]:
-    """Join values by position from several ranks into one list of all."""
+    """Merge the ranks' values, each keyed by position, into one list in the order of positions."""
     found = {i: value for of_rank in of_ranks for i, value in of_rank.items()}
     return [found[i] for i in range(len(found))]
 
 
 def _localize(schedule: MicroBatchSchedule) -> tuple[list[int], MicroBatchSchedule]:
-    """Return the positions of the samples in the schedule, and the schedule with positions among these samples."""
+    """Return the positions of the schedule's samples, and the schedule with indices into these positions instead."""
     positions = sorted({i for plan in schedule.plans for i in plan.samples})
     place = {position: number for number, position in enumerate(positions)}
     plans = [replace(plan, samples=tuple(place[i] for i in plan.samples)) for plan in schedule.plans]

@@ -1,4 +1,4 @@
-"""Optimizer steps: the parts before and after the model's passes that all backends share."""
+"""Parts of an optimizer step before and after the model's passes, shared by all backends."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -23,7 +23,7 @@ from fuligo.types import FloatArray, TokenScores, TrainBatch, TrainSample
 
 @dataclass(slots=True)
 class Progress:
-    """Counters of training."""
+    """Number of optimizer steps and rollouts trained so far."""
 
     num_optimizer_steps: int = 0
     num_rollouts: int = 0
@@ -31,25 +31,26 @@ class Progress:
 
 @dataclass(slots=True, frozen=True)
 class StepSamples:
-    """Samples of one optimizer step, all or one replica's, with counts over the whole step."""
+    """Samples of one optimizer step (all of them, or one replica's share), with counts over the whole step."""
 
     positions: Sequence[int]
-    """Positions in the rollout's batch."""
+    """Positions of `samples` in the rollout's batch."""
     samples: list[TrainSample]
     denominators: StepDenominators
     per_token: bool
     """`LossSettings.per_token`"""
     num_tokens: int
-    """Tokens of the whole step that go through the model: all but the last of each trained sample."""
+    """Number of tokens of the whole step that go through the model: all but the last of each trained sample."""
     num_choices: int
-    """Expert choices that all samples of the step record."""
+    """Number of expert choices recorded in `routed_experts` for all trained samples of the step."""
 
     @classmethod
     def of(cls, batch: TrainBatch, step: int, settings: LossSettings, positions: Sequence[int] | None = None) -> Self:
         """Return the samples of an optimizer step.
 
         Args:
-            positions: positions of the step's samples that are trained; None: all. The denominators are the whole step's in any case.
+            positions: positions in `batch.samples` of the samples to train; None: all samples of the step. The denominators cover the whole
+                step in any case.
         """
         positions = batch.steps[step] if positions is None else positions
         samples = [batch.samples[i] for i in positions]
@@ -61,7 +62,7 @@ class StepSamples:
 
     @property
     def weights(self) -> list[FloatArray]:
-        """[R] weights of each sample's tokens in the loss of the whole step."""
+        """[R] weights of each sample's response tokens in the loss of the whole step."""
         return [self._weights(sample) for sample in self.samples]
 
     def micro_batch(self, plan: MicroBatchPlan, device: torch.device) -> MicroBatch:
@@ -71,7 +72,7 @@ class StepSamples:
         return micro_batch(chosen, weights, device, counts=plan.counts, share=share, shared=plan.shared)
 
     def scores(self, plan: MicroBatchPlan, tokens: PackedTokens, outputs: TokenLogprobs) -> dict[int, TokenScores]:
-        """Return the scores of a micro-batch by position in the rollout's batch; empty if it only repeats samples of another."""
+        """Return the scores of a micro-batch by position in the rollout's batch; empty if the micro-batch is a repetition."""
         if not plan.counts:
             return {}
         return dict(zip([self.positions[i] for i in plan.samples], split_scores(tokens, outputs)))
@@ -82,17 +83,17 @@ class StepSamples:
 
 @dataclass(slots=True)
 class StepGradients:
-    """Results of a rank's passes besides the gradients, which the backend keeps with its parameters."""
+    """Results of a rank's forward and backward passes, apart from the gradients, which stay with the backend's parameters."""
 
     sums: MetricSums
     losses: Tensor
-    """[micro-batches] shares of the step's loss."""
+    """[micro-batches] share of each micro-batch in the step's loss."""
     scores: dict[int, TokenScores]
-    """By position in the batch's samples."""
+    """Scores by position in the batch's samples."""
     num_tokens: int
-    """Tokens of the samples that this rank computed, without repetitions."""
+    """Number of tokens of this rank's samples, without repetitions."""
     num_shared_tokens: int = 0
-    """Part of `num_tokens` that was not computed again, because another sample of the row had the same tokens."""
+    """Number of these tokens that were not computed again, because they belong to a prefix shared with another sample of the row."""
 
 
 def loss_inputs(batch: MicroBatch, outputs: TokenLogprobs, settings: LossSettings) -> LossInputs:
@@ -116,7 +117,7 @@ def loss_inputs(batch: MicroBatch, outputs: TokenLogprobs, settings: LossSetting
 
 
 def split_scores(tokens: PackedTokens, outputs: TokenLogprobs) -> list[TokenScores]:
-    """Split log-probabilities and entropies into samples, in the order of the micro-batch."""
+    """Split log-probabilities and entropies by sample, in the order of the micro-batch."""
     logprobs, entropy = torch.stack([outputs.logprobs.detach(), outputs.entropy.detach()]).cpu()
     columns = (logprobs.split(tokens.response_lengths), entropy.split(tokens.response_lengths))
     return [TokenScores(logprobs=lp.numpy(), entropy=h.numpy()) for lp, h in zip(*columns)]
@@ -127,12 +128,12 @@ def num_choices(samples: Iterable[TrainSample]) -> int:
 
 
 def total(sums: Sequence[MetricSums]) -> MetricSums:
-    """Add sums, at least one."""
+    """Return the sum of at least one `MetricSums`."""
     return reduce(add, sums)
 
 
 def losses_of_ranks(gradients: StepGradients | None, num_micro_batches: int, world: World) -> Tensor:
-    """Return [ranks, micro-batches] losses on every rank, 0 for a rank that reports none (None). A collective."""
+    """Gather the losses of all ranks into [ranks, micro-batches]; 0 for a rank whose `gradients` are None. A collective."""
     losses = torch.zeros(world.size, num_micro_batches, device=world.device)
     if gradients is not None:
         losses[world.rank] = gradients.losses
@@ -143,11 +144,11 @@ def require_finite(losses: Tensor, grad_norm: float, *, optimizer_step: int, fla
     """Check that all losses and the gradient norm are finite.
 
     Args:
-        losses: [ranks, micro-batches] of all ranks, so that all ranks decide the same.
+        losses: [ranks, micro-batches] losses of all ranks, so that all ranks decide alike.
         grad_norm: norm of the whole gradient.
-        optimizer_step: 0-based.
-        flag: flag of the learning rate.
-        whose: owner of the step if there is more than one model: `of the value model`.
+        optimizer_step: 0-based index.
+        flag: flag of the learning rate, for the message.
+        whose: model for the message if there is more than one, such as `of the value model`.
 
     Raises:
         TrainerError: one of them is not finite; the weights must not be updated.

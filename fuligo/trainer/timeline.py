@@ -1,4 +1,4 @@
-"""Timeline of one trainer rank; the driver writes it into the trace."""
+"""Timed spans of one trainer rank, which the driver writes into the run's trace."""
 
 import time
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ class Timeline:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Record the time inside the block as `name`. Synchronizes the GPU at its end, so use it where results are waited for anyway."""
+        """Record the block as span `name`. Synchronizes the GPU at the end, so use it only where the caller needs the results anyway."""
         start_s = time.time()
         yield
         if self._device.type == "cuda":
@@ -26,6 +26,6 @@ class Timeline:
         self._spans.append(Span(name, start_s, time.time()))
 
     def take(self) -> list[Span]:
-        """Return the spans since the last call, in the order in which they ended."""
+        """Return and clear the recorded spans, in the order in which they ended."""
         taken, self._spans = self._spans, []
         return taken

@@ -24,15 +24,15 @@ P = ParamSpec("P")
 
 @dataclass(slots=True, frozen=True)
 class Command(Generic[R_co]):
-    """Call of a method on every rank; can be pickled. `R_co` is the type of rank 0's result; other ranks' results are dropped."""
+    """Picklable method call that all ranks execute. `R_co` is the type of rank 0's result; results of other ranks are discarded."""
 
     name: str
     """Name of the method, also in errors and logs."""
     arguments: tuple[Any, ...] = ()
     of_worker: bool = True
-    """Method of the rank's worker; otherwise of the `Rank` itself."""
+    """True: method of the rank's worker; False: method of the `Rank` itself."""
     is_queued: bool = True
-    """Runs in the rank's compute thread after the commands before it; else at once, in its own thread."""
+    """True: run in the rank's compute thread after earlier commands; False: run at once in a separate thread."""
 
     def run(self, rank: Rank) -> R_co | None:
         """Execute the command in the rank's process."""
@@ -40,32 +40,32 @@ class Command(Generic[R_co]):
 
 
 def call(method: Callable[Concatenate[RankWorker, P], R | None], *arguments: P.args, **_: P.kwargs) -> Command[R]:
-    """Return the command to call a method of `RankWorker`: `call(RankWorker.score, share)`."""
+    """Return the command that calls a method of `RankWorker`, for example `call(RankWorker.score, share)`."""
     return Command(method.__name__, arguments)
 
 
 def call_rank(method: Callable[Concatenate[Rank, P], R], *arguments: P.args, **_: P.kwargs) -> Command[R]:
-    """Return the command to call a method of `Rank`: `call_rank(Rank.load, settings, rendezvous)`."""
+    """Return the command that calls a method of `Rank`, for example `call_rank(Rank.load, settings, rendezvous)`."""
     return Command(method.__name__, arguments, of_worker=False)
 
 
 PING: Command[None] = Command("ping", of_worker=False, is_queued=False)
-"""Heartbeat, which a rank answers as long as its interpreter runs."""
+"""Heartbeat; a rank answers it as long as its interpreter runs."""
 END_SAVE: Command[None] = Command("end_save", of_worker=False, is_queued=False)
-"""Call of `Rank.end_save`. Queued commands run meanwhile."""
+"""Call of `Rank.end_save`; queued commands continue to run meanwhile."""
 LEAVE: Command[None] = Command("leave", of_worker=False)
-"""Last command: leave the process group."""
+"""Last command of a rank: leave the process group."""
 
 
 @dataclass(slots=True, frozen=True)
 class Answer(Generic[R]):
-    """Outcome of a command on one rank. Errors are values: a call that raises has lost its rank."""
+    """Outcome of a command on one rank. A command's error is returned in `error`; only the loss of the rank is raised."""
 
     value: R | None = None
     error: BaseException | None = None
 
     def for_driver(self, rank: int) -> Answer[R]:
-        """Return the answer as it leaves the rank's process: values from rank 0 only, unexpected errors as their text."""
+        """Return the answer to send to the driver's process: the value from rank 0 only, an unexpected error as its text."""
         if self.error is None:
             return self if rank == 0 else Answer()
         if isinstance(self.error, FuligoError):
@@ -75,11 +75,11 @@ class Answer(Generic[R]):
 
 
 class UnexpectedError(TrainerError):
-    """Error of a rank in another process that was not raised for the user to read; its traceback is in the rank's output."""
+    """Error of a rank in another process that is not a `FuligoError`; its traceback is in the rank's output."""
 
 
 class SharedCommand(Generic[R]):
-    """Command on its way to several ranks; each transport encodes it once, for all its ranks."""
+    """Command for several ranks; each transport encodes it once and sends the same bytes to all its ranks."""
 
     def __init__(self, command: Command[R]) -> None:
         self.command = command
@@ -87,7 +87,7 @@ class SharedCommand(Generic[R]):
         self._encoded: dict[Callable[[Any], Any], Any] = {}
 
     def encoded(self, encode: Callable[[Command[R]], E]) -> E:
-        """Return `encode(command)`, which the first call with a function computes and later ones reuse."""
+        """Return `encode(command)`, computed once per `encode` function."""
         with self._lock:
             if encode not in self._encoded:
                 self._encoded[encode] = encode(self.command)

@@ -1,4 +1,4 @@
-"""Thread that runs all computation of a rank, so that the event loop stays free and torch sees a single caller."""
+"""Thread that runs all computation of a rank, so that the event loop is not blocked and torch is called from a single thread."""
 
 import queue
 import threading
@@ -8,21 +8,20 @@ from typing import Any, Protocol
 
 
 class Compute(Protocol):
-    """Thread that computes, or a share in one."""
+    """Compute thread, or one run's share of a compute thread."""
 
     def submit(self, function: Callable[[], Any], /) -> Future[Any]:
-        """Run the function after those that were submitted before."""
+        """Run the function after all functions submitted before it; return the future of its result."""
         ...
 
     def stop(self) -> None:
-        """End the thread, or the share, when all submitted work is done."""
+        """Stop the thread, or give up the share, when all submitted work is done."""
 
 
 class ComputeThread:
     """Daemon thread that runs functions one after another.
 
-    The threads of a `ThreadPoolExecutor` are not daemons: one that hangs in a collective whose peer is dead would keep the process from
-    ending.
+    The threads of a `ThreadPoolExecutor` are not daemons: if one hung in a collective because a peer has died, the process could not exit.
     """
 
     def __init__(self, name: str) -> None:
@@ -35,7 +34,7 @@ class ComputeThread:
         return future
 
     def stop(self) -> None:
-        """End the thread when all submitted work is done."""
+        """Stop the thread when all submitted work is done."""
         self._work.put(None)
 
     def _run(self) -> None:
@@ -43,7 +42,7 @@ class ComputeThread:
             pass
 
     def _run_next(self) -> bool:
-        """Run one function; in a function so that what the work refers to, such as a rollout's samples, is freed when it returns."""
+        """Run one function. A separate method, so that its references, for example to a rollout's samples, are dropped when it returns."""
         work = self._work.get()
         if work is None:
             return False
@@ -51,6 +50,6 @@ class ComputeThread:
         if future.set_running_or_notify_cancel():
             try:
                 future.set_result(function())
-            except BaseException as error:  # raised to the caller that waits
+            except BaseException as error:  # raised again in the waiting caller
                 future.set_exception(error)
         return True

@@ -1,6 +1,6 @@
-"""Ranks in other processes, reached through a connection: children of the driver and torchrun's processes.
+"""Ranks in other processes, reached through a connection: child processes of the driver, and processes started by torchrun.
 
-A message to a rank is a header and a pickled command, a message from it a number and its pickled `Answer`.
+A request is a header followed by a pickled command; a reply is a pickled pair of the command's number and its `Answer`.
 """
 
 import asyncio
@@ -25,21 +25,22 @@ from fuligo.trainer.ranks.rank import RankExecutor
 from fuligo.trainer.ranks.signed import ForgedMessageError, SignedConnection
 
 END_TIMEOUT_S = 10.0
+"""Seconds that a rank's process has to exit after the driver closed the connection; then it is killed."""
 EXIT_TIMEOUT_S = 5.0
-"""Seconds between the end of a rank's connection and that of its process."""
+"""Seconds to wait for the exit code of a rank's process after the rank closed the connection."""
 NOTICED_WITHIN_MS = 500
-"""Milliseconds between an error of a collective with a killed driver and the end of the driver's connection."""
+"""Milliseconds within which the connection of a killed driver closes after a collective with the driver has failed."""
 _HEADER = struct.Struct("!q?")
 """Number of the command, and its `is_queued`."""
 RankConnection = Connection | SignedConnection
-"""Connection whose other end is known to be a process of the run."""
+"""Connection whose peer has been verified to be a process of this run."""
 
 
 class ConnectedRank(RankHandle):
     """Rank in another process, behind a connection.
 
     Args:
-        process: where the driver started it; None: torchrun did
+        process: process of the rank if the driver started it; None if torchrun did.
     """
 
     def __init__(self, rank: int, host: str, connection: RankConnection, process: subprocess.Popen[bytes] | None = None) -> None:
@@ -52,7 +53,7 @@ class ConnectedRank(RankHandle):
         self._next_number = 0
         self._lost: RankLostError | None = None
         self._sender = ComputeThread(f"to-rank-{rank}")
-        """Separate thread, because a rank that is stopped reads nothing and blocks the writer."""
+        """Separate thread, because sending to a rank whose process is stopped blocks."""
         threading.Thread(target=self._receive_all, name=f"from-rank-{rank}", daemon=True).start()
 
     @property
@@ -63,7 +64,7 @@ class ConnectedRank(RankHandle):
     @property
     def is_alive(self) -> bool:
         """True while the rank's process runs."""
-        # While the receiving thread waits for the end of the process, `poll` says that it runs.
+        # `poll` returns None, as for a running process, while the receiving thread is in `wait`.
         return self._is_connected and self._process is not None and self._process.poll() is None
 
     async def run(self, command: SharedCommand[R]) -> Answer[R]:
@@ -108,7 +109,7 @@ class ConnectedRank(RankHandle):
                     answered.set_exception(lost)
 
     def _receive(self) -> None:
-        """Hand on one answer; in a function so that the thread keeps no reference to it while it waits for the next."""
+        """Deliver one answer. A separate method, so that the thread holds no reference to it while it waits for the next."""
         number, answer = pickle.loads(self._connection.recv_bytes())
         with self._lock:
             answered = self._pending.pop(number)
@@ -125,9 +126,9 @@ class ConnectedRank(RankHandle):
         return f"ended with exit code {code}" + (" (killed, often because memory ran out)" if code == -9 else "")
 
     def _end(self) -> None:
-        """Close the connection, which ends the rank; kill it if that takes too long."""
+        """Close the connection, which makes the rank exit; kill its process if it does not exit in time."""
         with suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as end:
-            end.shutdown(socket.SHUT_RDWR)  # closing it would not wake the thread that receives, which closes it now
+            end.shutdown(socket.SHUT_RDWR)  # unlike closing it, this wakes the receiving thread, which then closes it
         if self._process is None:
             return
         try:
@@ -138,10 +139,10 @@ class ConnectedRank(RankHandle):
 
 
 def start_process(rank: int, size: int, host: str) -> ConnectedRank:
-    """Start a rank as a child process; returns before it is ready. The child ends when this process does."""
+    """Start a rank as a child process and return before it is ready. The child exits when this process does."""
     ours, theirs = socket.socketpair()
     arguments = ["--rank", str(rank), "--size", str(size), "--connection", str(theirs.fileno())]
-    # In its own process group: Ctrl-C in a terminal reaches only the driver, which decides what ends when.
+    # In a separate process group, so that Ctrl-C in a terminal reaches only the driver, which then stops the ranks in order.
     process = subprocess.Popen(
         [sys.executable, "-m", "fuligo.trainer.ranks.rank_process", *arguments], process_group=0, pass_fds=[theirs.fileno()]
     )
@@ -152,7 +153,7 @@ def start_process(rank: int, size: int, host: str) -> ConnectedRank:
 def serve(connection: RankConnection, executor: RankExecutor) -> None:
     """Answer commands until the driver closes the connection after `LEAVE`.
 
-    Where the driver ends without `LEAVE`, end this process at once, even if it hangs in a collective.
+    If the driver's process ends without `LEAVE`, exit this process at once, even if it hangs in a collective.
     """
     answer_commands(connection, executor)
     if not executor.rank.has_left:
@@ -162,25 +163,25 @@ def serve(connection: RankConnection, executor: RankExecutor) -> None:
 def answer_commands(connection: RankConnection, executor: RankExecutor) -> None:
     """Answer commands until the other end closes the connection."""
     sender = ComputeThread(f"answers-of-rank-{executor.rank.number}")
-    """Separate thread, because a driver that is stopped reads nothing and blocks the writer; other runs may share the compute thread."""
+    """Separate thread, because sending to a driver whose process is stopped blocks, and other runs may share the compute thread."""
 
     def send(number: int, answered: Future[Answer[Any]]) -> None:
         answer = answered.result()
         if answer.error is not None:
             sender.submit(partial(send_error, number, answer))
             return
-        message = pickle.dumps((number, answer.for_driver(executor.rank.number)))  # before the next command changes what it refers to
+        message = pickle.dumps((number, answer.for_driver(executor.rank.number)))  # before the next command changes the data it refers to
         sender.submit(partial(_send_answer, connection, message))
 
     def send_error(number: int, answer: Answer[Any]) -> None:
-        # The other end may close within a moment.
+        # If the driver was killed, a collective fails first and the connection closes a moment later: nobody needs that traceback.
         ends = select.poll()
         ends.register(connection.fileno(), select.POLLRDHUP)
-        if not ends.poll(NOTICED_WITHIN_MS):  # a collective noticed first that the driver was killed; nobody needs its traceback
+        if not ends.poll(NOTICED_WITHIN_MS):
             _send_answer(connection, pickle.dumps((number, answer.for_driver(executor.rank.number))))
 
     def serve_next() -> None:
-        """Begin one command; in a function so that the loop keeps no reference to its samples while it waits for the next."""
+        """Start one command. A separate function, so that the loop holds no reference to its samples while it waits for the next."""
         number, is_queued = _HEADER.unpack(connection.recv_bytes())
         command = connection.recv_bytes()
         executor.answer(lambda: pickle.loads(command), is_queued=is_queued).add_done_callback(partial(send, number))

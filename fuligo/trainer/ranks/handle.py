@@ -1,4 +1,4 @@
-"""Trainer ranks as the driver sees them, wherever they compute."""
+"""Driver's handles of trainer ranks, wherever the ranks run."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ if TYPE_CHECKING:
     from fuligo.trainer.ranks.worker import RankWorker
 
 LEAVE_TIMEOUT_S = 10.0
+"""Seconds that the driver waits for a rank to leave the process group."""
 
 
 class RankLostError(Exception):
-    """Loss of a rank, which will never answer; the text says how it ended."""
+    """Loss of a rank, which will not answer any more; the message says how it ended."""
 
 
 class RankHandle(ABC):
@@ -28,28 +29,28 @@ class RankHandle(ABC):
 
     @abstractmethod
     async def run(self, command: SharedCommand[R]) -> Answer[R]:
-        """Have the rank run a command. Raises RankLostError if the rank is gone."""
+        """Run a command on the rank and return its answer. Raises RankLostError if the rank is gone."""
 
     @abstractmethod
     async def close(self, *, failed: bool) -> None:
-        """End the rank. `failed`: a command failed or is still running, so that the rank may hang."""
+        """Stop the rank. `failed`: a command failed or is still running, so the rank may hang."""
 
     def log_hint(self) -> str:
-        """Return a sentence that says where the rank's output is, with its last lines if they can be read here."""
-        return "Its output above may say more."
+        """Return a sentence that says where the rank's output is, with its last lines if they are readable on this host."""
+        return "See its output above."
 
     async def leave(self) -> None:
-        """Have the rank leave the process group; give up after a while, since it may hang in a collective."""
+        """Make the rank leave the process group; give up after `LEAVE_TIMEOUT_S`, because the rank may hang in a collective."""
         leaving = asyncio.ensure_future(self.run(SharedCommand(LEAVE)))
         await asyncio.wait([leaving], timeout=LEAVE_TIMEOUT_S)
         if leaving.done():
-            leaving.exception()  # a rank that is gone has left
+            leaving.exception()  # retrieved and ignored: a lost rank has left
         else:
             leaving.cancel()
 
 
 class InProcessRank(RankHandle):
-    """Rank that computes in a thread of this process. Its unexpected errors keep their type and traceback."""
+    """Rank that computes in a thread of this process. Unexpected errors keep their type and traceback."""
 
     def __init__(self, executor: RankExecutor, host: str) -> None:
         super().__init__(executor.rank.number, host)

@@ -1,4 +1,4 @@
-"""Trainer rank in the process that computes: the object that commands act on, and the threads that run them."""
+"""Trainer rank on the side that computes: the object whose methods commands call, and the threads that run them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 class Rank:
-    """Trainer rank, with a worker once it is loaded. Imports torch when it opens the rendezvous or loads.
+    """Trainer rank; it has a worker after `load`. torch is imported only when the rank opens the rendezvous or loads.
 
     Args:
-        host: address at which rank 0's rendezvous store listens
-        rendezvous: rendezvous with a store that is already open (torchrun's); None: rank 0 opens one
-        store: store of the rendezvous, if this process serves it
+        host: address at which rank 0's rendezvous store listens.
+        rendezvous: rendezvous whose store is already open (torchrun's); None: rank 0 opens one.
+        store: store of the rendezvous, if this process serves it.
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class Rank:
 
     @property
     def worker(self) -> RankWorker:
-        assert self._worker is not None, "load it first"
+        assert self._worker is not None, "call load first"
         return self._worker
 
     def ping(self) -> None:
         """Do nothing: the answer shows that the interpreter runs."""
 
     def start(self) -> Rendezvous:
-        """Open the store through which the ranks form their process group; called on rank 0."""
+        """Open the store through which the ranks form their process group, and return its address. Called on rank 0 only."""
         from fuligo.trainer.ranks.world import Rendezvous
 
         if self._rendezvous is None:
@@ -64,10 +64,10 @@ class Rank:
         return self._rendezvous
 
     def import_worker(self, settings: TrainerSettings) -> None:
-        """Import the worker's modules, in the environment that `load` would import them in.
+        """Import the worker's modules, with the environment variables that `load` would set.
 
         Raises:
-            TrainerError: an import initialized CUDA; GPU memory belongs to the rank that computes.
+            TrainerError: an import initialized CUDA, which would take GPU memory from the rank that trains.
         """
         with collector_paused():
             import torch
@@ -77,12 +77,12 @@ class Rank:
             world.set_environment(settings)
             worker.import_worker(settings)
         if torch.cuda.is_initialized():
-            raise TrainerError("cannot start a standby rank: an import has initialized CUDA, which takes GPU memory")
+            raise TrainerError("cannot start a standby rank: an import has initialized CUDA, which takes GPU memory; initialize it lazily")
 
     def load(self, settings: TrainerSettings, rendezvous: Rendezvous | None) -> Cost | None:
-        """Join the other ranks and build the worker; return its `balance_by`.
+        """Form the process group and build the worker; return the worker's `balance_by`.
 
-        `rendezvous`: store at which the ranks meet; None: the rank is alone.
+        `rendezvous`: store through which the ranks form their process group; None if this is the only rank.
         """
         joined = self.join(settings, rendezvous)
         from fuligo.trainer.ranks import worker
@@ -91,7 +91,7 @@ class Rank:
         return self._worker.balance_by
 
     def join(self, settings: TrainerSettings, rendezvous: Rendezvous | None) -> World:
-        """Form the process group with the other ranks, if it needs one."""
+        """Form the process group with the other ranks, if the settings need one, and return this rank's `World`."""
         with collector_paused():
             from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -108,16 +108,16 @@ class Rank:
         return joined
 
     def begin_save(self, directory: Path) -> None:
-        """Begin the worker's save, and keep its future for `end_save`."""
+        """Begin the worker's save and keep its future for `end_save`."""
         self.saving = self.worker.begin_save(directory)
 
     def end_save(self) -> None:
         """Wait until the save that `begin_save` began is on disk."""
-        assert self.saving is not None, "begin_save first"
+        assert self.saving is not None, "call begin_save first"
         self.saving.result()
 
     def leave(self) -> None:
-        """Leave the process group; the process may form another one, for the next trainer."""
+        """Leave the process group. The process may form another one for the next trainer."""
         from fuligo.trainer.ranks import world
 
         if self._worker is not None:
@@ -127,15 +127,15 @@ class Rank:
         self.has_left = True
 
     def close_store(self) -> None:
-        """Close the rendezvous store, where this process serves it."""
+        """Close the rendezvous store if this process serves it."""
         self._store = None
 
 
 class RankExecutor:
-    """Thread that runs a rank's commands one after another, so that the process answers pings meanwhile.
+    """Executor of a rank's commands: queued ones run one after another in a compute thread, others, such as pings, at once.
 
     Args:
-        compute: thread to run commands in; None: a new one
+        compute: thread of the queued commands; None: a new one.
     """
 
     def __init__(self, rank: Rank, compute: Compute | None = None) -> None:
@@ -143,10 +143,11 @@ class RankExecutor:
         self._compute = ComputeThread(f"trainer-rank-{rank.number}") if compute is None else compute
 
     def answer(self, command: Callable[[], Command[R]], *, is_queued: bool) -> Future[Answer[R]]:
-        """Run a command.
+        """Run a command and return the future of its answer.
 
         Args:
-            command: returns it; called in the thread that runs it, since unpickling may import torch and take seconds.
+            command: function that returns the command; called in the thread that runs it, because unpickling may import torch and take
+                seconds.
             is_queued: as `Command.is_queued`.
         """
         if is_queued:
@@ -157,7 +158,7 @@ class RankExecutor:
         return answered
 
     def stop(self) -> None:
-        """End the compute thread after the commands that are queued, and close the rendezvous store."""
+        """Stop the compute thread after the queued commands, and close the rendezvous store."""
         self._compute.stop()
         self.rank.close_store()
 

@@ -1,4 +1,4 @@
-"""Settings of a trainer, for every backend, with the learning rate of every step: plain data that is sent to every rank."""
+"""Trainer settings that all backends share, including the learning-rate schedule: plain data that is sent to every rank."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,17 +18,17 @@ from fuligo.types import TrainSample
 
 @dataclass(slots=True, frozen=True)
 class LearningRateSchedule:
-    """Linear warm-up to `peak`, then constant, or a decay to `minimum` that ends after `decay_steps` and stays there."""
+    """Linear warm-up to `peak`, then a constant rate, or a decay to `minimum`, which is reached after `decay_steps` and kept."""
 
     peak: float
     minimum: float = 0.0
     style: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = 0
     decay_steps: int = 1
-    """Optimizer steps from the start of training, warm-up included, until `minimum`."""
+    """Number of optimizer steps, warm-up included, until `minimum` is reached."""
 
     def at(self, step: int) -> float:
-        """Return the learning rate of the 0-based optimizer step; the warm-up's first step already has peak / (warmup_steps + 1)."""
+        """Return the learning rate of the 0-based optimizer step. The first warm-up step has peak / (warmup_steps + 1), not 0."""
         if step < self.warmup_steps:
             return self.peak * (step + 1) / (self.warmup_steps + 1)
         if self.style == "constant":
@@ -40,20 +40,20 @@ class LearningRateSchedule:
 
 @dataclass(slots=True, frozen=True)
 class OptimizerSettings:
-    """AdamW (Loshchilov & Hutter 2019)."""
+    """Settings of AdamW (Loshchilov & Hutter 2019)."""
 
     schedule: LearningRateSchedule
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
-    """Decoupled; matrices only, not biases and norms."""
+    """Decoupled weight decay of matrices; biases and norms do not decay."""
     clip_grad: float = 1.0
-    """Largest global gradient norm; 0 clips nothing."""
+    """Largest global gradient norm; 0 disables clipping."""
 
 
 @dataclass(slots=True, frozen=True)
 class TrainedParameters:
-    """Selection of the parameters to train: all, those that match one of `only`, or those that match none of `frozen` (`re.search`)."""
+    """Regular expressions (`re.search`) of the parameters to train: all parameters, those that match `only`, or those not in `frozen`."""
 
     only: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
@@ -61,17 +61,17 @@ class TrainedParameters:
 
 @dataclass(slots=True, frozen=True)
 class LoraSettings:
-    """Adapter that is trained instead of the policy's own weights."""
+    """Settings of the LoRA adapter that is trained instead of the policy's weights."""
 
     adapter: AdapterConfig
     initial_adapter: Path | None = None
-    """PEFT directory that the adapter begins with; None: B begins as zeros."""
+    """PEFT directory of the adapter to start from; None: B starts at zero."""
     is_merged: bool = False
-    """Engines receive the weights with the adapter merged into them; otherwise the adapter, which they apply."""
+    """True: engines receive all weights with the adapter merged in; False: they receive the adapter and apply it."""
     is_named: bool = False
-    """Engines know adapters by name and already have the base weights."""
+    """Engines load adapters by name and already have the base weights."""
     base_precision: BasePrecision | None = None
-    """Storage of the base's linear layers; None: as loaded."""
+    """Storage of the base model's linear layers; None: as loaded."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -79,72 +79,74 @@ class CriticSettings:
     """Value model in addition to the policy, on the same ranks and of the same architecture; all its parameters are trained."""
 
     initial_weights: Path
-    """Hugging Face directory, or distributed checkpoint (Megatron). An output layer of one row is its head; any other is left out, and the
-    head begins as zeros.
+    """Hugging Face directory, or distributed checkpoint (Megatron). An output layer of one row becomes the value head; any other output
+    layer is ignored, and the head starts at zero.
     """
     optimizer: OptimizerSettings
     clip: float = 0.2
-    """Values further than this from where they were before the rollout's first optimizer step are clipped."""
+    """Largest change of a value since before the rollout's first optimizer step; the loss clips larger changes."""
     num_only_rollouts: int = 0
-    """First rollouts of the value model, in which the policy does not learn."""
+    """Number of rollouts, counted from the value model's start, in which only the value model is trained."""
     may_begin_at_resume: bool = False
-    """Resume from a checkpoint without a value model and begin one with `initial_weights`."""
+    """Allow a resume from a checkpoint without a value model; the value model then starts from `initial_weights`."""
 
 
 @dataclass(slots=True, frozen=True)
 class TrainerSettings:
-    """Settings that every backend has."""
+    """Settings that all backends share."""
 
     hf_checkpoint: Path
-    """Directory of the tokenizer files and of the data type that weights are sent in."""
+    """Hugging Face directory of the tokenizer; unless `sync_dtype` is set, weights are sent in its data type."""
     initial_weights: Path
     """Hugging Face directory of the initial weights, or distributed checkpoint (Megatron)."""
     optimizer: OptimizerSettings
     loss: LossSettings = field(default_factory=LossSettings)
     reference_weights: Path | None = None
-    """Weights of the reference model, likewise; None: the loss needs none."""
+    """Weights of the reference model, in the same formats; None if the loss needs no reference."""
     teacher_weights: Path | None = None
-    """Weights of the teacher, likewise; None: there is none, or an engine serves it."""
+    """Weights of the teacher, in the same formats; None if there is no teacher or an engine serves it."""
     ref_update_interval: int | None = None
-    """Rollouts after which the policy's weights become the reference."""
+    """Number of rollouts after which the policy's weights are copied to the reference; None: never."""
     critic: CriticSettings | None = None
     """Settings of the value model; None if advantages need no values."""
     needs_old_logprobs: bool = False
-    """`score` computes them: there are several optimizer steps per rollout, or rewards shaped by the KL to the reference."""
+    """Compute the old log-probabilities in `score`: a rollout has several optimizer steps, or rewards include the KL to the reference."""
     temperature: float = 1.0
-    """Sampling temperature: log-probabilities are those of the distribution that was sampled from."""
+    """Sampling temperature; log-probabilities are those of the distribution that was sampled from."""
     capacity: Capacity = field(default_factory=Capacity)
+    """Limits of a micro-batch in training."""
     score_capacity: Capacity = field(default_factory=Capacity)
-    """Limits of a micro-batch without gradient."""
+    """Limits of a micro-batch in passes without gradients."""
     shares_prefixes: bool = False
-    """A micro-batch holds each prefix that several samples share, and computes it, only once."""
+    """Store and compute a prefix that several samples of a micro-batch share only once."""
     chunk_tokens: int = 4096
-    """Tokens whose logits exist at a time."""
+    """Number of tokens whose logits are in memory at a time."""
     balance_data: bool = False
+    """Balance the FLOPs of micro-batches over the data-parallel replicas."""
     skips_zero_advantages: bool = False
-    """Samples whose advantages are all 0 are not trained, nor are optimizer steps that have no others."""
+    """Skip samples whose advantages are all 0, and optimizer steps that have only such samples."""
     trained: TrainedParameters = field(default_factory=TrainedParameters)
     lora: LoraSettings | None = None
-    """Adapter to train; None: the weights themselves are trained. The reference is then the policy with its adapter off."""
+    """Adapter to train, whose reference is the policy with the adapter off; None: the weights themselves are trained."""
     device: Literal["cpu", "cuda"] = "cpu"
     shares_device: bool = False
-    """Engines use the same GPUs, so memory that the trainer does not need must be free. Otherwise it keeps freed memory: returning it and
-    allocating it again costs a tenth of a second per step.
+    """Engines use the same GPUs, so the trainer returns memory that it does not need. Otherwise it keeps freed memory, because returning
+    and allocating it again costs a tenth of a second per step.
     """
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Data type of computation; weights, sums of gradients and optimizer state are float32."""
+    """Data type of computation; weights, accumulated gradients and optimizer state are float32."""
     sync_dtype: Literal["fp32", "bf16"] | None = None
-    """Data type in which engines receive the weights, which they compute in; None: that of `hf_checkpoint`."""
+    """Data type in which engines receive the weights and compute; None: that of `hf_checkpoint`."""
     engine_format: EngineFormat = field(default_factory=EngineFormat)
     num_ranks: int = 1
     seed: int = 1234
     profile: ProfileSettings | None = None
-    """Rollouts and ranks to profile; None for none."""
+    """Rollouts and ranks to profile; None: no profiling."""
     command_timeout_s: float = 1800.0
-    """Deadline of each command that all ranks run: loading, a rollout's training, a save."""
+    """Seconds that all ranks have for each command, such as loading, training on a rollout or a save."""
 
     def with_absolute_paths(self) -> Self:
-        """Make all paths absolute, for ranks in other working directories."""
+        """Return a copy in which all paths are absolute, for ranks in other working directories."""
         reference, teacher, critic, lora = self.reference_weights, self.teacher_weights, self.critic, self.lora
         start = None if lora is None else lora.initial_adapter
         return replace(
@@ -159,16 +161,16 @@ class TrainerSettings:
 
     @property
     def scores(self) -> bool:
-        """True if something is computed for a whole rollout before its first optimizer step."""
+        """True if the trainer scores a whole rollout before its first optimizer step."""
         others = (self.reference_weights, self.teacher_weights, self.critic)
         return self.needs_old_logprobs or any(other is not None for other in others)
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """Environment variables that a rank sets before it touches its device, unless they are set already.
+        """Environment variables that a rank sets, unless they are already set, before it uses its device.
 
-        Pinning the host memory for a 4B model and its optimizer state, when they first leave a shared GPU, takes 17.8 s in one thread and
-        5.0 s this way (docs/benchmarks-gpu.md).
+        At the first offload of a 4B model and its optimizer state from a shared GPU, pinning the host memory takes 17.8 s in one thread and
+        5.0 s with these variables (docs/benchmarks-gpu.md).
         """
         if self.shares_device and self.device == "cuda":
             pinned = {"PYTORCH_CUDA_ALLOC_CONF": "pinned_use_cuda_host_register:True,pinned_num_register_threads:16"}
@@ -177,7 +179,7 @@ class TrainerSettings:
 
     @property
     def backend_environment(self) -> Mapping[str, str]:
-        """Variables that the backend adds to `environment`."""
+        """Environment variables that the backend adds to `environment`."""
         return {}
 
     @property
@@ -191,26 +193,26 @@ class TrainerSettings:
 
     @property
     def num_replicas(self) -> int:
-        """Data-parallel replicas."""
+        """Number of data-parallel replicas."""
         return 1 + max(map(self.replica_of, range(self.num_ranks)))
 
     def micro_batch_schedules(
         self, samples: Sequence[TrainSample], capacity: Capacity, balance_by: Cost | None
     ) -> list[MicroBatchSchedule]:
-        """Return each data-parallel replica's micro-batches of samples that go through the model together.
+        """Pack samples into micro-batches and return the schedule of each data-parallel replica.
 
         Args:
-            samples: samples of the step; those that share prefixes go together if `shares_prefixes`.
-            capacity: capacity of a micro-batch.
-            balance_by: cost to balance over the replicas; None: none.
+            samples: samples of an optimizer step, or all samples to score.
+            capacity: limits of a micro-batch.
+            balance_by: cost to balance over the replicas; None: do not balance.
 
         Raises:
-            TrainerError: there is no sample.
+            TrainerError: `samples` is empty.
         """
         lengths = [len(sample.tokens) for sample in samples]
         ranks = pack(lengths, capacity, num_ranks=self.num_ranks, balance_by=balance_by, prefixes=self.shared_prefixes(samples))
         return [MicroBatchSchedule(plans) for plans in ranks]
 
     def shared_prefixes(self, samples: Sequence[TrainSample]) -> SharedPrefixes | None:
-        """Return the prefixes of tokens that samples share and that are computed once; None without `shares_prefixes`."""
+        """Return the prefixes that samples share and that are computed once; None without `shares_prefixes`."""
         return find_shared_prefixes([sample.tokens[:-1] for sample in samples]) if self.shares_prefixes else None

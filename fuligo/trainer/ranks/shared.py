@@ -1,4 +1,4 @@
-"""Trainer that several runs share: each is rank 0 of its own trainer, in one process, one compute thread and over one copy of the base."""
+"""Trainer that several runs share: each run has one rank, and all ranks use the same process, compute thread and base weights."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ if TYPE_CHECKING:
 
 
 PHASES = ("score", "train")
-"""Commands that another command of the same step follows at once: `train` follows `score`, and `send_weights` follows `train`."""
+"""Commands that another command of the same step follows immediately: `train` follows `score`, and `send_weights` follows `train`."""
 KEEP_TURN_S = 1.0
-"""Time that the trainer waits for the next phase of a step while other runs wait; longer than a driver takes between two phases."""
+"""Seconds that the trainer waits for the next phase of a step while other runs wait; a driver takes less between two phases."""
 
 
 class SharedTrainer:
-    """Process's trainer of several runs, whose commands run one at a time.
+    """Trainer of several runs in this process, whose commands run one at a time.
 
     Args:
-        max_threads: CPU threads of the computation; None: those of a trainer alone
+        max_threads: limit of the computation's CPU threads; None: as many as an unshared trainer uses.
     """
 
     def __init__(self, max_threads: int | None = None) -> None:
         self.num_runs = 0
-        """Runs that have an executor, also those that have ended."""
+        """Number of runs that have got an executor, including those that have ended."""
         self._max_threads = max_threads
         self._compute = TurnThread()
         self._world: World | None = None
         self._base: SharedBase | None = None
 
     def executor(self) -> RankExecutor:
-        """Return the executor of one more run's rank."""
+        """Return an executor for the rank of another run."""
         self.num_runs += 1
         return SharedExecutor(SharedRank(self), RunShare(self._compute))
 
     def world(self, join: Callable[[], World]) -> World:
-        """Return the process's place, which the first run joins for all."""
+        """Return the process's `World`; the first call joins it for all runs."""
         if self._world is None:
             import torch
 
@@ -69,7 +69,7 @@ class SharedTrainer:
         return self._base
 
     def release(self, executor: RankExecutor) -> None:
-        """Free the adapter and optimizer of a run that has ended, also one that was killed."""
+        """Free the adapter and optimizer of a run that has ended or was killed."""
         self._compute.submit(RunShare(self._compute), executor.rank.leave)
 
     def stop(self) -> None:
@@ -85,7 +85,9 @@ class SharedRank(Rank):
 
     def load(self, settings: TrainerSettings, rendezvous: Rendezvous | None) -> Cost | None:
         if not isinstance(settings, TorchTrainerSettings) or settings.lora is None:
-            raise TrainerError("cannot share a trainer: only runs that train a LoRA adapter with the torch trainer can; train it alone")
+            raise TrainerError(
+                "cannot share a trainer: the run does not train a LoRA adapter with the torch trainer; start the run on its own"
+            )
         joined = self._trainer.world(lambda: self.join(settings, rendezvous))
         with collector_paused():
             from fuligo.trainer.torch_backend.compiled_layers import allow_compiled_kinds
@@ -96,7 +98,7 @@ class SharedRank(Rank):
         return self._worker.balance_by
 
     def leave(self) -> None:
-        """Drop the run's worker; the process group is that of all runs."""
+        """Free the run's worker but stay in the process group, which all runs share."""
         if self._worker is not None:
             self._worker.close()
             self._worker = None
@@ -104,7 +106,7 @@ class SharedRank(Rank):
 
 
 class SharedExecutor(RankExecutor):
-    """Executor of one run's rank, which notes whether the run is within a step."""
+    """Executor of one run's rank, which records whether the run is within a step."""
 
     def __init__(self, rank: Rank, share: RunShare) -> None:
         super().__init__(rank, share)
@@ -121,18 +123,17 @@ class SharedExecutor(RankExecutor):
 
 
 class TurnThread:
-    """Thread that computes for several runs, in the order in which they ask, except that a run keeps its turn from one phase of its step to
-    the next.
+    """Thread that computes for several runs in the order of their requests, except that a run keeps its turn between the phases of a step.
 
     Otherwise the weight sync of one run would wait for the training of another, and both would then sample at the same time while the
-    trainer has nothing to do.
+    trainer is idle.
     """
 
     def __init__(self) -> None:
         self._wake = threading.Condition()
         self._waiting: deque[tuple[RunShare, Callable[[], Any], Future[Any]]] = deque()
         self._keeper: RunShare | None = None
-        """Run that has just computed and is about to ask again; None: the first that waits is next."""
+        """Run that has just computed and is about to submit its next phase; None: the first in the queue is next."""
         self._keeps_until_s = 0.0
         self._stopping = False
         threading.Thread(target=self._run, name="shared-trainer", daemon=True).start()
@@ -145,7 +146,7 @@ class TurnThread:
         return future
 
     def stop(self) -> None:
-        """End the thread when all submitted work is done."""
+        """Stop the thread when all submitted work is done."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -155,7 +156,7 @@ class TurnThread:
             pass
 
     def _run_next(self) -> bool:
-        """Run one function; in a function so that what the work refers to, such as a rollout's samples, is freed when it returns."""
+        """Run one function. A separate method, so that its references, for example to a rollout's samples, are dropped when it returns."""
         work = self._next()
         if work is None:
             return False
@@ -163,7 +164,7 @@ class TurnThread:
         if future.set_running_or_notify_cancel():
             try:
                 future.set_result(share.run(function))
-            except BaseException as error:  # raised to the caller that waits
+            except BaseException as error:  # raised again in the waiting caller
                 future.set_exception(error)
         self._keeper = share if share.is_in_step else None
         self._keeps_until_s = time.monotonic() + KEEP_TURN_S
@@ -185,23 +186,23 @@ class TurnThread:
 
 
 class RunShare:
-    """Share of one run in the thread: its functions find the global random state as they left it."""
+    """One run's share of the thread. Its functions run with the global random state that the run's previous function left."""
 
     def __init__(self, thread: TurnThread) -> None:
         self._thread = thread
         self._state: Mapping[str, Tensor] | None = None
-        """State after the last function; None before the first."""
+        """Random state after the run's last function; None before the first."""
         self.is_in_step = False
-        """The last function was a phase of a step that another follows."""
+        """True if the last command was a phase of a step that another phase follows."""
 
     def submit(self, function: Callable[[], Any]) -> Future[Any]:
         return self._thread.submit(self, function)
 
     def stop(self) -> None:
-        """Do nothing: the other runs also use the thread."""
+        """Do nothing, because other runs also use the thread."""
 
     def run(self, function: Callable[[], Any]) -> Any:
-        """Run a function with the run's own random state. The shared thread calls this."""
+        """Run a function with this run's random state. Called by the shared thread."""
         with self._own_random_state():
             return function()
 

@@ -1,7 +1,7 @@
 """TCP connection between the driver and a rank on another host, on which every message is signed.
 
-Messages are pickled commands: anyone who could forge one could run code. Only the processes of the run know the key
-(`FULIGO_RANKS_KEY`). Nothing is encrypted.
+Messages are pickled commands, so anyone who could forge one could run code. Only the processes of the run know the key
+(`FULIGO_RANKS_KEY`). Messages are not encrypted.
 """
 
 from __future__ import annotations
@@ -15,25 +15,26 @@ from typing import Literal
 Side = Literal["driver", "rank"]
 _LENGTH = struct.Struct("!Q")
 _NUMBER = struct.Struct("!Q?")
-"""Number of the message on its side, and whether the signature covers its body instead of its length."""
+"""Index of the message in its direction, and whether the signature covers its body instead of its length."""
 _SIGNATURE_BYTES = 32
 _NONCE_BYTES = 32
 
 
 class ForgedMessageError(ConnectionError):
-    """Message without the peer's signature: it comes from another process, was changed, or came a second time."""
+    """Message without a valid signature of the peer: another process sent it, or it was changed or replayed."""
 
 
 class SignedConnection:
     """Connection with the interface of `multiprocessing.connection.Connection`.
 
-    A message is its length, a signature of the length, the body and a signature of the body: HMAC-SHA256 over the message's number, under a
-    key of this connection and direction. A message from another connection, an earlier one, or one too long is refused before it is read.
+    A message consists of its length, a signature of the length, the body and a signature of the body. A signature is the HMAC-SHA256 of the
+    message's index and the signed bytes, with a key for this connection and direction. Messages of other connections, replayed messages
+    and messages that are too long are refused before their body is read.
 
     Args:
-        stream: connected to the peer, which also makes one of these
-        key: secret of the run
-        side: this process's
+        stream: socket connected to the peer, which wraps its end in a `SignedConnection` too.
+        key: secret of the run.
+        side: side of this process.
     """
 
     def __init__(self, stream: socket.socket, key: bytes, side: Side) -> None:
@@ -65,7 +66,7 @@ class SignedConnection:
         length = self._signed(_LENGTH.size, is_body=False)
         (num_bytes,) = _LENGTH.unpack(length)
         if maxlength is not None and num_bytes > maxlength:
-            raise ForgedMessageError(f"a message of {num_bytes} bytes where at most {maxlength} are expected")
+            raise ForgedMessageError(f"a message has {num_bytes} bytes, but at most {maxlength} are allowed")
         message = self._signed(num_bytes, is_body=True)
         self._num_received += 1
         return message
@@ -86,7 +87,7 @@ class SignedConnection:
         self.close()
 
     def _signed(self, num_bytes: int, *, is_body: bool) -> bytearray:
-        """Read bytes and their signature; return them if it is the peer's."""
+        """Read bytes and their signature; return the bytes if the peer signed them, else raise ForgedMessageError."""
         content = self._read(num_bytes)
         expected = _signature(self._peers_key, self._num_received, content, is_body=is_body)
         if not hmac.compare_digest(expected, self._read(_SIGNATURE_BYTES)):

@@ -1,7 +1,8 @@
 """Signatures of the Python objects that ranks exchange in collectives.
 
-torch pickles these objects, and gloo takes connections from anyone who reaches its port: anyone who takes a rank's place there could run
-code in the others. With signatures by a key that only the ranks have, a stranger's object is refused before it is unpickled.
+torch pickles these objects, and gloo accepts connections from anyone who reaches its port, so an attacker in the place of a rank could run
+code on the others. Objects are therefore signed with a key that only the ranks have, and an object without a valid signature is refused
+before it is unpickled.
 """
 
 import hmac
@@ -18,19 +19,19 @@ _SIGNATURE_BYTES = 32
 
 
 class ForgedObjectError(RuntimeError):
-    """Object in a collective that no rank of this trainer has sent."""
+    """Object in a collective that no rank of this trainer has signed."""
 
 
 def sign_objects(key: bytes | None) -> None:
     """Sign and verify the objects of all collectives of this process (`gather_object`, `broadcast_object_list`, ...).
 
-    Those of torch's distributed checkpoints and of Megatron-Core are among them.
+    This includes the collectives of torch's distributed checkpoints and of Megatron-Core.
 
     Args:
-        key: secret of the ranks; None: objects are plain pickles again, as torch sends them
+        key: secret of the ranks; None: stop signing, so that objects are plain pickles again.
 
     Raises:
-        TrainerError: this version of torch pickles objects elsewhere
+        TrainerError: this version of torch does not pickle objects with the functions that are replaced here.
     """
     if not hasattr(c10d, "_pickler") or not hasattr(c10d, "_unpickler"):
         if key is None:

@@ -1,4 +1,4 @@
-"""Standby ranks: processes that have imported the trainer's modules and wait to take the place of lost ranks (--max-restarts)."""
+"""Standby ranks: processes that have imported the trainer's modules and wait to replace lost ranks (--max-restarts)."""
 
 import asyncio
 import logging
@@ -14,22 +14,22 @@ logger = logging.getLogger(__name__)
 
 
 class StandbyRanks:
-    """Rank processes on this machine for one trainer after another, started before they are needed from the second trainer on.
+    """Rank processes on this machine for a run's successive trainers; from the second trainer on, they are started before they are needed.
 
-    They are new processes, not forks: a fork of a process with threads or with CUDA is not safe.
+    They are new processes, not forks, because forking a process with threads or CUDA is not safe.
 
     Args:
-        num_restarts: trainers that may follow the first
+        num_restarts: largest number of trainers after the first.
     """
 
     def __init__(self, num_restarts: int) -> None:
         self._num_trainers_left = 1 + num_restarts
         self._waiting: dict[int, ConnectedRank] = {}
-        """Standbys by rank."""
+        """Standby processes by rank."""
         self._imports: set[asyncio.Task[None]] = set()
 
     def take(self, size: int) -> list[ConnectedRank]:
-        """Return a process for each rank of a trainer: its standby, which may still import, or a new one if there is none."""
+        """Return a process for each rank of a trainer: its standby, which may still be importing, or else a new process."""
         self._num_trainers_left -= 1
         waiting, self._waiting = {rank: standby for rank, standby in self._waiting.items() if standby.is_alive}, {}
         if waiting:
@@ -38,10 +38,10 @@ class StandbyRanks:
         return [waiting.get(rank) or start_process(rank, size, host) for rank in range(size)]
 
     def prepare(self, settings: TrainerSettings) -> None:
-        """Start standbys of all ranks unless no further trainer is allowed; return before they are ready.
+        """Start a standby for every rank, unless no further trainer is allowed; return before they are ready.
 
         Args:
-            settings: settings of the current trainer; the next one imports the same modules
+            settings: settings of the current trainer; the next one imports the same modules.
         """
         if self._num_trainers_left == 0:
             return
@@ -58,13 +58,13 @@ class StandbyRanks:
             task.add_done_callback(self._imports.discard)
 
     async def close(self) -> None:
-        """End the standbys."""
+        """Stop all standbys."""
         waiting, self._waiting = list(self._waiting.values()), {}
         await asyncio.gather(*(standby.close(failed=True) for standby in waiting))
         await asyncio.gather(*self._imports)
 
     async def _import(self, standby: ConnectedRank, settings: TrainerSettings) -> None:
-        """Have a standby import the worker's modules; end it if it cannot."""
+        """Make a standby import the worker's modules; stop it if that fails."""
         try:
             failure = (await standby.run(SharedCommand(call_rank(Rank.import_worker, settings)))).error
         except RankLostError as error:

@@ -12,36 +12,36 @@ from fuligo.trainer.ranks.handle import RankHandle, RankLostError
 HEARTBEAT_S = 5.0
 """Seconds between pings of a rank."""
 HEARTBEAT_TIMEOUT_S = 40.0
-"""Seconds without an answer after which a rank is lost: stopped, its machine gone, or its interpreter stuck."""
+"""Seconds without an answer after which a rank counts as lost: its process is stopped, its machine is gone or its interpreter is stuck."""
 GRACE_S = 5.0
-"""Seconds that the other ranks have to fail too, after one has failed, so that the error names the cause and not a consequence."""
+"""Seconds to wait for errors of the other ranks after one has failed, so that the raised error is the cause and not a consequence."""
 
 
 def lost(rank: RankHandle, phase: str, how: str) -> RankError:
-    """Return the error of a rank that is gone, late or silent.
+    """Return the error for a rank that is gone, late or silent.
 
     Args:
-        phase: "during `train`"
-        how: verb phrase, "was lost"
+        phase: when it happened, such as "during `train`".
+        how: verb phrase that says what happened, such as "was lost".
     """
     return RankError(
         f"trainer rank {rank.rank} on {rank.host} {how} {phase}",
-        f"{rank.log_hint()}\n"
-        "Checkpoints and the buffer of partial rollouts are on disk; resume with --load and the directory of the checkpoints.",
+        f"{rank.log_hint()}\nCheckpoints and the buffer of partial rollouts are on disk; resume with --load and the checkpoint directory.",
     )
 
 
 async def finish(command: str, ranks: Sequence[RankHandle], calls: Sequence[Awaitable[Answer[R]]], *, timeout_s: float) -> R:
-    """Return rank 0's result when all ranks have answered.
+    """Wait until all ranks have answered, and return rank 0's result.
 
     Args:
-        command: name of the command that all ranks run
-        calls: one for each rank
+        command: name of the command that all ranks run.
+        calls: calls of the command, one for each rank.
+        timeout_s: time that all ranks have to answer.
 
     Raises:
         RankError: a rank was lost, crashed, or did not finish in time; names the rank, its host and the command.
-        TrainerError: another rank raised an error for the user; likewise.
-        FuligoError: rank 0's own.
+        TrainerError: a rank other than 0 raised a `FuligoError`; names the rank, its host and the command.
+        FuligoError: rank 0 raised it.
     """
     phase = f"during `{command}`"
     deadline = time.monotonic() + timeout_s
@@ -68,8 +68,11 @@ async def finish(command: str, ranks: Sequence[RankHandle], calls: Sequence[Awai
 async def heartbeat(rank: RankHandle, phase: str, *, has_answered: bool = True) -> bool:
     """Return whether the rank answers a ping.
 
-    `has_answered`: the rank answered an earlier ping; else it may be starting, and its silence is not an error. Raises RankError if the
-    rank is gone or has stopped answering.
+    Args:
+        has_answered: the rank answered an earlier ping. Otherwise it may still be starting, and its silence is not an error.
+
+    Raises:
+        RankError: the rank is gone or has stopped answering.
     """
     try:
         async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
@@ -91,7 +94,7 @@ async def _outcome(call: Awaitable[Answer[R]]) -> Answer[R] | RankLostError:
 
 
 async def _wait_for_one(parts: Sequence[asyncio.Future[Any]], deadline: float) -> None:
-    # Parts that are done would end the wait at once.
+    # Parts that are done would make `asyncio.wait` return at once.
     pending = [part for part in parts if not part.done()]
     await asyncio.wait(pending, timeout=max(0.0, deadline - time.monotonic()), return_when=asyncio.FIRST_COMPLETED)
 
@@ -105,7 +108,7 @@ def _has_failed(part: asyncio.Future[Any]) -> bool:
 
 
 def _raise_cause(command: str, ranks: Sequence[RankHandle], outcomes: Sequence[Answer[Any] | RankLostError | None]) -> None:
-    """Raise the error that explains the others: a lost rank's, then one meant for the user, then another rank's, then rank 0's."""
+    """Raise the error that most likely caused the others: the loss of a rank, or else the first error by `_precedence`."""
     for rank, outcome in zip(ranks, outcomes, strict=True):
         if isinstance(outcome, RankLostError):
             raise lost(rank, f"during `{command}`", str(outcome))
@@ -124,7 +127,10 @@ def _raise_cause(command: str, ranks: Sequence[RankHandle], outcomes: Sequence[A
 
 
 def _precedence(rank: int, error: BaseException) -> tuple[int, int]:
-    """Sort errors, the most telling first: rank 0's for the user, which all ranks raise; others for the user; others; rank 0's."""
+    """Return the sort key of an error, most informative first.
+
+    The order is: `FuligoError` of rank 0 (which usually all ranks raise), of other ranks, unexpected errors of other ranks, of rank 0.
+    """
     if isinstance(error, FuligoError) and not isinstance(error, UnexpectedError):
         return (0 if rank == 0 else 1), rank
     return (3 if rank == 0 else 2), rank

@@ -1,8 +1,8 @@
-"""Ranks that torchrun started: each connects to rank 0, which drives.
+"""Ranks that torchrun started: each connects to rank 0, which is the driver.
 
-On one host they connect through a Unix socket, of which the kernel tells whose process is at the other end. On several hosts they prove
-that they know the run's key and sign every message. torchrun's own store takes requests from everyone who reaches it, so it passes on only
-the address at which rank 0 listens.
+On one host they connect through a Unix socket, and the kernel tells which user's process is the peer. On several hosts they prove that they
+know the run's key and sign every message. torchrun's store accepts requests from anyone who reaches it, so it only passes on the address at
+which rank 0 listens.
 """
 
 import asyncio
@@ -34,14 +34,14 @@ logger = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 300.0
 """Seconds for all ranks to connect to the driver once it listens."""
 HANDSHAKE_TIMEOUT_S = 10.0
-"""Seconds for a process that connects to introduce itself."""
+"""Seconds for a connecting process to identify itself."""
 KEY_VARIABLE = "FULIGO_RANKS_KEY"
 MIN_KEY_LENGTH = 32
 _MAX_HELLO_BYTES = 1024
 _WAIT = timedelta(hours=1)
-"""Time to wait for the driver before asking again: torch writes a warning to stderr after each wait without a message."""
+"""Time of one wait for the driver's address; long, because torch writes a warning to stderr after each wait that times out."""
 _ADDRESS = "fuligo/driver"
-"""Key in torchrun's store for where the driver listens: a port, or the name of a Unix socket."""
+"""Key of the driver's address in torchrun's store: a port, or the name of a Unix socket."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -54,21 +54,21 @@ class TorchrunPlace:
     on_one_host: bool
 
     def host_store(self) -> TCPStore | None:
-        """Open the store on rank 0; None where torchrun's agent has opened it."""
+        """Open torchrun's store on rank 0; return None if torchrun's agent has already opened it."""
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
             return None
         return listening_store(self.listens_at, self.rendezvous.port)
 
     @property
     def listens_at(self) -> str:
-        """Address at which rank 0 takes connections; on rank 0's own machine, launchers may call it localhost."""
+        """Address at which rank 0 listens: MASTER_ADDR, or all interfaces if that is a loopback address and there are several hosts."""
         host = self.rendezvous.host
         return "0.0.0.0" if is_loopback(host) and not self.on_one_host else host
 
     def read_key(self) -> bytes | None:
-        """Return the secret that ranks on several hosts share; None on one host.
+        """Return the secret that ranks on several hosts share; None on one Linux host, where they need none.
 
-        Raises ConfigError if the environment has none, or one that can be guessed.
+        Raises ConfigError if FULIGO_RANKS_KEY is unset or too short.
         """
         if self.on_one_host and sys.platform == "linux":
             return None
@@ -76,14 +76,14 @@ class TorchrunPlace:
         if len(key) < MIN_KEY_LENGTH:
             found = f"{KEY_VARIABLE} has {len(key)} characters" if key else f"{KEY_VARIABLE} is not set"
             raise ConfigError(
-                f"cannot connect ranks of several hosts: {found}, and at least {MIN_KEY_LENGTH} are needed; set it to the output "
+                f"cannot connect ranks of several hosts: {found}, but must have at least {MIN_KEY_LENGTH} characters; set it to the output "
                 "of `openssl rand -hex 32`, the same on every host, in the environment of torchrun"
             )
         return key.encode()
 
 
 def torchrun_place() -> TorchrunPlace | None:
-    """Return the place of a process that torchrun started as one of several; None for any other."""
+    """Return the place of a process that torchrun started as one of several; None for any other process."""
     environment = os.environ
     size = world_size(environment)
     if size == 1:
@@ -93,10 +93,14 @@ def torchrun_place() -> TorchrunPlace | None:
 
 
 async def connect_ranks(place: TorchrunPlace, size: int) -> list[RankHandle]:
-    """Wait until all other ranks have connected to this process, which is rank 0.
+    """Wait until all other ranks have connected to this process, which is rank 0, and return the handles of all ranks.
 
-    `size`: ranks that the trainer needs. Raises ConfigError if torchrun started a different number of processes and TrainerError if a rank
-    did not connect in time.
+    Args:
+        size: number of ranks that the trainer needs.
+
+    Raises:
+        ConfigError: torchrun started a different number of processes, or the ranks have no common key.
+        TrainerError: a rank did not connect in time.
     """
     if place.size != size:
         raise ConfigError(
@@ -107,7 +111,7 @@ async def connect_ranks(place: TorchrunPlace, size: int) -> list[RankHandle]:
     if place.on_one_host:
         use_loopback_interface()
     executor = RankExecutor(Rank(0, size, rendezvous=place.rendezvous, store=place.host_store()))
-    connecting = ComputeThread("torchrun-ranks")  # a daemon: a rank that never connects does not keep this process from ending
+    connecting = ComputeThread("torchrun-ranks")  # a daemon, so that a missing rank cannot keep this process alive
     try:
         others = await asyncio.wrap_future(connecting.submit(lambda: _accept_all(place, key)))
     finally:
@@ -116,10 +120,11 @@ async def connect_ranks(place: TorchrunPlace, size: int) -> list[RankHandle]:
 
 
 def follow(place: TorchrunPlace) -> None:
-    """Serve as a rank other than the first until the driver ends.
+    """Serve as a rank other than 0 until the driver ends.
 
-    Raises ConfigError if the hosts have no common key and TrainerError if the process that listens where the driver should is not the
-    driver.
+    Raises:
+        ConfigError: the ranks have no common key.
+        TrainerError: the process at the driver's address refused this rank.
     """
     key = place.read_key()
     connection = _connect(place, key)
@@ -128,25 +133,29 @@ def follow(place: TorchrunPlace) -> None:
         connection.recv_bytes(_MAX_HELLO_BYTES)
     except (EOFError, OSError) as error:
         advice = "" if key is None else f"; {KEY_VARIABLE} must be the same on every host"
-        raise TrainerError(f"cannot join the trainer as rank {place.rank}: the driver does not know this process{advice}") from error
+        raise TrainerError(f"cannot join the trainer as rank {place.rank}: the driver refused this process{advice}") from error
     if place.on_one_host:
         use_loopback_interface()
     serve(connection, RankExecutor(Rank(place.rank, place.size)))
 
 
 def share_key(place: TorchrunPlace) -> bytes | None:
-    """Return a secret that all processes of torchrun have and nobody else, for a command without a driver.
+    """Return a secret that only the processes started by torchrun know, for a command without a driver.
 
-    On several hosts it is that of the environment. Without one there is none: None, with a warning on rank 0. Raises ConfigError if the
-    environment has one that can be guessed and TrainerError if a process did not ask for it in time, or the one that gives it out belongs
-    to another user.
+    On one Linux host, rank 0 creates the secret and hands it out. Otherwise it is FULIGO_RANKS_KEY; if that is unset, log a warning on rank
+    0 and return None.
+
+    Raises:
+        ConfigError: FULIGO_RANKS_KEY is too short.
+        TrainerError: a process did not ask for the secret in time, or the process that hands it out has ended or belongs to another user.
     """
     if not place.on_one_host or sys.platform != "linux":
         if os.environ.get(KEY_VARIABLE):
             return place.read_key()
         if place.rank == 0:
             logger.warning(
-                "%s is not set: anyone who reaches these hosts' ports can run code in this command; close the network (SECURITY.md)",
+                "%s is not set: anyone who reaches these hosts' ports can run code in this command; set it on every host, or close the "
+                "network (SECURITY.md)",
                 KEY_VARIABLE,
             )
         return None
@@ -158,12 +167,12 @@ def _ask_for_key(place: TorchrunPlace) -> bytes:
         return bytes(_connect(place, None).recv_bytes(_MAX_HELLO_BYTES))
     except (EOFError, OSError) as error:
         raise TrainerError(
-            f"cannot join the ranks of torchrun as rank {place.rank}: {error or 'rank 0 has ended'}; start all again"
+            f"cannot join the ranks of torchrun as rank {place.rank}: {error or 'rank 0 has ended'}; restart torchrun"
         ) from error
 
 
 def _give_key(place: TorchrunPlace) -> bytes:
-    """Return a new key once all other ranks have it."""
+    """Create a key, send it to all other ranks, and return it."""
     key = secrets.token_bytes(MIN_KEY_LENGTH)
     listener, address = _listen(place, None)
     place.rendezvous.connect().set(_ADDRESS, address)
@@ -175,7 +184,7 @@ def _give_key(place: TorchrunPlace) -> bytes:
                 accepted, _ = listener.accept()
             except TimeoutError:
                 raise TrainerError(
-                    f"{num_left} of torchrun's {place.size} processes did not connect within {CONNECT_TIMEOUT_S:g} s"
+                    f"{num_left} of torchrun's {place.size} processes did not connect within {CONNECT_TIMEOUT_S:g} s; see their output"
                 ) from None
             with accepted:
                 try:
@@ -187,13 +196,13 @@ def _give_key(place: TorchrunPlace) -> bytes:
                 try:
                     Connection(os.dup(accepted.fileno())).send_bytes(key)
                 except OSError as error:
-                    raise TrainerError(f"a process of torchrun ended while it joined ({error.strerror}); start all again") from None
+                    raise TrainerError(f"a process of torchrun ended while it joined ({error.strerror}); restart torchrun") from None
                 num_left -= 1
     return key
 
 
 def _accept_all(place: TorchrunPlace, key: bytes | None) -> list[ConnectedRank]:
-    """Return ranks 1 to size - 1. Raises TrainerError if a rank did not connect in time."""
+    """Wait until ranks 1 to size - 1 have connected, and return them. Raises TrainerError if a rank does not connect in time."""
     ranks: dict[int, ConnectedRank] = {}
     listener, address = _listen(place, key)
     with listener:
@@ -206,7 +215,7 @@ def _accept_all(place: TorchrunPlace, key: bytes | None) -> list[ConnectedRank]:
             except TimeoutError:
                 missing = ", ".join(str(rank) for rank in range(1, place.size) if rank not in ranks)
                 raise TrainerError(
-                    f"trainer ranks {missing} (started by torchrun) did not connect within {CONNECT_TIMEOUT_S:g} s"
+                    f"trainer ranks {missing} (started by torchrun) did not connect within {CONNECT_TIMEOUT_S:g} s; see their output"
                 ) from None
             try:
                 rank = _introduced(accepted, key, place.size)
@@ -219,7 +228,7 @@ def _accept_all(place: TorchrunPlace, key: bytes | None) -> list[ConnectedRank]:
 
 
 def _listen(place: TorchrunPlace, key: bytes | None) -> tuple[socket.socket, str]:
-    """Return a listening socket and its address: a Unix socket on one host, else a port of the machine that the ranks know as rank 0's."""
+    """Return a listening socket and its address: the name of a Unix socket without a key, else a port at `TorchrunPlace.listens_at`."""
     if key is None:
         name = f"fuligo-ranks-{secrets.token_hex(16)}"
         listener = socket.socket(socket.AF_UNIX)
@@ -231,7 +240,7 @@ def _listen(place: TorchrunPlace, key: bytes | None) -> tuple[socket.socket, str
 
 
 def _introduced(accepted: socket.socket, key: bytes | None, size: int) -> ConnectedRank:
-    """Return the rank that has connected, once it has proved that it belongs to the run and said which it is."""
+    """Verify that the connecting process belongs to the run, and return the rank that it names."""
     accepted.settimeout(HANDSHAKE_TIMEOUT_S)
     if key is None:
         _require_own_process(accepted)
@@ -278,6 +287,6 @@ def _require_own_process(stream: socket.socket) -> None:
 
 
 def _set_receive_timeout(stream: socket.socket, timeout_s: float) -> None:
-    """Limit reads from the socket, whichever object makes them; 0 means no limit."""
+    """Limit the time of reads from the socket, also through other objects that wrap it; 0 means no limit."""
     stream.settimeout(None)  # a blocking file descriptor, as `Connection` needs
     stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(timeout_s), 0))

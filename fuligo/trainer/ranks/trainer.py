@@ -26,26 +26,26 @@ from fuligo.types import FloatArray, StepResult, TrainBatch, TrainSample
 T = TypeVar("T")
 S = TypeVar("S")
 START_TIMEOUT_S = 120.0
-"""Seconds for rank 0 to open the rendezvous; its process imports torch."""
+"""Seconds for rank 0 to open the rendezvous, including the import of torch."""
 
 
 class RankedTrainer:
-    """Trainer whose every call is a command that all ranks run. Implements `trainer.protocol.Trainer`.
+    """Trainer that runs each call as a command on all ranks. Implements `trainer.protocol.Trainer`.
 
-    Samples are planned here, so that each data-parallel replica is sent only its own samples.
+    Micro-batches are planned here, so that each data-parallel replica is sent only the samples it computes.
 
     Args:
-        start_ranks: starts the ranks, in order
+        start_ranks: function that starts the ranks and returns their handles in order.
     """
 
     def __init__(self, settings: TrainerSettings, start_ranks: Callable[[], Awaitable[Sequence[RankHandle]]]) -> None:
         self.ranks: Sequence[RankHandle] = ()
-        """Empty before `load`."""
+        """Handles of the ranks, in order; empty before `load`."""
         self.num_updates = 0
         self._settings = settings
         self._start_ranks = start_ranks
         self._balance_by: Cost | None = None
-        """`balance_by` of rank 0's worker, once it is loaded."""
+        """`RankWorker.balance_by` of rank 0; None before `load`."""
         self._commands = asyncio.Lock()
         self._failed = False
         self._phase = "during start"
@@ -91,7 +91,7 @@ class RankedTrainer:
         await self._run(call_rank(Rank.begin_save, _for_ranks(directory)))
 
     async def end_save(self) -> None:
-        writer = self.ranks[:1]  # it is done when all are
+        writer = self.ranks[:1]  # rank 0's save is done when all ranks have written
         calls = [rank.run(SharedCommand(END_SAVE)) for rank in writer]
         await supervision.finish(END_SAVE.name, writer, calls, timeout_s=self._settings.command_timeout_s)
 
@@ -106,7 +106,7 @@ class RankedTrainer:
 
     async def close(self) -> None:
         ranks, self.ranks = self.ranks, ()
-        if self._failed:  # rank 0's collectives end with the other ranks
+        if self._failed:  # stop the others first, which ends a collective that rank 0 may hang in
             await asyncio.gather(*(rank.close(failed=True) for rank in ranks[1:]))
             ranks = ranks[:1]
         await asyncio.gather(*(rank.close(failed=self._failed) for rank in ranks))
@@ -129,26 +129,26 @@ class RankedTrainer:
             answering |= {rank.rank for rank, answered in zip(ranks, answers, strict=True) if answered}
 
     async def _planned(self, shares: Callable[[T, TrainerSettings, Cost | None], Sequence[S]], of: T) -> Sequence[S]:
-        """Plan every replica's share in a thread: packing 8,192 samples takes over a second, while rollouts continue."""
+        """Plan the replicas' shares in a thread, because packing 8,192 samples takes over a second, in which rollouts must continue."""
         return await asyncio.to_thread(shares, of, self._settings, self._balance_by)
 
     async def _run(self, command: Command[R]) -> R:
-        """Run a command on every rank.
+        """Run a command on every rank and return rank 0's result.
 
         Raises:
             RankError: a rank was lost, crashed, or did not finish in time; names the rank, its host and the command.
-            FuligoError: rank 0's own, or another rank's.
+            FuligoError: a rank raised it.
         """
         shared = SharedCommand(command)
         return await self._run_on_ranks(command.name, [shared for _ in self.ranks])
 
     async def _run_by_replica(self, commands: Sequence[Command[R]]) -> R:
-        """Run a command on the ranks of each data-parallel replica; otherwise as `_run`."""
+        """Run `commands[i]` on all ranks of data-parallel replica i; otherwise like `_run`."""
         shared = [SharedCommand(command) for command in commands]
         return await self._run_on_ranks(commands[0].name, [shared[self._settings.replica_of(rank.rank)] for rank in self.ranks])
 
     async def _run_on_ranks(self, name: str, commands: Sequence[SharedCommand[R]]) -> R:
-        async with self._commands:  # one at a time: all ranks run them in one order
+        async with self._commands:  # one at a time, so that all ranks run them in the same order
             if self._failed:
                 raise TrainerError(f"cannot {name}: the trainer has already failed")
             self._phase = f"during `{name}`"
@@ -163,10 +163,10 @@ class RankedTrainer:
 
 
 class LocalTrainer(RankedTrainer):
-    """Trainer whose rank 0 computes in this process; the others are its child processes, or torchrun started them.
+    """Trainer whose rank 0 computes in this process; the other ranks are child processes or were started by torchrun.
 
     Args:
-        standbys: source of the ranks' processes, so that any rank can be replaced; then rank 0 is also a child process
+        standbys: source of rank processes, which allows any rank to be replaced; rank 0 is then a child process too.
     """
 
     def __init__(self, settings: TrainerSettings, standbys: StandbyRanks | None = None) -> None:
@@ -176,7 +176,7 @@ class LocalTrainer(RankedTrainer):
 
     async def train(self, batch: TrainBatch) -> StepResult:
         result = await super().train(batch)
-        if self._standbys is not None and not self._has_trained:  # not earlier, since the start of a run needs the cores itself
+        if self._standbys is not None and not self._has_trained:  # not earlier, because the start of a run needs all cores
             self._standbys.prepare(self._settings)
         self._has_trained = True
         return result
@@ -189,7 +189,7 @@ class LocalTrainer(RankedTrainer):
 
 
 def _for_ranks(directory: Path) -> Path:
-    """Return the path as processes with another working directory need it."""
+    """Return the absolute path, because ranks may have another working directory."""
     return directory.absolute()
 
 

@@ -1,4 +1,4 @@
-"""Worker of a trainer rank: what every backend does, around the passes that each computes in its own way."""
+"""Base class of the backends' rank workers: the work of a trainer rank apart from the model's passes."""
 
 import time
 from abc import ABC, abstractmethod
@@ -37,10 +37,11 @@ ModelT = TypeVar("ModelT")
 
 
 class RankWorker(ABC, Generic[SettingsT, CriticT, ModelT]):
-    """This rank's part of the models. The methods are those of `trainer.protocol.Trainer`, called on all ranks in the same order.
+    """Worker of one trainer rank, with its part of the models. All ranks call the methods in the same order.
 
-    Samples come as the share of the rank's data-parallel replica; other arguments are the same on all ranks. Rank 0 returns the result for
-    all samples; other ranks return None or their part. A backend's constructor sets the attributes that follow.
+    The methods are those of `trainer.protocol.Trainer`. Samples are passed as the share of the rank's data-parallel replica; other
+    arguments are the same on all ranks. Rank 0 returns the result for all samples; other ranks return None or their part of it. The
+    constructor of a backend's worker sets the attributes declared here.
     """
 
     _learner: Any
@@ -50,7 +51,7 @@ class RankWorker(ABC, Generic[SettingsT, CriticT, ModelT]):
     """Reference model; None if there is none, or it is the policy without its adapter."""
     teacher: ModelT | None
     balance_by: Cost | None
-    """Cost that is balanced over the replicas."""
+    """Cost to balance over the replicas; None: do not balance."""
     _adapter_sender: AdapterSender | None
 
     def __init__(self, settings: SettingsT, world: World) -> None:
@@ -65,7 +66,7 @@ class RankWorker(ABC, Generic[SettingsT, CriticT, ModelT]):
         return self._learner.progress
 
     def score(self, share: ScoreShare) -> list[SampleScores] | None:
-        """Return old, reference and teacher log-probabilities and values of all replicas' samples, on rank 0; None on others."""
+        """Compute old, reference and teacher log-probabilities and values; return those of all replicas on rank 0, None on other ranks."""
         with self._timeline.span("score"):
             olds, recorded = self._old_logprobs(share) if self.settings.needs_old_logprobs else ({}, {})
             refs = self._reference_logprobs(share)
@@ -79,7 +80,7 @@ class RankWorker(ABC, Generic[SettingsT, CriticT, ModelT]):
         return self._with_routing(join_by_position(scores for scores, _ in gathered), [parts for _, parts in gathered])
 
     def logprobs(self, share: ScoreShare) -> list[FloatArray] | None:
-        """Return log-probabilities of the current policy for all replicas' samples, on rank 0; None on others."""
+        """Compute log-probabilities with the current policy; return those of all replicas on rank 0, None on other ranks."""
         gathered = self.world.gather(self._policy_logprobs(share))
         return None if gathered is None else join_by_position(gathered)
 
@@ -87,7 +88,7 @@ class RankWorker(ABC, Generic[SettingsT, CriticT, ModelT]):
         """Run the optimizer steps of a rollout. The result is complete on rank 0; other ranks have no metrics.
 
         Args:
-            steps: the replica's share of each optimizer step; None for one that is skipped
+            steps: the replica's share of each optimizer step; None if the step is skipped.
 
         Raises:
             TrainerError: a loss or a gradient is not finite; the weights are as they were before that optimizer step.
@@ -123,7 +124,7 @@ class RankWorker(ABC, Generic[SettingsT, CriticT, ModelT]):
         """Compute the gradients of the step's loss, which stay with the parameters; return None on a rank that reports nothing."""
 
     def send_weights(self, target: WeightTarget) -> WeightManifest | Undelivered | None:
-        """Gather on all ranks; rank 0 sends, and so does any rank with an engine on its GPU."""
+        """Gather the policy's weights on all ranks, and send them from rank 0 and from every rank that shares its GPU with an engine."""
         with self._timeline.span("send"):
             if self._adapter_sender is not None:
                 return self._adapter_sender.send(target)
@@ -131,9 +132,9 @@ class RankWorker(ABC, Generic[SettingsT, CriticT, ModelT]):
 
     @abstractmethod
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield Hugging Face names and full tensors in the data type of `hf_checkpoint`, an adapter merged into them.
+        """Yield Hugging Face names and full tensors in the data type of the sync, with an adapter merged in.
 
-        A collective: every rank iterates to the end.
+        A collective: every rank must iterate to the end.
         """
 
     @abstractmethod
@@ -141,13 +142,13 @@ class RankWorker(ABC, Generic[SettingsT, CriticT, ModelT]):
 
     @abstractmethod
     def begin_save(self, directory: Path) -> Future[None]:
-        """Return a future; rank 0's is done when all ranks have written."""
+        """Begin a save and return its future; rank 0's is done when all ranks have written."""
 
     @abstractmethod
     def restore(self, directory: Path) -> None: ...
 
     def offload(self) -> None:
-        """Free the device's memory of everything that training keeps between rollouts."""
+        """Free the device memory of everything that training keeps between rollouts."""
         with self._timeline.span("offload"):
             self._host_memory.take(self._kept_tensors(), dropped=self._dropped_tensors())
             if self.world.device.type == "cuda":
@@ -158,27 +159,27 @@ class RankWorker(ABC, Generic[SettingsT, CriticT, ModelT]):
             self._host_memory.give_back()
 
     def close(self) -> None:
-        """Release the process groups that the backend made; the default one is destroyed afterwards."""
+        """Release resources of the backend, such as its process groups; the default process group is destroyed afterwards."""
 
     @abstractmethod
     def _policy_logprobs(self, share: ScoreShare) -> dict[int, FloatArray]:
-        """Return log-probabilities of the policy for this rank's samples, by position among all; empty on a rank that reports none."""
+        """Return the policy's log-probabilities of this rank's samples by position in the whole list; empty on a rank that reports none."""
 
     @abstractmethod
     def _logprobs_of(self, model: ModelT, share: ScoreShare) -> dict[int, FloatArray]:
-        """Return log-probabilities of the reference or teacher, as `_policy_logprobs` does."""
+        """Return the log-probabilities of a reference or teacher model, like `_policy_logprobs`."""
 
     def _old_logprobs(self, share: ScoreShare) -> tuple[dict[int, FloatArray], Mapping[int, Any]]:
-        """Return the policy's log-probabilities before training, and this rank's part of the routing that the passes recorded."""
+        """Return the policy's log-probabilities before training, and the routing that this rank recorded in these passes."""
         return self._policy_logprobs(share), {}
 
     def _with_routing(self, scores: list[SampleScores], parts_of_ranks: Sequence[Mapping[int, Any]]) -> list[SampleScores]:
-        """Add the routing that the ranks recorded to the scores, if they did."""
+        """Add the routing that the ranks recorded, if any, to the scores."""
         del parts_of_ranks
         return scores
 
     def _reference_logprobs(self, share: ScoreShare) -> dict[int, FloatArray]:
-        """Return the reference's log-probabilities; with LoRA it is the policy without its adapter."""
+        """Return the reference model's log-probabilities; with LoRA, the reference is the policy without its adapter."""
         if self.reference is not None:
             return self._logprobs_of(self.reference, share)
         if self.settings.lora is None or self.settings.reference_weights is None:
@@ -188,10 +189,13 @@ class RankWorker(ABC, Generic[SettingsT, CriticT, ModelT]):
 
     @abstractmethod
     def _adapter_off(self) -> AbstractContextManager[None]:
-        """Compute without the policy's adapter inside the block."""
+        """Disable the policy's adapter inside the block."""
 
     def _optimizer_steps(self, step: StepShare) -> tuple[list[StepGradients | None], dict[str, float]]:
-        """Step the value model, then the policy unless the value model learns alone; return the results, the policy's last."""
+        """Take an optimizer step of the value model, then of the policy unless only the value model is trained.
+
+        Return the results (the policy's last) and metrics.
+        """
         num_micro_batches = len(step.schedule.plans)
         found: list[StepGradients | None] = []
         metrics: dict[str, float] = {}
@@ -209,7 +213,7 @@ class RankWorker(ABC, Generic[SettingsT, CriticT, ModelT]):
         return found, {**metrics, "lr": lr, "grad_norm": grad_norm, "num_micro_batches": float(num_micro_batches)}
 
     def _end_rollout(self) -> None:
-        """Count the rollout, update the reference if it is due, and leave the memory to engines on the same device."""
+        """Count the rollout, update the reference if it is due, and free memory for engines on the same device."""
         self.progress.num_rollouts += 1
         if self.critic is not None:
             self.critic.end_rollout()
@@ -225,7 +229,7 @@ class RankWorker(ABC, Generic[SettingsT, CriticT, ModelT]):
 
     @property
     def _changed_reference(self) -> ModelT | None:
-        """Reference model that checkpoints contain; None if there is none, or it does not change."""
+        """Reference model to save in checkpoints; None if there is none or it never changes."""
         return None if self.settings.ref_update_interval is None else self.reference
 
     @abstractmethod
@@ -233,12 +237,12 @@ class RankWorker(ABC, Generic[SettingsT, CriticT, ModelT]):
         """Return all tensors that training keeps between rollouts."""
 
     def _dropped_tensors(self) -> Iterable[Tensor]:
-        """Return tensors whose contents training does not need between rollouts."""
+        """Return tensors whose contents need not be kept between rollouts."""
         return ()
 
 
 def _means(replicas: Sequence[Sequence[StepGradients]]) -> dict[str, float]:
-    """Average the metrics of one optimizer step over all replicas, model by model."""
+    """Return the metrics of one optimizer step, averaged over all replicas for each model."""
     means: dict[str, float] = {}
     for of_model in zip(*replicas, strict=True):
         means |= total([gradients.sums for gradients in of_model]).means()
@@ -250,16 +254,18 @@ def _on_host(step: StepGradients) -> StepGradients:
 
 
 def build_worker(settings: TrainerSettings, world: World) -> RankWorker[Any, Any, Any]:
-    """Build this rank's part of the model with the settings' backend. A collective.
+    """Build the worker of this rank with the backend of the settings. A collective.
 
-    Raises CheckpointError if weights cannot be read, TrainerError if the backend cannot run the model, and ConfigError if the lists of
-    trained parameters do not fit the model.
+    Raises:
+        CheckpointError: weights cannot be read.
+        TrainerError: the backend cannot run the model.
+        ConfigError: the lists of trained parameters do not fit the model.
     """
     return import_worker(settings)(settings, world)
 
 
 def import_worker(settings: TrainerSettings) -> Callable[[Any, World], RankWorker[Any, Any, Any]]:
-    """Import the settings' backend and return its worker's class."""
+    """Import the backend of the settings and return its worker class."""
     if isinstance(settings, MegatronTrainerSettings):
         with collector_paused():
             from fuligo.trainer.megatron_backend.worker import MegatronRankWorker

@@ -1,4 +1,4 @@
-"""Process group of the ranks that train together."""
+"""Process group of a trainer's ranks."""
 
 import os
 import secrets
@@ -25,10 +25,10 @@ class Rendezvous:
     host: str
     port: int
     key: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
-    """Secret of the ranks, with which they sign the objects of collectives. It reaches them with `Rank.load`, never through the store."""
+    """Secret with which the ranks sign the objects of collectives. They receive it with `Rank.load`, never through the store."""
 
     def connect(self, *, timeout: timedelta = timedelta(seconds=300)) -> TCPStore:
-        """Open a separate connection: a blocking wait on one connection does not hold up another."""
+        """Open a new connection to the store, so that a blocking wait does not hold up the users of another connection."""
         return TCPStore(self.host, self.port, is_master=False, timeout=timeout)
 
 
@@ -40,17 +40,17 @@ class World:
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     objects: dist.ProcessGroup | None = None
-    """Gloo group for Python objects; None where there is one rank."""
+    """Gloo group for Python objects; None if there is only one rank."""
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum over ranks, on every rank."""
+        """Return the sum of the tensor over all ranks, on every rank."""
         if self.size > 1:
             tensor = tensor.to(self.device)
             dist.all_reduce(tensor)
         return tensor
 
     def gather(self, value: Any) -> list[Any] | None:
-        """Return every rank's value, in the order of ranks, on rank 0; None elsewhere."""
+        """Return the values of all ranks, in order of rank, on rank 0; None on other ranks."""
         if self.size == 1:
             return [value]
         values: list[Any] | None = [None] * self.size if self.rank == 0 else None
@@ -65,7 +65,7 @@ def join_trainer(settings: TrainerSettings, rank: int, size: int, store: Store, 
 
 
 def set_environment(settings: TrainerSettings) -> None:
-    """Set the environment variables that the trainer's device needs, unless the user has."""
+    """Set the environment variables that the trainer's device needs, unless the user has set them."""
     for name, value in settings.environment.items():
         os.environ.setdefault(name, value)
     if settings.device == "cuda" and "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
@@ -75,14 +75,19 @@ def set_environment(settings: TrainerSettings) -> None:
 def join_world(rank: int, size: int, device_type: str, *, store: Store, key: bytes | None, timeout_s: float) -> World:
     """Form the process group with the other ranks; return when all have joined.
 
-    `key`: secret of the ranks that signs their objects; None: objects are not signed. Raises dist.DistError if a rank did not join in time.
+    Args:
+        key: secret with which the ranks sign objects of collectives; None: objects are not signed.
+        timeout_s: time limit of joining, and of each collective.
+
+    Raises:
+        dist.DistError: a rank did not join in time.
     """
     if device_type == "cpu":
         share_cores(size)
     device = torch.device(device_type, rank % torch.cuda.device_count()) if device_type == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        # SGLang 0.5.15 sets this for its processes. Weights are broadcast to them, and NCCL fails ("invalid argument") where two ends
+        # SGLang 0.5.15 sets this for its processes, which receive weights by broadcast. NCCL fails ("invalid argument") if the two ends
         # allocate differently.
         os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
     sign_objects(key)
@@ -94,12 +99,12 @@ def join_world(rank: int, size: int, device_type: str, *, store: Store, key: byt
 
 
 def leave_world() -> None:
-    """Leave the process group, if this process has joined one; later collectives of the process send plain objects again."""
+    """Leave the process group, if this process has joined one, and stop signing the objects of collectives."""
     if dist.is_initialized():
         dist.destroy_process_group()
     sign_objects(None)
 
 
 def share_cores(num_processes: int) -> None:
-    """Limit torch's threads to this process's share of the usable cores. torch itself knows nothing of a container's quota."""
+    """Limit torch's threads to this process's share of the usable cores, because torch ignores a container's CPU quota."""
     torch.set_num_threads(min(torch.get_num_threads(), max(1, num_cores() // num_processes)))

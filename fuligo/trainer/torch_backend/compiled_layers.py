@@ -1,4 +1,4 @@
-"""Layers compiled by torch.compile, once for rows of any length."""
+"""Decoder layers compiled with torch.compile, once for rows of all lengths."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -15,14 +15,14 @@ from fuligo.models.tree_attention import TreeRow
 RowT = TypeVar("RowT", VarlenRow, TreeRow)
 
 COMPILED_KINDS = 32
-"""Compiled variants of a layer in a run: kinds of layers, with and without gradient, of policy, reference, teacher and value model."""
+"""Limit of compiled variants of a layer in a run: kinds of layers of up to four models, each with and without gradient."""
 
 
 def can_compile(model: PreTrainedModel) -> bool:
-    """Return whether layers can be compiled.
+    """Return whether the model's layers can be compiled.
 
-    The tokens of an expert depend on the data, heads of latent attention differ in size, Gated DeltaNet runs per sequence, towers per
-    image, and layers that share keys and values hand them on through a dictionary.
+    Not supported are experts (their number of tokens depends on the data), latent attention (heads differ in size), Gated DeltaNet (runs
+    per sequence), vision towers (run per image), and layers that share keys and values (passed on in a dictionary).
     """
     if has_tower(model.config) or getattr(model.config, "num_kv_shared_layers", 0):
         return False
@@ -31,9 +31,9 @@ def can_compile(model: PreTrainedModel) -> bool:
 
 
 def allow_compiled_kinds(num_runs: int) -> None:
-    """Allow as many compiled variants of a layer as the models of several runs in this process need: their adapters differ.
+    """Raise torch's limit of compiled variants of a layer to `COMPILED_KINDS` per run in this process, because their adapters differ.
 
-    Beyond the limit, torch would run a layer without compilation, with a warning only.
+    Beyond the limit, torch would run a layer without compilation and only log a warning.
     """
     limits = torch._dynamo.config
     limits.recompile_limit = COMPILED_KINDS * num_runs
@@ -41,7 +41,7 @@ def allow_compiled_kinds(num_runs: int) -> None:
 
 
 def compile_layers(layers: Iterable[nn.Module]) -> None:
-    """Compile the forward pass of every layer at its first call; layers of the same kind share the code."""
+    """Compile the forward pass of every layer at its first call; layers of the same kind share the compiled code."""
     if torch._dynamo.config.recompile_limit < COMPILED_KINDS:
         allow_compiled_kinds(num_runs=1)
     for layer in layers:
@@ -51,14 +51,14 @@ def compile_layers(layers: Iterable[nn.Module]) -> None:
 def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a layer's forward for any number of tokens.
 
-    Only that number is a variable of the code. `dynamic=True` would also make variables of the head size, the norms' epsilon and an
-    adapter's scaling, and the compiler takes minutes to simplify what follows from them.
+    Only the number of tokens is marked as dynamic. With `dynamic=True`, the head size, the norms' epsilon and an adapter's scaling would be
+    symbolic too, and the compiler would take minutes to simplify the resulting expressions.
     """
     compiled = torch.compile(forward)
 
     def call(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and not hidden.requires_grad:
-            # The embeddings are frozen, and the first layer would be compiled for itself.
+            # The embeddings are frozen; without this, the first layer would be compiled separately.
             hidden = hidden.detach().requires_grad_()
         rotations = kwargs.get("position_embeddings") or ()
         for tensor in (hidden, *rotations, kwargs.get("position_ids")):
@@ -70,14 +70,14 @@ def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def varying(row: RowT) -> RowT:
-    """Have the compiler treat the sizes of the row's tensors as variable."""
+    """Mark the lengths of the row's tensors as dynamic for the compiler, and return the row."""
     for tensor in row:
         torch._dynamo.maybe_mark_dynamic(tensor, 0)
     return row
 
 
 def _vary_tokens(tensor: Tensor, *, num_tokens: int) -> None:
-    """Have the compiler treat dimensions of this size as variable, also those of the tensor that this one is a view of."""
+    """Mark dimensions of size `num_tokens` as dynamic for the compiler, also in the tensor that this one is a view of."""
     for each in (tensor, tensor._base):
         for dim, size in enumerate(() if each is None else each.shape):
             if size == num_tokens:

@@ -1,4 +1,4 @@
-"""Value model of one rank, the policy's architecture with an output layer of one row, and its optimizer."""
+"""Value model of one rank (the policy's architecture with an output layer of one row) and its optimizer."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ class ValueModel(PackedModel):
     """Value model that maps packed tokens to the expected return before each of their response tokens."""
 
     def forward(self, tokens: PackedTokens) -> Tensor:
-        """Return values [N], float32."""
+        """Return the [N] float32 values of the response tokens."""
         hidden, head = self.predicting_hidden(tokens), output_head(self.model)
         return hidden.float() @ head.weight.float().squeeze(0)
 
@@ -33,12 +33,12 @@ class ValueModel(PackedModel):
 def load_value_model(directory: Path, policy: PreTrainedModel) -> PreTrainedModel:
     """Load the causal LM in `directory` with an output layer [1, E], in float32 on the CPU.
 
-    If the files have an output layer of one row, it is loaded: they are a value model's. Otherwise the layer starts as zeros, not at
-    random: the first values are 0 for any seed and number of ranks, so the first advantages are plain returns, and no noise reaches the
-    layers below.
+    An output layer of one row is loaded, because the files are then a value model's. Otherwise the layer starts at zero, not at random, so
+    that for any seed and number of ranks the first values are 0, the first advantages are plain returns, and no noise reaches the layers
+    below.
 
     Raises:
-        CheckpointError: the files cannot be read, or do not have the policy's architecture.
+        CheckpointError: the files cannot be read, or the model does not have the policy's architecture.
     """
     model, lacking = read_model(directory)
     old_head = model.get_output_embeddings()
@@ -55,7 +55,7 @@ def load_value_model(directory: Path, policy: PreTrainedModel) -> PreTrainedMode
 
 
 def _single_row(directory: Path, name: str) -> Tensor | None:
-    """Return the tensor [1, E] of that name in the files; None if it is missing or has another number of rows."""
+    """Read the tensor `name` if it has shape [1, E]; return None if it is missing or has another number of rows."""
     files = HuggingFaceTensors(directory)
     return files.read(name) if files.shapes.get(name, (0,))[0] == 1 else None
 
@@ -70,8 +70,8 @@ def _require_same_architecture(directory: Path, model: PreTrainedModel, policy: 
     if different:
         name = different[0]
         raise CheckpointError(
-            f"{directory}: the value model must have the policy's architecture, but {name} is {ours.get(name, 'absent')} there and "
-            f"{theirs.get(name, 'absent')} in the policy. Use another --critic-load, or none to start from the policy's."
+            f"cannot load the value model {directory}: it must have the policy's architecture, but {name} is {ours.get(name, 'absent')} "
+            f"there and {theirs.get(name, 'absent')} in the policy; use another --critic-load, or none to start from the policy's weights"
         )
 
 

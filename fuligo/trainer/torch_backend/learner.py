@@ -1,4 +1,4 @@
-"""Model in training, with AdamW over its trained parameters, its counters, and the gradients of an optimizer step."""
+"""Training of one model: AdamW over its trained parameters, its counters, and the gradients of an optimizer step."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,11 +24,12 @@ from fuligo.types import FloatArray, TokenScores
 
 
 class Learner:
-    """Learner of the policy or of a value model.
+    """Optimizer and counters of the policy or of a value model.
 
     Args:
-        model: already sharded, with its untrained parameters frozen.
-        whose: owner for error messages if there is more than one model: `of the value model`.
+        model: model that is already sharded and whose untrained parameters are frozen.
+        flag: flag of the learning rate, for error messages.
+        whose: model for error messages if there is more than one, such as `of the value model`.
     """
 
     def __init__(self, model: PreTrainedModel, settings: OptimizerSettings, world: World, *, flag: str = "--lr", whose: str = "") -> None:
@@ -39,7 +40,7 @@ class Learner:
         self._flag, self._whose = flag, whose
 
     def step(self, gradients: StepGradients, num_micro_batches: int) -> tuple[float, float]:
-        """Update the weights by their gradients; return (learning rate, gradient norm). A collective.
+        """Clip the gradients, update the weights, and return (learning rate, gradient norm before clipping). A collective.
 
         Raises:
             TrainerError: a loss or the gradient is not finite; the weights are unchanged.
@@ -69,10 +70,10 @@ class Learner:
 
 
 def freeze_parameters(model: nn.Module, trained: TrainedParameters) -> None:
-    """Switch off the gradient of all parameters that are not trained.
+    """Disable the gradients of all parameters that are not trained.
 
     Raises:
-        ConfigError: the lists do not fit the model.
+        ConfigError: the lists of trained or frozen parameters do not fit the model.
     """
     parameters = dict(model.named_parameters())
     chosen = trained_names({name: (name,) for name in parameters}, trained)
@@ -81,7 +82,7 @@ def freeze_parameters(model: nn.Module, trained: TrainedParameters) -> None:
 
 
 def _build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim.AdamW:
-    """Build AdamW: matrices decay; biases, also those of all experts as one matrix, and parameters of one axis (norms, sinks) do not."""
+    """Build AdamW with weight decay for matrices only: not for biases (even if stacked over experts), norms and sinks."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     decays = {name: parameter.dim() >= 2 and not name.endswith("bias") for name, parameter in trained.items()}
     groups = [
@@ -98,7 +99,10 @@ ValueFn = Callable[[PackedTokens], Tensor]
 def compute_gradients(
     policy: Policy, step: StepShare, *, settings: LossSettings, device: torch.device, mtp: MTPTraining | None = None
 ) -> StepGradients:
-    """Add the gradient of a rank's share of the loss of an optimizer step to the parameters' `grad`; `mtp`: with that of the MTP layer."""
+    """Add the gradients of a rank's share of an optimizer step's loss to the parameters' `grad`.
+
+    `mtp`: training of the MTP layer, whose loss is added; None: the MTP layer is not trained.
+    """
     scores: dict[int, TokenScores] = {}
 
     def loss_of(plan: MicroBatchPlan, inputs: MicroBatch) -> Objective:
@@ -118,9 +122,9 @@ def compute_gradients(
 
 
 def compute_value_gradients(value_model: ValueFn, step: StepShare, *, clip: float, device: torch.device) -> StepGradients:
-    """Add the gradient of the value loss, as `compute_gradients` does for the policy; returns no scores.
+    """Add the gradients of the value loss to the parameters' `grad`. The result has no scores.
 
-    `clip` is the distance from the old values.
+    `clip`: as in `value_objective`.
     """
     return _sum_gradients(step, lambda _, inputs: value_objective(value_model(inputs.tokens), inputs, clip), {}, device)
 
@@ -131,7 +135,7 @@ def _sum_gradients(
     scores: dict[int, TokenScores],
     device: torch.device,
 ) -> StepGradients:
-    """Run the backward pass of each micro-batch's loss; return the results with the scores that `loss_of` has filled in."""
+    """Run the backward pass of each micro-batch's loss; return the results, with `scores`, which `loss_of` fills in."""
     sums: list[MetricSums] = []
     losses: list[Tensor] = []
     num_tokens = num_row_tokens = 0
@@ -151,7 +155,7 @@ def _sum_gradients(
 def compute_scores(
     model: PackedModel, share: ScoreShare, device: torch.device, of: Callable[[Any], Tensor] = lambda outputs: outputs
 ) -> dict[int, FloatArray]:
-    """Return one number, by `of` from the model's outputs, for each response token of this rank's samples, by position among all."""
+    """Run the model on this rank's samples; return [R] scores, selected from its outputs by `of`, by position in the whole list."""
     found: dict[int, FloatArray] = {}
     for plan in share.schedule.plans:
         tokens = pack_tokens([share.samples[i] for i in plan.samples], device, shared=plan.shared)

@@ -1,4 +1,4 @@
-"""Log-probability and entropy of response tokens, from hidden states, without the logits of more than a chunk of tokens."""
+"""Log-probabilities and entropies of response tokens from hidden states, with the logits of only one chunk of tokens in memory."""
 
 from typing import Any, NamedTuple
 
@@ -14,14 +14,14 @@ from fuligo.trainer.logprobs import TokenLogprobs, add_product, chunks, rowwise_
 
 
 class OutputHead(NamedTuple):
-    """Layer that maps hidden states to logits."""
+    """Output layer that maps hidden states to logits."""
 
     weight: Tensor
-    """[V, E]"""
+    """[V, E] weight."""
     bias: Tensor | None
-    """[V]"""
+    """[V] bias; None without one."""
     cap: float | None = None
-    """Bound c of soft-capped logits, c tanh(logit / c); None: as they are."""
+    """Bound c of soft-capped logits, c tanh(logit / c); None: no soft-capping."""
 
     def detached(self) -> "OutputHead":
         return OutputHead(self.weight.detach(), None if self.bias is None else self.bias.detach(), self.cap)
@@ -32,14 +32,15 @@ def token_logprobs(
 ) -> TokenLogprobs:
     """Compute the log-probabilities of `targets` and the entropies of their distributions; both are differentiable.
 
-    Peak memory beyond inputs and gradients is a few [chunk_tokens, V] float32 tensors in either pass: the backward pass computes the
-    logits of a chunk again, unless one chunk holds all tokens, whose log-softmax is kept, or logits are soft-capped.
+    Peak memory beyond inputs and gradients is a few [chunk_tokens, V] float32 tensors in either pass. The backward pass recomputes the
+    logits of each chunk, except if a single chunk holds all tokens and logits are not soft-capped: they are then kept from the forward
+    pass.
 
     Args:
-        hidden: [N, E] the hidden state *before* each target: position t - 1 predicts token t.
-        targets: [N]
-        chunk_tokens: tokens whose logits exist at a time.
-        is_batch_invariant: compute log-probabilities by `models.batch_invariant`, as engines can.
+        hidden: [N, E] hidden state *before* each target: position t - 1 predicts token t.
+        targets: [N] int64 target tokens.
+        chunk_tokens: number of tokens whose logits are in memory at a time.
+        is_batch_invariant: compute log-probabilities with `models.batch_invariant`, as batch-invariant engines do.
     """
     return TokenLogprobs(*_TokenLogprobs.apply(hidden, *head, targets, temperature, chunk_tokens, is_batch_invariant))
 
@@ -57,10 +58,10 @@ class _TokenLogprobs(torch.autograd.Function):
         chunk_tokens: int,
         is_batch_invariant: bool,
     ) -> tuple[Tensor, Tensor]:
-        # Not views of one tensor: FSDP warns of those.
+        # Separate tensors, because FSDP warns about outputs that are views.
         logprobs, entropy, log_total = (hidden.new_empty(len(targets), dtype=torch.float32) for _ in range(3))
         logits = None
-        assert cap is None or not is_batch_invariant, "no such model is batch-invariant"
+        assert cap is None or not is_batch_invariant, "batch-invariant models have no soft-capping"
         for chunk in chunks(len(targets), chunk_tokens):
             if is_batch_invariant:
                 logits = _invariant_logits(hidden[chunk], weight, bias, temperature)
@@ -110,24 +111,24 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _capped(logits: Tensor, cap: float | None, temperature: float) -> Tensor:
-    """Soft-cap logits that are divided by the temperature already."""
+    """Soft-cap logits that are already divided by the temperature."""
     return logits if cap is None else torch.tanh(logits * (temperature / cap)) * (cap / temperature)
 
 
 def _logits(logits: Tensor) -> Tensor:
-    """Return [n, V] the logits on a GPU, their log-softmax on a CPU, where torch's own kernels make the fewest passes."""
+    """Return the [n, V] logits on a GPU, their log-softmax on a CPU, where torch's kernel needs the fewest passes over memory."""
     return logits if logits.is_cuda else logits.log_softmax(-1)
 
 
 def _invariant_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    """Return [n, V] the batch-invariant logits on a GPU, their log-softmax on a CPU."""
+    """Return the [n, V] batch-invariant logits on a GPU, their log-softmax on a CPU."""
     logits = linear(hidden, weight, bias, dtype=torch.float32)
     logits = logits if temperature == 1.0 else logits / temperature
     return logits if logits.is_cuda else log_softmax(logits)
 
 
 def _logprobs(logits: Tensor, targets: Tensor, is_batch_invariant: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return [n] log-probabilities, entropies, and log of the sum of exp(logit)."""
+    """Return the [n] log-probabilities, entropies and logs of the sum of exp(logit); `logits` are the log-softmax on a CPU."""
     at_target = logits.gather(1, targets[:, None]).squeeze(1)
     if not logits.is_cuda:
         return at_target, -rowwise_dot(logits.exp(), logits), torch.zeros_like(at_target)

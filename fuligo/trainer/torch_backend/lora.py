@@ -1,4 +1,4 @@
-"""Adapter of the torch trainer's policy: its layers, its full tensors, and merged weights."""
+"""LoRA adapter of the torch trainer's policy: its layers, its full tensors, and merged weights."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -21,14 +21,14 @@ from fuligo.trainer.torch_backend.weights import full_tensor, held_tensors, keep
 def add_policy_adapter(
     model: PreTrainedModel, lora: LoraSettings, *, seed: int, base: QuantisedBase | None = None, device: torch.device
 ) -> None:
-    """Add the adapter of a run to its policy, which freezes all else.
+    """Add the run's adapter to its policy and freeze all other parameters.
 
     Args:
-        base: storage of the frozen linear layers on `device`; None: they stay as they are.
+        base: storage of the frozen linear layers on `device`; None: do not quantize them.
 
     Raises:
         ConfigError: the model lacks a layer that is to be adapted.
-        CheckpointError: the adapter to start from is damaged, or is another model's.
+        CheckpointError: the initial adapter is damaged, or belongs to another model or base precision.
     """
     add_adapter(model, lora.adapter, seed=seed)
     if lora.initial_adapter is not None:
@@ -39,10 +39,10 @@ def add_policy_adapter(
 
 
 def _require_same_base(adapter: Path, base: QuantisedBase | None) -> None:
-    """Check that an adapter was not trained on a base in another precision.
+    """Check that an adapter was not trained on a base in another precision. An adapter without a record of its base is accepted.
 
     Raises:
-        CheckpointError: it was; an adapter without a record is taken for any base.
+        CheckpointError: the adapter was trained on a base in another precision.
     """
     trained_on = QuantisedBase.read(adapter)
     if trained_on is not None and trained_on != base:
@@ -53,9 +53,9 @@ def _require_same_base(adapter: Path, base: QuantisedBase | None) -> None:
 
 
 def store_base_in_half_precision(model: nn.Module) -> None:
-    """Keep frozen parameters in bfloat16, in which the passes use them: nothing is ever added to them.
+    """Convert frozen parameters to bfloat16, the data type of the model's passes, because no updates are added to them.
 
-    Those that engines hold in float32 stay as they are.
+    Parameters that engines hold in float32 are not converted.
     """
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad and not keeps_dtype(name, parameter):
@@ -63,19 +63,19 @@ def store_base_in_half_precision(model: nn.Module) -> None:
 
 
 def named_adapter_weights(model: PreTrainedModel, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Return an iterator of the adapter's full tensors by their names in PEFT's files, cast to `dtype`. A collective if it is sharded."""
+    """Return an iterator over the adapter's full tensors, cast to `dtype`, with their names in PEFT's files. A collective if sharded."""
     full = ((name, full_tensor(parameter)) for name, parameter in adapter_tensors(model).items())
     return full if dtype is None else cast_together(full, dtype)
 
 
 @dataclass(slots=True)
 class AdaptedModel:
-    """Policy with its adapter, in the form that `AdapterSender` expects."""
+    """Policy with a LoRA adapter. Implements `AdaptedPolicy`."""
 
     model: PreTrainedModel
     dtype: torch.dtype
     rounding: MergeRounding = field(default_factory=MergeRounding)
-    """Measure of what rounding left of the adapter's update in the last `merged`."""
+    """Number of elements that the last `merged` changed after rounding."""
 
     def base(self) -> Iterator[tuple[str, Tensor]]:
         return named_weights(self.model, dtype=self.dtype)
@@ -84,9 +84,9 @@ class AdaptedModel:
         return named_adapter_weights(self.model, dtype=self.dtype)
 
     def merged(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and full tensors as `named_weights` does, W + scaling B A for adapted layers. A collective if it is sharded.
+        """Yield names and full tensors like `named_weights`, with W + scaling B A for adapted layers. A collective if sharded.
 
-        Sums are computed in float32 and rounded once. `rounding` is complete after the last tensor.
+        The sums are computed in float32 and rounded once. `rounding` is complete after the last tensor.
         """
         updates = updates_of(self.model)
         self.rounding = MergeRounding()

@@ -1,4 +1,4 @@
-"""Hugging Face causal LM over packed tokens, as a policy; refused if packing would change its results."""
+"""Hugging Face causal LM over packed tokens. Models whose results packing would change are refused."""
 
 import logging
 from collections.abc import Mapping
@@ -47,15 +47,17 @@ from fuligo.types import TrainSample
 logger = logging.getLogger(__name__)
 
 CHECK_LENGTHS = (5, 9)
+"""Lengths of the random sequences in `check_packed_forward`, in tokens."""
 CHECK_TOLERANCE = 2e-3
-"""Nats. Float32 noise between two attention implementations is 1e-5 to 1e-4; a wrong mask or a missing logit scale is 0.1 or more."""
+"""Largest accepted difference in nats. Two attention implementations differ by 1e-5 to 1e-4 in float32; a wrong mask or a missing logit
+scale causes 0.1 or more."""
 
 
 class PackedModel(nn.Module):
     """Causal LM that runs on packed tokens.
 
     Args:
-        images: image processor of a model with a vision tower; None: no prompt has images.
+        images: image processor of a model with a vision tower; None if no prompt has images.
     """
 
     def __init__(self, model: PreTrainedModel, images: ImageProcessor | None = None) -> None:
@@ -67,11 +69,11 @@ class PackedModel(nn.Module):
         self.is_batch_invariant = False
 
     def predicting_hidden(self, tokens: PackedTokens) -> Tensor:
-        """Return [N, E] the last hidden states before each response token; only these reach the output layer."""
+        """Return the [N, E] last-layer hidden states that predict the response tokens, the only ones that the output layer needs."""
         return self.hidden_states(tokens)[0].index_select(0, tokens.predicting_positions)
 
     def hidden_states(self, tokens: PackedTokens) -> Tensor:
-        """Return [1, T, E] the last hidden states of the row."""
+        """Return the [1, T, E] last-layer hidden states of the row."""
         sequences = self._sequences(tokens)
         if self.vision is not None:
             return self.vision.hidden_states(tokens.input_ids, tokens.position_ids, tokens.images, **sequences)
@@ -80,14 +82,14 @@ class PackedModel(nn.Module):
         return language(input_ids=ids, position_ids=positions, use_cache=False, **sequences).last_hidden_state
 
     def _sequences(self, tokens: PackedTokens) -> dict[str, Any]:
-        """Return the arguments of the model's forward that tell its layers which tokens belong together."""
+        """Return the arguments of the model's forward that tell its layers which tokens belong to the same sequence."""
         device = tokens.input_ids.device
         if tokens.tree is not None:
             assert not self.is_recurrent, "layers with a recurrent state do not support shared prefixes"
             tree = varying(tree_row(tokens.tree, device)) if self._is_compiled else tokens.tree
             return {"packed_tree": tree, "packed_invariantly": self.is_batch_invariant}
         sequences: dict[str, Any] = {"packed_cu_seqlens": tokens.cu_seqlens}
-        if self._is_compiled:  # which would compile once more for every tuple of starts
+        if self._is_compiled:  # tensors, because the compiler would compile again for every tuple of starts
             sequences = {"packed_row": varying(varlen_row(tokens.cu_seqlens, device))}
         if self.is_batch_invariant:
             sequences["packed_invariantly"] = True
@@ -96,11 +98,11 @@ class PackedModel(nn.Module):
         return sequences
 
     def make_batch_invariant(self, device: str, *, ranks: int = 1) -> None:
-        """Make a token's outputs depend, bit for bit, only on its own sequence.
+        """Make a token's outputs bitwise independent of the other sequences in the row.
 
         Args:
-            device: type of the device that the model will be on.
-            ranks: tensor-parallel GPUs of an engine, whose roundings are repeated.
+            device: type of the device that the model will run on.
+            ranks: number of tensor-parallel GPUs of an engine, whose rounding is reproduced.
 
         Raises:
             TrainerError: the model has layers without batch-invariant operations.
@@ -116,20 +118,20 @@ class PackedModel(nn.Module):
     def compile_layers(self) -> None:
         """Compile the forward pass of every layer at its first call, once for all lengths and layers of the same kind.
 
-        It computes a layer's norms, rotary embedding and activation in few kernels and keeps two thirds of the memory for the backward
-        pass. Inputs must be on CUDA, in half precision.
+        Compiled layers fuse norms, rotary embedding and activation into few kernels, and keep only two thirds of the memory for the
+        backward pass. Inputs must be on CUDA and in half precision.
         """
         compile_layers(self.layers)
         self._is_compiled = True
 
     @property
     def layers(self) -> list[nn.Module]:
-        """Return the decoder layers: the modules that transformers itself does not split over devices."""
+        """Return the decoder layers: the modules that transformers does not split over devices (`_no_split_modules`)."""
         names = set(self.model._no_split_modules or ())
         return [module for module in self.model.modules() if type(module).__name__ in names]
 
     def release_gathered(self) -> None:
-        """Drop weights gathered in passes without gradient, which become stale when the sharded ones are updated."""
+        """Free the weights gathered in passes without gradient, which are stale once the sharded weights are updated."""
         if isinstance(self, FSDPModule):
             self.reshard()
 
@@ -146,7 +148,7 @@ class Policy(PackedModel):
         return self._of_responses(self.hidden_states(tokens), tokens)
 
     def with_mtp(self, tokens: PackedTokens, later: LaterTokens, *, is_joint: bool) -> tuple[TokenLogprobs, Tensor]:
-        """Return what `forward` does, and the MTP layer's log-probabilities [m] of the tokens `local_ids` of `later`.
+        """Return the result of `forward`, and the MTP layer's [m] log-probabilities of the tokens `later.local_ids`.
 
         `is_joint`: as in `MTPTraining`.
         """
@@ -159,7 +161,7 @@ class Policy(PackedModel):
         return outputs, token_logprobs(further, head, targets, temperature=1.0, chunk_tokens=self.chunk_tokens).logprobs
 
     def _of_responses(self, hidden: Tensor, tokens: PackedTokens) -> TokenLogprobs:
-        """Return log-probabilities and entropies [N] of the response tokens, given hidden states [1, T, E] of the row."""
+        """Return the [N] log-probabilities and entropies of the response tokens from the row's hidden states [1, T, E]."""
         return token_logprobs(
             hidden[0].index_select(0, tokens.predicting_positions),
             output_head(self.model),
@@ -170,9 +172,9 @@ class Policy(PackedModel):
         )
 
     def _predicted(self, hidden: Tensor, tokens: PackedTokens, later: LaterTokens, *, is_joint: bool) -> Tensor:
-        """Return [T, E] the hidden states of the MTP layer."""
+        """Return the MTP layer's hidden states [T, E]."""
         module, language = mtp_module(self.model), language_model(self.model)
-        assert module is not None and tokens.images is None, "refused before the start"
+        assert module is not None and tokens.images is None, "configurations without an MTP layer or with images are refused at the start"
         embedded = language.embed_tokens(later.input_ids)
         if not is_joint:
             embedded = embedded.detach()
@@ -183,16 +185,21 @@ class Policy(PackedModel):
 def output_head(model: PreTrainedModel) -> OutputHead:
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
-        raise TrainerError(f"{type(model).__name__} has no linear output layer; the torch trainer cannot compute its log-probabilities")
+        raise TrainerError(
+            f"cannot compute the log-probabilities of {type(model).__name__}: it has no linear output layer; choose another model"
+        )
     return OutputHead(head.weight, head.bias, getattr(text_config(model.config), "final_logit_softcapping", None))
 
 
 def load_model(directory: Path, *, has_mtp: bool = False) -> PreTrainedModel:
-    """Load the causal LM in `directory` in float32 on the CPU, with packed attention and without dropout; `has_mtp`: also its MTP layer.
+    """Load the causal LM in `directory` in float32 on the CPU, with packed attention and without dropout.
+
+    Args:
+        has_mtp: also load the model's MTP layer.
 
     Raises:
-        CheckpointError: files are missing, truncated, do not hold all weights of the model, or hold NaN.
-        TrainerError: packed attention does not support the model's attention.
+        CheckpointError: files are missing or truncated, lack weights of the model, or contain NaN or infinities.
+        TrainerError: the torch trainer does not support the model.
     """
     model, lacking = read_model(directory, has_mtp=has_mtp)
     require_whole(directory, lacking)
@@ -200,11 +207,13 @@ def load_model(directory: Path, *, has_mtp: bool = False) -> PreTrainedModel:
 
 
 def read_model(directory: Path, *, has_mtp: bool = False) -> tuple[PreTrainedModel, dict[str, str]]:
-    """Load a model as `load_model` does, and return descriptions of missing weights, or ones of another shape, by name. These are random.
+    """Load a model like `load_model`, but also if weights are missing or have another shape. These weights are random.
+
+    Return the model, and a description of each such weight by name.
 
     Raises:
-        CheckpointError: files are missing or truncated, or hold NaN.
-        TrainerError: packed attention does not support the model's attention.
+        CheckpointError: files are missing or truncated, or contain NaN or infinities.
+        TrainerError: the torch trainer does not support the model.
     """
     register()
     disable_progress_bar()
@@ -218,8 +227,8 @@ def read_model(directory: Path, *, has_mtp: bool = False) -> tuple[PreTrainedMod
             raise TrainerError(f"cannot train {directory} ({config.model_type}): {reason}; choose another model")
         if unknown := unpackable_layers(text_config(config)):
             raise TrainerError(
-                f"{config.model_type}: layers of type {', '.join(unknown)} are not supported by the torch trainer's packed attention,"
-                " which supports full_attention, sliding_attention and Gated DeltaNet layers. Choose another model."
+                f"cannot train {directory} ({config.model_type}): packed attention does not support its layers of type "
+                f"{', '.join(unknown)}, only full_attention, sliding_attention and Gated DeltaNet layers; choose another model"
             )
         loaded: Any = model_class(config).from_pretrained(
             directory,
@@ -252,34 +261,34 @@ def read_model(directory: Path, *, has_mtp: bool = False) -> tuple[PreTrainedMod
 
 
 def require_whole(directory: Path, lacking: Mapping[str, str]) -> None:
-    """Check that no weights are missing.
+    """Check that no weights are missing or have another shape, given the descriptions that `read_model` returned.
 
     Raises:
-        CheckpointError: weights are missing.
+        CheckpointError: weights are missing or have another shape; names up to five of them.
     """
     if lacking:
         some = ", ".join(sorted(lacking.values())[:5])
         raise CheckpointError(
-            f"cannot load {directory}: weights are missing or have another shape than config.json says ({some}); copy or convert it again"
+            f"cannot load {directory}: weights are missing or their shape does not match config.json ({some}); copy or convert it again"
         )
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
-    """Keep only the inputs of every layer and compute its activations again in the backward pass."""
+    """Keep only the inputs of every layer and recompute its activations in the backward pass. Raises TrainerError if unsupported."""
     if not model.supports_gradient_checkpointing:
         raise TrainerError(f"{type(model).__name__} does not support --gradient-checkpointing; drop the flag")
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.train()  # transformers checkpoints in training mode only; there is no dropout that this could switch on
+    model.train()  # transformers checkpoints in training mode only; dropout is already 0
 
 
 @torch.no_grad()
 def check_packed_forward(policy: Policy, *, shares_prefixes: bool = False) -> None:
-    """Compare log-probabilities of packed random tokens with the model's own forward pass, one sequence at a time.
+    """Compare log-probabilities of packed random sequences with the original forward pass of the model on each sequence.
 
-    With `shares_prefixes` the sequences begin with the same tokens, which the row holds once.
+    With `shares_prefixes`, the sequences begin with the same tokens, which the row stores once.
 
     Raises:
-        TrainerError: they differ, because packing does not reproduce a feature of the model's logits or attention.
+        TrainerError: the log-probabilities differ, because packing does not reproduce a feature of the model's logits or attention.
     """
     model = policy.model
     sequences = _random_sequences(model.config)
@@ -297,7 +306,9 @@ def check_packed_forward(policy: Policy, *, shares_prefixes: bool = False) -> No
     except TrainerError:
         raise
     except Exception as error:
-        raise TrainerError(f"{type(model).__name__} cannot run on packed tokens: {type(error).__name__}: {error}") from error
+        raise TrainerError(
+            f"cannot run {type(model).__name__} on packed tokens: {type(error).__name__}: {error}; choose another model"
+        ) from error
     model.set_attn_implementation("eager")
     try:
         whole = [model(input_ids=ids[None], use_cache=False).logits[0, :-1].float().log_softmax(-1) for ids in sequences]
@@ -307,15 +318,15 @@ def check_packed_forward(policy: Policy, *, shares_prefixes: bool = False) -> No
     difference = (packed - own).abs().max().item()
     if not difference <= CHECK_TOLERANCE:
         raise TrainerError(
-            f"{type(model).__name__} ({model.config.model_type}): log-probabilities of packed sequences differ by {difference:.2g} from "
-            "the model's own forward pass. Its attention or its logits have a feature that the torch trainer does not support "
-            "(state carried along the sequence, logit scaling or soft-capping, ...). Choose another model."
+            f"cannot train {type(model).__name__} ({model.config.model_type}): log-probabilities of packed sequences differ by "
+            f"{difference:.2g} from its forward pass in transformers, because its attention or logits have a feature that the torch "
+            "trainer does not support (such as recurrent state, logit scaling or soft-capping); choose another model"
         )
     logger.debug("%s: packed forward checked, largest difference %.2g", type(model).__name__, difference)
 
 
 def _random_sequences(config) -> list[Tensor]:
-    """Return a few short sequences, and one longer than the sliding window if that is short."""
+    """Return a few short sequences, and one longer than the sliding window if the window is at most 512 tokens."""
     config = text_config(config)
     window = getattr(config, "sliding_window", None)
     lengths = (*CHECK_LENGTHS, window + 3) if isinstance(window, int) and window <= 512 else CHECK_LENGTHS
@@ -324,7 +335,7 @@ def _random_sequences(config) -> list[Tensor]:
 
 
 def _sample(ids: Tensor) -> TrainSample:
-    """Return a sample of one prompt token; only its tokens matter."""
+    """Return a sample with one prompt token; only its tokens are used."""
     length = len(ids) - 1
     return TrainSample(
         index=0,

@@ -1,4 +1,4 @@
-"""Attention over packed tokens as an attention implementation of transformers, so that any of its models runs on them."""
+"""Attention over packed tokens as an attention implementation of transformers, which its models select by name."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from fuligo.models.token_tree import TokenTree
 from fuligo.models.tree_attention import TreeRow, invariant_tree_attention, tree_attention, varlen_tree_attention
 
 PACKED_ATTENTION = "fuligo_packed"
-"""Name under which models select it: `attn_implementation=PACKED_ATTENTION`."""
+"""Name of the attention implementation: `attn_implementation=PACKED_ATTENTION`."""
 
 
 def register() -> None:
@@ -38,17 +38,17 @@ def attention_forward(
     packed_invariantly: bool = False,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Compute attention for one layer; transformers calls it.
+    """Compute the attention of one layer. Called by transformers; the `packed_*` arguments are passed to the model's forward.
 
     Args:
         query: [1, H, T, D]
         key: [1, Hkv, T, D]
         value: [1, Hkv, T, Dv]
         s_aux: [H] attention sinks.
-        packed_cu_seqlens: starts of the sequences; like the following an argument of that name given to the model's forward.
+        packed_cu_seqlens: starts of the sequences, and T.
         packed_row: the same starts on the device, for compiled layers.
-        packed_tree: tree of the T tokens, if sequences share prefixes; its indices on the device for compiled layers.
-        packed_invariantly: compute by `models.batch_invariant`.
+        packed_tree: tree of the T tokens if sequences share prefixes; for compiled layers, its indices on the device.
+        packed_invariantly: compute with `models.batch_invariant`.
 
     Returns:
         [1, T, H, Dv] and no attention weights.
@@ -59,12 +59,12 @@ def attention_forward(
     name = type(module).__name__
     if softcap is not None:
         raise TrainerError(
-            f"{name} uses logit soft-capping, which the torch trainer's packed attention does not support. Choose another model."
+            f"cannot train {name}: packed attention in the torch trainer does not support logit soft-capping; choose another model"
         )
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     given: Any = {"scale": query.size(-1) ** -0.5 if scaling is None else scaling, "window": sliding_window, "sinks": s_aux}
     if packed_invariantly:
-        assert sliding_window is None and s_aux is None, "refused when the model was loaded"
+        assert sliding_window is None and s_aux is None, "such models are refused when they are loaded"
         if isinstance(packed_tree, TokenTree):
             return invariant_tree_attention(q, k, v, packed_tree, scale=given["scale"]).unsqueeze(0), None
     if isinstance(packed_tree, TreeRow):
@@ -74,7 +74,10 @@ def attention_forward(
     if packed_row is not None:
         return varlen_attention(q, k, v, packed_row, **given).unsqueeze(0), None
     if packed_cu_seqlens is None:
-        raise TrainerError(f"{name} does not receive the arguments of its model's forward; packed sequences would attend to each other.")
+        raise TrainerError(
+            f"cannot run {name} on packed tokens: its model does not pass on the arguments of its forward, so sequences would attend to "
+            "each other; choose another model"
+        )
     if packed_invariantly:
         return causal_attention(q, k, v, packed_cu_seqlens, scale=given["scale"]).unsqueeze(0), None
     return packed_attention(q, k, v, packed_cu_seqlens, **given).unsqueeze(0), None

@@ -1,13 +1,13 @@
-"""State that training resumes from: weights, optimizer, random numbers, counters. Safetensors and JSON, no pickle.
+"""Checkpoint of the torch trainer: weights, optimizer, random state and counters, in safetensors and JSON (no pickle).
 
-hf/         the weights in float32 as a Hugging Face directory, the source of a resume; tensors.json: the model's own dtypes, for an export;
-            also the tensors of an MTP layer that the run has not loaded, as they were
-adapter/    of a LoRA run, instead of hf/: the adapter in float32 as a PEFT directory; base_precision.json if its base was quantized
-optimizer/  exp_avg, exp_avg_sq and step of every trained parameter, whole: any number of ranks reads them
+hf/         float32 weights as a Hugging Face directory; tensors.json: data types of the original checkpoint, for an export; also the
+            unchanged tensors of an MTP layer that the run did not load
+adapter/    LoRA runs, instead of hf/: the adapter in float32 as a PEFT directory; base_precision.json if the base was quantized
+optimizer/  exp_avg, exp_avg_sq and step of every trained parameter, not sharded, so that any number of ranks can resume
 reference/  weights of the reference model, if it changes in training
-critic/     the value model, if there is one: as hf/, with an output layer of one row; critic_optimizer/ as optimizer/
-rng/        state of every rank's random numbers
-trainer.json
+critic/     value model, if there is one: like hf/, with an output layer of one row; critic_optimizer/ is like optimizer/
+rng/        random state of every rank
+trainer.json  counters and, of a LoRA run, the digest of the base weights
 """
 
 import json
@@ -43,6 +43,7 @@ from fuligo.trainer.torch_backend.tensor_files import TensorFiles, write_tensors
 from fuligo.trainer.torch_backend.weights import full_tensor, load_tensors, load_weights, named_weights, shard_like, weight_tensors
 
 FORMAT = 1
+"""Version of the checkpoint format."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -59,12 +60,12 @@ class TrainingState:
     base: QuantisedBase | None = None
     """Storage of the base weights; None: not quantized."""
     carried: dict[str, Tensor] = field(default_factory=dict)
-    """Tensors of the MTP layer that no model holds, on rank 0: checkpoints contain them. Replaced by those of a restored checkpoint."""
+    """Tensors of an MTP layer that was not loaded, on rank 0. Checkpoints contain them, and a restore replaces them."""
 
 
 @dataclass(slots=True)
 class _Part:
-    """Large tensors of one directory of a checkpoint. Ranks gather them while they iterate."""
+    """Large tensors of one directory of a checkpoint. Iterating over them is a collective."""
 
     place: str
     stem: str
@@ -78,22 +79,25 @@ class _Part:
 
 
 def save_state(directory: Path, state: TrainingState, *, model_files: Path, world: World) -> None:
-    """Write a checkpoint. A collective: rank 0 writes everything but the other ranks' random state.
+    """Write a checkpoint. A collective; rank 0 writes everything except the random state of the other ranks.
 
     Args:
-        directory: is created; the caller gives it its final name when it is complete.
-        model_files: Hugging Face directory whose tokenizer files go next to the weights.
+        directory: directory to create; the caller renames it when it is complete.
+        model_files: Hugging Face directory whose tokenizer files are copied next to the weights.
     """
     for part in _parts(state):
         if world.rank == 0:
             part.write(directory)
         else:
-            deque(part.tensors, maxlen=0)  # takes part in gathering
+            deque(part.tensors, maxlen=0)  # takes part in the collectives
     _write_small_files(directory, state, model_files, world)
 
 
 def copy_state(directory: Path, state: TrainingState, *, model_files: Path, world: World) -> Callable[[], None]:
-    """Copy the large tensors of `save_state` to rank 0's memory; return the function that writes them. A collective."""
+    """Write the small files of `save_state` and copy the large tensors to rank 0's host memory. A collective.
+
+    Return the function that writes the copies; on other ranks it does nothing.
+    """
     copies: list[_Part] = []
     for part in _parts(state):
         if world.rank == 0:
@@ -143,10 +147,10 @@ def _write_small_files(directory: Path, state: TrainingState, model_files: Path,
 
 
 def restore_state(directory: Path, state: TrainingState, world: World) -> None:
-    """Load what `save_state` wrote with any number of ranks. Everything is checked before anything changes.
+    """Load a checkpoint that `save_state` wrote with any number of ranks. Names and shapes are checked before any state changes.
 
-    A rank without random state in the checkpoint keeps its own. If the checkpoint has no value model and the settings allow that, this
-    run's stays as it began.
+    A rank without random state in the checkpoint keeps its current one. If the checkpoint has no value model and the settings allow that,
+    the run's initial value model is kept.
 
     Raises:
         CheckpointError: a file is missing or truncated, or belongs to another architecture; names it.
@@ -192,11 +196,11 @@ class _Saved:
     progress: Progress
     weights: TensorFiles
     moments: TensorFiles | None
-    """None before the first optimizer step."""
+    """Optimizer state; None if the checkpoint was saved before the first optimizer step."""
 
     @classmethod
     def open(cls, learner: Learner, progress: Progress, *, weights: TensorFiles, directory: Path) -> Self:
-        """Open and check the files of one model; `directory` has the optimizer's state."""
+        """Open one model's files and check their names and shapes. `directory`: directory of the optimizer's state."""
         moments = TensorFiles(directory, stem="optimizer") if progress.num_optimizer_steps else None
         own = _shapes(adapter_tensors(learner.model)) if has_adapter(learner.model) else _weight_shapes(learner.model)
         carried = {} if _holds_mtp(own) else {name: shape for name, shape in weights.shapes.items() if name.startswith(MTP_PREFIX)}
@@ -216,16 +220,16 @@ class _Saved:
         state.clear()
         for name, full in self.moments.read_all() if self.moments is not None else ():
             parameter_name, _, key = name.rpartition(".")
-            if parameter_name not in parameters:  # a frozen tower
+            if parameter_name not in parameters:  # of a tower that is frozen in this run
                 continue
             parameter = parameters[parameter_name]
             own = full.to(parameter.device) if key == "step" else shard_like(full, parameter)
-            state[parameter][key] = own.clone()  # on a CPU it is the file's memory, which cannot be freed for engines
+            state[parameter][key] = own.clone()  # on a CPU, `own` maps the file's memory, which cannot be freed for engines
         self.learner.progress.num_optimizer_steps = self.progress.num_optimizer_steps
         self.learner.progress.num_rollouts = self.progress.num_rollouts
 
     def read_carried(self) -> dict[str, Tensor]:
-        """Return the tensors of an MTP layer that the model does not hold."""
+        """Return the tensors of an MTP layer that the model has not loaded."""
         own = {} if has_adapter(self.learner.model) else _weight_shapes(self.learner.model)
         names = [name for name in self.weights.shapes if name.startswith(MTP_PREFIX) and not _holds_mtp(own)]
         return {name: self.weights.read(name).clone() for name in names}
@@ -273,7 +277,10 @@ def _named_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterat
 
 
 def _moment_shapes(model: nn.Module, *, saved: Container[str]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the moments by name, with those `saved` of a tower that is frozen now: a run on images may continue on text."""
+    """Return the shapes of the optimizer state by name.
+
+    They include `saved` state of a tower that is frozen in this run, because a run on images may continue on text.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad or (f"{name}.step" in saved and re.match(TOWER_PATTERN, name)):
@@ -287,16 +294,19 @@ class _Counters:
 
     policy: Progress
     critic: Progress | None
-    """None without a value model."""
+    """Counters of the value model; None without one."""
     base_digest: str | None
-    """Digest of the base weights; None if the weights themselves were trained."""
+    """Digest of the adapter's base weights; None without an adapter."""
 
     @classmethod
     def read(cls, file: Path) -> Self:
         try:
             fields = json.loads(file.read_text())
             if fields["format"] != FORMAT:
-                raise CheckpointError(f"{file}: format {fields['format']} is not format {FORMAT}, which this version of fuligo reads")
+                raise CheckpointError(
+                    f"cannot read {file}: it has format {fields['format']}, but this version of fuligo reads format {FORMAT}; resume with "
+                    "the version that wrote it"
+                )
             critic = fields.get("critic")
             return cls(_progress(fields), None if critic is None else _progress(critic), fields.get("base_digest"))
         except (OSError, ValueError, KeyError, TypeError) as error:

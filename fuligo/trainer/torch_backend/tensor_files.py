@@ -1,4 +1,4 @@
-"""Named tensors on disk: safetensors shards with the index of Hugging Face loaders, written and read one shard at a time."""
+"""Named tensors on disk: safetensors shards with a Hugging Face index, written one shard and read one tensor at a time."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -15,12 +15,13 @@ from fuligo.formats.hugging_face import MTP_PREFIX
 from fuligo.trainer.parameters import require_finite_weights
 
 SHARD_BYTES = 4 * 1024**3
+"""Largest size of a file, unless a single tensor is larger."""
 
 
 def write_tensors(directory: Path, named_tensors: Iterable[tuple[str, Tensor]], *, stem: str = "model") -> None:
-    """Write `<stem>-00000.safetensors`, ... and `<stem>.safetensors.index.json` into `directory`, which is created.
+    """Write `<stem>-00000.safetensors`, ... and `<stem>.safetensors.index.json` into `directory`, which is created if missing.
 
-    Host memory holds at most one shard of tensors; a GPU's tensors are copied one at a time.
+    GPU tensors are copied to the host one at a time, and host memory holds at most one shard of them.
 
     Raises:
         CheckpointError: a file cannot be written.
@@ -33,7 +34,7 @@ def write_tensors(directory: Path, named_tensors: Iterable[tuple[str, Tensor]], 
         file = f"{stem}-{number:05d}.safetensors"
         try:
             save_file({name: tensor.contiguous() for name, tensor in bucket}, directory / file, metadata={"format": "pt"})
-        except SafetensorError as error:  # includes errors of the disk
+        except SafetensorError as error:  # also wraps disk errors
             raise CheckpointError(f"cannot write {directory / file}: {error}") from error
         weight_map |= {name: file for name, _ in bucket}
         num_bytes += sum(tensor.nbytes for _, tensor in bucket)
@@ -48,20 +49,20 @@ class TensorFiles(HuggingFaceTensors):
         """Read and check the headers.
 
         Args:
-            stem: start of the files' names; None: a PEFT directory, which has a single file and no index
+            stem: start of the files' names; None: a PEFT directory, which has a single file and no index.
 
         Raises:
             CheckpointError: the index or a file is missing, truncated, or lacks a tensor of the index.
         """
         if stem is not None and not (index := directory / f"{stem}.safetensors.index.json").is_file():
-            raise CheckpointError(f"cannot read {index}: it is missing")
+            raise CheckpointError(f"cannot read {index}: it is missing; resume from a complete checkpoint")
         super().__init__(directory, stem or "model")
 
     def read_all(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors, on the CPU, one at a time.
+        """Yield the names and tensors of all files, on the CPU, one at a time.
 
         Raises:
-            CheckpointError: a file is damaged, or a tensor holds NaN.
+            CheckpointError: a file is damaged, or a tensor contains NaN or infinities.
         """
         for name, stored in self._stored.items():
             tensor = self.read(name)
@@ -69,10 +70,10 @@ class TensorFiles(HuggingFaceTensors):
             yield name, tensor
 
     def check_shapes(self, expected: dict[str, tuple[int, ...]]) -> None:
-        """Check names and shapes.
+        """Check the names and shapes of all tensors.
 
         Raises:
-            CheckpointError: the files have other names or shapes than `expected`.
+            CheckpointError: names or shapes differ from `expected`.
         """
         for name in sorted(expected.keys() | self.shapes.keys()):
             held, wanted = self.shapes.get(name), expected.get(name)

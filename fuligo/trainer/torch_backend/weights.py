@@ -1,4 +1,4 @@
-"""Weights of a model: sharded over the ranks, and by name, gathered from the ranks one parameter at a time."""
+"""Weights of a model: sharding over the ranks, and named full tensors that are gathered one parameter at a time."""
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import TypeAlias
@@ -20,13 +20,13 @@ from fuligo.trainer.ranks.world import World
 def shard(
     policy: nn.Module, layers: Sequence[nn.Module], world: World, *, half_precision: bool, whole: Set[nn.Parameter] = frozenset()
 ) -> None:
-    """Shard the model with FSDP2, a unit for each layer and one for the rest, in place.
+    """Shard the model in place with FSDP2: one unit per layer and one for the rest.
 
-    Weights stay float32; with `half_precision` a unit is gathered and computes in bfloat16. Gradients are summed over ranks in
-    float32, not averaged: the loss is already a share of the global batch's.
+    Weights stay in float32; with `half_precision`, units are gathered and compute in bfloat16. Gradients are summed over ranks in float32,
+    not averaged, because each rank's loss is already its share of the global batch's loss.
 
     Args:
-        whole: frozen parameters that are not sharded and stay the same objects, in the data type that they are used in
+        whole: frozen parameters that are not sharded or cast and remain the same objects.
     """
     mesh: DeviceMesh = init_device_mesh(world.device.type, (world.size,))
     dtype = torch.bfloat16 if half_precision else None
@@ -42,11 +42,11 @@ def shard(
 
 
 HeldTensor: TypeAlias = Tensor | QuantisedWeight
-"""Parameter or saved buffer, or the module that holds a quantized weight instead of it."""
+"""Parameter, saved buffer, or module that holds a quantized weight."""
 
 
 def full_tensor(tensor: HeldTensor) -> Tensor:
-    """Return the whole of a parameter, gathered from all ranks if it is sharded, dequantized if it is quantized. A collective."""
+    """Return the full tensor: gathered from all ranks if it is sharded, dequantized if it is quantized. A collective."""
     if isinstance(tensor, QuantisedWeight):
         return tensor.weight
     tensor = tensor.detach()
@@ -57,16 +57,16 @@ def full_tensor(tensor: HeldTensor) -> Tensor:
 
 
 def shard_like(full: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's part of `full`, placed as `like` is."""
+    """Return this rank's shard of `full`, with the placement and device of `like`."""
     if isinstance(like, DTensor):
         return distribute_tensor(full.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
     return full.to(like.device)
 
 
 def weight_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return parameters and saved buffers by the names that transformers gives them; tied weights once, under their first name.
+    """Return parameters and saved buffers by their names in transformers; tied weights once, under their first name.
 
-    Those of an adapter are left out, and quantized ones.
+    Tensors of an adapter and quantized weights are left out.
     """
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
@@ -78,23 +78,23 @@ def weight_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def held_tensors(model: PreTrainedModel) -> dict[str, HeldTensor]:
-    """Return what `weight_tensors` does, and quantized weights by the modules that hold them."""
+    """Return the tensors of `weight_tensors`, and the modules that hold quantized weights, by name."""
     return {**weight_tensors(model), **quantised_weights(model)}
 
 
 def keeps_dtype(name: str, tensor: HeldTensor) -> bool:
-    """Return whether a tensor is sent in the data type in which it is held, whatever that of the others.
+    """Return whether a tensor is sent in its current data type, whatever the data type of the sync.
 
-    Of buffers models have one, the correction of a router's scores: it selects experts by differences that bfloat16 would round away.
-    SGLang holds the decay rates of Gated DeltaNet in float32, and Qwen3.5's files have them so.
+    These are buffers (models have one, the correction bias of a router, which selects experts by differences that bfloat16 would round
+    away) and the decay rates of Gated DeltaNet, which SGLang and Qwen3.5's files hold in float32.
     """
     return not isinstance(tensor, (nn.Parameter, QuantisedWeight)) or name.endswith(DECAY_RATES)
 
 
 def named_weights(model: PreTrainedModel, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and full tensors, without an adapter's; floating-point parameters are cast to `dtype`.
+    """Yield names and full tensors except those of an adapter; floating-point parameters are cast to `dtype`.
 
-    A collective if the model is sharded: every rank iterates to the end. A tensor may be the model's own memory: callers must neither
+    A collective if the model is sharded: every rank must iterate to the end. A tensor may share the model's memory, so callers must neither
     change nor keep it.
     """
     for name, tensor in held_tensors(model).items():
@@ -105,26 +105,26 @@ def named_weights(model: PreTrainedModel, *, dtype: torch.dtype | None = None) -
 
 @torch.no_grad()
 def load_weights(model: PreTrainedModel, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """Overwrite the weights, in place, with full tensors of the same names and shapes."""
+    """Copy full tensors into the model's weights of the same names and shapes."""
     load_tensors(weight_tensors(model), named_tensors)
 
 
 @torch.no_grad()
 def load_tensors(tensors: Mapping[str, Tensor], named_tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """Overwrite live tensors, by their names, with full ones of the same shapes."""
+    """Copy full tensors into the tensors of the same names and shapes, which may be sharded."""
     for name, full in named_tensors:
         tensors[name].copy_(shard_like(full.to(tensors[name].dtype), tensors[name]))
 
 
 @torch.no_grad()
 def copy_weights(source: PreTrainedModel, target: PreTrainedModel) -> None:
-    """Overwrite `target`'s weights with those of `source`, which is the same model with the same sharding, or has an MTP layer too."""
+    """Copy the weights of `source` to `target`, the same model with the same sharding; `source` may also have an MTP layer."""
     given = weight_tensors(source)
     for name, ours in weight_tensors(target).items():
         ours.copy_(given[name])
 
 
 def checkpoint_dtype(config) -> torch.dtype:
-    """Return the data type of a checkpoint's weights; float32 if its config names none."""
+    """Return the data type of a checkpoint's weights according to its config; float32 if the config has none."""
     dtype = getattr(config, "dtype", None) or getattr(text_config(config), "dtype", None)
     return dtype if isinstance(dtype, torch.dtype) else torch.float32

@@ -1,4 +1,4 @@
-"""Rank worker of the torch trainer: the same calls on all ranks, in the same order, each with its own samples."""
+"""Rank worker of the torch trainer."""
 
 import logging
 from collections.abc import Iterator
@@ -48,17 +48,17 @@ PackedT = TypeVar("PackedT", bound=PackedModel)
 
 
 class TorchRankWorker(RankWorker[TorchTrainerSettings, Critic, Policy]):
-    """Models, optimizers and counters of one rank, or its shards of them."""
+    """Models, optimizers and counters of one rank; sharded if there are several ranks."""
 
     def __init__(self, settings: TorchTrainerSettings, world: World, *, base: SharedBase | None = None) -> None:
         """Load weights and build the optimizers.
 
         Args:
-            base: base weights to share with the policies of other runs in this process, on a single rank; each has its own adapter
+            base: base weights that the policies of several runs in this process share, each with a separate adapter; single rank only.
 
         Raises:
             CheckpointError: weights cannot be read.
-            TrainerError: the model cannot run packed.
+            TrainerError: the model cannot run on packed tokens.
             ConfigError: the lists of trained parameters do not fit the model.
         """
         super().__init__(settings, world)
@@ -146,23 +146,23 @@ class TorchRankWorker(RankWorker[TorchTrainerSettings, Critic, Policy]):
         return policy
 
     def _quantised_base(self) -> QuantisedBase | None:
-        """Return the storage of the policy's base; None if it is not quantized."""
+        """Return the storage of the policy's base weights; None if they are not quantized."""
         lora = self.settings.lora
         if lora is None or lora.base_precision is None:
             return None
         return QuantisedBase(lora.base_precision, str(self.export_dtype).removeprefix("torch."))
 
     def _placed(self, model: PackedT, *, trained: bool) -> PackedT:
-        """Move the model to the device, sharded if there are several ranks or computation is in half precision."""
+        """Move the model to the device; shard it if there are several ranks or computation is in half precision."""
         if self._images is None:
-            freeze_towers(model.model)  # they would have neither gradients nor moments
+            freeze_towers(model.model)  # without images they would have neither gradients nor optimizer state
         if trained and self.settings.gradient_checkpointing:
             enable_gradient_checkpointing(model.model)
         half_precision = self.settings.precision == "bf16"
         if self.settings.compiles_dense_layers and can_compile(model.model):
             model.compile_layers()
         if half_precision or self.world.size > 1:
-            # Sharding copies parameters; those that other runs also use stay as they are.
+            # Sharding copies parameters, so exclude those that other runs use too.
             whole = set() if self._shared_base is None else self._shared_base.parameters()
             shard(model, model.layers, self.world, half_precision=half_precision, whole=whole)
             if isinstance(model, Policy):
@@ -202,7 +202,7 @@ class TorchRankWorker(RankWorker[TorchTrainerSettings, Critic, Policy]):
 
 
 def _cost(policy: Policy) -> Cost:
-    """Return the FLOPs of the forward pass: two for each weight and token, four for each hidden unit, layer and pair of tokens."""
+    """Return the forward FLOPs of a sequence: 2 per weight and token, 4 per hidden unit, layer and pair of tokens."""
     config = text_config(policy.model.config)
     num_weights = sum(parameter.numel() for parameter in policy.model.parameters())
     num_weights += sum(layer.num_elements for layer in quantised_weights(policy.model).values())

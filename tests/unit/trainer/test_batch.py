@@ -49,5 +49,5 @@ def test_a_repetition_has_neither_weight_nor_mask():
 
 
 def test_a_response_without_a_token_before_it_is_refused():
-    with pytest.raises(TrainerError, match="sample 7 has no token before its response"):
+    with pytest.raises(TrainerError, match="sample 7: it has no token before its response"):
         pack_tokens([sample(7, [], [1, 2])], CPU)

@@ -36,7 +36,7 @@ def test_a_hook_may_read_mask_and_shorten_a_batch() -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda batch: batch.samples.clear(), "it has no samples, but there were 12; to leave one out, set its loss_mask to 0"),
+        (lambda batch: batch.samples.clear(), "it has no samples, but there were 12; to leave a sample out, set its loss_mask to 0"),
         (lambda batch: batch.samples.pop(), r"its steps must name each of its 11 samples once \(there were 12\)"),
         (lambda batch: batch.steps.pop(), "its steps must name each of its 12 samples once"),
         (lambda batch: batch.num_rollouts_per_step.pop(), r"num_rollouts_per_step is \[4, 4\] for 3 steps"),

@@ -79,7 +79,7 @@ def test_a_served_teacher_has_scored_every_sample():
     assert trained.teacher_logprobs is samples[0].teacher_logprobs
     assert train_samples([group(*samples)], SampleSettings())[0].teacher_logprobs is None, "the trainer's teacher scores by itself"
     samples[1].teacher_logprobs = None
-    with pytest.raises(RolloutError, match=r"sample 1 has no teacher_logprobs, which --use-opd"):
+    with pytest.raises(RolloutError, match=r"sample 1: it has no teacher_logprobs, which --use-opd"):
         train_samples([group(*samples)], SampleSettings(needs_teacher=True))
 
 

@@ -105,5 +105,5 @@ def test_an_oversized_length_is_refused_before_memory_is_taken(wire: Wire) -> No
 
 def test_a_message_longer_than_expected_is_refused(wire: Wire) -> None:
     wire.to_rank.sendall(wire.sent(b"x" * 11))
-    with pytest.raises(ForgedMessageError, match="a message of 11 bytes where at most 10 are expected"):
+    with pytest.raises(ForgedMessageError, match="a message has 11 bytes, but at most 10 are allowed"):
         wire.rank.recv_bytes(10)

@@ -1,7 +1,7 @@
-"""The trainer on Megatron-Core."""
+"""Trainer backend on Megatron-Core."""
 
 import warnings
 
-# At every import Megatron warns of missing packages and of its own defaults, and torch of deprecated names that Megatron calls.
+# At every import, Megatron warns about missing packages and its defaults, and torch about deprecated names that Megatron calls.
 warnings.filterwarnings("ignore", module=r"megatron\.core")
 warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)

@@ -1,4 +1,4 @@
-"""Whole tensors of a policy with an adapter: base weights, the adapter, and base weights with the adapter merged into them."""
+"""Full tensors of a policy with an adapter: base weights, adapter, and merged weights."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,9 +19,9 @@ from fuligo.trainer.ranks.world import World
 
 
 def load_adapter(chunks: Sequence[nn.Module], names: AdapterNames, directory: Path) -> None:
-    """Overwrite this rank's parts of the adapter with those of a PEFT directory.
+    """Load this rank's parts of the adapter from a PEFT directory.
 
-    Raises CheckpointError if it is damaged, or does not fit the model.
+    Raises CheckpointError if the directory is damaged or does not fit the model.
     """
     tensors = read_adapter_weights(directory)
     shapes = {weight.checkpoint[0]: list(shape) for weight in names.weights() for shape in names.checkpoint_shapes(weight)}
@@ -36,7 +36,7 @@ def load_adapter(chunks: Sequence[nn.Module], names: AdapterNames, directory: Pa
 
 @dataclass(slots=True)
 class AdaptedStages:
-    """Policy with its adapter, in the form that `AdapterSender` expects."""
+    """Policy with a LoRA adapter. Implements `AdaptedPolicy`."""
 
     chunks: Sequence[nn.Module]
     names: ModelNames
@@ -44,7 +44,7 @@ class AdaptedStages:
     dtype: torch.dtype
     world: World
     rounding: MergeRounding = field(default_factory=MergeRounding)
-    """Measure of what rounding left of the adapter's update in the last `merged`."""
+    """Number of elements that the last `merged` changed after rounding."""
 
     def base(self) -> Iterator[tuple[str, Tensor]]:
         return named_weights(self.chunks, self.names, dtype=self.dtype)
@@ -53,9 +53,9 @@ class AdaptedStages:
         return named_weights(self.chunks, self.adapter_names, dtype=self.dtype)
 
     def merged(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and full tensors as `named_weights` does, W + scaling B A for adapted layers. A collective.
+        """Yield names and full tensors like `named_weights`, with W + scaling B A for adapted layers. A collective.
 
-        The ranks that hold the parts of a weight merge them. Sums are computed in float32 and rounded once. `rounding` is complete after
+        Each rank merges its parts before they are gathered. The sums are computed in float32 and rounded once. `rounding` is complete after
         the last tensor.
         """
         parts = _MergedParts(self.chunks, self.dtype)
@@ -65,13 +65,13 @@ class AdaptedStages:
 
 
 class _MergedParts(Mapping[str, Tensor]):
-    """This rank's parts of the weights; those of adapted layers are merged when they are read, so that few exist at a time."""
+    """This rank's parts of the weights. Adapted ones are merged on access, so that few merged tensors exist at a time."""
 
     def __init__(self, chunks: Sequence[nn.Module], dtype: torch.dtype) -> None:
         self._weights, self._dtype = local_weights(chunks), dtype
         self._updates: dict[str, Update] = dict(local_updates(chunks))
         self.rounding = MergeRounding()
-        """Counts of the weights that no other rank counts."""
+        """Counts of this rank's parts, each counted on only one of the ranks that hold a copy."""
 
     def __getitem__(self, name: str) -> Tensor:
         weight, update = self._weights[name], self._updates.get(name)
@@ -83,7 +83,7 @@ class _MergedParts(Mapping[str, Tensor]):
         return merged
 
     def __contains__(self, name: object) -> bool:
-        return name in self._weights  # without merging it
+        return name in self._weights  # the default would merge the weight
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)

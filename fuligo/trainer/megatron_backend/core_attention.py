@@ -1,8 +1,8 @@
-"""Attention over packed rows for Megatron's layers without TransformerEngine, since Megatron's own does not support them.
+"""Attention over packed rows for Megatron's layers without TransformerEngine, because Megatron's local attention does not support packing.
 
-A sequence is cut into 2 * cp equal pieces, of which context-parallel rank r has the pieces r and 2 * cp - 1 - r (as in Ring
-Attention with load balance, and as TransformerEngine cuts it), so that under a causal mask all ranks have equal work. Keys and values
-are gathered over the ranks; queries stay on their rank.
+Each sequence is cut into 2 * cp equal pieces, and context-parallel rank r holds the pieces r and 2 * cp - 1 - r (zigzag, as in
+TransformerEngine and load-balanced Ring Attention), so that all ranks have equal work under a causal mask. Keys and values are gathered
+over the ranks; queries stay on their rank.
 """
 
 from functools import lru_cache
@@ -39,14 +39,14 @@ class PackedCoreAttention(MegatronModule):
         softmax_scale: float | None = None,
         **_: object,
     ) -> None:
-        """Take the arguments that Megatron gives to every core attention; cp_comm_type, k_channels and v_channels are ignored."""
+        """Accept the arguments that Megatron passes to every core attention; cp_comm_type, k_channels and v_channels are ignored."""
         super().__init__(config=config)
         assert attn_mask_type is AttnMaskType.causal and attention_type == "self"
         assert config.attention_dropout == 0
         self.softmax_scale = softmax_scale
         self.group = pg_collection.cp
         self.window: int | None = None
-        """Tokens that a token attends to, itself included; None: all before it."""
+        """Number of tokens that a token attends to, including itself; None: all tokens up to it."""
         which: Any = config.window_attn_skip_freq
         if config.window_size and is_layer_window_attention(config.window_size, which, layer_number):
             before, after = config.window_size
@@ -59,11 +59,12 @@ class PackedCoreAttention(MegatronModule):
         """Compute attention; return [T / cp, H * Dv].
 
         Args:
-            query: [T / cp, H, D] this rank's pieces of every sequence, in their order.
+            query: [T / cp, H, D] this rank's pieces of every sequence, in order.
             key: [T / cp, Hkv, D], with H a multiple of Hkv.
             value: [T / cp, Hkv, Dv]
             attention_mask: None; sequences and causality define the mask.
-            packed_seq_params: cumulative lengths of the whole row; each length a multiple of 2 * cp if cp > 1. `RowSequences` of a tree.
+            packed_seq_params: cumulative lengths of the whole row (each length a multiple of 2 * cp if cp > 1); `RowSequences` if the row
+                has a tree.
         """
         assert attention_mask is None
         scale = self.softmax_scale if self.softmax_scale is not None else query.size(-1) ** -0.5
@@ -90,7 +91,7 @@ class PackedCoreAttention(MegatronModule):
         return torch.cat(outputs).flatten(1)
 
     def _over_tree(self, query: Tensor, key: Tensor, value: Tensor, tree: TokenTree, scale: float) -> Tensor:
-        """Return [T / cp, H, Dv] attention of this rank's tokens of the tree, which are the pieces r and 2 * cp - 1 - r of its row."""
+        """Return the [T / cp, H, Dv] attention of this rank's tokens: pieces r and 2 * cp - 1 - r of the tree's row."""
         cp, rank = self.group.size(), self.group.rank()
         if cp == 1:
             return tree_attention(query, key, value, tree, scale=scale, window=self.window)
@@ -104,14 +105,14 @@ class PackedCoreAttention(MegatronModule):
 
 @lru_cache(maxsize=8)
 def _cut(tree: TokenTree, piece: int) -> TokenTree:
-    """Call `TokenTree.cut`; cached for all layers of a pass."""
+    """Call `TokenTree.cut`, cached for all layers of a pass."""
     return tree.cut(piece)
 
 
 def zigzag(length: int, cp: int) -> Tensor:
-    """Return [cp, length / cp] the positions in a sequence that each context-parallel rank has, in their order there.
+    """Return the [cp, length / cp] positions in a sequence that each context-parallel rank holds, in the rank's order.
 
-    If cp > 1 the length is a multiple of 2 * cp.
+    If cp > 1, the length must be a multiple of 2 * cp.
     """
     if cp == 1:
         return torch.arange(length)[None]
@@ -120,7 +121,7 @@ def zigzag(length: int, cp: int) -> Tensor:
 
 
 def gather_pieces(piece: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Gather all ranks' pieces, [n, ...] -> [cp, n, ...]; backward, every rank gets the sum of all ranks' gradients of its piece."""
+    """Gather all ranks' pieces, [n, ...] -> [cp, n, ...]. In the backward pass, the gradients of a piece are summed over the ranks."""
     return _GatherPieces.apply(piece, group)  # pyright: ignore[reportReturnType]
 
 

@@ -1,7 +1,4 @@
-"""Megatron-Core on a CPU: patches that turn its uses of CUDA into uses of this process's device.
-
-fuligo replaces parts of other packages nowhere else. Megatron-Core 0.16.1 needs each of these patches.
-"""
+"""Patches that let Megatron-Core run on a CPU by replacing its uses of CUDA. Megatron-Core 0.16.1 needs each of them."""
 
 import contextlib
 import functools
@@ -20,7 +17,7 @@ _FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange")
 
 @functools.cache
 def run_on_cpu() -> None:
-    """Make Megatron-Core compute on the CPU and communicate over gloo, for the rest of this process. Further calls do nothing."""
+    """Make Megatron-Core compute on the CPU and communicate over gloo for the rest of this process. Further calls do nothing."""
     _replace_devices()
     _replace_generators()
     _replace_streams()
@@ -31,7 +28,7 @@ def run_on_cpu() -> None:
 
 def _replace_devices() -> None:
     """Replace `torch.cuda.current_device()`, `device="cuda"` and `.cuda()`, which Megatron uses throughout."""
-    # `with torch.device(...)` knows factories by a set that it builds once; here, while they are the originals.
+    # `with torch.device(...)` caches the set of factory functions at its first use: fill the cache while they are the originals.
     _device._device_constructors()
     torch.cuda.current_device = lambda: CPU  # pyright: ignore[reportAttributeAccessIssue]
     for name in _FACTORIES:
@@ -40,7 +37,7 @@ def _replace_devices() -> None:
 
 
 def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `function` so that a CUDA device among its arguments becomes the CPU, and memory is not page-locked."""
+    """Wrap `function` so that a CUDA device argument becomes the CPU and memory is not pinned."""
 
     @functools.wraps(function)
     def on_cpu(*args: Any, **kwargs: Any) -> Any:
@@ -53,7 +50,7 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _replace_generators() -> None:
-    """Replace CUDA's generator, whose states Megatron keeps for tensor and expert parallelism, by the CPU's."""
+    """Replace the CUDA generator, whose states Megatron tracks for tensor and expert parallelism, with the CPU generator."""
     from megatron.core.tensor_parallel import random
 
     def get(*_: object, **__: object) -> Tensor:
@@ -65,11 +62,11 @@ def _replace_generators() -> None:
     torch.cuda.get_rng_state = get
     torch.cuda.manual_seed = torch.manual_seed  # pyright: ignore[reportAttributeAccessIssue]
     random._get_cuda_rng_state, random._set_cuda_rng_state = get, put
-    logging.getLogger(random.__name__).setLevel(logging.ERROR)  # it warns of a changed CPU state, which is intended here
+    logging.getLogger(random.__name__).setLevel(logging.ERROR)  # silences the warning about a changed CPU state, which is intended here
 
 
 class _Stream:
-    """Stand-in for a CUDA stream and its event, on a machine where work is done when a call returns."""
+    """Stand-in for a CUDA stream and its event on a CPU, where work is complete when a call returns."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
 
@@ -78,7 +75,7 @@ class _Stream:
     def synchronize(self) -> None: ...
 
     def record_event(self) -> Self:
-        """Return an event; the all-to-all dispatcher of experts waits for it, as it would for the stream."""
+        """Return an event, which the all-to-all dispatcher of experts waits for; the stream itself serves as one."""
         return self
 
 
@@ -99,7 +96,7 @@ def _replace_streams() -> None:
 
 
 def _rename_dtypes() -> None:
-    """Rename types, since optimizers sort parameters by names such as torch.cuda.FloatTensor."""
+    """Rename tensor types, because Megatron's optimizers group parameters by names such as torch.cuda.FloatTensor."""
     original = Tensor.type
 
     def called_cudas(self: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -110,7 +107,7 @@ def _rename_dtypes() -> None:
 
 
 def _adapt_collectives() -> None:
-    """Adapt collectives to gloo, which takes sizes of an uneven all-to-all as lists only, and has no averages."""
+    """Adapt the all-to-all collective to gloo, which accepts split sizes only as lists."""
     all_to_all = dist.all_to_all_single
 
     @functools.wraps(all_to_all)
@@ -124,7 +121,7 @@ def _adapt_collectives() -> None:
 
 
 def _define_transformer_engine_names() -> None:
-    """Define names of Transformer Engine classes that some modules use but do not define without it."""
+    """Define the names of TransformerEngine classes that some Megatron modules use but do not define without TransformerEngine."""
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 

@@ -34,10 +34,10 @@ class Critic(BaseCritic):
     def __init__(self, settings: CriticSettings, policy: MegatronTrainerSettings, names: ModelNames, world: World) -> None:
         """Load the initial weights and build the optimizer.
 
-        Raises CheckpointError if the initial weights cannot be read, or do not have the policy's architecture.
+        Raises CheckpointError if the initial weights cannot be read or do not have the policy's architecture.
         """
         self.names = value_names(names)
-        self._model = replace(  # no tied head, no MTP layers, all parameters trained, and routers that choose by themselves
+        self._model = replace(  # no tied head, no MTP layers, all parameters trained, no routing replay
             policy,
             optimizer=settings.optimizer,
             trained=TrainedParameters(),
@@ -71,7 +71,7 @@ class Critic(BaseCritic):
 
 
 def build_value_chunks(settings: MegatronTrainerSettings) -> list[PolicyModel]:
-    """Build stages as `build_chunks` does, with a head of zeros [1, E] on the last stage; every tensor-parallel rank has all of it."""
+    """Build stages like `build_chunks`, with a zero-initialized head [1, E] on the last stage, replicated on all TP ranks."""
     chunks = build_chunks(settings, trained=True)
     for chunk in chunks:
         chunk.has_whole_head = True
@@ -87,7 +87,7 @@ def build_value_chunks(settings: MegatronTrainerSettings) -> list[PolicyModel]:
 def compute_value_gradients(
     chunks: Sequence[nn.Module], step: StepShare, settings: MegatronTrainerSettings, device: torch.device, *, clip: float
 ) -> StepGradients | None:
-    """Sum the gradient of the value loss into the stages' buffers, as `gradients.compute_gradients` does; no scores. A collective."""
+    """Sum the gradients of the value loss into the stages' buffers, like `gradients.compute_gradients`, without scores. A collective."""
     samples = step.samples
     rows = rows_of(samples.samples, step.schedule, settings, device, inputs_of=lambda plan: samples.micro_batch(plan, device))
     results: list[Objective] = []
@@ -96,12 +96,12 @@ def compute_value_gradients(
         assert row.inputs is not None
         result = value_objective(_values(chunk, row, hidden), row.inputs, clip)
         results.append(Objective(result.loss.detach(), result.sums))
-        # With three values Megatron does not divide the loss by the number of tokens.
+        # If the loss function returns three values, Megatron does not divide the loss by the number of tokens.
         return result.loss, torch.zeros((), dtype=torch.int), {}
 
     begin_step(chunks, samples.num_tokens)
     run_rows(chunks, rows, step.schedule, loss_of, with_gradients=True)
-    take_balance_loss(chunks)  # it trains the routers here as in the policy, where it is also a metric
+    take_balance_loss(chunks)  # trains the routers as in the policy, but is not reported as a metric
     if not reports():
         return None
     num_tokens, num_shared = token_counts(rows)
@@ -113,7 +113,7 @@ def compute_value_gradients(
 def compute_values(
     chunks: Sequence[nn.Module], share: ScoreShare, settings: MegatronTrainerSettings, device: torch.device
 ) -> dict[int, FloatArray]:
-    """Return [R] values of this replica's samples by position among all, on the rank that `reports`. A collective."""
+    """Return the [R] values of this replica's samples by position in the whole list, on the rank that `reports`. A collective."""
     rows = rows_of(share.samples, share.schedule, settings, device, inputs_of=lambda _: None)
     found: dict[int, FloatArray] = {}
 
@@ -129,7 +129,7 @@ def compute_values(
 
 
 def _values(chunk: nn.Module, row: Row, hidden: Tensor) -> Tensor:
-    """Return [N] float32 values, on all TP and CP ranks."""
+    """Return the [N] float32 values of the response tokens, on all TP and CP ranks."""
     packed = row.packed
     own = hidden[packed.local_rows].float() @ head_weight(chunk).float().squeeze(0)
     return gather_tokens(own, packed.local_ids, len(row.tokens.targets), cp_group())

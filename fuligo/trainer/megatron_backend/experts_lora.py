@@ -1,6 +1,6 @@
-"""LoRA on the experts of Megatron's MoE layers, as PEFT's `target_parameters` define it: each expert has its own A and B.
+"""LoRA on the experts of Megatron's MoE layers, as defined by PEFT's `target_parameters`: each expert has a separate A and B.
 
-Gate and up projection are one matrix of the adapter's rank. The experts of a rank are stacked in one parameter for A and one for B.
+Gate and up projection are adapted as one matrix. A rank's experts are stacked in one parameter for A and one for B.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,19 +20,19 @@ from fuligo.models.names import with_expert
 from fuligo.trainer.megatron_backend.weights.local import expert_layers, first_local_expert, rank_groups
 
 LinearOutput = tuple[Tensor, Tensor | None]
-"""Product and bias, as Megatron's linear layers return them."""
+"""Output and bias of one of Megatron's linear layers."""
 
 
 class ExpertsAdapter(nn.Module):
-    """Low-rank updates of this rank's experts of a layer.
+    """Low-rank updates of this rank's experts in one layer.
 
-    Of a matrix that the ranks of an expert share, each has its part of one factor and the other factor whole. Its update is then a part of
-    the output like its part of the matrix's product, and Megatron's dispatcher adds up both. So ranks exchange gradients only: those of
-    the whole factors are sums over these ranks.
+    If an expert's matrix is split over several ranks (expert tensor parallelism), one factor is split in the same way and the other is
+    replicated. A rank's update is then a partial output like that of its part of the matrix, and Megatron's dispatcher sums both. Only the
+    gradients of replicated factors must be summed over these ranks.
 
     Args:
         num_local: number of this rank's experts.
-        matrices: the adapted ones of the layer.
+        matrices: adapted matrices of the layer.
     """
 
     def __init__(self, num_local: int, matrices: Sequence[AdaptedExperts], names: AdapterNames, device: torch.device) -> None:
@@ -47,12 +47,12 @@ class ExpertsAdapter(nn.Module):
                 self.register_parameter(name, _parameter(factor, num_local, self._group.rank(), self._group.size(), device))
 
     def of_expert(self, kind: str, number: int, inputs: Tensor) -> Tensor:
-        """Return what is added to the product of one of this rank's experts: [tokens, outputs] from its inputs."""
+        """Return the [tokens, outputs] update of the output of one of this rank's experts, from the expert's inputs."""
         a, b = self._factors(kind, inputs.dtype)
         return F.linear(F.linear(inputs, a[number]), b[number]) * self._scaling
 
     def of_all(self, kind: str, inputs: Tensor, tokens_per_expert: Sequence[int]) -> Tensor:
-        """Return what is added to the products of all of this rank's experts: [tokens, outputs] from inputs sorted by expert."""
+        """Return the [tokens, outputs] update of the outputs of all of this rank's experts, from inputs sorted by expert."""
         ends = torch.tensor(tokens_per_expert, device=inputs.device).cumsum(0).to(torch.int32)
         return low_rank_products(inputs, *self._factors(kind, inputs.dtype), ends) * self._scaling
 
@@ -65,7 +65,7 @@ class ExpertsAdapter(nn.Module):
 
     @torch.no_grad()
     def update_of(self, kind: str, number: int) -> Tensor:
-        """Return scaling B A [this rank's outputs, this rank's inputs] of one of its experts in float32."""
+        """Return scaling B A of one of this rank's experts, [local outputs, local inputs] float32."""
         a, b = (self._stacked(kind, factor)[number] for factor in "AB")
         return (b @ a) * self._scaling
 
@@ -73,21 +73,21 @@ class ExpertsAdapter(nn.Module):
         return not bool(self._stacked(kind, "B")[number].any())
 
     def _factors(self, kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return A [E, rank, inputs] and B [E, outputs, rank] of this rank's experts."""
+        """Return A [experts, rank, inputs] and B [experts, outputs, rank] of this rank's experts."""
         whole = "A" if self._matrices[kind].weight.axis == 0 else "B"
         a, b = (self._stacked(kind, factor, is_whole=factor == whole).to(dtype) for factor in "AB")
         return a, b
 
     def _stacked(self, kind: str, factor: str, *, is_whole: bool = False) -> Tensor:
         parameter = self.get_parameter(f"{kind}_{factor}")
-        if is_whole and self._group.size() > 1:  # each rank computes a part of the gradient
+        if is_whole and self._group.size() > 1:  # each rank computes a part of its gradient
             parameter = tensor_parallel.copy_to_tensor_model_parallel_region(parameter, group=self._group)
         return parameter.unflatten(0, (self.num_local, -1))
 
 
 @dataclass(slots=True, frozen=True)
 class ExpertUpdate:
-    """Update of one matrix of one of this rank's experts, as weights are merged with it."""
+    """Update of one matrix of one of this rank's experts, for merging it into the weight."""
 
     adapter: ExpertsAdapter
     kind: str
@@ -103,7 +103,7 @@ class ExpertUpdate:
 
     @property
     def is_first_copy(self) -> bool:
-        """True on one of the ranks that hold the same part of the expert."""
+        """True on exactly one of the ranks that hold the same part of the expert."""
         return parallel_state.get_expert_data_parallel_rank() == 0
 
     @property
@@ -112,7 +112,7 @@ class ExpertUpdate:
 
 
 def add_experts_adapters(chunks: Sequence[nn.Module], names: AdapterNames) -> None:
-    """Adapt this rank's experts, in place. All factors are zeros."""
+    """Add adapters to this rank's experts in place. All factors are zero."""
     for name, experts in list(expert_layers(chunks)):
         if matrices := names.by_experts.get(name):
             device = next(experts.parameters()).device
@@ -120,7 +120,7 @@ def add_experts_adapters(chunks: Sequence[nn.Module], names: AdapterNames) -> No
 
 
 def adapt_experts(experts: Any, adapter: ExpertsAdapter, matrices: Sequence[AdaptedExperts]) -> None:
-    """Add an adapter to a layer of experts: Megatron's `SequentialMLP`, or one whose linear layers multiply by all experts' matrices."""
+    """Add an adapter to a layer of experts: Megatron's `SequentialMLP`, or a layer whose linear layers hold the matrices of all experts."""
     experts.add_module(ADAPTER_MODULE, adapter)
     for matrix in matrices:
         if isinstance(experts, SequentialMLP):
@@ -146,12 +146,12 @@ def _add_to_all(
 
 
 def _parameter(factor: ExpertsFactor, num_local: int, index: int, count: int, device: torch.device) -> nn.Parameter:
-    """Return zeros for the factor's part on the `index`-th of `count` ranks that share each expert."""
+    """Return a zero parameter for the factor's part on the `index`-th of the `count` ranks that share each expert."""
     shape = [factor.shape[0] // factor.num_experts * num_local, factor.shape[1]]
     if factor.axis is not None:
         shape[factor.axis] //= count
-    parameter: Any = nn.Parameter(torch.zeros(shape, device=device))  # float32, as PEFT has it
+    parameter: Any = nn.Parameter(torch.zeros(shape, device=device))  # float32, as in PEFT
     tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, factor.axis or 0, 1)
-    parameter.allreduce = False  # its gradient is a sum over the ranks with copies of these experts
-    parameter.shared = factor.axis is None and index > 0  # counted once in the norm of the gradient
+    parameter.allreduce = False  # its gradient is summed over the ranks with copies of these experts
+    parameter.shared = factor.axis is None and index > 0  # counted only once in the gradient norm
     return parameter

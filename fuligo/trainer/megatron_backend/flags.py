@@ -1,4 +1,4 @@
-"""Megatron's own arguments that the trainer accepts. Pure Python: they are checked before anything is imported."""
+"""Megatron's arguments that the trainer accepts. Does not import Megatron, because arguments are checked before a run starts."""
 
 from collections.abc import Iterator, Mapping
 
@@ -24,7 +24,7 @@ EXPERTS = (
     "moe_router_force_load_balancing", "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff",
     "moe_input_jitter_eps", "moe_expert_capacity_factor", "moe_permute_fusion", "moe_deepep_num_sms",
 )  # fmt: skip
-"""Fields of `TransformerConfig`."""
+"""Experts and routers; fields of `TransformerConfig`."""
 _OPTIMIZER = (
     "overlap_grad_reduce", "overlap_param_gather", "ddp_bucket_size", "pad_buckets_for_high_nccl_busbw", "grad_reduce_in_bf16",
     "optimizer_offload_fraction", "no_pin_cpu_grads", "no_pin_cpu_params", "main_grads_dtype", "main_params_dtype", "exp_avg_dtype",
@@ -56,9 +56,9 @@ _CHECKED = frozenset({"spec", "experimental_attention_variant"})
 
 
 def not_taken(given: MegatronArguments) -> Iterator[tuple[str, object, object]]:
-    """Return the arguments that would have no effect: (name, given value, value that the trainer uses or None).
+    """Yield the arguments that would have no effect, as (name, given value, value that the trainer uses or None).
 
-    An argument with Megatron's default is accepted.
+    An argument that has Megatron's default value is accepted.
     """
     for name, value in given.items():
         if name in READ or name in _CHECKED:

@@ -1,4 +1,4 @@
-"""Passes through the policy: with gradients for an optimizer step, without to score samples; the rows of a pass."""
+"""Passes through the policy: with gradients for an optimizer step, and without gradients to score samples."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -34,17 +34,17 @@ from fuligo.types import TokenScores, TrainSample
 
 @dataclass(slots=True, frozen=True)
 class Row:
-    """One micro-batch; all stages hold its tokens, which are few bytes."""
+    """One micro-batch. All pipeline stages hold its tokens, which take little memory."""
 
     plan: MicroBatchPlan
     tokens: PackedTokens
     packed: PackedRow
     inputs: MicroBatch | None
-    """Inputs of the loss; None without a loss."""
+    """Inputs of the loss; None in a pass without a loss."""
 
 
 def reports() -> bool:
-    """Return whether this rank reports the last stage's results for its data-parallel replica."""
+    """Return whether this rank reports its data-parallel replica's results: TP and CP rank 0 of the last pipeline stage."""
     is_first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
     return is_first and parallel_state.is_pipeline_last_stage(ignore_virtual=True)
 
@@ -52,7 +52,7 @@ def reports() -> bool:
 def run_rows(
     chunks: Sequence[nn.Module], rows: list[Row], schedule: MicroBatchSchedule, at_the_end: Callable[..., Any], *, with_gradients: bool
 ) -> None:
-    """Run all rows through all stages, in the schedule of the layout; call `at_the_end` on the last with chunk, row and hidden states."""
+    """Run all rows through all stages with the layout's pipeline schedule; call `at_the_end(chunk, row, hidden)` on the last stage."""
 
     def forward_step(waiting: Iterator[Row], chunk: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         row = next(waiting)
@@ -80,6 +80,7 @@ def rows_of(
     *,
     inputs_of: Callable[[MicroBatchPlan], MicroBatch | None],
 ) -> list[Row]:
+    """Pack this rank's part of every micro-batch. `inputs_of` returns a micro-batch's loss inputs, or None in a pass without a loss."""
     cp_rank = parallel_state.get_context_parallel_rank()
     rows: list[Row] = []
     for plan in schedule.plans:
@@ -99,7 +100,7 @@ def rows_of(
 
 
 def token_counts(rows: Sequence[Row]) -> tuple[int, int]:
-    """Return how many tokens these rows' samples have, and how many were not computed again because samples share them."""
+    """Return the number of tokens of the rows' samples, and how many of them were not computed again because samples share them."""
     counted = [row.tokens for row in rows if row.plan.counts]
     num_tokens = sum(tokens.num_sample_tokens for tokens in counted)
     return num_tokens, num_tokens - sum(tokens.num_tokens for tokens in counted)
@@ -117,7 +118,7 @@ def tp_group() -> dist.ProcessGroup:
 
 
 def model_group() -> dist.ProcessGroup:
-    """Return the group of all TP and PP ranks of a replica with the same context-parallel part."""
+    """Return the group of all TP and PP ranks of a replica with the same context-parallel rank."""
     return cast(dist.ProcessGroup, parallel_state.get_model_parallel_group())
 
 
@@ -126,22 +127,23 @@ def cp_group() -> dist.ProcessGroup:
 
 
 Routing = Literal["own", "recorded", "replayed"]
-"""Source of the experts in a pass without gradients: the routers; the routers, with a record of their choice; or the samples' record."""
+"""Source of the experts in a pass without gradients: the routers ("own"), the routers with their choices recorded, or the choices recorded
+in the samples."""
 
 
 @dataclass(slots=True, frozen=True)
 class Scores:
-    """One rank's scores of samples, by position among those of all replicas."""
+    """Scores of samples on one rank, by position in the list of all replicas' samples."""
 
     of_tokens: dict[int, TokenScores] = field(default_factory=dict)
-    """This replica's, on the rank that `reports`."""
+    """Log-probabilities and entropies of this replica's samples, on the rank that `reports`."""
     routing: dict[int, RecordedPart] = field(default_factory=dict)
-    """Choices for the rank's own tokens and layers, if they were recorded."""
+    """Recorded router choices for this rank's tokens and layers; empty if they were not recorded."""
 
 
 @dataclass(slots=True)
 class _Outcome:
-    """Results that the last stage collects."""
+    """Results collected on the last stage."""
 
     objectives: list[Objective] = field(default_factory=list)
     scores: dict[int, TokenScores] = field(default_factory=dict)
@@ -150,9 +152,9 @@ class _Outcome:
 def compute_gradients(
     chunks: Sequence[nn.Module], step: StepShare, settings: MegatronTrainerSettings, device: torch.device
 ) -> StepGradients | None:
-    """Sum the gradient of the loss of an optimizer step into the stages' zero buffers, over the data-parallel ranks. A collective.
+    """Compute the gradients of an optimizer step's loss in the stages' zeroed buffers, summed over data-parallel ranks. A collective.
 
-    Return this replica's results on the rank that `reports`; None on others.
+    Return this replica's results on the rank that `reports`, None on other ranks.
     """
     samples = step.samples
     rows = rows_of(samples.samples, step.schedule, settings, device, inputs_of=lambda plan: samples.micro_batch(plan, device))
@@ -168,7 +170,7 @@ def compute_gradients(
         outcome.objectives.append(Objective(loss.detach(), result.sums))
         if reports():
             outcome.scores |= samples.scores(row.plan, row.tokens, outputs)
-        # With three values Megatron does not divide the loss by the number of tokens.
+        # If the loss function returns three values, Megatron does not divide the loss by the number of tokens.
         return loss, torch.zeros((), dtype=torch.int), {}
 
     begin_step(chunks, samples.num_tokens)
@@ -192,7 +194,7 @@ def compute_gradients(
 def compute_scores(
     chunks: Sequence[nn.Module], share: ScoreShare, settings: MegatronTrainerSettings, device: torch.device, *, routing: Routing = "own"
 ) -> Scores:
-    """Return log-probabilities and entropies of the response tokens of this replica's samples. A collective."""
+    """Return the log-probabilities and entropies of the response tokens of this replica's samples. A collective."""
     samples, schedule, positions = share.samples, share.schedule, share.positions
     rows = rows_of(samples, schedule, settings, device, inputs_of=lambda _: None)
     outcome = _Outcome()
@@ -217,7 +219,7 @@ def compute_scores(
 def _replayed(
     chunks: Sequence[nn.Module], rows: Sequence[Row], samples: Sequence[TrainSample], settings: MegatronTrainerSettings
 ) -> AbstractContextManager[dict[int, LayerReplay]]:
-    """Replay the routing that samples name; do nothing if none does."""
+    """Replay the routing recorded in the samples inside the block; do nothing if no sample has a record."""
     if settings.routing is None or not num_choices(samples):
         return nullcontext({})
     of_rows = [[samples[i] for i in row.plan.samples] for row in rows]
@@ -225,7 +227,7 @@ def _replayed(
 
 
 def _logprobs(chunk: nn.Module, row: Row, hidden: Tensor, settings: MegatronTrainerSettings) -> TokenLogprobs:
-    """Return [N] log-probabilities and entropies, on all TP and CP ranks."""
+    """Return the [N] log-probabilities and entropies of the response tokens, on all TP and CP ranks."""
     packed = row.packed
     local = vocab_parallel_logprobs(
         hidden[packed.local_rows],
@@ -240,7 +242,7 @@ def _logprobs(chunk: nn.Module, row: Row, hidden: Tensor, settings: MegatronTrai
 
 
 def _mtp_loss(chunk: nn.Module, row: Row, hidden: Tensor, settings: MegatronTrainerSettings, sums: MetricSums) -> Tensor:
-    """Return this context-parallel rank's part of the MTP layers' loss; the whole loss becomes a metric."""
+    """Return this context-parallel rank's part of the MTP layers' loss, and add the whole loss to the metrics `sums`."""
     assert row.inputs is not None
     head = head_weight(chunk)
     logprobs = mtp_logprobs(

@@ -1,4 +1,4 @@
-"""Host copies of the Megatron trainer's tensors: the reference's weights, and under --colocate all tensors while engines use the device."""
+"""Host copies of the reference's and teacher's weights, and the tensors to offload while engines use the device (--colocate)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from fuligo.trainer.megatron_backend.weights.local import local_weights, unwrapp
 
 
 class HostWeights:
-    """Weights of another model of the same shape, in host memory until they are exchanged with those on the device."""
+    """Weights of another model of the same architecture, kept in host memory until they are swapped with the weights on the device."""
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
         pinned = torch.cuda.is_available()
@@ -28,7 +28,7 @@ class HostWeights:
 
     @torch.no_grad()
     def exchange(self, chunks: Sequence[nn.Module]) -> None:
-        """Exchange these weights with those of the stages. Doing it twice restores both, bit for bit."""
+        """Swap these weights with those of the stages. Calling it twice restores both bit for bit."""
         for name, tensor in local_weights(chunks).items():
             present = tensor.clone()
             tensor.copy_(self.tensors[name])
@@ -36,7 +36,7 @@ class HostWeights:
 
 
 def state_tensors(chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer) -> list[Tensor]:
-    """Return the weights, and all tensors that the optimizer keeps for them."""
+    """Return the weights and buffers of the stages, and all tensors of the optimizer."""
     models = [unwrapped(chunk) for chunk in chunks]
     weights = [tensor.detach() for model in models for tensor in (*model.parameters(), *model.buffers())]
     groups = [parameter.detach() for group in optimizer.param_groups for parameter in group["params"]]
@@ -46,6 +46,6 @@ def state_tensors(chunks: Sequence[DistributedDataParallel], optimizer: ChainedO
 
 
 def gradient_tensors(chunks: Sequence[DistributedDataParallel]) -> list[Tensor]:
-    """Return the buffers that gradients are summed in."""
+    """Return the buffers in which gradients are accumulated."""
     buffers: list[Any] = [buffer for chunk in chunks for buffer in (chunk.buffers, chunk.expert_parallel_buffers)]
     return [buffer.grad_data for part in buffers for buffer in part]

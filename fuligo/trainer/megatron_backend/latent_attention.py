@@ -1,8 +1,9 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) with correct gradients under tensor parallelism.
 
-Megatron-Core 0.16.1 (transformer/multi_latent_attention.py) gives each TP rank a copy of the keys' rotary part, which all heads share,
-and sums its gradient over the ranks only with TransformerEngine's layers under sequence parallelism. Its local layers split the down
-projections over the ranks and never sum it; its gradient step also doubles that of `q_layernorm` (by name) without sequence parallelism.
+In Megatron-Core 0.16.1 (transformer/multi_latent_attention.py), each TP rank has a copy of the keys' rotary part, which all heads share.
+Its gradient is summed over the ranks only with TransformerEngine's layers under sequence parallelism. Megatron's local layers split the
+down projections over the ranks and never sum it. Without sequence parallelism, Megatron also sums the gradient of `q_layernorm` (found by
+name) over the ranks, although it is already complete on each.
 """
 
 from typing import Any
@@ -22,12 +23,12 @@ from torch import Tensor, nn
 
 
 def latent_attention(modules: BackendSpecProvider, *, norms_apart: bool = False) -> ModuleSpec:
-    """Return the spec. Norms follow the down projections; TransformerEngine fuses them into the up projections unless `norms_apart`."""
+    """Return the spec of latent attention. With TransformerEngine, norms are fused into the up projections unless `norms_apart`."""
     is_local = isinstance(modules, LocalSpecProvider)
     fused = None if norms_apart else modules.column_parallel_layer_norm_linear()
     up = fused or modules.column_parallel_linear()
     norm = IdentityOp if fused else modules.layer_norm(rms_norm=True, for_qk=True)
-    # Only TransformerEngine has a linear layer that every rank holds whole.
+    # Only TransformerEngine has a replicated linear layer; `LatentAttention` replaces the local ones.
     down = modules.column_parallel_linear() if is_local else modules.linear()  # pyright: ignore[reportAttributeAccessIssue]
     return ModuleSpec(
         module=LatentAttention,
@@ -47,7 +48,7 @@ def latent_attention(modules: BackendSpecProvider, *, norms_apart: bool = False)
 
 
 class DownProjection(nn.Module):
-    """Matrix that every TP rank holds completely, like TransformerEngine's "duplicated" linear layer; `[tokens, in] -> [tokens, out]`."""
+    """Linear layer replicated on all TP ranks, like TransformerEngine's "duplicated" one: `[tokens, in] -> [tokens, out]`."""
 
     def __init__(self, in_features: int, out_features: int, config: MLATransformerConfig) -> None:
         super().__init__()
@@ -58,19 +59,19 @@ class DownProjection(nn.Module):
             assert config.init_method is not None and tracker is not None
             with tracker.fork(get_data_parallel_rng_tracker_name()):  # the same values on every TP rank
                 config.init_method(self.weight)
-        # Each rank then sees its part of the tokens: Megatron sums such gradients over the TP ranks.
+        # Under sequence parallelism each rank sees only its part of the tokens, so Megatron must sum the gradient over the TP ranks.
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
-        """Return the product and None in place of a bias, as Megatron's linear layers do."""
+        """Return the product, and None for the bias, like Megatron's linear layers."""
         return F.linear(hidden, self.weight), None
 
 
 class LatentAttention(MLASelfAttention):
-    """Self-attention of MLA models. The configuration's `qk_layernorm` must be off: the layer spec contains the norms."""
+    """Self-attention of MLA models. `qk_layernorm` must be off in the configuration, because the layer spec contains the norms."""
 
     _positions: Tensor | None = None
-    """[T] positions of the tokens of a tree; None if the row consists of sequences."""
+    """[T] positions of a tree's tokens; None if the row has no tree."""
 
     def __init__(self, config: MLATransformerConfig, submodules: MLASelfAttentionSubmodules, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, submodules, *args, **kwargs)
@@ -94,7 +95,7 @@ class LatentAttention(MLASelfAttention):
         packed_seq_params: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Return queries, keys and values; those of a tree are rotated by its tokens' positions."""
+        """Return queries, keys and values; in a tree, rotary embeddings use the tokens' positions in their samples."""
         self._positions = getattr(packed_seq_params, "positions", None)
         try:
             return super().get_query_key_value_tensors(hidden_states, key_value_states, position_ids, packed_seq_params, **kwargs)
@@ -102,21 +103,21 @@ class LatentAttention(MLASelfAttention):
             self._positions = None
 
     def _take_positions(self, module: nn.Module, inputs: object, angles: Any) -> Any:
-        """Return the angles of a tree's tokens, where Megatron rotates by places in the row."""
+        """Select the rotary angles by the positions of a tree's tokens; Megatron would use their positions in the row."""
         if self._positions is None:
             return angles
-        if isinstance(angles, tuple):  # with YaRN's factor
+        if isinstance(angles, tuple):  # (angles, YaRN's factor)
             return angles[0][self._positions], *angles[1:]
         return angles[self._positions]
 
     def _sum_rotary_gradient(self, module: nn.Module, inputs: object, output: tuple[Tensor, None]) -> tuple[Tensor, None]:
-        """Sum the gradient of the rotary columns (the last ones) over the ranks' heads; other columns are summed upstream."""
+        """Sum the gradient of the rotary columns (the last ones) over the ranks' heads; that of the others is already summed."""
         latent, rotary = output[0].split([self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1)
         return torch.cat([latent, SumGradient.apply(rotary, self.tp_group)], dim=-1), None
 
 
 class SumGradient(torch.autograd.Function):
-    """Identity whose gradient is summed over the ranks. (Megatron's own sums a copy if the gradient is not contiguous, and drops it.)"""
+    """Identity whose gradient is summed over the ranks. (Megatron's version loses the sum if the gradient is not contiguous.)"""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -1,4 +1,4 @@
-"""Modules of a model's layers: TransformerEngine's on CUDA, else Megatron's own with packed attention; layers with four norms."""
+"""Specs of a model's layers: TransformerEngine's modules on CUDA, else Megatron's local modules with packed attention."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -36,12 +36,14 @@ Add = Callable[[OutputWithBias, Tensor, float], Tensor]
 
 @dataclass
 class SandwichLayerSubmodules(TransformerLayerSubmodules):
+    """Submodules of a layer that also has norms after attention and after the MLP."""
+
     post_self_attn_layernorm: ModuleSpec | type = IdentityOp
     post_mlp_layernorm: ModuleSpec | type = IdentityOp
 
 
 def sandwich(submodules: TransformerLayerSubmodules, norm: type) -> ModuleSpec:
-    """Return the spec of a `SandwichLayer`, which has these modules and two more norms."""
+    """Return the spec of a `SandwichLayer` with these modules and two additional norms."""
     given = {field.name: getattr(submodules, field.name) for field in fields(submodules)}
     return ModuleSpec(SandwichLayer, submodules=SandwichLayerSubmodules(**given, post_self_attn_layernorm=norm, post_mlp_layernorm=norm))
 
@@ -63,7 +65,7 @@ class SandwichLayer(TransformerLayer):
 
 
 def _norm_and_add(norm: nn.Module) -> Callable[[bool, bool], Add]:
-    """Return the function that Megatron calls to add an output to the residual stream, with a norm of the output before."""
+    """Return the function that Megatron calls to add an output to the residual stream; it first applies the norm to the output."""
 
     def choose(training: bool, fused: bool) -> Add:
         add = get_bias_dropout_add(training, fused)
@@ -78,26 +80,26 @@ def _norm_and_add(norm: nn.Module) -> Callable[[bool, bool], Add]:
 
 
 class LocalNorm(nn.RMSNorm):
-    """torch's RMSNorm with the attribute for sequence parallelism that Megatron's wrapper of it requires.
+    """RMSNorm of torch with the constructor arguments and the `sequence_parallel` attribute that Megatron expects.
 
-    Its weight may be stored around zero (`--apply-layernorm-1p`).
+    The weight may be stored centered around zero (`--apply-layernorm-1p`).
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.is_around_zero = config.layernorm_zero_centered_gamma
-        # Its gradient is then a sum over the TP ranks, each of which computes its own tokens.
+        # Under sequence parallelism each TP rank sees only its part of the tokens, so Megatron must sum the gradient over them.
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.is_around_zero:
             return super().forward(x)
-        # In float32 up to the product with the weight, as in transformers: bfloat16 would round small weights away.
+        # In float32 up to the product with the weight, as in transformers, because bfloat16 would round small weights away.
         return F.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).type_as(x)
 
 
 class LocalModules(LocalSpecProvider):
-    """Megatron's own modules, with a norm for all layouts and attention for packed sequences."""
+    """Megatron's local modules, but with a norm for all layouts and attention over packed sequences."""
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
         return LocalNorm
@@ -107,10 +109,10 @@ class LocalModules(LocalSpecProvider):
 
 
 def modules_for(settings: MegatronTrainerSettings) -> BackendSpecProvider:
-    """Return the modules of layers: TransformerEngine's on CUDA.
+    """Return the modules of layers: TransformerEngine's on CUDA, else `LocalModules`.
 
-    Packed attention replaces its attention on request and where its kernels cannot do the work: in float32, for samples that share
-    prefixes, and for windows under context parallelism. With an adapter, norms are separate layers.
+    `PackedCoreAttention` replaces TransformerEngine's attention on request, and where TransformerEngine has no kernel: in float32, for
+    samples that share prefixes, and for sliding windows under context parallelism. With an adapter, norms are separate layers.
     """
     if settings.device == "cpu":
         return LocalModules()
@@ -135,10 +137,10 @@ def modules_for(settings: MegatronTrainerSettings) -> BackendSpecProvider:
 def block_spec(
     config: TransformerConfig, settings: MegatronTrainerSettings, modules: BackendSpecProvider, *, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
-    """Return the spec of the layers of this rank's pipeline stage, and of the final norm.
+    """Return the spec of the layers and the final norm of this rank's pipeline stage.
 
     Args:
-        vp_stage: number among the rank's interleaved stages; None: the rank has one stage.
+        vp_stage: index of the stage among the rank's interleaved stages; None if the rank has one stage.
     """
     first = get_transformer_layer_offset(config, vp_stage)
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
@@ -156,7 +158,7 @@ def block_spec(
 def mtp_spec(
     config: TransformerConfig, settings: MegatronTrainerSettings, modules: BackendSpecProvider
 ) -> MultiTokenPredictionBlockSubmodules | None:
-    """Return the spec of the MTP layers, each with a layer like the model's last; None if there are none."""
+    """Return the spec of the MTP layers, each of which contains a layer like the model's last one; None if there are no MTP layers."""
     if not config.mtp_num_layers:
         return None
     attention = attention_spec(config, settings, modules, None)
@@ -171,11 +173,11 @@ def attention_spec(
     number: int | None,
     rotary: RotaryEmbedding | None = None,
 ) -> ModuleSpec:
-    """Return the spec of the attention of a layer.
+    """Return the spec of a layer's attention.
 
     Args:
-        number: counted from 0 over all stages; None: of an MTP layer.
-        rotary: rotary embedding of layers with a window; None: that of all layers.
+        number: index of the layer, counted from 0 over all stages; None for an MTP layer.
+        rotary: rotary embedding of layers with a sliding window; None: the same as that of the other layers.
     """
     if settings.sparse_layers is not None:
         return sparse_latent_attention(modules, settings.sparse_layers, number)
@@ -188,7 +190,7 @@ def attention_spec(
 def layer_spec(
     config: TransformerConfig, settings: MegatronTrainerSettings, attention: ModuleSpec, modules: BackendSpecProvider, *, is_moe: bool
 ) -> ModuleSpec:
-    """Return the spec of a layer with this attention, and a dense MLP or experts. TransformerEngine's linear layers contain norms."""
+    """Return the spec of a layer with this attention, and with a dense MLP or experts. TransformerEngine fuses norms into linear layers."""
     norm = modules.layer_norm(rms_norm=True)
     in_linear = IdentityOp if modules.fuse_layernorm_and_linear() else norm
     add: Any = get_bias_dropout_add
@@ -227,7 +229,7 @@ def grouped_attention(config: TransformerConfig, modules: BackendSpecProvider, o
 
 
 def mixture(config: TransformerConfig, modules: BackendSpecProvider) -> ModuleSpec:
-    """Return router, routed experts (one grouped product for all with TransformerEngine, else one after the other), and shared experts."""
+    """Return the spec of router, shared experts and routed experts (grouped GEMM with TransformerEngine, else one after another)."""
     spec = get_moe_module_spec_for_backend(modules, config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm)
     assert isinstance(spec.submodules, MoESubmodules)
     spec.submodules.router = PackedRouter
@@ -235,10 +237,10 @@ def mixture(config: TransformerConfig, modules: BackendSpecProvider) -> ModuleSp
 
 
 def sum_expert_gradients_over_copies(model: nn.Module) -> None:
-    """Sum the gradients of routed experts over the ranks that hold copies of them.
+    """Make Megatron sum the gradients of routed experts over all ranks that hold copies of them.
 
-    Megatron does so only if experts are distributed (EP > 1). Else it sums them like those of other weights, over the data-parallel ranks,
-    and leaves out the TP ranks that have copies of the experts where ETP < TP.
+    Megatron does so only if experts are distributed (EP > 1). Otherwise it sums them like those of other weights, over the data-parallel
+    ranks, and omits the TP ranks that hold copies of the experts if ETP < TP.
     """
     for module in model.modules():
         if isinstance(module, MoELayer):
@@ -248,7 +250,7 @@ def sum_expert_gradients_over_copies(model: nn.Module) -> None:
 
 
 def is_moe_layer(config: TransformerConfig, number: int) -> bool:
-    """Return whether the layer, counted from 0 over all stages, has experts."""
+    """Return whether layer `number`, counted from 0 over all stages, has experts."""
     if config.num_moe_experts is None:
         return False
     frequency = config.moe_layer_freq

@@ -1,4 +1,4 @@
-"""Learner: stages wrapped in Megatron's DistributedDataParallel, their optimizer, and step counters."""
+"""Training of one model: stages wrapped in Megatron's DistributedDataParallel, their optimizer, and its counters."""
 
 import re
 from collections.abc import Sequence
@@ -27,13 +27,16 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
 
 
 def freeze_parameters(chunks: Sequence[nn.Module], weights: Sequence[Weight], trained: TrainedParameters) -> None:
-    """Switch off the gradient of all parameters that are not trained; call it before the stages are wrapped.
+    """Disable the gradients of all parameters that are not trained. Call it before the stages are wrapped.
 
-    Regexes are searched in the names of Hugging Face's checkpoint and in Megatron's, layers and experts counted over all ranks. Raises
-    ConfigError if the lists do not fit the model, or would train a part of one of Megatron's matrices.
+    Regular expressions may match names of the Hugging Face checkpoint, and names in Megatron with layers and experts counted over all
+    ranks.
+
+    Raises:
+        ConfigError: the lists do not fit the model, or would train only a part of one of Megatron's matrices.
     """
     names = {weight.megatron: (weight.megatron, *weight.checkpoint) for weight in weights}
-    names.setdefault(HEAD, names[EMBEDDING])  # where both are one, the last stage has its own copy
+    names.setdefault(HEAD, names[EMBEDDING])  # if they are tied, the last stage has a copy of the embedding
     chosen = trained_names(names, trained)
     _require_whole(weights, trained)
     for name, parameter in local_weights(chunks).items():
@@ -60,7 +63,7 @@ def build_optimizer(chunks: list[DistributedDataParallel], settings: MegatronTra
         params_dtype=DTYPES[settings.precision],
         use_distributed_optimizer=place.use_distributed_optimizer,
         overlap_param_gather=flags.get("overlap_param_gather", False),
-        optimizer_cpu_offload=place.optimizer_cpu_offload and settings.device == "cuda",  # without a GPU it is there already
+        optimizer_cpu_offload=place.optimizer_cpu_offload and settings.device == "cuda",  # without a GPU the state is already on the CPU
         optimizer_offload_fraction=flags.get("optimizer_offload_fraction", 1.0),
         overlap_cpu_optimizer_d2h_h2d=place.overlap_cpu_optimizer_d2h_h2d,
         pin_cpu_grads=not flags.get("no_pin_cpu_grads", False),
@@ -73,17 +76,17 @@ def build_optimizer(chunks: list[DistributedDataParallel], settings: MegatronTra
 
 
 def gradient_norm(optimizer: ChainedOptimizer) -> float:
-    """Return the Euclidean norm of all gradients together, over all ranks; leave them where the optimizer expects them. A collective."""
+    """Prepare the gradients for the optimizer, and return their global Euclidean norm over all ranks. A collective."""
     optimizer.prepare_grads()
     return float(optimizer.get_grad_norm())
 
 
 def apply_step(optimizer: ChainedOptimizer, settings: OptimizerSettings, *, step: int, grad_norm: float) -> float:
-    """Clip the gradients and update the weights; return the learning rate of the 0-based step; call it after `gradient_norm`."""
+    """Clip the gradients, update the weights, and return the learning rate of the 0-based step. Call it after `gradient_norm`."""
     lr = settings.schedule.at(step)
     for group in optimizer.param_groups:
         group["lr"] = lr
-        # Megatron marks groups without decay, norms and biases, and leaves it to its scheduler to say what that means.
+        # Megatron marks groups without decay (norms and biases) with wd_mult 0, which its scheduler, not used here, would apply.
         group["weight_decay"] = settings.weight_decay * group["wd_mult"]
     for part in optimizer.chained_optimizers if settings.clip_grad > 0 else ():
         parameters: list[Tensor] = [*part.get_parameters()]
@@ -95,20 +98,23 @@ def apply_step(optimizer: ChainedOptimizer, settings: OptimizerSettings, *, step
 
 
 def _precisions(settings: MegatronTrainerSettings) -> dict[str, Any]:
-    """Return the data types of the optimizer's state. Without a GPU only float32: only TransformerEngine's Adam has low precision."""
+    """Return the data types of the optimizer's state. Low precision needs TransformerEngine's Adam and therefore a GPU.
+
+    Raises ConfigError if low precision is requested on a CPU.
+    """
     flags = settings.model_flags
     names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
     dtypes = {name: _DTYPES[flags.get(name, "fp32")] for name in names}
     if settings.device == "cpu":
         low = [option_name(name) for name, dtype in dtypes.items() if dtype != torch.float32]
         if low:
-            raise ConfigError(f"{', '.join(low)}: on a CPU the optimizer's state is float32; remove it, or train on GPUs")
+            raise ConfigError(f"cannot use {', '.join(low)} on a CPU: the optimizer's state is float32 there; remove it, or train on GPUs")
         return {}
     return {"use_precision_aware_optimizer": True, "store_param_remainders": flags.get("store_param_remainders", True), **dtypes}
 
 
 def _require_whole(weights: Sequence[Weight], trained: TrainedParameters) -> None:
-    """Check that the regexes match all or none of the weights that Megatron joins in one matrix, say queries, keys and values."""
+    """Check that each regex matches all or none of the weights that Megatron joins in one matrix, such as queries, keys and values."""
     for pattern in (*trained.only, *trained.frozen):
         for weight in weights:
             found = [name for name in weight.checkpoint if re.search(pattern, name)]
@@ -116,16 +122,17 @@ def _require_whole(weights: Sequence[Weight], trained: TrainedParameters) -> Non
                 flag = "--only-train-params-name-list" if trained.only else "--freeze-params-name-list"
                 raise ConfigError(
                     f"{flag}: {pattern!r} matches {found[0]} but not all of {', '.join(weight.checkpoint)}, which are one matrix in "
-                    f"Megatron ({weight.megatron}) and can only be trained together"
+                    f"Megatron ({weight.megatron}) and can only be trained together; match all or none of them"
                 )
 
 
 class Learner:
-    """Learner of the policy or of a value model.
+    """Optimizer and counters of the policy or of a value model.
 
     Args:
-        chunks: this rank's stages with their initial weights, and with their untrained parameters frozen.
-        whose: owner for error messages if there is more than one model: `of the value model`.
+        chunks: this rank's stages with initial weights, whose untrained parameters are frozen.
+        flag: flag of the learning rate, for error messages.
+        whose: model for error messages if there is more than one, such as `of the value model`.
     """
 
     def __init__(
@@ -138,7 +145,7 @@ class Learner:
         self._flag, self._whose = flag, whose
 
     def step(self, gradients: StepGradients | None, num_micro_batches: int) -> tuple[float, float]:
-        """Update the weights by the gradients in the stages' buffers; return (learning rate, gradient norm). A collective.
+        """Update the weights with the gradients in the stages' buffers; return (learning rate, gradient norm). A collective.
 
         Raises:
             TrainerError: a loss or the gradient is not finite; the weights are unchanged.
@@ -160,9 +167,10 @@ class Learner:
 
 
 def wrap(chunks: Sequence[PolicyModel], settings: MegatronTrainerSettings) -> list[DistributedDataParallel]:
-    """Wrap the stages with buffers for the gradients of trained weights, which Megatron's schedules then synchronize.
+    """Wrap the stages in DistributedDataParallel, whose gradient buffers Megatron's schedules synchronize.
 
-    Gradients are summed over the data-parallel and context-parallel ranks, never averaged: the loss is a share of the whole step's.
+    Gradients are summed over the data-parallel and context-parallel ranks, not averaged, because each rank's loss is already its share of
+    the step's loss.
     """
     flags = settings.model_flags
     ddp_config = DistributedDataParallelConfig(
@@ -173,7 +181,8 @@ def wrap(chunks: Sequence[PolicyModel], settings: MegatronTrainerSettings) -> li
         bucket_size=flags.get("ddp_bucket_size"),
         pad_buckets_for_high_nccl_busbw=flags.get("pad_buckets_for_high_nccl_busbw", False),
     )
-    # Buckets hide communication behind the backward pass; only the first stage needs that, the others wait in the pipeline.
+    # Buckets overlap communication with the backward pass. Only a rank's first stage needs them: the communication of the others overlaps
+    # with later passes in the pipeline anyway.
     wrapped = [
         DistributedDataParallel(chunk.config, ddp_config, chunk, disable_bucketing=number > 0) for number, chunk in enumerate(chunks)
     ]
@@ -187,19 +196,19 @@ def wrap(chunks: Sequence[PolicyModel], settings: MegatronTrainerSettings) -> li
 
 
 def _finalize(model: list[nn.Module], num_tokens: Tensor | None = None, **options: Any) -> None:
-    """Finish a step's backward passes as Megatron does, without its division by the number of tokens."""
+    """Finalize a step's gradients as Megatron does, but without dividing them by the number of tokens."""
     del num_tokens
     finalize_model_grads(model, None, **options)
 
 
 def wait_for(chunk: DistributedDataParallel, weight: Tensor) -> None:
-    """Wait until a weight is gathered. Only the forward pass of its module waits for it, but this weight is used outside of its module."""
+    """Wait until a weight is gathered. Only its module's forward pass would wait, but this weight is used outside of its module."""
     if chunk.use_forward_hook and weight in chunk.param_to_bucket_group:
         chunk.param_to_bucket_group[weight].finish_param_sync()
 
 
 def gather_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Complete the weights on every rank after a step that leaves it to the next forward pass (`--overlap-param-gather`)."""
+    """Gather the weights on every rank, which `--overlap-param-gather` defers to the next forward pass."""
     for chunk in chunks:
         if chunk.use_forward_hook:
             chunk.start_param_sync(force_sync=True)

@@ -1,4 +1,4 @@
-"""Log-probability and entropy of response tokens with a vocabulary split over the TP ranks. Logits never leave their rank."""
+"""Log-probabilities and entropies of response tokens with a vocabulary split over the TP ranks. Logits never leave their rank."""
 
 from typing import Any
 
@@ -16,19 +16,19 @@ def vocab_parallel_logprobs(
 ) -> TokenLogprobs:
     """Compute the log-probabilities of `targets` and the entropies of their distributions; both are differentiable.
 
-    Every rank of `tp_group` calls it with the same tokens and gets the same values. The gradient of `hidden` is this rank's part of a
-    sum over the ranks, which the region that `hidden` comes from adds up (`copy_to_tensor_model_parallel_region`). The gradient of
-    `weight` goes, in float32, straight to its `main_grad` if Megatron's data parallelism has given it one.
+    Every rank of `tp_group` calls this with the same tokens and gets the same values. The gradient of `hidden` is this rank's part of a sum
+    over the ranks; the region that `hidden` comes from (`copy_to_tensor_model_parallel_region`) adds the parts up. The gradient of `weight`
+    is added in float32 directly to its `main_grad`, if Megatron's data parallelism has given it a float32 one.
 
-    Peak memory beyond inputs and gradients is a few [chunk_tokens, V / tp] float32 tensors in either pass: the backward pass computes
-    the logits of a chunk again.
+    Peak memory beyond inputs and gradients is a few [chunk_tokens, V / tp] float32 tensors in either pass, because the backward pass
+    recomputes the logits of each chunk.
 
     Args:
-        hidden: [N, E] the hidden state *before* each target: position t - 1 predicts token t.
-        weight: [V' / tp, E] this rank's rows of the output layer, whose V' tokens are the vocabulary and padding behind it.
-        targets: [N]
-        chunk_tokens: tokens whose logits exist at a time.
-        num_vocab: V; the padding behind has no probability and no gradient.
+        hidden: [N, E] hidden state *before* each target: position t - 1 predicts token t.
+        weight: [V' / tp, E] this rank's rows of the output layer; V' is the size of the vocabulary with padding.
+        targets: [N] int64 target tokens.
+        chunk_tokens: number of tokens whose logits are in memory at a time.
+        num_vocab: V, the size of the vocabulary; padding has no probability and no gradient.
     """
     first = dist.get_rank(tp_group) * weight.size(0)
     num_own = max(0, min(weight.size(0), num_vocab - first))
@@ -36,20 +36,21 @@ def vocab_parallel_logprobs(
 
 
 def gather_predictions(local: TokenLogprobs, local_ids: Tensor, num_total: int, cp_group: dist.ProcessGroup) -> TokenLogprobs:
-    """Call `gather_tokens` for both tensors."""
+    """Call `gather_tokens` for log-probabilities and entropies."""
     if cp_group.size() == 1:
         return local
     return TokenLogprobs(*_GatherTokens.apply(torch.stack(local), local_ids, num_total, cp_group).unbind())
 
 
 def gather_tokens(local: Tensor, local_ids: Tensor, num_total: int, cp_group: dist.ProcessGroup) -> Tensor:
-    """Gather all [..., N] values of a micro-batch on every context-parallel rank, each of which has computed some.
+    """Gather the [..., N] values of a micro-batch, of which each context-parallel rank has computed a part, on all these ranks.
 
-    Every rank then has the same whole loss; the gradient that a rank gets back is that of its own values.
+    Every rank then computes the same loss; in the backward pass, a rank gets the gradient of its part.
 
     Args:
         local: [..., n] this rank's values.
-        local_ids: [n] their numbers among the N; each is on exactly one rank.
+        local_ids: [n] indices of these values among the N; each index is on exactly one rank.
+        num_total: N.
     """
     return local if cp_group.size() == 1 else _GatherTokens.apply(local, local_ids, num_total, cp_group)
 
@@ -71,7 +72,7 @@ class _GatherTokens(torch.autograd.Function):
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
-    """Autograd function. `targets` count from this rank's first token; `num_own` of its rows are not padding."""
+    """Autograd function of `vocab_parallel_logprobs`. `targets` count from this rank's first row; rows from `num_own` on are padding."""
 
     @staticmethod
     def forward(  # autograd passes positional arguments only
@@ -137,13 +138,13 @@ def _all_reduce(tensor: Tensor, group: dist.ProcessGroup, operation: dist.Reduce
 
 
 def _at_targets(logits: Tensor, targets: Tensor, peak: Tensor) -> Tensor:
-    """Return [n] distances below the peak of the logits of this rank's targets; 0 for others."""
+    """Return the [n] logits of the targets minus the peak; 0 for targets of other ranks."""
     own = (targets >= 0) & (targets < logits.size(1))
     return torch.where(own, logits.gather(1, targets.where(own, 0)[:, None])[:, 0] - peak, 0.0)
 
 
 def _weight_gradient(weight: Tensor) -> Tensor:
-    """Return [V' / tp, E] float32 to add the gradient to."""
+    """Return the [V' / tp, E] float32 tensor to add the gradient to: `main_grad` if it has this type, else zeros."""
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is not None and main_grad.dtype == torch.float32:
         return main_grad
@@ -151,10 +152,10 @@ def _weight_gradient(weight: Tensor) -> Tensor:
 
 
 def _for_autograd(weight: Tensor, grad_weight: Tensor | None) -> Tensor | None:
-    """Return what autograd receives as the weight's gradient.
+    """Return the weight's gradient for autograd.
 
-    If the gradient is already in `main_grad`, return a tensor to call Megatron's hooks with, which add it only to embeddings' gradients of
-    the same weight (megatron/core/distributed/distributed_data_parallel.py, `_make_backward_post_hook`).
+    If the gradient is already in `main_grad`, return a placeholder that triggers Megatron's hooks; they add it only to an embedding's
+    gradient of the same weight (megatron/core/distributed/distributed_data_parallel.py, `_make_backward_post_hook`).
     """
     if grad_weight is None:
         return None

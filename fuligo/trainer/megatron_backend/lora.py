@@ -1,7 +1,7 @@
-"""LoRA on Megatron's parallel linear layers: every matrix of the Hugging Face checkpoint has its own A and B, as with PEFT.
+"""LoRA on Megatron's parallel linear layers: every matrix of the Hugging Face checkpoint has a separate A and B, as in PEFT.
 
-A layer that splits its outputs over the TP ranks has A whole on every rank and B split; one that splits its inputs has A split and B whole.
-Between A and B, the ranks exchange `rank` numbers per token.
+For a layer that splits its outputs over the TP ranks, A is replicated and B is split; for a layer that splits its inputs, A is split and B
+is replicated. Between A and B, the ranks exchange `rank` numbers per token and matrix.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from fuligo.trainer.megatron_backend.weights.local import linear_layers, rank_gr
 
 
 class Split(Enum):
-    """Part of a linear layer that the TP ranks share."""
+    """Dimension of a linear layer that is split over the TP ranks."""
 
     NOTHING = auto()
     OUTPUTS = auto()
@@ -34,11 +34,11 @@ class Split(Enum):
 
 
 class LinearAdapter(nn.Module):
-    """Low-rank updates of the matrices that one of Megatron's linear layers joins.
+    """Low-rank updates of the matrices that are joined in one of Megatron's linear layers.
 
     Args:
-        linear: the adapted layer; its weight is this rank's part.
-        matrices: the adapted ones, in the order of the layer's outputs.
+        linear: adapted layer, which holds this rank's part of the weight.
+        matrices: adapted matrices, in the order of the layer's outputs.
     """
 
     def __init__(self, linear: nn.Module, matrices: Sequence[AdaptedMatrix], names: AdapterNames, *, sequence_parallel: bool) -> None:
@@ -57,14 +57,14 @@ class LinearAdapter(nn.Module):
             for factor, tensor in (("A", matrix.a(config.rank)), ("B", matrix.b(config.rank))):
                 axis = {Split.OUTPUTS: {"B": 0}, Split.INPUTS: {"A": 1}}.get(self._split, {}).get(factor)
                 shape = [size // num_ranks if dim == axis else size for dim, size in enumerate(tensor.shape)]
-                parameter = nn.Parameter(torch.zeros(shape, device=weight.device))  # float32, as PEFT has it
+                parameter = nn.Parameter(torch.zeros(shape, device=weight.device))  # float32, as in PEFT
                 tensor_parallel.set_tensor_model_parallel_attributes(parameter, axis is not None, axis or 0, 1)
-                # A whole tensor then sees this rank's part of the tokens only: Megatron sums such gradients over the TP ranks.
+                # Under sequence parallelism a replicated factor sees only this rank's tokens, so Megatron must sum its gradient over TP.
                 parameter.sequence_parallel = sequence_parallel and axis is None  # pyright: ignore[reportAttributeAccessIssue]
                 self.register_parameter(f"{matrix.kind}_{factor}", parameter)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return what is added to the layer's product: [tokens, ..., this rank's outputs] from the layer's input."""
+        """Return the update of the layer's output, [tokens, ..., local outputs], from the layer's input."""
         a = torch.cat([self._factor(kind, "A") for kind in self._kinds]).to(inputs.dtype)
         hidden = self._exchange(F.linear(self._dropped(inputs), a)) * self._scaling
         parts = zip(self._kinds, hidden.split(self._rank, dim=-1), strict=True)
@@ -72,18 +72,18 @@ class LinearAdapter(nn.Module):
 
     @torch.no_grad()
     def update(self) -> Tensor:
-        """Return scaling B A [this rank's outputs, this rank's inputs] in float32."""
+        """Return scaling B A, [local outputs, local inputs] float32."""
         updates = {kind: (self._factor(kind, "B") @ self._factor(kind, "A")).T for kind in self._kinds}
         return self._outputs.join(updates).T * self._scaling
 
     @property
     def num_elements(self) -> int:
-        """Elements that the update has: this rank's parts of the adapted matrices, without those that the layer joins with them."""
+        """Number of elements of this rank's parts of the adapted matrices, without other matrices joined in the layer."""
         return sum(len(self._factor(kind, "B")) * self._factor(kind, "A").shape[1] for kind in self._kinds)
 
     @property
     def is_first_copy(self) -> bool:
-        """True on one of the ranks that hold the same part of the layer."""
+        """True on exactly one of the ranks that hold the same part of the layer."""
         is_first_replica = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
         return is_first_replica and (self._split is not Split.NOTHING or self._group.rank() == 0)
 
@@ -96,7 +96,7 @@ class LinearAdapter(nn.Module):
         return self.get_parameter(f"{kind}_{factor}")
 
     def _exchange(self, hidden: Tensor) -> Tensor:
-        """Complete A x [tokens, ..., R] for the ranks' parts of B, and its gradient for their parts of A."""
+        """Communicate A x [tokens, ..., R] over the TP ranks, so that it and its gradient are complete on each rank."""
         group = self._group
         if self._split is Split.NOTHING or group.size() == 1:
             return hidden
@@ -111,16 +111,16 @@ class LinearAdapter(nn.Module):
     def _dropped(self, inputs: Tensor) -> Tensor:
         if not (self.drops and self._dropout):
             return inputs
-        if self._split is not Split.INPUTS and not self._sequence_parallel:  # all ranks have these inputs, and draw the same numbers
+        if self._split is not Split.INPUTS and not self._sequence_parallel:  # replicated inputs need the same mask on all ranks
             return F.dropout(inputs, self._dropout)
         with cast(Any, get_cuda_rng_tracker()).fork():
             return F.dropout(inputs, self._dropout)
 
 
 def add_adapters(chunks: Sequence[nn.Module], names: AdapterNames, *, seed: int) -> None:
-    """Adapt this rank's linear layers and experts, in place, before the stages are wrapped; all other parameters are frozen.
+    """Add adapters to this rank's linear layers and experts in place, and freeze all other parameters. Call before wrapping the stages.
 
-    B starts as zeros, so the outputs do not change. A starts with the same values under any layout.
+    B starts at zero, so the outputs do not change. The initial values of A do not depend on the layout.
     """
     for chunk in chunks:
         chunk.requires_grad_(False)
@@ -128,10 +128,10 @@ def add_adapters(chunks: Sequence[nn.Module], names: AdapterNames, *, seed: int)
         if matrices := names.by_matrix.get(name):
             adapter = LinearAdapter(linear, matrices, names, sequence_parallel=unwrapped(chunks[0]).config.sequence_parallel)
             linear.add_module(ADAPTER_MODULE, adapter)
-            # Keep a layer of TransformerEngine from refusing the adapter's float32: it compares all parameters with its first input's type.
+            # TransformerEngine would refuse the adapter's float32: at its first call a layer compares the types of parameters and input.
             if hasattr(linear, "activation_dtype"):
                 cast(Any, linear).activation_dtype = cast(Tensor, linear.weight).dtype
-            # First: other hooks change the gradient of the layer's whole output.
+            # `prepend`, because other hooks change the gradient of the layer's whole output.
             linear.register_forward_hook(_add_update, prepend=True)
     add_experts_adapters(chunks, names)
     for chunk in map(unwrapped, chunks):
@@ -142,7 +142,7 @@ def add_adapters(chunks: Sequence[nn.Module], names: AdapterNames, *, seed: int)
 
 @torch.no_grad()
 def set_adapter(chunks: Sequence[nn.Module], names: AdapterNames, whole: Callable[[Weight], Tensor]) -> None:
-    """Overwrite this rank's parts of the adapter with those of whole tensors."""
+    """Copy this rank's parts of the adapter from full tensors, which `whole` returns for each weight."""
     for held in held_weights(chunks, names):
         values = whole(held.weight)
         for part in held.parts:
@@ -155,11 +155,11 @@ def adapters(chunks: Sequence[nn.Module]) -> Iterator[LinearAdapter | ExpertsAda
 
 
 Update = LinearAdapter | ExpertUpdate
-"""Update of one of this rank's matrices, or of its part of one."""
+"""Update of this rank's part of one matrix."""
 
 
 def local_updates(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Update]]:
-    """Yield the updates of this rank's matrices by the canonical names of these."""
+    """Yield the updates of this rank's matrices with the canonical names of the matrices."""
     for name, linear in linear_layers(chunks):
         if isinstance(adapter := getattr(linear, ADAPTER_MODULE, None), LinearAdapter):
             yield name, adapter
@@ -170,7 +170,7 @@ def local_updates(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Update]]:
 
 @contextmanager
 def adapter_off(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Disable the adapter during the block."""
+    """Disable the adapter inside the block."""
     for adapter in adapters(chunks):
         adapter.is_on = False
     try:
@@ -182,8 +182,8 @@ def adapter_off(chunks: Sequence[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def dropout_on(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Drop inputs of A at random during the block."""
-    linear = [adapter for adapter in adapters(chunks) if isinstance(adapter, LinearAdapter)]  # PEFT defines none for those of experts
+    """Apply dropout to the inputs of A inside the block."""
+    linear = [adapter for adapter in adapters(chunks) if isinstance(adapter, LinearAdapter)]  # PEFT defines no dropout for experts
     for adapter in linear:
         adapter.drops = True
     try:
@@ -201,12 +201,12 @@ def _add_update(linear: nn.Module, inputs: tuple[Tensor, ...], output: tuple[Ten
 
 
 def _with_gradient(embedding: nn.Module, inputs: object, output: Tensor) -> Tensor:
-    """Ask for a gradient of the embedded tokens: Megatron's recomputation gives parameters none if no input has one."""
+    """Make embedded tokens require a gradient: with recomputation, Megatron computes no parameter gradients if no input requires one."""
     return output.requires_grad_() if torch.is_grad_enabled() else output
 
 
 def _first_values(weight: Weight, seed: int) -> Tensor:
-    """Return zeros for B, and for A what PEFT draws (`kaiming_uniform_` with a = sqrt 5), as a function of the seed and its name."""
+    """Return initial values: zeros for B, and for A PEFT's distribution (`kaiming_uniform_` with a = sqrt 5), seeded by seed and name."""
     (name,) = weight.checkpoint
     if name.endswith(".lora_B.weight"):
         return torch.zeros(weight.shape)
@@ -223,11 +223,12 @@ def _split(whole: Weight, local: Tensor) -> Split:
 
 @dataclass(slots=True, frozen=True)
 class _Outputs:
-    """Order of a linear layer's outputs on this rank: groups, in each of which every matrix has as many as in all others."""
+    """Order of a linear layer's outputs on this rank: a sequence of equal groups with some outputs of every joined matrix."""
 
     kinds: tuple[str, ...]
-    """All matrices that the layer joins, also those that are not adapted."""
+    """All matrices joined in the layer, including those that are not adapted."""
     sizes: tuple[int, ...]
+    """Number of outputs of each matrix in one group."""
     num_groups: int
 
     @classmethod
@@ -241,7 +242,7 @@ class _Outputs:
         return cls(kinds, sizes, num_outputs // sum(sizes))
 
     def join(self, updates: Mapping[str, Tensor]) -> Tensor:
-        """Join [..., outputs of a matrix] of the adapted matrices, with zeros for others, as [..., outputs]."""
+        """Join the updates [..., outputs of a matrix] into [..., outputs of the layer], with zeros for matrices that are not adapted."""
         if len(self.kinds) == 1:
             return updates[self.kinds[0]]
         like = next(iter(updates.values()))

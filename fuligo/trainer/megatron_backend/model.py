@@ -1,4 +1,4 @@
-"""Megatron's GPT model as a policy: its last stage returns hidden states, from which log-probabilities are computed elsewhere."""
+"""Megatron's GPT model as a policy. The last stage returns hidden states instead of logits or a loss."""
 
 from functools import partial
 from typing import Any
@@ -23,21 +23,21 @@ class PolicyModel(GPTModel):
     """One pipeline stage. Its `forward` is Megatron's; `run` calls it with a packed row."""
 
     trains_jointly: bool = False
-    """The MTP loss also trains the layers below, the embedding and the head."""
+    """True: the MTP loss also trains the model's layers, the embedding and the head."""
     has_whole_head: bool = False
-    """Every TP rank has all of the output layer, and all of the gradients of its input, as in a value model."""
+    """True: the output layer is replicated on all TP ranks, as in a value model, so each rank has the complete gradient of its input."""
     embedding_scale: float = 1.0
-    """Factor of embeddings before the first layer."""
+    """Factor of the embeddings before the first layer."""
     _row: PackedRow | None = None
 
     def run(self, row: PackedRow) -> Tensor:
         """Run the stage on a packed row.
 
         Returns:
-            On the last stage the hidden states [L, E] after the final norm, complete on every TP rank; the gradients that the TP ranks
-            compute for them are summed, unless they are equal (`has_whole_head`). Behind them, [(1 + K) * L, E] in all, those of the K MTP
-            layers for which the row has tokens.
-            Elsewhere the next stage's input, [L, 1, E], or [L / tp, 1, E] under sequence parallelism.
+            On the last stage, the hidden states [(1 + K) * L, E]: [L, E] after the final norm, followed by [L, E] of each of the K MTP
+            layers for which the row has tokens. They are complete on every TP rank; in the backward pass, the ranks' gradients are summed,
+            unless each rank computes the whole gradient (`has_whole_head`). On other stages, the input of the next stage, [L, 1, E], or [L
+            / tp, 1, E] under sequence parallelism.
         """
         self._row = row
         try:
@@ -47,24 +47,24 @@ class PolicyModel(GPTModel):
         finally:
             self._row = None
             if not torch.is_grad_enabled():
-                row.packed_seq_params.chosen_tokens.clear()  # no backward pass needs them, and rows are kept to the end of the pass
+                row.packed_seq_params.chosen_tokens.clear()  # they are kept for the backward pass only
 
     def _preprocess(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Scale embeddings; add the padding mask on every stage, since Megatron splits it for sequence parallelism on the first only.
+        """Scale embeddings, select the rotary embedding by a tree's positions, and add the padding mask.
 
-        The rotary embedding of a tree is that of its tokens' positions.
+        The mask is added on every stage, because Megatron splits it for sequence parallelism on the first stage only.
         """
         assert self._row is not None
         hidden_states, rotary, *prepared, _ = super()._preprocess(*args, **kwargs)
         if self.pre_process and self.embedding_scale != 1:
-            # The factor is rounded to the weights' type, as in transformers and SGLang.
+            # The factor is rounded to the data type of the weights, as in transformers and SGLang.
             hidden_states = hidden_states * torch.tensor(self.embedding_scale, dtype=hidden_states.dtype, device=hidden_states.device)
         positions = self._row.packed_seq_params.positions
         rotary = rotary if rotary is None or positions is None else rotary[positions]
         return hidden_states, rotary, *prepared, padding_mask(self._row, self.config, self.pg_collection.tp)
 
     def _postprocess(self, hidden_states: Tensor, *_: Any, rotary_pos_emb: Tensor | None = None, **__: Any) -> Tensor:
-        """Return hidden states instead of logits or a loss: the logits of all tokens would need the most memory, and few are needed."""
+        """Return hidden states, because the logits of all tokens would take much memory and only those of response tokens are needed."""
         if not self.post_process:
             return hidden_states
         row, states = self._row, [hidden_states]
@@ -76,7 +76,10 @@ class PolicyModel(GPTModel):
         return torch.cat([self._whole(state) for state in states]).squeeze(1)
 
     def _embed_cut_off(self, **tokens: Tensor) -> Tensor:
-        """Embed without gradient. A copy of the embedding that only the MTP layers use gets zeros: Megatron may wait for its gradient."""
+        """Embed tokens without training the embedding.
+
+        A copy of the embedding that only the MTP layers use gets a gradient of 0, because Megatron may wait for its gradient.
+        """
         embedded = self.embedding(**tokens)
         is_idle = not self.pre_process and not self.share_embeddings_and_output_weights
         return without_gradient(embedded) if is_idle else embedded.detach()
@@ -91,17 +94,20 @@ class PolicyModel(GPTModel):
 
     @property
     def head_weight(self) -> Tensor:
-        """[padded vocabulary / tp, E] of the last stage: the embedding's if tied; [1, E] of a value model."""
+        """Weight of the last stage's output layer: [padded vocabulary / tp, E], the embedding if tied; [1, E] in a value model."""
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
         assert weight is not None
         return weight
 
 
 def build_chunks(settings: MegatronTrainerSettings, *, trained: bool) -> list[PolicyModel]:
-    """Build this rank's stages of the model on its device, one for each interleaved stage, with random weights, after `join_megatron`.
+    """Build this rank's stages of the model on its device with random weights, one per interleaved stage. Call after `join_megatron`.
 
-    Weights of a `trained` model get gradients. Raises ConfigError if Megatron cannot build or split the model, or the user's provider does
-    not fit.
+    Args:
+        trained: weights require gradients.
+
+    Raises:
+        ConfigError: Megatron cannot build or split the model, or the user's provider returns another model.
     """
     config = transformer_config(settings)
     layout = settings.layout
@@ -125,7 +131,7 @@ def build_chunks(settings: MegatronTrainerSettings, *, trained: bool) -> list[Po
 
 
 def fuse_gradient_sums(chunk: nn.Module) -> None:
-    """Have TransformerEngine's linear layers add to `main_grad` in the product itself: no micro-batch's gradient is ever written."""
+    """Make TransformerEngine's linear layers accumulate into `main_grad` in the GEMM, without a separate gradient per micro-batch."""
     for module in chunk.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
             module.fuse_wgrad_accumulation = True  # pyright: ignore[reportArgumentType]

@@ -21,7 +21,7 @@ from fuligo.trainer.megatron_backend.sparse_latent_attention import refuse_unsup
 from fuligo.trainer.parameters import DTYPES
 
 Fields = dict[str, Any]
-"""Arguments of `TransformerConfig`."""
+"""Keyword arguments of `TransformerConfig`."""
 
 
 def transformer_config(settings: MegatronTrainerSettings) -> TransformerConfig:
@@ -32,8 +32,8 @@ def transformer_config(settings: MegatronTrainerSettings) -> TransformerConfig:
     latent = bool(flags.get("multi_latent_attention"))
     fields = {
         **_shape(flags, settings.activation),
-        # Without a rank queries are projected directly, which is not Megatron's default. Its own `experimental_attention_variant` stays
-        # off: its layers are not used, and it refuses context parallelism.
+        # q_lora_rank None means that queries are projected directly, which is not Megatron's default. `experimental_attention_variant`
+        # stays off, because its layers are not used and it refuses context parallelism.
         **({**_given(flags, ("rotary_base", *LATENT_ATTENTION)), "q_lora_rank": flags.get("q_lora_rank")} if latent else {}),
         **_experts(settings),
         **_parallelism(settings),
@@ -44,33 +44,36 @@ def transformer_config(settings: MegatronTrainerSettings) -> TransformerConfig:
         for pp_rank in range(settings.layout.pp):
             get_num_layers_to_build(config, vp_stage=0 if settings.layout.vpp > 1 else None, pp_rank=pp_rank)
     except (ValueError, AssertionError) as error:
-        raise ConfigError(f"Megatron cannot build the model: {error}") from error
+        raise ConfigError(f"Megatron cannot build the model: {error}; change MODEL_ARGS or the parallel sizes") from error
     refuse_unsupported_routing(config)
     refuse_unsupported_sparsity(config, settings)
     return config
 
 
 def refuse_missing_transport(settings: MegatronTrainerSettings) -> None:
-    """Check that the dispatcher can run on this machine. Raises ConfigError if its kernels are not installed here."""
+    """Check that the token dispatcher can run on this machine. Raises ConfigError if it needs CUDA or DeepEP and they are missing."""
     if settings.dispatcher != "flex" and not settings.deepep:
         return
     if settings.device != "cuda":
-        raise ConfigError(f"--moe-token-dispatcher-type {settings.dispatcher} runs on CUDA only; use alltoall")
+        raise ConfigError(
+            f"--moe-token-dispatcher-type {settings.dispatcher}{' with DeepEP' if settings.deepep else ''} runs on CUDA only; use "
+            "--moe-token-dispatcher-type alltoall"
+        )
     if find_spec("deep_ep") is None:
         raise ConfigError(
-            f"--moe-token-dispatcher-type {settings.dispatcher} with DeepEP: the package deep_ep is not installed on this machine; "
-            "install it (https://github.com/deepseek-ai/DeepEP) on every trainer node, or use --moe-token-dispatcher-type alltoall"
+            f"cannot use --moe-token-dispatcher-type {settings.dispatcher} with DeepEP: the package deep_ep is not installed on this "
+            "machine; install it (https://github.com/deepseek-ai/DeepEP) on every trainer node, or use --moe-token-dispatcher-type alltoall"
         )
 
 
 def padded_vocab_size(settings: MegatronTrainerSettings) -> int:
-    """Return the smallest size that the TP ranks can share equally; padding rows stand for no token."""
+    """Return the vocabulary size rounded up to a multiple of the TP size; the additional rows are padding."""
     tp = settings.layout.tp
     return -(-settings.model_flags["vocab_size"] // tp) * tp
 
 
 def is_tied(flags: Mapping[str, Any]) -> bool:
-    """Return whether the output layer is the embedding."""
+    """Return whether output layer and embedding are tied."""
     return not flags.get("untie_embeddings_and_output_weights", False)
 
 
@@ -80,7 +83,7 @@ def gelu_tanh(values: Tensor) -> Tensor:
 
 
 def _shape(flags: Mapping[str, Any], activation: Activation) -> Fields:
-    """Return fields of all families. Dropout is off: log-probabilities must be those that the engine sampled with."""
+    """Return the fields that all model families use. Dropout is off, because log-probabilities must match the engine's."""
     is_gelu = activation is Activation.GELU_TANH
     if flags.get("normalization", "LayerNorm") != "RMSNorm" or not (flags.get("swiglu") or is_gelu):
         raise ConfigError("the Megatron trainer supports models with RMSNorm and SwiGLU only; use --normalization RMSNorm --swiglu")
@@ -97,7 +100,7 @@ def _shape(flags: Mapping[str, Any], activation: Activation) -> Fields:
         "layernorm_zero_centered_gamma": flags.get("apply_layernorm_1p", False),
         "softmax_scale": flags.get("softmax_scale"),
         **_windows(flags),
-        # Latent attention has its norms in its layers: with this on, Megatron would sum their equal gradients over the TP ranks.
+        # The spec of latent attention contains these norms; with the flag on, Megatron would sum their equal gradients over the TP ranks.
         "qk_layernorm": flags.get("qk_layernorm", False) and not flags.get("multi_latent_attention"),
         "add_bias_linear": not flags.get("disable_bias_linear", False),
         "add_qkv_bias": flags.get("add_qkv_bias", False),
@@ -110,7 +113,7 @@ def _shape(flags: Mapping[str, Any], activation: Activation) -> Fields:
 
 
 def _windows(flags: Mapping[str, Any]) -> Fields:
-    """Return fields of layers with a window, [tokens before, tokens after]."""
+    """Return the fields of layers with a sliding window, (tokens before, tokens after)."""
     if flags.get("window_size") is None:
         return {}
     layers = flags.get("window_attn_skip_freq")
@@ -118,7 +121,7 @@ def _windows(flags: Mapping[str, Any]) -> Fields:
 
 
 def _experts(settings: MegatronTrainerSettings) -> Fields:
-    """Return fields of experts. Routers are in float32, and neither balanced nor moved unless the flags say so."""
+    """Return the fields of MTP layers and experts. By default routers are float32, without balancing loss or expert bias updates."""
     flags, on_cuda = settings.model_flags, settings.device == "cuda"
     mtp = {"mtp_num_layers": settings.num_mtp_layers or None}
     if not flags.get("num_experts"):
@@ -145,7 +148,7 @@ def _given(flags: Mapping[str, Any], names: Iterable[str]) -> Fields:
 
 def _parallelism(settings: MegatronTrainerSettings) -> Fields:
     layout, flags = settings.layout, settings.model_flags
-    # Rows of a step differ in length. The all-gather dispatcher cannot do that, and is what Megatron assumes where there are no experts.
+    # Rows differ in length, which the all-gather dispatcher does not support; it is Megatron's default even without experts.
     dispatcher = settings.dispatcher if flags.get("num_experts") else "alltoall"
     return {
         "tensor_model_parallel_size": layout.tp,
@@ -160,8 +163,8 @@ def _parallelism(settings: MegatronTrainerSettings) -> Fields:
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
         "pipeline_dtype": DTYPES[settings.precision],
-        # The next stage has its own copy of an output. Interleaved stages overlap their communication, and Megatron's schedule frees an
-        # output before it waits for its transfer (`schedules.py`, `pp_pre_forward`): over gloo the next stage then receives garbage.
+        # Interleaved stages overlap their communication, and Megatron's schedule frees an output before it waits for the transfer
+        # (`schedules.py`, `pp_pre_forward`), so the next stage would receive garbage over gloo.
         "deallocate_pipeline_outputs": layout.vpp == 1,
         # Interleaved stages communicate pairwise: batched sends and receives deadlock over gloo, and do not overlap over NCCL.
         "overlap_p2p_comm": layout.vpp > 1,
@@ -172,9 +175,9 @@ def _parallelism(settings: MegatronTrainerSettings) -> Fields:
 
 
 def _computation(settings: MegatronTrainerSettings) -> Fields:
-    """Return fields of numerics, recomputation and kernels: TransformerEngine's on CUDA, else plain torch.
+    """Return the fields of numerics, recomputation and kernels: TransformerEngine's on CUDA, else plain torch.
 
-    Token weights hold every denominator, so no gradient is averaged over ranks or micro-batches.
+    Gradients are never averaged over ranks or micro-batches, because the token weights include all denominators.
     """
     flags, on_cuda, parallel = settings.model_flags, settings.device == "cuda", settings.parallel
     return {
@@ -194,5 +197,5 @@ def _computation(settings: MegatronTrainerSettings) -> Fields:
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
-        "gradient_accumulation_fusion": False,  # `model.fuse_gradient_sums` does it; Megatron's own layers need apex for it
+        "gradient_accumulation_fusion": False,  # done by `model.fuse_gradient_sums`; Megatron's layers would need apex
     }

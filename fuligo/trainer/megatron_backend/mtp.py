@@ -1,7 +1,7 @@
-"""Multi-token prediction (MTP; DeepSeek-V3, arXiv 2412.19437, section 2.2): layers that each predict one token further.
+"""Multi-token prediction (MTP; DeepSeek-V3, arXiv 2412.19437, section 2.2): layers that each predict one token further ahead.
 
-Megatron-Core's layers (transformer/multi_token_prediction.py) are used with tokens that are shifted while the row is packed, sequence by
-sequence: its own shift communicates with the context-parallel neighbors for every sequence, and its loss has no token weights.
+Megatron-Core's layers (transformer/multi_token_prediction.py) are used, but tokens are shifted when the row is packed, because Megatron's
+shift communicates with context-parallel neighbors for every sequence, and its loss has no token weights.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 
 
 class MTPLayer(MultiTokenPredictionLayer):
-    """MTP layer: joins each token's hidden state with the embedding of a later token, and transforms them as a layer of the model does."""
+    """MTP layer: joins each token's hidden state with the embedding of a later token, and applies a transformer layer to them."""
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -38,9 +38,9 @@ class MTPLayer(MultiTokenPredictionLayer):
         packed_seq_params: PackedSeqParams,
         padding_mask: Tensor | None,
     ) -> Tensor:
-        """Transform hidden states and the embeddings of later tokens, [L, 1, E] each, or L / tp under sequence parallelism.
+        """Transform hidden states and embeddings of later tokens, [L, 1, E] each, or [L / tp, 1, E] under sequence parallelism.
 
-        The hidden states come from the final norm of the model, or of the MTP layer before; so does the result, from this layer's.
+        `hidden` is the output of the final norm of the model or of the previous MTP layer; the result is the output of this layer's norm.
         """
 
         def run(hidden: Tensor, embedded: Tensor, rotary_pos_emb: Tensor | None, padding_mask: Tensor | None) -> Tensor:
@@ -68,14 +68,15 @@ def mtp_submodules(num_layers: int, layer: ModuleSpec, modules: BackendSpecProvi
 def refuse_idle_embedding(settings: MegatronTrainerSettings) -> None:
     """Refuse a layout in which Megatron would wait forever for a gradient.
 
-    Raises ConfigError if the last stage would hold the MTP layers' copy of the embedding, which gets no gradient.
+    Raises ConfigError if the last stage has a copy of the embedding for the MTP layers that gets no gradient.
     """
     flags, num_layers = settings.model_flags, settings.num_mtp_layers
     is_idle = num_layers > 0 and not settings.mtp.enable_mtp_training and settings.layout.pp > 1
     if is_idle and flags.get("untie_embeddings_and_output_weights") and flags.get("overlap_grad_reduce"):
         raise ConfigError(
             f"--overlap-grad-reduce with --mtp-num-layers {num_layers} and {settings.layout.pp} pipeline stages needs "
-            "--enable-mtp-training: the last stage has a copy of the embedding for the layers, which gets no gradient without it"
+            "--enable-mtp-training: without it, the last stage's copy of the embedding for the MTP layers gets no gradient; add it, or "
+            "remove --overlap-grad-reduce"
         )
 
 
@@ -88,13 +89,14 @@ def predict(
     rotary_pos_emb: Tensor | None,
     padding_mask: Tensor | None,
 ) -> list[Tensor]:
-    """Return the hidden states of each MTP layer, which takes those of the layer before; [L, 1, E], or L / tp under sequence parallelism.
+    """Run the MTP layers, each on the hidden states of the previous one; return the hidden states of each, of the shape of `hidden`.
 
     Args:
-        block: one layer for each of `row.later`.
-        hidden: hidden states of the model after its final norm; `cut_off` from it if the MTP loss does not train it.
+        block: MTP layers, one for each entry of `row.later`.
+        hidden: [L, 1, E] (or [L / tp, 1, E] under sequence parallelism) hidden states after the model's final norm; detached (`cut_off`) if
+            the MTP loss does not train the model.
         row: packed row with its tokens shifted for each layer.
-        embedding: the model's, cut off likewise.
+        embedding: the model's embedding; detached likewise.
     """
     states = [hidden]
     for layer, tokens in zip(block.layers, row.later, strict=True):
@@ -106,24 +108,24 @@ def predict(
 
 
 def cut_off(hidden: Tensor) -> Tensor:
-    """Cut off the gradient. The values still require one, since Megatron recomputes only between inputs that do and a loss."""
+    """Detach hidden states. The result still requires a gradient, because Megatron recomputes only layers whose input requires one."""
     return hidden.detach().requires_grad_()
 
 
 def without_gradient(values: Tensor) -> Tensor:
-    """Return the same values, with a gradient of 0 to their source."""
+    """Return the same values, through which the backward pass sends a gradient of 0."""
     return torch.where(torch.ones((), dtype=torch.bool, device=values.device), values.detach(), values)
 
 
 def mtp_logprobs(
     hidden: Tensor, weight: Tensor, row: PackedRow, targets: Tensor, *, chunk_tokens: int, num_vocab: int, tp_group: dist.ProcessGroup
 ) -> Iterator[Tensor]:
-    """Yield [m] log-probabilities by each MTP layer of the response tokens `local_ids` of its `row.later`.
+    """Yield, for each MTP layer, the [m] log-probabilities of the response tokens `local_ids` of its entry in `row.later`.
 
     Args:
         hidden: [(1 + K) * L, E] result of `PolicyModel.run` for `row`.
-        weight: [V' / tp, E] of the output layer; detached if the loss does not train it.
-        targets: [N] the micro-batch's response tokens.
+        weight: [V' / tp, E] weight of the output layer; detached if the MTP loss does not train it.
+        targets: [N] response tokens of the micro-batch.
     """
     length = row.input_ids.size(1)
     for number, tokens in enumerate(row.later, start=1):

@@ -1,11 +1,11 @@
-"""Packed tokens as Megatron's layers take them: one context-parallel rank's part of every sequence, padded if needed.
+"""Packed tokens for Megatron's layers: one context-parallel rank's part of every sequence, padded if needed.
 
-Indices are computed on the host with NumPy: torch wakes its threads for every operation, which costs more than the operation.
+Indices are computed on the host with NumPy, because waking torch's threads costs more than these small operations.
 
-Padding follows the tokens of its sequence, or is a separate sequence at the end of the row: under a causal mask no token sees it.
+Padding follows the tokens of its sequence, or is a separate sequence at the end of the row, so no token attends to it under a causal mask.
 
-A row that holds shared prefixes once is one sequence to Megatron, cut over the ranks as one. Its tree tells attention what each token sees,
-and its positions tell the rotary embedding where each token is in its samples.
+A row that stores shared prefixes once is a single sequence for Megatron and is split over the ranks as one. Its tree tells attention which
+tokens a token attends to, and its positions tell the rotary embedding the position of each token in its samples.
 """
 
 from dataclasses import dataclass, field
@@ -26,16 +26,14 @@ from fuligo.trainer.mtp import LaterTokens, Places, later_tokens, with_padding
 
 @dataclass
 class RowSequences(PackedSeqParams):
-    """Sequences of a row, or its tree, and its tokens' choices in sparse attention."""
+    """Sequences or tree of a row, and the tokens chosen by sparse attention."""
 
     tree: TokenTree | None = None
     """Tree of the row's T tokens with padding, if samples share prefixes; the row is then one sequence."""
     positions: Tensor | None = None
-    """[T] int64 positions of the tokens in their samples, if there is a tree."""
+    """[T] int64 positions of a tree's tokens in their samples; None without a tree."""
     chosen_tokens: dict[int, Tensor] = field(default_factory=dict)
-    """Choice of each layer, counted from 0, as `choose_tokens` returns it: kept for layers that reuse it until their backward pass, since
-    they may be computed again.
-    """
+    """Results of `choose_tokens` by layer, counted from 0. Kept for recomputation of the layers that reuse them in the backward pass."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -43,25 +41,25 @@ class PackedRow:
     """One rank's part of a micro-batch: L = T / cp tokens of the row's T, and n of the micro-batch's N predictions."""
 
     input_ids: Tensor
-    """[1, L] int64"""
+    """[1, L] int64 tokens."""
     position_ids: Tensor
-    """[1, L] int64, from 0 in every sequence."""
+    """[1, L] int64, counted from 0 in every sequence."""
     packed_seq_params: RowSequences
     """Sequences of the whole row; lengths include padding."""
     num_tokens: int
-    """T"""
+    """T, the number of tokens of the whole row with padding."""
     local_rows: Tensor
-    """[n] int64 index into the L tokens: the hidden state there predicts a response token."""
+    """[n] int64 indices into the L tokens whose hidden states predict response tokens."""
     local_ids: Tensor
-    """[n] int64 index into the N: the response token predicted there. Each is on exactly one context-parallel rank."""
+    """[n] int64 indices into the N response tokens: the tokens predicted there. Each index is on exactly one context-parallel rank."""
     sequence_ids: Tensor
-    """[L] int64 number of the token's sequence in the micro-batch; -1 for padding, and for repetitions. 0 in a tree."""
+    """[L] int64 index of each token's sequence in the micro-batch, 0 in a tree; -1 for padding and in repeated micro-batches."""
     members: Tensor | None
-    """[S, L] bool in a tree: the tokens of each sample, none in a repetition; None: each token is of one sequence."""
+    """[S, L] bool in a tree: True if the token belongs to the sample; all False in a repeated micro-batch. None without a tree."""
     source: Tensor
-    """[L] int64, on the host: index of the token in the micro-batch; -1 for padding."""
+    """[L] int64 index of each token in the micro-batch, on the host; -1 for padding."""
     later: tuple[LaterTokens, ...]
-    """For each MTP layer that runs, in order."""
+    """Shifted tokens for each MTP layer that runs, in order."""
 
 
 def pack_row(
@@ -74,14 +72,15 @@ def pack_row(
     num_mtp_layers: int = 0,
     counts: bool = True,
 ) -> PackedRow:
-    """Pack the part of context-parallel rank `cp_rank`.
+    """Pack the part of a micro-batch that context-parallel rank `cp_rank` computes.
 
     Args:
-        layout: CP and TP decide what lengths must be multiples of.
-        cp_rank: from 0 to `layout.cp` - 1.
-        pad_multiple: T is a multiple of it.
-        num_tokens: T, if micro-batches or ranks must agree on it; at least `Layout.row_tokens` of each. None: that of this micro-batch.
-        counts: False for a repeated micro-batch, whose tokens are also padding to the routers.
+        layout: layout whose CP and TP sizes determine the multiples to pad lengths to.
+        cp_rank: context-parallel rank, 0 to `layout.cp` - 1.
+        pad_multiple: T is padded to a multiple of it.
+        num_tokens: T if all micro-batches or ranks must agree on it, at least `Layout.row_tokens` of each; None: `Layout.row_tokens`.
+        num_mtp_layers: number of MTP layers to shift tokens for.
+        counts: False for a repeated micro-batch, whose tokens the routers treat as padding.
     """
     device = tokens.input_ids.device
     bounds = np.array(tokens.cu_seqlens if tokens.tree is None else (0, tokens.num_tokens))
@@ -115,7 +114,7 @@ def pack_row(
 
 
 def _members(tokens: PackedTokens, source: Places) -> NDArray[np.bool_]:
-    """Return [S, L] whether each row's token is of each sample."""
+    """Return [S, L] bool: whether a sample contains a token of this rank's row."""
     members = np.zeros((len(tokens.slots), tokens.num_tokens + 1), np.bool_)
     for own, slots in zip(members, tokens.slots):
         own[slots] = True
@@ -127,11 +126,16 @@ def _on(device: torch.device, places: Places) -> Tensor:
 
 
 def _places(bounds: Places, lengths: list[int], positions: Places, cp: int) -> tuple[Places, Places, Places]:
-    """Return the places of tokens in the row and of the row's tokens in the micro-batch.
+    """Return the mapping between this rank's row of L tokens and the micro-batch's T' tokens.
 
-    [L] index of each row's token among the micro-batch's T', -1 for padding; its inverse [T'], -1 for tokens on other ranks; and [L] the
-    sequence of each row's token, -1 for padding. `bounds` [S + 1] are of the sequences; `lengths` include padding; `positions` are [L], of
-    this rank's tokens in their sequences.
+    Args:
+        bounds: [S + 1] starts of the sequences in the micro-batch, and T'.
+        lengths: lengths of the row's sequences with padding.
+        positions: [L] positions of this rank's tokens in their sequences.
+
+    Returns:
+        [L] index of each row token in the micro-batch, -1 for padding; its inverse [T'], -1 for tokens on other ranks; and [L] sequence of
+        each row token, -1 for padding.
     """
     starts, real = (
         np.append(of_sequences, more)[: len(lengths)] for of_sequences, more in ((bounds[:-1], bounds[-1]), (np.diff(bounds), 0))
@@ -144,10 +148,10 @@ def _places(bounds: Places, lengths: list[int], positions: Places, cp: int) -> t
 
 
 def _packed_seq_params(tokens: PackedTokens, lengths: list[int], cp: int) -> RowSequences:
-    """Build Megatron's parameters of the sequences, in which padding counts as tokens.
+    """Build Megatron's parameters of the sequences, whose lengths include padding.
 
-    TransformerEngine needs lengths with and without padding only under context parallelism, and compares them in every layer, which waits
-    for the GPU.
+    The padded lengths are set only under context parallelism, where TransformerEngine needs them, because it compares them with the others
+    in every layer, which synchronizes the GPU.
     """
     cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=tokens.input_ids.device)
     padded = cu_seqlens if cp > 1 else None

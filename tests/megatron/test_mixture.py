@@ -319,7 +319,7 @@ def test_what_would_not_be_the_model_is_refused(checkpoints, flags: dict[str, An
             {"parallel": recomputing("full", "block", 1), "model_flags": {"moe_router_bias_update_rate": 0.1}},
             "--recompute-method block with balanced experts",
         ),
-        ({"dispatcher": "flex"}, "CUDA only; use alltoall"),
+        ({"dispatcher": "flex"}, "CUDA only; use --moe-token-dispatcher-type alltoall"),
         ({"dispatcher": "flex", "deepep": True, "device": "cuda"}, "deep_ep is not installed"),
     ],
 )

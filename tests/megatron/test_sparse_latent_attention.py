@@ -228,7 +228,9 @@ def test_a_stage_cannot_begin_with_a_layer_that_takes_over_a_choice(reference: R
         False,
         True,
     ]
-    with pytest.raises(ConfigError, match=r"a stage starts at layer 3, which does not compute .* must start at one of the layers 1, 4 "):
+    with pytest.raises(
+        ConfigError, match=r"a stage starts at layer 3, which reuses the sparse index .* must start at one of the layers 1, 4;"
+    ):
         transformer_config(training_settings(reference, Layout(pp=2, num_ranks=2)))
 
 

@@ -41,7 +41,7 @@ def rewrite(directory: Path, change: Change) -> None:
         (lambda tensors: tensors.pop("model.norm.weight"), r"lacks model\.norm\.weight"),
         (
             lambda tensors: tensors.update({"model.layers.2.input_layernorm.weight": torch.zeros(64)}),
-            r"holds tensors that config\.json does not account for: model\.layers\.2\.input_layernorm\.weight",
+            r"contains tensors that config\.json does not account for: model\.layers\.2\.input_layernorm\.weight",
         ),
         (
             lambda tensors: tensors.update({"model.norm.weight": torch.zeros(65)}),

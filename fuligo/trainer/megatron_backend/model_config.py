@@ -55,10 +55,7 @@ def refuse_missing_transport(settings: MegatronTrainerSettings) -> None:
     if settings.dispatcher != "flex" and not settings.deepep:
         return
     if settings.device != "cuda":
-        raise ConfigError(
-            f"--moe-token-dispatcher-type {settings.dispatcher}{' with DeepEP' if settings.deepep else ''} runs on CUDA only; use "
-            "--moe-token-dispatcher-type alltoall"
-        )
+        raise ConfigError("--moe-token-dispatcher-type flex and DeepEP run on CUDA only; use --moe-token-dispatcher-type alltoall")
     if find_spec("deep_ep") is None:
         raise ConfigError(
             f"cannot use --moe-token-dispatcher-type {settings.dispatcher} with DeepEP: the package deep_ep is not installed on this "

@@ -1,4 +1,4 @@
-"""Parts of the model's weights, and of the optimizer's state, on this rank: the units that a checkpoint writes and reads."""
+"""Parts of the weights and the optimizer's state on this rank: the units that checkpoints write and read."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,35 +18,35 @@ from fuligo.models.names import EMBEDDING, Form, ModelNames, Weight
 from fuligo.trainer.megatron_backend.weights.local import first_local_expert, tensors_of
 
 STATES = ("param", "exp_avg", "exp_avg_sq")
-"""Stored for every trained weight, in float32; `param` is the weight itself."""
+"""Tensors stored in float32 for every trained weight; `param` is the weight itself."""
 
 
 @dataclass(slots=True, frozen=True)
 class LocalPart:
-    """Rectangular part of a weight, and its place in the rank's tensor."""
+    """Rectangular part of a weight, and its position in the rank's tensor."""
 
     shard: Shard
     """Shard whose data is a view of the model's memory."""
     start: int
-    """Elements of the rank's flattened tensor before it."""
+    """Offset of the part in the rank's flattened tensor, in elements."""
 
 
 @dataclass(slots=True, frozen=True)
 class LocalWeight:
-    """This rank's tensor of a weight."""
+    """Tensor of a weight on this rank."""
 
     name: str
-    """Name in `tensors_of`; differs from the weight's if the embedding is the output layer."""
+    """Name in `tensors_of`; differs from the weight's name if embedding and output layer are tied."""
     weight: Weight
     tensor: Tensor
     parts: tuple[LocalPart, ...]
     is_first_copy: bool
-    """True on the one rank that writes this part; data-parallel copies are not considered."""
+    """True on exactly one of the ranks of a data-parallel replica that hold this part."""
     data_parallel: tuple[int, int]
-    """Rank and size of the group that holds equal copies."""
+    """Rank and size of the data-parallel group, whose ranks hold equal copies."""
 
     def range_shards(self, name: str, flat: Tensor, start: int, end: int) -> Iterator[Shard]:
-        """Return the elements [start, end) of the rank's flattened tensor as shards of another one, `name`, which has the same layout."""
+        """Yield the elements [start, end) of a flattened tensor of the same layout, given as `flat`, as shards of the tensor `name`."""
         for part in self.parts:
             first, last = max(start, part.start), min(end, part.start + part.shard.data.numel())
             if first < last:
@@ -54,16 +54,22 @@ class LocalWeight:
 
 
 def local_parts(weight: Weight, tensor: Tensor, index: int, count: int) -> tuple[LocalPart, ...]:
-    """Split the tensor of the `index`-th of `count` ranks that share a weight, or the whole weight, into rectangular parts."""
+    """Split the tensor that the `index`-th of the `count` ranks sharing a weight holds into rectangular parts of the weight.
+
+    The tensor may also be the whole weight. Raises CheckpointError if its shape does not fit the weight.
+    """
     rows = tensor.shape[0]
-    if weight.is_vocabulary:  # padded so that the ranks can share it; padding is not stored
+    if weight.is_vocabulary:  # padded to a multiple of the TP size; padding is not stored
         start, stop = (min((index + last) * rows, weight.shape[0]) for last in (0, 1))
         return _row_blocks(weight, tensor, [(start, stop - start)])
     if tensor.shape == weight.shape:
         return _row_blocks(weight, tensor, [(0, rows)])
     axis = weight.axis or 0
     if tensor.shape[axis] * count != weight.shape[axis]:
-        raise CheckpointError(f"{weight.megatron} has the shape {list(weight.shape)}, which is not {count} times {list(tensor.shape)}")
+        raise CheckpointError(
+            f"cannot split {weight.megatron} over {count} ranks: its shape {list(weight.shape)} is not {count} times {list(tensor.shape)} "
+            "along the split axis; check that MODEL_ARGS and config.json agree"
+        )
     if weight.form is Form.GATE_UP:
         half = rows // 2
         return _row_blocks(weight, tensor, [(index * half, half), (weight.shape[0] // 2 + index * half, half)])
@@ -73,11 +79,11 @@ def local_parts(weight: Weight, tensor: Tensor, index: int, count: int) -> tuple
 
 
 def local_experts_parts(factor: ExpertsFactor, tensor: Tensor, first_expert: int, index: int, count: int) -> tuple[LocalPart, ...]:
-    """Split this rank's part of an adapter of experts into rectangular parts.
+    """Split this rank's part of an experts' adapter into rectangular parts of the factor.
 
     Args:
-        first_expert: number of the rank's first expert.
-        index: place among the `count` ranks that share each expert.
+        first_expert: index of the rank's first expert.
+        index: index of the rank among the `count` ranks that share each expert.
     """
     rows = factor.shape[0] // factor.num_experts
     first, num_local = first_expert * rows, len(tensor) * (count if factor.axis == 0 else 1) // rows
@@ -85,24 +91,27 @@ def local_experts_parts(factor: ExpertsFactor, tensor: Tensor, first_expert: int
         return (LocalPart(Shard(factor.megatron, factor.shape, (first, index * tensor.shape[1]), tensor), 0),)
     if factor.axis is None:
         return _row_blocks(factor, tensor, [(first, len(tensor))])
-    num_blocks = 2 if factor.form is Form.GATE_UP else 1  # of an expert: this rank's share of the gate, and of the up projection
+    num_blocks = 2 if factor.form is Form.GATE_UP else 1  # blocks per expert: parts of the gate and of the up projection
     whole, share = rows // num_blocks, rows // num_blocks // count
     starts = (first + block * whole + index * share for block in range(num_local * num_blocks))
     return _row_blocks(factor, tensor, [(start, share) for start in starts])
 
 
 def held_weights(chunks: Sequence[nn.Module], names: ModelNames) -> list[LocalWeight]:
-    """Return all weights of this rank, or all tensors of its adapter, in the same order on ranks that hold the same.
+    """Return all weights (or all tensors of the adapter) of this rank, in the same order on ranks that hold the same weights.
 
-    Raises CheckpointError if the model has a weight that is not in the table of names.
+    Raises CheckpointError if the model has a weight that `names` does not contain.
     """
     found: list[LocalWeight] = []
     for name, tensor in tensors_of(chunks, names).items():
         weight = names.by_megatron_name.get(name)
         if weight is None:
-            raise CheckpointError(f"the model has a weight {name}, which is not in the table of {names.architecture.model_type}")
+            raise CheckpointError(
+                f"cannot save or load the model's weight {name}: models of type {names.architecture.model_type} have no such weight; check "
+                "MODEL_ARGS and --custom-model-provider-path"
+            )
         if weight.is_float32 and tensor.dtype != torch.float32:
-            tensor.data = tensor.data.float()  # Float16Module casts it, and Megatron undoes that only in the next forward pass
+            tensor.data = tensor.data.float()  # Float16Module has cast it, and Megatron restores float32 only in the next forward pass
         index, count, data_parallel = _place(weight)
         if isinstance(weight, ExpertsFactor):
             first = first_local_expert(weight.num_experts)
@@ -110,7 +119,7 @@ def held_weights(chunks: Sequence[nn.Module], names: ModelNames) -> list[LocalWe
         else:
             parts, is_split = local_parts(weight, tensor, index, count), weight.is_vocabulary or tensor.shape != weight.shape
         is_first_copy = (is_split or index == 0) and (
-            weight.megatron != EMBEDDING or parallel_state.get_pipeline_model_parallel_rank() == 0  # the last stage may hold another
+            weight.megatron != EMBEDDING or parallel_state.get_pipeline_model_parallel_rank() == 0  # the last stage may hold a copy
         )
         found.append(LocalWeight(name, weight, tensor, parts, is_first_copy, data_parallel))
     return found
@@ -118,39 +127,40 @@ def held_weights(chunks: Sequence[nn.Module], names: ModelNames) -> list[LocalWe
 
 @dataclass(slots=True, frozen=True)
 class ParameterState:
-    """State of an optimizer for a weight, and the part of the weight that it covers."""
+    """Optimizer state of a weight, and the range of the weight that it covers."""
 
     optimizer: MegatronOptimizer
     parameter: nn.Parameter
     start: int
-    """The state covers the elements [start, end) of the flattened parameter."""
+    """First element of the flattened parameter that the state covers."""
     end: int
+    """End of the covered elements, exclusive."""
 
     @property
     def is_spread(self) -> bool:
-        """True if other data-parallel ranks keep other parts, not copies."""
+        """True if data-parallel ranks keep different ranges of the state, not copies."""
         return isinstance(self.optimizer, DistributedOptimizer)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return [end - start] float32 of each of `STATES`: live memory, or copies if the optimizer has its own format."""
+        """Return the [end - start] float32 tensors of `STATES`: the optimizer's memory, or copies with the distributed optimizer."""
         held = self._held()
         return {name: held[name].detach().view(-1) for name in STATES}
 
     @torch.no_grad()
     def overwrite(self, tensors: dict[str, Tensor]) -> None:
-        """Overwrite the state with tensors like those of `tensors()`."""
-        if isinstance(self.optimizer, DistributedOptimizer):  # else they are its memory
+        """Overwrite the state with the (modified) tensors that `tensors()` returned."""
+        if isinstance(self.optimizer, DistributedOptimizer):  # otherwise the tensors are the optimizer's memory
             self.optimizer._set_main_param_and_optimizer_states(self.parameter, {**self._held(), **tensors})
 
     def _held(self) -> dict[str, Tensor]:
         if isinstance(self.optimizer, DistributedOptimizer):
             return self.optimizer._get_main_param_and_optimizer_states(self.parameter)
-        main = getattr(self.parameter, "main_param", self.parameter)  # float32, if the parameter is in half precision
+        main = getattr(self.parameter, "main_param", self.parameter)  # float32 copy if the parameter is in half precision
         return {"param": main, **self.optimizer.optimizer.state[main]}
 
 
 def parameter_states(optimizer: MegatronOptimizer) -> Iterator[ParameterState]:
-    """Return the states of all trained parameters of which this rank keeps a part."""
+    """Yield the states of all trained parameters of which this rank keeps a part."""
     for part in _parts(optimizer):
         if isinstance(part, DistributedOptimizer):
             for parameter in part.model_param_gbuf_map:
@@ -164,14 +174,14 @@ def parameter_states(optimizer: MegatronOptimizer) -> Iterator[ParameterState]:
 
 
 def set_step(optimizer: MegatronOptimizer, num_steps: int) -> None:
-    """Allocate the optimizer's state as it is after `num_steps` steps; before the first it has none."""
+    """Allocate the optimizer's state and set its step counters to `num_steps`; clear the state if that is 0."""
     for part in _parts(optimizer):
         if num_steps == 0:
             part.optimizer.state.clear()
         elif isinstance(part, DistributedOptimizer):
             groups = [{key: value for key, value in group.items() if key != "params"} for group in part.optimizer.param_groups]
             part.load_state_dict({"optimizer": {"param_groups": [{**group, "step": num_steps} for group in groups]}})
-            # Megatron shares one step counter, which torch's Adam would increase once for each parameter.
+            # Megatron lets all parameters share one step tensor, which torch's Adam would increment once per parameter.
             for state in part.optimizer.state.values():
                 if torch.is_tensor(state.get("step")):
                     state["step"] = state["step"].clone()
@@ -180,7 +190,7 @@ def set_step(optimizer: MegatronOptimizer, num_steps: int) -> None:
 
 
 def _set_step(adam: torch.optim.Optimizer, num_steps: int) -> None:
-    """Set the steps, which torch's Adam counts for every parameter and TransformerEngine's for every group."""
+    """Set the step counters, which torch's Adam keeps per parameter and TransformerEngine's per group, and allocate the moments."""
     for group in adam.param_groups:
         for parameter in group["params"]:
             state = adam.state[parameter]
@@ -193,13 +203,13 @@ def _set_step(adam: torch.optim.Optimizer, num_steps: int) -> None:
 
 
 def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """Return the optimizers inside: Megatron has one for experts and one for all else."""
+    """Return the chained optimizers: Megatron uses one for experts and one for all other weights."""
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in chained if not getattr(part, "is_stub_optimizer", False)]
 
 
 def _row_blocks(weight: Weight, tensor: Tensor, blocks: Sequence[tuple[int, int]]) -> tuple[LocalPart, ...]:
-    """Yield the tensor's rows in turn as blocks of (first row in the weight, number of rows)."""
+    """Split the tensor's rows into consecutive `blocks` of (first row in the weight, number of rows)."""
     parts: list[LocalPart] = []
     row, columns = 0, tensor[0].numel()
     for first, num_rows in blocks:
@@ -211,7 +221,7 @@ def _row_blocks(weight: Weight, tensor: Tensor, blocks: Sequence[tuple[int, int]
 
 
 def _place(weight: Weight) -> tuple[int, int, tuple[int, int]]:
-    """Return rank and size of the group that may share the weight, and of the group that holds copies."""
+    """Return rank and size of the group that may split the weight, and (rank, size) of the data-parallel group with copies of it."""
     if weight.expert is None and not isinstance(weight, ExpertsFactor):
         sharing = parallel_state.get_tensor_model_parallel_group()
         copies = parallel_state.get_data_parallel_group(with_context_parallel=True)

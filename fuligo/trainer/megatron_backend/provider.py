@@ -1,7 +1,7 @@
 """Hook `--custom-model-provider-path`: `(pre_process, post_process, vp_stage=None) -> PolicyModel`.
 
-A provider changes what the model computes, not its weights: they keep the names and shapes of fuligo's own model, so that loading, saving
-and weight sync need no change.
+A provider may change what the model computes, but not the names and shapes of its weights, so that loading, saving and weight sync work
+unchanged.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,9 +28,9 @@ _default: ContextVar[Callable[[bool, bool, int | None], GPTModel]] = ContextVar(
 
 
 def default_model(pre_process: bool, post_process: bool, vp_stage: int | None = None) -> GPTModel:
-    """Build the stage that fuligo builds without a provider: a `PolicyModel` on the device, with random weights, to be changed.
+    """Build the stage that fuligo uses without a provider: a `PolicyModel` on the device, with random weights.
 
-    For use inside a provider, which passes its own arguments on. Megatron's configuration of the model is its `config`.
+    Call it inside a provider with the provider's arguments, and modify the result. Its `config` is Megatron's configuration of the model.
     """
     return _default.get()(pre_process, post_process, vp_stage)
 
@@ -43,14 +43,14 @@ def provided_model(
     post_process: bool,
     vp_stage: int | None,
 ) -> M:
-    """Call the provider at `path` and check what it returns.
+    """Call the provider at `path`, check its result and return it.
 
     Args:
-        build_default: called by `default_model` while the provider runs.
-        kind: class of the model that it must return.
+        build_default: function that `default_model` calls while the provider runs.
+        kind: class of the model that the provider must return.
         pre_process: the stage has the embedding.
         post_process: the stage has the final norm, the head and the MTP layers.
-        vp_stage: number among the rank's interleaved stages; None: the rank has one stage.
+        vp_stage: index of the stage among the rank's interleaved stages; None if the rank has one stage.
 
     Raises:
         ConfigError: the provider cannot be imported, or returns another kind of model or another stage.
@@ -64,21 +64,21 @@ def provided_model(
     if not isinstance(model, kind):
         raise ConfigError(
             f"{_OPTION} {path} returns a {type(model).__name__}; it must return a {kind.__name__}: the "
-            f"(changed) result of {__name__}.default_model, or an instance of a subclass"
+            f"(modified) result of {__name__}.default_model, or an instance of a subclass"
         )
     for name, asked in {"pre_process": pre_process, "post_process": post_process, "vp_stage": vp_stage}.items():
         if getattr(model, name) != asked:
             raise ConfigError(
-                f"{_OPTION} {path} returns a stage with {name} {getattr(model, name)} instead of {asked}; pass the argument on"
+                f"{_OPTION} {path} returns a stage with {name}={getattr(model, name)} instead of {asked}; pass the argument on to the model"
             )
     return model
 
 
 def require_weights(path: str, chunks: Sequence[nn.Module], settings: MegatronTrainerSettings) -> None:
-    """Check that the pipeline stages together have exactly the weights of the model that config.json describes. A collective.
+    """Check that all pipeline stages together have exactly the weights of the model in config.json. A collective.
 
     Raises:
-        ConfigError: a weight is missing or unknown; on every rank of the pipeline.
+        ConfigError: a weight is missing or unknown; raised on every rank of the pipeline.
     """
     names = names_of(read_config_json(settings.hf_checkpoint), str(settings.hf_checkpoint / "config.json"))
     pipeline, held = rank_groups().pipeline, list(local_weights(chunks))

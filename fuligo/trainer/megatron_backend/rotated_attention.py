@@ -1,4 +1,4 @@
-"""Grouped attention that rotates heads itself: interleaved pairs on a GPU (GLM-4), another base in layers with a window (Gemma 3)."""
+"""Grouped-query attention with special rotary embeddings: interleaved pairs on a GPU (GLM-4), another base in window layers (Gemma 3)."""
 
 from typing import Any
 
@@ -12,10 +12,10 @@ OutputWithBias = tuple[Tensor, Tensor | None]
 
 
 class WindowRotaryAttention(SelfAttention):
-    """Attention of a layer with a window, which has its own rotary base and no scaling of positions.
+    """Attention of a layer with a sliding window that uses a different rotary base and no scaling of positions.
 
     Args:
-        rotary: the same object for all such layers: Megatron keeps the angles of its last 32 calls, whichever layers they come from.
+        rotary: rotary embedding; pass the same object to all such layers, so that they share its cache of angles.
     """
 
     def __init__(self, *args: Any, rotary: RotaryEmbedding, **kwargs: Any) -> None:
@@ -31,14 +31,14 @@ class WindowRotaryAttention(SelfAttention):
         packed_seq_params: PackedSeqParams,
         **kwargs: Any,
     ) -> OutputWithBias:
-        positions = getattr(packed_seq_params, "positions", None)  # of the tokens of a tree
+        positions = getattr(packed_seq_params, "positions", None)  # set if the row has a tree
         angles = self._own_rotary(len(rotary_pos_emb), packed_seq=True)
         angles = angles if positions is None else angles[positions]
         return super().forward(hidden_states, attention_mask, *args, rotary_pos_emb=angles, packed_seq_params=packed_seq_params, **kwargs)
 
 
 def window_rotary(config: TransformerConfig, base: float | None) -> RotaryEmbedding | None:
-    """Build the rotary embedding of all layers with a window; None if they have no base of their own."""
+    """Build the rotary embedding of layers with a sliding window; None if `base` is None, as they then use that of the other layers."""
     if base is None:
         return None
     assert config.kv_channels is not None
@@ -52,11 +52,11 @@ def window_rotary(config: TransformerConfig, base: float | None) -> RotaryEmbedd
 
 
 class FusedRotationAttention(SelfAttention):
-    """Attention whose queries and keys TransformerEngine rotates, in interleaved pairs.
+    """Attention whose queries and keys are rotated in interleaved pairs by TransformerEngine's fused kernel.
 
-    Megatron-Core 0.16.1 does not tell the fused kernel for packed sequences which pairs to rotate (extensions/transformer_engine.py,
-    `fused_apply_rotary_pos_emb_thd`), and without that kernel waits for the GPU several times per layer. So the rotation is done here,
-    before it.
+    Megatron-Core 0.16.1 does not pass `interleaved` to the fused kernel for packed sequences (extensions/transformer_engine.py,
+    `fused_apply_rotary_pos_emb_thd`), and its unfused version synchronizes the GPU several times per layer. The kernel is therefore called
+    here, and Megatron's rotation is disabled.
     """
 
     _rotation: tuple[Tensor, PackedSeqParams] | None = None
@@ -77,7 +77,7 @@ class FusedRotationAttention(SelfAttention):
             self._rotation = None
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values, [L, 1, heads, D] each."""
+        """Return rotated queries and keys, and values, [L, 1, heads, D] each."""
         tensors: Any = super().get_query_key_value_tensors(*args, **kwargs)
         query, key, value = tensors
         assert self._rotation is not None

@@ -1,9 +1,10 @@
-"""Routers of mixture-of-experts layers over packed rows: only real tokens count toward the balance of the experts, and a token that samples
-share counts once for each of them.
+"""Routers of mixture-of-experts layers over packed rows.
 
-Megatron-Core 0.16.1 (transformer/moe/router.py) chooses the experts. Its balancing is replaced: its auxiliary losses treat a packed row as
-one sequence and are scaled for gradients that are divided by the number of tokens, which ours are not; its count of tokens for each
-expert fails with a padding mask, and becomes bfloat16 with the model.
+Only real tokens count toward the balance of the experts, and a token that k samples share counts k times.
+
+Megatron-Core 0.16.1 (transformer/moe/router.py) chooses the experts, but its balancing is replaced. Its auxiliary losses treat a packed row
+as one sequence and are scaled for gradients that are divided by the number of tokens, which is not done here. Its count of tokens per
+expert fails with a padding mask, and is cast to bfloat16 with the model.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,26 +28,26 @@ _FLOAT32_BUFFERS = ("expert_bias", "local_tokens_per_expert")
 class PackedRouter(TopKRouter):
     """Router that chooses the experts of each token, and balances them over the real tokens of packed rows.
 
-    It takes the mask of `padding_mask`, which Megatron's layer transposes. Auxiliary losses (Switch Transformer, arXiv
-    2101.03961; sequence by sequence: DeepSeek-V3, arXiv 2412.19437, equations 17 to 20) are means over the tokens of the optimizer step,
-    so each row, or sequence, weighs as much as it has tokens.
+    Its mask is the result of `padding_mask`, transposed by Megatron's layer. The auxiliary losses (Switch Transformer, arXiv 2101.03961;
+    per sequence: DeepSeek-V3, arXiv 2412.19437, equations 17 to 20) are means over the tokens of the optimizer step, so each row or
+    sequence is weighted by its number of tokens.
     """
 
     tokens_of_step: float = 1.0
-    """Real tokens of the optimizer step, over all ranks and micro-batches that count."""
+    """Number of real tokens in the optimizer step, over all ranks and without repeated micro-batches."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         self.balance_loss = torch.zeros(())
-        """This rank's part of the auxiliary losses since `take_balance_loss`, before division by `--moe-aux-loss-coeff`."""
+        """This rank's part of the auxiliary losses since the last `take_balance_loss`, multiplied by `--moe-aux-loss-coeff`."""
         self._outside: Tensor | None = None
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return weights and choice, `[tokens, experts]` each, for an input [tokens, 1, E].
+        """Return the weights and the choice of experts, [tokens, experts] each, for an input [tokens, 1, E].
 
-        The mask [tokens, S] is True if the token is not of the sequence; None: all tokens are of one sequence.
+        `padding_mask`: [tokens, S], True if the token does not belong to the sequence; None: all tokens belong to one sequence.
         """
-        # Only during the call: recomputation calls again with the same mask, after other rows.
+        # Set only during the call, because other rows may run before recomputation calls again with the same mask.
         self._outside = padding_mask
         try:
             return super().forward(input)
@@ -54,7 +55,7 @@ class PackedRouter(TopKRouter):
             self._outside = None
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Choose experts as Megatron does; then attach the auxiliary losses to the weights' gradient."""
+        """Choose experts like Megatron, and attach the auxiliary losses to the gradient of the weights."""
         probs, routing_map = super().routing(logits)
         if self.training and torch.is_grad_enabled():
             for kind in ("aux_loss", "seq_aux_loss"):
@@ -66,17 +67,17 @@ class PackedRouter(TopKRouter):
         return probs, routing_map
 
     def get_aux_loss_coeff(self, aux_loss_type: str) -> float:
-        """Return None, so that Megatron adds no auxiliary loss besides that of `routing`."""
+        """Return 0, so that Megatron adds no auxiliary loss in addition to that of `routing`."""
         return 0.0
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Count the tokens of each expert, but not in the first pass of recomputed layers nor while scoring."""
+        """Count the tokens of each expert in passes with gradients: not while scoring, and only once in recomputed layers."""
         if self.local_tokens_per_expert is not None and torch.is_grad_enabled():
             real = self._members(len(routing_map), by_sequence=False)
             self.local_tokens_per_expert += (real.to(torch.float32) @ routing_map.to(torch.float32))[0]
 
     def _members(self, num_tokens: int, *, by_sequence: bool) -> Tensor:
-        """Return [S or 1, tokens]: how often each token is in each sequence, or in all; more than once if sequences share it."""
+        """Return how often each token occurs: [S, tokens] in each sequence, or [1, tokens] in all, more than once if sequences share it."""
         if self._outside is None:
             return torch.ones(1, num_tokens, dtype=torch.bool, device=self.weight.device)
         inside = ~self._outside.t()
@@ -97,7 +98,7 @@ class PackedRouter(TopKRouter):
         return per_group.sum() * (logits.size(-1) / (self.topk * self.tokens_of_step))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Leave the bias and the counts in float32 when the model is converted."""
+        """Keep the expert bias and the token counts in float32 when the model is cast."""
         kept = {name: getattr(self, name) for name in _FLOAT32_BUFFERS if getattr(self, name, None) is not None}
         super()._apply(fn, recurse)
         for name, value in kept.items():
@@ -106,9 +107,9 @@ class PackedRouter(TopKRouter):
 
 
 def padding_mask(row: PackedRow, config: TransformerConfig, tp_group: dist.ProcessGroup) -> Tensor | None:
-    """Return [S, L] bool, or [S, L / tp] of this TP rank's tokens under sequence parallelism: True if a token is not of the sequence.
+    """Return the [S, L] bool mask (under sequence parallelism [S, L / tp]) that is True if a token does not belong to the sequence.
 
-    S is 1, for all sequences, if no loss distinguishes them and they share no token. None for a model without experts.
+    S is 1, one entry for all sequences, if no loss distinguishes them and they share no token. None for a model without experts.
     """
     if config.num_moe_experts is None:
         return None
@@ -127,7 +128,7 @@ def routers(chunks: Iterable[nn.Module]) -> Iterator[PackedRouter]:
 
 
 def begin_step(chunks: Iterable[nn.Module], num_tokens: int) -> None:
-    """Reset the experts' token counts before an optimizer step, and divide its auxiliary losses by `num_tokens`."""
+    """Prepare the routers for an optimizer step: reset the token counts, and set the number of tokens that divides auxiliary losses."""
     for router in routers(chunks):
         router.tokens_of_step = float(num_tokens)
         if router.local_tokens_per_expert is not None:
@@ -136,10 +137,10 @@ def begin_step(chunks: Iterable[nn.Module], num_tokens: int) -> None:
 
 @torch.no_grad()
 def move_corrections(chunks: Sequence[nn.Module]) -> None:
-    """Move the correction of each expert's scores after an optimizer step. A collective.
+    """Update the expert bias of each router after an optimizer step. A collective.
 
-    It goes up by `--moe-router-bias-update-rate` if the expert had fewer tokens than the mean, down if it had more (arXiv 2408.15664).
-    Megatron does so as soon as it has summed the gradients, before it is known whether they are finite; `wrap` prevents that.
+    The bias of an expert increases by `--moe-router-bias-update-rate` if it had fewer tokens than the mean, and decreases if it had more
+    (arXiv 2408.15664). Megatron would do this when gradients are summed, before they are known to be finite; `wrap` prevents that.
     """
     rate = get_model_config(chunks[0]).moe_router_bias_update_rate
     corrected = [router for router in routers(chunks) if router.expert_bias is not None] if rate else []
@@ -151,9 +152,9 @@ def move_corrections(chunks: Sequence[nn.Module]) -> None:
 
 
 def take_balance_loss(chunks: Iterable[nn.Module]) -> Tensor | None:
-    """Return a scalar: this data-parallel replica's part of the auxiliary losses since the last call. None without any. A collective.
+    """Return this data-parallel replica's part of the auxiliary losses since the last call, a scalar, and reset it. A collective.
 
-    The replicas' parts add up to the step's losses.
+    The sum over replicas is the step's auxiliary loss. None if the model has no auxiliary loss.
     """
     chunks = list(chunks)
     if not has_balance_loss(get_model_config(chunks[0])):
@@ -168,7 +169,7 @@ def take_balance_loss(chunks: Iterable[nn.Module]) -> Tensor | None:
 
 
 def has_balance_loss(config: TransformerConfig) -> bool:
-    """Return whether some layer of the model has an auxiliary loss, maybe on another pipeline stage."""
+    """Return whether the model has an auxiliary loss, possibly only on other pipeline stages."""
     coefficients = config.moe_aux_loss_coeff
     return config.num_moe_experts is not None and any(coefficients if isinstance(coefficients, list) else [coefficients])
 
@@ -176,21 +177,21 @@ def has_balance_loss(config: TransformerConfig) -> bool:
 def refuse_unsupported_routing(config: TransformerConfig) -> None:
     """Refuse settings that would make the loss depend on packing, or the routing differ from that of the served model.
 
-    Raises ConfigError if a setting is unsupported, naming it and what to use.
+    Raises ConfigError for an unsupported setting; the message says what to use instead.
     """
     if config.num_moe_experts is None:
         return
     if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
         raise ConfigError(
-            f"--tensor-model-parallel-size {config.tensor_model_parallel_size} needs --sequence-parallel: the model has experts, and "
-            "Megatron-Core trains them in no other way"
+            f"--tensor-model-parallel-size {config.tensor_model_parallel_size} needs --sequence-parallel: Megatron-Core trains experts "
+            "under tensor parallelism only with it"
         )
     kinds = config.moe_router_load_balancing_type
     for kind in [kinds] if isinstance(kinds, str) else kinds:
         if kind not in ("none", "aux_loss", "seq_aux_loss"):
             raise ConfigError(
-                f"--moe-router-load-balancing-type {kind}: rows of packed samples can be balanced by aux_loss, seq_aux_loss, "
-                "the expert bias (--moe-router-bias-update-rate) or not at all (none)"
+                f"--moe-router-load-balancing-type {kind} is not supported for packed samples; use aux_loss, seq_aux_loss or none, or "
+                "balance by the expert bias (--moe-router-bias-update-rate)"
             )
     refused = {
         "--moe-expert-capacity-factor": (config.moe_expert_capacity_factor, "a token's experts would depend on its neighbors in the row"),
@@ -204,16 +205,18 @@ def refuse_unsupported_routing(config: TransformerConfig) -> None:
     is_balanced = has_balance_loss(config) or (config.moe_router_enable_expert_bias and config.moe_router_bias_update_rate)
     if config.recompute_method == "block" and is_balanced:
         raise ConfigError(
-            "--recompute-method block with balanced experts: Megatron passes the padding mask only to recomputed layers; use uniform"
+            "--recompute-method block with balanced experts: Megatron passes the padding mask only to recomputed layers; use "
+            "--recompute-method uniform"
         )
-    # Groups, and the weight of a single expert, are those of the served model only in these cases.
+    # Megatron ranks expert groups, and normalizes the weight of a single expert, like the served model only in some cases.
     top_k, groups, top_groups = config.moe_router_topk, config.moe_router_num_groups or 1, config.moe_router_group_topk or 1
     if groups > 1 and top_k // top_groups != 2:
         raise ConfigError(
-            f"num_experts_per_tok {top_k} with topk_group {top_groups}: Megatron ranks groups by their best {top_k // top_groups} experts, "
-            "but the model by its best 2; only num_experts_per_tok = 2 * topk_group agrees"
+            f"cannot train num_experts_per_tok {top_k} with topk_group {top_groups}: Megatron ranks groups by their best "
+            f"{top_k // top_groups} experts, but the model by their best 2; only num_experts_per_tok = 2 * topk_group is supported"
         )
     if top_k == 1 and config.moe_router_score_function == "sigmoid":
         raise ConfigError(
-            "num_experts_per_tok 1 with sigmoid scores: Megatron does not normalize the weight of a single expert, but the model does"
+            "cannot train num_experts_per_tok 1 with sigmoid scores: Megatron does not normalize the weight of a single expert, but the "
+            "model does; choose another model"
         )

@@ -1,13 +1,13 @@
-"""Routing replay: tokens go to the experts that were chosen for them before, by the engine or by an earlier pass.
+"""Routing replay: tokens go to the experts that the engine or an earlier pass chose for them.
 
-Megatron-Core 0.16.1 has a hook for it: a router asks its `router_replay` for the choice, and computes the weights from its current
-scores, so that gradients reach the router. Megatron's own `RouterReplay` is not used. It ignores padding, its recording keeps the last
-micro-batch only, and it must be told whether a pass recomputes, which no single switch can say while a pipeline has forward and backward
-passes in flight.
+Megatron-Core 0.16.1 has a hook for this: a router asks its `router_replay` for the choice of experts and computes their weights from its
+current scores, so that gradients reach the router. Megatron's `RouterReplay` is not used: it ignores padding, records only the last
+micro-batch, and must be told whether a pass is a recomputation, which a global switch cannot express while a pipeline has forward and
+backward passes in flight.
 
-Here each router counts its calls. Every schedule takes a stage's micro-batches in one order, through the forward and the backward passes. A
-call without gradients is a first pass, of scoring or of a layer that will be recomputed; one with gradients is the recomputation, or the
-only pass of a layer. So each kind of call meets the micro-batches in their order.
+Instead, each router counts its calls. All pipeline schedules run a stage's micro-batches in the same order in forward and backward passes.
+A call without gradients is scoring, or the first pass of a layer that will be recomputed; a call with gradients is the recomputation, or
+the only pass of a layer. Each kind of call therefore sees the micro-batches in order.
 """
 
 from abc import ABC, abstractmethod
@@ -32,11 +32,11 @@ from fuligo.types import RoutedExperts, TrainSample
 
 ChooseOwn = Callable[..., tuple[Tensor, Tensor]]
 UNKNOWN = -1
-"""Choice of padding, and of tokens without a record: the router chooses."""
+"""Recorded choice for padding and for tokens without a record, whose experts the router chooses."""
 
 
 class _RouterHook(ABC):
-    """Hook of one router, which Megatron calls micro-batch by micro-batch."""
+    """Hook of one router, which Megatron calls once per pass of a micro-batch."""
 
     def get_replay_topk(
         self,
@@ -46,7 +46,7 @@ class _RouterHook(ABC):
         group_topk: int | None = None,
         default_compute_topk: ChooseOwn | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return [tokens, K] scores of the chosen experts, and their numbers."""
+        """Return the [tokens, K] scores and indices of the chosen experts."""
         assert default_compute_topk is not None
         _, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         chosen = self.choose(own)
@@ -54,22 +54,22 @@ class _RouterHook(ABC):
 
     @abstractmethod
     def choose(self, own: Tensor) -> Tensor:
-        """Return [tokens, K] experts to use, given the router's own choice."""
+        """Return the [tokens, K] experts to use instead of `own`, the router's choice."""
 
 
 class LayerReplay(_RouterHook):
-    """Replay of one router's choices.
+    """Replay of recorded choices in one router.
 
     Args:
-        choices: [tokens, K] of each micro-batch, `UNKNOWN` where the router chooses.
-        counts: [tokens] how many samples have each token of each micro-batch.
+        choices: for each micro-batch, [tokens, K] experts, `UNKNOWN` where the router chooses.
+        counts: for each micro-batch, [tokens] number of samples that contain the token.
     """
 
     def __init__(self, choices: Sequence[Tensor], counts: Sequence[Tensor]) -> None:
         self._choices, self._counts = choices, counts
         self._num_calls = {False: 0, True: 0}
         self.num_changed = torch.zeros((), dtype=torch.int64, device=choices[0].device)
-        """Number of replayed experts of all samples that the router would not have chosen, in calls with gradients."""
+        """Number of replayed choices, over all samples, that the router would not have made; counted in calls with gradients."""
 
     def choose(self, own: Tensor) -> Tensor:
         with_gradients = torch.is_grad_enabled()
@@ -83,21 +83,21 @@ class LayerReplay(_RouterHook):
 
     @property
     def is_complete(self) -> bool:
-        """True if every micro-batch was seen equally often."""
+        """True if each kind of call was made for all micro-batches or for none, and at least one kind for all."""
         calls = set(self._num_calls.values())
         return len(self._choices) in calls and calls <= {0, len(self._choices)}
 
 
 class LayerRecord(_RouterHook):
-    """Record of one router's choices, micro-batch by micro-batch, in a dtype that holds an expert's number.
+    """Record of one router's choices for each micro-batch, in a data type that holds an expert's index.
 
-    Kept on the device until the end: copying to the host would make every layer wait.
+    Choices stay on the device until the end of the pass, because copying them to the host would synchronize in every layer.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self.choices: list[Tensor] = []
-        """[tokens, K] of each micro-batch."""
+        """For each micro-batch, [tokens, K] chosen experts."""
 
     def choose(self, own: Tensor) -> Tensor:
         self.choices.append(own.to(self._dtype))
@@ -106,20 +106,20 @@ class LayerRecord(_RouterHook):
 
 @dataclass(slots=True, frozen=True)
 class RecordedPart:
-    """One rank's record of one sample."""
+    """Router choices for one sample on one rank."""
 
     num_tokens: int
-    """Tokens of the whole sample without its last, which goes to no expert."""
+    """Number of tokens of the whole sample, without its last, which goes to no expert."""
     positions: np.ndarray
     """[n] positions of the rank's tokens in the sample."""
     layers: tuple[int, ...]
-    """[m] numbers of the rank's layers among the M with experts."""
+    """[m] indices of the rank's layers among the M layers with experts."""
     experts: RoutedExperts
-    """[n, m, K]"""
+    """[n, m, K] chosen experts."""
 
 
 def replayed_routers(chunks: Iterable[nn.Module], shape: RoutingShape) -> dict[int, PackedRouter]:
-    """Return this rank's routers by the number of their layer among the M with experts, without MTP layers, which no engine records."""
+    """Return this rank's routers by layer index among the M layers with experts, without MTP layers, which engines do not record."""
     found: dict[int, PackedRouter] = {}
     for chunk in chunks:
         for module in unwrapped(chunk).decoder.modules():
@@ -131,7 +131,7 @@ def replayed_routers(chunks: Iterable[nn.Module], shape: RoutingShape) -> dict[i
 
 @contextmanager
 def asked(routers: Mapping[int, PackedRouter], about: Mapping[int, LayerReplay | LayerRecord]) -> Iterator[None]:
-    """Attach a replay or record to each router while the block runs."""
+    """Attach a replay or record to each router inside the block."""
     try:
         for layer, router in routers.items():
             router.router_replay = about[layer]  # pyright: ignore[reportAttributeAccessIssue]
@@ -152,7 +152,7 @@ def replayed(
     shape: RoutingShape,
     tp_group: dist.ProcessGroup,
 ) -> Iterator[dict[int, LayerReplay]]:
-    """Send the tokens of these micro-batches to the experts that their samples name while the block runs; yield the replays."""
+    """Send the tokens of these micro-batches to the experts recorded in their samples inside the block. Yield the replays by layer."""
     routers = replayed_routers(chunks, shape)
     config = get_model_config(chunks[0])
     layers = list(routers)
@@ -166,7 +166,7 @@ def replayed(
 
 @contextmanager
 def recorded(chunks: Sequence[nn.Module], shape: RoutingShape) -> Iterator[dict[int, LayerRecord]]:
-    """Record the choices of this rank's routers while the block runs, in passes without gradients."""
+    """Record the choices of this rank's routers inside the block, in passes without gradients. Yield the records by layer."""
     routers = replayed_routers(chunks, shape)
     dtype = torch.uint8 if shape.dtype is np.uint8 else torch.int16  # torch has few kernels for uint16
     records = {layer: LayerRecord(dtype) for layer in routers}
@@ -175,9 +175,13 @@ def recorded(chunks: Sequence[nn.Module], shape: RoutingShape) -> Iterator[dict[
 
 
 def row_choices(row: PackedRow, tokens: PackedTokens, samples: Sequence[TrainSample], layers: Sequence[int], shape: RoutingShape) -> Tensor:
-    """Return [L, m, K] int16 choices of m of the M layers on the row's device; `UNKNOWN` for padding, and in rows that do not count.
+    """Return the [L, m, K] int16 recorded choices for m of the M layers, on the row's device.
 
-    Samples that share a token name the same experts for it, or none: the schedule shares no others.
+    The choice is `UNKNOWN` for padding, for tokens without a record and in repeated micro-batches. Samples that share a token have the same
+    record for it, because the schedule shares no other tokens.
+
+    Raises:
+        TrainerError: a sample's `routed_experts` has the wrong shape.
     """
     wanted = np.full((tokens.num_tokens + 1, len(layers), shape.top_k), UNKNOWN, np.int16)
     for sample, slots in zip(samples, tokens.slots, strict=True):
@@ -185,19 +189,22 @@ def row_choices(row: PackedRow, tokens: PackedTokens, samples: Sequence[TrainSam
         if known is not None:
             if len(known) >= len(sample.tokens) or known.shape[1:] != (len(shape.moe_layers), shape.top_k):
                 largest = [len(sample.tokens) - 1, len(shape.moe_layers), shape.top_k]
-                raise TrainerError(f"sample {sample.index}: routed_experts has the shape {list(known.shape)}; this model needs {largest}")
+                raise TrainerError(
+                    f"cannot replay the routing of sample {sample.index}: routed_experts has the shape {list(known.shape)}; this model "
+                    f"needs {largest} or fewer tokens"
+                )
             wanted[slots[: len(known)]] = known[:, list(layers)]
     real = row.sequence_ids.cpu() >= 0
     return torch.from_numpy(wanted[torch.where(real, row.source, -1).numpy()]).to(row.input_ids.device)
 
 
 def num_samples(row: PackedRow) -> Tensor:
-    """Return [L] int64: how many samples have each token."""
+    """Return [L] int64: the number of samples that contain each token of the row."""
     return (row.sequence_ids >= 0).long() if row.members is None else row.members.sum(0)
 
 
 def tp_slice(of_row: Tensor, tp_group: dist.ProcessGroup, *, sequence_parallel: bool) -> Tensor:
-    """Return this rank's part of [L, ...]: [L / tp, ...] under sequence parallelism."""
+    """Return this TP rank's part of [L, ...]: [L / tp, ...] under sequence parallelism, else all."""
     return of_row.chunk(tp_group.size())[tp_group.rank()] if sequence_parallel else of_row
 
 
@@ -208,9 +215,10 @@ def recorded_parts(
     *,
     sequence_parallel: bool,
 ) -> dict[int, RecordedPart]:
-    """Return this rank's records by position of the sample.
+    """Return this rank's part of the record of each sample, by the sample's position.
 
-    `rows` have each micro-batch's part on this rank, all its tokens, and the positions of its samples; none if it does not count.
+    Args:
+        rows: for each micro-batch, its part on this rank, all its tokens, and the positions of its samples (empty if it is repeated).
     """
     layers = tuple(records)
     parts: dict[int, RecordedPart] = {}
@@ -220,7 +228,7 @@ def recorded_parts(
         source = tp_slice(row.source, tp_group, sequence_parallel=sequence_parallel).numpy()
         experts = torch.stack([records[layer].choices[number] for layer in layers], dim=1).cpu().numpy()
         for position, slots in zip(samples, tokens.slots, strict=True):
-            places = np.full(tokens.num_tokens + 1, -1)  # of the row's tokens in the sample; also covers padding
+            places = np.full(tokens.num_tokens + 1, -1)  # position in the sample of each token in the micro-batch, and of padding
             places[slots] = np.arange(len(slots))
             own = places[source] >= 0
             parts[position] = RecordedPart(len(slots), places[source[own]], layers, experts[own])
@@ -228,7 +236,7 @@ def recorded_parts(
 
 
 def assemble(parts: Sequence[RecordedPart], shape: RoutingShape) -> RoutedExperts:
-    """Assemble [T - 1, M, K] of one sample from the parts of all ranks, each of which has other tokens or layers; at least one."""
+    """Assemble the [T - 1, M, K] record of one sample from the parts of all ranks (at least one), which have disjoint tokens or layers."""
     whole: RoutedExperts = np.zeros((parts[0].num_tokens, len(shape.moe_layers), shape.top_k), shape.dtype)
     num_known = 0
     for part in parts:
@@ -239,7 +247,7 @@ def assemble(parts: Sequence[RecordedPart], shape: RoutingShape) -> RoutedExpert
 
 
 def total_changed(replays: Iterable[Any], device: torch.device, groups: Iterable[dist.ProcessGroup]) -> Tensor:
-    """Return how many replayed choices differ from those of the replica's own routers, as a scalar tensor; a collective of `groups`."""
+    """Return, as a scalar tensor, how many replayed choices the replica's routers would not have made. A collective of `groups`."""
     total = torch.zeros((), dtype=torch.int64, device=device)
     for replay in replays:
         total += replay.num_changed

@@ -16,16 +16,16 @@ from fuligo.types import TrainSample
 
 @dataclass(slots=True, frozen=True)
 class SparseLayers:
-    """Facts of sparse attention that are not in MODEL_ARGS."""
+    """Properties of sparse attention that are not in MODEL_ARGS."""
 
     computing: frozenset[int]
-    """Layers that compute their token choice, counted from 0; each other layer takes the choice of the nearest of them below."""
+    """Layers, counted from 0, that compute a choice of tokens; each other layer reuses the choice of the nearest of these layers below."""
     rotary_interleaved: bool
-    """As in `SparseIndex`."""
+    """True: the indexer rotates interleaved pairs; see `SparseIndex`."""
 
     @classmethod
     def of(cls, architecture: Architecture) -> Self | None:
-        """Return the facts of a model; None if its attention is not sparse."""
+        """Return the properties of a model; None if its attention is not sparse."""
         if architecture.sparse_index is None:
             return None
         computing = frozenset(layer.number for layer in architecture.layers if layer.computes_index)
@@ -36,52 +36,53 @@ class SparseLayers:
 class MegatronTrainerSettings(TrainerSettings):
     layout: Layout = field(default_factory=Layout)
     model_flags: Mapping[str, Any] = field(default_factory=dict)
-    """MODEL_ARGS, names with underscores: config.json's (`models.stated_flags`) overridden by the command line's, together with every
-    other pass-through argument of Megatron.
+    """MODEL_ARGS by name with underscores: those of config.json (`models.stated_flags`), overridden by the command line, and all other
+    pass-through arguments of Megatron.
     """
     numerics: Numerics = field(default_factory=Numerics)
-    """Facts of the layers; those that Megatron has a flag for are also in `model_flags`, which takes precedence."""
+    """Numerical properties of the layers. Those with a Megatron flag are also in `model_flags`, which takes precedence."""
     sparse_layers: SparseLayers | None = None
-    """Layers with sparse attention; None: every token attends to all before it."""
+    """Layers with sparse attention; None: attention is dense."""
     model_provider: str | None = None
-    """Path of a function that builds the stages (`provider`); None: fuligo builds them."""
+    """Path of the hook that builds the stages (`provider`); None: fuligo builds them."""
     parallel: ParallelFlags = field(default_factory=ParallelFlags)
-    """Flags of recomputation; `layout` has the sizes."""
+    """Flags of recomputation; the parallel sizes are in `layout`."""
     mtp: TrainFlags = field(default_factory=TrainFlags)
     """Flags of multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2)."""
     optimizer_place: OptimizerFlags = field(default_factory=OptimizerFlags)
-    """Flags of device, sharding and precision of the optimizer's state; `optimizer` has the others."""
+    """Flags of the device, sharding and precision of the optimizer's state; its other settings are in `optimizer`."""
     dispatcher: Literal["allgather", "alltoall", "flex"] = "allgather"
-    """Transport of tokens to their experts."""
+    """Token dispatcher of MoE layers (--moe-token-dispatcher-type)."""
     deepep: bool = False
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = "auto"
     gradients_in_fp32: bool = True
-    """Gradients are summed and reduced in float32 (`--accumulate-allreduce-grads-in-fp32`)."""
+    """Accumulate and reduce gradients in float32 (`--accumulate-allreduce-grads-in-fp32`)."""
     routing: RoutingShape | None = None
-    """Shape of the experts that samples name, to which their tokens go in training; None: the routers choose in every pass."""
+    """Shape of the recorded experts that training replays; None: the routers choose in every pass."""
     records_routing: bool = False
-    """`score` records the routers' choices in the samples; else the samples name them already, and `score` replays them."""
+    """True: `score` records the routers' choices in the samples; False: samples already have a record, which `score` replays."""
     pad_multiple_tokens: int = 128
-    """Packed rows are padded to a multiple of it."""
+    """Number of tokens to a multiple of which packed rows are padded."""
 
     @property
     def num_mtp_layers(self) -> int:
-        """MTP layers that are loaded with the model."""
+        """Number of MTP layers that are loaded with the model."""
         return self.mtp.mtp_num_layers or 0
 
     @property
     def activation(self) -> Activation:
-        """Activation of the MLPs; `--override-model-config --swiglu` overrides config.json's."""
+        """Activation of the MLPs; `--override-model-config --swiglu` overrides that of config.json."""
         return Activation.SILU if self.model_flags.get("swiglu") else self.numerics.activation
 
     @property
     def backend_environment(self) -> Mapping[str, str]:
-        """Variables that Megatron relies on.
+        """Environment variables that Megatron relies on.
 
-        Kernels have one queue, so that a collective's kernels start before the product that they overlap with. The products of all experts
-        are one kernel where TransformerEngine has it (Hopper, bf16, forward and towards the inputs), because launching one for each expert
-        takes the CPU longer than it takes the GPU to compute them. On a CPU the compiler is off, because importing it, as Megatron's
-        decorators do, takes longer than importing the rest of Megatron.
+        CUDA_DEVICE_MAX_CONNECTIONS=1 makes the kernels of a collective start before the GEMM that they overlap with.
+        NVTE_USE_CUTLASS_GROUPED_GEMM computes all experts in one kernel where TransformerEngine has one (Hopper, bf16, forward and input
+        gradients), because launching one kernel per expert takes longer on the CPU than the computation on the GPU. On a CPU,
+        TORCHDYNAMO_DISABLE avoids importing the compiler through Megatron's decorators, which takes longer than importing the rest of
+        Megatron.
         """
         if self.device == "cpu":
             return {"TORCHDYNAMO_DISABLE": "1"}
@@ -89,12 +90,12 @@ class MegatronTrainerSettings(TrainerSettings):
 
     @property
     def fuses_gradient_sums(self) -> bool:
-        """True if TransformerEngine's products add a weight's gradient to that of earlier micro-batches."""
+        """True if TransformerEngine's GEMMs accumulate weight gradients directly into those of earlier micro-batches."""
         return self.device == "cuda" and self.lora is None and not self.model_flags.get("no_gradient_accumulation_fusion")
 
     @property
     def needs_process_group(self) -> bool:
-        """Megatron needs its groups even for one rank."""
+        """True, because Megatron needs process groups even for one rank."""
         return True
 
     def replica_of(self, rank: int) -> int:
@@ -103,14 +104,14 @@ class MegatronTrainerSettings(TrainerSettings):
     def micro_batch_schedules(
         self, samples: Sequence[TrainSample], capacity: Capacity, balance_by: Cost | None
     ) -> list[MicroBatchSchedule]:
-        """Return the schedules as every trainer does; all rows of all replicas get the length of the longest if that is needed."""
+        """Pack samples as in the base class; pad all rows of all replicas to the same length if the token dispatcher needs that."""
         layout, lengths = self.layout, [len(sample.tokens) for sample in samples]
-        # The interleaved schedule goes through its stages in groups of as many micro-batches as there are pipeline ranks.
+        # The interleaved schedule runs micro-batches in groups of the number of pipeline ranks.
         multiple_of = layout.pp if layout.vpp > 1 else 1
         prefixes = self.shared_prefixes(samples)
         replicas = pack(lengths, capacity, num_ranks=layout.dp, multiple_of=multiple_of, balance_by=balance_by, prefixes=prefixes)
         longest = None
-        # All-gathered experts' tokens: every rank must bring as many, and Megatron refuses to send lengths with them.
+        # The all-gather dispatcher needs the same number of tokens on every rank, and Megatron does not support variable lengths with it.
         gathers = bool(self.model_flags.get("num_experts")) and self.dispatcher == "allgather"
         if gathers and (layout.pp > 1 or layout.ep > 1):
             rows = (_row_lengths(plan, lengths) for plans in replicas for plan in plans)
@@ -118,7 +119,7 @@ class MegatronTrainerSettings(TrainerSettings):
         return [MicroBatchSchedule(plans, longest) for plans in replicas]
 
     def shared_prefixes(self, samples: Sequence[TrainSample]) -> SharedPrefixes | None:
-        """Return what samples share: tokens that go to the same experts, and before which MTP layers see the same tokens."""
+        """Return the prefixes that samples share, as far as their tokens have the same recorded experts and inputs of MTP layers."""
         if not self.shares_prefixes:
             return None
         routing = () if self.routing is None else [sample.routed_experts for sample in samples]
@@ -127,6 +128,6 @@ class MegatronTrainerSettings(TrainerSettings):
 
 
 def _row_lengths(plan: MicroBatchPlan, lengths: Sequence[int]) -> list[int]:
-    """Return the lengths of a row's sequences; a row that is a tree is one sequence."""
+    """Return the lengths of a row's sequences; a row with shared prefixes is one sequence."""
     own = [lengths[i] - 1 for i in plan.samples]
     return [sum(own) - sum(plan.shared)] if any(plan.shared) else own

@@ -1,6 +1,6 @@
-"""DeepSeek sparse attention (DeepSeek-V3.2, arXiv 2512.02556) over packed rows: each query attends to its best-scored earlier tokens.
+"""DeepSeek sparse attention (DeepSeek-V3.2, arXiv 2512.02556) over packed rows: each query attends to the best-scored tokens up to it.
 
-Plain torch. Queries are processed in chunks, so that memory grows with tokens times chosen tokens, never with their square.
+Implemented in plain torch. Queries are processed in chunks, so that memory grows with tokens times chosen tokens, not with tokens squared.
 """
 
 import functools
@@ -16,32 +16,33 @@ from torch import Tensor
 from fuligo.trainer.megatron_backend.core_attention import zigzag
 
 _CHUNK_BYTES = 2**28
-"""Limit for the temporary tensors of a chunk of queries."""
+"""Limit of the temporary tensors for one chunk of queries, in bytes."""
 
 
 @dataclass(slots=True, frozen=True)
 class RowPlaces:
-    """Places of one context-parallel rank's L = T / cp tokens in the row of T tokens, as tensors on the CPU."""
+    """Positions of one context-parallel rank's L = T / cp tokens in the row of T tokens, as tensors on the CPU."""
 
     rows: Tensor
-    """[L] int64 index into the row; ascending within a sequence."""
+    """[L] int64 index of each token in the row; ascending within a sequence."""
     positions: Tensor
-    """[L] int64 positions in their sequences."""
+    """[L] int64 position of each token in its sequence."""
     in_order: Tensor
-    """[T] int64 index that puts the concatenated tokens of all ranks into the row's order."""
+    """[T] int64 indices that put the concatenated tokens of all ranks into the row's order."""
     longest: int
-    """Tokens of the longest sequence."""
+    """Number of tokens of the longest sequence."""
 
     def slice(self, start: int, stop: int) -> Self:
-        """Return the places of the rank's tokens from `start` to `stop`."""
+        """Return the positions of the rank's tokens from `start` to `stop`, exclusive."""
         return replace(self, rows=self.rows[start:stop], positions=self.positions[start:stop])
 
 
 @functools.lru_cache(maxsize=8)
 def row_places(cu_seqlens: tuple[int, ...], cp: int, cp_rank: int) -> RowPlaces:
-    """Return the places of a rank's tokens.
+    """Return the positions of a context-parallel rank's tokens.
 
-    The starts of the row's sequences rise from 0 to T; each length is a multiple of 2 * cp if cp > 1.
+    Args:
+        cu_seqlens: cumulative lengths of the row's sequences, from 0 to T; each length is a multiple of 2 * cp if cp > 1.
     """
     positions = torch.cat([zigzag(end - start, cp) for start, end in pairwise(cu_seqlens)], dim=1)
     lengths = torch.tensor(cu_seqlens).diff()
@@ -51,17 +52,17 @@ def row_places(cu_seqlens: tuple[int, ...], cp: int, cp_rank: int) -> RowPlaces:
 
 @torch.no_grad()
 def choose_tokens(queries: Tensor, head_weights: Tensor, keys: Tensor, places: RowPlaces, top_k: int) -> Tensor:
-    """Choose, for each query, the `top_k` tokens with the highest score among those of its sequence up to it; all if there are fewer.
+    """Choose, for each query, the `top_k` tokens with the highest scores among the tokens of its sequence up to it; all if there are fewer.
 
-    score(i, j) = sum_h weight(i, h) * relu(query(i, h) . key(j)), in float32. Scaling it by a positive factor changes nothing.
+    score(i, j) = sum_h weight(i, h) * relu(query(i, h) . key(j)), in float32. A positive factor does not change the choice.
 
     Args:
-        queries: [n, H, D] of the tokens of `places`.
-        head_weights: [n, H]
-        keys: [T, D] of the whole row.
+        queries: [n, H, D] queries of the tokens in `places`.
+        head_weights: [n, H] weights of the heads.
+        keys: [T, D] keys of the whole row.
 
     Returns:
-        [n, min(top_k, longest sequence)] int32 index into the row, -1 where there are no more tokens; unordered.
+        [n, min(top_k, longest sequence)] int32 indices into the row, not sorted; -1 if there are no more tokens.
     """
     chosen = torch.full((len(queries), min(top_k, places.longest)), -1, dtype=torch.int32, device=queries.device)
     for first, last in _within_sequences(places, num_heads=queries.size(1)):
@@ -76,7 +77,7 @@ def choose_tokens(queries: Tensor, head_weights: Tensor, keys: Tensor, places: R
 
 
 def _within_sequences(places: RowPlaces, *, num_heads: int) -> Iterator[tuple[int, int]]:
-    """Yield chunks of tokens, (first, last + 1), each of one sequence, whose scores fit the memory limit."""
+    """Yield chunks of tokens as (first, last + 1), each within one sequence and with scores that fit the memory limit."""
     starts = places.rows - places.positions
     bounds = [0, *(starts.diff().nonzero().squeeze(1) + 1).tolist(), len(starts)]
     for first, last in pairwise(bounds):
@@ -88,15 +89,15 @@ def _within_sequences(places: RowPlaces, *, num_heads: int) -> Iterator[tuple[in
 
 
 def attend(queries: Tensor, latents: Tensor, chosen: Tensor, *, value_size: int, scale: float) -> Tensor:
-    """Return [L, H, value_size]: softmax attention of every query to its chosen tokens. All heads share keys and values.
+    """Return the [L, H, value_size] softmax attention of every query to its chosen tokens. All heads share keys and values.
 
     This is latent attention with absorbed projections (DeepSeek-V2, arXiv 2405.04434, section 2.1.2), in float32. Only the arguments are
-    kept for the backward pass, which computes scores again.
+    saved for the backward pass, which recomputes the scores.
 
     Args:
         queries: [L, H, W]
         latents: [T, W] keys of the whole row; their first `value_size` elements are the values.
-        chosen: [L, K] int32 index into the row, -1 for none; at least one for each query.
+        chosen: [L, K] int32 indices into the row, -1 for none; at least one token for each query.
     """
     output: Tensor = _Attention.apply(queries, latents, chosen, value_size, scale)  # pyright: ignore[reportAssignmentType]
     return output
@@ -125,19 +126,19 @@ class _Attention(torch.autograd.Function):
             of_queries[part] = (of_scores @ keys).to(queries.dtype)
             of_keys = of_scores.transpose(1, 2) @ queries[part].float()
             of_keys[..., : ctx.value_size] += shares.transpose(1, 2) @ outer
-            of_latents.index_add_(0, chosen[part].clamp(min=0).flatten(), of_keys.flatten(0, 1))  # zeros for tokens that were not chosen
+            of_latents.index_add_(0, chosen[part].clamp(min=0).flatten(), of_keys.flatten(0, 1))  # zeros where `chosen` is -1
         return of_queries, of_latents.to(latents.dtype), None, None, None
 
 
 def _shares(queries: Tensor, latents: Tensor, chosen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return [C, K, W] float32 keys of the chosen tokens, and [C, H, K] the heads' attention weights."""
+    """Return the [C, K, W] float32 keys of the chosen tokens, and the [C, H, K] attention weights, for a chunk of C queries."""
     keys = latents[chosen.clamp(min=0)].float()
     scores = scale * (queries.float() @ keys.transpose(1, 2))
     return keys, scores.masked_fill_((chosen < 0)[:, None], -torch.inf).softmax(-1)
 
 
 def _chunks(queries: Tensor, chosen: Tensor) -> Iterator[slice]:
-    """Yield chunks of queries, sized by their largest temporary tensors: keys and their gradients, then scores."""
+    """Yield chunks of queries whose temporary tensors (keys, scores and their gradients) fit the memory limit."""
     (num_queries, num_heads, width), num_chosen = queries.shape, chosen.size(1)
     size = max(1, _CHUNK_BYTES // (4 * num_chosen * (2 * width + 4 * num_heads)))
     return (slice(first, first + size) for first in range(0, num_queries, size))

@@ -1,8 +1,8 @@
-"""Sparse latent attention with a token choice that layers share (GLM-5, arXiv 2603.12201).
+"""Sparse latent attention whose choice of tokens several layers share (GLM-5, arXiv 2603.12201).
 
-Megatron-Core 0.16.1 has experimental sparse attention (transformer/experimental_attention_variant/dsa.py): neither for packed rows nor
-for context parallelism, with an indexer in every layer, and it rotates the last elements of the indexer's heads where checkpoints have
-the first rotated. Here only the latents (and the indexer's keys) are gathered over ranks; keys and values are never computed from them.
+Megatron-Core 0.16.1 has experimental sparse attention (transformer/experimental_attention_variant/dsa.py), but it supports neither packed
+rows nor context parallelism, has an indexer in every layer, and rotates the last elements of the indexer's heads instead of the first, as
+checkpoints require. Here only latents and the indexer's keys are gathered over ranks, and per-head keys and values are never materialized.
 """
 
 from typing import Any, cast
@@ -31,21 +31,21 @@ from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, Sp
 from fuligo.trainer.megatron_backend.sparse_attention import RowPlaces, attend, choose_tokens, row_places
 
 _KEY_NORM_EPSILON = 1e-6
-"""Epsilon of the indexer's norm, whatever config.json says of other norms."""
+"""Epsilon of the indexer's norm, independent of the epsilon in config.json."""
 
 
 def sparse_latent_attention(modules: BackendSpecProvider, sparse: SparseLayers, number: int | None) -> ModuleSpec:
-    """Return the spec of the attention of a layer, counted from 0; None means an MTP layer, which computes its own choice."""
+    """Return the spec of the attention of layer `number`, counted from 0; None: an MTP layer, which computes a separate choice."""
     dense = latent_attention(modules, norms_apart=True)
     assert isinstance(dense.submodules, MLASelfAttentionSubmodules)
-    dense.submodules.core_attention = dense.submodules.linear_kv_up_proj = IdentityOp  # `SparseLatentAttention` makes its own
+    dense.submodules.core_attention = dense.submodules.linear_kv_up_proj = IdentityOp  # replaced in `SparseLatentAttention`
     source = None if number is None else max(layer for layer in sparse.computing if layer <= number)
     own = {"source": source, "computes": number == source, "rotary_interleaved": sparse.rotary_interleaved}
     return ModuleSpec(SparseLatentAttention, {**dense.params, **own}, dense.submodules)
 
 
 class Indexer(nn.Module):
-    """Indexer that scores tokens (`choose_tokens`). Every TP rank has all of it. It is never trained: a choice has no gradient."""
+    """Indexer that scores tokens for `choose_tokens`. Replicated on all TP ranks. Never trained, because a choice has no gradient."""
 
     def __init__(self, config: MLATransformerConfig, *, rotary_interleaved: bool) -> None:
         super().__init__()
@@ -62,12 +62,13 @@ class Indexer(nn.Module):
         """Compute the indexer's queries, head weights and keys.
 
         Args:
-            hidden: [n, E]
-            q_compressed: [n, q_lora_rank] normed.
-            angles: as `rotate` takes them.
+            hidden: [n, E] hidden states.
+            q_compressed: [n, q_lora_rank] normalized query latents.
+            angles: as in `rotate`.
+            mscale: as in `rotate`.
 
         Returns:
-            [n, H, D] queries, [n, H] float32 weights of the heads, [n, D] keys.
+            [n, H, D] queries, [n, H] float32 weights of the heads, and [n, D] keys.
         """
         queries = self.linear_wq_b(q_compressed).unflatten(-1, (self.num_heads, self.head_dim))
         norm = self.k_norm
@@ -80,7 +81,7 @@ class Indexer(nn.Module):
 
 
 class UpProjection(nn.Module):
-    """Projection from a latent to this rank's heads of keys and values, split so that its parts are absorbed into queries and outputs."""
+    """Projection from latents to keys and values of this rank's heads, whose two parts are absorbed into queries and outputs."""
 
     def __init__(self, config: MLATransformerConfig, num_heads: int) -> None:
         super().__init__()
@@ -97,13 +98,13 @@ class UpProjection(nn.Module):
                 config.init_method(self.weight)
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """Return [H / tp, key size, R] and [H / tp, value size, R]."""
+        """Return the parts for keys [H / tp, key size, R] and for values [H / tp, value size, R]."""
         keys, values = self.weight.view(self.shape).tensor_split([self.key_size], dim=1)
         return keys, values
 
 
 class ChosenAttention(nn.Module):
-    """Attention to the tokens chosen by this layer, or by the nearest layer below with an indexer."""
+    """Parameters of the attention to the tokens that this layer, or the nearest layer below with an indexer, has chosen."""
 
     def __init__(self, config: MLATransformerConfig, *, source: int | None, computes: bool, rotary_interleaved: bool) -> None:
         super().__init__()
@@ -113,7 +114,7 @@ class ChosenAttention(nn.Module):
 
 
 class SparseLatentAttention(LatentAttention):
-    """Self-attention of a layer."""
+    """Latent self-attention in which each query attends only to its chosen tokens."""
 
     def __init__(
         self,
@@ -135,11 +136,11 @@ class SparseLatentAttention(LatentAttention):
         """Compute attention.
 
         Args:
-            hidden_states: [L, 1, E] this rank's pieces of every sequence, in their order; L / tp under sequence parallelism.
+            hidden_states: [L, 1, E] this rank's pieces of every sequence, in order; [L / tp, 1, E] under sequence parallelism.
             attention_mask: None; sequences, causality and choice define the mask.
 
         Returns:
-            As `hidden_states`, and the bias to be added, as Megatron's linear layers return it.
+            The output, of the shape of `hidden_states`, and the bias to add, like Megatron's linear layers.
         """
         assert isinstance(packed_seq_params, RowSequences)
         cp, config = self.pg_collection.cp, self.config
@@ -168,7 +169,7 @@ class SparseLatentAttention(LatentAttention):
 
     @torch.no_grad()
     def _chosen(self, row: RowSequences, hidden: Tensor, q_compressed: Tensor, angles: Tensor, mscale: float, places: RowPlaces) -> Tensor:
-        """Return [L, K]. Under sequence parallelism each TP rank chooses for its own tokens, so that all use the same choice."""
+        """Return the [L, K] chosen tokens. Under sequence parallelism, each TP rank chooses for its part, and the parts are gathered."""
         core = self.core_attention
         if core.source in row.chosen_tokens:
             return row.chosen_tokens[core.source]
@@ -181,9 +182,9 @@ class SparseLatentAttention(LatentAttention):
         return chosen
 
     def _forget_when_done(self, row: RowSequences, output: Tensor) -> None:
-        """Drop a choice when the backward pass reaches its layer, after the layers that reuse it and any recomputation.
+        """Free a choice when the backward pass reaches its layer, after the layers that reuse it and any recomputation.
 
-        (If nothing up to this layer is trained, the choice stays as long as the row.)
+        If nothing up to this layer is trained, the choice is kept until the row is freed.
         """
         source = self.core_attention.source
         if self.core_attention.indexer is None or source is None or not output.requires_grad:
@@ -195,32 +196,32 @@ class SparseLatentAttention(LatentAttention):
         output.register_hook(forget)
 
     def _own(self, places: RowPlaces, num_tokens: int) -> RowPlaces:
-        """Return the places of the incoming tokens: all L, or this TP rank's part of them."""
+        """Return the positions of the input tokens: all L, or this TP rank's part under sequence parallelism."""
         first = self.tp_group.rank() * num_tokens if self.config.sequence_parallel else 0
         return places.slice(first, first + num_tokens)
 
     def _angles(self, longest: int) -> tuple[Tensor, float]:
-        """Return [longest, P / 2] angles of each position, and the factor of rotated elements."""
+        """Return the [longest, P / 2] rotary angles of each position, and the factor of rotated elements."""
         found = self.rotary_pos_emb(longest, packed_seq=True)
         frequencies, mscale = found if self.config.rope_type == "yarn" else (found, 1.0)
         return frequencies.flatten(1).chunk(2, dim=-1)[0], mscale
 
     def _shared_by_heads(self, latent: Tensor) -> Tensor:
-        """Sum the gradient over the TP ranks, whose heads each contribute a part.
+        """Sum the gradient of the latents over the TP ranks, because each rank's heads contribute a part.
 
-        (`LatentAttention` sums that of the rotary key; if ranks have different tokens, both are summed when these are gathered.)
+        `LatentAttention` sums the gradient of the rotary key. Under sequence parallelism, gathering the tokens sums both.
         """
         is_whole = self.tp_group.size() > 1 and not self.config.sequence_parallel
         return SumGradient.apply(latent, self.tp_group) if is_whole else latent  # pyright: ignore[reportReturnType]
 
     def _over_sequence(self, tokens: Tensor) -> Tensor:
-        """Gather [L / tp, ...] -> [L, ...] under sequence parallelism, else return the same."""
+        """Gather [L / tp, ...] -> [L, ...] under sequence parallelism; otherwise return `tokens`."""
         if self.config.sequence_parallel and self.tp_group.size() > 1:
             return gather_from_sequence_parallel_region(tokens, group=self.tp_group)
         return tokens
 
     def _of_whole_row(self, tokens: Tensor, places: RowPlaces) -> Tensor:
-        """Gather each rank's own tokens -> [T, ...] in the row's order."""
+        """Gather all ranks' tokens into [T, ...] in the row's order."""
         group = self.pg_collection.cp
         assert isinstance(group, dist.ProcessGroup)
         tokens = self._over_sequence(tokens)
@@ -230,14 +231,14 @@ class SparseLatentAttention(LatentAttention):
 
 
 def rotate(values: Tensor, angles: Tensor, mscale: float, *, interleaved: bool) -> Tensor:
-    """Apply rotary embedding to the first P elements of each head (RoFormer, arXiv 2104.09864), with float32 angles, in the values' type.
+    """Apply a rotary embedding (RoFormer, arXiv 2104.09864) to the first P elements of each head, in the data type of the values.
 
     Args:
         values: [n, H, D]
-        angles: [n, P / 2] float32
+        angles: [n, P / 2] float32 angles.
         mscale: factor of rotated elements (YaRN).
-        interleaved: pairs are neighbors; else element i and i + P / 2. The result has all first elements before all second ones: where
-            queries and keys are treated equally, no product of them changes.
+        interleaved: True: pairs are adjacent elements; False: elements i and i + P / 2. In the result, the first elements of all pairs
+            precede the second ones, which does not change products of queries and keys that are both rotated here.
     """
     size = 2 * angles.size(-1)
     rotated, rest = values.tensor_split([size], dim=-1)
@@ -247,7 +248,7 @@ def rotate(values: Tensor, angles: Tensor, mscale: float, *, interleaved: bool) 
 
 
 def freeze_indexers(model: nn.Module) -> None:
-    """Switch off the gradients of indexers, which have none."""
+    """Disable the gradients of indexers, which are never trained."""
     for module in model.modules():
         if isinstance(module, Indexer):
             module.requires_grad_(False)
@@ -256,8 +257,8 @@ def freeze_indexers(model: nn.Module) -> None:
 def refuse_unsupported_sparsity(config: TransformerConfig, settings: MegatronTrainerSettings) -> None:
     """Refuse layouts and recomputation that sparse attention does not support.
 
-    Raises ConfigError if a stage begins with a layer that reuses the choice of one in the stage before, or up-projections that are never
-    computed are to be recomputed.
+    Raises ConfigError if a stage starts with a layer that reuses the choice of a layer in the previous stage, or if up projections, which
+    sparse attention absorbs, are to be recomputed.
     """
     sparse, layout = settings.sparse_layers, settings.layout
     if sparse is None:
@@ -271,8 +272,8 @@ def refuse_unsupported_sparsity(config: TransformerConfig, settings: MegatronTra
             first = get_transformer_layer_offset(config, vp_stage, pp_rank)
             if first not in sparse.computing and get_num_layers_to_build(config, vp_stage, pp_rank):
                 raise ConfigError(
-                    f"--pipeline-model-parallel-size {layout.pp}: a stage starts at layer {first + 1}, which does not compute its own "
-                    "sparse index but reuses one of the stage before; every stage must start at one of the layers "
-                    f"{', '.join(str(number + 1) for number in sorted(sparse.computing))} (--decoder-first-pipeline-num-layers, "
-                    "--decoder-last-pipeline-num-layers)"
+                    f"--pipeline-model-parallel-size {layout.pp}: a stage starts at layer {first + 1}, which reuses the sparse index of a "
+                    "layer in the previous stage; every stage must start at one of the layers "
+                    f"{', '.join(str(number + 1) for number in sorted(sparse.computing))}; set --decoder-first-pipeline-num-layers and "
+                    "--decoder-last-pipeline-num-layers accordingly"
                 )

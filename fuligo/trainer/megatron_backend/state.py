@@ -1,17 +1,17 @@
-"""Megatron trainer's part of a checkpoint: weights, optimizer, random numbers and counters, for any layout of ranks.
+"""Checkpoint of the Megatron trainer: weights, optimizer, random state and counters, readable with any layout of ranks.
 
-*.distcp, .metadata       weights under Megatron's names of local layers, layers and experts counted over all ranks; `optimizer.state.*`
-                          of the trained ones; `reference.*` if training changes the reference
+*.distcp, .metadata       weights by their names in Megatron's local layers, with layers and experts counted over all ranks;
+                          `optimizer.state.*` of trained weights; `reference.*` if training changes the reference
 common.pt, metadata.json  metadata of Megatron-Core's torch_dist checkpoints
 model/                    config.json and tokenizer of the model, and the list of tensors in its Hugging Face checkpoint
-rng/                      state of every rank's random numbers
+rng/                      random state of every rank
 trainer.json              counters, and the layout
-critic/                   the same of a value model, if there is one
-adapter/                  of a LoRA run: the adapter in float32 as a PEFT directory; *.distcp then hold the adapter and its optimizer's
-                          state alone, and none of the base weights
+critic/                   the same files for the value model, if there is one
+adapter/                  LoRA runs: the adapter in float32 as a PEFT directory; *.distcp then contain only the adapter and its optimizer
+                          state, no base weights
 
-Only an adapter is gathered. Each part of the other weights is written by one of the ranks that hold it; a data-parallel rank's share of the
-optimizer's state, a range of each flattened weight, is written as the few rectangles that it consists of.
+Only an adapter is gathered. Each part of other weights is written by one of the ranks that hold it. A data-parallel rank's share of the
+optimizer state, a range of each flattened weight, is written as a few rectangular shards.
 """
 
 import json
@@ -51,6 +51,7 @@ from fuligo.trainer.step import Progress
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
+"""Version of the checkpoint format."""
 _OPTIMIZER, _REFERENCE = "optimizer.state.", "reference."
 _TRACKER = "tracker."
 T = TypeVar("T")
@@ -58,7 +59,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True, frozen=True)
 class SavedAdapter:
-    """Adapter, which a checkpoint contains instead of the base weights."""
+    """Adapter that a checkpoint contains instead of the base weights."""
 
     names: AdapterNames
     base_digest: str
@@ -77,11 +78,11 @@ class MegatronState:
     reference: Mapping[str, Tensor] | None = None
     """This rank's weights of the reference model by the names of `local_weights`; None if training does not change it."""
     adapter: SavedAdapter | None = None
-    """None: the weights themselves are trained."""
+    """Adapter of a LoRA run; None if the weights themselves are trained."""
 
     @property
     def saved_names(self) -> ModelNames:
-        """Return the names of what is saved: the model's weights, or those of its adapter."""
+        """Return the names of the saved tensors: the model's weights, or its adapter in a LoRA run."""
         return self.names if self.adapter is None else self.adapter.names
 
     @property
@@ -90,7 +91,7 @@ class MegatronState:
 
 
 class CheckpointWriter:
-    """Writer of checkpoints, one at a time: while the caller waits, or while training continues."""
+    """Writer of checkpoints, one at a time, either synchronously (`save`) or in the background (`begin`)."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -98,10 +99,14 @@ class CheckpointWriter:
         self._group: dist.ProcessGroup | None = None
 
     def save(self, states: Mapping[Path, MegatronState], *, model_files: Path) -> None:
-        """Write a checkpoint: states by directory, which is created; the caller gives it its final name when it is complete. A collective.
+        """Write a checkpoint. A collective.
+
+        Args:
+            states: state to write into each directory. Directories are created; the caller renames them when they are complete.
+            model_files: Hugging Face directory whose config.json and tokenizer are copied.
 
         Raises:
-            CheckpointError: a rank could not write; on every rank.
+            CheckpointError: a rank could not write; raised on every rank.
         """
         self._write_small_files(states, model_files)
         for directory, state in states.items():
@@ -110,13 +115,13 @@ class CheckpointWriter:
             _agreed(self._world, partial(_write_adapter, directory, state, adapter))
 
     def begin(self, states: Mapping[Path, MegatronState], *, model_files: Path) -> Future[None]:
-        """Copy the state to the host's memory, and write it in the background.
+        """Copy the state to host memory, and write it in the background. A collective.
 
-        The future is done on each rank when all ranks have written; it holds the CheckpointError if one could not.
+        The future completes on each rank when all ranks have written, with a CheckpointError if one of them could not write.
         """
         if self._thread is None:
             self._thread = ComputeThread("checkpoint writer")
-            # Separate groups, so that the writers' collectives do not mix with the trainer's.
+            # A separate group, so that the writers' collectives do not mix with the trainer's.
             self._group = dist.new_group(backend="gloo") if self._world.size > 1 else None  # pyright: ignore[reportAttributeAccessIssue]
         self._write_small_files(states, model_files)
         copies = {directory: [shard.on_cpu() for shard in _shards(state)] for directory, state in states.items()}
@@ -138,12 +143,13 @@ class CheckpointWriter:
 
 
 def restore_state(directory: Path, state: MegatronState, world: World) -> None:
-    """Load what `CheckpointWriter.save` wrote under any layout. Everything is checked before anything changes. A collective.
+    """Load a checkpoint that `CheckpointWriter` wrote under any layout. Names and shapes are checked before any state changes. A
+    collective.
 
-    If the layout was another, every rank keeps its own random numbers.
+    If the layout differs from the current one, every rank keeps its current random state.
 
     Raises:
-        CheckpointError: a file is missing or truncated, or the checkpoint belongs to another model; on every rank.
+        CheckpointError: a file is missing or truncated, or the checkpoint belongs to another model; raised on every rank.
     """
     opened = _agreed(world, lambda: _Opened.of(directory, state, world))
     _read_weights(opened.tensors, opened.weights)
@@ -164,18 +170,18 @@ def restore_state(directory: Path, state: MegatronState, world: World) -> None:
         _tracker().set_states(states)
         set_random_state(opened.random, world)
     elif world.rank == 0:
-        logger.info("%s was saved under another layout (%s); starting with new random states", directory, opened.saved.layout)
+        logger.info("%s was saved with another layout (%s); starting with new random states", directory, opened.saved.layout)
     state.progress.num_optimizer_steps = opened.saved.progress.num_optimizer_steps
     state.progress.num_rollouts = opened.saved.progress.num_rollouts
 
 
 def load_weights(directory: Path, chunks: Sequence[nn.Module], names: ModelNames, world: World) -> None:
-    """Overwrite this rank's weights, in place and in their own types, with those of a distributed checkpoint. A collective.
+    """Load this rank's weights, in place and in their data types, from a distributed checkpoint. A collective.
 
-    The head of a value model (`value_names`) stays as it is if the checkpoint is a policy's.
+    The head of a value model (`value_names`) is not changed if the checkpoint is that of a policy.
 
     Raises:
-        CheckpointError: a file is missing or truncated, or the checkpoint belongs to another model; on every rank.
+        CheckpointError: a file is missing or truncated, or the checkpoint belongs to another model; raised on every rank.
     """
 
     def opened() -> tuple[DistributedTensors, list[LocalWeight]]:
@@ -195,7 +201,7 @@ class _Counters:
     progress: Progress
     layout: Layout
     base_digest: str | None
-    """Digest of the base weights; None if the weights themselves were trained."""
+    """Digest of the adapter's base weights; None without an adapter."""
 
     def write(self, file: Path) -> None:
         content = {"format": FORMAT, "backend": "megatron", **asdict(self.progress), "layout": asdict(self.layout)}
@@ -208,7 +214,10 @@ class _Counters:
         try:
             content = json.loads(file.read_text())
             if content["format"] != FORMAT or content.get("backend") != "megatron":
-                raise CheckpointError(f"{file}: not a checkpoint of this fuligo version's Megatron trainer")
+                raise CheckpointError(
+                    f"cannot read {file}: it was not written by the Megatron trainer of this fuligo version; use the trainer and version "
+                    "that wrote it"
+                )
             progress = Progress(content["num_optimizer_steps"], content["num_rollouts"])
             return cls(progress, Layout(**content["layout"]), content.get("base_digest"))
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -218,12 +227,13 @@ class _Counters:
 
 @dataclass(slots=True, frozen=True)
 class _Opened:
-    """Checkpoint that has been compared with the state that it is loaded into."""
+    """Opened checkpoint whose names and shapes match the state to load it into."""
 
     tensors: DistributedTensors
     weights: list[LocalWeight]
     saved: _Counters
     random: dict[str, Tensor] | None
+    """This rank's random state; None if the checkpoint was saved with another layout."""
 
     @classmethod
     def of(cls, directory: Path, state: MegatronState, world: World) -> Self:
@@ -255,7 +265,7 @@ def _shards(state: MegatronState) -> Iterator[Shard]:
 
 
 def _is_written_here(held: LocalWeight, number: int) -> bool:
-    """Return whether this rank writes the weight; data-parallel ranks hold the same weights and write them in turn."""
+    """Return whether this rank writes the weight. Data-parallel ranks hold the same weights, so each writes every n-th one."""
     rank, size = held.data_parallel
     return held.is_first_copy and number % size == rank
 
@@ -293,8 +303,8 @@ def _check_weights(tensors: DistributedTensors, weights: Sequence[LocalWeight], 
     unknown = sorted(stored - {weight.megatron for weight in names.weights()})
     if unknown:
         raise CheckpointError(
-            f"{tensors.directory} belongs to another architecture: it holds {unknown[0]}, which this run's {names.architecture.model_type} "
-            "model does not have; use the --hf-checkpoint that it was made with"
+            f"cannot load {tensors.directory}: it belongs to another architecture: it contains {unknown[0]}, which this run's "
+            f"{names.architecture.model_type} model does not have; use the --hf-checkpoint that it was made with"
         )
 
 
@@ -304,8 +314,8 @@ def _check_trained(tensors: DistributedTensors, weights: Sequence[LocalWeight]) 
         if held.tensor.requires_grad != (key in tensors.shapes):
             then, now = ("frozen", "trained") if held.tensor.requires_grad else ("trained", "frozen")
             raise CheckpointError(
-                f"{tensors.directory}: {held.weight.megatron} was {then} in the run that saved it but is {now} in this one; resume with "
-                "the same --only-train-params-name-list, --freeze-params-name-list and --enable-mtp-training"
+                f"cannot resume {tensors.directory}: {held.weight.megatron} was {then} in the run that saved it but is {now} in this one; "
+                "use the same --only-train-params-name-list, --freeze-params-name-list and --enable-mtp-training"
             )
     trained = [held.weight for held in weights if held.tensor.requires_grad]
     _check_shapes(tensors, {f"{_OPTIMIZER}{state}.{weight.megatron}": weight.shape for weight in trained for state in STATES})
@@ -317,13 +327,13 @@ def _check_shapes(tensors: DistributedTensors, expected: Mapping[str, tuple[int,
         if held != shape:
             there = "is missing there" if held is None else f"has the shape {list(held)} there"
             raise CheckpointError(
-                f"{tensors.directory} belongs to another architecture: {name} {there}, but {list(shape)} in this run; "
-                "use the --hf-checkpoint that it was made with"
+                f"cannot load {tensors.directory}: it belongs to another architecture: {name} {there}, but has the shape {list(shape)} in "
+                "this run; use the --hf-checkpoint that it was made with"
             )
 
 
 def _write_small_files(directory: Path, state: MegatronState, world: World, model_files: Path) -> None:
-    # In addition to torch's, the state of Megatron's parallel regions.
+    # In addition to torch's random state, that of Megatron's parallel regions.
     write_random_state(directory, world, {_TRACKER + name: tensor.cpu() for name, tensor in _tracker().get_states().items()})
     if world.rank == 0:
         write_format(directory)
@@ -332,7 +342,7 @@ def _write_small_files(directory: Path, state: MegatronState, world: World, mode
 
 
 def _gathered_adapter(state: MegatronState, world: World) -> dict[str, Tensor]:
-    """Return the whole adapter on the host of rank 0; nothing on others, or without one. A collective."""
+    """Return the full adapter in host memory on rank 0; an empty dict on other ranks, or without an adapter. A collective."""
     if state.adapter is None:
         return {}
     tensors = named_weights(state.chunks, state.adapter.names, dtype=torch.float32)
@@ -352,10 +362,10 @@ def _tracker() -> CudaRNGStatesTracker:
 
 
 def _agreed(world: World, work: Callable[[], T]) -> T:
-    """Return the result of `work` if it raises on no rank.
+    """Run `work` on every rank, and return its result if it succeeded on all. A collective.
 
     Raises:
-        CheckpointError: error of the first rank on which it raised; raised on every rank.
+        CheckpointError: `work` raised on a rank; every rank raises the error of the first such rank.
     """
     result: list[T] = []
     problem: str | None = None

@@ -1,4 +1,4 @@
-"""Rank worker of the Megatron trainer: the same calls on all ranks, in the same order, each with the samples of its replica."""
+"""Rank worker of the Megatron trainer."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,11 +43,11 @@ from fuligo.types import FloatArray
 
 
 def join_megatron(layout: Layout, world: World, seed: int, *, timeout_s: float = 1800.0) -> None:
-    """Form the groups of the parallel dimensions, inside the default process group. A collective.
+    """Create the process groups of all parallel dimensions within the default process group. A collective.
 
     Args:
-        seed: seed of Megatron's random states; weights that are not read from a checkpoint depend only on it and on the rank's place.
-        timeout_s: deadline of every operation of a group, rounded up to minutes.
+        seed: seed of Megatron's random states. Weights that are not loaded from a checkpoint depend only on it and the rank.
+        timeout_s: timeout of the groups' operations, rounded up to minutes.
 
     Raises:
         ConfigError: the ranks cannot be arranged in this layout.
@@ -67,23 +67,27 @@ def join_megatron(layout: Layout, world: World, seed: int, *, timeout_s: float =
             create_gloo_process_groups=False,
         )
     except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"{layout.num_ranks} trainer ranks cannot be arranged as {layout}: {error}") from error
+        raise ConfigError(
+            f"{layout.num_ranks} trainer ranks cannot be arranged as {layout}: {error}; change the parallel sizes or the number of GPUs"
+        ) from error
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 
 def leave_megatron() -> None:
-    """Release the groups, so that the process can use another layout; call it before the default process group ends."""
+    """Destroy Megatron's process groups, so that the process can use another layout. Call it before the default group is destroyed."""
     parallel_state.destroy_model_parallel()
 
 
 class MegatronRankWorker(RankWorker[MegatronTrainerSettings, Critic, HostWeights]):
-    """This rank's stages of policy and value model, its part of the optimizers, and counters; other models wait in host memory."""
+    """Worker with this rank's stages of policy and value model, their optimizers and counters; other models are kept in host memory."""
 
     def __init__(self, settings: MegatronTrainerSettings, world: World) -> None:
         """Load weights and build the optimizers.
 
-        Raises CheckpointError if weights cannot be read and ConfigError if Megatron cannot build the model or arrange the ranks in this
-        layout, or the lists of trained parameters do not fit.
+        Raises:
+            CheckpointError: weights cannot be read.
+            ConfigError: Megatron cannot build the model or arrange the ranks in this layout, or the lists of trained parameters do not fit
+                the model.
         """
         super().__init__(settings, world)
         join_megatron(settings.layout, world, settings.seed, timeout_s=settings.command_timeout_s)
@@ -100,7 +104,9 @@ class MegatronRankWorker(RankWorker[MegatronTrainerSettings, Critic, HostWeights
         else:
             self._saved_adapter = self._add_adapter(chunks, settings.lora)
         if settings.optimizer_place.optimizer_cpu_offload and world.device.type == "cuda":
-            torch.set_num_threads(max(1, num_cores() // torch.cuda.device_count()))  # all ranks of a node step at once
+            torch.set_num_threads(
+                max(1, num_cores() // torch.cuda.device_count())
+            )  # all ranks of a node run their optimizers at the same time
         self._learner = Learner(chunks, settings, world)
         self.chunks = self._learner.chunks
         self.critic = None if settings.critic is None else Critic(settings.critic, settings, self.names, world)
@@ -114,7 +120,7 @@ class MegatronRankWorker(RankWorker[MegatronTrainerSettings, Critic, HostWeights
             self._adapter_sender = AdapterSender(self._adapted, self._sender, world, merges=settings.lora.is_merged)
 
     def gradients(self, step: StepShare) -> StepGradients | None:
-        """Compute the gradient of the step's loss into the stages' buffers; return this replica's results, on the rank that reports."""
+        """Compute the gradients of the step's loss in the stages' buffers; return this replica's results on the rank that reports."""
         zero_gradients(self.chunks)
         with dropout_on(self.chunks):
             return compute_gradients(self.chunks, step, self.settings, self.world.device)
@@ -148,10 +154,11 @@ class MegatronRankWorker(RankWorker[MegatronTrainerSettings, Critic, HostWeights
             load_hugging_face(chunks, directory)
 
     def _add_adapter(self, chunks: list[PolicyModel], lora: LoraSettings) -> SavedAdapter:
-        """Adapt the layers of the policy, which freezes its weights.
+        """Add the adapter to the policy and freeze the policy's weights.
 
-        Raises ConfigError if the model cannot be adapted in this way and CheckpointError if the adapter to start from is damaged, or is
-        another model's.
+        Raises:
+            ConfigError: the model does not support this adapter.
+            CheckpointError: the initial adapter is damaged or belongs to another model.
         """
         names = AdapterNames.of(self.names, lora.adapter, num_tensor_ranks=self.settings.layout.tp)
         digest = base_digest(named_weights(chunks, self.names, dtype=DTYPES[self.settings.precision]))
@@ -161,7 +168,7 @@ class MegatronRankWorker(RankWorker[MegatronTrainerSettings, Critic, HostWeights
         return SavedAdapter(names, digest)
 
     def _load_to_host(self, chunks: list[PolicyModel], directory: Path | None) -> HostWeights | None:
-        """Load the weights of another model, which is never trained, through the stages, into host memory."""
+        """Load the weights of a reference or teacher model into the stages, and copy them to host memory."""
         if directory is None:
             return None
         self._load(chunks, directory)
@@ -186,7 +193,7 @@ class MegatronRankWorker(RankWorker[MegatronTrainerSettings, Critic, HostWeights
         return _logprobs(old), old.routing
 
     def _logprobs_of(self, model: HostWeights, share: ScoreShare) -> dict[int, FloatArray]:
-        """Return log-probabilities of the reference or teacher, which route their tokens themselves."""
+        """Return the log-probabilities of a reference or teacher model, without routing replay."""
         model.exchange(self.chunks)
         try:
             with self._adapter_off():
@@ -200,7 +207,7 @@ class MegatronRankWorker(RankWorker[MegatronTrainerSettings, Critic, HostWeights
     def _optimizer_steps(self, step: StepShare) -> tuple[list[StepGradients | None], dict[str, float]]:
         found = super()._optimizer_steps(step)
         if self.settings.optimizer_place.optimizer_cpu_offload and self.world.device.type == "cuda":
-            torch.cuda.empty_cache()  # otherwise the cache grew by 20 GiB from step to step (docs/benchmarks-gpu.md)
+            torch.cuda.empty_cache()  # without this, the cache grew by 20 GiB per step (docs/benchmarks-gpu.md)
         return found
 
     def _end_rollout(self) -> None:
@@ -220,7 +227,7 @@ class MegatronRankWorker(RankWorker[MegatronTrainerSettings, Critic, HostWeights
         return [self._learner] if self.critic is None else [self._learner, self.critic.learner]
 
     def _states(self, directory: Path) -> dict[Path, MegatronState]:
-        """Return the states by directory in the checkpoint: the value model has its own checkpoint inside the policy's."""
+        """Return the states by directory: the checkpoint of the value model is a subdirectory of the policy's."""
         learner, reference = self._learner, self._changed_reference
         tensors = None if reference is None else reference.tensors
         states = {

@@ -143,7 +143,7 @@ def test_the_post_process_hook_replaces_the_rewards():
         (([], ["high", "low"]), "numbers for every sample: could not convert"),
         (([], None), "numbers for every sample"),
         (([], [1.0]), "1 rewards for 2 samples"),
-        (([], [1.0, float("nan")]), "sample 1: the reward is nan"),
+        (([], [1.0, float("nan")]), "sample 1: its reward is nan"),
     ],
 )
 def test_a_post_process_hook_that_returns_something_else_is_named(result, message):

@@ -132,7 +132,7 @@ def test_other_base_weights_and_full_training_are_refused(
     trainer: SharedTrainer, settings: list[TorchTrainerSettings], reference_checkpoint
 ) -> None:
     run(trainer.executor(), call_rank(Rank.load, settings[0], None))
-    with pytest.raises(TrainerError, match="only runs that train a LoRA adapter"):
+    with pytest.raises(TrainerError, match="does not train a LoRA adapter"):
         run(trainer.executor(), call_rank(Rank.load, replace(settings[0], lora=None), None))
     with pytest.raises(Exception, match="give all runs the same --hf-checkpoint"):
         run(trainer.executor(), call_rank(Rank.load, replace(settings[0], initial_weights=reference_checkpoint), None))

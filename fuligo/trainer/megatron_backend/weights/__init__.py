@@ -1,1 +1,1 @@
-"""Conversion of weights between Hugging Face checkpoints and Megatron's models, for any layout."""
+"""Conversion of weights between Hugging Face checkpoints and Megatron models, for any layout."""

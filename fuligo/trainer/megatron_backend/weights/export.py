@@ -1,4 +1,4 @@
-"""Export of a Megatron model of any layout as the weights of a Hugging Face checkpoint, gathered batch by batch."""
+"""Export of a Megatron model with any layout to Hugging Face weights, gathered batch by batch."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from fuligo.trainer.megatron_backend.weights.local import RankGroups, misfits, r
 Shapes = dict[str, tuple[int, ...]]
 
 GATHER_BYTES = 64 * 2**20
-"""Bytes gathered in one collective: enough to hide its latency, far fewer than in a bucket that engines receive."""
+"""Number of bytes gathered in one collective: enough to hide its latency, but far fewer than in a bucket of the weight sync."""
 _ALIGNMENT_BYTES = 16
-"""Alignment of tensors within a collective's buffer, so that each can be viewed in its own type."""
+"""Alignment of tensors in a collective's buffer, so that each can be viewed in its data type."""
 
 
 @torch.no_grad()
@@ -32,15 +32,15 @@ def named_weights(
     local: Mapping[str, Tensor] | None = None,
     gather_bytes: int = GATHER_BYTES,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and full tensors as in the checkpoint, on every rank; each once, in the same order everywhere.
+    """Yield the names and full tensors of the Hugging Face checkpoint on every rank, each once and in the same order on all ranks.
 
-    A collective: every rank iterates to the end. A tensor may be the model's own memory: callers must neither change nor keep it.
-    In addition to what the caller keeps, at most two batches of `gather_bytes` exist (or one larger tensor, twice).
+    A collective: every rank must iterate to the end. A tensor may share the model's memory, so callers must neither change nor keep it. At
+    most two batches of `gather_bytes` (or two copies of one larger tensor) are in memory at a time, besides what the caller keeps.
 
     Args:
-        names: names of the model's weights, or of its adapter's.
-        dtype: dtype of the tensors, except those that are always float32 (the bias of a router's scores).
-        local: this rank's parts by canonical name, each read once; None: those of the stages.
+        names: names of the model's weights, or of its adapter.
+        dtype: data type of the tensors, except those that are always float32 (a router's expert bias).
+        local: this rank's parts by canonical name, each read once; None: the parts of the stages.
     """
     groups, local = rank_groups(), tensors_of(chunks, names) if local is None else local
     assert not (different := misfits(local, names)), f"the model and the names of its checkpoint differ in {different[0]}"
@@ -58,25 +58,25 @@ def named_weights(
 
 @dataclass(slots=True, frozen=True)
 class _Owners:
-    """Ranks that have a weight."""
+    """Ranks that hold a weight."""
 
     stage: int
-    """The first pipeline rank."""
+    """First pipeline rank that holds it."""
     expert_rank: int | None
-    """The expert-parallel rank; None: all."""
+    """Expert-parallel rank that holds it; None: all hold it."""
     has_all_experts: bool = False
-    """The ranks that together have all experts share it."""
+    """True: it covers all experts, so the ranks that together hold all experts share it."""
 
 
 @dataclass(slots=True, frozen=True)
 class _Item:
-    """A weight, and this rank's part of it."""
+    """Weight to gather, and its part on each owning rank."""
 
     weight: Weight
     shape: tuple[int, ...]
     dtype: torch.dtype
     num_shards: int
-    """Ranks that have other parts of it; 1: all ranks have the same."""
+    """Number of ranks with different parts of the weight; 1 if every owning rank has all of it."""
     owners: _Owners
 
     @property
@@ -85,7 +85,7 @@ class _Item:
 
 
 def _items(stages: list[Shapes], names: ModelNames, groups: RankGroups, dtype: torch.dtype) -> Iterator[_Item]:
-    """Return all weights, in the same order on all ranks."""
+    """Yield all weights, in the same order on all ranks."""
     experts = names.architecture.experts
     per_rank = 0 if experts is None else experts.num_experts // groups.expert.size()
     num_mtp_layers = len({name.split(".")[2] for stage in stages for name in stage if name.startswith("mtp.layers.")})
@@ -93,7 +93,7 @@ def _items(stages: list[Shapes], names: ModelNames, groups: RankGroups, dtype: t
         has_all_experts = isinstance(weight, ExpertsFactor)
         name, expert_rank, group = weight.megatron, None, groups.experts if has_all_experts else groups.tensor
         if weight.expert is not None:
-            # `stages` knows of this rank's experts; those in the same place on other ranks have the same stage and shape.
+            # `stages` contains only this rank's experts; experts of other ranks have the stage and shape of this rank's at the same place.
             expert_rank, place = divmod(weight.expert, per_rank)
             name, group = with_expert(name, place + groups.expert.rank() * per_rank), groups.expert_tensor
         stage = next((rank for rank, shapes in enumerate(stages) if name in shapes), None)
@@ -104,7 +104,7 @@ def _items(stages: list[Shapes], names: ModelNames, groups: RankGroups, dtype: t
 
 
 def _batches(items: Iterator[_Item], gather_bytes: int) -> Iterator[list[_Item]]:
-    """Split into runs of items of the same ranks that fill `gather_bytes` when gathered; a larger item is on its own."""
+    """Split into batches of consecutive items with the same owners and at most `gather_bytes` when gathered, or of one larger item."""
     batch: list[_Item] = []
     num_bytes = 0
     for item in items:
@@ -127,7 +127,7 @@ class _Exchange:
         self._device = device
 
     def gather(self, batch: Sequence[_Item]) -> list[list[Tensor]]:
-        """Gather the parts of each item from its owners, on all ranks."""
+        """Gather the parts of each item from its owners; return each item's parts on all ranks."""
         parts: dict[str, list[Tensor]] = {}
         for num_shards in sorted({item.num_shards for item in batch}):
             items = [item for item in batch if item.num_shards == num_shards]
@@ -143,7 +143,7 @@ class _Exchange:
         return [parts[item.weight.megatron] for item in batch]
 
     def _collect(self, items: Sequence[_Item], buffer: _Buffer, shards: Tensor) -> None:
-        """Fill `shards` [num_shards, num_bytes]: first on the ranks of the stage that has the items, then on the others."""
+        """Fill `shards` [num_shards, num_bytes], first on the stage that holds the items, then on the other stages."""
         owners, groups = items[0].owners, self._groups
         if groups.pipeline.rank() == owners.stage:
             if owners.expert_rank is not None:
@@ -158,7 +158,7 @@ class _Exchange:
             dist.broadcast(shards, group=groups.pipeline, group_src=owners.stage)
 
     def _collect_experts(self, items: Sequence[_Item], buffer: _Buffer, shards: Tensor, expert_rank: int) -> None:
-        """Send from one expert-parallel rank after another: all at once would need memory for as many experts as there are ranks."""
+        """Broadcast from one expert-parallel rank, because gathering from all at once would need memory for one expert per rank."""
         groups = self._groups
         if groups.expert.rank() == expert_rank:
             self._pack(items, buffer, shards[groups.expert_tensor.rank() if len(shards) > 1 else 0])
@@ -171,7 +171,7 @@ class _Exchange:
 
 
 class _Buffer:
-    """Layout of tensors of several types in one run of bytes."""
+    """Layout of tensors with several data types in one byte buffer."""
 
     def __init__(self, items: Sequence[_Item]) -> None:
         self._items = items
@@ -182,7 +182,7 @@ class _Buffer:
             self.num_bytes += -(-item.num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
     def tensors(self, content: Tensor) -> list[Tensor]:
-        """Return views of `content` [num_bytes]."""
+        """Return the tensors as views of the buffer `content` [num_bytes]."""
         return [
             content[start : start + item.num_bytes].view(item.dtype).view(item.shape)
             for item, start in zip(self._items, self._starts, strict=True)

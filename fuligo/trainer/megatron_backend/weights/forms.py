@@ -1,4 +1,4 @@
-"""Conversion of a checkpoint's tensors to a rank's part of Megatron's, and back."""
+"""Conversion between the tensors of a Hugging Face checkpoint and a rank's parts of Megatron's weights."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,11 +12,12 @@ from fuligo.trainer.megatron_backend.weights.stored import StoredPart
 
 
 def read_pieces(weight: Weight, stored: Sequence[StoredPart], architecture: Architecture, index: int, count: int) -> list[Tensor]:
-    """Read the `index`-th of `count` equal parts of a weight, in Megatron's layout, as pieces to be stacked; only that part is read.
+    """Read the `index`-th of `count` equal parts of a weight, in Megatron's layout, as pieces to concatenate. Only that part is read.
 
     Args:
-        stored: the checkpoint's tensors, as `Weight.checkpoint` lists them; gate and up apart even if the checkpoint joins them.
-        count: 1 if every rank has the whole weight.
+        stored: tensors of the checkpoint, as listed in `Weight.checkpoint`; gate and up projection separately even if they are stored as
+            one.
+        count: number of parts; 1 if every rank has the whole weight.
     """
     axis = weight.axis or 0
     start, stop = index * weight.shape[axis] // count, (index + 1) * weight.shape[axis] // count
@@ -36,7 +37,7 @@ def read_shard(weight: Weight, stored: Sequence[StoredPart], architecture: Archi
 
 
 def join_shards(weight: Weight, shards: Sequence[Tensor], architecture: Architecture) -> Iterator[tuple[str, Tensor]]:
-    """Return the checkpoint's tensors of a weight from the parts of all tensor-parallel ranks (one if every rank has the whole)."""
+    """Yield the checkpoint's tensors of a weight, joined from the parts of all TP ranks (one part if every rank has the whole weight)."""
     match weight.form:
         case Form.WHOLE:
             tensors = [_cat(shards, weight.axis or 0).narrow(0, 0, weight.shape[0])]
@@ -52,17 +53,17 @@ def join_shards(weight: Weight, shards: Sequence[Tensor], architecture: Architec
 
 
 def experts_from_peft(factor: ExpertsFactor, tensor: Tensor) -> Tensor:
-    """Return A or B of all experts, one expert's rows after another's, from the tensor of a PEFT file."""
+    """Return A or B of all experts, stacked by expert, from the tensor of a PEFT file."""
     if factor.factor == "A":
         return tensor
     return tensor.unflatten(1, (-1, factor.num_experts)).permute(2, 0, 1).flatten(0, 1)
 
 
 def join_experts(factor: ExpertsFactor, shards: Sequence[Tensor], num_sharing: int) -> Iterator[tuple[str, Tensor]]:
-    """Return the tensor of a PEFT file from the parts of all ranks that together have all experts (one if every rank has the whole).
+    """Yield the tensor of a PEFT file, joined from the parts of all ranks that together hold all experts (one part if all hold it whole).
 
     Args:
-        num_sharing: ranks that share each expert; their parts are next to each other.
+        num_sharing: number of ranks that share each expert; their parts are adjacent in `shards`.
     """
     num_sharing = min(num_sharing, len(shards))
     num_local = factor.num_experts * num_sharing // len(shards)
@@ -89,14 +90,17 @@ def _swap_halves(tensor: Tensor) -> Tensor:
 
 
 def _group_sizes(architecture: Architecture) -> tuple[int, int, int]:
-    """Return the rows of queries, key and value in one group of query heads."""
+    """Return the number of rows of queries, key and value in one group of query heads."""
     heads = architecture.attention
     assert isinstance(heads, GroupedAttention)
     return heads.num_heads // heads.num_kv_heads * heads.head_dim, heads.head_dim, heads.head_dim
 
 
 def _read_qkv(stored: Sequence[StoredPart], sizes: tuple[int, int, int], start: int, stop: int) -> Tensor:
-    """Read rows `start` to `stop`, a part of one group if there are more ranks than groups (megatron/core/transformer/attention.py)."""
+    """Read rows `start` to `stop` of Megatron's QKV matrix; a part of a group if there are more ranks than groups.
+
+    See megatron/core/transformer/attention.py.
+    """
     group_rows = sum(sizes)
     first, last = start // group_rows, -(-stop // group_rows)
     parts = [part.read(0, first * rows, last * rows).unflatten(0, (last - first, rows)) for part, rows in zip(stored, sizes, strict=True)]

@@ -1,4 +1,4 @@
-"""Loading of a Hugging Face checkpoint into a Megatron model of any layout."""
+"""Loading of a Hugging Face checkpoint into a Megatron model with any layout."""
 
 import logging
 import time
@@ -23,21 +23,21 @@ from fuligo.trainer.parameters import require_finite_weights
 logger = logging.getLogger(__name__)
 
 NUM_READERS = 4
-"""Weights that are read at a time: copies wait for pages of files, and for each other on the way to a GPU."""
+"""Number of threads that read weights, because copies wait for file pages and for transfers to the GPU."""
 
 
 def load_hugging_face(chunks: Sequence[nn.Module], directory: Path, *, is_value_model: bool = False) -> None:
-    """Overwrite this rank's weights, in place and in their own types, with those of a checkpoint.
+    """Load this rank's weights, in place and in their data types, from a Hugging Face checkpoint.
 
-    Every rank reads its own slices of the files; ranks exchange nothing.
+    Every rank reads only its slices of the files; ranks do not communicate.
 
     Args:
-        directory: config.json and safetensors files, as published or as transformers 5 saves them.
-        is_value_model: the stages are a value model's, whose head is loaded only if the files have one.
+        directory: directory with config.json and safetensors files, as published or as saved by transformers 5.
+        is_value_model: the stages are those of a value model, whose head is loaded only if the files contain one.
 
     Raises:
         CheckpointError: the files are damaged, or tensors are missing, unknown, or of other shapes than those of the model.
-        ConfigError: config.json cannot be read, or describes a model whose shapes are not known.
+        ConfigError: config.json cannot be read, or describes an unsupported model.
     """
     names = names_of(read_config_json(directory), str(directory / "config.json"))
     num_mtp_layers = unwrapped(chunks[0]).config.mtp_num_layers or 0
@@ -49,14 +49,15 @@ def load_hugging_face(chunks: Sequence[nn.Module], directory: Path, *, is_value_
     with StoredWeights(directory, names, num_mtp_layers) as stored:
         if different := misfits(local, names):
             raise CheckpointError(
-                f"{directory} has a different architecture than MODEL_ARGS and --hf-checkpoint: only one of them has {different[0]}"
+                f"cannot load {directory}: its architecture differs from that of MODEL_ARGS and --hf-checkpoint: only one of them has "
+                f"{different[0]}; use matching MODEL_ARGS and checkpoints"
             )
 
         @torch.no_grad()
         def read(name: str, tensor: Tensor) -> None:
             weight = names.by_megatron_name[name]
             if weight.is_float32 and tensor.dtype != torch.float32:
-                tensor.data = tensor.data.float()  # Float16Module casts it, and Megatron undoes that only in the next forward pass
+                tensor.data = tensor.data.float()  # Float16Module has cast it, and Megatron restores float32 only in the next forward pass
             try:
                 _fill(tensor, weight, stored.parts(weight), names.architecture, groups)
             except (OSError, SafetensorError, _ShapeError) as error:
@@ -93,7 +94,7 @@ def _fill(tensor: Tensor, weight: Weight, parts: Sequence[StoredPart], architect
 
 
 def _place(weight: Weight, groups: RankGroups) -> tuple[int, int]:
-    """Return this rank's number among the ranks that share the weight, and their number."""
+    """Return this rank's index among the ranks that share the weight, and the number of these ranks."""
     if weight.axis is None:
         return 0, 1
     group = groups.tensor if weight.expert is None else groups.expert_tensor

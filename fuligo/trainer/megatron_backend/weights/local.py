@@ -1,4 +1,4 @@
-"""This rank's weights, under names that do not depend on the layout or on the layers' implementation."""
+"""Weights of this rank by canonical names, which depend neither on the layout nor on the implementation of the layers."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,16 +17,18 @@ from fuligo.models.names import ModelNames
 
 @dataclass(slots=True, frozen=True)
 class RankGroups:
+    """Process groups of this rank's parallel dimensions."""
+
     tensor: ProcessGroup
-    """Ranks that share the matrices."""
+    """Tensor-parallel ranks, which split matrices."""
     expert_tensor: ProcessGroup
-    """Ranks that share each expert's matrices."""
+    """Expert-tensor-parallel ranks, which split the matrices of each expert."""
     expert: ProcessGroup
-    """Ranks that have other experts."""
+    """Expert-parallel ranks, each with different experts."""
     experts: ProcessGroup
-    """Ranks that together have all experts, numbered by their place in `expert_tensor` first, then by that in `expert`."""
+    """Ranks that together hold all experts, ordered by rank in `expert`, then by rank in `expert_tensor`."""
     pipeline: ProcessGroup
-    """Ranks that have other stages."""
+    """Pipeline-parallel ranks, each with different stages."""
 
 
 def rank_groups() -> RankGroups:
@@ -50,7 +52,7 @@ _FUSED_NORMS = {
     "self_attention.linear_kv_up_proj": "self_attention.kv_layernorm",
     "mlp.linear_fc1": "pre_mlp_layernorm",
 }
-"""TransformerEngine's linear layer that contains a norm's weight -> the norm in a model of local layers."""
+"""TransformerEngine's linear layer that contains the weight of a norm -> the norm in a model of local layers."""
 
 _ADAPTER = f".{ADAPTER_MODULE}."
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
@@ -60,12 +62,12 @@ _LOCAL_EXPERT = re.compile(r"(?<=\.mlp\.experts\.local_experts\.)(\d+)(?=\.)")
 
 
 def canonical_name(name: str, *, first_layer: int = 0, first_expert: int = 0) -> str:
-    """Return the name, in a whole model of local layers, of a weight that the rank's stage calls `name`.
+    """Return the canonical name of a weight: its name in an unsplit model of local layers.
 
     Args:
-        name: name in the stage's model, of local or TransformerEngine's layers.
-        first_layer: the number of the stage's first layer, counted from 0 over all stages.
-        first_expert: the number of the rank's first expert.
+        name: name in the stage's model, which has local or TransformerEngine layers.
+        first_layer: index of the stage's first layer, counted from 0 over all stages.
+        first_expert: index of the rank's first expert.
     """
     name = _LAYER.sub(lambda match: f"decoder.layers.{int(match[1]) + first_layer}.", name)
     name = _FUSED_NORM.sub(lambda match: f".{_FUSED_NORMS[match[1]]}.weight", name)
@@ -76,7 +78,7 @@ def canonical_name(name: str, *, first_layer: int = 0, first_expert: int = 0) ->
 def local_weights(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
     """Return this rank's parts of the weights by canonical name: parameters, and the expert bias of routers, which is a buffer.
 
-    Stages may be bare or wrapped (for example in DistributedDataParallel). An adapter's tensors are left out.
+    Stages may be bare or wrapped (for example in DistributedDataParallel). Tensors of an adapter are left out.
     """
     return {name: tensor for name, tensor in _local_tensors(chunks) if _ADAPTER not in name}
 
@@ -87,12 +89,12 @@ def local_adapter(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
 
 
 def tensors_of(chunks: Sequence[nn.Module], names: ModelNames) -> dict[str, Tensor]:
-    """Return this rank's parts of what `names` lists: the weights of the model, or its adapter."""
+    """Return this rank's parts of the tensors in `names`: the weights of the model, or its adapter."""
     return local_adapter(chunks) if isinstance(names, AdapterNames) else local_weights(chunks)
 
 
 def linear_layers(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield this rank's modules that have a matrix, each with the canonical name of the matrix."""
+    """Yield this rank's modules with a `weight` parameter, each with the canonical name of the weight."""
     for chunk in map(unwrapped, chunks):
         canonical = _canonical(chunk)
         for name, module in chunk.named_modules():
@@ -110,7 +112,7 @@ def expert_layers(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Any]]:
 
 
 def first_local_expert(num_experts: int) -> int:
-    """Return the number of this rank's first expert."""
+    """Return the index of this rank's first expert."""
     expert_ranks = rank_groups().expert
     return num_experts // expert_ranks.size() * expert_ranks.rank()
 
@@ -124,13 +126,13 @@ def _local_tensors(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _canonical(chunk: Any) -> Callable[[str], str]:
-    """Return the function that gives names in a stage their canonical form."""
+    """Return the function that maps names in a stage to canonical names."""
     first_layer = chunk.decoder.layers[0].layer_number - 1 if len(chunk.decoder.layers) else 0
     return partial(canonical_name, first_layer=first_layer, first_expert=first_local_expert(chunk.config.num_moe_experts or 0))
 
 
 def misfits(local: Mapping[str, Tensor], names: ModelNames) -> list[str]:
-    """Return the weights that only this rank's stages or only the model of `names` has."""
+    """Return the weights of this rank's layers and experts that only `local` or only `names` contains."""
     layers = {name for name in map(_layer, local) if name is not None}
     experts = {weight.expert for name in local if (weight := names.by_megatron_name.get(name)) is not None}
     unknown = [name for name in local if name not in names.by_megatron_name]
@@ -143,7 +145,7 @@ def misfits(local: Mapping[str, Tensor], names: ModelNames) -> list[str]:
 
 
 def _layer(name: str) -> str | None:
-    """Return `decoder.layers.3` or `mtp.layers.0`; None outside of layers."""
+    """Return the layer of a weight, such as `decoder.layers.3` or `mtp.layers.0`; None outside of layers."""
     parts = name.split(".", 3)
     return ".".join(parts[:3]) if len(parts) == 4 and parts[1] == "layers" else None
 

@@ -1,4 +1,4 @@
-"""Weights of a Hugging Face checkpoint in its files, read in slices."""
+"""Weights in the files of a Hugging Face checkpoint, read in slices."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from fuligo.formats.hugging_face import StoredTensor, read_stored_tensors
 from fuligo.models.names import Form, ModelNames, Weight
 
 NUM_LISTED = 5
+"""Largest number of tensors that an error lists."""
 
 
 class StoredWeights:
-    """Checkpoint that has exactly the weights of a model, or more MTP layers. Opens each file when it is first needed; any thread may read.
+    """Checkpoint with exactly the weights of a model, and possibly more MTP layers. Files are opened on first use. Thread-safe.
 
     Raises:
-        CheckpointError: the files are damaged, lack tensors, have unknown ones, or other shapes than config.json says.
+        CheckpointError: files are damaged, or tensors are missing, unknown, or of other shapes than config.json says.
     """
 
     def __init__(self, directory: Path, names: ModelNames, num_mtp_layers: int) -> None:
@@ -37,7 +38,7 @@ class StoredWeights:
         expected = {name: shape for weight in self._names.weights(num_mtp_layers) for name, shape in self._stored_as(weight)}
         self._refuse("lacks", (name for name in expected if name not in tensors))
         self._refuse(
-            "holds tensors that config.json does not account for:",
+            "contains tensors that config.json does not account for:",
             (name for name in tensors if name not in expected and not self._names.is_superfluous(name, num_mtp_layers)),
         )
         self._refuse(
@@ -56,7 +57,7 @@ class StoredWeights:
         self._open_files.close()
 
     def parts(self, weight: Weight) -> list[StoredPart]:
-        """Return the parts of a weight: queries, keys and values; gate and up projection; else one tensor."""
+        """Return the stored parts of a weight: queries, keys and values; gate and up projection; or a single tensor."""
         stored = [name for name, _ in self._stored_as(weight)]
         if weight.form is not Form.GATE_UP:
             return [StoredPart(self, name, weight.expert if name == weight.all_experts else None) for name in stored]
@@ -67,7 +68,7 @@ class StoredWeights:
         return [StoredPart(self, stored[0], expert, first_row) for first_row in (0, rows)]
 
     def slices(self, name: str) -> Any:
-        """Return the tensor `name`; indexing reads only the requested part."""
+        """Return a lazy view of the tensor `name`, of which indexing reads only the requested part."""
         file = self._tensors[name].file
         with self._opening:
             if file not in self._files:
@@ -75,7 +76,7 @@ class StoredWeights:
         return self._files[file].get_slice(name)
 
     def _stored_as(self, weight: Weight) -> Iterable[tuple[str, tuple[int, ...]]]:
-        """Return names and shapes of the tensors that a weight is made of."""
+        """Return the names and shapes of the stored tensors that contain a weight."""
         if weight.all_experts in self._tensors and weight.checkpoint[0] not in self._tensors:
             experts = self._names.architecture.experts
             assert weight.all_experts is not None and experts is not None
@@ -86,12 +87,14 @@ class StoredWeights:
         found = list(names)
         if found:
             more = f" and {len(found) - NUM_LISTED} more" if len(found) > NUM_LISTED else ""
-            raise CheckpointError(f"{self._directory} {problem} {', '.join(found[:NUM_LISTED])}{more}")
+            raise CheckpointError(
+                f"cannot load {self._directory}: it {problem} {', '.join(found[:NUM_LISTED])}{more}; copy or convert it again"
+            )
 
 
 @dataclass(slots=True, frozen=True)
 class StoredPart:
-    """Tensor of the checkpoint, or part of one: one expert's of all experts', or the rows from some row on."""
+    """Tensor of the checkpoint, or a part of it: one expert of a tensor with all experts, or the rows from `first_row` on."""
 
     weights: StoredWeights
     name: str
@@ -108,14 +111,16 @@ class StoredPart:
 
 
 def has_value_head(directory: Path) -> bool:
-    """Return whether the checkpoint is a value model's: its output layer has one row. Raises CheckpointError if a file is damaged."""
+    """Return whether the checkpoint's output layer has one row, as in a value model. Raises CheckpointError if a file is damaged."""
     head = read_stored_tensors(directory).get("lm_head.weight")
     return head is not None and head.shape[0] == 1
 
 
 def _read_headers(directory: Path, names: ModelNames, num_mtp_layers: int) -> dict[str, StoredTensor]:
     if names.architecture.is_quantised:
-        raise CheckpointError(f"{directory} stores quantized weights, which training cannot start from; use the checkpoint in bf16")
+        raise CheckpointError(f"cannot train {directory}: its weights are quantized; use the checkpoint in bf16")
     if num_mtp_layers > len(names.architecture.mtp_layers):
-        raise CheckpointError(f"--mtp-num-layers {num_mtp_layers}: {directory} has {len(names.architecture.mtp_layers)} MTP layers")
+        raise CheckpointError(
+            f"--mtp-num-layers {num_mtp_layers}: {directory} has {len(names.architecture.mtp_layers)} MTP layers; lower the flag"
+        )
     return read_stored_tensors(directory)

@@ -36,10 +36,12 @@ class WeightsOnly:
 
 
 def resolve(load: Path | None, ckpt_step: int | None = None) -> Checkpoint | WeightsOnly | None:
-    """Return what a run starts from; None means a fresh start from `--ref-load`.
+    """Return the checkpoint or weights that a run starts from; None for a fresh start from `--ref-load`.
 
-    A missing or empty directory means a fresh start, so that one command both starts and resumes a run. Raises CheckpointError if the
-    directory holds something other than checkpoints, lacks the iteration, or is damaged.
+    A missing or empty directory means a fresh start, so that the same command both starts and resumes a run.
+
+    Raises:
+        CheckpointError: the directory contains something other than checkpoints, lacks the iteration, or is damaged.
     """
     if load is None or not _entries(load):
         if ckpt_step is not None:
@@ -63,14 +65,15 @@ def resolve(load: Path | None, ckpt_step: int | None = None) -> Checkpoint | Wei
 
 
 def nothing_left(checkpoint: Path | None, step: int, num_rollout: int) -> str | None:
-    """Return why a run of `num_rollout` rollouts is complete after `step` of them; None if some are left."""
+    """Return an error message if a run of `num_rollout` rollouts is complete after `step` of them; None if some are left."""
     if step < num_rollout:
         return None
     return f"cannot resume {checkpoint}: the run is complete ({step} of {num_rollout} rollouts); raise --num-rollout to continue"
 
 
 def weights_directory(given: Path) -> Path:
-    """Return the weights that `--ref-load` refers to: those of the newest checkpoint in a directory of checkpoints, else `given`.
+    """Return the weights that `--ref-load` refers to: those of the newest checkpoint if `given` is a directory of checkpoints, else
+    `given`.
 
     Raises CheckpointError if the checkpoint that the tracker names is missing or damaged.
     """
@@ -87,7 +90,7 @@ def weights_directory(given: Path) -> Path:
 
 
 def value_weights_directory(given: Path) -> Path:
-    """Return the weights that `--critic-load` refers to: like `weights_directory`, but a checkpoint's value model if it has one.
+    """Return the weights that `--critic-load` refers to: like `weights_directory`, but a checkpoint's value model if there is one.
 
     Raises CheckpointError if the checkpoint that the tracker names is missing or damaged.
     """
@@ -97,7 +100,7 @@ def value_weights_directory(given: Path) -> Path:
 
 
 def training_checkpoint(given: Path) -> Path | None:
-    """Return the training checkpoint at `given`, or the newest in a directory of them; None if there are only weights.
+    """Return the training checkpoint at `given`, or the newest one in a directory of checkpoints; None if there are only weights.
 
     Raises CheckpointError if the checkpoint that the tracker names is missing or damaged.
     """
@@ -107,15 +110,15 @@ def training_checkpoint(given: Path) -> Path | None:
 
 
 def saved_value_model(checkpoint: Path | None) -> Path | None:
-    """Return the value model's weights in a training checkpoint; None if it has none."""
+    """Return the directory of the value model in a training checkpoint; None if it has no value model."""
     directory = None if checkpoint is None else checkpoint / VALUE_MODEL
     return directory if directory is not None and directory.is_dir() else None
 
 
 def weights_of(checkpoint: Path) -> Path:
-    """Return a checkpoint's weights: the Megatron trainer's is a distributed checkpoint, the torch trainer's has a directory `hf`.
+    """Return the weights in a checkpoint: the distributed checkpoint itself (Megatron trainer), or its directory `hf` (torch trainer).
 
-    A checkpoint of a LoRA run of either has the directory `adapter` instead, which is not a whole model.
+    For a LoRA run, return its directory `adapter`, which is not a whole model.
     """
     if is_adapter(checkpoint / ADAPTER):
         return adapter_directory(checkpoint)
@@ -123,10 +126,10 @@ def weights_of(checkpoint: Path) -> Path:
 
 
 def newest_iteration(directory: Path) -> int | None:
-    """Return the iteration that the tracker names.
+    """Return the iteration in the tracker file; None if there is no checkpoint.
 
-    Without a tracker, a single complete iteration is taken: the run was killed before it wrote its first tracker. Raises CheckpointError if
-    the tracker does not hold an iteration.
+    Without a tracker, return the iteration of a single complete checkpoint, whose run was killed before it wrote the tracker. Raises
+    CheckpointError if the tracker does not contain an iteration.
     """
     try:
         text = (directory / TRACKER).read_text().strip()
@@ -135,14 +138,16 @@ def newest_iteration(directory: Path) -> int | None:
         whole = len(only) == 1 and (directory / iteration_name(only[0]) / MANIFEST).exists()
         return only[0] if whole else None
     if not text.isdecimal():
-        raise CheckpointError(f"cannot read {directory / TRACKER}: it holds {text!r}; expected an iteration number or {RELEASE!r}")
+        raise CheckpointError(
+            f"cannot read {directory / TRACKER}: it holds {text!r} instead of an iteration number or {RELEASE!r}; correct it"
+        )
     return int(text)
 
 
 def find_iteration(directory: Path, iteration: int) -> Checkpoint:
-    """Return a checkpoint after checking its manifest.
+    """Check the manifest of a checkpoint and return the checkpoint.
 
-    Raises CheckpointError if it is damaged, or missing (the error lists the existing ones).
+    Raises CheckpointError if it is damaged or missing; the error then lists the existing iterations.
     """
     for name in (iteration_name(iteration), replaced_name(iteration)):
         if (directory / name).is_dir():
@@ -155,7 +160,7 @@ def find_iteration(directory: Path, iteration: int) -> Checkpoint:
 
 
 def iteration_of(name: str) -> int | None:
-    """Return the iteration that a directory is named after; None for other names."""
+    """Return the iteration in a checkpoint directory's name; None for other names."""
     match = _ITERATION.fullmatch(name)
     return None if match is None else int(match[1])
 
@@ -165,7 +170,7 @@ def iteration_name(iteration: int) -> str:
 
 
 def replaced_name(iteration: int) -> str:
-    """Return the name that a checkpoint has while a new one of the same iteration takes its place."""
+    """Return the temporary name of a checkpoint that is being replaced by a new one of the same iteration."""
     return f"{_REPLACED}{iteration_name(iteration)}"
 
 
@@ -180,13 +185,13 @@ def replaced_iterations(directory: Path) -> list[int]:
 
 
 def _require_plain_files(directory: Path) -> None:
-    """Check that a directory of checkpoints holds no pipe or device, because reading one would block."""
+    """Raise CheckpointError if a directory of checkpoints contains a pipe or device, because reading one would block."""
     for problem in unreadable_files(directory, math.inf):
         raise CheckpointError(f"cannot load from {directory}: {problem}")
 
 
 def _entries(directory: Path) -> list[Path]:
-    """List the entries of `directory`, without its lock and leftovers of a crash."""
+    """List the entries of `directory`, except its lock and leftovers of a crash. Raises CheckpointError if it is a file."""
     if not directory.exists():
         return []
     if not directory.is_dir():
@@ -201,7 +206,7 @@ def _has_weights(directory: Path) -> bool:
 
 
 def _suggestion(load: Path) -> str:
-    """Suggest the directory that the user probably meant."""
+    """Return advice for the error message: the directory that the user probably meant."""
     if (iteration := _ITERATION.fullmatch(load.name)) is not None:
         return f"it is a single checkpoint: use --load {load.parent} --ckpt-step {int(iteration[1])}"
     if (inside := next(load.glob(f"*/{TRACKER}"), None)) is not None:
@@ -214,7 +219,7 @@ def _release(load: Path) -> WeightsOnly:
     if not _has_weights(directory):
         raise CheckpointError(
             f"cannot load {load}: {TRACKER} says {RELEASE!r}, but {directory} is not a Hugging Face directory (config.json, safetensors) "
-            "or a distributed checkpoint (.metadata)"
+            "or a distributed checkpoint (.metadata); copy or convert the weights again"
         )
     if (directory / MANIFEST).exists():
         check_manifest(directory)

@@ -1,4 +1,4 @@
-"""Driver's part of a checkpoint: everything needed to resume that is not the trainer's."""
+"""Driver's part of a checkpoint: everything needed to resume, apart from the trainer's state."""
 
 import random
 from dataclasses import asdict, dataclass, field
@@ -13,6 +13,7 @@ from fuligo.rollout.debug_data import decode_groups, encode_groups
 from fuligo.rollout.protocol import RolloutState
 
 FORMAT = 1
+"""Version of the format."""
 STATE = "state.json"
 BUFFER = "buffer.parquet"
 CONFIG = "config.yaml"
@@ -20,12 +21,12 @@ CONFIG = "config.yaml"
 
 @dataclass(slots=True, frozen=True)
 class DriverRng:
-    """State of the global random generators that hooks in the driver may use."""
+    """State of the driver's global random generators, which hooks may use."""
 
     python: tuple[Any, ...]
     """Result of `random.getstate()`."""
     numpy: dict[str, Any]
-    """Result of `numpy.random.get_state(legacy=False)`, with its key as a list."""
+    """Result of `numpy.random.get_state(legacy=False)`, with the key as a list."""
 
     @classmethod
     def capture(cls) -> Self:
@@ -45,12 +46,12 @@ class RunState:
     """Driver's part of a checkpoint, stored as JSON and parquet."""
 
     step: int
-    """Next rollout to run: the number of complete rollouts."""
+    """Index of the next rollout, which is the number of complete rollouts."""
     policy_version: int
     """Policy version of the checkpoint's weights."""
     rollout: RolloutState
     config: str
-    """YAML config of the run that saved it, for comparison; the resumed run has its own."""
+    """YAML config of the run that saved the checkpoint, to compare with the resumed run's config."""
     rng: DriverRng = field(default_factory=DriverRng.capture)
 
     def write(self, directory: Path) -> None:
@@ -69,7 +70,7 @@ class RunState:
 
     @classmethod
     def read(cls, directory: Path) -> Self:
-        """Read the state from a checkpoint directory. Raises CheckpointError if another version of fuligo wrote it, or it is damaged."""
+        """Read the state from a checkpoint directory. Raises CheckpointError if it is damaged or another version of fuligo wrote it."""
         path = directory / STATE
         try:
             state = orjson.loads(path.read_bytes())

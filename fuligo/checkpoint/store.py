@@ -1,7 +1,7 @@
-"""Store of checkpoints: `iter_0000020` after 20 complete rollouts, and a tracker that names the newest.
+"""Store of checkpoints: `iter_0000020` after 20 complete rollouts, and a tracker file with the newest iteration.
 
-A checkpoint appears completely or not at all: it is written under a temporary name, flushed and renamed; then the tracker is replaced and
-old checkpoints are deleted. A crash between any two of these steps leaves a valid newest checkpoint; the next start cleans up.
+Saving a checkpoint is atomic: it is written under a temporary name, flushed and renamed; then the tracker is replaced and old checkpoints
+are deleted. A crash between any two of these steps leaves a valid newest checkpoint, and the next start cleans up.
 """
 
 import asyncio
@@ -32,10 +32,11 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def saving_to(directory: Path) -> Iterator[None]:
-    """Keep other runs from saving to `directory`, which is created if needed: each would delete what the other has not finished.
+    """Lock `directory` (created if missing) inside the block, because runs that save to the same directory delete each other's files.
 
-    Raises ConfigError if another run saves to it, or another user has put links there, and CheckpointError if the directory cannot be
-    written.
+    Raises:
+        ConfigError: another run saves to the directory, or it contains links of another user.
+        CheckpointError: the directory cannot be written.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -49,7 +50,9 @@ def saving_to(directory: Path) -> Iterator[None]:
             "overwrite files; remove the links, or use another --save"
         )
     if lock is None:
-        raise ConfigError(f"cannot save to {directory}: a running job saves its checkpoints there; wait for it, or use another --save")
+        raise ConfigError(
+            f"cannot save to {directory}: a running job saves its checkpoints there; wait for it to end, or use another --save"
+        )
     try:
         yield
     finally:
@@ -57,24 +60,24 @@ def saving_to(directory: Path) -> Iterator[None]:
 
 
 class CheckpointStore:
-    """Directory of checkpoints with a single writer (see `saving_to`), which keeps the newest ones."""
+    """Directory of checkpoints with a single writer (see `saving_to`), which deletes old checkpoints."""
 
     def __init__(self, directory: Path, *, keep: int | None = None, used: frozenset[int] = frozenset()) -> None:
-        """Create the directory if needed and clean up after a crash. Raises CheckpointError if the directory cannot be written.
+        """Create the directory if missing, and clean up after a crash. Raises CheckpointError if the directory cannot be written.
 
         Args:
-            keep: number of newest checkpoints to keep; None keeps all.
-            used: iterations that are never removed.
+            keep: number of newest checkpoints to keep; None: keep all.
+            used: iterations that are never deleted.
         """
         self.directory = directory
         self.newest: int | None = None
-        """Newest iteration that was saved here by this object."""
+        """Newest iteration that this object has saved."""
         self._keep = keep
         self._used = used
         self.clear_up()
 
     def clear_up(self) -> None:
-        """Create the directory if needed, and finish or undo what a crash left incomplete.
+        """Create the directory if missing, and finish or undo a save that a crash interrupted.
 
         Raises CheckpointError if the directory cannot be written.
         """
@@ -95,25 +98,26 @@ class CheckpointStore:
             raise _unwritable(self.directory, error) from None
 
     async def save(self, iteration: int, write: Callable[[Path], Awaitable[None]], state: RunState) -> Path:
-        """Save `state` after `iteration` rollouts, and what `write` puts into the directory; return when all of it is on disk.
+        """Save `state` after `iteration` rollouts, and the files that `write` puts into the directory; return when all are on disk.
 
         Raises:
-            CheckpointWriteError: writing failed (a full disk, for instance); earlier checkpoints are untouched.
+            CheckpointWriteError: writing failed, for example because the disk is full; earlier checkpoints are untouched.
         """
         return await (await self.begin(iteration, write, lambda: asyncio.sleep(0), state))
 
     async def begin(
         self, iteration: int, write: Callable[[Path], Awaitable[None]], wait: Callable[[], Awaitable[None]], state: RunState
     ) -> asyncio.Task[Path]:
-        """Begin a save that continues in the background; one at a time.
+        """Begin a save that continues in the background. Only one save at a time.
 
         Args:
             iteration: number of complete rollouts.
-            write: begins the trainer's part; the run may continue when it returns.
+            write: begins writing the trainer's part; when it returns, training may continue.
             wait: returns when the trainer's part is on disk.
+            state: driver's part.
 
         Returns:
-            Task for the rest of the save; its result is the checkpoint's path.
+            Task that completes the save and returns the path of the checkpoint.
 
         Raises:
             CheckpointWriteError: the save could not begin; earlier checkpoints are untouched.
@@ -123,14 +127,12 @@ class CheckpointStore:
             async with self._attempt(iteration):
                 unfinished.mkdir()
                 await write(unfinished)
-                await asyncio.to_thread(state.write, unfinished)  # Its samples may change while the rest is written.
+                await asyncio.to_thread(state.write, unfinished)  # before the run goes on and changes its samples
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
         rest = asyncio.create_task(self._end(iteration, unfinished, wait))
-        rest.add_done_callback(
-            lambda _: shutil.rmtree(unfinished, ignore_errors=True)
-        )  # Also runs if the task was canceled before it started.
+        rest.add_done_callback(lambda _: shutil.rmtree(unfinished, ignore_errors=True))  # also if the task was canceled before it started
         return rest
 
     async def _end(self, iteration: int, unfinished: Path, wait: Callable[[], Awaitable[None]]) -> Path:
@@ -142,7 +144,7 @@ class CheckpointStore:
 
     @asynccontextmanager
     async def _attempt(self, iteration: int) -> AsyncIterator[None]:
-        """Convert errors of the block to `CheckpointWriteError`; errors of the trainer itself pass through."""
+        """Convert errors of writing inside the block to `CheckpointWriteError`; other `FuligoError`s pass through."""
         try:
             yield
         except Exception as error:
@@ -156,7 +158,7 @@ class CheckpointStore:
             ) from error
 
     def latest(self) -> Checkpoint | None:
-        """Return the checkpoint that the tracker names. Raises CheckpointError if it is missing or damaged."""
+        """Return the checkpoint in the tracker; None if there is none. Raises CheckpointError if the checkpoint is missing or damaged."""
         iteration = newest_iteration(self.directory)
         return None if iteration is None else find_iteration(self.directory, iteration)
 
@@ -175,7 +177,7 @@ class CheckpointStore:
         self._remove_old(iteration)
 
     def _remove_old(self, newest: int) -> None:
-        """Delete all but the newest `keep` checkpoints up to `newest` and those in use; later ones (of an abandoned branch) stay."""
+        """Delete checkpoints up to `newest`, except the newest `keep` and those in use. Later ones (of an abandoned branch) are kept."""
         if self._keep is None:
             return
         for iteration in [known for known in iterations(self.directory) if known <= newest][: -self._keep]:
@@ -191,7 +193,7 @@ def _unwritable(directory: Path, error: OSError) -> CheckpointError:
 
 
 async def _uninterrupted(work: Coroutine[Any, Any, None]) -> None:
-    """Await `work` even if canceled: its thread cannot be stopped, and its files must not be deleted while it runs."""
+    """Await `work` to the end even if canceled, because its thread cannot be stopped and its files must not be deleted while it runs."""
     task = asyncio.create_task(work)
     try:
         await asyncio.shield(task)

@@ -1,4 +1,4 @@
-"""Sync of a LoRA adapter to engines that know adapters by name (SGLang), and the record of what was sent."""
+"""Sync of a LoRA adapter to engines that load adapters by name (SGLang), and the record of the adapters that were sent."""
 
 import asyncio
 from contextlib import closing
@@ -24,17 +24,19 @@ from fuligo.observability.jsonl import JsonLines, read_json_lines
 
 
 def send_adapter(tensors: NamedTensors, config: AdapterConfig, target: WeightTarget, copies: SharedCopies) -> WeightManifest | Undelivered:
-    """Load an adapter into all engines of `target` in place of the one before.
+    """Load an adapter into all engines of `target`, replacing the previous one.
 
     Args:
-        tensors: by their names in PEFT's files
-        copies: of the syncs before; of no others
+        tensors: names in PEFT's files, and tensors of the adapter.
+        config: configuration of the adapter.
+        target: engines and version of the sync.
+        copies: shared memory for the tensors; pass the same object at every sync, and to no other sender.
 
     Returns:
-        What was sent, or why an engine did not load it.
+        Manifest of the sync, or the reason why an engine did not load the adapter.
 
     Raises:
-        WeightSyncError: shared memory is full
+        WeightSyncError: shared memory is full.
     """
     names = {adapted_weight(name).removesuffix(".weight").rpartition(".")[2] for name, _ in tensors}
     # SGLang 0.5.15.post1 scales by alpha / r and does not read use_rslora.
@@ -56,8 +58,8 @@ def _client(engine: EngineAddress) -> EngineClient:
 
 
 async def _load(tensors: NamedTensors, fields: dict[str, Any], target: WeightTarget, copies: SharedCopies) -> WeightsDigest:
-    """Write the tensors while engines drop their adapters, and compute the digest while they load the new one."""
-    # An engine that this sync leaves out still reads the file of an earlier one.
+    """Write the tensors while engines unload their adapters, and compute the digest while they load the new one."""
+    # An engine outside of this sync may still read the file of an earlier one.
     receivers = frozenset((engine.url, engine.start) for engine in target.engines)
     written = asyncio.ensure_future(asyncio.to_thread(copies.write, tensors, receivers))
 
@@ -86,12 +88,13 @@ async def _load(tensors: NamedTensors, fields: dict[str, Any], target: WeightTar
 
 
 class AdapterRecord:
-    """File `adapters.jsonl`: a line for each version that engines received, with the digest of its adapter.
+    """File `adapters.jsonl` with the adapter's digest of each policy version that engines received.
 
-    Samples name the version of each token (`versions`).
+    The `versions` of a sample refer to these versions.
 
     Args:
-        continues: the run resumes from a checkpoint; otherwise it starts over, and lines of an earlier attempt without steps are removed.
+        path: path of the file.
+        continues: the run resumes from a checkpoint; otherwise lines of an earlier attempt, which trained no step, are removed.
     """
 
     def __init__(self, path: Path, *, continues: bool) -> None:
@@ -102,7 +105,7 @@ class AdapterRecord:
         self._known = {record["version"]: WeightsDigest(**record["adapter"]) for record in records}
 
     def add(self, version: int, adapter: WeightsDigest) -> None:
-        """Record a new version; versions from it on, which a run had before it resumed, are removed."""
+        """Record a new version. Versions from it on are removed; they come from before the run resumed from an earlier checkpoint."""
         with closing(JsonLines(self._path)) as file:
             if any(known >= version for known in self._known):
                 file.cut_back(lambda record: record["version"] < version)
@@ -110,11 +113,13 @@ class AdapterRecord:
         self._known = {known: digest for known, digest in self._known.items() if known < version} | {version: adapter}
 
     def check(self, version: int, adapter: WeightsDigest) -> None:
-        """Check that a version that is sent again, as after a resume, has the adapter that it had before; record it if it is new.
+        """Check that a version that is sent again, for example after a resume, has the recorded adapter; record it if it is new.
 
-        Digests in another data type, as after a change of --precision, or by another hash function cannot be compared. The only version of
-        a run directory is replaced: it has no samples yet, because an attempt with another checkpoint ended before its first step. Raises
-        WeightSyncError if it has another adapter.
+        Digests of another data type (after a change of --precision) or hash function are not compared. If the run directory has only this
+        version, its record is replaced: it has no samples yet, because an attempt with another checkpoint ended before its first step.
+
+        Raises:
+            WeightSyncError: the version was recorded with another adapter.
         """
         known = self._known.get(version)
         if known is None or self._known.keys() == {version}:
@@ -122,6 +127,6 @@ class AdapterRecord:
         elif known != adapter and known.num_bytes == adapter.num_bytes and known.checksum.startswith(DIGEST_SCHEME):
             raise WeightSyncError(
                 f"cannot resume: {self._path} has adapter {known.checksum} as policy version {version}, but the checkpoint has "
-                f"{adapter.checksum}: the recorded samples are another adapter's; resume from this run's own checkpoint, or choose another "
-                "--run-dir"
+                f"{adapter.checksum}, so the recorded samples come from another adapter; resume from a checkpoint of this run, or use "
+                "another --run-dir"
             )

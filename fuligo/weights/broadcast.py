@@ -1,7 +1,7 @@
-"""Weight sync by broadcast, in a process group of the sending rank (rank 0) and all ranks of the engines.
+"""Weight sync by broadcast in a process group of the sending rank (rank 0) and all ranks of the engines.
 
-The group is built as on SGLang's side (`init_custom_process_group` in 0.5.15: a TCPStore, under a prefix with the group's name, and torch's
-helper), so that both sides use the same keys. A bucket is sent as one row of bytes; its names, types and shapes go by HTTP
+The group is created like SGLang's (`init_custom_process_group` in 0.5.15: a TCPStore with the group's name as prefix, and torch's helper),
+so that both sides use the same keys. A bucket is broadcast as one byte tensor; names, data types and shapes are sent by HTTP
 (`/update_weights_from_distributed`, load_format `flattened_bucket`).
 """
 
@@ -30,11 +30,11 @@ from fuligo.formats.buckets import Bucket, as_bytes
 from fuligo.formats.weight_manifest import EngineAddress
 
 TIMEOUT = timedelta(seconds=BUCKET.seconds)
-"""Limit for joining a group, and for one broadcast, if no engine reports a failure."""
+"""Timeout of joining a group and of one broadcast, if no engine reports a failure."""
 LEAVE_TIMEOUT_S = 15.0
-"""Limit for an engine to leave a group. In NCCL an engine waits for a dead peer forever; it does not leave and must be restarted."""
+"""Seconds for an engine to leave a group. With NCCL, an engine waits forever for a dead peer; it cannot leave and must be restarted."""
 IDLE_S = 2.0
-"""Time after which connections are made anew: engines close idle ones after 5 s, which goes unnoticed while the event loop is blocked."""
+"""Seconds after which connections are opened anew, because engines close idle ones after 5 s and a blocked event loop does not notice."""
 _numbers = count()
 T = TypeVar("T")
 
@@ -43,16 +43,16 @@ class BroadcastGroup:
     """Process group on the sender's side, open until `close`.
 
     Args:
-        engines: the engines, whose ranks follow each other in this order
-        backend: gloo on a CPU, nccl between GPUs
-        host: address of this process for the engines
+        engines: engines in the order of their ranks in the group.
+        backend: gloo on a CPU, nccl between GPUs.
+        host: address at which engines reach this process.
     """
 
     def __init__(self, engines: Sequence[EngineAddress], backend: Literal["gloo", "nccl"], host: str) -> None:
         """Join the group together with the engines.
 
         Raises:
-            EngineError: an engine did not join; the others have left
+            EngineError: an engine did not join; the others have left the group.
         """
         self.engines = tuple(engines)
         self.name = f"fuligo-weights-{next(_numbers)}"
@@ -60,7 +60,7 @@ class BroadcastGroup:
         self._loop = asyncio.Runner()
         self._last_call_s = time.monotonic()
         self._loading: asyncio.Task[None] | None = None
-        """Answers about the bucket before, which engines load while the next is prepared."""
+        """Requests of the previous bucket, which engines load while the next one is prepared."""
         self._device = torch.device("cuda" if backend == "nccl" else "cpu")
         self._group: dist.ProcessGroup | None = None
         self._store: TCPStore | None = listening_store(host, timeout=TIMEOUT)
@@ -77,7 +77,7 @@ class BroadcastGroup:
 
         async def engine_joins(client: InferenceEngine, offset: int) -> None:
             with suppress(EngineError, TimeoutError):
-                await self._leave(client)  # a group of this name, whose sender was lost (--max-restarts)
+                await self._leave(client)  # leaves a group of the same name whose sender was lost (--max-restarts)
             await client.init_weights_update_group(
                 host=host, port=port, rank_offset=offset, world_size=world_size, group_name=self.name, backend=backend
             )
@@ -88,7 +88,7 @@ class BroadcastGroup:
         def join() -> dist.ProcessGroup:
             store = TCPStore(
                 host, port, is_master=False, timeout=TIMEOUT
-            )  # the master store closes on failure, which wakes everyone who waits in it
+            )  # on failure the master store is closed, which wakes all waiting clients
             with reachable_by_others(host):
                 group, _ = _new_process_group_helper(
                     world_size,
@@ -106,13 +106,16 @@ class BroadcastGroup:
         return self._together(join, engines_join(), f"join the {backend} group")
 
     def broadcast(self, bucket: Bucket, version: int | None) -> None:
-        """Send one bucket to all engines, the last one with the version; return when they have received it, and loaded the last.
+        """Send one bucket to all engines; return when they have received it, or have loaded it if it is the last.
 
-        An engine takes a bucket only after it loaded the one before.
+        An engine receives a bucket only after it has loaded the previous one.
+
+        Args:
+            version: version of the weights with the last bucket; None with the others.
 
         Raises:
-            EngineError: an engine refused it or the one before, or died; others may have loaded it, and some may wait in the group until
-                `close`
+            EngineError: an engine refused this or the previous bucket, or died. Other engines may have loaded it, and some may wait in the
+                group until `close`.
         """
         row = torch.cat([as_bytes(tensor) for _, tensor in bucket]).to(self._device)
 
@@ -135,7 +138,7 @@ class BroadcastGroup:
             if row.is_cuda:
                 torch.cuda.synchronize(row.device)
 
-        what = f"take a bucket of {row.numel()} bytes" + (" or the one before" if self._loading else "")
+        what = f"load a bucket of {row.numel()} bytes" + (" or the previous one" if self._loading else "")
         self._together(send, engines_receive(), what, waits_for_engines=version is not None)
         if version is not None:
             self._loop.run(self._close_connections())
@@ -143,10 +146,13 @@ class BroadcastGroup:
     def _together(
         self, own_part: Callable[[], T], engines_part: Coroutine[Any, Any, None], what: str, *, waits_for_engines: bool = True
     ) -> T:
-        """Run both parts at once, because each waits for the other; the first failure ends the wait.
+        """Run both parts concurrently, because each waits for the other; the first failure ends the wait.
 
-        The engines' part may go on until the next call, which waits for it. The sender's part runs in a daemon thread: if an engine fails,
-        it may wait forever, and no deadline can interrupt it.
+        Unless `waits_for_engines`, the engines' part may continue until the next call, which waits for it. The sender's part runs in a
+        daemon thread, because it may wait forever if an engine fails and cannot be interrupted.
+
+        Args:
+            what: verb phrase for the error message, such as "join the group".
         """
         mine: Future[T] = Future()
         mine.set_running_or_notify_cancel()
@@ -155,7 +161,7 @@ class BroadcastGroup:
             try:
                 mine.set_result(own_part())
             except BaseException as error:  # raised in the waiting coroutine
-                # Its frames hold the group in a reference cycle, and engines that wait in it get an error when the group is gone.
+                # The frames keep the group alive in a reference cycle, but waiting engines get an error only when the group is freed.
                 clear_frames(error.__traceback__)
                 mine.set_exception(error)
 
@@ -170,7 +176,7 @@ class BroadcastGroup:
                     self._loading = theirs
                 return own.result()
             finally:
-                own.cancel()  # the thread is not waited for
+                own.cancel()  # does not wait for the thread
                 if self._loading is None:
                     await _end(tasks)
 
@@ -178,7 +184,7 @@ class BroadcastGroup:
         try:
             if time.monotonic() - self._last_call_s > IDLE_S:
                 self._loop.run(self._renew_connections())
-            self._last_call_s = time.monotonic()  # not its end: an engine that answers before the others is idle meanwhile
+            self._last_call_s = time.monotonic()  # the start of the call, because an engine that answers first is idle until the end
             return self._loop.run(both())
         except (EngineError, RuntimeError, TimeoutError) as error:
             urls = ", ".join(engine.url for engine in self.engines)
@@ -186,14 +192,14 @@ class BroadcastGroup:
             raise EngineError(f"the engines {urls} did not {what}: {cause}") from error
 
     def close(self) -> None:
-        """Leave the group in whatever state it is. Engines that wait in it get an error if its backend reports lost peers."""
+        """Leave the group, whatever its state. Engines that wait in it get an error if the backend reports lost peers."""
         if self._group is not None:
-            self._group.abort()  # unlike a shutdown, it does not wait for peers, which may be dead
+            self._group.abort()  # unlike shutdown, abort does not wait for peers, which may be dead
             dist.destroy_process_group(self._group)
             self._group = None
 
         async def engines_leave() -> None:
-            self._store = None  # engines that still wait for others to join get an error
+            self._store = None  # engines that still wait for others to join then get an error
             await asyncio.gather(*(self._leave(client) for client in self._clients), return_exceptions=True)
 
         with self._loop:  # closes it
@@ -201,7 +207,7 @@ class BroadcastGroup:
             self._loop.run(self._close_connections())
 
     async def _leave(self, client: InferenceEngine) -> None:
-        """Have an engine leave the group. Raises EngineError if it is not in the group and TimeoutError if it did not leave in time."""
+        """Make an engine leave the group. Raises EngineError if it is not in the group, and TimeoutError if it does not leave in time."""
         async with asyncio.timeout(LEAVE_TIMEOUT_S):
             await client.destroy_weights_update_group(self.name)
 
@@ -215,7 +221,7 @@ class BroadcastGroup:
 
 
 async def _first_failure(futures: Sequence[asyncio.Future[Any]], until: Sequence[asyncio.Future[Any]]) -> None:
-    """Wait until some of the futures are done; raise the first error of any."""
+    """Wait until all futures in `until` are done; raise the first error of any of `futures` meanwhile."""
     running = set(futures)
     while not all(future.done() for future in until):
         done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)

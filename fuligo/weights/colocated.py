@@ -1,7 +1,7 @@
-"""Weight sync to an engine on the trainer's own GPUs: each rank shares the memory of its GPU, and the first of them calls the engine.
+"""Weight sync to an engine on the trainer's GPUs: each trainer rank shares memory of its GPU, and the first of them calls the engine.
 
-SGLang takes one payload per tensor-parallel rank (`serialized_named_tensors`), and a CUDA IPC handle is valid only on the GPU where it was
-created, so the payload of an engine's rank comes from the trainer rank on the same GPU.
+SGLang takes one payload per tensor-parallel rank (`serialized_named_tensors`), and a CUDA IPC handle is valid only on the GPU on which it
+was created. The payload for an engine's rank therefore comes from the trainer rank on the same GPU.
 """
 
 import asyncio
@@ -21,14 +21,14 @@ T = TypeVar("T")
 
 @dataclass(slots=True, frozen=True)
 class TrainerRanks:
-    """This trainer rank and its connection to the others."""
+    """This trainer rank, and its process group for Python objects."""
 
     rank: int = 0
     objects: dist.ProcessGroup | None = None
-    """Gloo group of all ranks, for Python objects; None if there is one rank."""
+    """Gloo group of all ranks for Python objects; None if there is only one rank."""
 
     def gather(self, text: str) -> list[str]:
-        """Return every rank's text, in order, on every rank."""
+        """Return the texts of all ranks, in order of rank, on every rank. A collective."""
         if self.objects is None:
             return [text]
         texts = [""] * dist.get_world_size(self.objects)
@@ -38,23 +38,25 @@ class TrainerRanks:
 
 @dataclass(slots=True, frozen=True)
 class OwnEngine:
-    """Engine on the GPUs of this rank and its neighbors."""
+    """Engine that shares GPUs with this trainer rank and possibly others."""
 
     engine: EngineAddress
     ranks: TrainerRanks
 
     @property
     def caller(self) -> int:
-        """Rank that calls the engine."""
+        """Trainer rank that calls the engine."""
         return self.engine.trainer_ranks[0]
 
     def share(self, bucket: Bucket, version: int | None) -> None:
-        """Share one bucket, which all ranks of the engine have, together with them; return when the engine has loaded it.
+        """Share one bucket with the engine; return when the engine has loaded it. Called on all trainer ranks of the engine.
 
-        The last bucket comes with the version.
+        Args:
+            bucket: tensors, which all these ranks hold.
+            version: version of the weights with the last bucket; None with the others.
 
         Raises:
-            EngineError: the engine refused it or did not answer; raised on each rank
+            EngineError: the engine refused the bucket or did not answer; raised on all these ranks.
         """
         with shared_payload(bucket) as payload:
             if self.ranks.rank == self.caller:

@@ -14,28 +14,29 @@ from fuligo.types import SampleStatus, TrainSample
 from fuligo.weights.source import WeightSource
 
 NUM_PROBES = 8
+"""Number of prompts per engine that `LogprobProof` samples from."""
 
 
 class ChecksumProof:
-    """Check by checksums of every tensor's bytes, for engines that hold tensors as they are sent."""
+    """Check by a checksum over the bytes of all tensors, for engines that keep tensors as they were sent."""
 
     async def check(self, engines: EngineGroup, manifest: WeightManifest) -> None:
-        """Check every engine when the engines sample again after a weight sync.
-
-        Raises WeightSyncError if an engine does not hold what was sent.
-        """
+        """Check every engine after a weight sync. Raises WeightSyncError if the weights of an engine differ from those that were sent."""
         sent = WeightsDigest(manifest.num_tensors, manifest.num_bytes, manifest.checksum or "")
         for url, held in await engines.weights_checksums():
             if held != sent:
-                raise WeightSyncError(f"--check-weight-update-equal: engine {url} holds {held}, but the trainer sent {sent}")
+                raise WeightSyncError(
+                    f"--check-weight-update-equal: engine {url} holds {held}, but the trainer sent {sent}; restart the run from the last "
+                    "checkpoint"
+                )
 
 
 @dataclass(slots=True, frozen=True)
 class LogprobProof:
-    """Check by results: each engine samples, and the trainer scores the same tokens.
+    """Check by log-probabilities: each engine samples from random prompts, and the trainer scores the same tokens.
 
     SGLang fuses, splits and renames tensors, so bytes cannot be compared. A wrong tensor on any rank changes the log-probabilities of most
-    tokens by far more than rounding does. If prefill and decode are split, pairs of engines answer as the router chooses them, and a
+    tokens far more than rounding does. If prefill and decode are disaggregated, the router chooses the pairs of engines that answer, and a
     restarted engine is checked at the next weight sync.
     """
 
@@ -43,11 +44,11 @@ class LogprobProof:
     temperature: float
     vocab_size: int
     tolerance: float
-    """Limit of the mean absolute difference, in nats, that rounding in both data types explains."""
+    """Largest accepted mean absolute difference in nats, which rounding in both data types explains."""
     num_replicas: int = 1
-    """Data-parallel replicas of the trainer; each scores at least one probe."""
+    """Number of the trainer's data-parallel replicas, each of which must score at least one probe."""
     num_tokens: int = 32
-    """Tokens of a probe's prompt, and of its response."""
+    """Number of tokens of a probe's prompt, and of its response."""
 
     async def check(self, engines: EngineGroup, manifest: WeightManifest) -> None:
         num_probes = max(NUM_PROBES * (len(engines.clients) if engines.split else 1), self.num_replicas)
@@ -60,7 +61,8 @@ class LogprobProof:
                 raise WeightSyncError(
                     f"--check-weight-update-equal: after version {manifest.version} was sent, log-probabilities of engine {client.url} and "
                     f"of the trainer differ by {difference:.2g} on average over {len(sampled)} tokens; at most {self.tolerance:g} is "
-                    "explained by precision. Either its weights differ from the trainer's, or it computes a different model."
+                    "explained by rounding. Either the engine's weights differ from the trainer's, or it computes a different model; check "
+                    "its flags and the model's checkpoint."
                 )
 
     async def _sample(self, client: InferenceEngine, version: int, num_probes: int) -> list[TrainSample]:

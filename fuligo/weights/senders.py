@@ -1,6 +1,6 @@
 """Trainer side of a weight sync: splits a stream of named tensors into buckets and sends them to the engines.
 
-It runs on every trainer rank: rank 0 sends, and with --colocate every rank that shares its GPU with an engine.
+This runs on every trainer rank. Rank 0 sends and, with --colocate, every rank that shares its GPU with an engine.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from fuligo.weights.colocated import TrainerRanks, own_engine
 
 
 class WeightSender:
-    """Sender of weights. It keeps, from one sync to the next, the process group and the digests of what the engines have."""
+    """Sender of weights. Between syncs it keeps the process group, and the digests of the tensors that the engines have."""
 
     def __init__(self, engine_format: EngineFormat = AS_CHECKPOINT, ranks: TrainerRanks = TrainerRanks()) -> None:  # noqa: B008  # frozen
         self._format = engine_format
@@ -32,19 +32,19 @@ class WeightSender:
         self._group: BroadcastGroup | None = None
         self._changes = Changes()
         self._receivers: tuple[EngineAddress, ...] = ()
-        """Engines that have everything in `_changes`."""
+        """Engines that have all tensors recorded in `_changes`."""
 
     def send(self, named_weights: NamedTensors, target: WeightTarget) -> WeightManifest | Undelivered | None:
-        """Send the weights to `target`; return when every engine that this rank sends to has them (by disk: when they are written).
+        """Send the weights to `target`; return when all engines that this rank sends to have loaded them (by disk: when they are written).
 
         Args:
-            named_weights: Hugging Face names and full tensors, each once; consumed to the end, bucket by bucket, on every rank
+            named_weights: Hugging Face names and full tensors, each once; consumed to the end, bucket by bucket, on every rank.
 
         Returns:
-            What was sent, or why an engine did not load it, whichever rank sent it; None on a rank that sends nothing.
+            Manifest of the sync, or the reason why an engine (of any rank) did not load the weights; None on a rank that sends nothing.
 
         Raises:
-            WeightSyncError: a weight to be quantized is not finite, or the memory or disk on the way is full
+            WeightSyncError: a weight to be quantized is not finite, or memory or disk is full.
         """
         sent = self._send(named_weights, target)
         if any(engine.trainer_ranks for engine in target.engines):
@@ -55,7 +55,7 @@ class WeightSender:
         return sent
 
     def _send(self, named_weights: NamedTensors, target: WeightTarget) -> WeightManifest | Undelivered | None:
-        """Send from this rank, without knowing whether others failed."""
+        """Send from this rank, regardless of failures on other ranks."""
         if self._ranks.rank > 0 and (target.transport != "tensor" or own_engine(target.engines, self._ranks) is None):
             for _ in named_weights:
                 pass  # gathering is a collective
@@ -66,7 +66,7 @@ class WeightSender:
         as_stored = checkpoint_weights(used, experts) if quantisation is None else quantised_weights(used, quantisation, experts)
         weights = counted.observe(as_stored)
         if target.changes_only:
-            if self._receivers != target.engines:  # these have nothing yet
+            if self._receivers != target.engines:  # new engines have no weights yet
                 self._changes.forget()
                 self._receivers = target.engines
             weights = self._changes.only(weights)
@@ -80,7 +80,7 @@ class WeightSender:
         except EngineError as error:
             self._changes.forget()
             self.close()
-            clear_frames(error.__traceback__)  # its frames hold the bucket in a reference cycle, until the next garbage collection
+            clear_frames(error.__traceback__)  # the frames keep the bucket alive in a reference cycle until the next garbage collection
             return Undelivered(str(error))
         except BaseException:
             self._changes.forget()
@@ -94,11 +94,11 @@ class WeightSender:
             self._group = None
 
     def _bucket_sender(self, target: WeightTarget) -> Callable[[Bucket, bool], None]:
-        """Return the function that sends one bucket. The last bucket brings the new version; until then, engines report the old one."""
+        """Return the function that sends one bucket. The version is sent with the last bucket; until then, engines report the old one."""
         if target.transport != "tensor":
-            # The group is joined with the first bucket, so that an engine that does not join does not interrupt the gathering.
+            # Join the group with the first bucket, so that an engine that fails to join does not interrupt the gathering of weights.
             return lambda bucket, is_last: self._group_with(target).broadcast(bucket, target.version if is_last else None)
-        # Each rank shares a bucket's memory with the engine on its GPU, rank 0 with engines on other GPUs.
+        # Each rank shares a bucket's memory with the engine on its GPU, and rank 0 also with engines that have separate GPUs.
         own = own_engine(target.engines, self._ranks)
         apart = tuple(engine for engine in target.engines if not engine.trainer_ranks) if self._ranks.rank == 0 else ()
 
@@ -112,7 +112,7 @@ class WeightSender:
         return share
 
     def _group_with(self, target: WeightTarget) -> BroadcastGroup:
-        """Return the process group with the target's engines, a new one if the engines changed."""
+        """Return the process group with the target's engines; create a new one if the engines have changed."""
         if self._group is not None and self._group.engines != target.engines:
             self.close()
         if self._group is None:
@@ -121,7 +121,9 @@ class WeightSender:
             try:
                 host = own_address(urls)
             except OSError as error:
-                raise EngineError(f"no route from this machine to one of the engines {', '.join(urls)}: {error}") from error
+                raise EngineError(
+                    f"cannot reach one of the engines {', '.join(urls)} from this machine: {error}; check their addresses and the network"
+                ) from error
             self._group = BroadcastGroup(target.engines, target.transport, host)
         return self._group
 
@@ -147,7 +149,7 @@ def _share(bucket: Bucket, engines: tuple[EngineAddress, ...], version: int | No
     num_receivers = sum(engine.num_ranks for engine in engines)
     with ExitStack() as shared:
         if any(tensor.is_cuda for _, tensor in bucket):  # a CUDA IPC handle can be opened only once
-            # All ranks of an engine but the first zero these biases in place (SGLang 0.5.15.post1, `models/gpt_oss.py`).
+            # All ranks of an engine except the first set these biases to zero in place (SGLang 0.5.15.post1, `models/gpt_oss.py`).
             copies = [
                 [(name, tensor.clone() if name.endswith(".experts.down_proj_bias") else tensor) for name, tensor in bucket]
                 for _ in range(num_receivers)
@@ -159,7 +161,7 @@ def _share(bucket: Bucket, engines: tuple[EngineAddress, ...], version: int | No
 
 
 def _write_shards(buckets: Iterator[Bucket], directory: Path) -> None:
-    """Write one safetensors file per bucket, and the index that Hugging Face loaders read."""
+    """Write one safetensors file per bucket, and the Hugging Face index."""
     from safetensors.torch import save_file
 
     weight_map: dict[str, str] = {}

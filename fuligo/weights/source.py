@@ -1,4 +1,4 @@
-"""Source of the weights that are synchronized with the engines."""
+"""Interface between a weight sync and the trainer."""
 
 from typing import Protocol
 
@@ -7,18 +7,18 @@ from fuligo.types import FloatArray, TrainSample
 
 
 class WeightSource(Protocol):
-    """Trainer as the weight sync sees it; `trainer.protocol.Trainer` is one."""
+    """Part of `trainer.protocol.Trainer` that a weight sync uses."""
 
     @property
     def num_updates(self) -> int:
-        """Number of calls of `train` that have begun; the weights change with each."""
+        """Number of `train` calls that have begun, each of which changes the weights."""
         ...
 
     async def send_weights(self, target: WeightTarget) -> WeightManifest:
-        """Send the current weights, in Hugging Face names, to `target`; return what was sent.
+        """Send the current weights with Hugging Face names to `target`; return the manifest of the sync.
 
         Raises:
-            EngineError: an engine did not take them; they can be sent again.
+            EngineError: an engine did not load the weights; they can be sent again.
         """
         ...
 

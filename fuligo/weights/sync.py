@@ -1,4 +1,4 @@
-"""Weight sync on the driver, which holds versions and handles but never a tensor."""
+"""Driver's side of the weight sync, which handles versions and engines, but no tensors."""
 
 import asyncio
 import logging
@@ -19,7 +19,7 @@ from fuligo.weights.source import WeightSource
 
 logger = logging.getLogger(__name__)
 FEW_CHANGED = 0.1
-"""Share of the elements of adapted matrices; where a merge changes fewer, most of the adapter's update is smaller than a rounding step."""
+"""Share of the elements of adapted matrices; if a merge changes fewer, most of the adapter's update is lost to rounding."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -31,20 +31,22 @@ class WeightSyncSettings:
     changes_only: bool
     """Send only tensors that changed since the last sync."""
     model_files: Path
-    """disk: Hugging Face directory whose config and tokenizer are copied next to the weights."""
+    """Hugging Face directory whose config and tokenizer are copied next to the weights (disk transport)."""
     scratch: Path
-    """disk: parent of the directories in which weights are written for the engines."""
+    """Parent of the directories in which weights are written for the engines (disk transport)."""
     trainer_ranks: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """tensor: trainer ranks that share GPUs with each engine, by engine number; see `EngineAddress`."""
+    """Trainer ranks that share GPUs with each engine, by engine number (tensor transport); see `EngineAddress`."""
 
 
 class WeightSync:
-    """Weight sync that sends the trainer's weights to the engines and counts `policy_version`: pause, send, flush, check, resume.
+    """Weight sync that sends the trainer's weights to the engines and counts the policy version.
+
+    A sync pauses the engines, sends the weights, checks that they were received, and resumes the engines.
 
     Args:
-        proof: checks after each weight sync that the engines hold what was sent
-        devices: None if trainer and engines have their own
-        adapters: record of each version's adapter; None without one
+        proof: check after each weight sync that the engines hold the weights that were sent; None: no check.
+        devices: devices that trainer and engines share; None if they have separate devices.
+        adapters: record of each version's adapter; None to keep no record.
     """
 
     def __init__(
@@ -66,38 +68,39 @@ class WeightSync:
         self._adapters = adapters
         self._sending = asyncio.Lock()
         self._num_loads: dict[str, int] = {}
-        """Weight updates that each engine counted when the last sync to it was complete, by URL."""
+        """Number of weight updates that each engine, by URL, reported after its last sync."""
         self._num_updates = -1
-        """The trainer's `num_updates` when `version` was sent."""
+        """Trainer's `num_updates` when `version` was sent."""
         self._warned_of_rounding = False
         self.metrics: dict[str, float] = {}
         """Metrics of the last sync."""
         self.version = version
 
     async def sync(self) -> int:
-        """Send the weights as the next version, and return it.
+        """Send the weights as the next version, and return the version.
 
-        If an engine is lost on the way (--use-fault-tolerance), the others get all weights again.
+        If an engine is lost meanwhile (--use-fault-tolerance), all weights are sent again to the others.
 
         Raises:
-            EngineError: a live engine did not load them
-            WeightSyncError: an engine reports a version or weights other than those sent; the run must end
+            EngineError: a live engine did not load the weights.
+            WeightSyncError: an engine reports another version or other weights than those sent; the run must end.
         """
         await self._send_to_all(self.version + 1)
         return self.version
 
     async def resync(self) -> None:
-        """Send the weights under the current version, at the start and after a resume."""
+        """Send the weights as the current version, at the start of a run or after a resume."""
         await self._send_to_all(self.version)
 
     async def sync_restarted(self, engine: InferenceEngine) -> bool:
         """Send the current version to all restarted engines and return them to service.
 
         Returns:
-            False if the trainer has changed its weights since, or has failed: `engine` gets them at the next weight sync.
+            True if `engine` is in service. False if the trainer has changed its weights since, or has failed; `engine` then gets weights at
+            the next sync.
 
         Raises:
-            EngineError: `engine` did not load them
+            EngineError: `engine` did not load the weights.
         """
         async with self._sending:
             while engine in self._engines.joining and self._still_current():
@@ -109,17 +112,17 @@ class WeightSync:
                     if not await others.drop_lost():
                         raise
                 except TrainerError:
-                    return False  # its supervision ends the run, or restarts the trainer
+                    return False  # the trainer's supervision ends the run or restarts the trainer
                 except WeightSyncError:
                     if self._still_current():
                         raise
                 else:
-                    if self._still_current():  # else newer weights may have been sent, under the version of the old ones
+                    if self._still_current():  # otherwise newer weights may have been sent as the old version
                         await self._admit(waiting)
             return engine in self._engines.clients
 
     def _still_current(self) -> bool:
-        """Return whether the trainer's weights are those of `version`: it may begin to train whenever this waits."""
+        """Return whether the trainer's weights are still those of `version`; training may begin at any await."""
         return self._trainer.num_updates == self._num_updates
 
     async def _send_to_all(self, version: int) -> None:
@@ -138,20 +141,20 @@ class WeightSync:
             await self._admit(everyone.clients)
 
     async def _admit(self, engines: Sequence[InferenceEngine]) -> None:
-        """Return restarted engines to service, unless they were lost again."""
+        """Return those of `engines` that were restarted to service, unless they were lost again."""
         await self._engines.admit([engine for engine in self._engines.joining if engine in engines])
 
     async def _available_engines(self) -> EngineGroup:
-        """Return the engines that serve or wait for weights; if all are restarting, wait for the first."""
+        """Return the engines that serve or wait for weights; if all are restarting, wait until one is ready."""
         own = self._engines
-        while not own.clients and not own.joining:  # the fleet's supervision raises if none comes back
+        while not own.clients and not own.joining:  # the engines' supervision raises if none comes back
             if self._devices is not None:
                 await self._devices.make_room()
             await asyncio.sleep(WAIT_S)
         return own.everyone
 
     async def _send(self, engines: EngineGroup, version: int) -> None:
-        """Send a version. The change is atomic for rollouts: no token is sampled between the first bucket and the check."""
+        """Send a version. For rollouts the change is atomic: no token is sampled between the first bucket and the check."""
         await engines.pause("abort")
         await self._check_untouched(engines)
         if self._settings.transport == "disk":
@@ -176,7 +179,7 @@ class WeightSync:
             self._adapters.check(manifest.version, manifest.trained)
 
     def _report(self, manifest: WeightManifest) -> None:
-        """Log what was sent; warn once if rounding undoes most of a merged adapter."""
+        """Log the sync, and warn once if rounding undoes most of a merged adapter."""
         logger.info(
             "synced version %d: %d tensors, %d bytes, %d of them sent%s",
             manifest.version,
@@ -192,17 +195,16 @@ class WeightSync:
             if share < FEW_CHANGED and not self._warned_of_rounding:
                 self._warned_of_rounding = True
                 logger.warning(
-                    "version %d: merged and rounded for the engines, the adapter changes %.1f%% of the elements of the matrices that it "
-                    "adapts; the engines sample from nearly the base model. Sync the adapter itself (--lora-sync adapter), or let the "
-                    "engines compute in float32",
+                    "version %d: after rounding, the merged adapter changes only %.1f%% of the elements of the adapted matrices: engines "
+                    "sample from nearly the base model; sync the adapter itself (--lora-sync adapter), or let engines compute in float32",
                     manifest.version,
                     100 * share,
                 )
 
     async def _check_untouched(self, engines: EngineGroup) -> None:
-        """Check that the engines have loaded nothing since the last sync: foreign weights under the same version would go unnoticed.
+        """Check that the engines have loaded no weights since the last sync, because weights from elsewhere could have the same version.
 
-        The embedded engine counts its updates; SGLang does not.
+        The embedded engine counts its weight updates; SGLang does not.
         """
         known = {url: self._num_loads.pop(url) for url in engines.urls if url in self._num_loads}
         if not known:
@@ -210,12 +212,12 @@ class WeightSync:
         for url, info in await engines.model_infos():
             if info.num_weight_loads is not None and info.num_weight_loads > known.get(url, info.num_weight_loads):
                 raise WeightSyncError(
-                    f"engine {url} has loaded weights that this run did not send since version {self.version}: samples since then may be "
-                    "wrong; find out who has its key, then resume from a checkpoint of that version or earlier"
+                    f"engine {url} has loaded weights since version {self.version} that this run did not send, so later samples may be "
+                    "wrong; find out who else has the engine's key, then resume from a checkpoint of that version or earlier"
                 )
 
     async def _check_received(self, engines: EngineGroup, manifest: WeightManifest) -> None:
-        """Check that every engine reports the version that was sent, and the adapter if one was sent by itself."""
+        """Check that every engine reports the version that was sent, and the adapter if only an adapter was sent."""
         version = manifest.version
         for url, info in await engines.model_infos():
             if info.weight_version != version:

@@ -83,20 +83,20 @@ def test_an_engine_that_does_not_receive_is_named(engine: RefusingEngine, monkey
     """Our side stays in the collective meanwhile."""
     group = joined_group(engine)
     monkeypatch.setattr(dist, "broadcast", lambda *_, **__: threading.Event().wait())
-    with pytest.raises(EngineError, match=r"did not take a bucket of 16 bytes: .*no /update_weights_from_distributed here"):
+    with pytest.raises(EngineError, match=r"did not load a bucket of 16 bytes: .*no /update_weights_from_distributed here"):
         group.broadcast([("weight", torch.zeros(4))], version=1)
     group.close()  # as the sender does after an error; it closes the connections that a bucket leaves open
 
 
 @pytest.mark.timeout(60)
 def test_a_bucket_is_sent_while_engines_load_the_one_before(engine: RefusingEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That they could not load it ends the next call."""
+    """The next call raises if they could not load it."""
     group = joined_group(engine)
     monkeypatch.setattr(dist, "broadcast", lambda *_, **__: None)
     engine.may_answer.clear()
     group.broadcast([("weight", torch.zeros(4))], version=None)
     engine.may_answer.set()
-    with pytest.raises(EngineError, match=r"did not take a bucket of 32 bytes or the one before: .*no /update_weights_from_distributed"):
+    with pytest.raises(EngineError, match=r"did not load a bucket of 32 bytes or the previous one: .*no /update_weights_from_distributed"):
         group.broadcast([("other", torch.zeros(8))], version=1)
     group.close()
 

@@ -91,7 +91,7 @@ def test_an_engine_that_nothing_leads_to_took_nothing(target: WeightTarget):
     target = replace(target, transport="gloo", engines=(EngineAddress("http://255.255.255.255:30000"),))
     undelivered = WeightSender().send(iter(WEIGHTS.items()), target)
     assert isinstance(undelivered, Undelivered)
-    assert undelivered.reason.startswith("no route from this machine to one of the engines http://255.255.255.255:30000: ")
+    assert undelivered.reason.startswith("cannot reach one of the engines http://255.255.255.255:30000 from this machine: ")
 
 
 def test_engines_get_each_expert_by_itself_and_nothing_that_they_have_no_use_for(target: WeightTarget):

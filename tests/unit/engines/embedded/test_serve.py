@@ -330,7 +330,7 @@ async def test_a_model_that_was_zeroed_under_the_current_version_is_noticed(grou
     await group.resume()
     ((url, info),) = await group.model_infos()
     assert info.weight_version == 2, "nothing else tells the engine from one with the run's weights"
-    with pytest.raises(WeightSyncError, match=f"engine {url} has loaded weights that this run did not send since version 2"):
+    with pytest.raises(WeightSyncError, match=f"engine {url} has loaded weights since version 2 that this run did not send"):
         await weights.sync()
     await group.resume()
 

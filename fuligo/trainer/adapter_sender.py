@@ -47,7 +47,7 @@ class AdaptedPolicy(Protocol):
 
     @property
     def rounding(self) -> MergeRounding:
-        """Number of elements that the merged adapter changed after rounding; complete after the last tensor of `merged`."""
+        """Number of adapted elements, and of those that `merged` changed after rounding; complete after the last tensor of `merged`."""
         ...
 
 

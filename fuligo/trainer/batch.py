@@ -25,7 +25,7 @@ class PackedTokens:
     """
 
     input_ids: Tensor
-    """[T] int64"""
+    """[T] int64 tokens of the row."""
     position_ids: Tensor
     """[T] int64, counted from 0 in every sample; [3, T] rotary positions if the row has images."""
     cu_seqlens: tuple[int, ...]

@@ -12,11 +12,11 @@ class RowSums(NamedTuple):
     """Row-wise sums of [n, V] logits l, each [n]."""
 
     peak: Tensor
-    """max l"""
+    """Maximum of l."""
     total: Tensor
-    """sum of exp(l - peak)"""
+    """Sum of exp(l - peak)."""
     weighted: Tensor
-    """sum of exp(l - peak) (l - peak)"""
+    """Sum of exp(l - peak) * (l - peak)."""
 
     def seen_from(self, peak: Tensor) -> tuple[Tensor, Tensor]:
         """Return `total` and `weighted` relative to a `peak` that is at least `self.peak`.

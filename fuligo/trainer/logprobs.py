@@ -27,9 +27,10 @@ def scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperatu
     """Return [n, V] float32 logits, divided by the temperature. Rounding them to half precision would drown policy ratios in noise.
 
     Args:
-        hidden: [n, E]
-        weight: [V, E]
-        bias: [V]
+        hidden: [n, E] hidden states.
+        weight: [V, E] weight of the output layer.
+        bias: [V] bias of the output layer; None without one.
+        temperature: divisor of the logits.
     """
     if hidden.is_cuda and hidden.dtype == weight.dtype and hidden.dtype != torch.float32:
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)

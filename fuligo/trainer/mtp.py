@@ -17,7 +17,7 @@ PADDING_ID = 0
 
 @dataclass(slots=True, frozen=True)
 class MTPTraining:
-    """Weight and reach of the MTP loss in a step's loss."""
+    """Settings of the MTP loss."""
 
     factor: float
     """Factor of the MTP loss (`--mtp-loss-scaling-factor`)."""
@@ -73,7 +73,7 @@ def mtp_loss(logprobs: Iterable[Tensor], later: Sequence[LaterTokens], weights: 
     """Return sum_k sum_n weights_n * -log p_k(token n) / K: the cross-entropy of response tokens under each MTP layer k.
 
     Layer k does not see the last k tokens before a response token. The scalar is this context-parallel rank's part of the sum, before
-    `--mtp-loss-scaling-factor`. A token counts for layer k only if the position that it is predicted from lies within its own sequence.
+    `--mtp-loss-scaling-factor`. A token counts for layer k only if the position that predicts it lies in the same sequence.
     Logits are not scaled by the temperature.
 
     Args:

@@ -37,15 +37,15 @@ class LossInputs:
     entropy: Tensor
     """[N] nats; with gradient only for a custom loss or if `entropy_coef` is not 0."""
     advantages: Tensor
-    """[N]"""
+    """[N] advantage of each token."""
     loss_mask: Tensor
-    """[N] 0 or 1."""
+    """[N] 1 on tokens to train, else 0."""
     weights: Tensor
     """[N] share of each token in the step's loss, 0 where masked."""
     sample_ids: Tensor
-    """[N] int64 in [0, num_samples)."""
+    """[N] int64 index of each token's sample, 0 to S - 1."""
     num_samples: int
-    """S"""
+    """S, the number of samples."""
     engine_logprobs: Tensor | None = None
     """[N] log-probabilities of the engine that sampled; None without an engine (SFT)."""
     old_logprobs: Tensor | None = None
@@ -265,7 +265,7 @@ def value_objective(values: Tensor, batch: MicroBatch, clip: float) -> Objective
     Metrics: `value_loss`, and `value_clip_fraction`, the share of tokens without gradient.
 
     Args:
-        values: [N] with gradient.
+        values: [N] predicted values, with gradient.
         batch: micro-batch with `values` and `returns`.
         clip: largest change from the old values before the loss is clipped; see `value_loss`.
     """

@@ -39,7 +39,7 @@ class MicroBatchSchedule:
 
 @dataclass(slots=True, frozen=True)
 class Capacity:
-    """Limits of one micro-batch; None means no limit. A sample longer than `max_tokens` gets a micro-batch of its own."""
+    """Limits of one micro-batch; None means no limit. A sample longer than `max_tokens` is packed alone."""
 
     max_tokens: int | None = None
     max_samples: int | None = None

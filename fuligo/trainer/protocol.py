@@ -22,10 +22,10 @@ class Trainer(WeightSource, Protocol):
         ...
 
     async def save(self, directory: Path) -> None:
-        """Write weights (as a Hugging Face directory), optimizer, schedule and random state of every rank below `directory`."""
+        """Write a checkpoint below `directory`: weights, optimizer, counters, and the random state of every rank."""
 
     async def begin_save(self, directory: Path) -> None:
-        """Copy what `save` would write and write the copy in the background while training continues. Only one save at a time."""
+        """Copy the state that `save` writes, and write the copy in the background while training continues. Only one save at a time."""
 
     async def end_save(self) -> None:
         """Wait until everything from `begin_save` is on disk. Raises CheckpointError if it could not be written."""

@@ -29,7 +29,7 @@ def write_random_state(directory: Path, world: World, more: Mapping[str, Tensor]
 
 
 def read_random_state(directory: Path, world: World) -> dict[str, Tensor]:
-    """Read what this rank wrote by `write_random_state`. Raises CheckpointError if the file is missing or damaged."""
+    """Read this rank's file from `write_random_state`. Raises CheckpointError if it is missing or damaged."""
     file = _file(directory, world)
     try:
         return load_file(file)

@@ -33,8 +33,8 @@ class SampleSettings:
 def train_samples(groups: list[SampleGroup], settings: SampleSettings) -> list[TrainSample]:
     """Convert the usable samples of these groups, in order. A usable sample is completed or truncated and has response tokens and a reward.
 
-    Truncated samples are kept even if all their tokens are masked, because they count in their group's statistics. A group of several
-    samples of which fewer than two are usable has nothing to compare and is marked as dropped. Samples split from one trajectory (equal
+    Truncated samples are kept even if all their tokens are masked, because they count in their group's statistics. A group with several
+    samples but fewer than two usable ones has nothing to compare and is marked as dropped. Samples split from one trajectory (equal
     `index`) share one `mask_sum`.
 
     Raises:

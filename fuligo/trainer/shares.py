@@ -40,7 +40,7 @@ class StepShare:
 
 @dataclass(slots=True, frozen=True)
 class SampleScores:
-    """Trainer's scores of one sample. A score that the loss does not need is None; the sample then keeps its own."""
+    """Trainer's scores of one sample. A score that the loss does not need is None; the sample then keeps its current value."""
 
     old_logprobs: FloatArray | None = None
     """[R] policy's log-probabilities before the rollout's first optimizer step."""

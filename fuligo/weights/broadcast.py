@@ -202,7 +202,7 @@ class BroadcastGroup:
             self._store = None  # engines that still wait for others to join then get an error
             await asyncio.gather(*(self._leave(client) for client in self._clients), return_exceptions=True)
 
-        with self._loop:  # closes it
+        with self._loop:  # closes the loop
             self._loop.run(engines_leave())
             self._loop.run(self._close_connections())
 

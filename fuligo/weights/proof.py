@@ -18,7 +18,7 @@ NUM_PROBES = 8
 
 
 class ChecksumProof:
-    """Check by a checksum over the bytes of all tensors, for engines that keep tensors as they were sent."""
+    """Check of the engines' weights by checksums over the bytes of all tensors, for engines that keep tensors as they were sent."""
 
     async def check(self, engines: EngineGroup, manifest: WeightManifest) -> None:
         """Check every engine after a weight sync. Raises WeightSyncError if the weights of an engine differ from those that were sent."""
@@ -33,7 +33,7 @@ class ChecksumProof:
 
 @dataclass(slots=True, frozen=True)
 class LogprobProof:
-    """Check by log-probabilities: each engine samples from random prompts, and the trainer scores the same tokens.
+    """Check of the engines' weights by log-probabilities: each engine continues random prompts, and the trainer scores the same tokens.
 
     SGLang fuses, splits and renames tensors, so bytes cannot be compared. A wrong tensor on any rank changes the log-probabilities of most
     tokens far more than rounding does. If prefill and decode are disaggregated, the router chooses the pairs of engines that answer, and a

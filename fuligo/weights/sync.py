@@ -141,7 +141,7 @@ class WeightSync:
             await self._admit(everyone.clients)
 
     async def _admit(self, engines: Sequence[InferenceEngine]) -> None:
-        """Return those of `engines` that were restarted to service, unless they were lost again."""
+        """Put the restarted engines among `engines` back into service, unless they were lost again."""
         await self._engines.admit([engine for engine in self._engines.joining if engine in engines])
 
     async def _available_engines(self) -> EngineGroup:

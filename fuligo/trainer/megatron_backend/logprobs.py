@@ -43,7 +43,7 @@ def gather_predictions(local: TokenLogprobs, local_ids: Tensor, num_total: int, 
 
 
 def gather_tokens(local: Tensor, local_ids: Tensor, num_total: int, cp_group: dist.ProcessGroup) -> Tensor:
-    """Gather the [..., N] values of a micro-batch, of which each context-parallel rank has computed a part, on all these ranks.
+    """Gather a micro-batch's [..., N] values on all context-parallel ranks, each of which has computed a part.
 
     Every rank then computes the same loss; in the backward pass, a rank gets the gradient of its part.
 

@@ -36,8 +36,8 @@ class PolicyModel(GPTModel):
         Returns:
             On the last stage, the hidden states [(1 + K) * L, E]: [L, E] after the final norm, followed by [L, E] of each of the K MTP
             layers for which the row has tokens. They are complete on every TP rank; in the backward pass, the ranks' gradients are summed,
-            unless each rank computes the whole gradient (`has_whole_head`). On other stages, the input of the next stage, [L, 1, E], or [L
-            / tp, 1, E] under sequence parallelism.
+            unless each rank computes the whole gradient (`has_whole_head`).
+            On other stages, the input of the next stage: [L, 1, E], or [L / tp, 1, E] under sequence parallelism.
         """
         self._row = row
         try:

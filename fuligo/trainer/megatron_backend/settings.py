@@ -62,7 +62,7 @@ class MegatronTrainerSettings(TrainerSettings):
     records_routing: bool = False
     """True: `score` records the routers' choices in the samples; False: samples already have a record, which `score` replays."""
     pad_multiple_tokens: int = 128
-    """Number of tokens to a multiple of which packed rows are padded."""
+    """Multiple to which the number of tokens of a packed row is padded."""
 
     @property
     def num_mtp_layers(self) -> int:

@@ -143,10 +143,9 @@ class CheckpointWriter:
 
 
 def restore_state(directory: Path, state: MegatronState, world: World) -> None:
-    """Load a checkpoint that `CheckpointWriter` wrote under any layout. Names and shapes are checked before any state changes. A
-    collective.
+    """Load a checkpoint that `CheckpointWriter` wrote with any layout. A collective.
 
-    If the layout differs from the current one, every rank keeps its current random state.
+    Names and shapes are checked before any state changes. If the layout differs, every rank keeps its current random state.
 
     Raises:
         CheckpointError: a file is missing or truncated, or the checkpoint belongs to another model; raised on every rank.

@@ -53,7 +53,7 @@ class OptimizerSettings:
 
 @dataclass(slots=True, frozen=True)
 class TrainedParameters:
-    """Regular expressions (`re.search`) of the parameters to train: all parameters, those that match `only`, or those not in `frozen`."""
+    """Regular expressions (`re.search`) that select the parameters to train: those that match `only`, or do not match `frozen`, or all."""
 
     only: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()

@@ -35,7 +35,7 @@ class SharedTrainer:
     """Trainer of several runs in this process, whose commands run one at a time.
 
     Args:
-        max_threads: limit of the computation's CPU threads; None: as many as an unshared trainer uses.
+        max_threads: limit of the computation's CPU threads; None: no limit beyond that of an unshared trainer.
     """
 
     def __init__(self, max_threads: int | None = None) -> None:
@@ -86,7 +86,7 @@ class SharedRank(Rank):
     def load(self, settings: TrainerSettings, rendezvous: Rendezvous | None) -> Cost | None:
         if not isinstance(settings, TorchTrainerSettings) or settings.lora is None:
             raise TrainerError(
-                "cannot share a trainer: the run does not train a LoRA adapter with the torch trainer; start the run on its own"
+                "cannot share a trainer: the run does not train a LoRA adapter with the torch trainer; start the run separately"
             )
         joined = self._trainer.world(lambda: self.join(settings, rendezvous))
         with collector_paused():

@@ -118,8 +118,8 @@ class PackedModel(nn.Module):
     def compile_layers(self) -> None:
         """Compile the forward pass of every layer at its first call, once for all lengths and layers of the same kind.
 
-        Compiled layers fuse norms, rotary embedding and activation into few kernels, and keep only two thirds of the memory for the
-        backward pass. Inputs must be on CUDA and in half precision.
+        Compiled layers fuse norms, rotary embedding and activation into few kernels, and keep a third less memory for the backward pass.
+        Inputs must be on CUDA and in half precision.
         """
         compile_layers(self.layers)
         self._is_compiled = True

@@ -68,7 +68,7 @@ class StoredWeights:
         return [StoredPart(self, stored[0], expert, first_row) for first_row in (0, rows)]
 
     def slices(self, name: str) -> Any:
-        """Return a lazy view of the tensor `name`, of which indexing reads only the requested part."""
+        """Return a lazy view of the tensor `name`; indexing it reads only the requested part."""
         file = self._tensors[name].file
         with self._opening:
             if file not in self._files:

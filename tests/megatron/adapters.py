@@ -1,4 +1,4 @@
-"""Policies with adapters in the Megatron trainer, and PEFT's own model of them, for tests."""
+"""Policies with adapters in the Megatron trainer and in PEFT, for tests."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -53,7 +53,7 @@ LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 
 @dataclass(slots=True, frozen=True)
 class Start:
-    """Model with an adapter that PEFT saved, both random."""
+    """Random model with a random adapter saved by PEFT."""
 
     checkpoint: Path
     adapter: Path
@@ -79,7 +79,7 @@ def start(directory: Path, family: str, targets: list[str], *, parameters: Seque
 
 @dataclass(slots=True)
 class Found:
-    """Log-probabilities of the samples, of the reference, and gradients by PEFT's names."""
+    """Log-probabilities of policy and reference, and gradients by PEFT's names."""
 
     logprobs: list[FloatArray]
     reference: list[FloatArray]
@@ -87,7 +87,7 @@ class Found:
 
 
 def logprobs_of(model: torch.nn.Module, sample: TrainSample) -> Tensor:
-    """Return [R] log-probabilities by a model's own forward pass."""
+    """Return [R] log-probabilities computed by the model's forward pass."""
     ids = torch.from_numpy(sample.tokens).long()
     logits = model(input_ids=ids[None]).logits[0, sample.prompt_length - 1 : -1]
     return logits.log_softmax(-1).gather(1, ids[sample.prompt_length :, None])[:, 0]
@@ -136,12 +136,12 @@ def assert_as_peft(got: Found | None, want: Found) -> None:
 
 
 ADAM = OptimizerSettings(LearningRateSchedule(peak=3e-3, warmup_steps=2), eps=1e-3, weight_decay=0.1, clip_grad=0.5)
-"""Optimizer with a large epsilon, so that steps are smooth in the gradients."""
+"""Optimizer with a large epsilon, so that steps depend smoothly on the gradients."""
 
 
 @dataclass(slots=True)
 class Trained:
-    """Results of a course."""
+    """Results of `course`."""
 
     metrics: dict[str, float]
     merged: dict[str, Tensor]
@@ -158,7 +158,7 @@ def course(
     beside: bool = False,
     num_rollouts: int = 1,
 ) -> Trained | None:
-    """Train rollouts of two optimizer steps from the beginning or a checkpoint; save."""
+    """Train rollouts of two optimizer steps each, from initial weights or a checkpoint, and save."""
     from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
 
     worker = MegatronRankWorker(settings, world)

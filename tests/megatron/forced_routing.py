@@ -1,4 +1,4 @@
-"""Transformers models with given experts for each token: the oracle of routing replay."""
+"""Transformers models that send each token to given experts: the oracle of routing replay."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +16,7 @@ from fuligo.types import RoutedExperts, TrainSample
 
 
 def with_random_experts(samples: Sequence[TrainSample], shape: RoutingShape, *, seed: int = 0) -> list[TrainSample]:
-    """Return samples with random experts per token and layer; one sample has them for its first tokens only, another for none."""
+    """Return samples with random experts per token and layer; one has a record for its first tokens only, another has none."""
     rng = np.random.default_rng(seed)
 
     def drawn(num_tokens: int) -> RoutedExperts:

@@ -28,9 +28,9 @@ PRELOADED = ["fuligo.trainer.megatron_backend.worker", "tests.tiny"]
 """Modules that the fork server imports once for all ranks."""
 TIMEOUT_S = 240.0
 NUM_RUNS_OF_A_RANK = 30
-"""Runs after which a rank is restarted: objects that still hold a process group keep its gloo threads alive."""
+"""Number of runs after which a rank is restarted, because objects that still hold a process group keep its gloo threads alive."""
 GRACE_S = 5.0
-"""Seconds that the other ranks have to fail after the first failure."""
+"""Seconds to wait for failures of other ranks after the first failure."""
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class RankPool:
         """Run `function(world, *args, **kwargs)` on the first `num_ranks` ranks; return the result of each.
 
         Raises:
-            AssertionError: it raised on a rank or took more than four minutes; the message has the tracebacks.
+            AssertionError: the function raised on a rank or took more than four minutes; the message contains the tracebacks.
         """
         assert 1 <= num_ranks <= SIZE
         if self._num_runs % NUM_RUNS_OF_A_RANK == 0:

@@ -1,4 +1,4 @@
-"""Checkpoints of the Megatron trainer, saved under one layout and loaded under another: the next step gives the same weights."""
+"""Checkpoints of the Megatron trainer, saved with one layout and loaded with another: the next step gives the same weights."""
 
 import hashlib
 import os
@@ -132,13 +132,13 @@ PAIRS = [
 ]
 """Pairs of layouts; each layout saves once and loads once."""
 REPEATED = {("dense", "vpp2", "one"), ("dense", "tp2 pp2", "pp2 uneven")}
-"""Pairs of which other pairs load or save each layout, and test_lora.py saves virtual stages."""
+"""Pairs whose layouts other pairs cover; test_lora.py covers virtual stages."""
 ALL = [(model, *pair) for model, names in (("dense", DENSE), ("moe", EXPERTS)) for pair in product(names, names)]
 
 
 @pytest.fixture(scope="module")
 def straight(pool: RankPool, models: dict[str, Path]) -> dict[str, dict[str, Tensor]]:
-    """Return the weights one step after the saved ones, from a run that saves nothing."""
+    """Return the weights one step after the save, from a run that does not save."""
     found: dict[str, dict[str, Tensor]] = {}
     for name, model in models.items():
         (weights,) = pool.run(1, train, settings_of(model, Layout()), load=None, save=None, num_steps=NUM_STEPS + 1)
@@ -169,7 +169,7 @@ def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor], *, rtol: fl
     "options", [{}, {"optimizer_place": OptimizerFlags(use_distributed_optimizer=False)}, {"precision": "bf16"}], ids=str
 )
 def test_under_the_same_layout_it_is_exact(pool: RankPool, models, tmp_path: Path, options: dict[str, Any]):
-    """Including half precision with float32 master weights, and the whole optimizer on every rank."""
+    """Covers half precision with float32 master weights, and an optimizer that is replicated on every rank."""
     settings = settings_of(models["dense"], LAYOUTS["dp2"], **options)
     pool.run(2, train, settings, load=None, save=tmp_path, num_steps=NUM_STEPS)
     resumed = pool.run(2, train, settings, load=tmp_path, save=None, num_steps=2)[0]
@@ -291,7 +291,7 @@ def test_a_converted_checkpoint_is_loaded_under_any_layout(pool: RankPool, model
 
 
 def refused_weights(world: World, settings: MegatronTrainerSettings) -> str:
-    """Return why a checkpoint's weights are not loaded."""
+    """Return the error of loading a checkpoint's weights."""
     from fuligo.trainer.megatron_backend.model import build_chunks
     from fuligo.trainer.megatron_backend.weights.load import load_hugging_face
     from fuligo.trainer.megatron_backend.worker import join_megatron

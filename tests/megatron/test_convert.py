@@ -1,4 +1,4 @@
-"""Checkpoints converted there and back: every tensor is bit for bit the same, and a single changed bit is found."""
+"""Checkpoints converted to the other format and back: every tensor is bitwise equal, and a single changed bit is found."""
 
 import json
 import shutil
@@ -213,7 +213,7 @@ def test_damage_is_named(checkpoints, tmp_path: Path, damage: str):
 
 
 def test_megatron_reads_it(pool: RankPool, checkpoints, tmp_path: Path):
-    """Megatron's own reader of torch_dist checkpoints is the oracle."""
+    """The oracle is Megatron's reader of torch_dist checkpoints."""
     source = checkpoints("qwen3")
     hf_to_dist(source, tmp_path, World())
     (tensors,) = pool.run(1, plain_tensors, tmp_path / "release")

@@ -87,7 +87,7 @@ CASES = [pytest.param(*case, marks=() if case in CHOSEN else pytest.mark.slow) f
 class Checkpoint(NamedTuple):
     directory: Path
     oracle: Path
-    """Same weights, as a model that transformers supports."""
+    """Checkpoint with the same weights as a model that transformers supports."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""LoRA on the Megatron trainer: in every layout the gradients, log-probabilities and files of PEFT's own model on one process."""
+"""LoRA on the Megatron trainer: gradients, log-probabilities and files equal PEFT's in every layout."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -137,7 +137,7 @@ DISTRIBUTED = {"lora": RANDOM, "optimizer": ADAM, "optimizer_place": OptimizerFl
 def test_the_next_steps_are_the_same_under_another_layout(
     pool: RankPool, dense: Start, deep: Start, samples: list[TrainSample], tmp_path: Path, saved: str, loaded: str, beside: bool
 ) -> None:
-    """A starts with the same values in every layout; the checkpoint holds only the adapter and its optimizer state."""
+    """A starts with the same values in every layout; the checkpoint contains only the adapter and its optimizer state."""
     given = deep if "vpp2" in saved else dense
     run_course(pool, given.settings(saved, **DISTRIBUTED), samples, save=tmp_path, beside=beside)
     resumed = run_course(pool, given.settings(loaded, **DISTRIBUTED), samples, load=tmp_path)

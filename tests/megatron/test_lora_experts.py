@@ -1,4 +1,4 @@
-"""LoRA on MoE experts in the Megatron trainer: in every layout the gradients, log-probabilities and files of PEFT's own model."""
+"""LoRA on MoE experts in the Megatron trainer: gradients, log-probabilities and files equal PEFT's in every layout."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -129,7 +129,7 @@ DISTRIBUTED = {"lora": RANDOM, "optimizer": ADAM, "optimizer_place": OptimizerFl
 def test_the_next_steps_are_the_same_under_another_layout(
     pool: RankPool, mixture: Start, samples: list[TrainSample], tmp_path: Path, saved: str, loaded: str, beside: bool
 ) -> None:
-    """A begins the same in every layout; the gradient's norm counts every element once, or clipped steps would differ."""
+    """A starts with the same values in every layout; clipped steps agree only if the gradient norm counts every element once."""
     run_course(pool, mixture.settings(saved, **DISTRIBUTED), samples, save=tmp_path, beside=beside)
     resumed = run_course(pool, mixture.settings(loaded, **DISTRIBUTED), samples, load=tmp_path)
     straight = run_course(pool, mixture.settings("one", **DISTRIBUTED), samples, num_rollouts=2)
@@ -195,7 +195,7 @@ class GroupedLinear(nn.Module):
 
 
 class GroupedExperts(nn.Module):
-    """Experts around two such layers, as Megatron's `TEGroupedMLP`."""
+    """Experts with two such layers, like Megatron's `TEGroupedMLP`."""
 
     def __init__(self, local_experts: list[nn.Module]) -> None:
         super().__init__()

@@ -46,7 +46,7 @@ def test_lengths_divide_as_the_layout_needs(lengths, layout: Layout, pad_multipl
 @given(lengths=lengths, layout=layouts, pad_multiple=st.sampled_from([1, 8, 10]))
 @settings(max_examples=60)
 def test_ranks_together_have_every_sequence_in_zigzag_pieces_with_padding_after_it(lengths, layout: Layout, pad_multiple: int):
-    """The rows of all ranks, joined piece by piece, are the sequences followed by padding."""
+    """Joined piece by piece, the rows of all ranks are the sequences, each followed by padding."""
     tokens = pack_tokens(train_batches.samples(lengths), torch.device("cpu"))
     rows = rows_of(tokens, layout, pad_multiple)
     sequences = list(pairwise(tokens.cu_seqlens))

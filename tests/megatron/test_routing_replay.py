@@ -160,7 +160,7 @@ def run(pool: RankPool, settings: MegatronTrainerSettings, samples: list[TrainSa
     ],
 )
 def test_tokens_go_where_samples_say(pool: RankPool, checkpoint_of, family: str, layout: str, recomputed: str) -> None:
-    """Checks old log-probabilities, gradients (also the routers') and the share of changed choices; other tokens route freely."""
+    """Checks old log-probabilities, gradients (including the routers') and the share of changed choices; the model routes other tokens."""
     directory = checkpoint_of(family)
     settings = replay_settings(directory, layout, recomputed)
     samples = with_random_experts(train_batches.samples(LENGTHS), RoutingShape.read(directory))
@@ -250,7 +250,7 @@ def test_experts_of_another_model_are_refused(pool: RankPool, checkpoint_of) -> 
 
 
 def test_padding_and_a_repetition_are_sent_nowhere(checkpoint_of) -> None:
-    """A repetition would count as changed choices, though it is not trained on."""
+    """Otherwise a repetition would count as changed choices, although it is not trained on."""
     from fuligo.trainer.megatron_backend.packed import pack_row
     from fuligo.trainer.megatron_backend.routing_replay import UNKNOWN, row_choices
 

@@ -1,4 +1,4 @@
-"""A step of the Megatron trainer over trees of samples is its step over the samples laid end to end, under every layout."""
+"""A step of the Megatron trainer with shared prefixes equals its step without them, in every layout."""
 
 import functools
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""A stranger in the place of a rank: the rendezvous and gloo ask for nothing, but its objects run no code in the others."""
+"""An attacker in the place of a rank: rendezvous and gloo do not authenticate it, but its objects run no code on other ranks."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from tests.megatron.ranks import RankPool
 
 
 class Trap:
-    """Pickle that leaves a file where it is read."""
+    """Object that creates a file when it is unpickled."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -25,7 +25,7 @@ class Trap:
 
 
 def _beside_a_stranger(world: World, exchange: str, mark: Path) -> str | None:
-    """Exchange an object with rank 1, which has no key and sends one that leaves `mark` where it is read."""
+    """Exchange an object with rank 1, which has no key and sends one that creates `mark` when it is unpickled."""
     if world.rank == 1:
         sign_objects(None)
         if exchange == "broadcast":

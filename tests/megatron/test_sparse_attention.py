@@ -56,7 +56,7 @@ def test_the_highest_scores_of_the_tokens_before_are_chosen(cp: int, top_k: int)
 
 
 def test_a_part_of_the_tokens_makes_the_same_choice() -> None:
-    """Tensor-parallel ranks choose for their own tokens; parts begin and end within sequences."""
+    """Tensor-parallel ranks choose only for their part of the tokens; parts begin and end within sequences."""
     torch.manual_seed(0)
     queries, head_weights, keys = torch.randn(NUM_TOKENS, 8, 16), torch.randn(NUM_TOKENS, 8), torch.randn(NUM_TOKENS, 16)
     places = row_places(CU_SEQLENS, 1, 0)

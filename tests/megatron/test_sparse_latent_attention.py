@@ -120,7 +120,7 @@ def test_gradients_are_those_of_plain_torch(pool: RankPool, reference: Reference
 
 @pytest.mark.parametrize("layout", ["pp2 within", "tp2 sp", *(pytest.param(layout, marks=SLOW) for layout in ("one", "cp2", "ep2"))])
 def test_deepseeks_gradients_are_those_of_plain_torch(pool: RankPool, of_deepseek: Reference, layout: str) -> None:
-    """Every layer chooses tokens, so that a stage may begin anywhere; the rotary embedding is YaRN's, and experts are in groups."""
+    """Every layer chooses tokens, so a stage may start at any layer; the rotary embedding uses YaRN, and experts are in groups."""
     got, *_ = pool.run(LAYOUTS[layout].num_ranks, megatron_gradients, training_settings(of_deepseek, LAYOUTS[layout]), batch())
     assert_gradients_agree(got, of_deepseek.gradients)
 
@@ -181,7 +181,7 @@ def test_logprobs_are_those_of_transformers(pool: RankPool, reference: Reference
 
 
 def test_indexers_rotate_neighbours_where_config_json_says_so(pool: RankPool, reference: Reference, tmp_path: Path) -> None:
-    """SGLang does. transformers does not, but computes the same from weights with the two elements of every pair side by side."""
+    """SGLang does. transformers does not, but computes the same if the weights of each pair's two elements are adjacent."""
     directory = shutil.copytree(reference.without_prediction, tmp_path / "interleaved")
     config = read_config_json(directory) | {"indexer_rope_interleave": True}
     (directory / "config.json").write_text(json.dumps(config))
@@ -205,7 +205,7 @@ def test_interleaved_stages_begin_with_layers_that_choose(pool: RankPool, tmp_pa
 
 @pytest.mark.parametrize("family", MODELS)
 def test_the_choice_matters(family: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    """Otherwise the tests above could not tell it from attention to all tokens."""
+    """Otherwise the tests above could not distinguish it from attention to all tokens."""
     reference: Reference = request.getfixturevalue({"glm_moe_dsa": "reference", "deepseek_v32": "of_deepseek"}[family])
     dense = shutil.copytree(reference.without_prediction, tmp_path / "dense")
     (dense / "config.json").write_text(json.dumps(read_config_json(dense) | {"index_topk": 100}))

@@ -29,7 +29,7 @@ from tests.megatron.policies import settings_of
 from tests.megatron.ranks import RankPool
 
 LENGTHS = [(4, 9), (1, 3), (6, 9), (2, 1), (5, 14), (3, 9), (7, 6), (8, 2), (4, 30)]
-"""(prompt, response) lengths; the last is a micro-batch of its own."""
+"""(prompt, response) lengths; the last sample is packed alone."""
 CAPACITY = Capacity(max_tokens=34)
 
 LAYOUTS = {
@@ -132,7 +132,7 @@ def test_gradients_are_those_of_the_torch_trainer(pool: RankPool, checkpoint: Pa
 
 
 REPEATED = [(4, 26), (5, 25), (6, 24)]
-"""Lengths that fill three micro-batches; two data-parallel ranks or interleaved stages need a fourth."""
+"""Lengths that fill three micro-batches; with two data-parallel ranks or interleaved stages, a fourth one is needed."""
 
 
 @pytest.mark.parametrize("layout", ["dp2", pytest.param("pp2 vpp2", marks=pytest.mark.slow)])
@@ -167,7 +167,7 @@ def course(world: World, settings: TrainerSettings, samples: list[TrainSample], 
 
 
 ADAM = OptimizerSettings(LearningRateSchedule(peak=3e-3, warmup_steps=2), eps=1e-3, weight_decay=0.1, clip_grad=0.5)
-"""Optimizer with a large epsilon, so that steps are smooth in the gradients; usual steps are little more than their signs."""
+"""Optimizer with a large epsilon, so that steps depend smoothly on the gradients; usual steps are close to their signs."""
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
@@ -185,7 +185,7 @@ OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 def test_scores_and_steps_are_those_of_the_torch_trainer(
     pool: RankPool, checkpoint: Path, tmp_path: Path, layout: str, flags: dict
 ) -> None:
-    """With distributed optimizer, warm-up, weight decay, clipping, a teacher, and a reference that takes the policy's weights."""
+    """Covers the distributed optimizer, warm-up, weight decay, clipping, a teacher, and updates of the reference."""
     common = {
         "reference_weights": tiny.save_checkpoint(tmp_path / "reference", "qwen3", seed=5, layers=4),
         "teacher_weights": tiny.save_checkpoint(tmp_path / "teacher", "qwen3", seed=6, layers=4),
@@ -306,7 +306,7 @@ def test_where_and_when_the_optimizer_works_changes_no_step(
 
 @pytest.mark.parametrize("layout", ["dp2", "pp2 vpp2"])
 def test_skipped_samples_would_have_changed_nothing(pool: RankPool, checkpoint: Path, layout: str) -> None:
-    """Leave out three of the five samples of each step; there are then fewer than the rows that are needed."""
+    """Skip three of the five samples of each step, which leaves fewer samples than rows."""
     samples = [replace(s, advantages=s.advantages * (s.index % 5 < 2)) for s in train_batches.samples([*LENGTHS, (5, 5)])]
     settings = settings_of(checkpoint, LAYOUTS[layout], capacity=CAPACITY, optimizer=ADAM)
     settings = [replace(settings, skips_zero_advantages=skips) for skips in (False, True)]
@@ -366,7 +366,7 @@ def trained(world: World, settings: MegatronTrainerSettings, batch: TrainBatch) 
 def test_only_what_the_lists_leave_is_trained(
     pool: RankPool, checkpoint: Path, batch: TrainBatch, lists: TrainedParameters, left: set[str]
 ) -> None:
-    """The lists may use names of either kind; a pipeline stage without trainable weights still takes part."""
+    """The lists may use Hugging Face or Megatron names; a pipeline stage without trained weights still joins the step."""
     changed, _ = pool.run(2, trained, settings_of(checkpoint, LAYOUTS["pp2"], trained=lists), batch)
     assert changed and all(any(part in name for part in left) for name in changed)
     assert all(any(part in name for name in changed) for part in left)

@@ -37,7 +37,7 @@ LIMITS: dict[str, Any] = {"capacity": CAPACITY, "score_capacity": CAPACITY}
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a policy whose head is its embedding, unlike a value model's."""
+    """Save a policy with tied embedding and output layer, unlike a value model."""
     return tiny.save_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3", layers=4, tie_word_embeddings=True)
 
 
@@ -302,7 +302,7 @@ def test_a_checkpoint_without_a_value_model_is_refused_unless_one_is_to_begin_th
 
 
 def test_a_model_of_the_users_own_is_its_value_model_too(pool: RankPool, checkpoint: Path, critic: CriticSettings) -> None:
-    """Including a policy whose head is its embedding."""
+    """Covers a policy with tied embedding and output layer."""
     provider = "tests.megatron.providers.with_wide_norm"
     got, *_ = pool.run(2, first_values, settings_of(checkpoint, LAYOUTS["pp2"], **LIMITS, critic=critic, model_provider=provider))
     worker: Any = TorchRankWorker(torch_settings(checkpoint, critic=critic), World())

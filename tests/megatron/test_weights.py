@@ -158,7 +158,7 @@ def test_experts_as_transformers_keeps_them_are_read_too(pool: RankPool, checkpo
 
 
 def test_weights_of_another_architecture_are_refused(pool: RankPool, checkpoints):
-    """The sizes are the same, but there are norms that the model lacks."""
+    """The sizes are the same, but the checkpoint has norms that the model lacks."""
     settings = settings_of(checkpoints("qwen3"), Layout(), flags={"qk_layernorm": False})
     with pytest.raises(
         AssertionError, match=r"CheckpointError: .* only one of them has decoder\.layers\.0\.self_attention\.q_layernorm\.weight"

@@ -67,7 +67,7 @@ def test_windows_and_their_rotary_base_follow_the_branches_of_a_tree(pool: RankP
 
 
 def test_the_published_270m_is_stated_as_flags() -> None:
-    """Window and attention to all are told apart, and positions of neither are scaled."""
+    """Layers with and without a window are distinguished, and neither scales positions."""
     config = tiny.model_config("gemma3_text", layers=18, head_dim=256, sliding_window=512).to_dict()
     flags = stated_flags(config)
     assert flags["window_size"] == [511, 0]
@@ -102,7 +102,7 @@ def test_what_the_layers_do_not_compute_is_refused(checkpoint: Path, changes: di
 
 
 def count_rotaries(world: World, settings: MegatronTrainerSettings) -> tuple[int, int]:
-    """Return the layers with a rotary embedding of their own, and the different embeddings among them."""
+    """Return the number of layers with a separate rotary embedding, and of different embeddings among them."""
     from fuligo.trainer.megatron_backend.rotated_attention import WindowRotaryAttention
     from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
 
@@ -112,7 +112,7 @@ def count_rotaries(world: World, settings: MegatronTrainerSettings) -> tuple[int
 
 
 def test_layers_with_windows_share_their_angles(pool: RankPool, tmp_path: Path) -> None:
-    """Megatron keeps the angles of 32 calls in all: with an embedding in each of more layers it would compute all of them anew."""
+    """Megatron caches the angles of 32 calls in total; with one embedding per layer, more layers would recompute them all."""
     kinds = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
     checkpoint = tiny.save_checkpoint(tmp_path, "gemma3_text", layers=4, layer_types=kinds, sliding_window=5)
     assert pool.run(1, count_rotaries, settings_of(checkpoint, Layout())) == [(3, 1)]

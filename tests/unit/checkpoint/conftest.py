@@ -37,7 +37,7 @@ def state() -> Callable[[int], RunState]:
 
 @pytest.fixture
 def weights() -> Callable[[bytes], Write]:
-    """Return a writer of a trainer's part: one file in a directory of its own."""
+    """Return a function that writes the trainer's part: one file in a subdirectory."""
 
     def writer(content: bytes = b"weights") -> Write:
         async def write(directory: Path) -> None:

@@ -1,4 +1,4 @@
-"""Crash safety: however a run is killed, the newest checkpoint that the tracker named is complete and can be resumed."""
+"""Crash safety: whenever a run is killed, the newest checkpoint in the tracker is complete and can be resumed."""
 
 import os
 import random
@@ -87,7 +87,7 @@ for number in itertools.count(1):
 
 
 def assert_whole(directory: Path, script_step: str) -> int:
-    """Return the newest checkpoint as a resume finds it, before and after the cleanup."""
+    """Return the newest checkpoint that a resume finds, checked before and after the cleanup."""
     found = resolve(directory)
     latest = CheckpointStore(directory).latest()
     assert found is not None and latest is not None, script_step

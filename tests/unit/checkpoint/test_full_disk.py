@@ -67,7 +67,7 @@ def small_files() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("num_files", [1, 2])
 def test_distributed_ones(num_files: int, small_files, tmp_path: Path) -> None:
-    """One file fails while the others, including the metadata, could be written; torch does not report errors of its threads."""
+    """One file fails although the others, including the metadata, can be written; torch does not report errors of its threads."""
     weights = [Shard("small", (10,), (0,), torch.ones(10)), Shard("large", (100, 100), (0, 0), torch.ones(100, 100))]
     with pytest.raises(CheckpointError, match=f"{tmp_path}: rank 0 failed: .*File too large"):
         write_shards(tmp_path, weights[-num_files:], None)

@@ -1,4 +1,4 @@
-"""Checkpoints appear completely or not at all; a failure leaves earlier ones untouched."""
+"""Saves are atomic; a failure leaves earlier checkpoints untouched."""
 
 import asyncio
 import os
@@ -165,7 +165,7 @@ SAVES_UNTIL_STDIN_ENDS = (
 
 
 def test_saving_to_a_directory_of_a_running_job_is_refused(tmp_path: Path) -> None:
-    """Also through a link, and only until that job ends, even by kill -9."""
+    """Also through a link, and only until that job ends, even if it is killed."""
     (tmp_path / "saves").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "saves")
     command = [sys.executable, "-c", SAVES_UNTIL_STDIN_ENDS, str(tmp_path / "saves")]

@@ -5,7 +5,7 @@ import pytest
 from tests import tiny
 
 SHAPE = {"tie_word_embeddings": True, "initializer_range": 0.05}
-"""Weights of about the size of real ones, since float32 noise grows with them."""
+"""Scale of the weights, about that of real ones, because float32 noise grows with it."""
 
 
 @pytest.fixture(scope="session")

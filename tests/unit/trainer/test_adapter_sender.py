@@ -32,7 +32,7 @@ class Policy:
 
 
 def sends_base(sender: AdapterSender, directory: Path, *engines: EngineAddress) -> bool:
-    """Sync; return whether the base weights were sent, too."""
+    """Sync; return whether the base weights were sent as well."""
     directory.mkdir()
     manifest = sender.send(WeightTarget("disk", version=1, bucket_bytes=2**20, engines=engines, directory=str(directory)))
     assert isinstance(manifest, WeightManifest) and manifest.adapter is not None

@@ -20,7 +20,7 @@ def sample(index: int, prompt: list[int], response: list[int]) -> TrainSample:
 
 
 def test_the_token_before_predicts_each_response_token_also_across_borders():
-    """Trap 1; and trap 3: the last target is the end token itself."""
+    """The last target is the end token."""
     packed = pack_tokens([sample(0, [10, 11, 12], [13, 14]), sample(1, [20], [21, 22, 2])], CPU)
     assert packed.input_ids.tolist() == [10, 11, 12, 13, 20, 21, 22]
     assert packed.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2]

@@ -1,4 +1,4 @@
-"""Batches and samples that --before-train-step-path and --rollout-data-postprocess-path may and may not leave."""
+"""Batches and samples that --before-train-step-path and --rollout-data-postprocess-path may leave, and those that are refused."""
 
 from collections.abc import Callable
 

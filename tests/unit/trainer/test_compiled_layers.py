@@ -1,4 +1,4 @@
-"""Compiled layers: one graph for rows of any length, with the results of the layers themselves.
+"""Compiled layers: one graph for rows of all lengths, with the same results as without compilation.
 
 Dense attention takes the place of the GPU's attention kernel, and eager execution of the graphs that of the compiler's backend.
 """
@@ -43,7 +43,7 @@ def dense_attention(
     window_size: tuple[int, int],
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute what the varlen kernel does: causal attention within sequences, aligned at their ends."""
+    """Compute causal attention within sequences, aligned at their ends, like the varlen kernel."""
     mask = _mask(query, key, cu_seq_q, cu_seq_k, window_size[0] + 1 or None)
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)[0].transpose(0, 1)

@@ -62,7 +62,7 @@ def gradient(
 
 
 NOISE = 2e-6
-"""Float32 sums in another order, relative to the largest gradient: 0.5e-6 to 1.2e-6, depending on the CPU's kernels."""
+"""Tolerance relative to the largest gradient; float32 sums in another order differ by 0.5e-6 to 1.2e-6, depending on the CPU's kernels."""
 
 
 def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
@@ -120,7 +120,7 @@ def test_metrics_do_not_depend_on_packing_either(worker, batch):
 
 
 def test_masked_tokens_do_not_affect_the_loss(worker, batch):
-    """Trap 6: loss, KL and entropy ignore tokens outside the response mask."""
+    """Loss, KL and entropy ignore tokens outside the loss mask."""
     spoilt = [
         replace(s, advantages=np.where(s.loss_mask, s.advantages, 1e6), engine_logprobs=np.where(s.loss_mask, s.engine_logprobs, -50.0))
         for s in batch.samples

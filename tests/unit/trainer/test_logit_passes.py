@@ -52,7 +52,7 @@ def test_a_rank_without_tokens_has_no_gradient() -> None:
 
 
 def test_the_target_of_a_certain_token_is_rounded_once() -> None:
-    """p is so near to 1 that bfloat16 cannot tell them apart; the gradient 1 - p must not be lost."""
+    """p is so close to 1 that bfloat16 cannot distinguish them; the gradient 1 - p must not be lost."""
     logits = torch.tensor([[0.0, 6.0]])
     log_total = logits.logsumexp(-1)
     left = -torch.expm1(6.0 - log_total.double())

@@ -48,7 +48,7 @@ def test_values_and_gradients_equal_the_definition(chunk_tokens, temperature, te
 
 
 def test_half_precision_hidden_states_give_float32_logprobs():
-    """Trap 4: rounding logits to bfloat16 would move log-probabilities by up to 2^-8 of the logits."""
+    """Rounding logits to bfloat16 would change log-probabilities by up to 2^-8 of the logits."""
     hidden, head, targets = inputs(bias=False, dtype=torch.bfloat16)
     logprobs, entropy = token_logprobs(hidden, head, targets, temperature=1.0, chunk_tokens=8)
     exact = by_definition(hidden.double(), OutputHead(head.weight.double(), None), targets, 1.0)
@@ -80,7 +80,7 @@ def test_logits_never_exist_for_more_tokens_than_a_chunk(chunk_tokens):
 
 
 def test_results_share_no_memory():
-    """FSDP warns of views, because a change in place would drop its hooks."""
+    """FSDP warns about views, because an in-place change would drop its hooks."""
     hidden, head, targets = inputs(dtype=torch.float32)
     got = token_logprobs(hidden, head, targets, temperature=1.0, chunk_tokens=5)
     assert [tensor._base for tensor in got] == [None, None]

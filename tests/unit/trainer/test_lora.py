@@ -1,4 +1,4 @@
-"""LoRA on the torch trainer: equal to PEFT's own model, exact in resumes, saved for PEFT, synced as trained."""
+"""LoRA on the torch trainer: equal to PEFT, resumed exactly, saved for PEFT, and synced as trained."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -46,7 +46,7 @@ def train(worker: TorchRankWorker, seed: int = 0) -> dict[str, float]:
 
 
 def logprobs_of(model: torch.nn.Module, sample: TrainSample) -> torch.Tensor:
-    """Return [R] log-probabilities by a model's own forward pass."""
+    """Return [R] log-probabilities computed by the model's forward pass."""
     ids = torch.from_numpy(sample.tokens).long()
     logits = model(input_ids=ids[None]).logits[0, sample.prompt_length - 1 : -1]
     return logits.log_softmax(-1).gather(1, ids[sample.prompt_length :, None])[:, 0]
@@ -191,7 +191,7 @@ def test_an_unknown_layer_is_named_with_the_closest(settings) -> None:
 
 
 def test_a_rank_that_no_matrix_has_is_refused(settings) -> None:
-    """The output layer (400 rows here) is not adapted, so that it allows no higher rank."""
+    """The output layer (400 rows here) is not adapted, so it does not raise the limit of the rank."""
     for rank in (10**9, 300):
         with pytest.raises(ConfigError, match=f"rank {rank} exceeds the 128 inputs or outputs of the widest layer"):
             worker_of(replace(settings, lora=LoraSettings(AdapterConfig(rank, 8.0))))

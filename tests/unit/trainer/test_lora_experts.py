@@ -36,7 +36,7 @@ FAMILIES = ["qwen3_moe", "glm4_moe", "deepseek_v3"]
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return an MoE model; two of the families have dense layers and shared experts, too."""
+    """Return an MoE model; two of the families also have dense layers and shared experts."""
     return tiny.save_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
 
 
@@ -77,7 +77,7 @@ def test_log_probabilities_and_gradients_are_those_of_peft(base: Path, adapter: 
 
 
 def test_peft_loads_and_merges_what_is_saved(base: Path, adapter: Path, tmp_path: Path) -> None:
-    """The trainer's merged weights, and the conversion's, whose files have the experts one by one."""
+    """Checks the merged weights of the trainer and of the conversion, whose files store experts one by one."""
     worker = TorchRankWorker(settings_of(base, adapter), World())
     samples = shares.scored(worker, train_batches.samples(LENGTHS))
     base_of = AutoModelForCausalLM.from_pretrained(base)

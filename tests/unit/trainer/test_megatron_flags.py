@@ -14,7 +14,7 @@ SOURCES = "\n".join(
     path.read_text() for path in (*PACKAGE.rglob("*.py"), *PACKAGE.parents[1].glob("models/*/megatron.py")) if path.name != "flags.py"
 )
 ELSEWHERE = {"grad_reduce_in_bf16": "job/trainer_settings.py"}
-"""Read where settings are built."""
+"""Arguments that are read when the settings are built."""
 
 
 def test_accepted_arguments_are_read_somewhere() -> None:

@@ -92,7 +92,7 @@ def test_the_loss_is_the_weighted_sum_of_its_terms():
 
 @pytest.mark.parametrize("from_engine", [False, True])
 def test_the_reverse_kl_to_a_teacher_is_measured_and_no_part_of_the_loss(from_engine):
-    """The advantages contain it already."""
+    """The advantages already include it."""
     inputs = Step(0).inputs(range(12))
     teacher = torch.randn_like(inputs.loss_mask).masked_fill(inputs.loss_mask == 0, float("nan"))
     loss_settings = LossSettings(old_from_engine=from_engine)
@@ -179,7 +179,7 @@ def test_the_importance_weight_multiplies_only_the_policy_gradient_and_has_no_gr
 
 @pytest.mark.parametrize("from_engine", [False, True])
 def test_opsm_masks_bad_samples_far_from_the_old_policy(from_engine):
-    """Token by token, sample by sample, as defined; entropy and KL still count for all samples."""
+    """Compared with the definition, sample by sample; entropy and KL still count for all samples."""
     step, delta = Step(6), 0.01
     inputs = step.inputs(range(12))
     loss_settings = LossSettings(entropy_coef=0.1, kl_loss=KlLoss(0.1, "k3"), clip=Clip(9, 9), old_from_engine=from_engine)
@@ -267,7 +267,7 @@ def test_a_metric_named_max_is_a_maximum_over_micro_batches_and_steps():
 
 
 def own_mean(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
-    """Reduce as without the hook."""
+    """Reduce like the default without a hook."""
 
     def reduce(values):
         parts = zip(values.split(response_lengths), loss_masks, strict=True)

@@ -1,4 +1,4 @@
-"""Weights that no training can start from."""
+"""Weights that training cannot start from."""
 
 import shutil
 from pathlib import Path

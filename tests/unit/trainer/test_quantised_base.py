@@ -39,7 +39,7 @@ pytestmark = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="the e
 LENGTHS = [(4, 9), (1, 3), (6, 9), (2, 4)]
 PRECISIONS: list[BasePrecision] = ["nf4", "8bit"]
 LARGEST_ERROR = {"nf4": 0.17, "8bit": 0.04}
-"""Error of an element, as a share of the largest of its block: half of the widest gap between the values of a code."""
+"""Largest error of an element relative to the maximum of its block: half of the widest gap between two values of the code."""
 
 
 @pytest.fixture(scope="module", params=["qwen2", "qwen3_moe", "deepseek_v3"])
@@ -139,7 +139,7 @@ def test_a_layer_holds_few_bytes_and_is_near_its_matrix(precision: BasePrecision
 
 @pytest.fixture
 def eager() -> Iterator[None]:
-    """Keep bitsandbytes from compiling its operation for rows that are not whole blocks, which takes 5 s of CPU time for each shape."""
+    """Prevent bitsandbytes from compiling its operation for rows that are not whole blocks, which takes 5 s of CPU time per shape."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -147,7 +147,7 @@ def eager() -> Iterator[None]:
 @pytest.mark.parametrize(("precision", "dtype"), [("nf4", "fp32"), ("nf4", "bf16"), ("8bit", "bf16")])
 @torch.no_grad()
 def test_the_engine_samples_from_the_base_that_is_trained(base: Path, adapter: Path, precision: BasePrecision, dtype: Any) -> None:
-    """Engines receive the very numbers that the trainer multiplies by, also if they are rounded for the engines."""
+    """Engines receive exactly the weights that the trainer computes with, also if these are rounded for the engines."""
     worker = TorchRankWorker(settings_of(base, adapter, precision, sync_dtype=dtype), World())
     sent = dict(worker._adapter_sender._policy.base())  # pyright: ignore[reportOptionalMemberAccess]
     layers = quantised_weights(worker.policy.model)

@@ -57,7 +57,7 @@ def test_experts_are_needed_of_every_token_that_a_trained_one_sees(loss_mask, nu
 
 
 def test_rewards_by_turn_belong_to_the_sample_that_holds_the_turn():
-    """The last sample of an episode has the turns of all; an agent that was rewarded as a whole has no rewards by turn."""
+    """The last sample of an episode lists the turns of all; an episode with a single reward has no turn rewards."""
     turns = [turn(0, 0, 2, 0.25), turn(1, 0, 1, 0.5), turn(1, 3, 2, 1.0)]
     parts = [sample(0, length=2), replace(sample(0, length=5), episode=Episode([], [], turns))]
     agent = replace(sample(1), episode=Episode([], [], [turn(0, 0, 2, None)]))

@@ -1,4 +1,4 @@
-"""Trainer that several runs share: their commands interleave, and each computes as alone."""
+"""Trainer that several runs share: their commands interleave, and each run gets the same results as alone."""
 
 import pickle
 import socket
@@ -139,7 +139,7 @@ def test_other_base_weights_and_full_training_are_refused(
 
 
 def test_a_run_keeps_its_turn_from_training_to_its_sync() -> None:
-    """Though another run has been waiting; after the sync, the first that waits is next."""
+    """It does so although another run is waiting; after the sync, the first in the queue is next."""
     thread = TurnThread()
     first, second = RunShare(thread), RunShare(thread)
     order: list[str] = []
@@ -186,7 +186,7 @@ def test_work_that_waits_for_a_turn_is_done_before_the_thread_ends() -> None:
 
 
 def test_a_run_that_is_stopped_does_not_stop_the_others(trainer: SharedTrainer) -> None:
-    """It reads no answers; theirs are larger than the buffer of its connection."""
+    """The stopped run reads no answers, and these are larger than the buffer of its connection."""
     stopped, other = trainer.executor(), trainer.executor()
     ours, theirs = (Connection(end.detach()) for end in socket.socketpair())
     threading.Thread(target=answer_commands, args=(theirs, stopped), daemon=True).start()

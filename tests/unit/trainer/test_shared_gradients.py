@@ -1,4 +1,4 @@
-"""A step over trees of samples is the step over the samples themselves: log-probabilities, losses, metrics and gradients in float32."""
+"""A step with shared prefixes equals the step without them: log-probabilities, losses, metrics and gradients in float32."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The trie of samples and its row: every sample's tokens in order, each shared prefix once, only a token's own prefix visible."""
+"""The trie of samples and its row: every sample's tokens in order, each shared prefix once, and a token sees only its prefix."""
 
 from itertools import pairwise
 
@@ -65,7 +65,7 @@ def test_shared_tokens_have_the_same_experts_and_the_same_followers(sequences, l
     found = find_shared_prefixes(tokens, routing=routing, look_ahead=look_ahead, min_saved=1)
 
     def followed(i: int, t: int) -> tuple[list[int], object]:
-        """Return a token with those that follow it, and its expert."""
+        """Return a token, the tokens that follow it, and its expert."""
         experts = routing[i]
         known = experts is not None and t < len(experts)
         return sequences[i][: t + 1 + look_ahead], int(experts[t, 0, 0]) if experts is not None and known else None

@@ -49,7 +49,7 @@ EVERY_TRAINER = pytest.mark.parametrize("settings", TRAINERS.values(), ids=TRAIN
 
 
 def samples() -> list[TrainSample]:
-    """Return samples, every third with known experts."""
+    """Return samples; every third one has recorded experts."""
     drawn = train_batches.samples(LENGTHS)
     return [
         replace(sample, routed_experts=np.zeros((len(sample.tokens) - 1, 2, 4), np.uint8)) if sample.index % 3 == 0 else sample

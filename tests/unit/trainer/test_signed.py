@@ -1,4 +1,4 @@
-"""A signed connection passes on what its peer sent, once and in order, and nothing else."""
+"""A signed connection delivers the peer's messages once and in order, and nothing else."""
 
 import socket
 import struct

@@ -1,4 +1,4 @@
-"""Objects in collectives: those of ranks arrive, those of a stranger in the process group are not even unpickled."""
+"""Objects in collectives: those of ranks arrive, those of an attacker in the process group are not even unpickled."""
 
 import os
 import pickle
@@ -29,7 +29,7 @@ KEY = b"0123456789abcdef" * 2
 
 
 class Trap:
-    """Pickle that leaves a file where it is read."""
+    """Object that creates a file when it is unpickled."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -45,7 +45,7 @@ def plain_afterwards() -> Iterator[None]:
 
 
 def received(content: bytes) -> Any:
-    """Return the object that a rank reads from what came out of a collective."""
+    """Return the object that a rank unpickles from bytes received in a collective."""
     return c10d._tensor_to_object(torch.tensor(list(content), dtype=torch.uint8), len(content), None)  # pyright: ignore[reportArgumentType]
 
 
@@ -134,7 +134,7 @@ print(stream.recv(100))
                 first.result()
 
     def test_a_rank_takes_no_key_from_another_user(self, store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A stranger may announce a listener of its own in the store, which takes an address from everybody."""
+        """Another user may announce a listener in the store, which accepts an address from anyone."""
         with socket.socket(socket.AF_UNIX) as impostor:
             impostor.bind("\0fuligo-test-impostor-" + secrets.token_hex(8))
             impostor.listen()

@@ -1,4 +1,4 @@
-"""Standby ranks: real processes, which are taken before they have imported anything."""
+"""Standby ranks as real processes, which are used before they have finished importing."""
 
 import asyncio
 import os

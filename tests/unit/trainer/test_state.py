@@ -1,4 +1,4 @@
-"""Saving and restoring: exact, whole or refused."""
+"""Saving and restoring: a checkpoint is restored exactly and completely, or refused."""
 
 import json
 import shutil

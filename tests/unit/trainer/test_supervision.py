@@ -14,7 +14,7 @@ from fuligo.trainer.ranks.supervision import finish, heartbeat
 
 
 class ScriptedRank(RankHandle):
-    """Rank of which every command has the same outcome."""
+    """Rank on which every command has the same outcome."""
 
     def __init__(self, rank: int, outcome: Coroutine[Any, Any, Answer[Any]] | None = None) -> None:
         super().__init__(rank, f"10.0.0.{rank}")
@@ -78,7 +78,7 @@ async def test_ranks_that_are_slower_than_others_are_not_polled(monkeypatch: pyt
 
 
 async def test_a_lost_rank_is_the_cause_of_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0's collective breaks, and rank 2's too, only because rank 1 is gone, which shows a moment later."""
+    """The collectives of ranks 0 and 2 fail only because rank 1 is gone, which is noticed a moment later."""
     monkeypatch.setattr(supervision, "GRACE_S", HANGS_S)
     lost = RankLostError("ended with exit code -9 (killed, often because memory ran out)")
     said = await failure(says(Answer(error=RuntimeError("connection closed by peer"))), says(lost, 0.1), says(ECHO))

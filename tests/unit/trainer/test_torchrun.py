@@ -1,4 +1,4 @@
-"""Ranks of torchrun find rank 0 and each other; processes of others get neither a rank nor an answer."""
+"""Ranks of torchrun connect to rank 0; other users' processes get neither a rank nor an answer."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ KEY = "0123456789abcdef" * 4
 
 
 class Trap:
-    """Pickle that leaves a file where it is read."""
+    """Object that creates a file when it is unpickled."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -95,7 +95,7 @@ async def test_a_process_without_the_key_gets_no_rank(
 
 @pytest.mark.parametrize("key", [b"another key", KEY.encode()], ids=["with another key", "that replays"])
 def test_a_rank_takes_no_command_from_a_stranger(store: TCPStore, tmp_path: Path, key: bytes) -> None:
-    """The store accepts an address from anybody: another user may announce a listener of their own."""
+    """The store accepts an address from anyone, so another user may announce a listener."""
     with socket.create_server(("127.0.0.1", 0)) as impostor:
         store.set(torchrun._ADDRESS, str(impostor.getsockname()[1]))
         failed: list[Exception] = []

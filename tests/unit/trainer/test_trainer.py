@@ -289,7 +289,7 @@ async def test_a_checkpoint_without_all_weights_is_refused(settings, checkpoint,
 
 
 async def test_balancing_never_moves_a_sample_between_optimizer_steps(settings):
-    """Trap 11: two steps of one rollout equal, bit for bit, the two steps one after the other."""
+    """Two steps of one rollout are bitwise equal to two rollouts of one step each."""
     settings = replace(settings, balance_data=True, capacity=Capacity(max_tokens=30))
     samples = train_batches.samples(LENGTHS)
     together, apart = await loaded(settings), await loaded(settings)

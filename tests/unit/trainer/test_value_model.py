@@ -90,7 +90,7 @@ def test_the_first_values_are_zero(settings):
 
 @pytest.mark.parametrize("capacity", [Capacity(max_samples=1), Capacity(max_tokens=30), Capacity()])
 def test_values_are_the_heads_product_with_the_models_own_hidden_states(settings, values_checkpoint, capacity):
-    """transformers' own forward pass of each sample by itself; the value of a token is that of the state before it."""
+    """The oracle is transformers' forward pass of each sample; the value of a token is that of the state before it."""
     worker, samples = worker_of(replace(begun_with(settings, values_checkpoint), score_capacity=capacity)), train_batches.samples(LENGTHS)
     model = AutoModelForCausalLM.from_pretrained(values_checkpoint, ignore_mismatched_sizes=True)
     (head,) = load_file(values_checkpoint / "model.safetensors")["lm_head.weight"]

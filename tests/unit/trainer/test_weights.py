@@ -1,4 +1,4 @@
-"""Weights that the torch trainer sends to engines: parameters in the engines' data type, the correction of routers' scores in full."""
+"""Weights that the torch trainer sends to engines: parameters in the engines' data type, the routers' correction bias in float32."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Engine in its own process that receives weights as SGLang does, and dies, hangs or refuses at the call that a test names."""
+"""Engine process that receives weights like SGLang, and dies, hangs or refuses at a call that the test chooses."""
 
 from __future__ import annotations
 
@@ -85,14 +85,14 @@ class Held:
     version: int
     paused: bool
     served_unpaused: list[int]
-    """Versions that it went on with after a pause."""
+    """Versions with which it resumed after a pause."""
     weights: dict[str, list[float]]
     num_taken: int
-    """Tensors that came in all."""
+    """Total number of tensors received."""
     released: list[str]
-    """Memory that it gave back."""
+    """Memory that it has released."""
     joining: str = ""
-    """The process group that it is joining: it has reached the sender, others are missing."""
+    """Process group that it is joining: it has connected to the sender, but others are missing."""
 
     @classmethod
     async def of(cls, url: str) -> Held:
@@ -121,7 +121,7 @@ class _Engine:
         self.fault = fault
         self.num_calls = 0
         self.scheduler = ThreadPoolExecutor(1)
-        """Carries out one call after another: none while it waits in a process group."""
+        """Thread that executes calls one after another, and none while it waits in a process group."""
         self.hangs = False
         self.held = Held(0, False, [], {}, 0, [])
         self.groups: dict[str, dist.ProcessGroup] = {}

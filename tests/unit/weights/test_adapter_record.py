@@ -1,4 +1,4 @@
-"""Digests of adapters by policy version, over a resume."""
+"""Record of adapter digests by policy version, also after a resume."""
 
 from pathlib import Path
 

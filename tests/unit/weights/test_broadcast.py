@@ -1,4 +1,4 @@
-"""A broadcast that an engine fails ends at once and names it, whatever our side of the process group waits for."""
+"""A broadcast that fails on an engine ends at once and names the engine, even if the sender still waits in the process group."""
 
 import asyncio
 import threading
@@ -70,7 +70,7 @@ def test_an_engine_that_does_not_join_is_named(engine: RefusingEngine) -> None:
 
 
 def joined_group(engine: RefusingEngine) -> BroadcastGroup:
-    """Return a group as it is once all have joined."""
+    """Return a group that all members have joined."""
     group = object.__new__(BroadcastGroup)
     group.engines, group.name = (EngineAddress(engine.url),), "g"
     group._clients, group._device = [EngineClient(engine.url, retries=0)], torch.device("cpu")
@@ -80,7 +80,7 @@ def joined_group(engine: RefusingEngine) -> BroadcastGroup:
 
 @pytest.mark.timeout(60)
 def test_an_engine_that_does_not_receive_is_named(engine: RefusingEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our side stays in the collective meanwhile."""
+    """Meanwhile the sender stays in the collective."""
     group = joined_group(engine)
     monkeypatch.setattr(dist, "broadcast", lambda *_, **__: threading.Event().wait())
     with pytest.raises(EngineError, match=r"did not load a bucket of 16 bytes: .*no /update_weights_from_distributed here"):
@@ -123,7 +123,7 @@ async def scheduler_answers(server: DyingServer) -> bool:
 async def test_an_engine_that_waits_for_others_to_join_gets_an_error_when_the_sender_fails(
     receiver: DyingServer, engine: RefusingEngine
 ) -> None:
-    """The engine accepts other calls while the failed one is still examined and holds the group."""
+    """The engine accepts other calls while the failed call still holds the group."""
     engine.may_answer.clear()
     engines = [EngineAddress(receiver.url), EngineAddress(engine.url)]
     joining = asyncio.create_task(asyncio.to_thread(BroadcastGroup, engines, "gloo", "127.0.0.1"))

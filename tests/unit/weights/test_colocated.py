@@ -1,4 +1,4 @@
-"""Colocated weight sync: each rank shares its own memory, and an engine receives one payload per rank, in order."""
+"""Colocated weight sync: each rank shares memory of its GPU, and an engine receives one payload per rank, in order."""
 
 import asyncio
 import multiprocessing
@@ -21,7 +21,7 @@ from fuligo.weights.senders import WeightSender
 pytestmark = pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="needs a POSIX shared memory file system")
 
 Engines = list[tuple[str, tuple[int, ...]]]
-"""Address of each engine, and the ranks whose GPUs it has."""
+"""Address of each engine, and the trainer ranks whose GPUs it shares."""
 
 
 def run_rank(rank: int, size: int, port: int, engines: Engines, reply: Connection) -> None:

@@ -1,4 +1,4 @@
-"""Calls to trainer and engines that prove that both have the same weights."""
+"""Checks that trainer and engines have the same weights."""
 
 from types import SimpleNamespace
 from typing import Any

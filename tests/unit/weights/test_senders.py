@@ -87,7 +87,7 @@ def test_after_a_send_that_an_engine_did_not_take_its_weights_are_freed_at_once(
 
 
 def test_an_engine_that_nothing_leads_to_took_nothing(target: WeightTarget):
-    """Let the send fail as if the machine were lost together with its network."""
+    """The send fails as if the machine and its network were lost."""
     target = replace(target, transport="gloo", engines=(EngineAddress("http://255.255.255.255:30000"),))
     undelivered = WeightSender().send(iter(WEIGHTS.items()), target)
     assert isinstance(undelivered, Undelivered)

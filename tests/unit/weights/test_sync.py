@@ -42,14 +42,14 @@ CALL = {
 
 
 class OneRank(RankedTrainer):
-    """Trainer of three tensors that sends them as all trainers do."""
+    """Trainer with three tensors that sends them like any trainer."""
 
     def __init__(self) -> None:
         super().__init__(None, None)  # pyright: ignore[reportArgumentType]
         self.weights = {name: torch.zeros(4) for name in "abc"}
         self.sender = WeightSender()
         self.num_gathered = 0
-        """Sends that took every tensor: where there are further ranks, they wait for nobody."""
+        """Number of sends that consumed every tensor, so that other ranks would not wait in a collective."""
         self.manifests: list[WeightManifest] = []
 
     def set(self, **weights: float) -> None:
@@ -210,7 +210,7 @@ async def test_an_engine_that_dies_comes_back_and_all_have_the_weights(open_worl
 
 
 async def test_death_while_engines_join(open_world: Open) -> None:
-    """Peers that wait for it, and ranks that gather, stop waiting."""
+    """Peers that wait for the engine, and ranks that gather weights, stop waiting."""
     async with open_world("gloo", {1: Fault("/init_weights_update_group", "dies")}) as world:
         world.trainer.set(a=1.0)
         assert await world.weight_sync.sync() == 1
@@ -237,7 +237,7 @@ async def test_an_engine_that_hangs_in_the_broken_group_is_restarted_too(open_wo
 async def test_an_engine_whose_scheduler_hangs_is_restarted(
     open_world: Open, monkeypatch: pytest.MonkeyPatch, transport: Transport, path: str
 ) -> None:
-    """Its HTTP server lives; only the deadline of the call reveals the hang, whoever makes the call."""
+    """Its HTTP server still answers; only the timeout of a call reveals the hang."""
     soon_s = 2.0
     monkeypatch.setattr(senders, "EngineClient", partial(EngineClient, deadlines=ControlDeadlines(bucket=Deadline(soon_s))))
     monkeypatch.setattr(broadcast, "TIMEOUT", timedelta(seconds=soon_s))
@@ -307,7 +307,7 @@ async def test_a_refusal_is_no_death(open_world: Open, transport: Transport) -> 
 
 
 async def test_a_refusal_before_the_sender_has_sent_is_no_death(open_world: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sender's part fails after the engine's, as on a busy machine; engines that wait for it hear that the group is gone."""
+    """The sender's part fails after the engine's, as on a busy machine; engines that wait for it get an error when the group is closed."""
     closing = threading.Event()
     send, close = dist.broadcast, BroadcastGroup.close
 

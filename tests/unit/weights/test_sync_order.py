@@ -1,4 +1,4 @@
-"""Order of a weight sync: no request samples from half-new, unsent or outdated weights."""
+"""Order of a weight sync: no request samples from partly updated, unsent or outdated weights."""
 
 import asyncio
 from pathlib import Path

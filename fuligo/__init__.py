@@ -12,7 +12,7 @@ __all__ = ["configure", "train", "train_async", "train_many"]
 
 
 def __dir__() -> list[str]:
-    """List also the functions that are imported on first use, so that notebooks complete them."""
+    """List the names of the package, including the functions that are imported on first use, so that notebooks complete them."""
     return sorted({*globals(), *__all__})
 
 

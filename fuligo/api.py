@@ -29,7 +29,7 @@ def configure(file: str | Path | None = None, /, **flags: Any) -> Config:
     Args:
         file: config file, as for `--config`.
         flags: values by the names of flags, with underscores: `rollout_batch_size=32`, `sglang_mem_fraction_static=0.8`. A flag that takes
-            a hook also takes a function. None drops what the file says, like `none` on the command line.
+            a hook also takes a function. None removes the file's value, like `none` on the command line.
 
     Raises:
         ConfigError: a flag is unknown, or a value has the wrong type or is out of range; names all of them.
@@ -38,7 +38,7 @@ def configure(file: str | Path | None = None, /, **flags: Any) -> Config:
 
 
 def _parsed(file: str | Path | None, flags: dict[str, Any]) -> Parsed:
-    """Build a config as `configure` does, with its warnings and the places of its flags."""
+    """Build a config like `configure`; also return its warnings and where each flag was set."""
     given = Given()
     for name, value in flags.items():
         try:
@@ -99,15 +99,15 @@ def train(config: Config | str | Path | None = None, /, **flags: Any) -> "Outcom
 
 
 def train_many(configs: Sequence[Config | str | Path], *, resume: bool = False) -> list[Path]:
-    """Train several LoRA adapters at once over one trainer and one engine, like `fuligo train-many`; return their run directories.
+    """Train several LoRA adapters at once on one trainer and shared engines, like `fuligo train-many`; return their run directories.
 
     Args:
         configs: a config for each run, or the YAML file of one
-        resume: continue each run from its own checkpoints; complete ones are left out, also of the result
+        resume: continue each run from its newest checkpoint; completed runs are skipped and not in the result
 
     Raises:
         RuntimeError: an event loop is running, as in a notebook; await `asyncio.to_thread(fuligo.train_many, ...)` there.
-        RunsFailedError: some runs failed; the others have ended by themselves.
+        RunsFailedError: some runs failed; the others ran to their end.
         FuligoError: bad input, or a failure of the shared trainer or engine.
     """
     if _in_running_loop():
@@ -123,7 +123,8 @@ def train_many(configs: Sequence[Config | str | Path], *, resume: bool = False) 
     local = [f"{name}: {problem}" for name, config in named.items() for problem in _local_functions(config)]
     if local:
         raise ConfigError(
-            f"{', '.join(local)}: the processes of the runs cannot import a lambda, a closure or a notebook's function; move it to a module"
+            f"cannot use {', '.join(local)}: the processes of the runs cannot import a lambda, a closure or a notebook's function; move it "
+            "to a module"
         )
     prepared = prepare_many(named, resumes=resume)
     with _own_umask():
@@ -157,8 +158,8 @@ def _prepared(config: Config | str | Path | None, flags: dict[str, Any]) -> Conf
     local = _local_functions(config)
     if local and (chosen_launcher(config) != "local" or config.num_train_gpus > 1 or config.checkpoint.max_restarts):
         raise ConfigError(
-            f"{', '.join(local)}: other processes of this run cannot import a lambda, a closure or a notebook's function; move it to a "
-            "module, or run on this machine with one trainer process"
+            f"cannot use {', '.join(local)}: other processes of this run cannot import a lambda, a closure or a notebook's function; move "
+            "it to a module, or run on this machine with one trainer process"
         )
     return prepare(config, warnings, places)
 

@@ -1,6 +1,6 @@
-"""Functions that a program passed to `fuligo.train` and that no module holds under their name: lambdas, closures, cells of a notebook.
+"""Functions passed to `fuligo.train` that cannot be imported from a module: lambdas, closures, functions of a notebook.
 
-Each is an attribute here, so that flags name it like any hook: `fuligo.callables.reward_1`. Other processes do not have them.
+Each becomes an attribute of this module, so that flags name it like any hook: `fuligo.callables.reward_1`. Other processes lack them.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ MODULE = __name__
 
 
 def register(name: str, function: Callable[..., Any]) -> str:
-    """Keep a function and return its dotted path. A function that is registered already keeps its path."""
+    """Make a function an attribute of this module and return its dotted path; registering it again returns the same path."""
     held = globals()
     for number in range(1, len(held) + 1):
         attribute = f"{name}_{number}"
@@ -20,4 +20,4 @@ def register(name: str, function: Callable[..., Any]) -> str:
 
 
 def __getattr__(name: str) -> NoReturn:
-    raise AttributeError(f"{MODULE} has no {name}: it is a function of the process that started the run; move it to a module")
+    raise AttributeError(f"cannot import {MODULE}.{name}: it exists only in the process that started the run; move it to a module")

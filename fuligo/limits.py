@@ -1,4 +1,4 @@
-"""Resources of this process: cores and memory (of its container where that has fewer than the machine), open files, garbage collection."""
+"""Resources of this process: cores and memory within the limits of its container, open files, garbage collection."""
 
 import gc
 import os
@@ -9,9 +9,9 @@ from pathlib import Path
 
 SYSTEM = Path("/")
 MAX_OPEN_FILES = 2**20
-"""Larger hard limits (containers have up to 2^30) are not used up: programs that close every possible descriptor would take minutes."""
+"""Largest soft limit that is set. Hard limits of containers reach 2^30, with which programs that close every descriptor take minutes."""
 OBJECTS_PER_COLLECTION = 10_000
-"""Objects that a run makes from one garbage collection to the next; Python's default is 700."""
+"""Net allocations of objects that start a garbage collection; Python's default is 700."""
 UNLIMITED_BYTES = 2**60
 """Limits of cgroup v1 above this mean that there is no limit."""
 
@@ -27,19 +27,20 @@ def num_cores(system: Path = SYSTEM) -> int:
 
 
 def half_the_cores() -> int:
-    """Return the number of threads for each of two sides that compute at the same time: with more threads than cores, each operation waits
-    for a thread that has no core.
+    """Return the number of threads for each of two processes that compute at the same time, at least 1.
+
+    With more threads than cores, each operation waits for a thread that has no core.
     """
     return max(1, num_cores() // 2)
 
 
 def memory_bytes(system: Path = SYSTEM) -> int:
-    """Return the memory of the machine, or the smallest limit of this process's cgroups."""
+    """Return the bytes of memory of the machine, or of the smallest limit of this process's cgroups if that is less."""
     return min([_meminfo_bytes("MemTotal", system), *(limit for limit, _ in _memory_limits(system))])
 
 
 def available_memory_bytes(system: Path = SYSTEM) -> int:
-    """Return the memory that can still be taken without swapping: that of the machine (MemAvailable), or what the cgroups' limits leave."""
+    """Return the bytes that can be allocated without swapping: MemAvailable, or what the cgroups' limits leave if that is less."""
     return max(0, min([_meminfo_bytes("MemAvailable", system), *(limit - used for limit, used in _memory_limits(system))]))
 
 
@@ -57,10 +58,10 @@ def raise_open_files() -> int:
 
 
 def freeze_garbage_collector() -> None:
-    """Take all objects so far out of garbage collections, which are made less often from now on; for parts that live as long as the run.
+    """Exclude all existing objects from garbage collection and collect less often; call it once the long-lived objects of a run exist.
 
-    An answer of an engine is a list of lists, one for every token. By default, Python looks for garbage at every 700 of them, and again and
-    again at all that a rollout holds.
+    An engine's answer holds a list for every token. By default, Python collects after every 700 new objects, and scans everything that a
+    rollout holds again and again.
     """
     gc.set_threshold(OBJECTS_PER_COLLECTION, 10, 10)
     gc.freeze()
@@ -68,8 +69,10 @@ def freeze_garbage_collector() -> None:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Collect no garbage in the block; for imports. torch and transformers create millions of objects that stay, and collections that look
-    through them again and again take a fifth of the time of their imports.
+    """Disable garbage collection in the block, for imports.
+
+    torch and transformers create millions of objects that stay; collections that scan them again and again take a fifth of the time of
+    their imports.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -88,12 +91,12 @@ def _cpu_quotas(system: Path) -> Iterator[float]:
             yield int(quota) / int(period)
     for directory in _cgroups("cpu", system):
         quota, period = _read(directory / "cpu.cfs_quota_us"), _read(directory / "cpu.cfs_period_us")
-        if quota.isdecimal() and period.isdecimal():  # -1 is none
+        if quota.isdecimal() and period.isdecimal():  # -1 means no quota
             yield int(quota) / int(period)
 
 
 def _memory_limits(system: Path) -> Iterator[tuple[int, int]]:
-    """Yield limit and use of this process's cgroups in bytes; files that were read once and can be dropped do not count as used."""
+    """Yield limit and usage of this process's cgroups in bytes; inactive page cache, which the kernel can drop, does not count as used."""
     versions = (("", "memory.max", "memory.current", "inactive_file"),)
     versions += (("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),)
     for controller, limit_file, usage_file, droppable in versions:

@@ -1,6 +1,6 @@
 """Training loop: prompts -> rollout -> samples -> advantages -> packed batch -> loss -> weights -> engines.
 
-It depends on contracts only; `job/` decides backends, devices and processes.
+It depends on protocols only; `job/` chooses backends, devices and processes.
 """
 
 from collections.abc import Callable, Mapping
@@ -41,19 +41,19 @@ class Recorder(Protocol):
 
 
 class Periodic(Protocol):
-    """Task after some of the rollouts (evaluation, checkpoint); see `job.periodic`."""
+    """Task that runs after some of the rollouts (evaluation, checkpoint); see `job.periodic`."""
 
     def due(self, step: int) -> bool: ...
 
     async def run(self, rollout: Rollout, version: int) -> None: ...
 
     async def finish(self) -> None:
-        """Wait, after the last rollout, until no background work is left."""
+        """Wait for background work after the last rollout."""
 
 
 @dataclass(slots=True)
 class Loop:
-    """Parts of a run, and the walk over its data."""
+    """Training loop of a run, with the parts that it drives."""
 
     rollouts: PacedRollouts
     trainer: Trainer
@@ -67,9 +67,9 @@ class Loop:
     requires_exact: bool = False
     """Fail if the trainer's log-probabilities differ from the engine's (--exact-on-policy)."""
     post_process: Callable[[list[TrainSample]], None] | None = None
-    """Hook that sees, and may change, the samples with their log-probabilities before advantages are computed."""
+    """Hook that gets, and may change, the samples with their log-probabilities before advantages are computed."""
     before_train_step: Callable[[int, TrainBatch], None] | None = None
-    """Hook that sees, and may change, the batch before it is trained on."""
+    """Hook that gets the step and the batch, which it may change, before it is trained on."""
 
     async def run(self) -> None:
         async for rollout in self.rollouts:
@@ -77,7 +77,7 @@ class Loop:
         await finish(self.periodic)
 
     async def step(self, rollout: Rollout) -> None:
-        """Train on one rollout and bring the engines to the new weights."""
+        """Train on one rollout, sync the new weights to the engines, record the step, and run the periodic tasks that are due."""
         step, phase = rollout.step, self.recorder.phase
         with phase("score", step):
             samples = await self.trainer.score(train_samples(rollout.kept, self.sample_settings))
@@ -97,6 +97,7 @@ class Loop:
         await run_due(self.periodic, rollout, version)
 
     async def sync_weights(self, step: int) -> int:
+        """Sync the engines if `update_interval` rollouts are complete; return the version of the weights in the engines."""
         if (step + 1) % self.update_interval != 0:
             return self.weights.version
         await self.rollouts.settle()

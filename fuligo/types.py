@@ -20,7 +20,7 @@ RoutedExperts = NDArray[np.uint8 | np.uint16]
 Messages = list[dict[str, Any]]
 """Chat messages, each `{"role": ..., "content": ...}`."""
 PASS_REWARD = 1.0
-"""Reward from which a response passes: `pass@k`, and the pass rates of prompts."""
+"""Smallest reward with which a response passes, for `pass@k` and the pass rates of prompts."""
 MAIN_REWARD = "reward_main"
 """Entry of `Sample.metrics`: the reward before those of --extra-rm-path were added."""
 
@@ -37,7 +37,7 @@ class SampleStatus(StrEnum):
 
 @dataclass(slots=True, frozen=True)
 class PromptImage:
-    """Image of a prompt as it was read, and the place of its tokens. Samples of a prompt share it; its pixels are computed where needed."""
+    """Image file of a prompt and the position of its tokens. Samples of a prompt share it; pixels are decoded where they are needed."""
 
     source: str
     """File, or file and row, for error messages."""
@@ -73,7 +73,7 @@ class Prompt:
 
 @dataclass(slots=True)
 class Span:
-    """Time interval of a sample or of a trainer rank, for the trace and the inspector."""
+    """Time interval of a sample or of a trainer rank, for the trace and `fuligo view`."""
 
     name: str
     """For a sample: `generate`, `reward`, `wait`, or a hook's own name; for a rank: `score`, `forward, backward`, `optimizer`, `send`."""
@@ -111,7 +111,7 @@ class ToolUse:
 
 @dataclass(slots=True)
 class Turn:
-    """Turn of an episode: an answer of the model, and what the environment or the agent said to it."""
+    """Turn of an episode: an answer of the model, and the reply of the environment or agent."""
 
     sample: int
     """Number of the episode's sample that holds the turn, 0-based; a template that rewrites history begins a new one."""
@@ -121,7 +121,7 @@ class Turn:
     message: dict[str, Any]
     """The answer as a chat message, with thinking and tool calls."""
     answers: Messages
-    """Messages of the environment or the agent after it."""
+    """Messages of the environment or the agent after the answer."""
     reward: float | None
     """Reward of the turn; None if an agent was rewarded as a whole."""
     tools: list[ToolUse]
@@ -133,7 +133,7 @@ class Turn:
 
 @dataclass(slots=True)
 class Branch:
-    """Finished sample of an episode that continues in another one, because the template rewrites history."""
+    """Finished sample of an episode that continues in another sample, because the template rewrites history."""
 
     prompt_ids: IntArray
     response_ids: IntArray
@@ -145,7 +145,7 @@ class Branch:
 
 @dataclass(slots=True)
 class Episode:
-    """Course of an episode in an environment or of an agent. All but its branches is JSON data."""
+    """Record of an episode in an environment or of an agent. Everything except `branches` is JSON data."""
 
     messages: Messages
     """First messages, before any turn."""
@@ -153,7 +153,7 @@ class Episode:
     """Tools as OpenAI's API writes them."""
     turns: list[Turn] = field(default_factory=list)
     branches: list[Branch] = field(default_factory=list)
-    """Earlier samples of an unfinished episode; a finished one has returned them."""
+    """Earlier samples of an unfinished episode; empty when it is finished, since they are then returned."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Last value of each number that the environment reported."""
     state: Any = None
@@ -175,8 +175,9 @@ class Sample:
     """Number of the drawn prompt in the run, 0-based; samples of one prompt that are drawn together share it."""
     prompt: str | Messages
     prompt_ids: IntArray
-    """[P]"""
+    """[P] token ids of the prompt."""
     label: Any = None
+    """Reference answer of the row, of any JSON type."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Columns of the dataset, and data of hooks. `start_rollout_id` is the rollout in which generation began."""
     images: tuple[PromptImage, ...] = ()
@@ -192,7 +193,7 @@ class Sample:
     """[R] policy_version of the weights that sampled the token."""
     routed_experts: RoutedExperts | None = None
     """[T - 1, M, K] experts chosen by the engine that computed the token first; None without --use-rollout-routing-replay. The last token
-    has none, nor have tokens that were appended since."""
+    and tokens appended after sampling have none."""
     teacher_logprobs: FloatArray | None = None
     """[R] log softmax(logits / T) of a teacher that an engine serves (--use-opd); None until the sample is finished."""
 
@@ -205,7 +206,7 @@ class Sample:
     judge_error: str | None = None
     """Reason why a built-in judge gave no verdict (its time or memory ran out), so that the answer counts as wrong."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Numbers that a hook reports of this sample, by name; their means are the metrics `rollout/sample/<name>`."""
+    """Numbers that a hook reports for this sample, by name; their means are the metrics `rollout/sample/<name>`."""
     response: str = ""
     """Text of `response_ids`, all decoded at once."""
     spans: list[Span] = field(default_factory=list)
@@ -252,7 +253,7 @@ class Sample:
     def passes(self, reward_key: str | None = None, pass_key: str | None = None) -> bool:
         """Return whether the reward that evaluations report is at least `PASS_REWARD`.
 
-        It is the number under `pass_key` in a dict reward, and does not include further rewards (--extra-rm-path).
+        That is the number under `pass_key` in a dict reward; the rewards of --extra-rm-path do not count.
 
         Raises:
             ValueError: see `reward_value`
@@ -297,17 +298,17 @@ class TrainSample:
     index: int
     group_index: int
     tokens: IntArray
-    """[T]"""
+    """[T] token ids of prompt and response."""
     prompt_length: int
     """P = T - R"""
     loss_mask: MaskArray
-    """[R]"""
+    """[R] 1 on tokens to train on."""
     reward: float
-    """Scalar reward of the estimator, after --reward-key and post-processing."""
+    """Scalar reward that the estimator uses, after --reward-key and post-processing."""
     engine_logprobs: FloatArray
-    """[R]; zeros for data without an engine (SFT)."""
+    """[R] log-probabilities of the engine that sampled the tokens; zeros for data without an engine (SFT)."""
     versions: IntArray
-    """[R]"""
+    """[R] policy version that sampled each token."""
     mask_sum: float
     """Denominator of this sample's mean: mask sum of the whole response, shared by samples split from one response."""
     status: SampleStatus = SampleStatus.COMPLETED
@@ -351,7 +352,7 @@ class TokenScores:
     """Scores of one sample's response tokens in the forward pass of the step."""
 
     logprobs: FloatArray
-    """[R]"""
+    """[R] log-probabilities of the response tokens, in nats."""
     entropy: FloatArray
     """[R] in nats"""
 

@@ -15,7 +15,7 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER = "adapter"
 """Directory of the adapter in a checkpoint of a LoRA run."""
 NAME = "default"
-"""Name of the adapter in PEFT's layers; files do not have it."""
+"""Name of the adapter in PEFT's layers; tensor names in files omit it."""
 MAX_RANK = 2**16
 """Largest rank accepted: no weight of a model has more, and a larger one would exhaust memory."""
 MAX_ALPHA = 1e6
@@ -24,7 +24,7 @@ _PREFIX = "base_model.model."
 EXPERT_PARAMETERS = ("experts.down_proj", "experts.gate_up_proj")
 """`target_parameters` of an adapter of MoE experts."""
 TOWER_MODULES = r"model\.(visual|vision_tower|embed_vision|audio_tower|embed_audio)\..*"
-"""`exclude_modules` of an adapter of a model whose towers have layers of the adapted names: a pattern of all that is in the towers."""
+"""`exclude_modules` of an adapter of a model whose towers have layers with the adapted names: a pattern that matches all of the towers."""
 _MATRIX = ".weight"
 """Ending of a `target_parameters` name that is the matrix of a linear layer."""
 _WRAPPERS = {"gate_up": ".base_layer", "down": ""}
@@ -43,14 +43,14 @@ def is_adapter(directory: Path) -> bool:
 
 
 def adapter_directory(given: Path) -> Path:
-    """Return the adapter in a checkpoint of a LoRA run, else `given`."""
+    """Return the adapter's directory in `given` if that is a checkpoint of a LoRA run, else `given` itself."""
     return given if is_adapter(given) or not is_adapter(given / ADAPTER) else given / ADAPTER
 
 
 def stored_name(name: str) -> str:
-    """Return the name in files and weight syncs of a tensor of a model with PEFT's layers.
+    """Return the name, in files and weight syncs, of a tensor of a model with PEFT's layers.
 
-    The model's own tensors get the names that they have without an adapter, the adapter's those of PEFT's files.
+    The base model's tensors get the names that they have without an adapter, the adapter's tensors their names in PEFT's files.
     """
     if match := _EXPERTS_TENSOR.fullmatch(name):
         return peft_name(match["experts"] + _WRAPPERS[match["matrix"]], match["factor"])
@@ -60,7 +60,7 @@ def stored_name(name: str) -> str:
 
 
 def peft_name(layer: str, factor: str) -> str:
-    """Return the name that PEFT's files have for a layer's factor `A` or `B`."""
+    """Return the name, in PEFT's files, of a layer's factor `A` or `B`."""
     return f"{_PREFIX}{layer}.lora_{factor}.weight"
 
 
@@ -75,6 +75,7 @@ def is_adapter_name(name: str) -> bool:
 
 
 def adapted_weight(name: str) -> str:
+    """Return the name of the weight that an adapter's tensor of this name adapts."""
     layer = name.removeprefix(_PREFIX).rpartition(".lora_")[0]
     experts, is_inner, _ = layer.partition(".experts.base_layer")
     if is_inner:
@@ -107,7 +108,7 @@ class AdapterConfig:
         return not self.target_modules or any(is_target(layer, target) for target in self.target_modules)
 
     def to_json(self) -> str:
-        """Return the fields as JSON, for a process that begins with an empty adapter of this shape."""
+        """Return the fields as JSON, for a process that creates an untrained adapter of this shape."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -132,7 +133,7 @@ class AdapterConfig:
             kind = fields["peft_type"]
             if kind != "LORA":
                 raise CheckpointError(
-                    f"cannot load {directory}: its peft_type is {kind!r:.40}, but fuligo loads only LoRA adapters; use one of those"
+                    f"cannot load {directory}: its peft_type is {kind!r:.40}, but fuligo loads only LoRA; use a LoRA adapter"
                 )
             if unknown := _unsupported(fields):
                 raise CheckpointError(f"cannot load {directory}: {unknown} of {ADAPTER_CONFIG} is not supported; use a plain adapter")

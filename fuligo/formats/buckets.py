@@ -120,11 +120,13 @@ class Counted:
             yield name, tensor
 
     def observe_sent(self, buckets: Iterator[Bucket]) -> Iterator[Bucket]:
+        """Count the bytes that are sent as the buckets pass."""
         for bucket in buckets:
             self._num_bytes_sent += sum(tensor.nbytes for _, tensor in bucket)
             yield bucket
 
     def manifest(self, version: int) -> WeightManifest:
+        """Return the summary of the sync, once all weights have passed."""
         digest = None if self._checksum is None else self._checksum.result().checksum
         return WeightManifest(version, self._num_tensors, self._num_bytes, digest, self._num_bytes_sent)
 

@@ -1,4 +1,4 @@
-"""Files and directories of a checkpoint: their names, and its copy of the Hugging Face files other than weights. Imports no torch."""
+"""Names of a checkpoint's files and directories, and its copy of the Hugging Face files other than weights. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RELEASE = "release"
 UNFINISHED = ".tmp_"
 """Prefix of files and directories that are being written or removed; the next start deletes those that a crash left."""
 LOCK = ".lock"
-"""File that the run which saves to a directory of checkpoints holds locked."""
+"""Lock file that a run holds while it saves to a directory of checkpoints."""
 VALUE_MODEL = "critic"
 """Directory of the value model's weights in a checkpoint."""
 COUNTERS = "trainer.json"
@@ -49,7 +49,7 @@ def no_value_model(checkpoint: Path) -> str:
 
 
 MODEL_FILES = "model"
-"""Name of their directory in a distributed checkpoint."""
+"""Directory with config.json and tokenizer in a distributed checkpoint."""
 _STATED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
@@ -59,7 +59,7 @@ def copy_model_files(source: Path, target: Path) -> None:
     The copied config.json has no `quantization_config`: a trainer saves unquantized weights even if engines use FP8.
 
     Args:
-        source: a Hugging Face directory, or such a copy.
+        source: a Hugging Face directory, or a copy that this function made.
 
     Raises:
         CheckpointError: its weights are damaged.
@@ -72,9 +72,9 @@ def copy_model_files(source: Path, target: Path) -> None:
 
 
 def record_dtypes(source: Path, target: Path) -> None:
-    """Write names and dtypes of the weights of a Hugging Face directory to `target`, unless `source` has such a record, which is copied.
+    """Record the names and dtypes of a Hugging Face directory's weights in `target`; copy the record that `source` has, if any.
 
-    Raises CheckpointError if its weights are damaged.
+    Raises CheckpointError if the weights are damaged.
     """
     if (source / TENSORS).exists():
         shutil.copy(source / TENSORS, target)

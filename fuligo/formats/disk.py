@@ -75,7 +75,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def is_foreign_link(path: Path) -> bool:
-    """Return whether a path is a link that neither this user nor root has made."""
+    """Return whether a path is a link that belongs to neither this user nor root."""
     status = path.lstat()
     return stat.S_ISLNK(status.st_mode) and status.st_uid not in (os.geteuid(), 0)
 
@@ -99,7 +99,7 @@ def try_lock(file: Path) -> int | None:
 
 
 MANIFEST = "manifest.json"
-_FIX = "resume from another one with --ckpt-step"
+_FIX = "resume from another checkpoint with --ckpt-step"
 CHECKSUM_MAX_BYTES = 16 * 1024**2
 """Larger files are checked by size only: reading them twice would double the time of a resume."""
 
@@ -146,7 +146,7 @@ def _describe(file: Path) -> dict[str, Any]:
 
 
 MAX_TEXT_BYTES = 256 * 2**20
-"""Most that a JSON file of a model or of its tokenizer may have; the largest that is known has 33 MiB."""
+"""Largest accepted size of a text file of a model or its tokenizer; the largest known one has 33 MiB."""
 _TEXTS = re.compile(
     r"(generation_|adapter_|.*processor_)?config\.json|(tokenizer|vocab|merges|chat_template|special_tokens|added_tokens).*|.*\.index\.json"
 )
@@ -155,7 +155,7 @@ _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a de
 
 
 def open_plain(file: Path) -> BinaryIO:
-    """Open a file to read; a pipe, whose opening would wait for its writer, or a device raises.
+    """Open a plain file for reading, without waiting for the writer of a pipe.
 
     Raises OSError if it cannot be opened, or is not a plain file.
     """
@@ -186,7 +186,7 @@ def read_plain_text(file: Path) -> str:
 
 
 def unreadable_files(directory: Path, max_text_bytes: float = MAX_TEXT_BYTES) -> Iterator[str]:
-    """Describe what would block a library that reads the files of a directory, or fill its memory: pipes, devices, endless texts."""
+    """Describe each entry that would block a library that reads the directory, or fill its memory: pipes, devices, huge texts."""
     with os.scandir(directory) as entries:
         for entry in sorted(entries, key=lambda each: each.name):
             try:

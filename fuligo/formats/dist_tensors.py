@@ -43,12 +43,14 @@ class DistributedTensors:
         """Return a whole tensor on the CPU. Raises CheckpointError if its bytes are damaged or parts of it are missing."""
         shape = self.shapes[name]
         num_elements, num_held = math.prod(shape), sum(math.prod(chunk.sizes) for chunk in self._tensors[name].chunks)
-        if num_held < num_elements:  # before memory for all of them is taken
+        if num_held < num_elements:  # checked before memory for all of them is allocated
             raise CheckpointError(f"cannot read {name} from {self.directory}: it has {num_held} of {num_elements} elements; {_FIX}")
         try:
             whole = torch.empty(shape, dtype=self.dtypes[name])
         except RuntimeError as error:
-            raise CheckpointError(f"cannot read {name} from {self.directory}: {num_elements:,} elements do not fit into memory") from error
+            raise CheckpointError(
+                f"cannot read {name} from {self.directory}: {num_elements:,} elements do not fit into memory; use a larger machine"
+            ) from error
         self.read_into(Shard(name, shape, (0,) * len(shape), whole))
         return whole
 
@@ -190,8 +192,8 @@ def _counts(values: Any) -> tuple[int, ...]:
 class _MetadataUnpickler(pickle._Unpickler):  # pyright: ignore[reportAttributeAccessIssue]
     """Unpickler restricted to the plain data classes of `torch.distributed.checkpoint` metadata.
 
-    It is pure Python, about three times as slow: the one in C takes 32 GiB of memory for nine bytes that store a value under the
-    number 2^31.
+    It is the one in pure Python, about three times as slow: the one in C allocates 32 GiB for nine bytes that store a memo entry with the
+    index 2^31.
     """
 
     def find_class(self, module: str, name: str) -> Any:

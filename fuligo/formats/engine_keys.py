@@ -1,7 +1,7 @@
 """Keys of engines: secrets with which a process may sample from an engine, or control it.
 
-Control includes the weights, whose updates SGLang unpickles: anyone who controls an engine can run code in it. Each run makes keys of its
-own. They reach processes through the environment, which other users cannot read, never through command lines, which they can.
+Control includes the weights, whose updates SGLang unpickles: anyone who controls an engine can run code in it. Each run creates its own
+keys. They reach processes through the environment, which other users cannot read, never through command lines, which other users can read.
 """
 
 import hmac
@@ -21,9 +21,9 @@ class EngineKeys:
     """Keys of one engine, as SGLang distinguishes them; empty: the engine asks for none."""
 
     requests: str = field(default="", repr=False)
-    """For samples and questions (SGLang's `--api-key`)."""
+    """Key for sampling and read-only calls (SGLang's `--api-key`)."""
     control: str = field(default="", repr=False)
-    """For everything that changes the engine (SGLang's `--admin-api-key`)."""
+    """Key for all calls that change the engine (SGLang's `--admin-api-key`)."""
 
     @classmethod
     def new(cls) -> Self:
@@ -32,7 +32,7 @@ class EngineKeys:
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:
-        """Return the keys of engines that this run did not start; one key serves both purposes if the other is not set."""
+        """Return the keys of engines that this run did not start; without a control key, the sampling key serves both purposes."""
         requests = environment.get(REQUESTS_VARIABLE, "")
         return cls(requests, environment.get(CONTROL_VARIABLE, "") or requests)
 
@@ -50,6 +50,7 @@ class EngineKeys:
         return {REQUESTS_VARIABLE: self.requests, CONTROL_VARIABLE: self.control}
 
     def headers(self, method: str, path: str) -> dict[str, str]:
+        """Return the Authorization header of a call; empty without a key."""
         key = self._key_for(method, path)
         return {"Authorization": _HEADER + key} if key else {}
 
@@ -61,7 +62,7 @@ class EngineKeys:
         return key != "" and hmac.compare_digest(authorization.encode(), (_HEADER + key).encode())
 
     def knows(self, authorization: str) -> bool:
-        """Return whether an Authorization header has one of the keys."""
+        """Return whether an Authorization header contains one of the keys."""
         given = authorization.encode()
         return any(key != "" and hmac.compare_digest(given, (_HEADER + key).encode()) for key in (self.requests, self.control))
 
@@ -70,5 +71,5 @@ class EngineKeys:
 
 
 SAMPLING_PATHS = ("/generate", "/v1/chat/completions", "/v1/completions")
-"""Paths that the key for requests opens; all other calls change the engine."""
+"""Paths of POST calls that the sampling key admits; all other POST calls change the engine."""
 NO_KEYS = EngineKeys()

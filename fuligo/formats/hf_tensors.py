@@ -37,7 +37,7 @@ class HuggingFaceTensors:
 
 
 class InOwnDtypes(HuggingFaceTensors):
-    """Tensors of a Hugging Face directory, converted on reading; those of a directory without a record keep their dtype."""
+    """Tensors of a Hugging Face directory, converted on reading to the dtypes in its `tensors.json`; unchanged without that file."""
 
     def __init__(self, directory: Path) -> None:
         """Read the headers of all files. Raises CheckpointError if the directory has no tensors, or a file is damaged."""

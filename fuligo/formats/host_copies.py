@@ -1,4 +1,4 @@
-"""Casts and copies to host memory of many small tensors at a time, each of which would cost a call."""
+"""Casts and copies to host memory that handle many small tensors in one call."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ if TYPE_CHECKING:
     NamedTensors = Sequence[tuple[str, torch.Tensor]]
 
 MOST_PINNED_BYTES = 2**28
+"""Larger copies go to pageable memory, so that little pinned memory is held."""
 CAST_TOGETHER_BYTES = 2**28
+"""Size of the tensors that are cast in one call."""
 
 
 def host_copies(named_tensors: NamedTensors) -> list[tuple[str, torch.Tensor]]:
-    """Return the tensors in host memory, in their order. Tensors that are there already are returned as they are.
+    """Return the tensors in host memory, in the same order; tensors that are already there are not copied.
 
     A transfer waits for the device; an adapter has hundreds of tensors, so all of one data type are copied together.
     """
@@ -35,7 +37,7 @@ def host_copies(named_tensors: NamedTensors) -> list[tuple[str, torch.Tensor]]:
 def joined_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return copies of tensors of one data type and device in host memory, as views of one tensor.
 
-    Small ones of a GPU go to pinned memory, several times as fast as to memory that the system may move; torch keeps it for later copies.
+    Small copies from a GPU go to pinned memory, several times as fast as to pageable memory; torch keeps it for later copies.
     """
     import torch
 

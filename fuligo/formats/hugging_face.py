@@ -20,7 +20,7 @@ _LARGEST_SIZES = {
     "num_attention_heads": 10**5,
     "num_key_value_heads": 10**5,
 }
-"""Keys of config.json -> most that any model has; larger numbers would only exhaust time and memory."""
+"""Largest accepted values of keys of config.json, far above those of any model; larger ones would only exhaust time and memory."""
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 _LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(\d+)\.")
 _HEADER_LENGTH_BYTES = 8
@@ -32,11 +32,11 @@ _SAME_ARCHITECTURE = (
 """Keys of config.json that are equal in two checkpoints of one architecture."""
 
 MXFP4 = "mxfp4"
-"""`quant_method` of config.json for experts of four bits a weight; trainers and the embedded engine load them in their own type."""
+"""`quant_method` of config.json for experts with four bits per weight; trainers and the embedded engine dequantize them on loading."""
 MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"
-"""Ends of the names of its tensors."""
+"""Suffixes of the names of MXFP4 tensors."""
 MTP_PREFIX = "mtp."
-"""Start of the names of the MTP layer's weights in checkpoints of Qwen3-Next and Qwen3.5. transformers 5.12.1 ignores them."""
+"""Prefix of the names of the MTP layer's weights in checkpoints of Qwen3-Next and Qwen3.5. transformers 5.12.1 ignores them."""
 TENSORS = "tensors.json"
 """File of a trainer's checkpoint: safetensors dtype of every tensor of the original directory, by name."""
 
@@ -118,7 +118,7 @@ def has_chat_template(directory: Path) -> bool:
 
 
 def brings_code(file: Path) -> bool:
-    """Return whether a config.json or tokenizer_config.json names Python code of its directory."""
+    """Return whether a config.json or tokenizer_config.json refers to Python code in its directory."""
     try:
         config = _read_json(file)
     except DamagedFileError:
@@ -165,7 +165,7 @@ def read_model_config(directory: Path) -> dict[str, Any]:
 
 
 def language_part(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a config.json that describes the language model, which is the whole of it if there is no other part."""
+    """Return the part of a config.json that describes the language model: `text_config`, or all of it without that key."""
     text_config = config.get("text_config")
     return text_config if isinstance(text_config, dict) else config
 
@@ -199,8 +199,11 @@ def read_shapes(directory: Path) -> dict[str, Shape]:
 def read_stored_tensors(directory: Path, stem: str = "model") -> dict[str, StoredTensor]:
     """Return dtype, shape and location of all tensors by name; only headers are read.
 
-    `stem`: start of the index's name. Raises DamagedFileError if a file is missing, truncated or not a safetensors file, or a tensor is not
-    where the index says.
+    Args:
+        stem: beginning of the name of the index file
+
+    Raises:
+        DamagedFileError: a file is missing, truncated or not a safetensors file, or a tensor is not where the index says
     """
     index = directory / f"{stem}.safetensors.index.json"
     if not index.exists():

@@ -3,8 +3,8 @@
 A payload is base64 of a pickled list of (name, tensor). Tensors are passed as handles (a file in shared memory on a CPU, CUDA IPC handles
 on a GPU), so sender and receiver must share a machine. The unpickler admits only what rebuilds a tensor: a payload cannot run other code.
 
-torch's own CPU sharing is not used: its daemon next to the sender lives as long as any receiver, and so would outlive the run if engines
-are started by somebody else.
+torch's own CPU sharing is not used: its daemon next to the sender lives as long as any receiver, and would outlive the run if somebody else
+started the engines.
 """
 
 import base64
@@ -59,7 +59,7 @@ def shared_payload(named_tensors: NamedTensors) -> Iterator[str]:
 
 
 class SharedCopies:
-    """Copies of named tensors in shared memory, for receivers that take a mapping from names, as SGLang takes an adapter.
+    """Copies of named tensors in shared memory, for receivers that expect a dict of tensors by name, as SGLang does for an adapter.
 
     Two files are written in turn, so receivers may use one while the next tensors are written to the other. Their pages are kept for later
     writes to the same receivers, and GPUs write to them directly. As with a `shared_payload`, nothing is left behind however this process
@@ -72,10 +72,10 @@ class SharedCopies:
         self._spare: _Pages | None = None
 
     def write(self, named_tensors: NamedTensors, receivers: Collection[Hashable] = ()) -> tuple[NamedTensors, str]:
-        """Copy tensors, and return the copies and their payload; both are valid until the next write but one to the same receivers.
+        """Copy tensors; return the copies and their payload, which stay valid until the second next write to the same receivers.
 
         Args:
-            receivers: who reads the payload, and may go on reading it until the next one; others get new files
+            receivers: identities of the processes that read the payload; if they change, new files are used
 
         Raises:
             WeightSyncError: shared memory is full
@@ -99,14 +99,14 @@ class SharedCopies:
         return copies, _encode({name: placed[position][1] for position, name in enumerate(names)})
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the shared memory."""
         for pages in (self._in_use, self._spare):
             if pages is not None:
                 pages.close()
         self._in_use = self._spare = None
 
     def _turn(self, num_bytes: int, *, is_pinned: bool) -> "_Pages":
-        """Return the pages that are not in use, large enough, and take them into use."""
+        """Swap the two files: return the spare one, replaced if it has less than `num_bytes`, and keep the other one as the spare."""
         pages, self._spare = self._spare, None
         if pages is not None and pages.file.num_bytes < num_bytes:
             pages.close()
@@ -151,7 +151,7 @@ class _File:
     path: str
     num_bytes: int
     descriptor: int
-    """The sender's."""
+    """File descriptor in the sender's process."""
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return torch.UntypedStorage.from_file, (self.path, False, self.num_bytes)
@@ -159,6 +159,8 @@ class _File:
 
 @dataclass(slots=True, frozen=True)
 class _Typed:
+    """Handle that unpickles to a typed storage on the file."""
+
     file: _File
     dtype: torch.dtype
 
@@ -195,14 +197,15 @@ class _Pages:
         with ExitStack() as stack:
             file = stack.enter_context(_open_file(num_bytes))
             if sys.platform == "linux":
-                os.posix_fallocate(file.descriptor, 0, num_bytes)  # a write through the mapping would end the process where memory is full
+                # Without reserved pages, a write through the mapping would kill the process where shared memory is full.
+                os.posix_fallocate(file.descriptor, 0, num_bytes)
             content = torch.UntypedStorage.from_file(file.path, True, num_bytes)
             flat = torch.empty(0, dtype=torch.uint8).set_(content)  # pyright: ignore[reportArgumentType]
             if is_pinned:
                 cuda: Any = torch.cuda.cudart()
                 if int(cuda.cudaHostRegister(flat.data_ptr(), num_bytes, 0)) == 0:
                     stack.callback(cuda.cudaHostUnregister, flat.data_ptr())
-                else:  # the next launch reports that error
+                else:  # clear the error, which the next kernel launch would report
                     with suppress(RuntimeError):
                         torch.zeros(1, device="cuda")
             return cls(file, flat, stack.pop_all().close)
@@ -238,6 +241,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _copies(tensors: Sequence[torch.Tensor], stack: ExitStack) -> Iterator[_Tensor]:
+    """Copy CPU tensors to a shared-memory file that stays open as long as the stack; yield their handles."""
     *begins, num_bytes = accumulate((_aligned(tensor.nbytes) for tensor in tensors), initial=0)
     file = stack.enter_context(_open_file(max(num_bytes, _ALIGNMENT)))
     placed = [(tensor.detach().contiguous(), begin) for tensor, begin in zip(tensors, begins)]
@@ -254,13 +258,13 @@ def _copies(tensors: Sequence[torch.Tensor], stack: ExitStack) -> Iterator[_Tens
 def _write(descriptor: int, placed: Sequence[tuple[torch.Tensor, int]]) -> None:
     """Write contiguous tensors to a file, each from its first byte on.
 
-    A copy by torch would start and join a team of OpenMP threads, which takes long on busy cores: an adapter has hundreds of tensors, whose
-    copies have taken seconds.
+    A copy by torch would start and join a team of OpenMP threads, which is slow on busy cores: the hundreds of tensors of an adapter took
+    seconds.
 
     Raises OSError if shared memory is full.
     """
     for tensor, begin in placed:
-        # numpy would make the storage unresizable, and an offloaded trainer resizes it.
+        # tensor.numpy() would make the storage unresizable, but an offloaded trainer resizes it.
         data, position = memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())), begin
         while data:
             written = os.pwrite(descriptor, data, position)

@@ -1,4 +1,4 @@
-"""Directories that no other user of the machine can enter or replace, those for weights on their way to engines among them."""
+"""Directories that no other user of the machine can enter or replace, such as those for weights that are sent to engines."""
 
 import atexit
 import fcntl
@@ -36,7 +36,7 @@ def private_directory(prefix: str, root: Path | None = None) -> Iterator[Path]:
 
 
 def kept_directory(place: Path, prefix: str) -> Path:
-    """Create a directory that stays, for this user only, and return it with links resolved.
+    """Create a permanent directory for this user only, and return it with links resolved.
 
     If another user could change or replace it, now or later, or it cannot be created, return a temporary directory instead, which lasts
     as long as this process.
@@ -66,13 +66,13 @@ def kernel_cache() -> Path:
 
 
 def _is_out_of_reach(directory: Path) -> bool:
-    """Return whether a directory of this user is one that only root can also change or replace, by the owners and modes on its path."""
+    """Return whether, by the owners and modes on its path, only this user and root can change or replace a directory."""
     if directory.stat().st_uid != os.geteuid():
         return False
     for place in (*reversed(directory.parents), directory):
         status = place.stat()
         if status.st_uid == os.geteuid() and not status.st_mode & 0o077:
-            return True  # nobody else gets any further
+            return True  # no other user can enter anything below
         writable = status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX
         if status.st_uid not in (0, os.geteuid()) or writable:
             return False
@@ -85,9 +85,12 @@ def _new_locked(root: Path, prefix: str) -> tuple[Path, int | None]:
         directory = Path(tempfile.mkdtemp(prefix=prefix, dir=root))  # with mode 0700
         try:
             lock = _lock(directory)
-        except (FileNotFoundError, BlockingIOError):  # another process of this user took it for abandoned before it was locked
+        except (
+            FileNotFoundError,
+            BlockingIOError,
+        ):  # another process of this user is deleting it as abandoned, since it was not locked yet
             continue
-        except OSError:  # no locks on directories, as on NFS; nobody takes it for abandoned there
+        except OSError:  # no locks on directories, as on NFS, where nothing is deleted as abandoned
             return directory, None
         if directory.exists():
             return directory, lock

@@ -1,4 +1,4 @@
-"""Quantized base weights of a LoRA run: how they were stored, and the record of it next to the adapter."""
+"""Quantized base weights of a LoRA run: their storage format, and its record next to the adapter."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -33,7 +33,7 @@ class QuantisedBase:
 
     @classmethod
     def read(cls, adapter: Path) -> Self | None:
-        """Read the record of an adapter directory; None if there is none: the base was not quantized, or it is not known whether it was.
+        """Read the record in an adapter directory; None without one: the base was not quantized, or another tool wrote the adapter.
 
         Raises CheckpointError if it is damaged, or of another version.
         """
@@ -46,7 +46,9 @@ class QuantisedBase:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"cannot read {file}: {error!r}; copy the adapter again") from error
         if found.precision not in get_args(BasePrecision) or found.block_size != BLOCK_SIZE or found.dtype not in _DTYPES:
-            raise CheckpointError(f"cannot read {file}: {found} is not a storage that this version of fuligo supports")
+            raise CheckpointError(
+                f"cannot read {file}: this version of fuligo does not support {found}; use the version that wrote the adapter"
+            )
         return found
 
 
@@ -54,7 +56,7 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 
 def other_storage(trained_on: QuantisedBase | None, own: QuantisedBase | None) -> str:
-    """Return how the base that an adapter was trained on differs from this run's: a clause for an error, without its subject."""
+    """Return how the base that an adapter was trained on differs from this run's, as a predicate for an error ("was trained on ...")."""
     theirs, ours = ("not quantized" if base is None else f"in {base.precision}, rounded to {base.dtype}" for base in (trained_on, own))
     return f"was trained on a base {'that was ' if trained_on is None else ''}{theirs}, but this run's is {ours}"
 

@@ -156,6 +156,8 @@ class _Writer(FileSystemWriter):
 
 
 class _Files(FileSystem):
+    """File system that collects the errors of its streams."""
+
     def __init__(self) -> None:
         self.errors: list[Exception] = []
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 DIGEST_SCHEME = "xxh3:"
-"""Prefix of checksums. Digests without it are of versions of fuligo that used BLAKE2b."""
+"""Prefix of checksums. Versions of fuligo that used BLAKE2b wrote none."""
 DIGESTED_AT_ONCE = 2**28
 """Bytes of tensors that are copied from a GPU together."""
 
@@ -51,7 +51,7 @@ class WeightsChecksum:
 def tensor_digest(name: str, tensor: torch.Tensor) -> int:
     """Return the 128-bit digest of a tensor's name, dtype, shape and bytes.
 
-    XXH3 (https://xxhash.com) finds transfers that went wrong, not forged weights; a cryptographic hash would take ten times as long.
+    XXH3 (https://xxhash.com) detects failed transfers, not forged weights; a cryptographic hash would take ten times as long.
     """
     import torch
 
@@ -115,7 +115,7 @@ class EngineAddress:
     trainer_ranks: tuple[int, ...] = ()
     """tensor transport: trainer ranks on the GPUs of the engine's ranks, in order; empty if the engine has its own GPUs."""
     run: str | None = None
-    """Name of the run among those that share the engine; see `InferenceEngine`."""
+    """Name of the run, if several runs share the engine; see `InferenceEngine`."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -139,11 +139,11 @@ class WeightTarget:
 
 @dataclass(slots=True, frozen=True)
 class MergeRounding:
-    """Elements of adapted matrices that a merged adapter changed, after rounding to the data type of the sync."""
+    """Count of the elements of adapted matrices that a merged adapter changed, after rounding to the data type of the sync."""
 
     num_changed: int = 0
     num_elements: int = 0
-    """0: nothing was rounded."""
+    """Elements of the adapted matrices; 0 if nothing was rounded."""
 
     def __add__(self, other: MergeRounding) -> MergeRounding:
         return MergeRounding(self.num_changed + other.num_changed, self.num_elements + other.num_elements)
@@ -165,9 +165,9 @@ class WeightManifest:
     num_bytes_sent: int = 0
     """Bytes actually sent; less than `num_bytes` if only changes were sent."""
     merged: MergeRounding = MergeRounding()
-    """Measure of what rounding left of an adapter that was merged into the weights."""
+    """Elements that an adapter merged into the weights changed, after rounding."""
     adapter: str | None = None
-    """Digest of the adapter, if it was sent itself, as an engine computes it from what it holds."""
+    """Digest of an adapter that was sent unmerged, for comparison with the digest that an engine reports."""
     trained: WeightsDigest | None = None
     """Digest of the adapter that was sent or merged, in the data type of the sync; None without one."""
 
@@ -181,10 +181,11 @@ class Undelivered:
 
 @dataclass(slots=True, frozen=True)
 class AdapterPayload:
-    """LoRA adapter for engines that know adapters by name; its parts are still computed while engines drop the one before."""
+    """LoRA adapter for engines that load adapters by name; its parts are computed while engines unload the previous adapter."""
 
     config: dict[str, Any]
     """Fields of PEFT's adapter_config.json that the engine reads."""
     tensors: Future[str]
     """Payload of `payload.SharedCopies`, of the tensors by their names in PEFT's files."""
     digest: Future[str]
+    """Digest of the tensors, as `WeightManifest.adapter`."""

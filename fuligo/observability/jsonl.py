@@ -1,4 +1,4 @@
-"""Files of one JSON object per line that survive a crash, which can tear the last line at most."""
+"""Files with one JSON object per line that survive a crash, which damages at most the last line."""
 
 import os
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from fuligo.errors import ConfigError
 from fuligo.formats.disk import writing
 
 Record = dict[str, Any]
-"""One line: a flat object of JSON values. A float that is not finite is written as null."""
+"""Line of a file: a flat JSON object. A float that is not finite is written as null."""
 
 
 class JsonLines:

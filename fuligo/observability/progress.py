@@ -23,7 +23,7 @@ from fuligo.observability.trace import DOING
 
 REFRESH_PER_S = 4
 MAX_ALIKE = 3
-"""Warnings shown per place in the code; the others are in log.txt only."""
+"""Warnings shown per call site; further ones are in log.txt only."""
 _BARS = "▁▂▃▄▅▆▇█"
 _OF_A_STEP = ("rollout", "score", "train")
 
@@ -51,13 +51,13 @@ class _ConsoleHandler(logging.Handler):
         self._num_alike[place] += 1
         if self._num_alike[place] > MAX_ALIKE:
             return
-        last = " (further ones are in log.txt)" if self._num_alike[place] == MAX_ALIKE else ""
+        last = " (further warnings of this kind are in log.txt only)" if self._num_alike[place] == MAX_ALIKE else ""
         style = "red" if record.levelno >= logging.ERROR else "yellow"
         self._console.print(Text.assemble((record.levelname.lower(), style), f": {record.getMessage()}{last}"), soft_wrap=True)
 
 
 class Progress:
-    """Receiver of phases and steps, a context manager, so that it can restore the terminal. This one shows nothing."""
+    """Display of a run's phases and steps, as a context manager, so that it can restore the terminal. This base class shows nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -115,7 +115,7 @@ class PlainProgress(Progress):
             f"step {record['step'] + 1}/{self._num_rollouts}",
             _field(record, "reward", "rollout/reward_mean", ".3f"),
             _field(record, "length", "rollout/response_len_mean", ".1f"),
-            # The policy-gradient loss of an on-policy step is 0 whatever is learned: its gradient is not.
+            # The policy-gradient loss of an on-policy step is always 0, although its gradient is not.
             _field(record, "loss", "train/loss", "z.4f") if "train/pg_loss" not in record else "",
             _field(record, "kl", "train/kl", "z.4f"),
             _field(record, "entropy", "train/entropy", ".3f"),
@@ -148,8 +148,11 @@ class Curves:
     evaluated: dict[str, str] = field(default_factory=dict)
     """Latest evaluation as text, by name of the dataset."""
     doing: tuple[str, int] | None = None
+    """Current phase and its step."""
     doing_since_s: float = 0.0
+    """Time of `clock` at which the current phase began."""
     begun_s: float = 0.0
+    """Time of `clock` at which the run started or resumed."""
 
     def __post_init__(self) -> None:
         self.begun_s = self.doing_since_s = self.clock()
@@ -165,7 +168,7 @@ class Curves:
 
     @property
     def num_done(self) -> int:
-        """Complete rollouts."""
+        """Number of complete rollouts."""
         return self.latest["step"] + 1 if self.latest else self.start
 
     def eta_s(self) -> float | None:

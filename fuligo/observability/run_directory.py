@@ -92,8 +92,8 @@ class RunDirectory:
         """Write `samples/rollout_000123.parquet`: every sample of the rollout, including dropped and aborted ones.
 
         Args:
-            reward_key: value of dict rewards that is trained on.
-            pass_key: value of dict rewards by which a sample passes, where they have it.
+            reward_key: key of the value in dict rewards that is trained on.
+            pass_key: key of the value in dict rewards that decides whether a sample passes, if they have it.
         """
         path = self.samples / f"rollout_{step:06d}.parquet"
         write_table(path, sample_table(groups, training, reward_key=reward_key, pass_key=pass_key))
@@ -113,7 +113,7 @@ class RunDirectory:
             num_rollouts: complete rollouts; 0 is the untrained policy.
             groups: groups by name of the dataset, which becomes the column `dataset`.
             record: `eval/*` metrics.
-            reward_keys: value of dict rewards that each dataset reports, by its name.
+            reward_keys: key of the value in dict rewards that is reported, by name of the dataset.
         """
         keys = reward_keys or {}
         table = pa.concat_tables([sample_table([]), *(sample_table(of_set, reward_key=keys.get(name)) for name, of_set in groups.items())])
@@ -181,7 +181,7 @@ def _lock(path: Path) -> int:
 
 
 class _LogFile(logging.FileHandler):
-    """Log file that ignores failed writes: the records that the run needs report a full disk themselves."""
+    """Log file that ignores failed writes; a full disk is reported when the records of the run are written."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):

@@ -26,14 +26,19 @@ _ENTRY = pa.struct(
     ]
 )
 TURNS = pa.list_(_ENTRY)
-"""`turn`: number of the answer that the message is, or follows; 0 before the first. `name`, `failed`: of a tool. `seconds`: to sample an
-answer, or of a tool's call. Only answers have a `reward`, `environment_s` until the next one was asked for, and the place of their tokens:
-`response_ids[first_token : first_token + num_tokens]` of the `sample`-th of the samples that the episode became. An episode that did not
-end has a row only for the last of its samples; answers in the others have no place."""
+"""`turn`: number of the model's answer that the message is or follows; 0 before the first answer. `name`, `failed`: name of a tool and
+whether its call failed. `seconds`: time to sample an answer or to run a tool. Only answers have a `reward`, `environment_s` (time until the
+next answer was requested) and the position of their tokens: `response_ids[first_token : first_token + num_tokens]` of the episode's sample
+number `sample`. Only the last sample of an unfinished episode is recorded; answers in its earlier samples have no position."""
 
 
 def turns_column(samples: Sequence[Sample], as_text: Callable[[Any], str | None]) -> pa.Array:
-    """Return the column; null for samples without an episode. `as_text`: text of a value, JSON unless it is a string."""
+    """Return the column `turns`, null for samples without an episode.
+
+    Args:
+        samples: samples in the order of the rows
+        as_text: returns a string as it is, and any other value as JSON
+    """
     if not any(sample.episode for sample in samples):
         return pa.nulls(len(samples), TURNS)
     return pa.array([sample.episode and list(_entries(sample.episode, as_text)) for sample in samples], TURNS)
@@ -42,7 +47,7 @@ def turns_column(samples: Sequence[Sample], as_text: Callable[[Any], str | None]
 def _entries(episode: Episode, as_text: Callable[[Any], str | None]) -> Iterator[dict[str, Any]]:
     yield from (_entry(0, message, as_text) for message in episode.messages)
     for number, turn in enumerate(episode.turns, 1):
-        sample = turn.sample - len(episode.branches)  # branches of an episode that did not end have no row
+        sample = turn.sample - len(episode.branches)  # branches of an unfinished episode have no row
         yield _entry(number, turn.message, as_text) | {
             "seconds": turn.generate_s,
             "environment_s": turn.step_s,
@@ -57,9 +62,9 @@ def _entries(episode: Episode, as_text: Callable[[Any], str | None]) -> Iterator
 
 
 def _with_uses(turn: Turn) -> Iterator[tuple[dict[str, Any], ToolUse | None]]:
-    """Yield the messages after an answer, with the call of a tool that each is the result of.
+    """Yield the messages after an answer, each with the tool call that it is the result of, if any.
 
-    Results that the environment rephrased, so that there is no tool message for each, come first.
+    If the environment rephrased the results, so that tool messages and calls differ in number, the original results come first.
     """
     results: Messages = [message for message in turn.answers if message.get("role") == "tool"]
     uses = iter(turn.tools)

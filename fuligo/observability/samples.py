@@ -24,7 +24,7 @@ from fuligo.types import Sample, SampleGroup, TokenScores, TrainSample
 
 ROWS_PER_GROUP = 64
 BYTES_PER_GROUP = 2**27
-"""Most bytes of a row group before compression, unless one row has more: half of what a page reads at once."""
+"""Largest size of a row group before compression, unless one row is larger: half of what `fuligo view` reads at once."""
 _SPAN = pa.struct(
     [
         ("name", pa.string()),
@@ -95,10 +95,11 @@ _IN_FOOTER = (
     "index", "group_index", "reward", "passed", "status", "kept", "engine", "response_length", "advantage_mean", "oldest_version",
     "prompt_key", VERSIONS_IN_FOOTER,
 )  # fmt: skip
-"""Columns whose minimum and maximum per row group are in the footer."""
+"""Columns whose minimum and maximum in each row group are stored in the file's footer."""
 _DEEPEST = 100
 """Levels of nested values that are stored; orjson writes no more than 254."""
 _DECIMAL_BITS = 14_000
+"""Integers of more bits are stored in hexadecimal, because Python writes no more than 4,300 decimal digits."""
 _JSON_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
@@ -108,7 +109,7 @@ class Training:
 
     samples: Sequence[TrainSample] = ()
     scores: Mapping[int, TokenScores] | None = None
-    """By position in `samples`, as in `StepResult`."""
+    """Scores by position in `samples`; None if the trainer returned none."""
 
 
 def sample_table(
@@ -116,8 +117,8 @@ def sample_table(
 ) -> pa.Table:
     """Return a table with one row per sample, in the order of the groups.
 
-    `reward` is the scalar that is trained on; a dict reward is in the metadata, as `reward`, and what hooks reported as `metrics`.
-    `passed` is decided by the value of `pass_key` where a dict reward has it.
+    `reward` is the scalar that is trained on; a dict reward and the numbers that hooks reported are in the metadata (`reward`, `metrics`).
+    The value of a dict reward under `pass_key`, if it has one, decides `passed`.
     `trainer_logprobs` are the old log-probabilities if they were computed, else those of the training forward pass.
     """
     training = training or Training()
@@ -215,7 +216,7 @@ def prompt_key(text: str | None) -> int:
 
 
 def _match(samples: Sequence[Sample], trained: Sequence[TrainSample]) -> list[int | None]:
-    """Return the position in `trained` of each sample. Samples split from one rollout share an index and are matched in order."""
+    """Return the position in `trained` of each sample, or None. Samples split from one response share an index and are matched in order."""
     by_index: dict[int, list[int]] = {}
     for position in reversed(range(len(trained))):
         by_index.setdefault(trained[position].index, []).append(position)
@@ -265,7 +266,7 @@ def _prompt_keys(groups: Sequence[SampleGroup]) -> list[int]:
 
 
 def _text(value: Any) -> str | None:
-    """Return a string as it is, with escapes for what is not text (half of a surrogate pair), and JSON of any other value."""
+    """Return a string as it is, with lone surrogates escaped, and any other value as JSON."""
     if value is None:
         return None
     return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else _json(value)
@@ -281,7 +282,7 @@ def _metadata(sample: Sample) -> str:
 
 
 def _json(value: Any) -> str:
-    """Return JSON for any value of data and hooks. What JSON readers cannot hold, such as integers beyond 64 bits, becomes text."""
+    """Return JSON for any value of data and hooks. Values that JSON readers cannot hold, such as integers beyond 64 bits, become text."""
     try:
         return orjson.dumps(value, default=str, option=_JSON_OPTIONS).decode()
     except TypeError:
@@ -293,7 +294,6 @@ def _storable(value: Any, depth: int) -> Any:
         case bool() | float() | None:
             return value
         case int():
-            # Python writes no more than 4,300 decimal digits.
             return value if -(2**63) <= value < 2**64 else str(value) if value.bit_length() < _DECIMAL_BITS else hex(value)
         case str():
             return value.encode(errors="backslashreplace").decode()

@@ -1,4 +1,4 @@
-"""Sinks that also receive the metrics of steps and evaluations: TensorBoard, W&B, Trackio, MLflow, and a class of the user's."""
+"""Sinks that also receive the metrics of steps and evaluations: TensorBoard, W&B, Trackio, MLflow, and a user's class."""
 
 import importlib
 import importlib.util
@@ -32,7 +32,7 @@ class Sink(Protocol):
 
 
 def open_sinks(config: Config, run_dir: Path, *, start: int, kept: Sequence[Record] = ()) -> list[Sink]:
-    """Open the sinks that the flags ask for.
+    """Open the sinks that the flags select.
 
     Args:
         start: step at which the run starts or resumes.
@@ -97,7 +97,7 @@ class WandbSink:
     def __init__(self, config: Config, run_dir: Path) -> None:
         wandb = importlib.import_module("wandb")
         flags = config.observability
-        # Take W&B's key from WANDB_KEY, the name in slime's launch scripts, if WANDB_API_KEY is not set.
+        # slime's launch scripts set WANDB_KEY; W&B itself reads WANDB_API_KEY.
         key = os.environ.get("WANDB_KEY")
         if key and not os.environ.get("WANDB_API_KEY"):
             os.environ["WANDB_API_KEY"] = key
@@ -139,7 +139,7 @@ class TrackioSink:
             name=run_dir.name,
             config=config.model_dump(mode="json"),
             resume="allow",
-            private=True,  # a Space that TRACKIO_SPACE_ID has it create
+            private=True,  # applies to a Space that it creates for TRACKIO_SPACE_ID
             embed=False,
         )
 
@@ -171,7 +171,7 @@ class MlflowSink:
         given, defaults = config.model_dump(mode="json"), Config().model_dump(mode="json")
         changed = {name: value for group in given for name, value in given[group].items() if value != defaults[group].get(name)}
         params = [mlflow.entities.Param(name, str(value)[:500]) for name, value in changed.items()]
-        for first in range(0, len(params), 100):  # as many as MLflow takes at a time
+        for first in range(0, len(params), 100):  # MLflow's limit per call
             self._client.log_batch(self._run_id, params=params[first : first + 100])
 
     def write(self, record: Record) -> None:
@@ -190,10 +190,10 @@ class MlflowSink:
 
 
 class GuardedSink:
-    """Sink that must not end a run, because it depends on a server or on the user's code: after an exception it gets no more records.
+    """Sink that cannot end the run, because it depends on a server or on the user's code: after an exception it gets no more records.
 
     Args:
-        name: flag that asks for it.
+        name: flag that selects the sink.
         make: class of the sink.
         given: arguments of its constructor.
     """
@@ -227,5 +227,5 @@ class GuardedSink:
             logger.warning("%s: close raised %s", self._name, self._describe(error))
 
     def _describe(self, error: Exception) -> str:
-        """Describe an exception without the passwords of URLs: MLflow names its server's as MLFLOW_TRACKING_URI gives it."""
+        """Describe an exception without passwords in URLs: MLflow's errors contain its server's URL as in MLFLOW_TRACKING_URI."""
         return hide_credentials(describe_exception(error, self._hook))

@@ -34,7 +34,7 @@ DOING = {
     "save": "saving a checkpoint",
     "record": "writing samples",
 }
-"""Phase of the driver -> activity, as displays name it."""
+"""Names of the driver's phases in displays, by phase."""
 DRIVER_PID = 1
 SAMPLE_PIDS = {"generate": 2, "reward": 3, "wait": 4}
 OTHER_PID = 5
@@ -51,7 +51,7 @@ MAX_RANKS = 32
 MAX_LANES = 64
 """Tracks per kind of span or engine; a large rollout would need thousands, which no viewer shows usefully."""
 MAX_SPANS_PER_STEP = 512
-"""Spans written per step: the longest, because one looks for stragglers. All spans are in samples/."""
+"""Spans written per step: the longest, which show stragglers. All spans are in samples/."""
 
 _ARRAY_START = b"[\n"
 
@@ -116,12 +116,12 @@ class Trace:
             self._write_named(_rank_events(step, spans))
 
     def take_durations(self, step: int) -> dict[str, float]:
-        """Return the seconds spent in each phase of a step so far, by name, and forget them."""
+        """Return the seconds spent in each phase of a step so far, by name of the phase, and forget them."""
         with self._lock:
             return dict(self._durations.pop(step, {}))
 
     def cut_back(self, step: int) -> None:
-        """Remove the events of `step` and later ones, and forget the seconds that are not taken yet."""
+        """Remove the events of `step` and later steps, and forget the durations that were not taken yet."""
         with self._lock:
             self._durations.clear()
         kept = [event for event in read_trace(self.path) if event["args"].get("step", -1) < step]
@@ -168,7 +168,7 @@ class Trace:
             self._write([_complete(phase.name, (DRIVER_PID, phase.lane), self._epoch_s + phase.start_s, duration, args)])
 
     def _innermost(self, phase: Phase) -> bool:
-        """Return whether no other phase runs inside; a second child at the same time would overlap on the track."""
+        """Return whether no other phase runs inside this one; a second concurrent child would overlap the first on the track."""
         stack = self._lanes[phase.lane]
         return bool(stack) and stack[-1] is phase
 

@@ -23,11 +23,11 @@ class Page:
     """True if the page may send requests to its server."""
 
     def html(self, title: str, document: str) -> str:
-        """Return the page.
+        """Return the whole page as HTML.
 
         Args:
             title: title of the window.
-            document: JSON, which the scripts see as `embedded`. Any text in it is shown, never run.
+            document: JSON, which the scripts see as `embedded`; escaped, so that no text in it is run.
         """
         style = _source(__name__, "page.css") + _source(self.package, "page.css")
         script = "\n".join([*(_source(__name__, name) for name in _SCRIPTS), *(_source(self.package, name) for name in self.scripts)])
@@ -47,9 +47,9 @@ class Page:
         return "".join(pieces)
 
     def _content_security_policy(self, style: str, script: str) -> str:
-        """Allow this page's own script and style and requests to its own server only: a second barrier behind the escaping."""
+        """Return a policy that admits only this page's style, script and requests to its own server: a second barrier behind escaping."""
         own = f"style-src '{_digest(style)}'; script-src '{_digest(script)}'"
-        connect = f"connect-src {chr(39)}{'self' if self.asks_server else 'none'}{chr(39)}"
+        connect = "connect-src 'self'" if self.asks_server else "connect-src 'none'"
         return f"default-src 'none'; img-src data:; {own}; {connect}; base-uri 'none'; form-action 'none'"
 
 

@@ -72,7 +72,9 @@ def test_functions_become_hooks() -> None:
 
 @pytest.mark.parametrize("flags", [{"actor_num_gpus_per_node": 2}, {"launcher": "ray"}])
 def test_a_function_that_cannot_travel_is_refused(flags: dict) -> None:
-    with pytest.raises(ConfigError, match=r"custom_rm_path=fuligo\.callables\.custom_rm_\d+: other processes of this run cannot import"):
+    with pytest.raises(
+        ConfigError, match=r"cannot use custom_rm_path=fuligo\.callables\.custom_rm_\d+: other processes of this run cannot import"
+    ):
         fuligo.train(ASSETS / "config.yaml", custom_rm_path=lambda args, sample: 1.0, **flags)
 
 

@@ -10,23 +10,26 @@ from fuligo.observability.viewer.mismatch import Explanation
 BASE_STEPS = 50
 """Number of recent good steps that a value is compared with."""
 MIN_BASE_STEPS = 3
+"""Number of good steps without which a value is not compared."""
 LEARNED_REWARD = 0.9
-"""Mean reward from which a task whose rewards end at 1 counts as learned."""
+"""Mean reward from which a task with rewards up to 1 counts as learned."""
 LASTING_STEPS = 3
 """Consecutive steps that some alarms need, because a single step may be an outlier."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
+    """Fault that a metric shows, with its first and last step."""
+
     key: str
-    """Metric."""
+    """Key of the metric."""
     severity: Literal["error", "warning", "note"]
     title: str
     text: str
     first_step: int
     last_step: int
     ongoing: bool
-    """True if it holds at the latest step."""
+    """True if the condition holds at the latest step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +56,14 @@ class _Watch:
 
 
 def alarms(metrics: MetricColumns) -> list[Alarm]:
-    """Return the alarms, ongoing ones first, then by severity and step: of each kind the latest one and the number of earlier ones."""
+    """Return the latest alarm of each kind, which counts earlier ones in its text: ongoing alarms first, then by severity and step."""
     found = [*_watched(metrics), *_not_finite(metrics)]
     severities = ("error", "warning", "note")
     return sorted(found, key=lambda alarm: (not alarm.ongoing, severities.index(alarm.severity), -alarm.last_step))
 
 
 def with_cause(alarm: Alarm, cause: Explanation | None) -> Alarm:
+    """Return the alarm with its cause in title and text, if the cause is known."""
     return replace(alarm, title=f"{alarm.title}: {cause.brief}", text=f"{alarm.text} {cause.text}") if cause else alarm
 
 
@@ -127,7 +131,7 @@ def _base(values: Values, row: int, bad: Sequence[bool]) -> float | None:
 
 
 def _rises(factor: float, least: float, at_once: float | None = None) -> Callable[[Values], list[bool]]:
-    """Return a rule for values above `least` and `factor` times the good steps before, or above `at_once` in any case."""
+    """Return a rule for values above `least` and `factor` times the median of good steps before, and for all values above `at_once`."""
 
     def bad(values: Values) -> list[bool]:
         found: list[bool] = []
@@ -166,7 +170,7 @@ def _learned(metrics: MetricColumns) -> list[bool]:
 
 
 def _facts(values: Values, stretch: Stretch) -> dict[str, float | str]:
-    """Return facts about a stretch for the texts; `compared` is its worst value with the usual one before, as in `0.31, 18 times ...`."""
+    """Return facts about a stretch for the texts; `compared` is its worst value and the usual one: `0.31, 18 times the 0.017 before`."""
     shown = finite(values[stretch.first : stretch.last + 1])
     worst, base = max(shown), median(finite(values[max(0, stretch.first - BASE_STEPS) : stretch.first]))
     times = f", {worst / base:.3g} times the {base:.3g} before" if base else ""

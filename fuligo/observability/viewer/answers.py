@@ -104,7 +104,7 @@ def settings_answer(run: RunReader) -> Answer:
 
 
 def samples_answer(run: RunReader, wanted: SampleFilter, order: Order, offset: int, limit: int, of: SampleSet = "train") -> Answer:
-    """Return a page of the list. With a text, of what was found so far; asking again continues the search."""
+    """Return a page of the list of samples. A filter by text covers the files searched so far; the next request continues the search."""
     index = run.index(of)
     found, share = matching(index.table(), wanted), 1.0
     if text := wanted.text.strip():
@@ -153,7 +153,7 @@ def _numbers(rows: pa.Table) -> list[Answer]:
             "reward": number(row["reward"]),
             "advantage": number(row["advantage"]),
             "parts": {name: number(value) for name, value in row["parts"] or ()},
-            "prompt_key": str(row["prompt"]),  # 63 bits: more than a number of JavaScript holds
+            "prompt_key": str(row["prompt"]),  # 63 bits do not fit into a JavaScript number
         }
         for row in rows.to_pylist()
     ]
@@ -227,7 +227,7 @@ def _episode(path: Path, rows: pa.Table, mine: Answer, whole: Row) -> Answer:
 
 
 def _shortened(value: Any) -> Any:
-    """Return a value with each of its texts as long as a page shows it; a tool may return megabytes."""
+    """Return a value with its texts cut to the length that a page shows; a tool may return megabytes."""
     match value:
         case str():
             return value[:MAX_CHARACTERS]
@@ -288,7 +288,7 @@ def history_answer(run: RunReader, prompt_key: int, of: SampleSet = "train", dat
 
 
 def _of_prompt(index: SampleIndex, prompt_key: int, dataset: str | None) -> pa.Table:
-    """Return the rows of a prompt; of one dataset, since datasets may judge the same prompt in different ways."""
+    """Return the rows of a prompt, only those of `dataset` if it is given: datasets may judge the same prompt in different ways."""
     found = index.table().filter(pc.field("prompt") == prompt_key)
     return found if dataset is None else found.filter(pc.field("dataset") == dataset)
 
@@ -296,7 +296,7 @@ def _of_prompt(index: SampleIndex, prompt_key: int, dataset: str | None) -> pa.T
 def prompts_answer(
     run: RunReader, order: PromptOrder, offset: int, limit: int, of: SampleSet = "train", dataset: str | None = None
 ) -> Answer:
-    """Return prompts with their pass rates, and the mean reward of each by step; the text is that of its newest sample."""
+    """Return prompts with the text of their newest sample, their pass rates, and their mean rewards by step."""
     index = run.index(of)
     table = index.table()
     prompts = prompt_table(table if dataset is None else table.filter(pc.field("dataset") == dataset), order)

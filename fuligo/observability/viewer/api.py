@@ -1,4 +1,4 @@
-"""Server of the page: its endpoints, which are read-only, and access to them. Runs are selected by name, never by path."""
+"""Server of the page: read-only endpoints and their access control. Runs are selected by name, never by path."""
 
 import hmac
 import socket
@@ -29,8 +29,8 @@ _HEADERS = ((b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-r
 class Access:
     """Middleware that rejects requests without the token, which moves from the address (`?token=`) to a cookie.
 
-    A local page also needs it. Other users of the machine reach its loopback interface, and so do foreign pages in a browser of this
-    machine, under a name of theirs that resolves to it (DNS rebinding); the browser sends them no cookie of this host.
+    A server on loopback also needs it: other users of the machine can connect, and so can foreign web pages in a browser of this machine,
+    through a host name that resolves to 127.0.0.1 (DNS rebinding). The browser does not send the cookie for such a name.
     """
 
     def __init__(self, app: ASGIApp, token: str, cookie: str) -> None:
@@ -75,6 +75,7 @@ class Access:
 
 
 MAX_LIMIT = 200
+"""Maximum number of rows of a list in one answer."""
 
 
 class SampleQuery(SampleFilter):

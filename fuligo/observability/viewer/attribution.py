@@ -22,6 +22,8 @@ TAIL_SHARE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Cause:
+    """Seconds of a step with one cause."""
+
     name: str
     seconds: float
 

@@ -11,7 +11,7 @@ import orjson
 from fuligo.observability.viewer.tail import Tail
 
 MAX_CHUNKS = 64
-"""Chunks that one update reads: more than runs write. A longer file takes several updates."""
+"""Maximum number of chunks that one update reads, more than the file of a run has; a longer file takes several updates."""
 MAX_STEP = 2**31
 MAX_INTEGER = 2**53
 """Largest integer that is exact in a browser."""
@@ -103,7 +103,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _rounded(key: str, value: Any) -> float | None:
-    """Round to six digits, which is more than a curve shows and a third of the bytes."""
+    """Round to six digits, more than a curve shows, in a third of the bytes; None for a value that is not a finite number."""
     if not _is_number(value):
         return None
     if key == "time":

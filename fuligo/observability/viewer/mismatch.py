@@ -13,6 +13,7 @@ from fuligo.observability.viewer.sample_rows import check_size
 STANDS_OUT = 3.0
 """Factor by which tokens must differ more than the others to be the cause."""
 UNKNOWN = -1
+"""Engine of tokens whose engine was not recorded."""
 _NOT_AGE = "precision, sampling parameters or routing"
 _NAMES = ["loss_mask", "engine_logprobs", "trainer_logprobs", "versions"]
 

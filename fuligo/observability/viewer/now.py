@@ -1,4 +1,4 @@
-"""State of a run, determined from outside without touching it, its current phase, pace and expected end."""
+"""State of a run as its files show it, with its current phase, pace and expected end."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,16 +11,19 @@ from fuligo.observability.viewer.trace_reader import TraceReader
 
 State = Literal["finished", "running", "quiet", "stopped", "empty"]
 STALE_STEPS = 5
-"""Usual steps without a write after which a run counts as stopped or hanging."""
+"""Time without a write after which a run counts as stopped or hanging, in median step times."""
 FRESH_S = 60.0
+"""Lower bound of that time, in seconds."""
 START_S = 900.0
-"""The same limit in seconds before the end of the first step, when models load and engines capture graphs."""
+"""That time before the end of the first step, in seconds: models load and engines capture graphs."""
 WINDOW_STEPS = 20
 """Number of recent steps that determine the pace."""
 
 
 @dataclass(frozen=True, slots=True)
 class Now:
+    """Current activity of a run, its pace and its expected end."""
+
     doing: str | None
     """Current activity; None if unknown."""
     doing_step: int | None
@@ -33,7 +36,7 @@ class Now:
 
 
 def current_activity(metrics: MetricColumns, num_rollouts: int | None, trace: TraceReader) -> Now:
-    """Return the current activity: the phase that has begun, if one has."""
+    """Return the driver's phase in progress, if there is one, with the pace and the expected end of the run."""
     step_s = median(finite(metrics.column("perf/step_s")[-WINDOW_STEPS:]))
     latest = metrics.latest("step")
     num_done = 0 if latest is None else int(latest) + 1
@@ -45,7 +48,7 @@ def current_activity(metrics: MetricColumns, num_rollouts: int | None, trace: Tr
 
 
 def _rank(phase: tuple[str, int]) -> int:
-    """Return the sort key of a phase. A rollout runs in parallel with other phases and counts only if there is no other."""
+    """Return the sort key of a phase. A rollout may run in parallel with other phases, so it comes last."""
     name = phase[0]
     return PRIORITY.index(name) if name in PRIORITY else len(PRIORITY) + (name == ROLLOUT)
 
@@ -56,9 +59,9 @@ def run_state(*, num_done: int, num_rollouts: int | None, locked: bool, age_s: f
     Args:
         num_done: complete rollouts.
         num_rollouts: rollouts of the whole run, if known.
-        locked: whether a process has the lock.
+        locked: whether a process holds the run's lock.
         age_s: seconds since a file last changed.
-        step_s: seconds of a usual step.
+        step_s: median seconds of recent steps, if known.
     """
     if num_rollouts is not None and num_done >= num_rollouts and not locked:
         return "finished"
@@ -71,9 +74,9 @@ def run_state(*, num_done: int, num_rollouts: int | None, locked: bool, age_s: f
 
 
 def is_locked(path: Path) -> bool | None:
-    """Return whether a process has the lock of a run, given its `metrics.jsonl`; None if this is not known.
+    """Return whether a process holds the lock of the run with this `metrics.jsonl`; None if that is not known.
 
-    The kernel's table is read, because trying the lock could make a run fail that starts at that moment.
+    Reads the kernel's table, because taking the lock, however briefly, could make a run fail that starts at that moment.
     """
     try:
         inode = path.stat().st_ino

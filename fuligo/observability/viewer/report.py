@@ -58,7 +58,7 @@ def write_report(runs: Sequence[RunReader], path: Path, size: ReportSize | None 
 
 
 def report_document(runs: Sequence[RunReader], size: ReportSize) -> dict[str, Any]:
-    """Return the answers to all requests that the page can make, as far as the report has them."""
+    """Return the answers to the page's requests, for the steps and samples that the report contains."""
     samples = {run.name: {of: _samples(run, of, size) for of in _SETS} for run in runs}
     return {
         "runs": [answers.run_answer(run) for run in runs],
@@ -74,7 +74,7 @@ def report_document(runs: Sequence[RunReader], size: ReportSize) -> dict[str, An
 
 
 def chosen_steps(steps: Sequence[int], most: int) -> list[int]:
-    """Return the first step, the last one, and some evenly spaced between."""
+    """Return at most `most` steps: the first, the last, and evenly spaced ones between them."""
     if len(steps) <= most:
         return list(steps)
     return [steps[round(at * (len(steps) - 1) / (most - 1))] for at in range(most)]

@@ -1,4 +1,4 @@
-"""Reader of a run directory for the page; every file is read incrementally, when it has changed."""
+"""Reader of a run directory for the page; files that have changed are read incrementally."""
 
 import logging
 import threading
@@ -23,7 +23,7 @@ from fuligo.observability.viewer.trace_reader import TraceReader
 
 logger = logging.getLogger(__name__)
 BUDGET_S = 0.2
-"""Seconds per run before the next run's turn."""
+"""Seconds of reading per run before it is the next run's turn."""
 PAUSE_S = 1.0
 """Seconds to wait if nothing was new."""
 ASLEEP_S = 60.0
@@ -120,7 +120,7 @@ class RunReader:
             return current_activity(self.metrics, self.num_rollouts, self.trace)
 
     def problems(self) -> list[str]:
-        """Describe what is missing or damaged, and what cannot be shown as a result."""
+        """Describe files that are missing or damaged, and what the page cannot show as a result."""
         texts = missing_files(self.path)
         for number, name in ((self.metrics.num_damaged, "metrics.jsonl"), (self.trace.num_damaged, "trace.json")):
             if number:
@@ -146,7 +146,7 @@ class RunReader:
         return {severity: ongoing.count(severity) for severity in ("error", "warning")}
 
     def _known_alarms(self) -> list[Alarm]:
-        """Compute the alarms once per state of the metrics: the page asks every second."""
+        """Return the alarms, computed once per state of the metrics, because the page asks every second."""
         state = (self.metrics.generation, self.metrics.num_rows)
         if self._alarms[0] != state:
             self._alarms = (state, alarms(self.metrics))
@@ -165,7 +165,7 @@ class RunReader:
         return self._explained[key]
 
     def _expected_version(self, step: int) -> int | None:
-        """Return the version expected of a step's newest tokens: that before its training, minus the usual policy lag."""
+        """Return the expected version of a step's newest tokens, None if unknown: that before its training minus the usual policy lag."""
         row = self.metrics.row_of_step(step)
         before = self.metrics.column("policy_version")[row - 1] if row else None
         ahead = median(finite(self.metrics.column("rollout/staleness")[:row])) or 0.0
@@ -209,7 +209,7 @@ class RunReader:
         return [line[:500] for line in reversed(lines) if " WARNING " in line or " ERROR " in line][:limit]
 
     def search(self, of: SampleSet, text: str) -> TextSearch:
-        """Return the search for a text, continued if there is one."""
+        """Return the search for a text, with the results that it has found so far."""
         key = (of, text.lower())
         with self.lock:
             if key not in self._searches:

@@ -10,7 +10,7 @@ from typing import Literal
 from fuligo.errors import ConfigError
 
 MARKS = ("metrics.jsonl", "config.yaml", "samples", "trace.json")
-"""Entries of which any one marks a run directory, so that damaged runs can be viewed too."""
+"""Entries that mark a run directory; one of them is enough, so that damaged runs can be viewed too."""
 SampleSet = Literal["train", "eval"]
 _FILES: dict[SampleSet, tuple[str, str]] = {"train": ("samples", "rollout"), "eval": ("eval", "eval")}
 """Directory and prefix of file names."""
@@ -68,7 +68,7 @@ def sample_files(run: Path, of: SampleSet = "train") -> Iterator[SampleFile]:
 
 
 def missing_files(run: Path) -> list[str]:
-    """Describe the usual files that the run lacks, and what cannot be shown without them."""
+    """Describe each usual file that the run lacks, and what the page cannot show without it."""
     found = [
         ("metrics.jsonl", "no curves, no health"),
         ("config.yaml", "no settings to compare, no expected end, no token texts"),

@@ -69,7 +69,7 @@ class SampleIndex:
         """Step -> why its file cannot be read."""
 
     def update(self, budget_s: float = float("inf")) -> bool:
-        """Read new and changed files until all are known or the time is over; return whether anything changed."""
+        """Read new and changed files until all are known or `budget_s` is used up; return whether anything changed."""
         files = {file.step: file for file in sample_files(self._run, self._of)}
         gone = self._known.keys() - files.keys()
         pending = [file for step, file in sorted(files.items(), reverse=True) if step not in self._known or self._known[step][0] != file]
@@ -84,7 +84,7 @@ class SampleIndex:
             table, problem = None, ""
             try:
                 table = read_index_table(file.path, file.step)
-            except Exception as error:  # columns of others may hold anything
+            except Exception as error:  # files of others may hold anything
                 problem = " ".join(str(error).split())[:200]
             with self._lock:
                 self._known[file.step] = (file, table)
@@ -102,7 +102,7 @@ class SampleIndex:
         return len(self._known), self._num_files
 
     def table(self) -> pa.Table:
-        """Return the index (`INDEX_SCHEMA`) of everything known, ordered by step and row."""
+        """Return the index (`INDEX_SCHEMA`) of all files read so far, ordered by step and row."""
         return self._up_to_date()[1]
 
     def engines(self) -> list[int]:

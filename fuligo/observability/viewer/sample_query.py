@@ -22,7 +22,7 @@ Order = Literal[
     "newest", "oldest", "reward", "-reward", "length", "-length", "advantage", "-advantage", "staleness", "-staleness", "engine", "-engine"
 ]
 MAX_FOUND = 5000
-"""Samples that a search for text collects."""
+"""Number of samples found after which a search for text ends."""
 NO_ENGINE = -1
 """Value of the filter `engine` that finds samples whose engine is not known."""
 
@@ -112,7 +112,7 @@ class TextSearch:
         """By step."""
 
     def advance(self, index: SampleIndex, table: pa.Table, budget_s: float) -> tuple[pa.Table, float]:
-        """Search the files of the rows in `table`, newest first; at least one file, then until the time is over.
+        """Search the files of the rows in `table`, newest first: at least one file, then further ones until `budget_s` is used up.
 
         Returns:
             The rows of `table` found so far, and the share of the files that has been searched.

@@ -1,4 +1,4 @@
-"""Whole samples: single rows of a file, read by row group, the texts that a list shows of them, and rows of prompts."""
+"""Single rows of sample files, read by row group; texts of samples in lists; statistics of prompts."""
 
 from collections.abc import Container, Iterable, Sequence
 from functools import lru_cache
@@ -27,12 +27,12 @@ MAX_TEXT = 300
 
 
 def number(value: Any) -> float | None:
-    """Return a number as pages show it; None for one that is missing or not finite."""
+    """Return a number with the five digits that pages show; None for one that is missing or not finite."""
     return float(f"{value:.5g}") if value is not None and np.isfinite(value) else None
 
 
 def read_rows(path: Path, rows: Sequence[int], columns: Iterable[str] | None = None) -> list[Row]:
-    """Return rows of a file in the order asked for, reading their row groups only. Rows that the file does not have are left out.
+    """Return rows of a file in the given order, reading only their row groups. Rows that the file does not have are left out.
 
     Raises:
         OSError, pa.ArrowException: the file is gone or damaged.
@@ -59,7 +59,7 @@ def _group_sizes(path: Path, version: tuple[int, int]) -> list[int]:
 
 @lru_cache(maxsize=4)  # few, because long responses take megabytes
 def _row_group(path: Path, version: tuple[int, int], group: int, names: tuple[str, ...] | None) -> pa.Table:
-    """Read a row group. The samples of a group are opened one after the other and mostly share one."""
+    """Read a row group, cached because the samples of a group are opened one after the other and mostly share one."""
     with pq.ParquetFile(path) as file:
         check_size(file.metadata, names, group)
         present = [name for name in names if name in file.schema_arrow.names] if names is not None else None
@@ -120,11 +120,11 @@ PromptOrder = Literal["pass_rate", "-pass_rate", "change", "-change", "num_sampl
 
 
 def prompt_table(index: pa.Table, order: PromptOrder) -> pa.Table:
-    """Return one row per prompt of a dataset that has rewards, sorted; equal ones by key, so that pages of the list fit together.
+    """Return one row per dataset and prompt with rewards, sorted by `order`, then by key, so that pages of the list do not overlap.
 
     Columns: `prompt` (key), `dataset` (null in training), `num_samples` (with a reward), `num_steps`, `pass_rate` (null where no sample
     of the dataset passes), `mean` (reward), `first` and `last` (mean reward of the first and last step), `change` (last - first),
-    `newest` and `row` (place of a sample).
+    `newest` and `row` (step and row of one of its newest samples).
     """
     judged = index.filter(pc.field("reward").is_valid() & ~pc.field("reward").is_nan())
     judged = judged.set_column(judged.column_names.index("passed"), "passed", judged["passed"].fill_null(False).cast(pa.float64()))

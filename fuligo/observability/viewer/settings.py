@@ -23,7 +23,7 @@ class SettingRow:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Return `group.name` -> value as written, also of another version's config; empty if there is no such file."""
+    """Return the settings by `group.name`, as written, even by another version of fuligo; empty if the file cannot be read."""
     try:
         document = load(read_yaml_text(path))
     except (OSError, ValueError, yaml.YAMLError):

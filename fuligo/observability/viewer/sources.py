@@ -7,7 +7,7 @@ from typing import Literal
 
 SAMPLED, APPENDED, TEMPLATE = "sampled", "appended", "template"
 Source = Literal["sampled", "appended", "template"]
-"""Policy; text of a tool or user in a later turn; text that the chat template put around it."""
+"""Origin of a token: the policy, the text of a tool or user in a later turn, or the chat template around that text."""
 _ROLE = r"(?:system|developer|user|assistant|model|tool|ipython|observation|function|environment)"
 _BETWEEN = re.compile(rf"\s*{_ROLE}?\s*")
 """Text between two markers that is not a message: a role's name, or space."""
@@ -60,8 +60,8 @@ def token_sources(
     Between sampled turns, markers belong to the template, and so do a role's name and the space next to them.
 
     Args:
-        texts: text of each token; None without a tokenizer, where appended and template are not told apart.
-        markers: True for tokens that a tokenizer has for the template: <|im_start|>, <tool_response>.
+        texts: text of each token; None without a tokenizer, in which case tokens of the template count as appended.
+        markers: True for tokens that the vocabulary has for the template: <|im_start|>, <tool_response>.
         sampled: True for tokens that an engine is known to have sampled.
         loss_mask: 1 on trained tokens, which are sampled in any case.
     """
@@ -82,7 +82,7 @@ def token_sources(
 
 
 def _of_template(texts: Sequence[str], markers: Sequence[bool], start: int, end: int) -> list[int]:
-    """Return the positions in one appended stretch that the template wrote."""
+    """Return the positions of the tokens from `start` to `end`, all appended, that the template wrote."""
     marks = [at for at in range(start, end) if markers[at]]
     found = list(marks)
     for mark, following in zip(marks, [*marks[1:], end], strict=False):

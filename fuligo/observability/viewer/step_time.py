@@ -34,7 +34,7 @@ class LongSample:
     start_s: float
     end_s: float
     alone_s: float
-    """Seconds by which the rollout would have ended earlier without it and those after it."""
+    """Seconds by which the rollout would have ended earlier without this sample and those that finished after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,8 @@ class EngineTime:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
+    """Timeline of one step."""
+
     step: int
     window: Interval
     causes: list[Cause]
@@ -58,7 +60,7 @@ class StepTime:
     generating: list[int]
     """Concurrent samples over the window."""
     engines: list[EngineTime]
-    """Engines, if the samples record theirs."""
+    """Load of each engine; empty if the samples do not record their engines."""
     longest: list[LongSample]
     trainer_idle: float
     """Share of the step in which the trainer was idle."""
@@ -67,7 +69,7 @@ class StepTime:
 
 
 def step_window(metrics: MetricColumns, trace: TraceReader, step: int) -> Interval | None:
-    """Return the window from the end of the previous step to the end of this one, else that of its phases; None if it is empty."""
+    """Return the time from the end of the previous step to the end of this one, or of its phases if metrics lack it; None if unknown."""
     row = metrics.row_of_step(step)
     end, seconds = (None, None) if row is None else (metrics.column("time")[row], metrics.column("perf/step_s")[row])
     if end is not None and seconds:

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 _BROKEN = "\ufffd"
-"""Text to which a part of a character is decoded."""
+"""Replacement character, to which a part of a character is decoded."""
 MAX_TOKENIZER_BYTES = 128 * 2**20
-"""Size of a tokenizer's file; a hostile run may name one that fills the memory. Those of the largest vocabularies have 35 MB."""
+"""Largest tokenizer file that is loaded, since a hostile run may name one that fills the memory; the largest known has 35 MB."""
 MAX_PARTS = 8
+"""Maximum number of tokens whose bytes are joined to a character."""
 
 
 class TokenTexts:
@@ -21,7 +22,7 @@ class TokenTexts:
         self._searched = False
 
     def texts(self, ids: Sequence[int]) -> list[str] | None:
-        """Return one text per token; None without a tokenizer. A character of several tokens belongs to the first, the others are empty."""
+        """Return one text per token; None without a tokenizer. The first token of a character has its text, further ones are empty."""
         tokenizer = self._found()
         if tokenizer is None:
             return None
@@ -38,7 +39,7 @@ class TokenTexts:
         return None if tokenizer is None else tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def markers(self, ids: Sequence[int]) -> list[bool]:
-        """Return which tokens are not part of ordinary text but were added to the vocabulary, as `<|im_start|>` was."""
+        """Return for each token whether it was added to the vocabulary, as `<|im_start|>` was, and so is not ordinary text."""
         tokenizer = self._found()
         added = set() if tokenizer is None else set(tokenizer.get_added_tokens_decoder())
         return [token in added for token in ids]

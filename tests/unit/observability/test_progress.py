@@ -172,7 +172,7 @@ def test_warnings_are_shown_up_to_a_few_of_each_kind(mode: str) -> None:
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     lines = [line for line in shown.splitlines() if "warning: " in line]
     assert len(lines) == 3
-    assert "sample 2: [the reward] raised something that takes more than a line (further ones are in log.txt)" in lines[2]
+    assert "takes more than a line (further warnings of this kind are in log.txt only)" in lines[2]
     assert "not shown" not in shown
 
 

@@ -1,4 +1,4 @@
-"""`python3 train.py ...` is `fuligo train ...`: for launch scripts that start training so."""
+"""Entry point for launch scripts that call `python3 train.py ...`, which is the same as `fuligo train ...`."""
 
 import sys
 

@@ -10,10 +10,11 @@ after `--` go to all runs and override those of the job, for example on one GPU:
 
 or with SGLang on a second one (`--rollout-backend sglang --lora-sync adapter`).
 
-samples/s excludes the first two steps of each run. At once, it counts the steps from when every run has made its first two until the first
-run ends: none compiles then, and all work. "with start" is the time of the whole commands, one after another if they run alone. Each way is
-the best of its rounds. With `--alone N` only the first N runs are also run alone, since each starts an engine; they stand for the others.
-Below each row are the medians of the steps' parts in seconds, which at once include waiting for other runs. `--directory` keeps the runs.
+samples/s excludes the first two steps of each run. For runs at once, it counts the steps between the time at which every run has made its
+first two steps and the end of the first run: no run compiles then, and all of them work. "with start" is the total time of the commands.
+Each row shows the best of its rounds. With `--alone N` only the first N runs are also run alone, since each starts an engine; their figures
+are scaled to all runs. Below each row are the medians of the parts of a step in seconds; with runs at once they include waiting for other
+runs. `--directory` keeps the runs.
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ class Figures:
 
     samples_per_s: float
     seconds: float
-    """Time of the commands, with start and end."""
+    """Wall time of the commands, including start and end."""
     cpu_seconds: float
-    """CPU time of all their processes, which does not depend on what else the machine does."""
+    """CPU time of all their processes, which depends little on other work on the machine."""
     parts: dict[str, float]
     """Median seconds of the parts of a step."""
 
@@ -74,7 +75,7 @@ def read_steps(run_dir: Path) -> list[dict]:
 
 
 def samples_per_s(runs: Sequence[Sequence[dict]], *, at_once: bool) -> float:
-    """Return the throughput of runs, given their steps' records, after the warm-up."""
+    """Return the samples per second of runs after the warm-up, given the records of their steps."""
     begins = [steps[WARM_UP_STEPS - 1]["time"] for steps in runs]
     ends = [steps[-1]["time"] for steps in runs]
     if at_once:
@@ -89,13 +90,13 @@ def samples_per_s(runs: Sequence[Sequence[dict]], *, at_once: bool) -> float:
 
 
 def cpu_seconds() -> float:
-    """Return the CPU time of the child processes that have ended, and of theirs."""
+    """Return the CPU time of the child processes that have ended and of their descendants."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def write_configs(number: int, options: argparse.Namespace, directory: Path) -> list[Path]:
-    """Write the configs of the runs, which write to directories next to them."""
+    """Write a config for each run; the run directories are next to the files."""
     from fuligo.config.command_line import parse
     from fuligo.config.files import save_yaml
 
@@ -117,7 +118,7 @@ def write_configs(number: int, options: argparse.Namespace, directory: Path) -> 
 
 
 def measured(commands: Sequence[Sequence[str]], run_dirs: Sequence[Path]) -> Figures:
-    """Run commands one after the other; return the throughput of their runs, which overlap if there is one command."""
+    """Run commands one after the other; return the figures of their runs, which overlap if one command starts several."""
     started, used = time.monotonic(), cpu_seconds()
     for command in commands:
         subprocess.run([sys.executable, "-m", "fuligo", *command], check=True, stdout=subprocess.DEVNULL)

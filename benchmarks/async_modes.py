@@ -1,4 +1,4 @@
-"""Samples per second and idle time of trainer and engines in the three modes of `--async-mode`: the same job, in turns.
+"""Samples per second and idle time of trainer and engines in the three modes of `--async-mode`, which run the same job in turns.
 
     python benchmarks/async_modes.py [--steps 16] [--rounds 2] [--max-staleness 2] [--mean 40] [--longest 256] [-- FLAGS of fuligo train]
 

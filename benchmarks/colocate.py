@@ -1,4 +1,4 @@
-"""Time to offload a trainer to host memory and back: pinned host memory against `tensor.to`, in one process.
+"""Time to offload a trainer to host memory and to load it back: through pinned host memory, compared with `tensor.to`, in one process.
 
 python benchmarks/colocate.py --gib 40                    on a GPU
 python benchmarks/colocate.py --device cpu --gib 0.25     copies within host memory, as a functional check

@@ -44,7 +44,7 @@ class Workload:
     name: str
     prompts: list[list[int]]
     lengths: list[int]
-    """Return the number of new tokens of each request."""
+    """Number of new tokens of each request."""
 
     @property
     def num_tokens(self) -> int:
@@ -90,7 +90,7 @@ async def run_engine(client: EngineClient, load: Workload) -> None:
 
 
 def run_generate(model: Any, load: Workload) -> None:
-    """Compute log-probabilities from the scores that `generate` keeps."""
+    """Generate the workload as one batch, with log-probabilities from the scores that `generate` keeps."""
     longest = max(load.lengths)
     with torch.inference_mode():
         out = model.generate(

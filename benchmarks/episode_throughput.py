@@ -8,12 +8,12 @@ One or more engines behind one router. In turns, `--repeats` times, with the ord
 
 - fuligo: a rollout of the real runner. An environment answers each turn with the same message; the model's turns end at its end token or
   after `--tokens`. Parsing, rendering, records and rewards are those of a run.
-- bare client: the requests of that rollout to the same router, by aiohttp and nothing of fuligo's. Turn k + 1 of an episode goes out when
-  turn k is answered, and continues the client's own tokens with the same message. Every request has the rollout's sampling parameters, seed
-  included, and exactly as many new tokens.
+- bare client: the requests of that rollout, sent to the same router with aiohttp and without fuligo's code. Turn k + 1 of an episode is
+  sent when turn k is answered, and continues the client's own tokens with the same message. Every request has the rollout's sampling
+  parameters, including the seed, and exactly as many new tokens.
 
-The engines' cache is flushed before each; the first round is the warm-up. "Reused" is the share of the tokens of the previous turns (its
-prompt and its answer but the last token, whose keys no engine has computed) that the engine read from its prefix cache.
+The engines' cache is flushed before each; the first round is the warm-up. "reused" is the share of the tokens of previous turns (prompt and
+answer without its last token, whose keys no engine has computed) that the engine read from its prefix cache.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from fuligo.types import IntArray
 
 @dataclass(slots=True)
 class Request:
-    """Request of one turn, and what the engine made of it."""
+    """Request of one turn, and the engine's answer."""
 
     prompt_ids: IntArray
     output_ids: IntArray
@@ -61,7 +61,7 @@ class Request:
 
 @dataclass(slots=True)
 class Measured:
-    """Result of one rollout or of its repetition."""
+    """Result of a rollout, by fuligo or by the bare client."""
 
     seconds: float
     cpu_s: float
@@ -141,7 +141,7 @@ async def run_rollout(
 
 
 class BareClient:
-    """Client that sends the requests of a rollout again, without anything of fuligo's but the address."""
+    """Client that repeats the requests of a rollout without fuligo's code."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, headers: dict[str, str], concurrency: int) -> None:
         self.session = session
@@ -150,7 +150,7 @@ class BareClient:
         self.free = asyncio.Semaphore(concurrency)
 
     async def episode(self, turns: Sequence[Request]) -> list[Request]:
-        """Send the requests of an episode, each with the tokens sampled in this run before it."""
+        """Send the requests of an episode, each of which continues the tokens that this client's earlier requests sampled."""
         sent: list[Request] = []
         async with self.free:
             for number, turn in enumerate(turns):

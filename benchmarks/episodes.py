@@ -2,10 +2,10 @@
 
     python benchmarks/episodes.py [--episodes 2000] [--concurrency 1000] [--turns 8] [--tokens 64] [--family qwen2_5] [--isolation none]
 
-An engine that answers at once, and an environment that answers every turn with a user's message or a tool's result. Each turn is sampled,
-parsed, answered, rendered by the chat template and recorded. Half of the turns call a tool. CPU time and memory are those of all processes
-together; memory that processes share counts once. Its growth is that from one third of the episodes to the end, without the samples, which
-are dropped when they are finished. `--profile` writes the profile of the run.
+The engine answers at once, and the environment answers every turn with a user's message or a tool's result. Each turn is sampled, parsed,
+answered, rendered by the chat template and recorded. Half of the turns call a tool. CPU time and memory are those of all processes
+together; memory that processes share counts once. Memory growth is measured from one third of the episodes to the end, without the samples,
+which are dropped when they are finished. `--profile` writes the profile of the run.
 """
 
 import argparse
@@ -37,7 +37,7 @@ ENDS = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|user|>", "<|observation|
 
 
 class Instant:
-    """Engine that answers at once, in turn with a text and with a tool call."""
+    """Engine that answers at once, alternately with a text and with a tool call."""
 
     def __init__(self, answers: list[list[int]]) -> None:
         self.answers = [np.array(ids, np.int32) for ids in answers]
@@ -61,7 +61,7 @@ def cpu_s() -> float:
 
 
 def memory_mib() -> float:
-    """Return the memory of all processes; what several share counts once."""
+    """Return the memory of all processes in MiB; memory that they share counts once."""
     lines = (line for pid in pids() for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines())
     return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 2**10
 
@@ -88,7 +88,7 @@ async def bare(single: SingleTurn, num: int, turns: int, text: list[int], max_to
 
 
 def written(tokenizer, template: ChatTemplate, message: dict[str, Any]) -> list[int]:
-    """Return the ids of an answer as the template writes it, its end token included."""
+    """Return the token ids of an answer as the chat template writes it, including its end token."""
     question = [{"role": "user", "content": QUESTION}]
     answered = [*question, message, {"role": "user", "content": QUESTION}]
     rest = template.prompt(answered, [ADD.to_json()]).removeprefix(template.prompt(question, [ADD.to_json()]))

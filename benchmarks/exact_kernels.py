@@ -1,4 +1,4 @@
-"""Times of the batch-invariant kernels of --exact-on-policy beside those of cuBLAS, torch and SGLang, on one GPU.
+"""Times of the batch-invariant kernels of --exact-on-policy, compared with those of cuBLAS, torch and SGLang, on one GPU.
 
     python benchmarks/exact_kernels.py                    # shapes of Qwen3-4B and of Qwen3-30B-A3B's experts
     python benchmarks/exact_kernels.py --experts          # only the experts
@@ -23,9 +23,9 @@ from fuligo.models.invariant_expert_kernels import sort_by_expert
 
 HEADS, KEY_HEADS, SIZE = 32, 8, 128
 PRODUCTS = ((2560, 19456), (9728, 2560), (2560, 6144), (4096, 2560))
-"""Inputs and outputs of a layer's products; gate and up, and query, key and value in one, as SGLang has them."""
+"""Inputs and outputs of a layer's matrix products; gate and up are fused, and so are queries, keys and values, as in SGLang."""
 EXPERTS, CHOSEN, HIDDEN, INNER = 128, 8, 2048, 768
-"""Experts of a layer, and of a token, their inputs, and columns of gate and up."""
+"""Experts per layer, experts per token, size of their inputs, and columns of gate and up projection together."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Cost and effect of --exact-on-policy on a CPU: a rollout of the quickstart's model and the passes of training on it, with and without.
+"""Cost and effect of --exact-on-policy on a CPU: a rollout of the quickstart's model and a training pass, with the flag and without.
 
     python benchmarks/exact_on_policy.py                          # 256 answers of 48 tokens, one thread
     python benchmarks/exact_on_policy.py --model DIR --threads 2  # another Llama, Qwen2 or Qwen3
@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Measurement of one way to compute."""
+    """Measurement with or without --exact-on-policy."""
 
     sample_s: float
     train_s: float
@@ -69,7 +69,7 @@ def measure(model: Path, num_answers: int, answer_tokens: int, *, is_exact: bool
 
 
 def sample(engine: EngineModel, num_answers: int, answer_tokens: int) -> list[TrainSample]:
-    """Sample answers to random prompts, as many to each as a group has."""
+    """Sample answers to random prompts, in groups of answers to one prompt."""
     scheduler = Scheduler(engine, KVCache(engine.cache_shape, 1 << 20, engine.dtype, engine.device), num_answers)
     rng = random.Random(0)
     prompts = [[rng.randrange(3, engine.vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(0, num_answers, SAMPLES_PER_PROMPT)]
@@ -98,7 +98,7 @@ def as_sample(index: int, request: Request) -> TrainSample:
 
 
 def train(policy: Policy, samples: list[TrainSample]) -> float:
-    """Run forward and backward passes of all samples, packed; return the largest difference to the engine's log-probabilities."""
+    """Run forward and backward passes on all samples, packed; return the largest difference from the engine's log-probabilities."""
     num_per_row = max(1, TOKENS_PER_ROW // len(samples[0].tokens))
     largest = 0.0
     for start in range(0, len(samples), num_per_row):

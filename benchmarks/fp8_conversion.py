@@ -42,7 +42,7 @@ wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
 peak = next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM'))
 print(f'\\n{{wall}} {{cpu}} {{peak}}')
 """
-"""Peak resident set of this process; `ru_maxrss` would include the process that started it."""
+"""Code that prints the peak resident set of its process; `ru_maxrss` would include that of the process that started it."""
 
 
 class Usage(NamedTuple):

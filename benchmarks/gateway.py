@@ -2,15 +2,14 @@
 
     python benchmarks/gateway.py [--episodes 1000] [--turns 8] [--concurrency 64] [--tokens 64]
 
-One process, an engine that answers at once. Each episode is a session of `--turns` requests by HTTP whose conversation grows by one answer
-of `--tokens` tokens and one question a turn. CPU time is that of a child process that only serves; the clients are in the parent. Three
-servers take turns:
+The engine answers at once. Each episode is a session of `--turns` HTTP requests whose conversation grows by one answer of `--tokens` tokens
+and one question per turn. CPU time is that of a child process that only serves; the clients are in the parent. Two servers are measured:
 
 - gateway: chat completions of sessions;
 - bare: the same HTTP server that reads the same bodies and returns a fixed answer, which is what any server costs.
 
-The difference is what the gateway adds to a turn: the match, the rendering, the tokens, the parsing. Memory is the growth of the child
-from one third of the episodes to the end.
+The difference is what the gateway adds to a turn: matching the conversation, rendering, tokenizing, parsing. Memory is the growth of the
+child from one third of the episodes to the end.
 """
 
 import argparse
@@ -101,7 +100,7 @@ def child(kind: str, pipe: Connection, num_tokens: int) -> None:
 
 
 async def measure(kind: str, args: argparse.Namespace) -> tuple[float, float]:
-    """Return CPU milliseconds of the server per turn, and the growth of its memory in MiB."""
+    """Return the server's CPU milliseconds per turn, and the growth of its memory in MiB."""
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
     process = context.Process(target=child, args=(kind, theirs, args.tokens))

@@ -2,7 +2,7 @@
 
     python benchmarks/link.py [--gpus 2] [--gib 1]
 
-One broadcast of a tensor from rank 0, as `fuligo/weights/broadcast.py` sends a bucket; the best of ten, after three warm-ups.
+Measures the broadcast of a tensor from rank 0, as `fuligo/weights/broadcast.py` sends a bucket: the best of ten, after three warm-ups.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Minimal GRPO loop with the quickstart's work in one plain file: the baseline for the cost of a framework.
+"""Minimal GRPO loop in one file that does the work of the quickstart: the baseline for the overhead of a framework.
 
     python benchmarks/minimal_grpo.py                  one run of this loop
     python benchmarks/minimal_grpo.py --compare        this loop and `fuligo quickstart`, in turns, and the ratio of their times
@@ -55,7 +55,7 @@ class Loop:
 
     @torch.no_grad()
     def sample(self, rows: list[dict], samples_per_prompt: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Token ids [B, T], attention mask [B, T] and response mask [B, T]; prompts are padded on the left."""
+        """Return token ids [B, T], attention mask [B, T] and response mask [B, T]; prompts are padded on the left."""
         prompts = [self.tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False) for row in rows]
         inputs = self.tokenizer([prompt for prompt in prompts for _ in range(samples_per_prompt)], padding=True, return_tensors="pt")
         ids = self.model.generate(
@@ -114,7 +114,7 @@ def run(seed: int) -> None:
 
 
 def compare(repeats: int) -> None:
-    """Time both processes in turns, so that a busy machine slows them alike."""
+    """Time both programs in turns, so that other work on the machine slows both."""
     times: dict[str, list[float]] = {"minimal": [], "fuligo": []}
     with tempfile.TemporaryDirectory() as directory:
         for repeat in range(repeats):

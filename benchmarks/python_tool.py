@@ -1,4 +1,4 @@
-"""Time of calls of the Python tool: a fresh sandbox for each program, and the next program of a session.
+"""Latency and throughput of the Python tool: programs in fresh sandboxes, and the next program of a session.
 
 python benchmarks/python_tool.py --calls 200
 """
@@ -21,7 +21,7 @@ async def fresh(settings: PythonSettings) -> None:
 
 
 async def measure(settings: PythonSettings, calls: int) -> None:
-    """Print milliseconds per call, one call at a time, and calls per second with as many at once as the settings permit."""
+    """Print milliseconds per call with one call at a time, and calls per second with as many calls at once as the settings permit."""
     await fresh(settings)  # starts the process that all share
     times = []
     for _ in range(calls):

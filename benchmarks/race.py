@@ -1,4 +1,4 @@
-"""The same reinforcement learning by fuligo and by its peers, compared: speed, memory, and seconds to a reward.
+"""Comparison of fuligo, TRL and verl on the same reinforcement learning: speed, memory, and seconds to a reward.
 
     python examples/fetch_model.py smollm2 models/smollm2
     python benchmarks/race.py                                              # one GPU: fuligo and TRL with `generate`
@@ -8,10 +8,10 @@
 
 Every competitor gets the same model, questions (those of examples/smollm2), prompts and answers per step, length limit, precision
 (bfloat16 with float32 master weights on a GPU, float32 on a CPU), loss and learning rate, one optimizer step per batch, and otherwise
-the defaults that a new user would meet. Each runs from its command line in its own environment (`--python`), alone on the machine.
-FULIGO_RACE_FLAGS and VERL_RACE_FLAGS add flags to the commands of fuligo and verl, where a machine's SGLang lacks the kernels of its
-defaults. verl also gets the settings that its documentation recommends for speed, see `verl_trainer` and `verl_engine`. This script notes
-when each step's record appears in the competitor's own log. Rewards come from `race_work.py`, without a package.
+its defaults. Each runs from its command line in its own environment (`--python`), one after the other. FULIGO_RACE_FLAGS and
+VERL_RACE_FLAGS add flags to the commands of fuligo and verl, for machines whose SGLang lacks the kernels of its defaults. verl also gets
+the settings that its documentation recommends for speed, see `verl_trainer` and `verl_engine`. This script records when each step appears
+in the competitor's own log. `race_work.py` computes the rewards, without any package.
 
 Per competitor: seconds from the command to the end of the first step; median seconds, samples and sampled tokens per second of the
 steps after the first two; peak of the GPUs' memory (nvidia-smi); seconds from the command to the first step with a mean reward of at
@@ -38,7 +38,7 @@ HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent
 FLAGS_VARIABLE = "FULIGO_RACE_FLAGS"
 MARK = "RACE_COMPETITOR"
-"""Variable in the environment of all of a competitor's processes; its value is the competitor's directory."""
+"""Environment variable of all processes of a competitor; its value is the competitor's directory."""
 VERL_FLAGS_VARIABLE = "VERL_RACE_FLAGS"
 LORA_RANK = 16
 LORA_LR_FACTOR = 10
@@ -56,16 +56,16 @@ class Step:
 
 
 Command = Callable[[Work, Path, str], list[str]]
-"""Return the command line of a competitor for work, directory for its files, and its Python."""
+"""Function that returns a competitor's command line, given the work, the directory for its files, and its Python."""
 
 
 @dataclass
 class Competitor:
-    """A program that does the work, and writes a line of JSON per step."""
+    """Program that does the work and writes a line of JSON per step."""
 
     command: Command
     steps: str
-    """File of its steps in the directory."""
+    """Name of the file with its steps in the competitor's directory."""
     read: Callable[[dict, Work], tuple[float, float]]
     """Return mean reward and number of sampled tokens of a line."""
     environment: dict[str, str] = field(default_factory=dict)
@@ -94,7 +94,7 @@ def fuligo(work: Work, directory: Path, python: str) -> list[str]:
 
 
 def with_lora(command: Command) -> Command:
-    """Train adapters instead, with the higher learning rate that they need."""
+    """Return the command that trains LoRA adapters instead, with the higher learning rate that they need."""
 
     def adapted(work: Work, directory: Path, python: str) -> list[str]:
         return command(replace(work, lora_rank=LORA_RANK, lr=work.lr * LORA_LR_FACTOR), directory, python)
@@ -113,8 +113,8 @@ def trl(engine: str) -> Command:
 def verl(engine: str, recomputes: bool) -> Command:
     """Return the command of verl 0.9.1 with the settings that its documentation recommends for speed, as far as the GPU has room.
 
-    `recomputes`: verl's default computes the old policy's log-probabilities with the trainer before each step. Its `bypass_mode` takes
-    the engine's, which saves a forward pass; fuligo and TRL save it, too, if a batch is one optimizer step.
+    `recomputes`: compute the old policy's log-probabilities with the trainer before each step, which is verl's default. Without it,
+    `bypass_mode` takes the engine's, which saves a forward pass; fuligo and TRL also save it if a batch is one optimizer step.
     """
 
     def command(work: Work, directory: Path, python: str) -> list[str]:
@@ -157,7 +157,7 @@ def verl(engine: str, recomputes: bool) -> Command:
 
 
 def verl_trainer(work: Work) -> dict[str, object]:
-    """Return the settings of its trainer: packed rows of up to 32,768 tokens without recomputation, for which a small model leaves room."""
+    """Return the settings of verl's trainer: packed rows of up to 32,768 tokens, without recomputation, since a small model leaves room."""
     return {
         "actor_rollout_ref.model.path": work.model,
         "actor_rollout_ref.model.use_remove_padding": True,
@@ -173,7 +173,7 @@ def verl_trainer(work: Work) -> dict[str, object]:
 
 
 def verl_engine(work: Work, engine: str) -> dict[str, object]:
-    """Return the settings of its engine: all requests of a step at once, CUDA graphs for as many, on the GPU also during training."""
+    """Return the settings of verl's engine: all requests of a step at once, with CUDA graphs; it keeps its memory during training."""
     requests = work.batch // work.num_gpus
     settings: dict[str, object] = {
         "actor_rollout_ref.rollout.name": engine,
@@ -233,7 +233,7 @@ class GpuMemory:
 
 
 def run(name: str, work: Work, directory: Path, python: str, limit_s: float, target: float) -> dict[str, float | None]:
-    """Run one competitor to its end, or for `limit_s` seconds, and return its figures."""
+    """Run one competitor to its end, or for at most `limit_s` seconds, and return its figures."""
     competitor = COMPETITORS[name]
     directory.mkdir(parents=True)
     command = competitor.command(work, directory, python)
@@ -258,7 +258,7 @@ def run(name: str, work: Work, directory: Path, python: str, limit_s: float, tar
 
 
 def collect(steps: list[Step], file: Path, competitor: Competitor, work: Work, start: float) -> None:
-    """Add the steps whose lines have appeared, with the time of now."""
+    """Add the steps whose lines have appeared, with the current time."""
     if not file.exists():
         return
     text = file.read_text()
@@ -268,7 +268,7 @@ def collect(steps: list[Step], file: Path, competitor: Competitor, work: Work, s
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """End the process and its session, politely first."""
+    """End the process and its session, by SIGTERM first."""
     for how in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is None:
             os.killpg(process.pid, how)
@@ -279,13 +279,13 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def end_remaining(mark: str) -> None:
-    """End what the competitor left in sessions of its own, such as Ray's processes: those whose environment carries its mark (Linux)."""
+    """End the processes that the competitor left in other sessions, such as Ray's, by the mark in their environment (Linux only)."""
     for entry in Path("/proc").glob("[0-9]*/environ"):
         try:
             if f"{MARK}={mark}".encode() in entry.read_bytes().split(b"\0"):
                 os.kill(int(entry.parent.name), signal.SIGKILL)
         except OSError:
-            continue  # it has ended, or is not ours
+            continue  # the process has ended, or belongs to another user
 
 
 def figures(steps: list[Step], work: Work, peak_bytes: int | None, target: float) -> dict[str, float | None]:
@@ -307,7 +307,7 @@ def figures(steps: list[Step], work: Work, peak_bytes: int | None, target: float
 
 
 def write_prompts(directory: Path) -> Path:
-    """Write the questions of examples/smollm2 with their instruction as the label."""
+    """Write the questions of examples/smollm2, with the name of their instruction as the label; return the file."""
     subprocess.run(
         [sys.executable, str(REPOSITORY / "examples" / "smollm2" / "make_tasks.py"), str(directory)], check=True, stdout=subprocess.DEVNULL
     )
@@ -330,9 +330,11 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the competitor also ends
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "competitors", nargs="*", default=["fuligo", "trl-generate"], metavar="COMPETITOR", help=f"of {', '.join(COMPETITORS)}"
+        "competitors", nargs="*", default=["fuligo", "trl-generate"], metavar="COMPETITOR", help=f"any of {', '.join(COMPETITORS)}"
     )
-    parser.add_argument("--python", action="append", default=[], metavar="NAME=PATH", help="its interpreter (default: this one)")
+    parser.add_argument(
+        "--python", action="append", default=[], metavar="NAME=PATH", help="interpreter of a competitor (default: this one)"
+    )
     parser.add_argument("--model", default="models/smollm2", help="directory, as examples/fetch_model.py writes it")
     parser.add_argument("--directory", type=Path, default=Path("runs/race"), help="new directory for everything that the competitors write")
     parser.add_argument("--steps", type=int, default=10)
@@ -343,7 +345,7 @@ def main() -> None:
     options = parser.parse_args()
     unknown = set(options.competitors) - set(COMPETITORS)
     if unknown:
-        parser.error(f"unknown competitor {', '.join(sorted(unknown))}; choose of {', '.join(COMPETITORS)}")
+        parser.error(f"unknown competitor {', '.join(sorted(unknown))}; choose from {', '.join(COMPETITORS)}")
     if options.directory.exists():
         parser.error(f"{options.directory} exists; give a new --directory")
     pythons = dict(entry.split("=", 1) for entry in options.python)

@@ -12,7 +12,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class Records(TrainerCallback):
-    """Write one line per logged step."""
+    """Callback that writes one line per logged step."""
 
     def __init__(self, file: Path, batch: int) -> None:
         self._file = file.open("w", buffering=1)
@@ -25,7 +25,7 @@ class Records(TrainerCallback):
 
 
 def config(work: Work, engine: str, directory: Path) -> GRPOConfig:
-    """Return the work's sizes, and TRL's own defaults for the rest; one optimizer step per batch of answers."""
+    """Return TRL's settings: the sizes of the work, one optimizer step per batch of answers, and TRL's defaults for the rest."""
     on_gpu = work.device == "cuda"
     per_device = min(work.micro_batch, work.batch // work.num_gpus)
     vllm = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.4} if engine == "vllm" else {}

@@ -1,4 +1,4 @@
-"""Model, prompts, sizes and reward that all competitors of `race.py` get. It needs no package, since it runs in every environment."""
+"""Model, prompts, sizes and reward for all competitors of `race.py`. It needs no package, since it runs in every environment."""
 
 import json
 import re
@@ -26,7 +26,7 @@ class Work:
     """`cuda` or `cpu`."""
     num_gpus: int
     micro_batch: int
-    """Samples of a forward pass, for those that do not derive it from tokens."""
+    """Samples of a forward pass, for competitors that do not limit it by tokens."""
     lora_rank: int = 0
     """Rank of LoRA adapters of all linear layers, with alpha of twice the rank; 0 trains all weights."""
 

@@ -1,4 +1,4 @@
-"""Seconds from the loss of a trainer rank to the next step, with --max-restarts and by a fresh start of the command.
+"""Seconds from the loss of a trainer rank to the next step: with --max-restarts, and with a fresh start of the command.
 
     python benchmarks/restart.py [--rank 1] [--rounds 3] [-- FLAGS of fuligo train]
 
@@ -49,17 +49,17 @@ def running(arguments: list[str], log: Path) -> Iterator[psutil.Process]:
 
 
 def times(run_dir: Path) -> list[float]:
-    """Return when each recorded step was complete, in seconds since 1970."""
+    """Return the times at which recorded steps were complete, in seconds since 1970."""
     file = run_dir / "metrics.jsonl"
     return [json.loads(line)["time"] for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def wait_for_step(run_dir: Path, log: Path, process: psutil.Process, *, num_steps: int = 1, after: float = 0.0) -> float:
-    """Return the time of the step that makes these many complete, not counting those before the time `after`."""
+    """Wait until `num_steps` steps have been recorded since the time `after`; return the time of the last of them."""
     deadline = time.time() + DEADLINE_S
     while len(done := [when for when in times(run_dir) if when > after]) < num_steps:
         if time.time() > deadline or not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
-            sys.exit(f"no step; its output:\n{log.read_text()}")
+            sys.exit(f"no further step was recorded; output of fuligo train:\n{log.read_text()}")
         time.sleep(0.02)
     return done[num_steps - 1]
 
@@ -74,7 +74,7 @@ def rank_process(driver: psutil.Process, rank: int) -> psutil.Process:
 
 
 def round_trip(directory: Path, rank: int, flags: list[str]) -> tuple[float, float]:
-    """Return the seconds to the next step of a restart and of a fresh start."""
+    """Return the seconds from the loss of a rank to the next step, with a restart and with a fresh start."""
     run_dir, log = directory / "run", directory / "run.log"
     with running(command(run_dir, flags), log) as driver:
         wait_for_step(run_dir, log, driver, num_steps=NUM_STEPS)

@@ -40,7 +40,7 @@ TORCHVISION_STUB = Path(__file__).parents[1] / "tests" / "sglang" / "stubs"
 """Stub of torchvision, which SGLang imports; the published one does not load with a CPU build of torch."""
 HOST = "127.0.0.1"
 Turn = Callable[[int], Awaitable[float]]
-"""Function from the number of the turn to tokens per second."""
+"""Function that takes the number of the turn and returns tokens per second."""
 
 
 @asynccontextmanager
@@ -87,7 +87,7 @@ def prompts(args: argparse.Namespace, vocab_size: int, turn: int) -> list[IntArr
 
 
 def through(engines: EngineGroup, args: argparse.Namespace) -> Turn:
-    """Build the runner; requests go to the router if the group has one."""
+    """Return a turn of the runner; its requests go through the router if the group has one."""
     tokenizer = AutoTokenizer.from_pretrained(args.model)
 
     async def turn(number: int) -> float:

@@ -6,7 +6,7 @@
 Each wave `PROMPTSxSAMPLES:CONCURRENCY` is a rollout of the real runner through sglang-router with at most CONCURRENCY requests in flight;
 responses end at the model's end token or after `--tokens`. The cache is flushed before every rollout; the first of each wave is the
 warm-up. With `--questions` the prompts are the file's questions in the model's chat template, else random token ids. `--offline` runs
-the requests of the first wave in one call of `sglang.Engine` first, without and with log-probabilities: no HTTP, no router, no runner.
+the requests of the first wave in one call of `sglang.Engine` before the rollouts, without and with log-probabilities.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ HOST = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class Wave:
-    """Rollout of `num_prompts` x `num_samples` requests, at most `concurrency` of them in flight."""
+    """Sizes of a rollout: `num_prompts` x `num_samples` requests, at most `concurrency` of them in flight."""
 
     num_prompts: int
     num_samples: int
@@ -202,7 +202,7 @@ def add_fleet_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_with_logs(measure: Callable[[argparse.Namespace], Coroutine[Any, Any, None]], args: argparse.Namespace) -> None:
-    """Run a measurement with a directory for the logs of its engines."""
+    """Run a measurement, with `args.logs` or a temporary directory for the logs of its engines."""
     with tempfile.TemporaryDirectory(prefix="fuligo-bench-") as directory:
         args.logs = args.logs or Path(directory)
         args.logs.mkdir(parents=True, exist_ok=True)
@@ -218,8 +218,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--ignore-eos", action="store_true", help="sample exactly --tokens tokens")
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--offline", action="store_true", help="SGLang's offline engine first")
-    parser.add_argument("--offline-only", action="store_true", help="no rollouts after it")
+    parser.add_argument("--offline", action="store_true", help="measure SGLang's offline engine before the rollouts")
+    parser.add_argument("--offline-only", action="store_true", help="measure only the offline engine")
     run_with_logs(measure, parser.parse_args())
 
 

@@ -1,4 +1,4 @@
-"""Server of a benchmark in its own process, so that its work is not counted: it ends with the benchmark."""
+"""Server of a benchmark in a separate process, so that its CPU time is not counted; it ends with the benchmark."""
 
 import asyncio
 import subprocess
@@ -10,7 +10,7 @@ from aiohttp import web
 
 
 async def serve(app: web.Application) -> None:
-    """Serve on a free port, print the port, and return when standard input ends."""
+    """Serve on a free port, print the port, and return when standard input is closed."""
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0, backlog=4096).start()

@@ -1,4 +1,4 @@
-"""SGLang's offline engine on given requests, as `python -m sglang.bench_offline_throughput` calls it; run by `rollout_waves.py`.
+"""Throughput of SGLang's offline engine, called as in `python -m sglang.bench_offline_throughput`; run by `rollout_waves.py`.
 
 Reads one JSON object from the file named on the command line: `engine` (arguments of `sglang.Engine`), `prompts` (token ids of every
 request), `sampling_params`, `return_logprob` (one round for each), `rounds`. Prints one JSON object per round: seconds, tokens, logprobs.

@@ -7,9 +7,9 @@
     python benchmarks/shared_prefixes.py --kernels                # the attention of one layer alone, by kernel (CUDA)
     python benchmarks/shared_prefixes.py --cpu-seconds            # small cases on a CPU, in CPU seconds of one thread
 
-Weights are random and written to memory (`benchmarks/training.py`); nothing is downloaded. Tokens/s count every token of every sample, as
-today's do, so that the ratio of the two is the ratio of the times. The last columns compare log-probabilities (float32 noise on a CPU,
-bfloat16's on CUDA) and gradient norms of the two.
+Weights are random and written to memory (`benchmarks/training.py`); nothing is downloaded. Tokens/s count every token of every sample in
+both layouts, so that their ratio is the ratio of the times. The last columns compare log-probabilities (differences are rounding: float32's
+on a CPU, bfloat16's on CUDA) and gradient norms of the two.
 """
 
 import argparse

@@ -87,7 +87,7 @@ def step_times_of_fuligo(kind: str, num_steps: int, directory: Path) -> list[flo
 
 
 def step_times_of_trl(kind: str, num_steps: int, directory: Path) -> list[float]:
-    """Measure TRL in its own process, like fuligo."""
+    """Return the seconds of TRL's steps, measured in its own process, like fuligo's."""
     ends = directory / "ends.json"
     subprocess.run([sys.executable, __file__, "--trl", kind, str(num_steps), str(ends)], check=True, stdout=subprocess.DEVNULL)
     return [end - start for start, end in pairwise(json.loads(ends.read_text()))]
@@ -145,7 +145,7 @@ def fix_lengths(model, lengths: list[int], end_token: int) -> None:
 
 
 def trl_config(num_steps: int, directory: Path):
-    """Return TRL's settings: fuligo's numbers, and everything off that fuligo does not do."""
+    """Return TRL's settings: the sizes of fuligo's run, with everything off that fuligo does not do."""
     from trl import GRPOConfig
 
     return GRPOConfig(

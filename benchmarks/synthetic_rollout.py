@@ -1,4 +1,4 @@
-"""Rollouts of a fixed size for benchmarks: the real runner, sampler and client with prompts from memory and a free reward."""
+"""Rollouts of a fixed size for benchmarks: the real runner, sampler and client with prompts in memory and a reward that costs nothing."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,7 +55,7 @@ def build_runner(
     ignore_eos: bool = True,
     generate: GenerateFn | None = None,
 ) -> RolloutRunner:
-    """Build a runner that samples `num_tokens` tokens `samples_per_prompt` times per prompt, by default all at once and in one turn."""
+    """Build a runner that samples `samples_per_prompt` responses of `num_tokens` tokens per prompt, by default all at once, in one turn."""
     num_requests = concurrency or len(prompt_ids) * samples_per_prompt
     flags = RolloutFlags(
         rollout_batch_size=len(prompt_ids),

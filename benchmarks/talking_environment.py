@@ -1,4 +1,4 @@
-"""Environments of benchmarks, which answer every turn at once. The processes of environments import this module."""
+"""Environments for benchmarks that answer every turn at once. The processes of episodes import this module."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ ADD = Tool("add", "Add two numbers.", {"type": "object", "properties": {"a": {"t
 
 
 class Talk(Environment):
-    """Answers with a tool's result if the model called a tool, else as the user."""
+    """Environment that answers with a tool's result if the model called a tool, else with a user's message."""
 
     async def reset(self) -> Start:
         return Start([{"role": "user", "content": QUESTION}], (ADD,))
@@ -42,7 +42,7 @@ class Settings(EnvironmentSettings):
 
 
 class Story(Environment):
-    """Asks the question of the sample's prompt, and answers each turn with the same message."""
+    """Environment that asks the question of the sample's prompt and answers each turn with the same message."""
 
     Settings = Settings
 
@@ -54,7 +54,7 @@ class Story(Environment):
 
 
 def made_environments(name: str, settings: dict[str, Any], isolation: str) -> MakesEnvironments:
-    """Make the factory of a class of this module, with or without processes."""
+    """Return the factory for an environment class of this module, with or without processes."""
     path = f"{__name__}.{name}"
     loaded = load_environment(path, settings)
     if isolation == "none":

@@ -1,4 +1,4 @@
-"""Speed and memory of the trainers on the GPUs of one machine: tokens/s, FLOP/s, peak memory next to the plan, export.
+"""Speed and memory of the trainers on the GPUs of one machine: tokens/s, FLOP/s, peak memory compared with the plan, weight export.
 
     python benchmarks/training.py                       # all cases that fit this machine's GPUs
     python benchmarks/training.py dense moe-ep2         # these cases
@@ -57,7 +57,7 @@ MODELS_DIRECTORY = Path(
 TOKENIZER = Path(str(files("fuligo.quickstart"))) / "assets" / "model"
 GIB = 2**30
 NUM_RANDOM = 2**24 + 43
-"""Random values that all weights are copied from, because drawing billions is slow; a prime number, so that no two tensors are equal."""
+"""Number of random values that all weights are copied from, because drawing billions is slow; prime, so that no two tensors are equal."""
 DISTRIBUTED_TIMEOUT_S = 600.0
 
 
@@ -65,7 +65,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"cases of {', '.join(CASES)} (default: all that fit this machine)")
     parser.add_argument("--steps", type=int, default=4, help="timed optimizer steps, after two warm-ups")
-    parser.add_argument("--flag", action="append", default=[], metavar="WORD", help="further word of every case's command line")
+    parser.add_argument("--flag", action="append", default=[], metavar="WORD", help="further word to append to every case's command line")
     parser.add_argument("--model-only", action="store_true", help="write the checkpoint of the case and print its directory")
     parser.add_argument("--no-export", action="store_true", help="skip the export of weights")
     parser.add_argument("--no-offload", action="store_true", help="skip offload and onload, the first of which pins host memory")
@@ -253,7 +253,7 @@ def measure_rank(name: str, options: argparse.Namespace) -> None:
 
 
 def row_tokens(steps: list[StepShare]) -> list[int]:
-    """Return the length of each row of this replica. Rows are of about equal length, so all are shorter than the limit."""
+    """Return the number of tokens of each row of this replica; rows are about equally long, and all below the limit."""
     return [sum(len(step.samples.samples[i].tokens) for i in plan.samples) for step in steps for plan in step.schedule.plans]
 
 
@@ -271,7 +271,7 @@ def profile_step(step: Callable[[], Any], *, prints: bool, trace: str | None) ->
 
 
 def peak_memory() -> list[int]:
-    """Return the peak memory of the process on the GPU and the bytes of tensors in it."""
+    """Return the peak bytes of GPU memory of the process, and of the tensors in it."""
     if DEVICE == "cpu":
         return [0, 0]
     free, total = torch.cuda.mem_get_info()

@@ -2,11 +2,11 @@
 
     python benchmarks/turn_cost.py [--model models/smollm2] [--episodes 512] [--turns 3] [--tokens 456] [--repeats 4]
 
-The rollout and the bare client of `episode_throughput.py`, but a scripted server in another process in place of the engine: it waits until
-every episode has sent its request, then answers all of them with English text of `--tokens` tokens and log-probabilities, in the form of
-SGLang. All episodes thus advance in step, the worst case. In turns, `--repeats` times, after a warm-up: CPU time of this process per turn,
-and how long the server waited from the first answer of a turn to the first and to the last request of the next one, in which a real engine
-would idle in part. `--profile` writes the profile of one more rollout.
+Runs the rollout and the bare client of `episode_throughput.py` with a scripted server in another process in place of the engine. The server
+waits until every episode has sent its request, then answers all of them, in SGLang's format, with English text of `--tokens` tokens and
+log-probabilities. So all episodes advance in step, which is the worst case. Prints, for each of the two in turns, `--repeats` times after a
+warm-up: CPU time of this process per turn, and the time from the first answer of a turn to the first and to the last request of the next
+one, in which a real engine would partly idle. `--profile` writes the profile of one more rollout.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ NUM_ANSWERS = 64
 
 
 def english(seed: int, num_words: int) -> str:
-    """Return sentences of random words."""
+    """Return a text of random English words in sentences."""
     words = np.random.default_rng(seed).choice(WORDS.split(), num_words)
     ends = [". " if number % 11 == 10 else ", " if number % 7 == 6 else " " for number in range(num_words)]
     return "".join(word + end for word, end in zip(words.tolist(), ends))
 
 
 class ScriptedServer:
-    """HTTP server that answers `/generate` when `wave` requests have come."""
+    """HTTP server that answers `/generate` when `wave` requests have arrived."""
 
     def __init__(self, model: str, num_tokens: int, wave: int) -> None:
         tokenizer = AutoTokenizer.from_pretrained(model)

@@ -1,4 +1,4 @@
-"""Performance of `fuligo view` on a long run: time and bytes of the first view and of a filter, indexing time, memory.
+"""Performance of `fuligo view` on a long run: time and bytes of requests, indexing time, memory.
 
 python benchmarks/viewer.py [--steps 2000] [--samples 256] [--tokens 64]
 
@@ -109,7 +109,7 @@ def _training(groups: list[SampleGroup]) -> Training:
 
 @contextmanager
 def served(path: Path) -> Iterator[tuple[str, int]]:
-    """Start a server and yield its address and process."""
+    """Start a server; yield its address and process id."""
     command = [sys.executable, "-m", "fuligo", "view", str(path), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -122,7 +122,7 @@ def served(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def asked(address: str, path: str) -> tuple[float, int, bytes]:
-    """Return seconds, bytes on the wire (compressed), and the answer."""
+    """Send a request; return its seconds, the (compressed) bytes received, and the answer."""
     request = urllib.request.Request(address + path, headers={"Accept-Encoding": "gzip"})
     begin_s = time.perf_counter()
     with _OPENER.open(request, timeout=60) as answer:

@@ -7,10 +7,10 @@
 The sender is the trainer's (`fuligo/weights/senders.py`) with the checkpoint's tensors on its device, so gathering costs nothing. A sync is
 paused and resumed as in a run. `--link-gb-per-s` is the bandwidth that `benchmarks/link.py` reports for as many GPUs.
 
-With `--lora-rank`, a LoRA adapter of random values is loaded into the engines in place of the one before (`fuligo/weights/adapter.py`). The
-trainer's copy of it is float32 on GPU 0; the first engine is on GPU 1, or on GPU 0 if there is no other. The time of a load is printed by
-its parts: the payload in shared memory, and each call of an engine. With `--trainer`, the torch trainer's worker then sends its own adapter
-as in a run: it gathers the tensors, copies them, and makes the calls.
+With `--lora-rank`, a LoRA adapter of random values replaces the previous one in the engines (`fuligo/weights/adapter.py`). The trainer's
+copy is float32 on GPU 0; the first engine is on GPU 1, or on GPU 0 if there is no other. The time of a load is printed by its parts: the
+payload in shared memory, and each call of an engine. With `--trainer`, the torch trainer's worker then sends its adapter as in a run: it
+gathers and copies the tensors, and makes the calls.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ PAUSE_CALLS = ("/pause_generation", "/continue_generation")
 
 
 async def measure_adapter(args: argparse.Namespace) -> None:
-    """Print the times of syncs of an adapter and of their parts."""
+    """Print the times of adapter syncs and of their parts."""
     device, config = "cuda:0" if args.device == "cuda" else "cpu", adapter_config(args)
     shapes = {name: parameter.shape for name, parameter in adapter_tensors(empty_adapted_model(config, Path(args.model))).items()}
     trained = {name: 0.01 * torch.randn(shape, device=device) for name, shape in shapes.items()}
@@ -79,7 +79,7 @@ async def measure_adapter(args: argparse.Namespace) -> None:
                 raise RuntimeError(sent.reason)
             end_s = time.perf_counter()
             calls = {path: seconds for path, seconds in took.items() if path not in PAUSE_CALLS}
-            # Negative where the tensors are written while the engines drop their adapters.
+            # Negative where the tensors are written while the engines unload the previous adapter.
             rest_s = sent_s - paused_s - sum(calls.values())
             times.append({"pause": paused_s - start_s, **calls, "rest": rest_s, "resume": end_s - sent_s})
             print(f"sync {version}: {shown(times[-1:])}", flush=True)
@@ -110,7 +110,7 @@ def trainer_worker(args: argparse.Namespace, config: AdapterConfig) -> TorchRank
 
 
 async def measure_trainer(args: argparse.Namespace, worker: TorchRankWorker, group: EngineGroup, target: WeightTarget) -> None:
-    """Print the times of the trainer's own syncs of its adapter, and of the gathering alone."""
+    """Print the times in which the trainer syncs its adapter, and of gathering alone."""
     times = []
     for number in range(args.repeats + 1):
         gather_s = time.perf_counter()
@@ -130,13 +130,13 @@ async def measure_trainer(args: argparse.Namespace, worker: TorchRankWorker, gro
 
 
 def shown(times: Sequence[Mapping[str, float]]) -> str:
-    """Return the medians of the parts of syncs in milliseconds, and their sum."""
+    """Format the medians of the parts of syncs in milliseconds, and their sum."""
     medians = {name: 1e3 * statistics.median(parts.get(name, 0.0) for parts in times) for name in times[-1]}
     return f"{sum(medians.values()):.1f} ms (" + ", ".join(f"{name} {ms:.1f}" for name, ms in medians.items()) + ")"
 
 
 def parts_alone(tensors: NamedTensors, copies: SharedCopies) -> list[dict[str, float]]:
-    """Return the seconds of writing and digesting, three times each."""
+    """Return the seconds of writing the payload and of computing the digest, each measured three times."""
     times = []
     for _ in range(3):
         start_s = time.perf_counter()
@@ -149,7 +149,7 @@ def parts_alone(tensors: NamedTensors, copies: SharedCopies) -> list[dict[str, f
 
 @contextmanager
 def timed_calls() -> Iterator[dict[str, float]]:
-    """Yield the seconds of control calls of engines by their path, most of concurrent ones."""
+    """Yield the seconds of the engines' control calls by path, the longest of concurrent calls; they are added during the block."""
     took: dict[str, float] = {}
     call = EngineClient._call
 
@@ -202,7 +202,7 @@ async def measure(args: argparse.Namespace) -> None:
 
 
 def report(bucket_mib: int, num_bytes: int, parts: list[tuple[float, float, float]], link_gb_per_s: float | None) -> None:
-    """Print medians; the first sync, which joins the group, is left out."""
+    """Print medians without the first sync, which joins the process group."""
     pause, send, resume = (statistics.median(values) for values in zip(*parts))
     total = statistics.median(map(sum, parts))
     rate = num_bytes / total / 1e9

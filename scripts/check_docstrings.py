@@ -2,7 +2,8 @@
 
     python scripts/check_docstrings.py
 
-A function says what it does ("Return the rank of a process"), a class, module or field what it is ("Rank of a process").
+The docstring of a function says what it does ("Return the rank of a process"); that of a class, module or field says what it is ("Rank of a
+process").
 """
 
 import ast

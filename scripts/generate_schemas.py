@@ -193,7 +193,7 @@ def kind_of(action: argparse.Action) -> str:
 
 
 def noted(group: str, name: str, facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts with bounds and help from notes.json, without empty entries."""
+    """Return the facts of an argument, with bounds and help from notes.json added and empty entries left out."""
     bounds = notes()["bounds"].get(group, {})
     doc = notes()["docs"].get(group, {}).get(name)
     full = {**facts, "bounds": bounds.get(name), "doc": doc}

@@ -1,7 +1,7 @@
-"""Write requirements/hashed/: the pins of requirements/ with the hashes of every file that the package index offers for them.
+"""Write requirements/hashed/: the pins of requirements/ with the hashes of all files that the package index offers for them.
 
-`make lock` runs it, after a change of a file in requirements/. torch for CPUs is left out: its index, download.pytorch.org, is another
-one, and its builds have other hashes than those of PyPI, which are for NVIDIA GPUs.
+Run it with `make lock` after a change in requirements/. torch for CPUs is left out, because it comes from another index,
+download.pytorch.org, and its builds have other hashes than those of PyPI, which are for NVIDIA GPUs.
 """
 
 import subprocess
@@ -21,7 +21,7 @@ COMPLETE = ("ray.txt", "gpu.txt", "megatron-gpu.txt", "sglang-cpu.txt", "sglang-
 
 
 def pins(name: str) -> dict[str, str]:
-    """Return the lines of a file of requirements/ by package."""
+    """Return the lines of a file in requirements/ by package."""
     lines = (line.partition("#")[0].strip() for line in (REQUIREMENTS / name).read_text().splitlines())
     return {canonicalize_name(line.partition("==")[0]): line for line in lines if line}
 

@@ -1,7 +1,7 @@
 #!/bin/bash
 # GLM-Z1-9B-0414 on one node of 8 GPUs: 4 train, 4 sample.
 #
-# BASE_DIR holds checkpoints and data (/root). What else it heeds: scripts/launch.sh; what it does: examples/glm4-9b/README.md.
+# BASE_DIR: directory with checkpoints and data (default: /root). Other variables: see scripts/launch.sh. The recipe: see examples/glm4-9b/README.md.
 source "$(dirname -- "${BASH_SOURCE[0]}")/launch.sh"
 BASE_DIR="${BASE_DIR:-/root}"
 

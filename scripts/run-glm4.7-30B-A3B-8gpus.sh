@@ -1,7 +1,7 @@
 #!/bin/bash
 # GLM-4.7-Flash (30B-A3B) on one node of 8 GPUs, shared by trainer and engine.
 #
-# BASE_DIR holds checkpoints and data (/root). What else it heeds: scripts/launch.sh; what it does: examples/glm4.7-flash/README.md.
+# BASE_DIR: directory with checkpoints and data (default: /root). Other variables: see scripts/launch.sh. The recipe: see examples/glm4.7-flash/README.md.
 source "$(dirname -- "${BASH_SOURCE[0]}")/launch.sh"
 BASE_DIR="${BASE_DIR:-/root}"
 

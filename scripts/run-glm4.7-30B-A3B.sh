@@ -1,7 +1,7 @@
 #!/bin/bash
 # GLM-4.7-Flash (30B-A3B) on two nodes of 8 GPUs, shared by trainer and engines.
 #
-# BASE_DIR holds checkpoints and data (/shared). What else it heeds: scripts/launch.sh; what it does: examples/glm4.7-flash/README.md.
+# BASE_DIR: directory with checkpoints and data (default: /shared). Other variables: see scripts/launch.sh. The recipe: see examples/glm4.7-flash/README.md.
 source "$(dirname -- "${BASH_SOURCE[0]}")/launch.sh"
 BASE_DIR="${BASE_DIR:-/shared}"
 

@@ -1,7 +1,7 @@
 #!/bin/bash
 # GLM-5.2 (744B-A40B) on 32 nodes of 8 GPUs, shared by trainer and engines.
 #
-# BASE_DIR holds checkpoints and data (/shared). What else it heeds: scripts/launch.sh; what it does: examples/glm5.2-744b/README.md.
+# BASE_DIR: directory with checkpoints and data (default: /shared). Other variables: see scripts/launch.sh. The recipe: see examples/glm5.2-744b/README.md.
 source "$(dirname -- "${BASH_SOURCE[0]}")/launch.sh"
 BASE_DIR="${BASE_DIR:-/shared}"
 

@@ -1,7 +1,7 @@
 #!/bin/bash
 # MiMo-7B-RL on one node of 8 GPUs: its MTP layer is trained, and drafts for EAGLE.
 #
-# BASE_DIR holds checkpoints and data (/root). What else it heeds: scripts/launch.sh; what it does: examples/mimo-7b/README.md.
+# BASE_DIR: directory with checkpoints and data (default: /root). Other variables: see scripts/launch.sh. The recipe: see examples/mimo-7b/README.md.
 source "$(dirname -- "${BASH_SOURCE[0]}")/launch.sh"
 BASE_DIR="${BASE_DIR:-/root}"
 

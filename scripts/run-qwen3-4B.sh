@@ -1,7 +1,7 @@
 #!/bin/bash
 # Qwen3-4B on one node of 8 GPUs, shared by trainer and engines.
 #
-# BASE_DIR holds checkpoints and data (/root). What else it heeds: scripts/launch.sh; what it does: examples/qwen3-4b/README.md.
+# BASE_DIR: directory with checkpoints and data (default: /root). Other variables: see scripts/launch.sh. The recipe: see examples/qwen3-4b/README.md.
 source "$(dirname -- "${BASH_SOURCE[0]}")/launch.sh"
 BASE_DIR="${BASE_DIR:-/root}"
 

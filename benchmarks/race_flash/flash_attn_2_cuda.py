@@ -1,8 +1,8 @@
-"""Compiled part of flash-attn 2.8, by the FlashAttention 2 kernels that torch itself brings (`race.py` for verl).
+"""Replacement for the compiled module of flash-attn 2.8 that calls torch's own FlashAttention 2 kernels, for verl in `race.py`.
 
 verl packs samples into rows with flash-attn 2, for which package indexes hold no wheel. Where it cannot be compiled, put this folder and
-the Python files of flash-attn's source archive on PYTHONPATH: this module answers the two calls of `flash_attn_varlen_func`. The kernels
-are those of flash-attn; the only extra work is a copy of three gradients in each layer.
+the Python files of flash-attn's source archive on PYTHONPATH: this module implements the two functions that `flash_attn_varlen_func` calls.
+The kernels are those of flash-attn; the only extra work is a copy of three gradients in each layer.
 
 Options that verl does not use (dropout, softcap, ALiBi, block tables, deterministic gradients) raise NotImplementedError.
 """
@@ -107,7 +107,7 @@ def varlen_bwd(
 def _refuse(*options) -> None:
     """Refuse options other than None, False and 0."""
     if any(option is not None and (isinstance(option, torch.Tensor) or option) for option in options):
-        raise NotImplementedError("cannot compute this attention: torch's kernels are called for plain causal attention alone")
+        raise NotImplementedError("cannot compute this attention: only plain causal attention is supported; unset the other options")
 
 
 def _window(left: int, right: int) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Write the MODEL_ARGS of the recipes' models beside this file, from their config.json.
+"""Write the MODEL_ARGS of the recipes' models, generated from their config.json, to shell scripts next to this file.
 
 python scripts/models/generate.py
 """
@@ -19,7 +19,7 @@ RECIPES = {
     "qwen3-4B": "qwen3-4b",
     "mimo-7B-rl": "mimo-7b",
 }
-"""Name of the script -> recipe whose model it describes."""
+"""Recipe whose model a script describes, by name of the script."""
 
 
 def script(recipe: str) -> str:

@@ -136,7 +136,9 @@ class AdapterConfig:
                     f"cannot load {directory}: its peft_type is {kind!r:.40}, but fuligo loads only LoRA; use a LoRA adapter"
                 )
             if unknown := _unsupported(fields):
-                raise CheckpointError(f"cannot load {directory}: {unknown} of {ADAPTER_CONFIG} is not supported; use a plain adapter")
+                raise CheckpointError(
+                    f"cannot load {directory}: {unknown} of {ADAPTER_CONFIG} is not supported; use an adapter trained without it"
+                )
             targets, parameters = fields["target_modules"], fields.get("target_parameters") or []
             if targets is None:
                 targets = []

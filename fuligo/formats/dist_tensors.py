@@ -131,7 +131,9 @@ def _read_metadata(directory: Path) -> Metadata:
             raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}, not the metadata of a distributed checkpoint")
         return metadata
     except FileNotFoundError:
-        raise CheckpointError(f"cannot load {directory}: no .metadata, so not a complete distributed checkpoint; {_FIX}") from None
+        raise CheckpointError(
+            f"cannot load {directory}: it has no .metadata, so it is not a complete distributed checkpoint; {_FIX}"
+        ) from None
     except Exception as error:  # A truncated pickle fails in many ways.
         raise CheckpointError(f"cannot read {directory / '.metadata'}: {error!r}; {_FIX}") from error
 

@@ -33,7 +33,7 @@ class HuggingFaceTensors:
             with safe_open(file, framework="pt") as tensors:
                 return tensors.get_tensor(name)
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"cannot read {file}: {error}") from error
+            raise CheckpointError(f"cannot read {file}: {error}; copy or download it again") from error
 
 
 class InOwnDtypes(HuggingFaceTensors):

@@ -78,7 +78,7 @@ def checkpoint_problems(directory: Path, *, may_be_value_model: bool = False) ->
         yield str(error)
         return
     if not any((directory / name).exists() for name in _TOKENIZER_FILES):
-        yield f"{directory} has no tokenizer (none of {', '.join(_TOKENIZER_FILES)})"
+        yield f"{directory} has no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); copy the tokenizer's files into it"
     try:
         for name in _JSON_FILES:
             if (directory / name).exists():
@@ -209,7 +209,7 @@ def read_stored_tensors(directory: Path, stem: str = "model") -> dict[str, Store
     if not index.exists():
         files = sorted(directory.glob("*.safetensors"))
         if not files:
-            raise DamagedFileError(f"{directory} has no *.safetensors files with weights")
+            raise DamagedFileError(f"{directory} has no *.safetensors files; save the weights in this format")
         return {name: tensor for file in files for name, tensor in read_header(file).items()}
     content = _read_json(index)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
@@ -221,7 +221,7 @@ def read_stored_tensors(directory: Path, stem: str = "model") -> dict[str, Store
     headers = {file: read_header(directory / file) for file in sorted(set(weight_map.values()))}
     for name, file in weight_map.items():
         if name not in headers[file]:
-            raise DamagedFileError(f"{directory / file} lacks {name}, which {index.name} lists")
+            raise DamagedFileError(f"{directory / file} lacks {name}, which {index.name} lists; copy or download both again")
     return {name: headers[file][name] for name, file in weight_map.items()}
 
 
@@ -236,11 +236,13 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             length = int.from_bytes(stream.read(_HEADER_LENGTH_BYTES), "little")
             if length > size - _HEADER_LENGTH_BYTES:
                 raise DamagedFileError(
-                    f"{file} is truncated or not a safetensors file: it has {size} bytes, but its header claims {length}"
+                    f"{file} is truncated or not a safetensors file: it has {size} bytes, but its header claims {length}; copy or download "
+                    "it again"
                 )
             if length > _MAX_HEADER_BYTES:
                 raise DamagedFileError(
-                    f"{file} is not a safetensors file: its header claims {length:,} bytes, but the maximum is {_MAX_HEADER_BYTES:,}"
+                    f"{file} is not a safetensors file: its header claims {length:,} bytes, but the maximum is {_MAX_HEADER_BYTES:,}; copy "
+                    "or download it again"
                 )
             header = json.loads(stream.read(length))
         data = _HEADER_LENGTH_BYTES + length
@@ -248,7 +250,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     except OSError as error:
         raise DamagedFileError(f"cannot read {file}: {error.strerror}") from None
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError):
-        raise DamagedFileError(f"cannot read {file}: its safetensors header is not valid") from None
+        raise DamagedFileError(f"cannot read {file}: its safetensors header is not valid; copy or download it again") from None
     expected = max((tensor.end for tensor in tensors.values()), default=data)
     if size != expected:
         state = "truncated" if size < expected else "too long"

@@ -154,7 +154,7 @@ class EngineQuantisation:
         names = frozenset(name for name in stored if quantisation.scale_name(name) in stored)
         if not names:
             raise ConfigError(
-                f"cannot use {directory}: config.json has a quantization_config but no tensor has scales; it belongs to another model"
+                f"cannot use {directory}: config.json has a quantization_config, but no tensor has scales; use the weights' own config.json"
             )
         return cls(quantisation, names)
 

@@ -29,7 +29,7 @@ class QuantisedBase:
         try:
             (adapter / BASE_PRECISION).write_text(json.dumps(asdict(self), indent=2))
         except OSError as error:
-            raise CheckpointError(f"cannot write {adapter / BASE_PRECISION}: {error}") from error
+            raise CheckpointError(f"cannot write {adapter / BASE_PRECISION}: {error}; make the directory writable") from error
 
     @classmethod
     def read(cls, adapter: Path) -> Self | None:

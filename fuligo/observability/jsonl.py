@@ -53,7 +53,7 @@ def _parse(path: Path) -> list[tuple[int, Record]]:
         try:
             records.append((offset, orjson.loads(line)))
         except orjson.JSONDecodeError as error:
-            raise ConfigError(f"{path}: line {number} is not JSON ({error}); fix or remove the file, then resume") from None
+            raise ConfigError(f"cannot read {path}: line {number} is not JSON ({error}); fix or remove the file, then resume") from None
     return records
 
 

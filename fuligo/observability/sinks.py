@@ -206,9 +206,8 @@ class GuardedSink:
             self._sink: Sink = make(*given)
         except Exception as error:
             cause = self._describe(error)
-            raise HookError(
-                f"{name}: {f'the class raised on (args, run_dir): {cause}' if name.startswith('--sink-path') else cause}"
-            ) from error
+            what = f"the class raised on (args, run_dir): {cause}" if name.startswith("--sink-path") else cause
+            raise HookError(f"cannot open the sink of {name}: {what}; fix its cause, or remove the flag") from error
 
     def write(self, record: Record) -> None:
         if self._failed:
@@ -218,13 +217,15 @@ class GuardedSink:
         except Exception as error:
             self._failed = True
             cause = self._describe(error)
-            logger.warning("%s: write raised %s; the run continues without it; metrics.jsonl still has every record", self._name, cause)
+            logger.warning(
+                "sink of %s failed: write raised %s; the run continues without it, and metrics.jsonl has every record", self._name, cause
+            )
 
     def close(self) -> None:
         try:
             self._sink.close()
         except Exception as error:
-            logger.warning("%s: close raised %s", self._name, self._describe(error))
+            logger.warning("sink of %s failed: close raised %s", self._name, self._describe(error))
 
     def _describe(self, error: Exception) -> str:
         """Describe an exception without passwords in URLs: MLflow's errors contain its server's URL as in MLFLOW_TRACKING_URI."""

@@ -147,7 +147,7 @@ def test_trackio_gets_metrics_by_step_and_may_fail(
         ("log", {"train/loss": 0.5}, 1),
         ("finish",),
     ]
-    assert caplog.messages[0].startswith("--use-trackio: write raised ConnectionError: the Space sleeps: https://***@space/api")
+    assert "--use-trackio failed: write raised ConnectionError: the Space sleeps: https://***@space/api" in caplog.messages[0]
 
 
 class Records:
@@ -189,5 +189,5 @@ def test_a_class_of_the_user_receives_records_and_may_fail(tmp_path: Path, caplo
 
 
 def test_a_class_of_the_user_that_cannot_be_made_is_refused_at_the_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--sink-path .*Refuses: the class raised on \(args, run_dir\): ValueError: no token"):
+    with pytest.raises(ConfigError, match=r"sink of --sink-path .*Refuses: the class raised on \(args, run_dir\): ValueError: no token"):
         open_sinks(config(sink_path=f"{__name__}.Refuses"), tmp_path, start=0)

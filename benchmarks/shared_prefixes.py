@@ -163,7 +163,7 @@ def build_worker(case: Case, kind: Callable[[Any, World], WorkerT]) -> WorkerT:
 
 
 def measure_megatron(cases: dict[str, Trees], options: argparse.Namespace) -> None:
-    """Print the times of the Megatron trainer. Each way has a process of its own, since the layers are built for it."""
+    """Print the times of the Megatron trainer. With and without sharing, it runs in its own process, since the layers differ."""
     if options.way is not None:
         measure_megatron_way(cases, options)
         return

@@ -17,7 +17,7 @@ UNLIMITED_BYTES = 2**60
 
 
 def num_cores(system: Path = SYSTEM) -> int:
-    """Return the number of cores: those of the affinity mask, or the whole cores of a smaller cgroup quota, but at least 1.
+    """Return the number of usable cores, at least 1: the size of the affinity mask, or a smaller cgroup quota, rounded down.
 
     Args:
         system: root of the file system with `proc` and `sys`

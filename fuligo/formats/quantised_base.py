@@ -21,7 +21,7 @@ class QuantisedBase:
 
     precision: BasePrecision
     dtype: str
-    """Data type that dequantized values are rounded to, such as `bfloat16`: the one in which engines receive them."""
+    """Data type that dequantized values are rounded to, such as `bfloat16`; engines receive them in it."""
     block_size: int = BLOCK_SIZE
 
     def write(self, adapter: Path) -> None:

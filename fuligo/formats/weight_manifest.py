@@ -108,7 +108,7 @@ class EngineAddress:
     num_ranks: int = 1
     """Tensor-parallel processes of the engine, each of which receives the weights."""
     start: int = 0
-    """Number of restarts; a restarted engine has lost what it received before."""
+    """Number of restarts; a restarted engine has lost the weights that it received before."""
     number: int | None = None
     """Index among the engines of the run; see `InferenceEngine`."""
     keys: EngineKeys = NO_KEYS

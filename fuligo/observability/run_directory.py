@@ -56,7 +56,7 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: Path, config: Config, *, resume: bool) -> RunDirectory:
-        """Create the directory, or continue in that of an earlier run, and write `config.yaml`.
+        """Create the directory, or reuse that of an earlier run, and write `config.yaml`.
 
         Args:
             path: new, empty, or the directory of an earlier run.

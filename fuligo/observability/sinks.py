@@ -26,7 +26,7 @@ class Sink(Protocol):
     """Receiver of records: `step`, `time` (seconds since 1970) and metrics."""
 
     def write(self, record: Record) -> None:
-        """Receive the metrics of a step, or those of an evaluation (`eval/*`) of the weights that sample this step."""
+        """Receive the metrics of a step, or an evaluation (`eval/*`) of the weights that sample this step."""
 
     def close(self) -> None: ...
 

@@ -126,7 +126,7 @@ def test_other_steps_and_runs_are_shown_once_they_are_read(serve: Serve, open_pa
     mine.step(0)
     page = open_page(serve([mine.directory.path, other.directory.path]) + "#samples?run=mine&sample=0.5")
     history, part = page.get_by_label("This prompt over time"), page.get_by_label("The same prompt in other runs")
-    expect(history).to_contain_text("in this step only")
+    expect(history).to_contain_text("only in this step")
     expect(part).to_be_hidden()
     other.step(0)
     expect(part).to_contain_text("other, step 0: mean reward")

@@ -26,9 +26,9 @@ class Segment:
 
 
 def prompt_segments(rendered: str | None, messages: Sequence[tuple[str, str]]) -> list[Segment]:
-    """Divide a rendered prompt into its messages and what the chat template put around them, in order.
+    """Divide a rendered prompt into its messages and the text that the chat template put around them, in order.
 
-    A template may rewrite a message, or remove it; what is not found belongs to the template.
+    A template may rewrite a message, or remove it; text that is not found in the messages belongs to the template.
 
     Args:
         rendered: text of the prompt's tokens; None without a tokenizer.

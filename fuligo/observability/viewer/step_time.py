@@ -110,7 +110,7 @@ def step_time(metrics: MetricColumns, trace: TraceReader, step: int, files: dict
     """Return the timeline of a step; None if it was not recorded.
 
     Args:
-        files: sample files of the step and of its neighbors, as far as they exist.
+        files: existing sample files of the step and its neighbors, by step.
     """
     window = step_window(metrics, trace, step)
     if window is None:

@@ -38,8 +38,8 @@ function groupsOf(keys) {
   return { groups, rest: [...left].sort() };
 }
 
-// Move what shows nothing of its own from the groups to the rest: the curve of a metric that another one repeats, and pass rates that
-// never change. `points`: key -> the values of all shown runs.
+// Move redundant curves from the groups to the rest: metrics that repeat another one, and pass rates that never change.
+// `points`: values of all shown runs, by key.
 function withoutRepetition({ groups, rest }, points) {
   const seen = new Map();
   const moved = [];

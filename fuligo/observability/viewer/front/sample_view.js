@@ -50,7 +50,7 @@ class SampleView {
     await this.showRelated();
   }
 
-  // Samples are read in the background: what is known of the prompt at other steps and in other runs grows.
+  // Samples are read in the background, so more of the prompt at other steps and in other runs becomes known.
   updated() {
     if (this.related && this.numRead !== samplesRead()) this.showRelated();
   }
@@ -236,7 +236,7 @@ class SampleView {
     if (steps.length < 2) {
       this.historyPart.replaceChildren(
         element("h3", {}, "This prompt over time"),
-        element("p", { class: "soft" }, "It was drawn in this step only, as far as the samples are read."),
+        element("p", { class: "soft" }, "In the samples read so far, it was drawn only in this step."),
       );
       return;
     }

@@ -13,7 +13,7 @@ async function ask(name, params = {}) {
   return response.json();
 }
 
-// A report has no server to ask: the names of the server's filters say what to compare (`reward_min`, `reward_max`, `status`).
+// A report has no server, so filters are applied here; their names say what to compare (`reward_min`, `reward_max`, `status`).
 function passes(row, filters) {
   return Object.entries(filters).every(([name, wanted]) => {
     if (!wanted) return true;

@@ -153,7 +153,7 @@ class Time {
       "div",
       { class: "last-samples" },
       element("h3", {}, "Last samples to finish"),
-      element("p", { class: "lead" }, "Without a line's sample and those above it, all would have been done that much earlier."),
+      element("p", { class: "lead" }, "Without the sample of a line and those above it, the rollout would have ended earlier by this time."),
       element(
         "div",
         { class: "scroll" },

@@ -95,7 +95,7 @@ class TokenView {
             chosen.key,
             (key) => (this.onchoose(key), this.recolour(key)),
           )
-        : empty("The run recorded no values of single tokens."),
+        : empty("The run recorded no values per token."),
     );
     if (chosen) this.recolour(chosen.key);
   }

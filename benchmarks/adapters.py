@@ -55,7 +55,7 @@ async def reward(args, sample) -> float:
 
 @dataclass(frozen=True)
 class Figures:
-    """Throughput of a number of runs."""
+    """Throughput and cost of a number of runs."""
 
     samples_per_s: float
     seconds: float

@@ -67,7 +67,7 @@ class Competitor:
     steps: str
     """Name of the file with its steps in the competitor's directory."""
     read: Callable[[dict, Work], tuple[float, float]]
-    """Return mean reward and number of sampled tokens of a line."""
+    """Function that returns the mean reward and the number of sampled tokens in a line."""
     environment: dict[str, str] = field(default_factory=dict)
 
 

@@ -101,7 +101,7 @@ SMALL_CASES = [
     (512, 8, 64),
     (512, 4, 512),
 ]
-"""(prompt, answers, tokens of an answer)"""
+"""Small cases: tokens of the prompt, number of answers, tokens of an answer."""
 SMALL_TOKENS = 16384
 """Tokens of all samples of a small case."""
 

@@ -53,7 +53,7 @@ MODELS_DIRECTORY = Path(
         "FULIGO_BENCHMARK_MODELS", "/dev/shm/fuligo-models" if Path("/dev/shm").is_dir() else f"{tempfile.gettempdir()}/fuligo-models"
     )
 )
-"""Directory for the checkpoint of one model at a time, because it may be in memory. Nothing else in it is touched."""
+"""Directory for one checkpoint at a time, because it may be in memory; other files in it are not touched."""
 TOKENIZER = Path(str(files("fuligo.quickstart"))) / "assets" / "model"
 GIB = 2**30
 NUM_RANDOM = 2**24 + 43

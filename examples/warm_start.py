@@ -1,7 +1,7 @@
-"""Tiny models that have been shown a tool or a game: how the models of the examples are made.
+"""Training of the tiny models of the examples, which have seen a tool or a game before GRPO.
 
-Each is trained by SFT runs of fuligo on conversations of the task: first until it can do it (the skill), then briefly on answers most of
-which do without (the habit that GRPO has to break).
+Each is trained by SFT runs of fuligo on conversations of the task: first until it masters the task (the skill), then briefly on answers of
+which most are guesses (the habit that GRPO has to break).
 """
 
 import json
@@ -51,7 +51,7 @@ def conversation(question: str, answer: list[Row], tools: Sequence[Row] = ()) ->
 
 
 def mixed(skill: Sequence[Row], guesses: Sequence[Row], share: float, rng: random.Random) -> list[Row]:
-    """Return one conversation for each of `guesses`: itself, or with the probability `share` that of `skill` at its place."""
+    """Return `guesses` with each conversation replaced, with the probability `share`, by the one of `skill` at the same position."""
     return [shown if rng.random() < share else guess for shown, guess in zip(skill, guesses, strict=True)]
 
 
@@ -123,7 +123,7 @@ def sft(num_rollout: int, lr: float, checkpoint: Path, data: Path, run_dir: Path
 
 
 def ship(checkpoint: Path, folder: Path) -> None:
-    """Write a model in bfloat16, with its tokenizer."""
+    """Write a checkpoint's model in bfloat16, with its tokenizer, to `folder`."""
     shutil.rmtree(folder, ignore_errors=True)
     AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).save_pretrained(folder)
     AutoTokenizer.from_pretrained(checkpoint).save_pretrained(folder)

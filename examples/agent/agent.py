@@ -1,11 +1,11 @@
-"""Agent that solves sums with two tries, written only with the `openai` package: it knows nothing of training."""
+"""Agent that solves sums in at most two tries, written with the `openai` package alone: it knows nothing about training."""
 
 from typing import Any
 
 from openai import AsyncOpenAI
 
 _client = AsyncOpenAI(api_key="set per sample", base_url="http://127.0.0.1")
-"""Opens the connections of all samples; a client of its own for each of them would cost more than the requests."""
+"""Client with the connections of all samples; a separate client for each sample would cost more than the requests."""
 
 
 async def solve(session: Any, row: Any) -> dict[str, float]:

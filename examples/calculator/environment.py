@@ -12,11 +12,11 @@ class Settings(EnvironmentSettings):
     """Settings of the calculator."""
 
     tool: bool = True
-    """False removes the tool, to see what the model can do without it."""
+    """False removes the tool, to measure the model without it."""
 
 
 class Calculator(ToolEnvironment):
-    """Asks the question of the row; the reward is 1 if the last answer is the label."""
+    """Environment that asks the question of the row; the reward is 1 if the last answer is the label."""
 
     Settings = Settings
 
@@ -37,7 +37,7 @@ def value(node: ast.expr) -> int:
     """Return the value of an expression of whole numbers.
 
     Raises:
-        ValueError: it contains something else
+        ValueError: the expression has other operators or operands
     """
     match node:
         case ast.Constant(value=int() as number) if abs(number) < 10**9:

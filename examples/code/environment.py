@@ -10,7 +10,7 @@ from fuligo.environments.tools.python import PythonSettings, PythonTool, check_s
 
 
 class Settings(EnvironmentSettings):
-    """Limits of programs, and whether those of an episode share their variables."""
+    """Limits of programs, and whether the programs of an episode share their variables."""
 
     python: PythonSettings = PythonSettings()
     keeps_variables: bool = True
@@ -22,7 +22,7 @@ class Settings(EnvironmentSettings):
 
 
 class Code(ToolEnvironment):
-    """Asks the question of the row; the reward is 1 if the last number of the last answer is the label."""
+    """Environment that asks the question of the row; the reward is 1 if the last number of the last answer is the label."""
 
     Settings = Settings
 

@@ -1,6 +1,7 @@
 """Make the model of the code example: python -m examples.code.make_model --work-dir /tmp/code-model
 
-It has been shown programs for questions such as those of the data, then it mostly guesses. The result replaces `examples/code/model`.
+The model is trained on programs for questions like those of the data, then briefly on answers of which most are guesses. The result
+replaces `examples/code/model`.
 """
 
 import argparse
@@ -19,7 +20,7 @@ TOOL = tool_definition("python", "code")
 def shown(rng: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
     """Draw a question; return an answer that runs a program, and one that guesses.
 
-    The result is made up: the model learns to copy it, and computing the true one takes longer than the training.
+    The program's result is made up: the model only has to copy it, and computing the true results would take longer than the training.
     """
     drawn = draw(rng)
     result, guess = (str(rng.randrange(10 ** rng.randint(1, 6))) for _ in range(2))

@@ -11,7 +11,7 @@ from fuligo.environments.tools.search import SearchSettings, SearchTool, shared_
 
 
 class Settings(EnvironmentSettings):
-    """Documents, and results of a search."""
+    """Settings of the search tool: its documents, and the results of a search."""
 
     search: SearchSettings = SearchSettings(documents=Path(__file__).with_name("corpus.jsonl"), num_results=1)
 
@@ -22,7 +22,7 @@ class Settings(EnvironmentSettings):
 
 
 class Search(ToolEnvironment):
-    """Asks the question of the row; the reward is 1 if the last answer equals the label but for case, articles and punctuation."""
+    """Environment that asks the question of the row; the reward is 1 if the last answer equals the label after `normal`."""
 
     Settings = Settings
 

@@ -1,6 +1,6 @@
 """Make the model of the search example: python -m examples.search.make_model --work-dir /tmp/search-model
 
-It has been shown the tool on the training questions, then it mostly guesses. The result replaces `examples/search/model`.
+The model is trained on answers that search, then briefly on answers of which most are guesses. The result replaces `examples/search/model`.
 """
 
 import argparse

@@ -7,20 +7,20 @@ from typing import Literal
 from fuligo.environments import AssistantTurn, Environment, EnvironmentSettings, Matches, Row, Seat, Start, Step
 
 MOST = 3
-"""Stones that a player may take at once."""
+"""Maximum number of stones that a player may take at once."""
 
 
 class Settings(EnvironmentSettings):
-    """Opponent of the policy, and the price of an answer that is no move."""
+    """Opponent of the policy, and the penalty for an answer that is not a legal move."""
 
     opponent: Literal["self", "perfect", "random"] = "self"
-    """The row's metadata may name another one."""
+    """Opponent, unless the row's metadata names another one."""
     illegal: float = -0.25
 
 
 @dataclass
 class Nim:
-    """Heap of stones. Players 0 and 1 take one to three in turn; who takes the last one wins."""
+    """Heap of stones, of which players 0 and 1 take one to three in turn; the player who takes the last stone wins."""
 
     stones: int
     winner: int | None = None
@@ -58,7 +58,7 @@ class NimPlayer(Environment):
         return 0 if self._seat is None else self._seat.player
 
     async def reset(self) -> Start:
-        """Sit down. The second player waits for the first one's move."""
+        """Join the match; the second player waits for the first player's move."""
         if self._opponent == "self":
             self._seat = MATCHES.join(self.row.index, lambda: self._game)
             self._game = self._seat.game
@@ -86,7 +86,7 @@ class NimPlayer(Environment):
         return {"role": "user", "content": f"{self._game.stones} stones"}
 
     def _move(self, answer: str) -> float:
-        """Take the stones that an answer names, or one if it is no legal move; return the penalty."""
+        """Take the number of stones in an answer, or one if that is not a legal move; return the penalty."""
         legal = answer in {str(number) for number in range(1, min(MOST, self._game.stones) + 1)}
         number = int(answer) if legal else 1
         self._num_chances += self._game.best > 0

@@ -107,7 +107,7 @@ class Teacher:
         self.processor = ImageProcessor(folder)
 
     def show(self, num_steps: int, lr: float, share_right: float) -> None:
-        """Train on answers that are right with this probability, else any number."""
+        """Train on answers that are right with the probability `share_right`, else any number."""
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=num_steps, pct_start=0.1)
         for step in range(num_steps):
@@ -123,7 +123,7 @@ class Teacher:
                 print(f"step {step + 1}: loss {loss.item():.3f}", flush=True)
 
     def loss(self, rows: list[dict[str, Any]], answers: list[str]) -> torch.Tensor:
-        """Return the mean negative log-probability of the answers' tokens, the end included."""
+        """Return the mean negative log-probability of the answers' tokens, including the end token."""
         prompts, labels, patches = [], [], []
         image = self.model.config.image_token_id
         for row, answer in zip(rows, answers):

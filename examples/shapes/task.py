@@ -7,7 +7,7 @@ from typing import Any
 SIDE, CELL = 32, 8
 """Pixels of a picture and of one of its 16 cells, which hold at most one shape each; a cell is one token."""
 MOST = 4
-"""Circles of a picture at most, and squares."""
+"""Maximum number of circles in a picture, and of squares."""
 COLOURS = ("#e6584f", "#4f9de6", "#5fc46a", "#e6c34f")
 QUESTIONS = {
     "<image>How many circles?": lambda circles, squares: circles,

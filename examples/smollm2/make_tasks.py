@@ -2,9 +2,9 @@
 
     python examples/smollm2/make_tasks.py data/smollm2
 
-Four files: `short-train.jsonl` and `short-test.jsonl` ask for one thing, such as "Do not use any commas". An answer of three
-words does that, too. `long-train.jsonl` and `long-test.jsonl` ask the same questions for at least 40 words as well. The
-subjects of the test questions are in no training question. The same command writes the same files.
+It writes four files. `short-train.jsonl` and `short-test.jsonl` ask for one thing, such as "Do not use any commas", which an
+answer of three words also satisfies. `long-train.jsonl` and `long-test.jsonl` have the same questions and also ask for at least
+40 words. The subjects of the test questions are in no training question. The same command writes the same files.
 """
 
 import json

@@ -1,9 +1,10 @@
-"""Sweep of the quickstart's learning rate and temperature with Optuna: a trial is a run, and a run behind the others ends early.
+"""Sweep of the quickstart's learning rate and temperature with Optuna: each trial is a run, and runs behind the others end early.
 
     pip install optuna
     python examples/sweep/optuna_sweep.py --trials 6
 
-The study is `runs/sweep/study.db`: the same command continues it, and several at once share it. `fuligo view runs/sweep` shows all runs.
+The study is `runs/sweep/study.db`: the same command continues it, and several commands may share it. `fuligo view runs/sweep` shows the
+runs.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""Write word problems for a calculator, conversations to imitate first, and a model whose chat template shows tools.
+"""Write word problems for a calculator, conversations for the warm start, and a model whose chat template shows tools.
 
     python -m examples.word_problems.make_data models/smollm2 data/word_problems
 
-`shown.jsonl` has answers to imitate: one in five calls the calculator, the others guess. `train.jsonl` and `test.jsonl` have problems and
-their results: of the four kinds whose answers are shown, and of two more. Names and things of the test problems are in no other file.
-`model` is the given model with the chat template of the other examples with tools, for models whose own template shows none. The same
-command writes the same files.
+`shown.jsonl` has answers to imitate: one in five calls the calculator, the others guess. `train.jsonl` and `test.jsonl` have problems with
+their results, of the four kinds in `shown.jsonl` and of two more. Names and things of the test problems are in no other file. `model` is
+the given model with the chat template of the other examples with tools, for models whose own template shows no tools. The same command
+writes the same files.
 """
 
 import ast
@@ -24,7 +24,7 @@ TOOL = tool_definition("calculator", "expression")
 NAMES = "Ada Ben Clara David Elena Felix Grace Hugo Ines Jonas Karim Lena Mateo Nora Oskar Priya Rosa Samir Tara Viktor"
 THINGS = "apples books candles coins cups eggs flowers lamps letters marbles nails onions pears pencils plates rolls shells stamps tickets"
 NUM_TEST_WORDS = 5
-"""The last names and things, which only the test problems have."""
+"""Number of names and things, the last of each list, that only the test problems have."""
 PROBLEMS = (
     ("{name} fills {a} boxes with {b} {things} each and finds {c} more. How many {things} does {name} have?", "{a} * {b} + {c}"),
     ("{name} has {a} shelves with {b} {things} each and gives {c} of them away. How many {things} are left?", "{a} * {b} - {c}"),
@@ -35,7 +35,7 @@ PROBLEMS = (
 )
 """Problems, and the expressions that solve them."""
 NUM_SHOWN_KINDS = 4
-"""The other kinds of problems are in no conversation: what to type for them is learned from rewards."""
+"""Number of kinds of problems in the conversations; calls for the other kinds are learned from rewards."""
 
 
 def problem(rng: random.Random, *, is_test: bool, num_kinds: int = len(PROBLEMS)) -> tuple[str, str, int]:
@@ -66,7 +66,7 @@ def problems(rng: random.Random, count: int, *, is_test: bool) -> list[Row]:
 
 
 def write_model(source: Path, folder: Path) -> None:
-    """Copy a model and give it the chat template with tools."""
+    """Copy a model, with the chat template that shows tools."""
     shutil.copytree(source, folder, dirs_exist_ok=True)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings.pop("chat_template", None)

@@ -16,7 +16,7 @@ FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
 """448. FP8 e4m3 has 3 mantissa bits, exponents from 2**-6, and subnormal steps of 2**-9."""
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-"""Smaller scales lose precision, and the values that they scale are zero for any model."""
+"""Lower bound of scales: smaller ones lose precision, and the values of their blocks are practically 0."""
 
 
 def quantise(weight: Tensor, quantisation: Quantisation) -> tuple[Tensor, Tensor]:

@@ -35,7 +35,7 @@ def host_copies(named_tensors: NamedTensors) -> list[tuple[str, torch.Tensor]]:
 
 
 def joined_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return copies of tensors of one data type and device in host memory, as views of one tensor.
+    """Return copies in host memory of tensors that have one data type and device, as views of one tensor.
 
     Small copies from a GPU go to pinned memory, several times as fast as to pageable memory; torch keeps it for later copies.
     """
@@ -48,7 +48,7 @@ def joined_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def cast_together(named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors of one data type and device in another data type. About `CAST_TOGETHER_BYTES` are held at a time."""
+    """Yield tensors, all of one data type and device, cast to `dtype`. About `CAST_TOGETHER_BYTES` are held at a time."""
     import torch
 
     batch: list[tuple[str, torch.Tensor]] = []

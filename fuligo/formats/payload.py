@@ -311,7 +311,7 @@ def _rebuild_cuda_tensor(*arguments: Any) -> torch.Tensor:
 
 
 def _map_file(path: str, shared: bool, num_bytes: int) -> torch.UntypedStorage:
-    """Map a file that a sender has open, read-only; refuse any other path."""
+    """Map a file that a sender has open, copy-on-write; refuse any other path."""
     if shared or (sys.platform == "linux" and not re.fullmatch(r"/proc/\d+/fd/\d+", path)):
         raise pickle.UnpicklingError(f"the file {path} is not allowed")
     storage: Any = torch.UntypedStorage.from_file(path, False, num_bytes)

@@ -56,7 +56,7 @@ def kept_directory(place: Path, prefix: str) -> Path:
 def kernel_cache() -> Path:
     """Return a directory for compiled kernels that only this user can write, kept between runs where the user has a home.
 
-    The default of torch has a known name in /tmp, where another user could create it first and have this process run their code.
+    torch's default directory has a known name in /tmp, where another user could create it first and plant code that this process would run.
     """
     try:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

@@ -35,7 +35,7 @@ class QuantisedBase:
     def read(cls, adapter: Path) -> Self | None:
         """Read the record in an adapter directory; None without one: the base was not quantized, or another tool wrote the adapter.
 
-        Raises CheckpointError if it is damaged, or of another version.
+        Raises CheckpointError if it is damaged, or this version of fuligo does not support its storage.
         """
         file = adapter / BASE_PRECISION
         if not file.exists():

@@ -10,7 +10,7 @@ from fuligo.observability.viewer.mismatch import Explanation
 BASE_STEPS = 50
 """Number of recent good steps that a value is compared with."""
 MIN_BASE_STEPS = 3
-"""Number of good steps without which a value is not compared."""
+"""Minimum number of good steps for a comparison."""
 LEARNED_REWARD = 0.9
 """Mean reward from which a task with rewards up to 1 counts as learned."""
 LASTING_STEPS = 3
@@ -154,7 +154,7 @@ def _entropy_collapses(values: Values) -> list[bool]:
 
 
 def _learned(metrics: MetricColumns) -> list[bool]:
-    """Return the rows at which the task is learned: the reward is near 1, or all rewards of most groups are equal and higher than at first.
+    """Return whether the task is learned, by row: the reward is near 1, or most groups have equal rewards that are higher than at first.
 
     A policy that has learned its task is certain of its answers.
     """

@@ -32,9 +32,9 @@ INDEX_SCHEMA = pa.schema(
         ("dataset", pa.string()),
     ]
 )
-"""Null if the file of a step lacks the value. `row`: position in that file; `length`: response tokens; `advantage`: mean over the response;
-`staleness`: versions between the sample's oldest token and the newest token of its step; `engine`: the last one that sampled it;
-`prompt`: key of the prompt's text (`prompt_key`); `dataset`: name, in evaluations."""
+"""Columns of the index, null where the file of a step lacks the value. `row`: position in that file; `length`: response tokens;
+`advantage`: mean over the response; `staleness`: versions between the sample's oldest token and the newest token of its step; `engine`: the
+last one that sampled it; `prompt`: key of the prompt's text (`prompt_key`); `dataset`: its name, in evaluations."""
 _STORED = {
     "index": "index",
     "group": "group_index",

@@ -101,8 +101,8 @@ class RolloutFlags(FlagGroup):
     environment_settings: dict[str, Any] = flag({}, "settings of the environment, as a JSON object")
     environment_isolation: Literal["auto", "process", "none"] = flag(
         "auto",
-        "process: each episode in a separate process; none: all episodes in the process of the run; auto: process, unless the class sets "
-        "`isolated = False` or cannot be imported by name",
+        "where episodes run: each in a separate process (process), or all in the process of the run (none); auto: process, unless the "
+        "class sets `isolated = False` or cannot be imported by name",
     )
     environment_variables: list[str] = flag(
         [], "environment variables to pass to the processes of environments although their names suggest a key or token"

@@ -72,7 +72,7 @@ def weights_match_entries(config: Config) -> Violation | None:
 
 @rule("CFG-EVAL-DATA", "--eval-prompt-data")
 def eval_data_are_named(config: Config) -> Violation | None:
-    """Require a unique, valid name per evaluation dataset, because metrics carry it."""
+    """Require a unique, valid name per evaluation dataset, because names of metrics contain it."""
     given = config.eval.eval_prompt_data
     if len(given) > 1 and len(given) % 2:
         text = f"--eval-prompt-data takes NAME PATH pairs or a single PATH, got {len(given)} values: {' '.join(given)}"

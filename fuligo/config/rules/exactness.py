@@ -86,7 +86,7 @@ def engines_compute_as_the_trainer(config: Config) -> Violation | None:
 
 @rule("CFG-EXACT-POLICY", "--exact-on-policy", "--async-mode", "--update-weights-interval")
 def engines_have_the_trained_weights(config: Config) -> Violation | None:
-    """Reject sampling with older weights than the trained ones: such log-probabilities differ by what was learned since."""
+    """Reject sampling with older weights than the trained ones, since such log-probabilities differ from the trainer's."""
     if not config.train.exact_on_policy:
         return None
     mode, interval = config.rollout.async_mode, config.weight_sync.update_weights_interval

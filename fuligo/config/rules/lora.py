@@ -27,7 +27,7 @@ def mtp_layers_have_no_adapter(config: Config) -> Violation | None:
 
 @rule("CFG-LORA-BIAS-RATE", "--lora-rank", "--lora-adapter", "--moe-router-bias-update-rate")
 def router_correction_stays(config: Config) -> Violation | None:
-    """Reject a moving score correction with LoRA: it is a base weight, which no checkpoint of the adapter contains."""
+    """Reject updates of the router's expert bias with LoRA: it is a base weight, which no checkpoint of the adapter contains."""
     rate = config.megatron.get("moe_router_bias_update_rate")
     if not (config.uses_adapter and config.trains and rate):
         return None
@@ -46,7 +46,7 @@ def shared_experts_exchange_in_their_layers(config: Config) -> Violation | None:
 
 @rule("CFG-LORA-OFFLOAD", "--lora-rank", "--lora-adapter", "--optimizer-cpu-offload", "--use-precision-aware-optimizer")
 def optimizer_state_is_small(config: Config) -> Violation | None:
-    """Reject an offloaded or reduced optimizer state with LoRA: the adapter's is small, and float32 like the adapter itself."""
+    """Reject an offloaded or reduced optimizer state with LoRA: an adapter's state is small, and float32 like the adapter."""
     names = [name for name in ("optimizer_cpu_offload", "use_precision_aware_optimizer") if config.value_of(name)]
     if not (config.uses_adapter and config.trains and names):
         return None

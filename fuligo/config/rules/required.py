@@ -37,7 +37,7 @@ def model_is_given(config: Config) -> Violation | None:
 
 @rule("CFG-DATA-MISSING", "--prompt-data")
 def prompts_are_given(config: Config) -> Violation | None:
-    """Require prompts."""
+    """Require prompts: files, a data source or a hook that provides them."""
     elsewhere = config.data.data_source_path or config.rollout.rollout_function_path or config.debug.debug_train_only
     if config.data.prompt_data or elsewhere:
         return None
@@ -75,7 +75,7 @@ def reward_is_given(config: Config) -> Violation | None:
 
 @rule("CFG-REWARD-WEIGHTS", "--extra-rm-path", "--extra-rm-weights")
 def every_further_reward_has_a_weight(config: Config) -> Violation | None:
-    """Require a weight for every additional reward, and a main reward to which they are added."""
+    """Require one weight per additional reward if weights are given, and rewards computed by fuligo to add them to."""
     paths, weights = config.reward.extra_rm_path, config.reward.extra_rm_weights
     if weights and paths and len(weights) != len(paths):
         return Violation(
@@ -187,7 +187,7 @@ def continuous_rollout_has_a_bound(config: Config) -> Violation | None:
 
 @rule("CFG-MTP-LAYERS", "--enable-mtp-training", "--mtp-num-layers")
 def mtp_training_has_layers(config: Config) -> Violation | None:
-    """Require loaded MTP layers to train them."""
+    """Require that MTP layers are loaded if they are trained."""
     if not config.train.enable_mtp_training or config.train.mtp_num_layers:
         return None
     return Violation("--enable-mtp-training needs MTP layers, but --mtp-num-layers loads none", (set_flag("mtp_num_layers", 1),))

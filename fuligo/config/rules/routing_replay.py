@@ -15,7 +15,7 @@ def _records(config: Config) -> bool:
 
 @rule("CFG-REPLAY-OLD-POLICY", "--use-routing-replay", "--use-rollout-logprobs")
 def engine_logprobs_with_trainer_routing(config: Config) -> Violation | None:
-    """Reject the trainer's routing with the engine's log-probabilities, which came from the engine's routing."""
+    """Reject replay of the trainer's routing with the engine's log-probabilities, which were computed with the engine's routing."""
     if not (_records(config) and config.algorithm.use_rollout_logprobs):
         return None
     return Violation(

@@ -32,7 +32,7 @@ def global_batch_divides_rollout(config: Config) -> Violation | None:
 
 @rule("CFG-NUM-STEPS", "--num-steps-per-rollout", "--rollout-batch-size", "--n-samples-per-prompt")
 def steps_divide_rollout(config: Config) -> Violation | None:
-    """Require steps of equal size."""
+    """Require a number of optimizer steps that divides a rollout."""
     steps, samples = config.train.num_steps_per_rollout, config.samples_per_rollout
     if steps is None or samples % steps == 0:
         return None
@@ -44,7 +44,7 @@ def steps_divide_rollout(config: Config) -> Violation | None:
 
 @rule("CFG-STEP-SIZES", "--global-batch-size", "--num-steps-per-rollout")
 def global_batch_agrees_with_steps(config: Config) -> Violation | None:
-    """Require that the size and the number of steps agree."""
+    """Require that the global batch size and the number of steps agree."""
     size, steps, samples = config.train.global_batch_size, config.train.num_steps_per_rollout, config.samples_per_rollout
     if size is None or steps is None or size * steps == samples or samples % steps:
         return None
@@ -112,7 +112,7 @@ def top_k_keeps_a_token(config: Config) -> Violation | None:
 
 @rule("CFG-TIS-BOUNDS", "--tis-clip-low", "--tis-clip")
 def tis_bounds_are_ordered(config: Config) -> Violation | None:
-    """Require a lower bound below the upper one."""
+    """Require a lower bound of importance weights that does not exceed the upper bound."""
     low, high = config.algorithm.tis_clip_low, config.algorithm.tis_clip
     return Violation(f"--tis-clip-low {low} is above --tis-clip {high}", (unset_flag("tis_clip_low"),)) if low > high else None
 

@@ -39,7 +39,7 @@ def adapted_layers_exist(subject: Subject) -> Iterator[Violation]:
 
 @rule("PLAN-LORA-RANK", "--lora-rank", "--lora-adapter")
 def rank_fits_the_layers(subject: Subject) -> Violation | None:
-    """An update cannot have a higher rank than the widest layer that can be adapted has inputs or outputs."""
+    """The rank must not exceed the inputs or outputs of the widest layer that can be adapted: no update can have a higher rank."""
     adapter = _adapter(subject)
     if adapter is None or adapter.config.rank <= adapter.widest:
         return None
@@ -51,7 +51,7 @@ def rank_fits_the_layers(subject: Subject) -> Violation | None:
 
 @rule("PLAN-LORA-EXPERTS", "--lora-experts", "--lora-adapter")
 def adapted_experts_exist(subject: Subject) -> Violation | None:
-    """Only an MoE model has experts to adapt, and their matrices must be neither transposed nor have biases."""
+    """Only an MoE model has experts to adapt, and their matrices must be plain: not transposed and without biases."""
     adapter, architecture = _adapter(subject), subject.architecture
     if adapter is None or not adapter.config.adapts_experts:
         return None

@@ -114,7 +114,7 @@ def layers_have_batch_invariant_operations(subject: Subject) -> Iterator[Violati
 
 @rule("PLAN-EXACT-WIDTHS", "--exact-on-policy", "--rollout-num-gpus-per-engine")
 def parts_of_products_are_aligned(subject: Subject) -> Iterator[Violation]:
-    """The kernels load inputs in groups of 8 elements, which a GPU's part of the attention output and of an MLP must not split."""
+    """The kernels load inputs in groups of 8 elements: a GPU's part of the attention output and of an MLP must be a multiple of 8."""
     config, architecture = subject.config, subject.rollout_architecture
     if not config.train.exact_on_policy or isinstance(architecture.attention, LatentAttention):
         return

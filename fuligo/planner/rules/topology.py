@@ -69,7 +69,7 @@ def engines_are_whole(subject: Subject) -> Iterator[Violation]:
 
 @rule("PLAN-ENGINE-NODES", "--rollout-num-gpus-per-engine", "--num-gpus-per-node")
 def engines_fill_nodes(subject: Subject) -> Iterator[Violation]:
-    """An engine's number of GPUs must divide a node's, or be a multiple of it."""
+    """An engine's number of GPUs must divide the GPUs of a node or be a multiple of them."""
     config, node = subject.config, subject.config.cluster.num_gpus_per_node
     if config.cluster.device == "cpu":
         return

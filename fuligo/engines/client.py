@@ -96,7 +96,7 @@ class EngineClient:
             if images and generation.prompt_tokens != len(input_ids):  # the engine expands image tokens itself
                 raise EngineError(
                     f"engine {self.url}: request {rid} has {len(input_ids)} tokens with its images, but the engine counts "
-                    f"{generation.prompt_tokens}; its image processor or its tokenization differs from the trainer's"
+                    f"{generation.prompt_tokens}; its image processor or tokenizer differs from the trainer's; serve the same checkpoint"
                 )
             if routing is not None:
                 generation.routed_experts = await self._routing(answer, routing, len(input_ids))

@@ -60,7 +60,8 @@ def _devices(machine: Machine) -> list[Finding]:
     if not found:
         found.append(Finding("GPU", "none: runs compute on the CPU"))
     elif torch is not None and torch.num_devices < len(found):
-        cause = "it is a CPU build" if torch.cuda is None else "the driver is too old for its CUDA, or CUDA_VISIBLE_DEVICES hides some"
+        fix = "update the driver, which may be too old for torch's CUDA version, or check CUDA_VISIBLE_DEVICES"
+        cause = "torch is a CPU build; install a CUDA build" if torch.cuda is None else fix
         found.append(Finding("CUDA devices", f"torch sees {torch.num_devices} of {len(found)}", warning=cause))
     if len(gpus.links) > 1:
         pairs, count = gpus.without_nvlink(len(gpus.links)), len(gpus.links)

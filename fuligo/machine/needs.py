@@ -93,7 +93,7 @@ def _gpus(config: Config, machine: Machine) -> Iterator[Finding]:
         fix = "use fewer (--actor-num-gpus-per-node, --rollout-num-gpus), set --num-gpus-per-node, or use --device cpu"
         yield Finding("GPUs", value, fix)
     elif torch is not None and torch.num_devices < needed:
-        cause = "it is a CPU build: install a CUDA build" if torch.cuda is None else "check the driver and CUDA_VISIBLE_DEVICES"
+        cause = "torch is a CPU build; install a CUDA build" if torch.cuda is None else "check the driver and CUDA_VISIBLE_DEVICES"
         yield Finding("GPUs", f"{value}, but torch sees {torch.num_devices}", cause)
     else:
         yield Finding("GPUs", value)

@@ -73,11 +73,16 @@ def add_mtp_module(model: Any, directory: Path) -> None:
         for stored, part in checkpoint_weights([(name, parameter)], form):
             if (held := files.shapes.get(stored)) != tuple(part.shape):
                 found = "is missing" if held is None else f"has shape {list(held)}"
-                raise CheckpointError(f"cannot load the MTP layer of {directory}: {stored} {found}, expected {list(part.shape)}")
+                raise CheckpointError(
+                    f"cannot load the MTP layer of {directory}: {stored} {found}, expected {list(part.shape)}; copy or download it again"
+                )
             part.copy_(files.read(stored))
             lacking.remove(stored)
     if lacking:
-        raise CheckpointError(f"cannot load the MTP layer of {directory}: unknown tensors {', '.join(sorted(lacking)[:3])}")
+        raise CheckpointError(
+            f"cannot load the MTP layer of {directory}: unknown tensors {', '.join(sorted(lacking)[:3])}; use the published checkpoint, or "
+            "remove --mtp-num-layers"
+        )
     model.add_module(_NAME, module)
 
 

@@ -61,7 +61,9 @@ def stated_flags(config_json: Mapping[str, Any], source: str = "config.json") ->
 def _grouped(config: ConfigJson, architecture: Architecture, attention: GroupedAttention) -> Flags:
     has_mlp_bias = any(part.kind is PartKind.DENSE_MLP and not part.is_matmul for layer in architecture.layers for part in layer.parts)
     if attention.has_output_bias or has_mlp_bias:
-        raise config.contradiction(f"Megatron has no flags for the biases of this {config.model_type} model (attention_bias, mlp_bias)")
+        raise config.contradiction(
+            f"Megatron has no flags for the biases of this {config.model_type} model (attention_bias, mlp_bias); use --train-backend torch"
+        )
     return {
         "group_query_attention": True,
         "num_query_groups": attention.num_kv_heads,
@@ -73,7 +75,7 @@ def _grouped(config: ConfigJson, architecture: Architecture, attention: GroupedA
 
 def _latent(config: ConfigJson, attention: LatentAttention) -> Flags:
     if config.switch("attention_bias", default=False):
-        raise config.contradiction("attention_bias is true; Megatron's latent attention has no biases")
+        raise config.contradiction("attention_bias is true, but Megatron's latent attention has no biases; use --train-backend torch")
     return {
         "multi_latent_attention": True,
         # Megatron-Core has no flag for directly projected queries; without q_lora_rank it uses its own default.
@@ -131,7 +133,9 @@ def _rotary(config: ConfigJson, architecture: Architecture) -> Flags:
         return flags | {"rotary_seq_len_interpolation_factor": int(factor or 0)}
     if kind == "llama3" and all(config.rotary_number(key) == value for key, value in _LLAMA_3.items()):
         return flags | {"use_rope_scaling": True, "rope_scaling_factor": config.rotary_number("factor")}
-    raise config.contradiction(f"Megatron has no flags for the rotary scaling of this {config.model_type} model ({kind})")
+    raise config.contradiction(
+        f"Megatron has no flags for the rotary scaling of this {config.model_type} model ({kind}); use --train-backend torch"
+    )
 
 
 def _experts(config: ConfigJson, architecture: Architecture) -> Flags:
@@ -149,7 +153,9 @@ def _experts(config: ConfigJson, architecture: Architecture) -> Flags:
         pre_softmax = {} if config.switch("norm_topk_prob", default=False) else {"moe_router_pre_softmax": True}
         return flags | {"moe_router_score_function": "softmax"} | pre_softmax
     if not config.switch("norm_topk_prob", default=True):
-        raise config.contradiction("norm_topk_prob is false; Megatron always normalizes the chosen sigmoid scores")
+        raise config.contradiction(
+            "norm_topk_prob is false, but Megatron always normalizes the chosen sigmoid scores; use --train-backend torch"
+        )
     num_groups = config.count("n_group", default=1)
     shared_size = experts.num_shared_experts * experts.intermediate_size
     return {

@@ -113,7 +113,7 @@ class Api:
 
     async def health(self, _: HttpRequest) -> Response:
         failure = self._engine.failure
-        return _json({}) if failure is None else _error(503, f"the engine stopped: {failure!r}")
+        return _json({}) if failure is None else _error(503, f"the engine has failed: {failure!r}")
 
     async def model_info(self, _: dict[str, Any]) -> Any:
         path, weights = self._engine.model.path, self._engine.weights

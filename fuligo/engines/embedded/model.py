@@ -194,14 +194,14 @@ class EngineModel:
         difference = _mean_difference(ours, theirs)
         if not difference <= MEAN_DIFFERENCE[self.dtype] and not difference <= NOISE_FACTOR * self._noise(ids, theirs):
             raise EngineError(
-                f"--model-path {self.path}: the embedded engine cannot serve {type(self.module).__name__}: log-probabilities with its "
-                f"attention differ from those with the model's own by {difference:.2g} on average"
+                f"cannot serve --model-path {self.path} ({type(self.module).__name__}): log-probabilities with the embedded engine's "
+                f"attention differ from those with the model's own by {difference:.2g} on average; use --rollout-backend sglang"
             )
         layers = [*plan.seen, *(self._recurrent.layers if self._recurrent is not None else ())]
         if not plan.seen or sorted(layers) != list(range(len(layers))):
             raise EngineError(
-                f"--model-path {self.path}: the embedded engine cannot serve {type(self.module).__name__}: each layer's attention must go "
-                f"through transformers' interface; it saw the layers {sorted(layers)}"
+                f"cannot serve --model-path {self.path} ({type(self.module).__name__}): each layer's attention must go through "
+                f"transformers' interface, but only layers {sorted(layers)} did; use --rollout-backend sglang"
             )
         cached = sorted(plan.seen)
         return CacheShape(tuple(cached), tuple(LayerShape(*plan.seen[layer]) for layer in cached), self._recurrent)
@@ -231,9 +231,15 @@ def servable_config(path: str) -> Any:
     language = text_config(config)
     kind = (getattr(language, "rope_parameters", None) or {}).get("rope_type")
     if kind in BATCH_DEPENDENT_ROPE:
-        raise EngineError(f"rope_type {kind!r} depends on the longest sequence of a batch, which the embedded engine does not support")
+        raise EngineError(
+            f"cannot serve --model-path {path}: the embedded engine does not support rope_type {kind!r}, which depends on the longest "
+            "sequence of a batch"
+        )
     if layers := unpackable_layers(language):
-        raise EngineError(f"{config.model_type} has layers of type {', '.join(layers)}, which the embedded engine does not support")
+        raise EngineError(
+            f"cannot serve --model-path {path} ({config.model_type}): the embedded engine does not support layers of type "
+            f"{', '.join(layers)}"
+        )
     return config
 
 
@@ -261,7 +267,7 @@ def _require_batch_invariant(path: str, config: Any, device: torch.device, adapt
     if because is None and device.type != "cpu":
         because = f"batch-invariant operations are verified only on CPUs, not on {device.type}"
     if because is not None:
-        raise EngineError(f"cannot serve --model-path {path} with --batch-invariant: {because}; drop --batch-invariant")
+        raise EngineError(f"cannot serve --model-path {path} with --batch-invariant: {because}; remove --batch-invariant")
 
 
 def _load(path: str, config: Any, dtype: torch.dtype) -> Any:

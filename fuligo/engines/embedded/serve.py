@@ -179,7 +179,7 @@ def below_paths(applications: Mapping[str, ASGIApp]) -> ASGIApp:
             if scope["path"].startswith(f"{prefix}/"):
                 await application({**scope, "path": scope["path"].removeprefix(prefix), "raw_path": None}, receive, send)
                 return
-        await _refused(404, "this engine serves several runs, each below its own path; there is none at this path")(scope, receive, send)
+        await _refused(404, "no run is served at this path; use the path of a run, such as /runs/0")(scope, receive, send)
 
     return route
 

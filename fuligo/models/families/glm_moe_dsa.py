@@ -43,7 +43,7 @@ def _computing_layers(config: ConfigJson) -> tuple[bool, ...]:
     has_schedule = bool(pattern) or config.values.get("index_topk_freq") is not None
     if has_schedule and computing != by_schedule:
         key = "index_topk_pattern" if pattern else f"index_topk_freq {frequency} and index_skip_topk_offset {offset}"
-        raise config.contradiction(f"indexer_types does not agree with {key}")
+        raise config.contradiction(f"indexer_types does not agree with {key}; remove one of them")
     if not computing[0]:
         raise config.contradiction(
             "the first layer must compute its token choice (indexer_types, index_topk_pattern): no layer below it has one to reuse"

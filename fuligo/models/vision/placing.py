@@ -81,7 +81,7 @@ def expanded(ids: Sequence[int], grids: Sequence[TokenGrid], image_token_id: int
     """
     found = sum(token == image_token_id for token in ids)
     if found != len(grids):
-        raise DataError(f"the chat template writes {found} image tokens for {len(grids)} images")
+        raise DataError(f"the chat template writes {found} image tokens for {len(grids)} images; it must write one for each image")
     sizes = iter([grid.num_rows * grid.num_columns for grid in grids])
     origins = [at for at, token in enumerate(ids) for _ in range(next(sizes) if token == image_token_id else 1)]
     return [ids[at] for at in origins], origins

@@ -151,9 +151,8 @@ class PortClaims:
                 self._held.enter_context(run.pop_all())
                 self._next = first + size
                 return first
-        raise EngineError(
-            f"cannot claim {size} consecutive ports: none are free from {self._next} to {LAST_PORT}; stop the processes that use them"
-        )
+        wanted = "a free port" if size == 1 else f"{size} consecutive free ports"
+        raise EngineError(f"cannot find {wanted} from {self._next} to {LAST_PORT}; stop the processes that use them")
 
     def close(self) -> None:
         self._held.close()

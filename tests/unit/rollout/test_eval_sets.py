@@ -81,7 +81,7 @@ def test_a_reward_that_compares_needs_a_label(tmp_path: Path):
     with pytest.raises(ConfigError) as caught:
         eval_set_specs(config(tmp_path, yaml))
     assert caught.value.problems == (
-        "evaluation dataset a: --rm-type math compares responses with a label; name its column with --label-key",
+        "evaluation dataset a: --rm-type math compares responses with a label; name the column of the label with --label-key",
     )
 
 

@@ -28,8 +28,10 @@ class Segment:
     pool: KVPool
     start: int
     end: int
+    rows: torch.Tensor
+    """[end - start] int64, row of each token in its pool."""
     slots: torch.Tensor
-    """[end - start] int64, slot of each token's keys and values: row * capacity + position."""
+    """[(end - start) * blocks] int64, `KVPool.slots` of the tokens."""
     positions: torch.Tensor
     """[end - start] int64"""
     longest: int
@@ -112,8 +114,7 @@ def attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     attention_plan.seen[layer] = (k.shape[1], k.shape[2], v.shape[2])
     for segment in attention_plan.segments:
-        for cache, new in ((segment.pool.keys(layer), k), (segment.pool.values(layer), v)):
-            cache.flatten(0, 1).index_copy_(0, segment.slots, new[segment.start : segment.end])
+        segment.pool.write(layer, segment.slots, k[segment.start : segment.end], v[segment.start : segment.end])
     if attention_plan.is_batch_invariant:
         assert sliding_window is None and s_aux is None, "refused when the model was loaded"
         out = _attend_invariantly(attention_plan, layer, q, k, v, scale)
@@ -136,8 +137,8 @@ def decode_segment(
     Query heads that share a key head are the rows of one attention call, so keys are never repeated.
     """
     n = segment.end - segment.start
-    k = segment.pool.keys(layer)[:n, : segment.longest].transpose(1, 2)
-    v = segment.pool.values(layer)[:n, : segment.longest].transpose(1, 2)
+    k = segment.pool.keys(layer)[:n, :, : segment.longest]
+    v = segment.pool.values(layer)[:n, :, : segment.longest]
     q = query[segment.start : segment.end]
     grouped = q.reshape(n, k.shape[1], q.shape[1] // k.shape[1], q.shape[2])
     if sinks is not None:
@@ -155,7 +156,7 @@ def _attend_invariantly(
     outs: list[torch.Tensor] = []
     for number, segment in enumerate(plan.segments):
         n = segment.end - segment.start
-        k, v = (cache[:n, : segment.longest] for cache in (segment.pool.keys(layer), segment.pool.values(layer)))
+        k, v = (cache[:n, :, : segment.longest].transpose(1, 2) for cache in (segment.pool.keys(layer), segment.pool.values(layer)))
         hidden = plan.hidden(number)
         outs.append(attention(query[segment.start : segment.end, None], k, v, hidden=hidden, scale=scale)[:, 0])
     return torch.cat(outs)

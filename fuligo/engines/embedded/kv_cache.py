@@ -8,7 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fuligo.engines.embedded.recurrent_state import RecurrentRows, RecurrentShape
 from fuligo.engines.embedded.request import Request
@@ -48,37 +50,59 @@ class CacheShape:
         return len(self.layers)
 
     @property
-    def width(self) -> int:
-        """Elements per token of the widest layer's keys or values, which every layer reserves."""
-        return max(heads * max(key_dim, value_dim) for heads, key_dim, value_dim in self.shapes)
+    def num_blocks(self) -> int:
+        """Contiguous blocks of a row: one per key-value head if all layers have equally many, else one."""
+        counts = {heads for heads, _, _ in self.shapes}
+        return counts.pop() if len(counts) == 1 else 1
+
+    @property
+    def block_width(self) -> int:
+        """Elements per token and block of the widest layer's keys or values, which every layer reserves."""
+        return max(heads // self.num_blocks * max(key_dim, value_dim) for heads, key_dim, value_dim in self.shapes)
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        return 2 * self.num_layers * self.width * dtype.itemsize
+        return 2 * self.num_layers * self.num_blocks * self.block_width * dtype.itemsize
 
 
 class KVPool:
-    """Rows of equal capacity, in one tensor that grows with their number and never shrinks."""
+    """Rows of equal capacity, in one tensor that grows with their number and never shrinks.
+
+    The tokens of a head lie next to each other, so that decoding reads memory in order. With the heads of a token next to each other it
+    took 2.6 times as long on an AMD EPYC (256 rows of 250 tokens, heads of 32 elements).
+    """
 
     def __init__(self, shape: CacheShape, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
         self.shape = shape
         self.capacity = capacity
         self.requests: list[Request] = []
         """Request that owns each row."""
-        self.store = torch.empty(2 * shape.num_layers, 0, capacity, shape.width, dtype=dtype, device=device)
-        """[2 * layers (keys and values alternate), rows, capacity, Hkv * max(Dk, Dv) of the widest layer]"""
+        self.store = torch.empty(2 * shape.num_layers, 0, shape.num_blocks, capacity, shape.block_width, dtype=dtype, device=device)
+        """[2 * layers (keys and values alternate), rows, blocks, capacity, width of a block]"""
         self.recurrent = None if shape.recurrent is None else RecurrentRows(shape.recurrent, dtype, device)
 
     def keys(self, layer: int) -> torch.Tensor:
-        """Return a view [rows, capacity, Hkv, Dk] of a layer's keys."""
+        """Return a view [rows, Hkv, capacity, Dk] of a layer's keys."""
         index = self.shape.layers.index(layer)
         heads, key_dim, _ = self.shape.shapes[index]
-        return self.store[2 * index, ..., : heads * key_dim].unflatten(-1, (heads, key_dim))
+        return self._by_head(2 * index, heads, key_dim)
 
     def values(self, layer: int) -> torch.Tensor:
-        """Return a view [rows, capacity, Hkv, Dv] of a layer's values."""
+        """Return a view [rows, Hkv, capacity, Dv] of a layer's values."""
         index = self.shape.layers.index(layer)
         heads, _, value_dim = self.shape.shapes[index]
-        return self.store[2 * index + 1, ..., : heads * value_dim].unflatten(-1, (heads, value_dim))
+        return self._by_head(2 * index + 1, heads, value_dim)
+
+    def slots(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return [N * blocks] where `write` puts the tokens at `positions` [N] of `rows` [N]."""
+        blocks = rows[:, None] * self.shape.num_blocks + np.arange(self.shape.num_blocks)
+        return (blocks * self.capacity + positions[:, None]).ravel()
+
+    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write keys [N, Hkv, Dk] and values [N, Hkv, Dv] of a layer to `slots` [N * blocks]."""
+        index = self.shape.layers.index(layer)
+        for offset, new in enumerate((keys, values)):
+            by_slot = new.reshape(len(slots), -1)
+            self.store[2 * index + offset, ..., : by_slot.size(1)].flatten(0, 2).index_copy_(0, slots, by_slot)
 
     def append(self, request: Request) -> None:
         request.pool_capacity, request.row = self.capacity, len(self.requests)
@@ -93,13 +117,18 @@ class KVPool:
         movers = [row for row in range(num_left, len(self.requests)) if row not in freed]
         if movers:
             length = max(self.requests[row].num_tokens for row in movers)
-            self.store[:, holes, :length] = self.store[:, movers, :length]
+            self.store[:, holes, :, :length] = self.store[:, movers, :, :length]
             if self.recurrent is not None:
                 self.recurrent.move(movers, holes)
         for hole, mover in zip(holes, movers):
             self.requests[hole] = self.requests[mover]
             self.requests[hole].row = hole
         del self.requests[num_left:]
+
+    def _by_head(self, index: int, num_heads: int, dim: int) -> torch.Tensor:
+        if self.shape.num_blocks > 1:
+            return self.store[index, ..., :dim]
+        return self.store[index, :, 0, :, : num_heads * dim].unflatten(-1, (num_heads, dim)).transpose(1, 2)
 
     def _make_room(self, num_rows: int) -> None:
         if self.recurrent is not None:
@@ -144,9 +173,9 @@ class KVCache:
     def copy_prompt(self, donor: Request, requests: Sequence[Request]) -> None:
         """Copy the donor's keys and values of all prompt tokens but the last to requests with the same prompt."""
         shared = len(donor.input_ids) - 1
-        source = self.pool_of(donor).store[:, donor.row, None, :shared]
+        source = self.pool_of(donor).store[:, donor.row, None, :, :shared]
         for pool, group in self._by_pool(requests):
-            pool.store[:, [request.row for request in group], :shared] = source
+            pool.store[:, [request.row for request in group], :, :shared] = source
             for request in group:
                 request.cached_tokens = shared
 
@@ -170,7 +199,7 @@ class KVCache:
             pool.remove(outgrown)
             for request in outgrown:
                 longer.append(request)
-            longer.store[:, first : first + len(rows), : pool.capacity] = kept
+            longer.store[:, first : first + len(rows), :, : pool.capacity] = kept
             if states is not None and longer.recurrent is not None:
                 longer.recurrent.put(states, range(first, first + len(rows)))
             if not pool.requests and pool.store.nbytes > KEPT_BYTES:

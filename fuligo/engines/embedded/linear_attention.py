@@ -106,5 +106,5 @@ def last_inputs(x: Tensor, starts: Tensor, ends: Tensor, number: int) -> Tensor:
 def _sequences(cu_seqlens: Sequence[int], segment: Segment) -> tuple[Tensor, Tensor, Tensor]:
     """Return the starts, ends and pool rows, each [S], of the sequences in one segment of a prefill."""
     inside = [(start, end) for start, end in pairwise(cu_seqlens) if segment.start <= start and end <= segment.end]
-    starts, ends = torch.tensor(inside, device=segment.slots.device).unbind(1)
-    return starts, ends, segment.slots[ends - 1 - segment.start] // segment.pool.capacity
+    starts, ends = torch.tensor(inside, device=segment.rows.device).unbind(1)
+    return starts, ends, segment.rows[ends - 1 - segment.start]

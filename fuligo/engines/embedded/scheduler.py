@@ -115,8 +115,8 @@ class DecodeBatch:
     """[N] positions of those tokens in their sequences."""
     shifts: NDArray[np.int64]
     """[N] rotary position minus position; 0 without images."""
-    row_starts: NDArray[np.int64]
-    """[N] start of each request's row in its pool, in tokens."""
+    rows: NDArray[np.int64]
+    """[N] row of each request in its pool."""
     pools: list[KVPool]
     bounds: list[tuple[int, int]]
     """Start and end of each pool's requests in the batch."""
@@ -250,11 +250,11 @@ class Scheduler:
         lengths = np.array([request.num_tokens for request in requests])
         cu_seqlens = [0, *accumulate(lengths.tolist())]
         positions = np.concatenate([np.arange(length) for length in lengths])
-        row_starts = np.repeat(_row_starts(requests), lengths)
+        rows = np.repeat(_rows(requests), lengths)
         pools = [(pool, len(list(group))) for pool, group in groupby(self.cache.pool_of(request) for request in requests)]
         ends = [cu_seqlens[end] for end in accumulate(count for _, count in pools)]
         bounds = list(pairwise([0, *ends]))
-        plan = AttentionPlan(self._segments([pool for pool, _ in pools], bounds, row_starts, positions), cu_seqlens)
+        plan = AttentionPlan(self._segments([pool for pool, _ in pools], bounds, rows, positions), cu_seqlens)
         input_ids = torch.tensor([token for request in requests for token in (*request.input_ids, *request.output_ids)])
         keep = torch.tensor(cu_seqlens[1:], device=self.model.device) - 1
         images = [request.images for request in requests]
@@ -268,7 +268,7 @@ class Scheduler:
         batch = self._batch
         if batch is None or batch.outgrown():
             batch = self._build_batch()
-        plan = AttentionPlan(self._segments(batch.pools, batch.bounds, batch.row_starts, batch.positions), None)
+        plan = AttentionPlan(self._segments(batch.pools, batch.bounds, batch.rows, batch.positions), None)
         logits = self.model.forward(batch.input_ids, self._to_device(batch.positions + batch.shifts), plan)
         batch.positions = batch.positions + 1
         batch.input_ids, logprobs = sample(logits, batch.sampling, batch.positions, self.model.log_softmax)
@@ -284,7 +284,7 @@ class Scheduler:
             requests=requests,
             pools=pools,
             bounds=list(pairwise([0, *ends])),
-            row_starts=_row_starts(requests),
+            rows=_rows(requests),
             input_ids=torch.tensor([request.newest_token for request in requests], device=self.model.device),
             positions=np.array([request.num_tokens - 1 for request in requests]),
             shifts=np.array([rotary_shift(request.images) for request in requests]),
@@ -292,13 +292,17 @@ class Scheduler:
         )
 
     def _segments(
-        self, pools: Sequence[KVPool], bounds: Sequence[tuple[int, int]], row_starts: NDArray[np.int64], positions: NDArray[np.int64]
+        self, pools: Sequence[KVPool], bounds: Sequence[tuple[int, int]], rows: NDArray[np.int64], positions: NDArray[np.int64]
     ) -> list[Segment]:
-        slots, on_device = self._to_device(row_starts + positions), self._to_device(positions)
+        placed = np.concatenate([pool.slots(rows[start:end], positions[start:end]) for pool, (start, end) in zip(pools, bounds)])
+        per_token = self.cache.shape.num_blocks
+        slots, rows_there, positions_there = self._to_device(placed), self._to_device(rows), self._to_device(positions)
         segments: list[Segment] = []
         for pool, (start, end) in zip(pools, bounds):
             longest, shortest = int(positions[start:end].max()), int(positions[start:end].min())
-            segments.append(Segment(pool, start, end, slots[start:end], on_device[start:end], longest + 1, longest == shortest))
+            own = slots[start * per_token : end * per_token]
+            there = rows_there[start:end], own, positions_there[start:end]
+            segments.append(Segment(pool, start, end, *there, longest + 1, longest == shortest))
         return segments
 
     def _append(self, requests: Sequence[Request], tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
@@ -370,5 +374,5 @@ def packs(requests: Sequence[Request], max_tokens: int) -> Iterator[list[Request
         yield pack
 
 
-def _row_starts(requests: Sequence[Request]) -> NDArray[np.int64]:
-    return np.array([request.row * request.pool_capacity for request in requests])
+def _rows(requests: Sequence[Request]) -> NDArray[np.int64]:
+    return np.array([request.row for request in requests])

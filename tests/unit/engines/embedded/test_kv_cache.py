@@ -1,13 +1,16 @@
+import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fuligo.engines.embedded.kv_cache import SMALLEST_CLASS, CacheShape, KVCache, LayerShape, length_class
+from fuligo.engines.embedded.kv_cache import SMALLEST_CLASS, CacheShape, KVCache, KVPool, LayerShape, length_class
 from fuligo.engines.embedded.recurrent_state import RecurrentShape
 from fuligo.engines.embedded.request import Request
 from fuligo.engines.generation import SamplingParams
 
-SHAPE = CacheShape((0, 1), (LayerShape(num_heads=1, key_dim=2, value_dim=3),) * 2)
+SHAPE = CacheShape((0, 1), (LayerShape(num_heads=2, key_dim=2, value_dim=3),) * 2)
+SHAPE_OF_DIFFERENT_HEADS = CacheShape((1, 4), (LayerShape(4, 2, 3), LayerShape(2, 8, 5)))
 
 
 def request(num_tokens: int, max_new_tokens: int = 100, first_token: int = 0) -> Request:
@@ -16,13 +19,13 @@ def request(num_tokens: int, max_new_tokens: int = 100, first_token: int = 0) ->
 
 def fill(cache: KVCache, owner: Request, value: float) -> None:
     """Write the owner's mark into its cached keys and values."""
-    cache.pool_of(owner).store[:, owner.row, : owner.num_tokens - 1] = value
+    cache.pool_of(owner).store[:, owner.row, :, : owner.num_tokens - 1] = value
 
 
 def held(cache: KVCache, owner: Request) -> torch.Tensor:
     pool = cache.pool_of(owner)
     assert pool.requests[owner.row] is owner
-    return pool.store[:, owner.row, : owner.num_tokens - 1]
+    return pool.store[:, owner.row, :, : owner.num_tokens - 1]
 
 
 @given(st.integers(1, 5000))
@@ -60,6 +63,34 @@ def test_rows_keep_their_contents_through_joins_leaves_and_growth(data: st.DataO
         assert cache.reserved_tokens == sum(length_class(owner.max_tokens) for owner in live.values())
 
 
+@pytest.mark.parametrize("shape", [SHAPE, SHAPE_OF_DIFFERENT_HEADS])
+def test_written_keys_and_values_are_read_by_row_head_and_position(shape: CacheShape) -> None:
+    pool = KVPool(shape, 32, torch.float32, torch.device("cpu"))
+    for _ in range(3):
+        pool.append(request(5))
+    rows, positions = np.array([2, 0, 2]), np.array([7, 3, 31])
+    new = {}
+    for layer, (heads, key_dim, value_dim) in zip(shape.layers, shape.shapes):
+        new[layer] = torch.randn(3, heads, key_dim), torch.randn(3, heads, value_dim)
+        pool.write(layer, torch.from_numpy(pool.slots(rows, positions)), *new[layer])
+    for layer, (keys, values) in new.items():
+        for number, (row, position) in enumerate(zip(rows, positions)):
+            assert torch.equal(pool.keys(layer)[row, :, position], keys[number])
+            assert torch.equal(pool.values(layer)[row, :, position], values[number])
+
+
+def test_tokens_of_a_head_lie_next_to_each_other() -> None:
+    """Decoding reads whole heads: a stride over the other heads' elements would cost memory bandwidth."""
+    pool = KVPool(CacheShape((0,), (LayerShape(4, 8, 8),)), 32, torch.float32, torch.device("cpu"))
+    pool.append(request(5))
+    assert pool.keys(0)[0, 0].is_contiguous() and pool.values(0)[0, 3].is_contiguous()
+
+
+def test_heads_take_no_more_memory_than_their_elements() -> None:
+    assert SHAPE.bytes_per_token(torch.float32) == 2 * 2 * (2 * 3) * 4
+    assert SHAPE_OF_DIFFERENT_HEADS.bytes_per_token(torch.float32) == 2 * 2 * (2 * 8) * 4, "of the widest layer"
+
+
 def test_pools_come_shortest_first_and_rows_that_outgrow_one_move_on() -> None:
     cache = KVCache(SHAPE, 10**6, torch.float32, torch.device("cpu"))
     long, short = request(60), request(SMALLEST_CLASS)
@@ -72,7 +103,7 @@ def test_pools_come_shortest_first_and_rows_that_outgrow_one_move_on() -> None:
     short.output_ids.append(0)
     cache.promote()
     assert [[r is short for r in pool.requests] for pool in cache.pools] == [[False, True]]
-    assert (held(cache, short)[:, : SMALLEST_CLASS - 1] == 3.0).all()
+    assert (held(cache, short)[:, :, : SMALLEST_CLASS - 1] == 3.0).all()
 
 
 def test_a_prompt_is_copied_but_for_its_last_token() -> None:
@@ -82,10 +113,10 @@ def test_a_prompt_is_copied_but_for_its_last_token() -> None:
     copies = [request(10), request(10)]
     for owner in (donor, *copies):
         cache.add(owner)
-    cache.pool_of(donor).store[:, donor.row] = torch.arange(64.0)[None, :, None]
+    cache.pool_of(donor).store[:, donor.row] = torch.arange(64.0)[None, None, :, None]
     cache.copy_prompt(donor, copies)
     for copy in copies:
-        assert torch.equal(held(cache, copy)[0, :, 0], torch.arange(9.0))
+        assert torch.equal(held(cache, copy)[0, 1, :, 0], torch.arange(9.0))
         assert copy.cached_tokens == 9
 
 

@@ -21,7 +21,7 @@ SMALLEST_ROWS = 32
 def product(left: Tensor, right: Tensor) -> Tensor:
     """Return the product [m, n] of `left` [m, k] and the transpose of `right` [n, k]. It is not differentiable."""
     if _takes(left, right, num_rows=left.size(0)) and onednn_is_faster():
-        return torch.ops.mkldnn._linear_pointwise(left, right, None, "none", [], "")
+        return _product(left, right, None)
     return left @ right.t()
 
 
@@ -51,8 +51,14 @@ def _takes(left: Tensor, right: Tensor, *, num_rows: int) -> bool:
 
 def _forward(self: nn.Linear, x: Tensor) -> Tensor:
     if _takes(x, self.weight, num_rows=x.shape[:-1].numel()):
+        if not torch.is_grad_enabled():  # a call of an autograd function takes as long as the product of a few rows
+            return _product(x, self.weight, self.bias)
         return _Linear.apply(x, self.weight, self.bias)  # pyright: ignore[reportReturnType]
     return F.linear(x, self.weight, self.bias)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 class _Linear(torch.autograd.Function):
@@ -61,7 +67,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return _product(x, weight, bias)
 
     @staticmethod
     @once_differentiable

@@ -87,7 +87,15 @@ def _is_plain(module: nn.Module) -> bool:
 def _forward(self: Any, hidden_states: Tensor) -> Tensor:
     if hidden_states.dtype != torch.float32 or hidden_states.is_cuda or self.weight.dtype != torch.float32:
         return self._plain_forward(hidden_states)
+    if not torch.is_grad_enabled():  # a call of an autograd function takes as long as the arithmetic of a few rows
+        return _normed(hidden_states, self.variance_epsilon)[0].mul_(self.weight)
     return _RmsNorm.apply(hidden_states, self.weight, self.variance_epsilon)  # pyright: ignore[reportReturnType]
+
+
+def _normed(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return x / rms(x), and 1 / rms(x) with a last dimension of 1."""
+    inverse_rms = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return x * inverse_rms, inverse_rms
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -95,8 +103,7 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        inverse_rms = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        normed = x * inverse_rms
+        normed, inverse_rms = _normed(x, eps)
         ctx.save_for_backward(normed, weight, inverse_rms)
         return normed * weight
 

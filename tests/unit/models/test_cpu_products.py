@@ -63,6 +63,15 @@ def test_a_model_keeps_its_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(model(ids).logits, before, rtol=1e-4, atol=1e-5)
 
 
+def test_output_without_gradients_is_the_same_bit_for_bit() -> None:
+    layer = nn.Linear(24, 50)
+    speed_up_linear_layers(layer)
+    x = torch.randn(64, 24)
+    with torch.inference_mode():
+        without_gradients = layer(x)
+    assert torch.equal(without_gradients, layer(x))
+
+
 def test_sums_of_nothing_are_zero() -> None:
     assert torch.equal(product(torch.ones(40, 0), torch.ones(3, 0)), torch.zeros(40, 3))
 

@@ -27,6 +27,18 @@ def test_output_and_gradients_are_those_of_transformers(shape: tuple[int, ...]) 
     torch.testing.assert_close(fast.weight.grad, norm.weight.grad, rtol=1e-5, atol=1e-6)
 
 
+def test_output_without_gradients_is_the_same_bit_for_bit() -> None:
+    norm = Qwen3RMSNorm(32)
+    norm.weight.data.normal_()
+    speed_up_rms_norms(norm)
+    x = torch.randn(7, 32)
+    before = x.clone()
+    with torch.inference_mode():
+        without_gradients = norm(x)
+    assert torch.equal(without_gradients, norm(x))
+    assert torch.equal(x, before)
+
+
 def test_all_norms_of_a_model_are_found_and_its_logits_stay() -> None:
     model = tiny.model("qwen3")
     ids = torch.randint(3, 300, (2, 11))

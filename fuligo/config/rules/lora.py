@@ -2,8 +2,8 @@
 
 from fuligo.config import Config
 from fuligo.config.findings import Change, Severity
-from fuligo.config.flags import flags
-from fuligo.config.rules.rule import Violation, rule, set_flag, unset_flag
+from fuligo.config.flags import MTP_FLAGS, flags
+from fuligo.config.rules.rule import Violation, rule, set_flag, unset_flag, unset_given
 
 _SHAPE = ("lora_rank", "lora_alpha", "lora_target_modules", "lora_experts", "lora_use_rslora")
 _RL_LR, _SFT_LR = 1e-5, 1e-4
@@ -16,7 +16,9 @@ def mtp_layers_have_no_adapter(config: Config) -> Violation | None:
     if not config.uses_adapter:
         return None
     if config.train.enable_mtp_training:
-        return Violation("--enable-mtp-training: LoRA adapters do not support MTP layers", (unset_flag("enable_mtp_training"),))
+        kept = () if config.resolved_train_backend == "torch" else ("mtp_num_layers",)
+        fix = unset_given(config, (name for name in MTP_FLAGS if name not in kept))
+        return Violation("--enable-mtp-training: LoRA adapters do not support MTP layers", fix)
     if not layers or config.resolved_train_backend != "torch":
         return None
     text = (

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from fuligo.config.changes import apply_changes
 from fuligo.config.findings import Change, Severity
-from fuligo.config.rules.rule import set_flag, unset_flag
+from fuligo.config.flags import MTP_FLAGS
+from fuligo.config.rules.rule import set_flag, unset_flag, unset_given
 from fuligo.errors import ConfigError
 from fuligo.models.architecture import LatentAttention
 from fuligo.models.registry import family_of
@@ -195,12 +196,9 @@ def checkpoint_has_mtp_layers(subject: Subject) -> Iterator[Violation]:
     config, there = subject.config, len(subject.architecture.mtp_layers)
     wanted = config.train.mtp_num_layers or 0
     if wanted > there and subject.trainer_config_json is not None:
-        fix = (
-            (set_flag("mtp_num_layers", there),)
-            if there
-            else (unset_flag("mtp_num_layers"), unset_flag("enable_mtp_training"), unset_flag("mtp_loss_scaling_factor"))
-        )
-        yield Violation(f"--mtp-num-layers {wanted}: the checkpoint has {there or 'no'} MTP layers", (fix,))
+        fix = (set_flag("mtp_num_layers", there),) if there else unset_given(config, MTP_FLAGS)
+        layers = "1 MTP layer" if there == 1 else f"{there or 'no'} MTP layers"
+        yield Violation(f"--mtp-num-layers {wanted}: the checkpoint has {layers}", (fix,))
 
 
 @rule("PLAN-MTP-TRAINER", "--mtp-num-layers", "--train-backend")
@@ -211,5 +209,5 @@ def trainer_has_the_mtp_layer(subject: Subject) -> Iterator[Violation]:
     if wanted and config.trains and not subject.is_megatron and model.mtp_layers and not family_of(model).has_mtp_module:
         yield Violation(
             f"--mtp-num-layers {wanted}: the torch trainer has no MTP layer for {model.model_type} models",
-            ((unset_flag("train_backend"),), (unset_flag("mtp_num_layers"), unset_flag("enable_mtp_training"))),
+            ((unset_flag("train_backend"),), unset_given(config, MTP_FLAGS)),
         )

@@ -50,6 +50,10 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
         ),
     ],
     "CFG-LORA-MTP": [
+        (
+            {**LORA, "train_backend": "torch", "mtp_num_layers": 1, "enable_mtp_training": True, "mtp_joint_training": True},
+            "--enable-mtp-training: LoRA adapters",
+        ),
         ({**LORA, **MEGATRON, "mtp_num_layers": 1, "enable_mtp_training": True}, "--enable-mtp-training: LoRA adapters"),
         ({**LORA, "train_backend": "torch", "mtp_num_layers": 1}, "--mtp-num-layers 1: with LoRA the torch trainer neither trains"),
     ],

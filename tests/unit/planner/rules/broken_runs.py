@@ -202,6 +202,7 @@ BROKEN: dict[str, tuple[Run, ...]] = {
         Run(DENSE, "--mtp-num-layers 1"),
         Run(DRAFTS, "--mtp-num-layers 2"),
         Run(ON_CPU, "--train-backend torch --mtp-num-layers 1"),
+        Run(ON_CPU, "--train-backend torch --mtp-num-layers 1 --enable-mtp-training --mtp-joint-training"),
     ),
     "PLAN-MTP-TRAINER": (
         Run(ON_CPU, "--train-backend torch --mtp-num-layers 1", trainer_model={"mtp_layers": (mtp_layer(Layer(2, (), is_moe=False), 64),)}),

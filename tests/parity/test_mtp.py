@@ -9,13 +9,13 @@ from torch import Tensor
 
 from fuligo.convert.export import export
 from fuligo.convert.merge_adapter import merge_adapter
-from fuligo.errors import CheckpointError
+from fuligo.errors import CheckpointError, ConfigError
 from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.models.mtp import mtp_module
 from fuligo.trainer.mtp import MTPTraining
 from fuligo.trainer.objective import KlLoss, LossSettings
 from fuligo.trainer.packing import Capacity
-from fuligo.trainer.ranks.settings import LearningRateSchedule, LoraSettings, OptimizerSettings
+from fuligo.trainer.ranks.settings import LearningRateSchedule, LoraSettings, OptimizerSettings, TrainedParameters
 from fuligo.trainer.ranks.trainer import LocalTrainer
 from fuligo.trainer.ranks.world import World
 from fuligo.trainer.step import StepSamples
@@ -216,6 +216,14 @@ def test_resuming_needs_the_flags_of_a_run_that_trained_the_layer(checkpoint: Pa
     worker.save(tmp_path / "kept")
     with pytest.raises(CheckpointError, match=r"mtp\..* is (absent|of shape)"):
         TorchRankWorker(trained_settings(checkpoint), World()).restore(tmp_path / "kept")
+
+
+def test_a_layer_that_is_not_trained_cannot_be_all_that_is_chosen(checkpoint: Path) -> None:
+    chosen = TrainedParameters(only=(MTP,))
+    with pytest.raises(ConfigError, match="leave only parameters that are frozen anyway"):
+        TorchRankWorker(settings_of(checkpoint, has_mtp=True, trained=chosen), World())
+    worker = TorchRankWorker(trained_settings(checkpoint, trained=chosen), World())
+    assert train(worker)["train/mtp_loss"] > 0
 
 
 def test_a_value_model_has_no_layer(checkpoint: Path) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from fuligo.errors import TrainerError
+from fuligo.errors import ConfigError, TrainerError
 from fuligo.trainer.batch import MicroBatch, PackedTokens, pack_tokens
 from fuligo.trainer.metric_sums import MetricSums
 from fuligo.trainer.mtp import MTPTraining, later_tokens, mtp_loss
@@ -82,8 +82,16 @@ def freeze_parameters(model: nn.Module, trained: TrainedParameters) -> None:
 
 
 def _build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim.AdamW:
-    """Build AdamW with weight decay for matrices only: not for biases (even if stacked over experts), norms and sinks."""
+    """Build AdamW with weight decay for matrices only: not for biases (even if stacked over experts), norms and sinks.
+
+    Raises ConfigError if all parameters are frozen.
+    """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not trained:
+        raise ConfigError(
+            "cannot train: --only-train-params-name-list and --freeze-params-name-list leave only parameters that are frozen anyway (an "
+            "MTP layer without --enable-mtp-training, a vision tower without images); choose others"
+        )
     decays = {name: parameter.dim() >= 2 and not name.endswith("bias") for name, parameter in trained.items()}
     groups = [
         {"params": [p for name, p in trained.items() if decays[name]], "weight_decay": settings.weight_decay},

@@ -34,7 +34,7 @@ from fuligo.formats.hugging_face import (
     read_shapes,
 )
 from fuligo.formats.quantisation import EngineQuantisation
-from fuligo.models.registry import FAMILIES
+from fuligo.models.registry import FAMILIES, has_mtp_module
 
 _TOKENIZER = "tokenizer.json"
 _SHOWN = 3
@@ -85,13 +85,13 @@ _EXPERTS = ".experts."
 
 def weight_problems(config: Config) -> Iterator[str]:
     """Yield the problems of all weights that a run would load."""
-    for check in (_weights, _remote_code, _value_model, _teacher, _resume, adapter_problems):
+    for check in (_weights, _drafts, _remote_code, _value_model, _teacher, _resume, adapter_problems):
         yield from check(config)
 
 
 def evaluated_weight_problems(config: Config) -> Iterator[str]:
     """Yield the problems of the weights that `fuligo eval` would load."""
-    for check in (_served, adapter_problems, _remote_code):
+    for check in (_served, _drafts, adapter_problems, _remote_code):
         yield from check(config)
 
 
@@ -129,8 +129,38 @@ def _mtp_layer(config: Config, option: str, directory: Path) -> Iterator[str]:
         return
     if wanted > 1:
         yield f"--mtp-num-layers {wanted}: the torch trainer loads one MTP layer; use 1"
-    if not any(name.startswith(MTP_PREFIX) for name in read_shapes(directory)):
+    if not any(map(_is_mtp, read_shapes(directory))):
         yield f"--mtp-num-layers {wanted}: {option} {directory} has no MTP layer (no tensors {MTP_PREFIX}*); remove the flag"
+    elif has_mtp_module(read_config_json(directory)):
+        from fuligo.models.mtp import mtp_problem
+
+        try:
+            problem = mtp_problem(directory)
+        except (OSError, ValueError, KeyError):
+            return  # the checks of the model report it
+        if problem is not None:
+            yield f"{option}: {problem}"
+
+
+def _drafts(config: Config) -> Iterator[str]:
+    """Check that the files of engines that draft with the model's own MTP layer hold it: SGLang would draft with uninitialized weights."""
+    if config.train.mtp_num_layers:
+        return  # the trainer sends the layer
+    drafting = {group.model_path for group in engine_groups(config) if group.drafts_with_own_layers and group.model_path is not None}
+    for directory in sorted(map(Path, drafting)):
+        try:
+            has_layer = not has_mtp_module(read_config_json(directory)) or any(map(_is_mtp, read_shapes(directory)))
+        except DamagedFileError:
+            continue  # the checks of the model report it
+        if not has_layer:
+            yield (
+                f"--sglang-speculative-algorithm: {directory} has no MTP layer to draft with (no tensors {MTP_PREFIX}*; transformers "
+                "leaves them out when it saves a model); use a checkpoint with the layer or a draft model, or remove the flag"
+            )
+
+
+def _is_mtp(name: str) -> bool:
+    return name.startswith(MTP_PREFIX)
 
 
 def _renamed_experts(config: Config, directory: Path) -> Iterator[str]:

@@ -8,6 +8,8 @@ from fuligo.config.server_groups import ModelServers, WorkerType
 
 _A2A_BACKENDS_WITHOUT_EP = ("none",)
 """With every other `moe_a2a_backend`, SGLang 0.5.15 spreads the experts over all of an engine's tensor-parallel GPUs."""
+DRAFTS_OF_MODEL = ("EAGLE", "NEXTN")
+"""Speculative algorithms that draft with the model's own MTP layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,12 @@ class EngineGroupSpec:
     def num_engines(self) -> int:
         """Number of engines; 0 for a placeholder."""
         return 0 if self.worker_type == "placeholder" else self.num_gpus // self.num_gpus_per_engine
+
+    @property
+    def drafts_with_own_layers(self) -> bool:
+        """True if the engines draft with the MTP layer of their model."""
+        given = self.arguments.get("speculative_draft_model_path")
+        return self.arguments.get("speculative_algorithm") in DRAFTS_OF_MODEL and given is None
 
     @property
     def pp_size(self) -> int:

@@ -16,6 +16,7 @@ from fuligo.formats.checkpoint_files import checkpoint_weights
 from fuligo.formats.hf_tensors import HuggingFaceTensors
 from fuligo.formats.hugging_face import MTP_PREFIX, is_quantised, read_config_json
 from fuligo.formats.stored_experts import StoredExperts
+from fuligo.models.adapter import empty_model
 from fuligo.models.registry import has_mtp_module
 from fuligo.models.transformers_types import language_model
 
@@ -65,25 +66,42 @@ def add_mtp_module(model: Any, directory: Path) -> None:
     if not has_mtp_module(read_config_json(directory)):
         raise CheckpointError(f"--mtp-num-layers: the torch trainer has no MTP layer for {model.config.model_type} models; remove the flag")
     module, files = MTPModule(language_model(model)), HuggingFaceTensors(directory)
+    for stored, part in _stored_parts(module, files):
+        part.copy_(files.read(stored))
+    model.add_module(_NAME, module)
+
+
+def mtp_problem(directory: Path) -> str | None:
+    """Return why the MTP layer of a directory's files cannot be loaded; None if it can. Only headers are read.
+
+    Raises OSError, ValueError or KeyError if its config.json is not that of a model that transformers knows.
+    """
+    with torch.device("meta"):
+        module = MTPModule(language_model(empty_model(directory)))
+    try:
+        _stored_parts(module, HuggingFaceTensors(directory))
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def _stored_parts(module: MTPModule, files: HuggingFaceTensors) -> list[tuple[str, Tensor]]:
+    """Return views of the layer's weights by their names in the files. Raises CheckpointError if the files do not hold exactly these."""
     lacking = {name for name in files.shapes if name.startswith(MTP_PREFIX)}
     if not lacking:
-        raise CheckpointError(f"--mtp-num-layers 1: {directory} has no MTP layer (no tensor {MTP_PREFIX}*); remove the flag")
+        raise CheckpointError(f"--mtp-num-layers 1: {files.directory} has no MTP layer (no tensors {MTP_PREFIX}*); remove the flag")
+    cannot, fix = f"cannot load the MTP layer of {files.directory}", "copy or convert the checkpoint again, or drop --mtp-num-layers"
+    parts: list[tuple[str, Tensor]] = []
     for name, parameter in module.named_parameters(prefix=_NAME):
         form = StoredExperts.WHOLE if name in lacking else StoredExperts.APART
         for stored, part in checkpoint_weights([(name, parameter)], form):
             if (held := files.shapes.get(stored)) != tuple(part.shape):
                 found = "is missing" if held is None else f"has shape {list(held)}"
-                raise CheckpointError(
-                    f"cannot load the MTP layer of {directory}: {stored} {found}, expected {list(part.shape)}; copy or download it again"
-                )
-            part.copy_(files.read(stored))
-            lacking.remove(stored)
-    if lacking:
-        raise CheckpointError(
-            f"cannot load the MTP layer of {directory}: unknown tensors {', '.join(sorted(lacking)[:3])}; use the published checkpoint, or "
-            "remove --mtp-num-layers"
-        )
-    model.add_module(_NAME, module)
+                raise CheckpointError(f"{cannot}: {stored} {found}, expected {list(part.shape)}; {fix}")
+            parts.append((stored, part))
+    if unknown := lacking - dict(parts).keys():
+        raise CheckpointError(f"{cannot}: unknown tensors {', '.join(sorted(unknown)[:3])}; {fix}")
+    return parts
 
 
 def stored_mtp(*directories: Path) -> dict[str, Tensor]:

@@ -14,8 +14,6 @@ DEFAULT_PREFILL_TOKENS = 16384
 """Default of `max_prefill_tokens`."""
 SPECULATIVE_REQUESTS = 48
 """Default of `max_running_requests` with speculative decoding, shared by the attention replicas."""
-DRAFTS_OF_MODEL = ("EAGLE", "NEXTN")
-"""Speculative algorithms that draft with the model's own MTP layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +75,7 @@ def server_settings(spec: EngineGroupSpec, architecture: Architecture, gpu: Gpu)
         num_prefill_graphs=num_prefill_graphs,
         max_running_requests=max_running_requests(spec),
         uses_deepep=arguments.get("moe_a2a_backend") == "deepep",
-        drafts_with_own_layers=algorithm in DRAFTS_OF_MODEL and arguments.get("speculative_draft_model_path") is None,
+        drafts_with_own_layers=spec.drafts_with_own_layers,
         draft_tokens=1 if algorithm is None else arguments.get("speculative_num_draft_tokens") or 1,
     )
     given = arguments.get("mem_fraction_static")

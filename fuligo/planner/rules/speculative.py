@@ -6,10 +6,9 @@ Source: SGLang 0.5.15.post1, `arg_groups/speculative_hook.py`, `ServerArgs.check
 from collections.abc import Iterator
 
 from fuligo.config.findings import Change, Severity
-from fuligo.config.topology import EngineGroupSpec
+from fuligo.config.topology import DRAFTS_OF_MODEL, EngineGroupSpec
 from fuligo.planner.rules.rule import Fix, Violation, rule
 from fuligo.planner.rules.servers import running, serving_policy, set_argument, shown, where
-from fuligo.planner.server_settings import DRAFTS_OF_MODEL
 from fuligo.planner.subject import Subject
 
 ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", "DFLASH", "FROZEN_KV_MTP")

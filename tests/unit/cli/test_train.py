@@ -9,6 +9,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from fuligo import cli
 from fuligo.checkpoint.state import RunState
@@ -214,6 +216,33 @@ def test_an_mtp_layer_to_load_is_looked_for_in_the_files(train: Train, tmp_path:
     assert code == 2 and f"--mtp-num-layers 1: --hf-checkpoint {hybrid} has no MTP layer (no tensors mtp.*)" in shown
     assert train(hf_checkpoint=str(tiny_mtp.add_mtp(hybrid)), **loading)[0] == 0
     assert train(hf_checkpoint=str(tiny.save_checkpoint(tmp_path / "other", "qwen3_next")), ref_load=str(hybrid), **loading)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "problem"),
+    [
+        ("mtp.fc.weight", None, "mtp.fc.weight is missing"),
+        ("mtp.layers.1.mlp.gate.weight", torch.zeros(8, 64), "unknown tensors mtp.layers.1"),
+    ],
+)
+def test_an_incomplete_mtp_layer_is_refused_before_the_start(
+    name: str, tensor: torch.Tensor | None, problem: str, train: Train, tmp_path: Path
+) -> None:
+    hybrid = tiny_mtp.add_mtp(tiny.save_checkpoint(tmp_path / "hybrid", "qwen3_next"))
+    tensors = {each: held for each, held in tiny_mtp.tensors_of(hybrid).items() if each != name}
+    save_file(tensors | ({} if tensor is None else {name: tensor}), hybrid / "model.safetensors", metadata={"format": "pt"})
+    code, shown = train(hf_checkpoint=str(hybrid), train_backend="torch", rollout_backend="embedded", mtp_num_layers="1")
+    assert code == 2 and f"--hf-checkpoint: cannot load the MTP layer of {hybrid}: {problem}" in shown
+    assert train(hf_checkpoint=str(hybrid), train_backend="torch", rollout_backend="embedded")[0] == 0, "it is kept as it is"
+
+
+def test_engines_do_not_draft_with_a_layer_that_the_files_lack(train: Train, tmp_path: Path) -> None:
+    bare = tiny.save_checkpoint(tmp_path / "bare", "qwen3_next")
+    drafting = {"train_backend": "torch", "rollout_backend": "sglang", "rollout_num_gpus": "1", "sglang_speculative_algorithm": "EAGLE"}
+    code, shown = train(hf_checkpoint=str(bare), **drafting)
+    assert code == 2 and f"{bare} has no MTP layer to draft with" in shown
+    _, shown = train(hf_checkpoint=str(tiny_mtp.add_mtp(bare)), **drafting)
+    assert "to draft with" not in shown
 
 
 def test_engines_take_new_weights_only_in_fp8_blocks(train: Train, model: Path, tmp_path: Path) -> None:

@@ -94,16 +94,22 @@ def _is_exact(config: Config, device: Device, checkpoint: Path) -> bool:
     return True
 
 
-def _shares_prefixes(config: Config, checkpoint: Path) -> bool:
-    """Return whether the trainer computes shared prefixes once. Raises ConfigError if it must, but the model's layers cannot."""
+def _shares_prefixes(config: Config, checkpoint: Path, teacher: Path | None) -> bool:
+    """Return whether the trainer computes shared prefixes once, in the teacher's passes too.
+
+    Raises ConfigError if it must, but the layers of one of the models cannot.
+    """
     if not config.shares_prefixes:
         return False
-    config_json = read_config_json(checkpoint)
-    because = unshareable_because(config_json)
-    if because is not None and config.train.share_prefixes == "auto":
-        return False
-    if because is not None:
-        raise ConfigError(f"cannot use --share-prefixes on for {config_json.get('model_type')}: {because}; drop the flag")
+    for whose, directory in (("", checkpoint), ("the teacher ", teacher)):
+        if directory is None:
+            continue
+        config_json = read_config_json(directory)
+        because = unshareable_because(config_json)
+        if because is not None and config.train.share_prefixes == "auto":
+            return False
+        if because is not None:
+            raise ConfigError(f"cannot use --share-prefixes on for {whose}{config_json.get('model_type')}: {because}; drop the flag")
     return True
 
 
@@ -112,7 +118,8 @@ def _common_settings(config: Config, device: Device, initial_weights: Path, num_
     train, flags = config.train, config.optimizer
     num_critic_only = config.algorithm.num_critic_only_steps if config.trains_values else 0
     reference = config.initial_weights_path if config.needs_reference else None
-    teacher = config.algorithm.opd_teacher_load if config.teacher_from == "trainer" else None
+    load = config.algorithm.opd_teacher_load if config.teacher_from == "trainer" else None
+    teacher = weights_directory(Path(load)) if load is not None else None
     backend = engine_backend(config)
     engine_format = backend.engine_format(config) if config.needs_engine else EngineFormat()
     return TrainerSettings(
@@ -121,14 +128,14 @@ def _common_settings(config: Config, device: Device, initial_weights: Path, num_
         optimizer=_optimizer(config, flags.lr, flags.lr_warmup_iters, num_rollout=max(1, num_rollout - num_critic_only)),
         loss=loss_settings(config),
         reference_weights=weights_directory(Path(reference)) if reference is not None else None,
-        teacher_weights=weights_directory(Path(teacher)) if teacher is not None else None,
+        teacher_weights=teacher,
         ref_update_interval=train.ref_update_interval,
         critic=_critic(config, initial_weights, num_rollout) if config.trains_values else None,
         needs_old_logprobs=config.needs_old_logprobs,
         temperature=1.0 if config.is_sft else config.rollout.rollout_temperature,
         capacity=_capacity(config, train.max_tokens_per_gpu),
         score_capacity=_capacity(config, train.log_probs_max_tokens_per_gpu or train.max_tokens_per_gpu),
-        shares_prefixes=_shares_prefixes(config, Path(config.model.hf_checkpoint)),
+        shares_prefixes=_shares_prefixes(config, Path(config.model.hf_checkpoint), teacher),
         chunk_tokens=train.log_probs_chunk_size,
         balance_data=train.balance_data,
         skips_zero_advantages=config.algorithm.skip_zero_advantages,

@@ -44,13 +44,12 @@ def find_architectures(config: Config) -> tuple[Architecture, Architecture]:
     return trainer, architecture_of(served.values, served.source)
 
 
-def find_teacher_architecture(config: Config) -> Architecture | None:
-    """Return the shapes of the trainer's teacher (--opd-teacher-load), or None without one or if its config.json is not on this machine.
+def find_teacher_config_json(config: Config) -> FoundConfigJson | None:
+    """Return the config.json of the trainer's teacher (--opd-teacher-load), or None without one or if it is not on this machine.
 
-    Raises ConfigError if its config.json is invalid.
+    Raises ConfigError if it is invalid.
     """
-    found = _of_directory(config.algorithm.opd_teacher_load) if config.teacher_from == "trainer" else None
-    return None if found is None else architecture_of(found.values, found.source)
+    return _of_directory(config.algorithm.opd_teacher_load) if config.teacher_from == "trainer" else None
 
 
 def find_served_architectures(config: Config) -> dict[str, Architecture]:

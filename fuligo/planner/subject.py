@@ -18,10 +18,10 @@ from fuligo.models.find import (
     find_architectures,
     find_engine_config_json,
     find_served_architectures,
-    find_teacher_architecture,
+    find_teacher_config_json,
     find_trainer_config_json,
 )
-from fuligo.models.registry import family_of, unshareable_because
+from fuligo.models.registry import architecture_of, family_of, unshareable_because
 from fuligo.planner.gpus import Gpu, gpu
 
 
@@ -41,6 +41,8 @@ class Subject:
     """Source of `rollout_architecture`; None if only MODEL_ARGS describe it."""
     own_teacher: Architecture | None = None
     """Model of `--opd-teacher-load`, if its config.json is on this machine."""
+    teacher_config_json: FoundConfigJson | None = None
+    """Source of `own_teacher`."""
     other_served: Mapping[str, Architecture] = field(default_factory=dict)
     """Models of `--sglang-config` with their own path, by that path, if known on this machine."""
     adapter_config: AdapterConfig | None = None
@@ -106,8 +108,9 @@ def read_subject(config: Config, gpu_name: str, *, sharing: Sequence[Config] = (
     Raises ConfigError if the GPU or the model's shape is unknown, or `--lora-adapter` cannot be read.
     """
     trained, served = find_architectures(config)
-    trainer_config_json = find_trainer_config_json(config)
-    if config.train.share_prefixes == "auto" and trainer_config_json is not None and unshareable_because(trainer_config_json.values):
+    trainer_config_json, teacher_config_json = find_trainer_config_json(config), find_teacher_config_json(config)
+    computed = (found for found in (trainer_config_json, teacher_config_json) if found is not None)
+    if config.train.share_prefixes == "auto" and any(unshareable_because(found.values) for found in computed):
         config = apply_changes(config, [set_flag("share_prefixes", "off")])
     return Subject(
         config,
@@ -116,7 +119,8 @@ def read_subject(config: Config, gpu_name: str, *, sharing: Sequence[Config] = (
         gpu(gpu_name),
         trainer_config_json,
         find_engine_config_json(config),
-        find_teacher_architecture(config),
+        None if teacher_config_json is None else architecture_of(teacher_config_json.values, teacher_config_json.source),
+        teacher_config_json,
         find_served_architectures(config),
         _adapter_config(config),
         tuple(sharing),

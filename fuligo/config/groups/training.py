@@ -96,7 +96,7 @@ class TrainFlags(FlagGroup):
     share_prefixes: Literal["auto", "on", "off"] = flag(
         "auto",
         "compute a prefix that samples of a micro-batch share (such as the prompt of several responses) only once; auto: with the torch "
-        "trainer, if the model's layers support it and prompts have no images",
+        "trainer, if the layers of the model and of its teacher support it and prompts have no images",
     )
     exact_on_policy: bool = flag(
         False,

@@ -134,12 +134,12 @@ def parts_of_products_are_aligned(subject: Subject) -> Iterator[Violation]:
 @rule("PLAN-PREFIX-MODEL", "--share-prefixes")
 def layers_compute_trees(subject: Subject) -> Iterator[Violation]:
     """Shared prefixes need layers in which several samples can read one prefix."""
-    found = subject.trainer_config_json
-    if found is None or subject.config.train.share_prefixes != "on":
+    if subject.config.train.share_prefixes != "on":
         return
-    because = unshareable_because(found.values)
-    if because is not None:
-        yield Violation(f"--share-prefixes on: {because}", ((set_flag("share_prefixes", None),),))
+    for whose, found in (("", subject.trainer_config_json), ("the teacher: ", subject.teacher_config_json)):
+        because = None if found is None else unshareable_because(found.values)
+        if because is not None:
+            yield Violation(f"--share-prefixes on: {whose}{because}", ((set_flag("share_prefixes", None),),))
 
 
 def unknown_tokens(given: Sequence[int], vocab_size: int) -> str | None:

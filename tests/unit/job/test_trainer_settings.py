@@ -53,6 +53,15 @@ def test_the_embedded_engine_computes_with_dequantised_fp8_weights(bf16: Path, f
     assert settings_of(fp8, bf16).engine_format == AS_CHECKPOINT
 
 
+def test_prefixes_are_shared_if_the_layers_of_policy_and_teacher_can(bf16: Path, tmp_path: Path):
+    teacher = tiny.save_checkpoint(tmp_path, "qwen3_next")
+    distilled = ("--use-opd", "--opd-type", "trainer", "--opd-teacher-load")
+    assert settings_of(bf16, bf16, *distilled, str(bf16)).shares_prefixes
+    assert not settings_of(bf16, bf16, *distilled, str(teacher)).shares_prefixes
+    with pytest.raises(ConfigError, match="cannot use --share-prefixes on for the teacher qwen3_next: its linear attention"):
+        settings_of(bf16, bf16, *distilled, str(teacher), "--share-prefixes", "on")
+
+
 def test_the_torch_trainer_knows_the_gpus_of_an_engine(bf16: Path):
     engines = ("--rollout-backend", "sglang", "--train-backend", "torch", "--rollout-num-gpus", "4", "--rollout-num-gpus-per-engine")
     for size in (1, 2):

@@ -5,6 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from fuligo.config.command_line import parse
 from fuligo.layout.megatron import layout_of
 from fuligo.planner.layout import make_layout
 from fuligo.planner.lengths import (
@@ -17,11 +18,12 @@ from fuligo.planner.lengths import (
 )
 from fuligo.planner.memory.activations import copied_elements, layer_bytes
 from fuligo.planner.memory.torch_trainer import torch_trainer_items
+from fuligo.planner.subject import read_subject
 from fuligo.planner.training_time import rollout_forward_flops, train_phase, trainer_forward_flops
 from fuligo.trainer.packing import Capacity, pack
 from fuligo.trainer.shared_prefixes import find_shared_prefixes, lay_out
 from fuligo.trainer.torch_backend.packed_attention import PACKED_ATTENTION, register
-from tests.unit.planner.subjects import subject_of
+from tests.unit.planner.subjects import EXAMPLES, subject_of
 
 TORCH = "--train-backend torch --precision bf16 --rollout-batch-size 4 --rollout-max-prompt-len 200 --rollout-max-response-len 120"
 MEGATRON = "--train-backend megatron --actor-num-gpus-per-node 2 --tensor-model-parallel-size 2 --sequence-parallel"
@@ -127,3 +129,11 @@ def test_autograd_keeps_as_many_copied_keys_as_planned() -> None:
     # On a CPU, which computes node by node, also the mask of the answers, and the outputs before they are joined.
     mask, outputs = response * (prompt + response), tree.num_tokens * heads
     assert of_tree - of_row == 4 * (keys_and_values * copied + mask + outputs)
+
+
+def test_auto_shares_nothing_with_a_teacher_that_cannot() -> None:
+    """Recurrent layers of the teacher, whose passes have the same rows as the policy's."""
+    distilled = "--use-opd --opd-type trainer --opd-teacher-load"
+    for teacher, shares in (("qwen3-4b", True), ("qwen3-next-80b", False)):
+        flags = ["--config", str(EXAMPLES / "calculator" / "config.yaml"), *f"{distilled} {EXAMPLES / teacher / 'model'}".split()]
+        assert read_subject(parse(flags).config, "h100-80").config.shares_prefixes == shares

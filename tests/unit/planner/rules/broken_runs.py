@@ -9,7 +9,9 @@ from typing import Any
 from fuligo.config.changes import apply_changes
 from fuligo.config.command_line import parse
 from fuligo.config.findings import Change
+from fuligo.formats.hugging_face import read_config_json
 from fuligo.models.architecture import Architecture, Layer, PartKind
+from fuligo.models.find import FoundConfigJson
 from fuligo.models.parts import mtp_layer, vector
 from fuligo.planner.subject import Subject, read_subject
 
@@ -60,6 +62,8 @@ class Run:
     quantisation: Mapping[str, Any] | None = None
     config_json: Mapping[str, Any] | None = None
     """Changes of the trained model's config.json."""
+    teacher: str | None = None
+    """Directory in `examples/` of the trainer's teacher, for rules on its config.json."""
     gpu: str = "h100-80"
 
     def subject(self) -> Subject:
@@ -76,6 +80,9 @@ class Run:
             assert subject.trainer_config_json is not None
             values = {**subject.trainer_config_json.values, **self.config_json}
             subject = replace(subject, trainer_config_json=replace(subject.trainer_config_json, values=values))
+        if self.teacher is not None:
+            file = EXAMPLES / self.teacher / "config.json"
+            subject = replace(subject, teacher_config_json=FoundConfigJson(read_config_json(file), str(file)))
         return replace(
             subject,
             architecture=_with(subject.architecture, self.trainer_model),
@@ -109,7 +116,10 @@ BROKEN: dict[str, tuple[Run, ...]] = {
     ),
     "PLAN-MXFP4-ENGINES": (Run(DENSE, engine_model={"is_mxfp4": True}),),
     "PLAN-HARMONY-REWARD": (Run("gpt-oss-20b/config.yaml", "--rm-type deepscaler"),),
-    "PLAN-PREFIX-MODEL": (Run(SPARSE, "--share-prefixes on"),),
+    "PLAN-PREFIX-MODEL": (
+        Run(SPARSE, "--share-prefixes on"),
+        Run(ON_CPU, "--share-prefixes on", teacher="qwen3-next-80b/model"),
+    ),
     "PLAN-EXACT-MODEL": (
         Run(ON_CPU, "--exact-on-policy", config_json={"model_type": "glm4_moe"}),
         Run(ON_CPU, EXACT_ON_TWO, config_json={"model_type": "qwen3_moe", "mlp_only_layers": [0]}),

@@ -106,10 +106,13 @@ def stop_tokens_are_in_the_vocabulary(subject: Subject) -> Iterator[Violation]:
 @rule("PLAN-EXACT-MODEL", "--exact-on-policy")
 def layers_have_batch_invariant_operations(subject: Subject) -> Iterator[Violation]:
     """Exact log-probabilities need batch-invariant operations for all layers of the model."""
-    found = subject.trainer_config_json
-    because = None if found is None else batch_variant_because(found.values, subject.config.engine_capabilities.exact_on)
-    if subject.config.train.exact_on_policy and because is not None:
-        yield Violation(f"--exact-on-policy: {because}", ((set_flag("exact_on_policy", None),),))
+    if not subject.config.train.exact_on_policy:
+        return
+    for found in (subject.trainer_config_json, subject.engine_config_json):
+        because = None if found is None else batch_variant_because(found.values, subject.config.engine_capabilities.exact_on)
+        if because is not None:
+            yield Violation(f"--exact-on-policy: {because}", ((set_flag("exact_on_policy", None),),))
+            return
 
 
 @rule("PLAN-EXACT-WIDTHS", "--exact-on-policy", "--rollout-num-gpus-per-engine")

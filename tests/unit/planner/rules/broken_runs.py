@@ -122,6 +122,7 @@ BROKEN: dict[str, tuple[Run, ...]] = {
     ),
     "PLAN-EXACT-MODEL": (
         Run(ON_CPU, "--exact-on-policy", config_json={"model_type": "glm4_moe"}),
+        Run(ON_CPU, "--exact-on-policy", quantisation={"quant_method": "fp8", "weight_block_size": [128, 128]}),
         Run(ON_CPU, EXACT_ON_TWO, config_json={"model_type": "qwen3_moe", "mlp_only_layers": [0]}),
     ),
     "PLAN-EXACT-WIDTHS": (

@@ -132,11 +132,14 @@ def _resumed(configs: Mapping[str, Config]) -> dict[str, Config]:
         if config.observability.run_dir is None and config.observability.name is None:
             raise ConfigError(f"{name}: {RESUME} cannot find a run directory that is named after its start time; give it with --run-dir")
         saved = save_directory(config, config.run_directory(datetime.now()))
-        iteration = newest_iteration(saved) if saved.is_dir() else None
+        loaded = config.checkpoint.load
+        # With another --load, --ckpt-step belongs to the weights that the run began with.
+        step = config.checkpoint.ckpt_step if loaded is None or Path(loaded).resolve() == saved.resolve() else None
+        iteration = step if step is not None else newest_iteration(saved) if saved.is_dir() else None
         if iteration is not None and iteration >= (num_rollout := _num_rollout(config)):
             show_choice(f"{name} is left out: it is complete ({iteration} of {num_rollout} rollouts)")
         elif iteration is not None:
-            left[name] = _changed(config, "checkpoint", load=str(saved), ckpt_step=None)
+            left[name] = _changed(config, "checkpoint", load=str(saved), ckpt_step=step)
         else:
             left[name] = config if config.checkpoint.load is not None else _changed(config, "checkpoint", load=str(saved))
     return left

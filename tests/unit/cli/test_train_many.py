@@ -145,6 +145,18 @@ def test_resume_of_a_run_s_own_checkpoints_takes_the_newest(files: list[str], tm
     assert resumed["b"].checkpoint == configs["b"]
 
 
+def test_resume_from_a_given_step_takes_that_checkpoint_of_each_run(files: list[str], tmp_path: Path) -> None:
+    """Also of a run that is complete, to continue from before it went wrong."""
+    for name, newest in (("a", "10"), ("b", "4")):
+        own = tmp_path / "runs" / name / "checkpoints"
+        own.mkdir(parents=True)
+        (own / "latest_checkpointed_iteration.txt").write_text(newest)
+    given = {Path(file).stem: parse(["--config", file, "--ckpt-step", "3"]).config for file in files}
+    assert {name: (config.checkpoint.load, config.checkpoint.ckpt_step) for name, config in in_progress(given).items()} == {
+        name: (str(tmp_path / "runs" / name / "checkpoints"), 3) for name in ("a", "b")
+    }
+
+
 def test_resume_needs_a_directory_with_a_name(files: list[str]) -> None:
     with pytest.raises(ConfigError, match="a: --resume cannot find a run directory"):
         prepare_many(

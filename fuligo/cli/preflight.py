@@ -15,7 +15,7 @@ from fuligo.environments.isolation.factory import environment_problems
 from fuligo.errors import ConfigError
 from fuligo.formats.hugging_face import DamagedFileError, read_config_json, read_model_config
 from fuligo.machine.packages import package_version, package_versions
-from fuligo.models.registry import names_of
+from fuligo.models.registry import architecture_of, is_supported, names_of
 from fuligo.planner.rules.model import unknown_tokens
 from fuligo.rollout.rewards.check import check_reward
 
@@ -67,10 +67,16 @@ def _trainer(config: Config) -> Iterator[str]:
         if package_version(package) is None:
             yield f"--train-backend {name}: the package {package} is not installed; pip install 'fuligo[{name}]'"
     directory = config.model.hf_checkpoint
-    if not trainer.keeps_published_names or directory is None or not (Path(directory) / "config.json").is_file():
+    if directory is None or not (file := Path(directory) / "config.json").is_file():
         return
     try:
-        names_of(read_config_json(Path(directory)), str(Path(directory) / "config.json"))
+        config_json = read_config_json(Path(directory))
+        if trainer.keeps_published_names:
+            names_of(config_json, str(file))
+        elif is_supported(config_json):
+            architecture_of(config_json, str(file))
+    except DamagedFileError:
+        return  # the checks of the weights report it
     except ConfigError as error:
         yield from (f"--hf-checkpoint: {text}" for text in error.problems)
 

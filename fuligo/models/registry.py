@@ -93,6 +93,11 @@ def architecture_of(config_json: Mapping[str, Any], source: str = "config.json")
     return replace(architecture, model_type=model_type, vision_tower=family.vision_tower(ConfigJson(config_json, source)))
 
 
+def is_supported(config_json: Mapping[str, Any]) -> bool:
+    """Return whether a model is one of `FAMILIES`, whose shapes must be known, unlike those of others."""
+    return _language_type(config_json) in FAMILIES
+
+
 def names_of(config_json: Mapping[str, Any], source: str = "config.json") -> ModelNames:
     """Return the names of all weights of the model that a config.json describes, in its checkpoint and in Megatron.
 

@@ -209,6 +209,13 @@ def test_training_does_not_start_from_quantised_weights(train: Train, model: Pat
         assert code == 2 and f"--{flag.replace('_', '-')} quantised is quantized, and training cannot start from it" in shown
 
 
+@pytest.mark.parametrize("backend", ["torch", "megatron"])
+def test_a_config_json_that_is_not_supported_is_refused_before_the_start(backend: str, train: Train, tmp_path: Path) -> None:
+    windowed = tiny.save_checkpoint(tmp_path / "windowed", "mistral", sliding_window=24)
+    code, shown = train(hf_checkpoint=str(windowed), train_backend=backend, rollout_backend="embedded")
+    assert code == 2 and f"--hf-checkpoint: {windowed / 'config.json'}: sliding_window is 24" in shown
+
+
 def test_an_mtp_layer_to_load_is_looked_for_in_the_files(train: Train, tmp_path: Path) -> None:
     hybrid = tiny.save_checkpoint(tmp_path / "hybrid", "qwen3_next")
     loading = {"train_backend": "torch", "rollout_backend": "embedded", "mtp_num_layers": "1"}

@@ -106,9 +106,9 @@ class EngineCapabilities:
     names_adapters: bool
     """Engines know adapters by name: each request names its adapter, and engines load base weights only from --hf-checkpoint."""
     has_own_models: bool
-    """Engines have their own implementation of each model, and lack some; otherwise they load what transformers loads."""
+    """Engines implement models themselves and do not support all of them; otherwise they load every model that transformers loads."""
     resizes_images: bool
-    """Engines resize images by a processor other than the trainer's, so that images are sent in their final size."""
+    """Engines resize images with another processor than the trainer's, so images are resized before they are sent."""
     takes_changes: bool
     """Engines keep what a weight sync leaves out (--update-weight-mode delta); otherwise each sync must send all weights."""
     exact_on: Literal["cpu", "cuda"]

@@ -251,7 +251,9 @@ def require_rank(rank: int, widest: int, *, model: str) -> None:
     Raises ConfigError if it is larger.
     """
     if rank > widest:
-        raise ConfigError(f"rank {rank} exceeds the {widest} inputs or outputs of the widest layer of {model} that can be adapted")
+        raise ConfigError(
+            f"rank {rank} exceeds the {widest} inputs or outputs of the widest layer of {model} that can be adapted; lower it"
+        )
 
 
 def _linear_layers(model: ModelNames) -> Iterator[AdaptedMatrix]:

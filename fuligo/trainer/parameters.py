@@ -23,7 +23,7 @@ def require_finite_weights(tensors: Iterable[tuple[str, torch.Tensor]], source: 
     """Check that no loaded tensor contains NaN or infinities, in one pass over each tensor and without a mask of its size.
 
     Raises:
-        CheckpointError: a tensor does; the message names the first one.
+        CheckpointError: a tensor contains one; the message names the first such tensor.
     """
     for name, tensor in tensors:
         if tensor.is_floating_point() and tensor.numel() and not torch.stack(tensor.detach().aminmax()).isfinite().all():

@@ -84,7 +84,7 @@ class ServerPorts:
     distributed: int
     """First of `PORTS_PER_ENGINE` consecutive ports."""
     bootstrap: int
-    """Port at which decode engines fetch a prefill engine's KV cache."""
+    """Port of a prefill engine's bootstrap server, where decode engines look up the addresses for the transfer of its KV cache."""
 
     @classmethod
     def claim(cls, claims: PortClaims) -> ServerPorts:

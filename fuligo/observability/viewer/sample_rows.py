@@ -23,7 +23,7 @@ MAX_GROUP_BYTES = 2**28
 MAX_CHARACTERS = 2**20
 """Characters of one text that are shown."""
 MAX_TEXT = 300
-"""Characters of a text in a list."""
+"""Largest number of characters of a text in a list; longer ones are cut."""
 
 
 def number(value: Any) -> float | None:
@@ -106,13 +106,13 @@ def _content(message: dict[str, Any]) -> str:
 
 
 def short(text: str | None) -> str:
-    """Return the text as one line for a list."""
+    """Return the text as one line of at most `MAX_TEXT` characters; empty for None."""
     line = " ".join((text or "")[: 4 * MAX_TEXT].split())
     return line if len(line) <= MAX_TEXT else line[: MAX_TEXT - 1] + "…"
 
 
 def short_prompt(prompt: str | None) -> str:
-    """Return the last message as one line: prompts differ in what was asked last."""
+    """Return the last message as one line: it is where prompts usually differ."""
     return short(message_texts(prompt)[-1][1])
 
 

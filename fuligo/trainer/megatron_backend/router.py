@@ -197,7 +197,10 @@ def refuse_unsupported_routing(config: TransformerConfig) -> None:
         "--moe-expert-capacity-factor": (config.moe_expert_capacity_factor, "a token's experts would depend on its neighbors in the row"),
         "--moe-input-jitter-eps": (config.moe_input_jitter_eps, "log-probabilities would depend on chance"),
         "--moe-router-force-load-balancing": (config.moe_router_force_load_balancing, "log-probabilities would depend on chance"),
-        "--moe-z-loss-coeff": (config.moe_z_loss_coeff, "Megatron scales it for gradients that are divided by the number of tokens"),
+        "--moe-z-loss-coeff": (
+            config.moe_z_loss_coeff,
+            "Megatron scales it for gradients that it divides by the number of tokens, which fuligo does not do",
+        ),
     }
     for flag, (value, reason) in refused.items():
         if value:

@@ -116,7 +116,10 @@ def _rewards(config: Config) -> Iterator[str]:
 
 
 def _stop_tokens(config: Config) -> Iterator[str]:
-    """Apply the planner's rule to models that it does not know, and to evaluations, which it does not plan."""
+    """Report `--rollout-stop-token-ids` outside the model's vocabulary.
+
+    The planner has the same rule, but does not know every model and does not plan evaluations.
+    """
     try:
         vocab_size = read_model_config(Path(config.model.hf_checkpoint or "")).get("vocab_size")
     except DamagedFileError:

@@ -59,7 +59,7 @@ class MergedTensors(InOwnDtypes):
             raise CheckpointError(f"cannot merge {adapter} into {base}: {'; '.join(error.problems)}") from error
         if absent := [name for name in names if name not in self.shapes]:
             raise CheckpointError(
-                f"cannot merge {adapter} into {base}: the adapter was trained on a quantized base, and {absent[0]} is absent in the files; "
+                f"cannot merge {adapter} into {base}: the adapter was trained on a quantized base, and {absent[0]} is not in its files; "
                 "use the model that the adapter was trained on"
             )
         return names

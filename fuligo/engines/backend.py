@@ -92,7 +92,7 @@ class LentEngines:
     """Shared engines as one of several runs reaches them; plain data that can be sent to the run's process."""
 
     run: str
-    """Name of the run in the engines."""
+    """Name of the run; part of its adapter's name and of its requests' ids."""
     engines: tuple[LentEngine, ...]
     router: LentEngine | None = None
 

@@ -55,7 +55,7 @@ class Outcome:
 
 
 async def run_config(config: Config, termination: Termination, lent: LentParts | None = None) -> Outcome:
-    """Run a configuration to its end, or until its termination.
+    """Run a configuration until its last rollout, or until `termination` ends it early.
 
     Args:
         lent: trainer and engine that several runs share; None: the run starts its own

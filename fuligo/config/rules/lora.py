@@ -1,4 +1,4 @@
-"""Rules on LoRA: what an adapter can be trained with, and where its flags contradict each other."""
+"""Rules on LoRA: options that adapters do not support, and LoRA flags that contradict each other."""
 
 from fuligo.config import Config
 from fuligo.config.findings import Change, Severity

@@ -174,7 +174,7 @@ class Scheduler:
 
     @torch.inference_mode()  # the pools, whose rows move, are inference tensors
     def abort(self, which: Callable[[Request], bool], message: str) -> list[Request]:
-        """End the requests that `which` selects, running and waiting; they keep their tokens so far."""
+        """End and return the requests, running and waiting, that `which` selects; they keep the tokens sampled so far."""
         running = [request for request in self.running if which(request)]
         waiting = [request for _, request in sorted(self.waiting) if which(request)]
         self.waiting = [entry for entry in self.waiting if not which(entry[1])]

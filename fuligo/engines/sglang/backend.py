@@ -36,8 +36,8 @@ _DTYPES: Mapping[str, Precision] = {"float32": "fp32", "float": "fp32", "bfloat1
 """Values of `--sglang-dtype` that determine the dtype in which weights are sent."""
 
 POLICY_ON_GPU: Mapping[str, Any] = {"dtype": "bfloat16"}
-"""Arguments of the policy's engines on GPUs. By default SGLang computes float32 checkpoints, such as those that a run saved, in float16,
-but the trainer computes in bf16, which rounds away small updates that float16 keeps."""
+"""Arguments of the policy's engines on GPUs. By default SGLang runs float32 checkpoints, such as those that a run saved, in float16; the
+trainer computes in bf16, which rounds away small updates that float16 keeps, so their weights would differ."""
 
 
 class SGLangBackend:

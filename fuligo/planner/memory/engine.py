@@ -378,7 +378,7 @@ def cached_elements_per_token(architecture: Architecture) -> int:
 
 
 def embedded_kv_tokens(subject: Subject) -> int:
-    """Return the tokens that running requests may grow to."""
+    """Return the size of the embedded engine's KV cache in tokens: the flag's, else that of all running requests at their longest."""
     config = subject.config
     if config.engine.embedded_max_total_tokens is not None:
         return config.engine.embedded_max_total_tokens

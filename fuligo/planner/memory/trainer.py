@@ -98,7 +98,7 @@ def adam_bytes(subject: Subject) -> int:
 
 
 def offloaded_share(subject: Subject) -> float:
-    """Return the share of the optimizer on the CPU; all of it without --optimizer-offload-fraction."""
+    """Return the share of the optimizer on the CPU: 0 without --optimizer-cpu-offload, else --optimizer-offload-fraction (default 1)."""
     if not subject.config.optimizer.optimizer_cpu_offload:
         return 0.0
     given = subject.config.megatron.get("optimizer_offload_fraction")

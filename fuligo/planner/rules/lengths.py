@@ -23,7 +23,7 @@ _LONGER_ALLOWED = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
 
 @rule("PLAN-CONTEXT-LENGTH", "--sglang-context-length")
 def context_is_the_models(subject: Subject) -> Iterator[Violation]:
-    """The engines' context cannot exceed the model's positions."""
+    """The engines' context cannot exceed the model's `max_position_embeddings`."""
     most = subject.rollout_architecture.max_position_embeddings
     if subject.config.cluster.env.get(_LONGER_ALLOWED, "0").lower() in ("1", "true"):
         return
@@ -44,7 +44,7 @@ def samples_fit_the_context(subject: Subject) -> Iterator[Violation]:
         return
     model = subject.rollout_architecture.max_position_embeddings
     contexts = [spec.arguments.get("context_length") or model for spec in serving_policy(subject)] or [model]
-    context, source = min(contexts), "--sglang-context-length" if min(contexts) < model else "the model's positions"
+    context, source = min(contexts), "--sglang-context-length" if min(contexts) < model else "the model's max_position_embeddings"
     bounded = config.rollout.rollout_max_context_len
     if bounded is not None and bounded > context:
         yield Violation(

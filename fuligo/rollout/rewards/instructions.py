@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 _NLTK_DATA = Path(__file__).with_name("nltk_data")
-"""Abbreviations for NLTK's sentence splitter, used if NLTK's model (punkt_tab) is not installed."""
+"""Directory with abbreviations for NLTK's sentence splitter, used if NLTK's model (punkt_tab) is not installed."""
 _TRIAL = "A first sentence. Is it followed by a second one?"
 """Response on which a check is tried before the run starts."""
 

@@ -52,7 +52,7 @@ class SharedTrainer:
         return SharedExecutor(SharedRank(self), RunShare(self._compute))
 
     def world(self, join: Callable[[], World]) -> World:
-        """Return the process's `World`; the first call joins it for all runs."""
+        """Return the process's `World`; the first call joins the process group with `join`, for all runs."""
         if self._world is None:
             import torch
 

@@ -75,8 +75,8 @@ def attention_forward(
         return varlen_attention(q, k, v, packed_row, **given).unsqueeze(0), None
     if packed_cu_seqlens is None:
         raise TrainerError(
-            f"cannot run {name} on packed tokens: its model does not pass on the arguments of its forward, so sequences would attend to "
-            "each other; choose another model"
+            f"cannot run {name} on packed tokens: the model's forward does not pass its keyword arguments on to attention, so sequences "
+            "would attend to each other; choose another model"
         )
     if packed_invariantly:
         return causal_attention(q, k, v, packed_cu_seqlens, scale=given["scale"]).unsqueeze(0), None

@@ -106,7 +106,7 @@ class EngineCapabilities:
     names_adapters: bool
     """Engines know adapters by name: each request names its adapter, and engines load base weights only from --hf-checkpoint."""
     has_own_models: bool
-    """Engines implement models themselves and do not support all of them; otherwise they load every model that transformers loads."""
+    """Engines have their own model implementations, which do not cover all families; otherwise they run transformers' models."""
     resizes_images: bool
     """Engines resize images with another processor than the trainer's, so images are resized before they are sent."""
     takes_changes: bool

@@ -70,7 +70,7 @@ def find_submission(words: Sequence[str]) -> Submission | None:
     """Return the job that a command submits, None for another command.
 
     Raises:
-        ConfigError: an option without a value, no command, or an environment that is not JSON.
+        ConfigError: an option has no value, the command is missing, or the environment is malformed.
     """
     if tuple(words[:3]) != ("ray", "job", "submit"):
         return None

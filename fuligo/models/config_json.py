@@ -55,7 +55,7 @@ class ConfigJson:
         return value
 
     def optional_count(self, key: str) -> int | None:
-        """Return a positive integer, or None if the key is absent or null."""
+        """Return a positive integer, or None if the key is absent or null. Raises ConfigError if it is malformed."""
         return None if self.values.get(key) is None else self.count(key)
 
     def index(self, key: str, default: int) -> int:
@@ -96,7 +96,7 @@ class ConfigJson:
         return tuple(value)
 
     def indices(self, key: str) -> tuple[int, ...]:
-        """Return a list of non-negative integers; empty if the key is absent or null."""
+        """Return a list of non-negative integers, empty if the key is absent or null. Raises ConfigError if it is malformed."""
         value = self.values.get(key)
         if value is None:
             return ()

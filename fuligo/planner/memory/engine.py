@@ -378,7 +378,10 @@ def cached_elements_per_token(architecture: Architecture) -> int:
 
 
 def embedded_kv_tokens(subject: Subject) -> int:
-    """Return the size of the embedded engine's KV cache in tokens: the flag's, else that of all running requests at their longest."""
+    """Return the size of the embedded engine's KV cache in tokens.
+
+    It is --embedded-max-total-tokens, or else what all running requests need at their longest.
+    """
     config = subject.config
     if config.engine.embedded_max_total_tokens is not None:
         return config.engine.embedded_max_total_tokens

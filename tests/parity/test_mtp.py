@@ -150,8 +150,9 @@ def backward(model: tiny_mtp.PredictingModel, *, factor: float = FACTOR) -> floa
 def assert_gradients_agree(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     largest = max(gradient.abs().max() for gradient in expected.values())
+    # 1e-5 on an Intel CPU; float32 sums of Gated DeltaNet differ by up to 2.2e-5 on an AMD EPYC (Zen 4).
     for name, gradient in found.items():
-        assert (gradient - expected[name]).abs().max() <= 1e-5 * largest, name
+        assert (gradient - expected[name]).abs().max() <= 5e-5 * largest, name
 
 
 @pytest.mark.parametrize("changes", [{"capacity": Capacity(max_tokens=34), "chunk_tokens": 5}, {"gradient_checkpointing": True}], ids=str)

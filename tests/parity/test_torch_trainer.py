@@ -151,11 +151,13 @@ def test_gradient_equals_autograd_through_the_padded_model(checkpoint):
 
     want = {name: p.grad for name, p in model.named_parameters()}
     largest = max(g.abs().max() for g in want.values() if g is not None)
+    # Gated DeltaNet: 1e-5 on an Intel CPU, but its float32 sums differ by up to 2.2e-5 on an AMD EPYC (Zen 4).
+    tolerance = 5e-5 if any("linear_attn" in name for name in want) else 1e-5
     for name, p in worker.policy.model.named_parameters():
         if re.match(TOWER_PATTERN, name):
             assert p.grad is want[name] is None and not p.requires_grad, name
         else:
-            assert (p.grad - want[name]).abs().max() <= 1e-5 * largest, name
+            assert (p.grad - want[name]).abs().max() <= tolerance * largest, name
 
 
 @few_families

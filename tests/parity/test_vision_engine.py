@@ -152,7 +152,7 @@ def test_given_tokens_are_scored_with_their_images(checkpoint, engine):
         (["\u00e9"], "is not base64"),
         (["aGVsbG8="], "not an image in one of the formats"),
         ([5], "a list of them"),
-        (["aGVsbG8="] * 65, "more than 64"),
+        (["aGVsbG8="] * 65, "65 images, but a request may have at most 64"),
         (encoded_images([PromptImage("", tiny_vision.png(64, 64), "", 0, 1, 1)]), "8 x 8 tokens, but the prompt has 6 image tokens"),
         (encoded_images([PromptImage("", IMAGES[0][:-30], "", 0, 1, 1)]), "the image is damaged"),
         (encoded_images([PromptImage("", IMAGES[0], "", 0, 1, 1)] * 2), "image 1 has no tokens in the prompt"),

@@ -248,7 +248,7 @@ def test_what_does_not_fit_is_refused_on_every_rank_before_anything_changes(pool
             (lambda directory: (directory / largest).unlink(), f"{largest} is missing"),
             (lambda directory: os.truncate(directory / largest, 1000), "has 1000 bytes"),
             (lambda directory: os.truncate(directory / ".metadata", 1000), "cannot read"),
-            (lambda directory: (directory / "rng" / "rank_00001.safetensors").unlink(), "rank_00001.safetensors: missing"),
+            (lambda directory: (directory / "rng" / "rank_00001.safetensors").unlink(), "rank_00001.safetensors: No such file"),
             (lambda directory: (directory / "trainer.json").unlink(), "trainer.json: FileNotFoundError"),
         ]
     ):

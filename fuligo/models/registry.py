@@ -94,7 +94,7 @@ def architecture_of(config_json: Mapping[str, Any], source: str = "config.json")
 
 
 def is_supported(config_json: Mapping[str, Any]) -> bool:
-    """Return whether a model is one of `FAMILIES`, whose shapes must be known, unlike those of others."""
+    """Return whether the model belongs to one of `FAMILIES`. The torch trainer also takes others, whose shapes are unknown."""
     return _language_type(config_json) in FAMILIES
 
 

@@ -1,5 +1,6 @@
 """Contract of an engine backend (`--rollout-backend NAME`, folder `engines/NAME`), which starts engines and states their weight format."""
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -122,13 +123,16 @@ class EngineHosts(Protocol):
 class EngineBackend(Protocol):
     """Engine backend; `config.engine_capabilities` describes what it supports."""
 
-    async def launch(self, config: Config, directory: Path, stack: AsyncExitStack, hosts: EngineHosts | None) -> LaunchedEngines:
+    async def launch(
+        self, config: Config, directory: Path, stack: AsyncExitStack, hosts: EngineHosts | None, turn: asyncio.Event
+    ) -> LaunchedEngines:
         """Start the engines of a run; return when they answer. Raises EngineError if an engine did not start.
 
         Args:
             directory: directory of the engines' logs
             stack: stops the engines when it closes
             hosts: machines for the engines; None: this one
+            turn: set once engines may use their devices; only imports may be done before
         """
         ...
 

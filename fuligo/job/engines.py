@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -181,12 +182,18 @@ class Engines:
 
 
 async def launch_engines(
-    config: Config, directory: RunDirectory, stack: AsyncExitStack, cluster: RayCluster | None, lent: LentParts | None = None
+    config: Config,
+    directory: RunDirectory,
+    stack: AsyncExitStack,
+    cluster: RayCluster | None,
+    turn: asyncio.Event,
+    lent: LentParts | None = None,
 ) -> Engines | None:
     """Start the engines, or connect to external or lent ones, and wait until they answer. Return None if the run samples nothing.
 
     Args:
         cluster: nodes for the engines; None: this machine
+        turn: set once no trainer holds memory of the engines' devices
         lent: trainer and engines that several runs share; None: this run starts its own
 
     Raises:
@@ -199,7 +206,7 @@ async def launch_engines(
     elif lent is not None:
         launched = engine_backend(config).connect(config, await lent.engines(), stack)
     else:
-        launched = await engine_backend(config).launch(config, directory.path, stack, cluster)
+        launched = await engine_backend(config).launch(config, directory.path, stack, cluster, turn)
     if config.replays_engine_routing:
         assert config.model.hf_checkpoint is not None, "validated"
         query = RoutingQuery(RoutingShape.read(Path(config.model.hf_checkpoint)), num_known=0, affinity=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import time
 from contextlib import AsyncExitStack
@@ -75,7 +76,9 @@ async def evaluate_config(config: Config, run_dir: Path) -> Evaluated:
             stack.callback(sink.close)
         served = _served(config, weights.directory, directory.path / "hf", stack)
         joined = await join_cluster(served, [], directory, stack)
-        engines = await launch_engines(joined.config, directory, stack, joined.cluster)
+        turn = asyncio.Event()
+        turn.set()  # there is no trainer
+        engines = await launch_engines(joined.config, directory, stack, joined.cluster, turn)
         assert engines is not None, "validated: there is something to evaluate"
         await stack.enter_async_context(engines.watched(are_synced=False))
         assert served.model.hf_checkpoint is not None

@@ -24,7 +24,7 @@ from fuligo.job.origin import Origin, named_checkpoints, save_directory
 from fuligo.job.periodic import Evaluate, SaveCheckpoint, SaveDebugRollout, Schedule
 from fuligo.job.recorder import LogHooks, RunRecorder
 from fuligo.job.rollouts import RolloutBuilder, RunData
-from fuligo.job.stages import Begun, Joined, Opened, Started, Wired, join_cluster
+from fuligo.job.stages import Begun, Opened, Started, Wired, join_cluster
 from fuligo.job.trainer_settings import trainer_settings
 from fuligo.job.watch import Termination, failing_with, while_watching
 from fuligo.limits import freeze_garbage_collector
@@ -122,7 +122,7 @@ async def _open(config: Config, stack: AsyncExitStack, lent: LentParts | None) -
     engines_may_start = asyncio.Event()
     if not joined.config.takes_turns:
         engines_may_start.set()
-    launching = asyncio.create_task(_launch_engines(engines_may_start, joined, directory, stack, lent))
+    launching = asyncio.create_task(launch_engines(joined.config, directory, stack, joined.cluster, engines_may_start, lent))
     stack.push_async_callback(_cancel, launching)
     await asyncio.sleep(0)  # lets the task start the engine's process, which loads in parallel with all that follows
 
@@ -239,13 +239,6 @@ def _report_interruption(config: Config, directory: RunDirectory, kind: type[Bas
         print(f"resume after rollout {iteration} with: {command}", file=sys.stderr)
 
 
-async def _launch_engines(
-    may_start: asyncio.Event, joined: Joined, directory: RunDirectory, stack: AsyncExitStack, lent: LentParts | None
-) -> Engines | None:
-    await may_start.wait()
-    return await launch_engines(joined.config, directory, stack, joined.cluster, lent)
-
-
 async def _cancel(task: asyncio.Task[Engines | None]) -> None:
     """Stop engines that are still starting when the run fails."""
     task.cancel()
@@ -253,7 +246,7 @@ async def _cancel(task: asyncio.Task[Engines | None]) -> None:
 
 
 async def _load_trainer(begun: Begun, stack: AsyncExitStack) -> Trainer | None:
-    """Load the trainer and restore its checkpoint; return None with --debug-rollout-only."""
+    """Load the trainer, restore its checkpoint, and compile its kernels if engines are starting; return None with --debug-rollout-only."""
     config, origin, cluster, lent = begun.config, begun.origin, begun.opened.cluster, begun.opened.lent
     if config.debug.debug_rollout_only:
         return None
@@ -278,6 +271,8 @@ async def _load_trainer(begun: Begun, stack: AsyncExitStack) -> Trainer | None:
     await trainer.load()
     if origin.checkpoint is not None:
         await trainer.restore(origin.checkpoint)
+    if lent is None and not begun.opened.launching.done():  # nothing is gained where no engine is starting meanwhile
+        await trainer.warm_up()
     return trainer
 
 

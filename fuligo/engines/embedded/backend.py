@@ -1,5 +1,6 @@
 """Backend `embedded`: one engine in its own process on the driver's node."""
 
+import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -24,7 +25,10 @@ from fuligo.models.registry import REFUSED, has_mtp_module, stored_experts
 class EmbeddedBackend:
     """Implementation of `engines.backend.EngineBackend`."""
 
-    async def launch(self, config: Config, directory: Path, stack: AsyncExitStack, hosts: EngineHosts | None) -> LaunchedEngines:
+    async def launch(
+        self, config: Config, directory: Path, stack: AsyncExitStack, hosts: EngineHosts | None, turn: asyncio.Event
+    ) -> LaunchedEngines:
+        await turn.wait()
         given = config.lora.lora_adapter
         adapter = None if given is None or config.trains else adapter_directory(Path(given))
         if config.trains and config.syncs_adapter:

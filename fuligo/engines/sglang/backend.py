@@ -4,6 +4,7 @@ import asyncio
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from fuligo.engines.shared_client import RunRequests, SharedEngineClient
 from fuligo.errors import ConfigError
 from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.formats.engine_keys import EngineKeys
+from fuligo.formats.private import private_directory
 from fuligo.formats.quantisation import EngineQuantisation
 from fuligo.formats.weight_manifest import EngineFormat
 from fuligo.layout.adapter import AdapterShape
@@ -43,13 +45,22 @@ trainer computes in bf16, which rounds away small updates that float16 keeps, so
 class SGLangBackend:
     """Implementation of `engines.backend.EngineBackend`."""
 
-    async def launch(self, config: Config, directory: Path, stack: AsyncExitStack, hosts: EngineHosts | None) -> LaunchedEngines:
-        """Start the fleets of all models concurrently; see `EngineBackend.launch`."""
+    async def launch(
+        self, config: Config, directory: Path, stack: AsyncExitStack, hosts: EngineHosts | None, turn: asyncio.Event
+    ) -> LaunchedEngines:
+        """Start the fleets of all models concurrently; see `EngineBackend.launch`. On this machine their imports do not wait for `turn`."""
+        turn_file: Path | None = None
+        if hosts is not None:
+            await turn.wait()
+        elif not turn.is_set():
+            turn_file = stack.enter_context(private_directory("fuligo-turn-")) / "turn"
         claims = stack.enter_context(PortClaims())
         places = local_places(config, claims) if hosts is None else await hosts.engine_places()
         start = SGLangServer if hosts is None else hosts.start_engine
 
         async def launch(settings: FleetSettings) -> Fleet:
+            if turn_file is not None:
+                settings = replace(settings, servers=tuple(replace(server, turn=turn_file) for server in settings.servers))
             fleet = await Fleet.launch(settings, start)
             await stack.enter_async_context(stopped_at_exit(fleet))
             return fleet
@@ -58,6 +69,9 @@ class SGLangBackend:
             async with asyncio.TaskGroup() as launching:
                 settings = fleet_settings(config, directory, places, claims)
                 tasks = {model: launching.create_task(launch(its_settings)) for model, its_settings in settings.items()}
+                await turn.wait()
+                if turn_file is not None:
+                    turn_file.touch()
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None  # which canceled the other tasks
         fleets = {model: task.result() for model, task in tasks.items()}

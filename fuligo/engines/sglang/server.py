@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -72,6 +73,8 @@ EXACT_ARGUMENTS: dict[str, Any] = {
     "enforce_disable_flashinfer_allreduce_fusion": True,
 }
 """Arguments that the plugin needs. Compiled prefill graphs and the all-reduce fused with a norm would skip intermediate rounding."""
+TURN_PLUGIN, TURN_VARIABLE = Path(__file__).parent / "turns", "FULIGO_TURN"
+"""Directory with the plugin that makes engines wait for their GPUs, added to their PYTHONPATH, and the plugin's environment variable."""
 OWN_ARGUMENTS: dict[str, Any] = {"grammar_backend": "none", "skip_server_warmup": True, "log_level_http": "warning"}
 """Arguments of every engine: no grammars, no warm-up (the first rollout does it), and no log line per request."""
 
@@ -136,6 +139,8 @@ class ServerSettings:
     environment: Environment = field(default_factory=Environment)
     is_exact: bool = False
     """Load the plugin in `EXACT_PLUGIN`."""
+    turn: Path | None = None
+    """File that exists once the engine may use its GPUs; None: it may at once."""
     start_timeout_s: float = 600.0
     keys: EngineKeys = field(default_factory=EngineKeys.new)
 
@@ -177,8 +182,12 @@ class ServerSettings:
         if is_loopback(self.host) and "GLOO_SOCKET_IFNAME" not in os.environ:
             use_loopback_interface(chosen)
         own = {**chosen, **self.environment.reveal(), **self.keys.environment}
-        if self.is_exact:
-            own["PYTHONPATH"] = os.pathsep.join(filter(None, (str(EXACT_PLUGIN), own.get("PYTHONPATH", os.environ.get("PYTHONPATH")))))
+        plugins = [str(EXACT_PLUGIN)] if self.is_exact else []
+        if self.turn is not None:
+            own[TURN_VARIABLE] = str(self.turn)
+            plugins.append(str(TURN_PLUGIN))
+        if plugins:
+            own["PYTHONPATH"] = os.pathsep.join(filter(None, (*plugins, own.get("PYTHONPATH", os.environ.get("PYTHONPATH")))))
         return own
 
 
@@ -247,6 +256,7 @@ class SGLangServer:
         self.process.check_alive()
 
     async def wait_ready(self) -> None:
+        await self.process.wait_until(self._has_turn, math.inf)
         await self.process.wait_until(lambda: self.answers(PROBE_TIMEOUT_S), self.settings.start_timeout_s)
         await require_key(self.settings)
 
@@ -255,6 +265,9 @@ class SGLangServer:
 
     async def stop(self) -> None:
         await self.process.stop()
+
+    async def _has_turn(self) -> bool:
+        return self.settings.turn is None or self.settings.turn.exists()
 
 
 async def require_key(settings: ServerSettings) -> None:

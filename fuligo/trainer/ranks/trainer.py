@@ -63,6 +63,10 @@ class RankedTrainer:
             raise
         self._balance_by = await self._run(call_rank(Rank.load, self._settings, rendezvous))
 
+    async def warm_up(self) -> None:
+        """Compile the kernels of a step with made-up samples. Weights, optimizer and random state stay as they are."""
+        await self._run(call(RankWorker.warm_up))
+
     async def score(self, samples: list[TrainSample]) -> list[TrainSample]:
         if not samples or not self._settings.scores:
             return samples

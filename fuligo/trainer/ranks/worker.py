@@ -65,6 +65,12 @@ class RankWorker(ABC, Generic[SettingsT, CriticT, ModelT]):
     def progress(self) -> Progress:
         return self._learner.progress
 
+    def warm_up(self) -> None:
+        """Compile the kernels of a step with made-up samples; by default nothing is compiled. A collective.
+
+        Weights, optimizer and random state stay as they are.
+        """
+
     def score(self, share: ScoreShare) -> list[SampleScores] | None:
         """Compute old, reference and teacher log-probabilities and values; return those of all replicas on rank 0, None on other ranks."""
         with self._timeline.span("score"):

@@ -64,7 +64,7 @@ class PackedModel(nn.Module):
         super().__init__()
         self.model = model
         self.vision = None if images is None else VisionTower(model.base_model, images)
-        self._is_compiled = False
+        self.is_compiled = False
         self.is_recurrent = bool(gated_delta_modules(model))
         self.is_batch_invariant = False
 
@@ -86,10 +86,10 @@ class PackedModel(nn.Module):
         device = tokens.input_ids.device
         if tokens.tree is not None:
             assert not self.is_recurrent, "layers with a recurrent state do not support shared prefixes"
-            tree = varying(tree_row(tokens.tree, device)) if self._is_compiled else tokens.tree
+            tree = varying(tree_row(tokens.tree, device)) if self.is_compiled else tokens.tree
             return {"packed_tree": tree, "packed_invariantly": self.is_batch_invariant}
         sequences: dict[str, Any] = {"packed_cu_seqlens": tokens.cu_seqlens}
-        if self._is_compiled:  # tensors, because the compiler would compile again for every tuple of starts
+        if self.is_compiled:  # tensors, because the compiler would compile again for every tuple of starts
             sequences = {"packed_row": varying(varlen_row(tokens.cu_seqlens, device))}
         if self.is_batch_invariant:
             sequences["packed_invariantly"] = True
@@ -122,7 +122,7 @@ class PackedModel(nn.Module):
         Inputs must be on CUDA and in half precision.
         """
         compile_layers(self.layers)
-        self._is_compiled = True
+        self.is_compiled = True
 
     @property
     def layers(self) -> list[nn.Module]:

@@ -37,6 +37,7 @@ from fuligo.trainer.torch_backend.model import (
     enable_gradient_checkpointing,
     load_model,
 )
+from fuligo.trainer.torch_backend.rehearsal import made_up_row, rehearse_scoring, rehearse_training
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 from fuligo.trainer.torch_backend.state import TrainingState, copy_state, restore_state, save_state
 from fuligo.trainer.torch_backend.weights import checkpoint_dtype, copy_weights, named_weights, shard, weight_tensors
@@ -90,6 +91,22 @@ class TorchRankWorker(RankWorker[TorchTrainerSettings, Critic, Policy]):
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         return self._learner.optimizer
+
+    def warm_up(self) -> None:
+        if not self.policy.is_compiled:
+            return
+        settings = self.settings
+        row = made_up_row(self.policy, settings.capacity.max_tokens, self.world.device, shares_prefixes=settings.shares_prefixes)
+        set_dropout(self.policy.model, on=True)
+        try:
+            rehearse_training(self.policy, row, uses_entropy=settings.loss.entropy_coef != 0)
+        finally:
+            set_dropout(self.policy.model, on=False)
+        if settings.needs_old_logprobs or self.reference is not None:  # the layers of both models share their compiled code
+            rehearse_scoring(self.policy, row)
+        if settings.lora is not None and settings.reference_weights is not None:
+            with self._adapter_off():
+                rehearse_scoring(self.policy, row)
 
     def gradients(self, step: StepShare) -> StepGradients:
         set_dropout(self.policy.model, on=True)

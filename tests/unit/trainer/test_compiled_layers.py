@@ -18,6 +18,7 @@ from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.models import attention, tree_attention
 from fuligo.models.adapter import adapter_tensors
 from fuligo.models.sink_attention import VarlenKernel
+from fuligo.trainer.packing import Capacity
 from fuligo.trainer.ranks.settings import LearningRateSchedule, LoraSettings, OptimizerSettings
 from fuligo.trainer.ranks.world import World
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
@@ -160,3 +161,25 @@ def test_one_graph_serves_all_lengths(checkpoint, case: str) -> None:
     assert num_graphs[0] == 2 + recomputes + has_reference, "scoring, training and each other pass take one graph for all layers"
     assert not counters["graph_break"]
     assert num_graphs[1:] == [0, 0, 0], "a length, or a number of sequences, was a constant of the graphs"
+
+
+@pytest.mark.parametrize("case", ["adapter", "shared prefixes"])
+def test_a_warmed_up_trainer_compiles_nothing_more(checkpoint, case: str) -> None:
+    settings: dict[str, dict[str, object]] = {
+        "adapter": {"lora": LoraSettings(AdapterConfig(rank=4, alpha=64.0)), "reference_weights": checkpoint},
+        "shared prefixes": {"shares_prefixes": True},
+    }
+    worker = make_worker(checkpoint, capacity=Capacity(max_tokens=1024), **settings[case])
+    worker.policy.compile_layers()
+    before = {name: parameter.detach().clone() for name, parameter in worker.policy.named_parameters()}
+    random_state = torch.get_rng_state()
+
+    worker.warm_up()
+
+    assert torch.equal(torch.get_rng_state(), random_state)
+    for name, parameter in worker.policy.named_parameters():
+        assert torch.equal(parameter, before[name]) and parameter.grad is None, name
+    assert not worker.optimizer.state
+    counters.clear()
+    scores_and_gradients(worker, ROWS[0])
+    assert counters["stats"]["unique_graphs"] == 0

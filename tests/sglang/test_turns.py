@@ -1,0 +1,56 @@
+"""With --colocate, an engine is imported while the trainer loads, and uses its GPUs once the trainer has left them."""
+
+import asyncio
+import multiprocessing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fuligo.engines.generation import SamplingParams
+from fuligo.engines.host import PortClaims
+from fuligo.engines.sglang.fleet import Fleet
+from fuligo.engines.sglang.server import TURN_VARIABLE
+from fuligo.engines.sglang.turns import fuligo_turns
+from fuligo.errors import EngineError
+from tests.sglang.conftest import fleet_settings
+from tests.sglang.engines import SPAWNING
+
+
+async def test_an_engine_loads_weights_once_it_has_its_turn(checkpoint: Path, claims: PortClaims, tmp_path: Path) -> None:
+    turn, log = tmp_path / "turn", tmp_path / "engine-0.txt"
+    settings = fleet_settings(checkpoint, claims, tmp_path, num_engines=1, environment=SPAWNING)
+    settings = replace(settings, servers=tuple(replace(server, turn=turn) for server in settings.servers))
+    launching = asyncio.create_task(Fleet.launch(settings))
+    async with asyncio.timeout(200):
+        while fuligo_turns.WAITING not in (log.read_text() if log.exists() else ""):  # noqa: ASYNC110  # a file can only be polled
+            await asyncio.sleep(0.2)
+    assert not launching.done() and "Load weight begin" not in log.read_text()
+    turn.touch()
+    fleet = await launching
+    try:
+        assert "Load weight begin" in log.read_text()
+        assert (await fleet.group.generate([1, 2, 3], SamplingParams(max_new_tokens=2), rid="0", timeout_s=60)).output_ids.size
+    finally:
+        await fleet.stop()
+
+
+async def test_an_engine_that_ends_before_its_turn_ends_the_launch(checkpoint: Path, claims: PortClaims, tmp_path: Path) -> None:
+    settings = fleet_settings(checkpoint, claims, tmp_path, num_engines=1)
+    [server] = settings.servers
+    broken = replace(server, turn=tmp_path / "turn", arguments={**server.arguments, "no_such_flag": 1})
+    with pytest.raises(EngineError, match="no-such-flag"):
+        await Fleet.launch(replace(settings, servers=(broken,)))
+
+
+def test_schedulers_wait_and_the_main_process_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    turn = tmp_path / "turn"
+    monkeypatch.setenv(TURN_VARIABLE, str(turn))
+    fuligo_turns.wait()
+    scheduler = multiprocessing.get_context("spawn").Process(target=fuligo_turns.wait)
+    scheduler.start()
+    scheduler.join(2 * fuligo_turns.POLL_S)
+    assert scheduler.is_alive()
+    turn.touch()
+    scheduler.join(60)
+    assert scheduler.exitcode == 0

@@ -143,6 +143,24 @@ def test_one_compiled_graph_serves_all_lengths(checkpoint):
     assert num_graphs([(3, 5)]) == num_graphs([(9, 31), (2, 77), (40, 6), (5, 8), (6, 2)]) == num_graphs(LENGTHS[::-1]) <= first + 1
 
 
+@pytest.mark.parametrize("shares_prefixes", [False, True])
+def test_a_warmed_up_trainer_compiles_nothing_more_and_is_unchanged(checkpoint, shares_prefixes: bool) -> None:
+    rank = worker(checkpoint, "cuda", "bf16", torch_compile=True, shares_prefixes=shares_prefixes)
+    state = torch.cuda.get_rng_state()
+    rank.warm_up()
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    samples = group_of_six() if shares_prefixes else train_batches.samples(LENGTHS)
+    scored = shares.scored(rank, samples)
+    found = gradients(rank, train_batches.batch(scored))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
+    cold = worker(checkpoint, "cuda", "bf16", torch_compile=True, shares_prefixes=shares_prefixes)
+    for got, expected in zip(scored, shares.scored(cold, samples), strict=True):
+        np.testing.assert_array_equal(got.old_logprobs, expected.old_logprobs)
+    for name, expected in gradients(cold, train_batches.batch(scored)).items():
+        torch.testing.assert_close(found[name], expected, msg=name)
+
+
 @pytest.mark.parametrize(("kernel", "torch_compile"), [("varlen", False), ("varlen", True), ("flex", False)])
 def test_shared_prefixes_do_not_change_scores_and_gradients(checkpoint, monkeypatch, kernel, torch_compile):
     """Both are bfloat16; the float32 worker says how much noise that is."""

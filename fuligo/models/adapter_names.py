@@ -276,7 +276,7 @@ def _require_plain_attention(model: ModelNames, num_tensor_ranks: int) -> None:
     if model.architecture.sparse_index is not None:
         raise ConfigError(
             f"cannot train an adapter of {model.architecture.model_type} in the Megatron trainer: its sparse attention multiplies by the "
-            "projections of latents without calling their layers; use --train-backend torch, or remove the --lora flags"
+            "projections of latents without calling their layers; use --train-backend torch, or remove the --lora-* flags"
         )
     if isinstance(heads, GroupedAttention) and num_tensor_ranks > heads.num_kv_heads:
         raise ConfigError(

@@ -27,7 +27,7 @@ from fuligo.weights.adapter import send_adapter
 from fuligo.weights.senders import WeightSender
 
 NUM_DIGESTED = 4096
-"""Number of evenly spaced values of each tensor that `base_digest` covers."""
+"""Minimum number of evenly spaced values of each tensor that `base_digest` covers; smaller tensors are covered completely."""
 
 
 class AdaptedPolicy(Protocol):
@@ -68,7 +68,7 @@ class AdapterSender:
         """Engines that have the base weights; complete on rank 0 only. A restart makes an engine's address differ."""
 
     def send(self, target: WeightTarget) -> WeightManifest | Undelivered | None:
-        """Send the policy to all engines of `target`; see `WeightSender.send`."""
+        """Send the policy to all engines of `target`. A collective; results and errors are those of `WeightSender.send`."""
         if self._merges:
             sent = self._sender.send(self._policy.merged(), target)
             trained = weights_checksum(self._policy.adapter())
@@ -94,7 +94,7 @@ class AdapterSender:
 
 
 def base_digest(weights: Iterable[tuple[str, Tensor]]) -> str:
-    """Return a digest of some values of every base weight, because an adapter is valid only with the weights it was trained on.
+    """Return a digest of some values of every base weight, in hexadecimal; an adapter is valid only with the weights it was trained on.
 
     Args:
         weights: names and tensors as loaded, before any quantization, which `QuantisedBase` records.
@@ -131,10 +131,10 @@ def require_scaling(checkpoint: Path, scaling: float) -> None:
     """
     saved = AdapterConfig.read(checkpoint / ADAPTER)
     if saved.scaling != scaling:
-        variant = " --lora-use-rslora" if saved.rank_stabilised else " and without --lora-use-rslora"
+        variant = "with" if saved.rank_stabilised else "without"
         raise CheckpointError(
             f"cannot resume {checkpoint}: its adapter was trained with the scale {saved.scaling:g}, but this run has {scaling:g}; use "
-            f"--lora-alpha {saved.alpha:g}{variant}"
+            f"--lora-alpha {saved.alpha:g} {variant} --lora-use-rslora"
         )
 
 

@@ -13,8 +13,8 @@ CHUNK_BYTES = 1 << 30
 class HostMemory:
     """Host buffer for the contents of a device's tensors, allocated once, pinned if the device is a GPU.
 
-    Meanwhile the tensors remain on their device with storage of size 0, so views, sharded parameters, and references held by FSDP and
-    optimizers are valid again afterwards.
+    Between `take` and `give_back`, the tensors remain on their device with storage of size 0, so views, sharded parameters, and references
+    held by FSDP and optimizers are valid again afterwards.
 
     Args:
         device: device whose tensors are moved; tensors on other devices are skipped.
@@ -35,9 +35,10 @@ class HostMemory:
 
     @torch.no_grad()
     def take(self, kept: Iterable[Tensor], dropped: Iterable[Tensor] = ()) -> None:
-        """Copy the contents of `kept` and free the device's memory. Shared storage is copied once; a DTensor's local shard is copied.
+        """Copy the contents of `kept` to the host and free their storage on the device. Storage that tensors share is copied once.
 
-        Tensors in `dropped`, such as gradient buffers, are not copied; `give_back` restores them as zeros.
+        For a DTensor, this is the storage of its local shard. Tensors in `dropped`, such as gradient buffers, are freed without a copy;
+        `give_back` restores them as zeros.
         """
         assert not self._away and not self._dropped, "the contents were taken already"
         self._away = [(storage, storage.nbytes()) for storage in self._storages(kept)]
@@ -52,7 +53,7 @@ class HostMemory:
 
     @torch.no_grad()
     def give_back(self) -> None:
-        """Restore the contents of all tensors."""
+        """Restore the storage of all tensors, with the contents of `kept` and zeros in `dropped`."""
         for storage, size in (*self._away, *self._dropped):
             storage.resize_(size)
         for theirs, ours in self._pieces():

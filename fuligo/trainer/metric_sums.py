@@ -39,7 +39,7 @@ class MetricSums:
         weights: Tensor,
         maxima: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> Self:
-        """Detach all values, and sum `totals`, each [N], over the tokens with `weights` [N]."""
+        """Return the sums of a micro-batch: all values detached, and `totals`, [N] each, summed over the tokens with `weights` [N]."""
         return cls(
             shares={name: share.detach() for name, share in shares.items()},
             totals={name: (weights * values.detach()).sum() for name, values in totals.items()},
@@ -48,7 +48,10 @@ class MetricSums:
         )
 
     def __add__(self, other: Self) -> Self:
-        """Add the sums of another micro-batch or rank. Raises TrainerError if the names differ, which only a user's loss can cause."""
+        """Combine with another micro-batch or rank: add the sums, and take the larger of each maximum.
+
+        Raises TrainerError if the names differ, which only a user's loss can cause.
+        """
         if [*self.shares, *self.totals, *self.maxima] != [*other.shares, *other.totals, *other.maxima]:
             raise TrainerError(
                 f"--custom-loss-function-path returned the metrics {', '.join([*self.shares, *self.maxima])} for one micro-batch and "

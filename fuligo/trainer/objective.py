@@ -125,12 +125,13 @@ class Objective:
 
 
 def objective(inputs: LossInputs, settings: LossSettings) -> Objective:
-    """Compute the loss and metrics of one micro-batch. Without trained tokens, loss and gradient are 0.
+    """Compute the loss and metrics of one micro-batch. Without trained tokens, loss and gradient are 0 (hooks must ensure this themselves).
 
-    Metrics: `loss` is the step's loss; `pg_loss`, `kl_loss` and `entropy_loss` are its terms before their coefficients. The others are
-    means over the step's trained tokens, weighted as in the loss: `entropy`, `kl` (to the reference), `opd_reverse_kl` (old policy to
-    teacher), `ratio_mean`, `clip_fraction`, `logprob_abs_diff` (trainer and engine), `tis_mean` (importance weights),
-    `tis_cut_fraction` (share of importance weights that were cut) and `opsm_masked_fraction` (off-policy sequence masking).
+    Metrics of the policy loss: `loss` is the step's loss; `pg_loss`, `kl_loss` and `entropy_loss` are its terms before their coefficients.
+    The others are means over the step's trained tokens, weighted as in the loss: `entropy`, `kl` (to the reference), `opd_reverse_kl` (old
+    policy to teacher), `ratio_mean`, `clip_fraction`, `logprob_abs_diff` (trainer and engine), `tis_mean` (importance weights),
+    `tis_cut_fraction` (share of importance weights that were cut) and `opsm_masked_fraction` (off-policy sequence masking). Other losses
+    report `loss`, `entropy`, and the metrics that a custom loss returns.
 
     Raises:
         TrainerError: log-probabilities that the settings need are missing, or a hook returned an invalid value.

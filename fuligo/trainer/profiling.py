@@ -27,7 +27,7 @@ class ProfileSettings:
 
 @contextmanager
 def profiled(settings: ProfileSettings | None, *, rollout: int, rank: int, device: torch.device) -> Iterator[None]:
-    """Profile the block if the settings select this rollout and rank."""
+    """Profile the block and write the results to the settings' directory, if the settings select this rollout and rank."""
     if settings is None or rollout not in settings.rollouts or rank not in settings.ranks:
         yield
         return

@@ -14,7 +14,7 @@ class Trainer(WeightSource, Protocol):
         """Build the policy, the reference, teacher and value models that the run needs, and the optimizers; load the initial weights."""
 
     async def score(self, samples: list[TrainSample]) -> list[TrainSample]:
-        """Fill in old, reference and teacher log-probabilities and values where needed; return the samples in the same order."""
+        """Fill in the log-probabilities, values and recorded experts that training needs; return the samples in the same order."""
         ...
 
     async def train(self, batch: TrainBatch) -> StepResult:

@@ -33,13 +33,14 @@ class SampleSettings:
 def train_samples(groups: list[SampleGroup], settings: SampleSettings) -> list[TrainSample]:
     """Convert the usable samples of these groups, in order. A usable sample is completed or truncated and has response tokens and a reward.
 
-    Truncated samples are kept even if all their tokens are masked, because they count in their group's statistics. A group with several
-    samples but fewer than two usable ones has nothing to compare and is marked as dropped. Samples split from one trajectory (equal
-    `index`) share one `mask_sum`.
+    Truncated samples are kept even if all their tokens are masked, because they count in their group's statistics. If rewards are used, a
+    group with fewer than two usable samples (one if the group has only one) is marked as dropped, because there is nothing to compare.
+    Samples split from one trajectory (equal `index`) count as one there and share one `mask_sum`.
 
     Raises:
-        RewardError: a reward lacks `reward_key` or is not a finite number; the message names the sample.
+        RewardError: a reward lacks `reward_key` or is not a finite number, or `post_process` does not return one number for each sample.
         RolloutError: required experts or teacher log-probabilities of a sample are missing.
+        TrainerError: `post_process` raised.
     """
     samples = [sample for group in groups for sample in _kept(group, settings)]
     rewards = _rewards(samples, settings) if settings.has_rewards else [0.0] * len(samples)
@@ -102,7 +103,7 @@ def _require_routing(sample: Sample) -> None:
     if num_known < num_needed:
         raise RolloutError(
             f"cannot replay the routing of sample {sample.index}: --use-rollout-routing-replay needs the experts of its first {num_needed} "
-            f"tokens, but has those of {num_known}; in a custom generate function, sample with continue_sample or fill in routed_experts"
+            f"tokens, but only {num_known} are recorded; in a custom generate function, sample with continue_sample or set routed_experts"
         )
 
 

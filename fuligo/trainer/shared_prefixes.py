@@ -1,7 +1,7 @@
 """Prefixes that samples share, and the layout of a micro-batch's row that stores each of them once.
 
 Samples in lexicographic order form a trie, which is fully described by the number of tokens that each sample shares with the previous
-one. The cost of adjacent samples, in tokens or FLOPs, is then the sum of f(length) - f(shared).
+one. If n tokens cost f(n), in tokens or FLOPs, adjacent samples cost the sum of f(length) - f(shared).
 """
 
 from collections.abc import Sequence

@@ -58,7 +58,7 @@ def test_tp_is_fastest_then_cp_then_dp_and_pp_is_slowest(pool: RankPool):
 
 
 def test_ranks_that_cannot_be_arranged_are_refused(pool: RankPool):
-    with pytest.raises(AssertionError, match=r"ConfigError: 2 trainer ranks cannot be arranged as Layout\(tp=3"):
+    with pytest.raises(AssertionError, match=r"ConfigError: cannot arrange 2 trainer ranks as Layout\(tp=3"):
         pool.run(2, places, [Layout(tp=3, num_ranks=2)])
 
 

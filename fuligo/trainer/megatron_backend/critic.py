@@ -113,7 +113,10 @@ def compute_value_gradients(
 def compute_values(
     chunks: Sequence[nn.Module], share: ScoreShare, settings: MegatronTrainerSettings, device: torch.device
 ) -> dict[int, FloatArray]:
-    """Return the [R] values of this replica's samples by position in the whole list, on the rank that `reports`. A collective."""
+    """Return the [R] values of this replica's samples by position in the whole list; empty if this rank does not report (see `reports`).
+
+    A collective.
+    """
     rows = rows_of(share.samples, share.schedule, settings, device, inputs_of=lambda _: None)
     found: dict[int, FloatArray] = {}
 

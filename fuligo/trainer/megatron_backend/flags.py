@@ -58,7 +58,7 @@ _CHECKED = frozenset({"spec", "experimental_attention_variant"})
 def not_taken(given: MegatronArguments) -> Iterator[tuple[str, object, object]]:
     """Yield the arguments that would have no effect, as (name, given value, value that the trainer uses or None).
 
-    An argument that has Megatron's default value is accepted.
+    Arguments that the trainer neither reads nor fixes are accepted with Megatron's default value.
     """
     for name, value in given.items():
         if name in READ or name in _CHECKED:

@@ -52,7 +52,10 @@ def reports() -> bool:
 def run_rows(
     chunks: Sequence[nn.Module], rows: list[Row], schedule: MicroBatchSchedule, at_the_end: Callable[..., Any], *, with_gradients: bool
 ) -> None:
-    """Run all rows through all stages with the layout's pipeline schedule; call `at_the_end(chunk, row, hidden)` on the last stage."""
+    """Run all rows through all stages with the layout's pipeline schedule; call `at_the_end(chunk, row, hidden)` on the last stage.
+
+    With gradients, `at_the_end` is Megatron's loss function and returns (loss, number of tokens, metrics).
+    """
 
     def forward_step(waiting: Iterator[Row], chunk: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         row = next(waiting)
@@ -136,7 +139,7 @@ class Scores:
     """Scores of samples on one rank, by position in the list of all replicas' samples."""
 
     of_tokens: dict[int, TokenScores] = field(default_factory=dict)
-    """Log-probabilities and entropies of this replica's samples, on the rank that `reports`."""
+    """Log-probabilities and entropies of this replica's samples; empty if this rank does not report (see `reports`)."""
     routing: dict[int, RecordedPart] = field(default_factory=dict)
     """Recorded router choices for this rank's tokens and layers; empty if they were not recorded."""
 
@@ -154,7 +157,7 @@ def compute_gradients(
 ) -> StepGradients | None:
     """Compute the gradients of an optimizer step's loss in the stages' zeroed buffers, summed over data-parallel ranks. A collective.
 
-    Return this replica's results on the rank that `reports`, None on other ranks.
+    Return this replica's results on the reporting rank (see `reports`), None on other ranks.
     """
     samples = step.samples
     rows = rows_of(samples.samples, step.schedule, settings, device, inputs_of=lambda plan: samples.micro_batch(plan, device))
@@ -194,7 +197,7 @@ def compute_gradients(
 def compute_scores(
     chunks: Sequence[nn.Module], share: ScoreShare, settings: MegatronTrainerSettings, device: torch.device, *, routing: Routing = "own"
 ) -> Scores:
-    """Return the log-probabilities and entropies of the response tokens of this replica's samples. A collective."""
+    """Compute log-probabilities and entropies of this replica's response tokens; record the routers' choices if requested. A collective."""
     samples, schedule, positions = share.samples, share.schedule, share.positions
     rows = rows_of(samples, schedule, settings, device, inputs_of=lambda _: None)
     outcome = _Outcome()

@@ -208,6 +208,7 @@ def layer_spec(
 
 
 def grouped_attention(config: TransformerConfig, modules: BackendSpecProvider, own_rotary: RotaryEmbedding | None) -> ModuleSpec:
+    """Return the spec of grouped-query attention. `own_rotary`: separate rotary embedding of the layer; None: that of the model."""
     head_norm = modules.layer_norm(rms_norm=True, for_qk=True) if config.qk_layernorm else IdentityOp
     fused = modules.column_parallel_layer_norm_linear()
     module, own = SelfAttention, {}

@@ -83,7 +83,10 @@ def _shape(flags: Mapping[str, Any], activation: Activation) -> Fields:
     """Return the fields that all model families use. Dropout is off, because log-probabilities must match the engine's."""
     is_gelu = activation is Activation.GELU_TANH
     if flags.get("normalization", "LayerNorm") != "RMSNorm" or not (flags.get("swiglu") or is_gelu):
-        raise ConfigError("the Megatron trainer supports models with RMSNorm and SwiGLU only; use --normalization RMSNorm --swiglu")
+        raise ConfigError(
+            "cannot train this model with Megatron: the trainer supports only RMSNorm, and gated MLPs with SiLU (SwiGLU) or tanh GELU; use "
+            "--normalization RMSNorm --swiglu"
+        )
     num_heads = flags["num_attention_heads"]
     return {
         "num_layers": flags["num_layers"],

@@ -38,7 +38,7 @@ class WindowRotaryAttention(SelfAttention):
 
 
 def window_rotary(config: TransformerConfig, base: float | None) -> RotaryEmbedding | None:
-    """Build the rotary embedding of layers with a sliding window; None if `base` is None, as they then use that of the other layers."""
+    """Build the rotary embedding of layers with a sliding window; None if `base` is None: they use that of the other layers."""
     if base is None:
         return None
     assert config.kv_channels is not None

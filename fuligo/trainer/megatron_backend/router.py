@@ -208,7 +208,7 @@ def refuse_unsupported_routing(config: TransformerConfig) -> None:
     is_balanced = has_balance_loss(config) or (config.moe_router_enable_expert_bias and config.moe_router_bias_update_rate)
     if config.recompute_method == "block" and is_balanced:
         raise ConfigError(
-            "--recompute-method block with balanced experts: Megatron passes the padding mask only to recomputed layers; use "
+            "cannot use --recompute-method block with balanced experts: Megatron passes the padding mask only to recomputed layers; use "
             "--recompute-method uniform"
         )
     # Megatron ranks expert groups, and normalizes the weight of a single expert, like the served model only in some cases.

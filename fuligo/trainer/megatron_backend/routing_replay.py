@@ -188,10 +188,9 @@ def row_choices(row: PackedRow, tokens: PackedTokens, samples: Sequence[TrainSam
         known = sample.routed_experts
         if known is not None:
             if len(known) >= len(sample.tokens) or known.shape[1:] != (len(shape.moe_layers), shape.top_k):
-                largest = [len(sample.tokens) - 1, len(shape.moe_layers), shape.top_k]
                 raise TrainerError(
-                    f"cannot replay the routing of sample {sample.index}: routed_experts has the shape {list(known.shape)}; this model "
-                    f"needs {largest} or fewer tokens"
+                    f"cannot replay the routing of sample {sample.index}: routed_experts has the shape {list(known.shape)}; it must be "
+                    f"[at most {len(sample.tokens) - 1} tokens, {len(shape.moe_layers)} layers, {shape.top_k} experts per token]"
                 )
             wanted[slots[: len(known)]] = known[:, list(layers)]
     real = row.sequence_ids.cpu() >= 0

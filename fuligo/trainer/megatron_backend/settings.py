@@ -42,7 +42,7 @@ class MegatronTrainerSettings(TrainerSettings):
     numerics: Numerics = field(default_factory=Numerics)
     """Numerical properties of the layers. Those with a Megatron flag are also in `model_flags`, which takes precedence."""
     sparse_layers: SparseLayers | None = None
-    """Layers with sparse attention; None: attention is dense."""
+    """Properties of sparse attention; None: attention is dense."""
     model_provider: str | None = None
     """Path of the hook that builds the stages (`provider`); None: fuligo builds them."""
     parallel: ParallelFlags = field(default_factory=ParallelFlags)
@@ -119,7 +119,10 @@ class MegatronTrainerSettings(TrainerSettings):
         return [MicroBatchSchedule(plans, longest) for plans in replicas]
 
     def shared_prefixes(self, samples: Sequence[TrainSample]) -> SharedPrefixes | None:
-        """Return the prefixes that samples share, as far as their tokens have the same recorded experts and inputs of MTP layers."""
+        """Return the prefixes that samples share and that are computed once; None without `shares_prefixes`.
+
+        A token is shared only if the samples have the same recorded experts and the same inputs of MTP layers for it.
+        """
         if not self.shares_prefixes:
             return None
         routing = () if self.routing is None else [sample.routed_experts for sample in samples]

@@ -82,7 +82,7 @@ class MegatronState:
 
     @property
     def saved_names(self) -> ModelNames:
-        """Return the names of the saved tensors: the model's weights, or its adapter in a LoRA run."""
+        """Names of the saved tensors: the model's weights, or its adapter in a LoRA run."""
         return self.names if self.adapter is None else self.adapter.names
 
     @property
@@ -373,7 +373,7 @@ def _agreed(world: World, work: Callable[[], T]) -> T:
     except CheckpointError as error:
         problem = str(error)
     except OSError as error:
-        problem = f"{error.filename}: {error.strerror}"
+        problem = f"cannot access {error.filename}: {error.strerror}; check the disk, or use another directory"
     problems: list[str | None] = [problem]
     if world.size > 1:
         problems = [None] * world.size

@@ -68,7 +68,7 @@ def join_megatron(layout: Layout, world: World, seed: int, *, timeout_s: float =
         )
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(
-            f"{layout.num_ranks} trainer ranks cannot be arranged as {layout}: {error}; change the parallel sizes or the number of GPUs"
+            f"cannot arrange {layout.num_ranks} trainer ranks as {layout}: {error}; change the parallel sizes or the number of GPUs"
         ) from error
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
@@ -104,9 +104,8 @@ class MegatronRankWorker(RankWorker[MegatronTrainerSettings, Critic, HostWeights
         else:
             self._saved_adapter = self._add_adapter(chunks, settings.lora)
         if settings.optimizer_place.optimizer_cpu_offload and world.device.type == "cuda":
-            torch.set_num_threads(
-                max(1, num_cores() // torch.cuda.device_count())
-            )  # all ranks of a node run their optimizers at the same time
+            # All ranks of a node run their optimizers at the same time.
+            torch.set_num_threads(max(1, num_cores() // torch.cuda.device_count()))
         self._learner = Learner(chunks, settings, world)
         self.chunks = self._learner.chunks
         self.critic = None if settings.critic is None else Critic(settings.critic, settings, self.names, world)
@@ -120,7 +119,7 @@ class MegatronRankWorker(RankWorker[MegatronTrainerSettings, Critic, HostWeights
             self._adapter_sender = AdapterSender(self._adapted, self._sender, world, merges=settings.lora.is_merged)
 
     def gradients(self, step: StepShare) -> StepGradients | None:
-        """Compute the gradients of the step's loss in the stages' buffers; return this replica's results on the rank that reports."""
+        """Compute the gradients of the step's loss in the stages' buffers; return this replica's results on the reporting rank."""
         zero_gradients(self.chunks)
         with dropout_on(self.chunks):
             return compute_gradients(self.chunks, step, self.settings, self.world.device)

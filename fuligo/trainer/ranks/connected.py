@@ -162,8 +162,8 @@ def serve(connection: RankConnection, executor: RankExecutor) -> None:
 
 def answer_commands(connection: RankConnection, executor: RankExecutor) -> None:
     """Answer commands until the other end closes the connection."""
+    # A separate thread, because sending to a driver whose process is stopped blocks, and other runs may share the compute thread.
     sender = ComputeThread(f"answers-of-rank-{executor.rank.number}")
-    """Separate thread, because sending to a driver whose process is stopped blocks, and other runs may share the compute thread."""
 
     def send(number: int, answered: Future[Answer[Any]]) -> None:
         answer = answered.result()

@@ -77,12 +77,16 @@ class Rank:
             world.set_environment(settings)
             worker.import_worker(settings)
         if torch.cuda.is_initialized():
-            raise TrainerError("cannot start a standby rank: an import has initialized CUDA, which takes GPU memory; initialize it lazily")
+            raise TrainerError("cannot start a standby rank: an import initialized CUDA, which takes GPU memory; initialize CUDA lazily")
 
     def load(self, settings: TrainerSettings, rendezvous: Rendezvous | None) -> Cost | None:
         """Form the process group and build the worker; return the worker's `balance_by`.
 
-        `rendezvous`: store through which the ranks form their process group; None if this is the only rank.
+        Args:
+            rendezvous: store through which the ranks form their process group; None if this is the only rank.
+
+        Raises:
+            CheckpointError, ConfigError, TrainerError: as `worker.build_worker`.
         """
         joined = self.join(settings, rendezvous)
         from fuligo.trainer.ranks import worker
@@ -112,7 +116,7 @@ class Rank:
         self.saving = self.worker.begin_save(directory)
 
     def end_save(self) -> None:
-        """Wait until the save that `begin_save` began is on disk."""
+        """Wait until the save that `begin_save` began is on disk. Raises CheckpointError if it could not be written."""
         assert self.saving is not None, "call begin_save first"
         self.saving.result()
 

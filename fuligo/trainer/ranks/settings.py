@@ -134,7 +134,7 @@ class TrainerSettings:
     and allocating it again costs a tenth of a second per step.
     """
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Data type of computation; weights, accumulated gradients and optimizer state are float32."""
+    """Data type of computation. The optimizer's weights and state, and accumulated gradients, are float32 by default."""
     sync_dtype: Literal["fp32", "bf16"] | None = None
     """Data type in which engines receive the weights and compute; None: that of `hf_checkpoint`."""
     engine_format: EngineFormat = field(default_factory=EngineFormat)

@@ -40,7 +40,7 @@ class SharedTrainer:
 
     def __init__(self, max_threads: int | None = None) -> None:
         self.num_runs = 0
-        """Number of runs that have got an executor, including those that have ended."""
+        """Number of runs that have received an executor, including those that have ended."""
         self._max_threads = max_threads
         self._compute = TurnThread()
         self._world: World | None = None

@@ -74,6 +74,7 @@ class RankedTrainer:
         return [of_sample.filled_into(sample) for of_sample, sample in zip(scores, samples, strict=True)]
 
     async def logprobs(self, samples: list[TrainSample]) -> list[FloatArray]:
+        """Return the [R] log-probabilities of each sample's response tokens under the current policy. At least one sample is needed."""
         return await self._run_by_replica([call(RankWorker.logprobs, share) for share in await self._planned(score_shares, samples)])
 
     async def train(self, batch: TrainBatch) -> StepResult:

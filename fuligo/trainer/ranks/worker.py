@@ -97,7 +97,7 @@ class RankWorker(ABC, Generic[SettingsT, CriticT, ModelT]):
             steps: the replica's share of each optimizer step; None if the step is skipped.
 
         Raises:
-            TrainerError: a loss or a gradient is not finite; the weights are as they were before that optimizer step.
+            TrainerError: a loss or a gradient is not finite; that model's weights are as they were before the optimizer step.
         """
         started = time.perf_counter()
         found: list[list[StepGradients]] = []
@@ -265,7 +265,7 @@ def build_worker(settings: TrainerSettings, world: World) -> RankWorker[Any, Any
     Raises:
         CheckpointError: weights cannot be read.
         TrainerError: the backend cannot run the model.
-        ConfigError: the lists of trained parameters do not fit the model.
+        ConfigError: the settings do not fit the model or the ranks, such as the lists of trained parameters or the parallel layout.
     """
     return import_worker(settings)(settings, world)
 

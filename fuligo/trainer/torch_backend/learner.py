@@ -107,7 +107,7 @@ ValueFn = Callable[[PackedTokens], Tensor]
 def compute_gradients(
     policy: Policy, step: StepShare, *, settings: LossSettings, device: torch.device, mtp: MTPTraining | None = None
 ) -> StepGradients:
-    """Add the gradients of a rank's share of an optimizer step's loss to the parameters' `grad`.
+    """Add the gradients of a rank's share of an optimizer step's loss to the parameters' `grad`; return its losses, metrics and scores.
 
     `mtp`: training of the MTP layer, whose loss is added; None: the MTP layer is not trained.
     """
@@ -130,7 +130,7 @@ def compute_gradients(
 
 
 def compute_value_gradients(value_model: ValueFn, step: StepShare, *, clip: float, device: torch.device) -> StepGradients:
-    """Add the gradients of the value loss to the parameters' `grad`. The result has no scores.
+    """Add the gradients of the value loss to the parameters' `grad`; return its losses and metrics, without scores.
 
     `clip`: as in `value_objective`.
     """

@@ -126,7 +126,7 @@ class PackedModel(nn.Module):
 
     @property
     def layers(self) -> list[nn.Module]:
-        """Return the decoder layers: the modules that transformers does not split over devices (`_no_split_modules`)."""
+        """Decoder layers: the modules that transformers does not split over devices (`_no_split_modules`)."""
         names = set(self.model._no_split_modules or ())
         return [module for module in self.model.modules() if type(module).__name__ in names]
 
@@ -276,7 +276,9 @@ def require_whole(directory: Path, lacking: Mapping[str, str]) -> None:
 def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
     """Keep only the inputs of every layer and recompute its activations in the backward pass. Raises TrainerError if unsupported."""
     if not model.supports_gradient_checkpointing:
-        raise TrainerError(f"{type(model).__name__} does not support --gradient-checkpointing; drop the flag")
+        raise TrainerError(
+            f"cannot use --gradient-checkpointing with {type(model).__name__}: transformers does not support it there; drop the flag"
+        )
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()  # transformers checkpoints in training mode only; dropout is already 0
 

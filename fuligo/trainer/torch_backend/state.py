@@ -84,6 +84,10 @@ def save_state(directory: Path, state: TrainingState, *, model_files: Path, worl
     Args:
         directory: directory to create; the caller renames it when it is complete.
         model_files: Hugging Face directory whose tokenizer files are copied next to the weights.
+
+    Raises:
+        CheckpointError: a file of tensors cannot be written.
+        OSError: another file cannot be written.
     """
     for part in _parts(state):
         if world.rank == 0:

@@ -78,12 +78,12 @@ class TensorFiles(HuggingFaceTensors):
         for name in sorted(expected.keys() | self.shapes.keys()):
             held, wanted = self.shapes.get(name), expected.get(name)
             if held != wanted:
-                flags = "--mtp-num-layers and --enable-mtp-training" if name.startswith(MTP_PREFIX) else "--lora"
+                flags = "--mtp-num-layers and --enable-mtp-training" if name.startswith(MTP_PREFIX) else "--lora-*"
                 where = self.directory / self._stored[name].file if held else self.directory
                 raise CheckpointError(
                     f"cannot resume from {where}: it belongs to another architecture: {name} is {_described(held)} there but "
-                    f"{_described(wanted)} in this run; use the --hf-checkpoint, the trained parameters and the {flags} flags of the run "
-                    "that saved it"
+                    f"{_described(wanted)} in this run; use the --hf-checkpoint, trained parameters and {flags} flags of the run that "
+                    "saved it"
                 )
 
 

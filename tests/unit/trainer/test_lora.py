@@ -130,7 +130,7 @@ def test_an_adapter_of_other_weights_is_refused(settings, reference_checkpoint, 
     with pytest.raises(CheckpointError, match="it holds an adapter"):
         worker_of(replace(settings, lora=None)).restore(tmp_path / "saved")
     stronger = LoraSettings(replace(LORA.adapter, alpha=2 * LORA.adapter.alpha))
-    with pytest.raises(CheckpointError, match=f"use --lora-alpha {LORA.adapter.alpha:g} and without --lora-use-rslora"):
+    with pytest.raises(CheckpointError, match=f"use --lora-alpha {LORA.adapter.alpha:g} without --lora-use-rslora"):
         worker_of(replace(settings, lora=stronger)).restore(tmp_path / "saved")
 
 

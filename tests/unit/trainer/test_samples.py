@@ -52,7 +52,7 @@ def test_experts_are_needed_of_every_token_that_a_trained_one_sees(loss_mask, nu
     assert train_samples([group(*samples)], SampleSettings())[0].routed_experts is None
     if num_needed:
         samples[1].routed_experts = None
-        with pytest.raises(RolloutError, match=f"sample 1: .* its first {num_needed} tokens, but has those of 0"):
+        with pytest.raises(RolloutError, match=f"sample 1: .* its first {num_needed} tokens, but only 0 are recorded"):
             train_samples([group(*samples)], SampleSettings(needs_routing=True))
 
 

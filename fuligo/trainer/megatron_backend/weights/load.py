@@ -60,8 +60,14 @@ def load_hugging_face(chunks: Sequence[nn.Module], directory: Path, *, is_value_
                 tensor.data = tensor.data.float()  # Float16Module has cast it, and Megatron restores float32 only in the next forward pass
             try:
                 _fill(tensor, weight, stored.parts(weight), names.architecture, groups)
-            except (OSError, SafetensorError, _ShapeError) as error:
-                raise CheckpointError(f"cannot load {', '.join(weight.checkpoint)} from {directory}: {error}") from error
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(
+                    f"cannot load {', '.join(weight.checkpoint)} from {directory}: {error}; copy or download the checkpoint again"
+                ) from error
+            except _ShapeError as error:
+                raise CheckpointError(
+                    f"cannot load {', '.join(weight.checkpoint)} from {directory}: {error}; use matching MODEL_ARGS and checkpoints"
+                ) from error
             require_finite_weights([(", ".join(weight.checkpoint), tensor)], directory)
 
         started = time.perf_counter()
@@ -87,7 +93,7 @@ def _fill(tensor: Tensor, weight: Weight, parts: Sequence[StoredPart], architect
     pieces = read_pieces(weight, parts, architecture, index, count)
     lengths = [len(piece) for piece in pieces]
     if (shape := (sum(lengths), *pieces[0].shape[1:])) != tensor.shape:
-        share = "all of it" if count == 1 else f"part {index + 1} of {count}"
+        share = "the stored weight" if count == 1 else f"part {index + 1} of {count} of the stored weight"
         raise _ShapeError(f"{share} has the shape {list(shape)}, but the model's tensor has {list(tensor.shape)}")
     for rows, piece in zip(tensor.split(lengths), pieces, strict=True):
         rows.copy_(piece)

@@ -126,9 +126,9 @@ class StepDenominators:
     """Denominators of the means over one optimizer step."""
 
     num_rollouts: int
-    """Trajectories of the step, fully masked ones included; one that was split into several samples counts once."""
+    """Number of trajectories of the step, fully masked ones included; one that was split into several samples counts once."""
     num_tokens: int
-    """Unmasked response tokens of the step."""
+    """Number of unmasked response tokens of the step."""
 
     def share(self, *, per_token: bool) -> float:
         """Return 1 / num_rollouts, or 1 / num_tokens with `per_token`; 0 if the step has no unmasked tokens."""

@@ -6,10 +6,10 @@ from torch import Tensor
 from fuligo.algorithms.settings import KlType
 
 LOW_VAR_KL_LIMIT = 10.0
-"""Nats. `low_var_kl` is clamped to +-this, so that one token cannot dominate the loss."""
+"""Limit of the magnitude of `low_var_kl`, in nats, so that one token cannot dominate the loss."""
 _LOWEST = -80.0
-"""Nats. Lower bound of d for low_var_kl: exp(80) times the smallest ratio is still far above the clamp, and exp(80) is finite in float32,
-where an infinite estimate would give the gradient 0 * inf = NaN."""
+"""Lower bound of d for low_var_kl, in nats: exp(80) times the smallest ratio is still far above the clamp, and exp(80) is finite in
+float32, where an infinite estimate would give the gradient 0 * inf = NaN."""
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KlType, ratio: Tensor | None = None) -> Tensor:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LOG_RATIO_LIMIT = 20.0
-"""Nats. exp(20) is 5e8: far beyond any clip bound, and still finite when it is multiplied by an advantage of 0."""
+"""Limit of the magnitude of log-ratios, in nats: exp(20) = 5e8 is far beyond any clip bound, and finite, so that 0 times it is 0."""
 
 
 def exp_ratio(log_ratio: Tensor) -> Tensor:

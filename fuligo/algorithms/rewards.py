@@ -140,7 +140,7 @@ def std(values: ArrayLike, *, epsilon: float = STD_EPSILON) -> float:
 
 
 def token_rewards(reward: float, loss_mask: MaskArray, penalty: ArrayLike) -> Float64Array:
-    """Return the [R] token rewards: `reward` at the last trained token, minus the [R] `penalty` at every one; 0 at masked tokens."""
+    """Return the [R] token rewards: `reward` at the last trained token, minus the [R] `penalty` of each trained token; 0 elsewhere."""
     trained = np.flatnonzero(loss_mask)
     rewards = np.zeros(len(loss_mask))
     rewards[trained] -= np.asarray(penalty, np.float64)[trained]
@@ -153,7 +153,7 @@ def _sequence_by_turn(parts: Sequence[tuple[int, TrainSample, Float64Array]]) ->
     """Return the token sequence of an episode, with each turn's reward at the last trained token up to the end of the turn.
 
     Args:
-        parts: position, sample and [R] KL penalty of each sample of the episode
+        parts: position, sample and [R] KL penalty of each sample of the episode.
     """
     mask = np.concatenate([sample.loss_mask for _, sample, _ in parts])
     rewards = np.where(mask != 0, -np.concatenate([penalty for *_, penalty in parts]), 0.0)

@@ -24,9 +24,9 @@ class AdvantageSettings:
     """Settings for turning rewards into advantages and a rollout into optimizer steps."""
 
     samples_per_step: int
-    """Trajectories per optimizer step (--global-batch-size)."""
+    """Number of trajectories per optimizer step (--global-batch-size)."""
     num_steps: int = 1
-    """Optimizer steps per rollout."""
+    """Number of optimizer steps per rollout."""
     estimator: str = "grpo"
     """Key of `ESTIMATORS`."""
     normalize_rewards: bool = True

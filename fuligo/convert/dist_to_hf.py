@@ -21,6 +21,7 @@ from fuligo.formats.hf_tensors import HuggingFaceTensors
 from fuligo.formats.hugging_face import TENSORS, read_config_json
 
 FILE_BYTES = 4 * 1024**3
+"""Default of `file_bytes`."""
 NO_CHANGE: Mapping[str, object] = {}
 
 
@@ -43,7 +44,7 @@ def dist_to_hf(source: Path, target: Path, *, model: Path | None = None, file_by
         source: a distributed checkpoint.
         target: a new or empty directory.
         model: Hugging Face directory to take config.json and tokenizer from; None takes those in the checkpoint.
-        file_bytes: size of a file of weights, and so of the memory needed; a larger tensor gets its own file.
+        file_bytes: largest size of a file of weights, and so of the memory needed; a larger tensor gets a separate file.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or the target cannot be written.

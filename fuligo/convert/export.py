@@ -20,10 +20,11 @@ logger = logging.getLogger(__name__)
 
 
 def export(checkpoint: Path, target: Path) -> None:
-    """Write `target`, which appears completely or not at all, and replaces an earlier export.
+    """Export a checkpoint to `target`, which appears completely or not at all, and replaces an earlier export.
 
-    Raises CheckpointError if the checkpoint is damaged, or `target` holds something else (which stays), and FuligoError if `target` cannot
-    be written.
+    Raises:
+        CheckpointError: the checkpoint is damaged, or `target` holds something other than an export and is left unchanged.
+        FuligoError: `target` cannot be written.
     """
     problem = export_problem(target)
     if problem is not None:

@@ -34,8 +34,11 @@ Piece = tuple[int, bytes | bytearray]
 def convert(plan: Fp8Plan, report: Report) -> None:
     """Carry out a plan; existing files with the right content are kept.
 
-    `report`: called with a line for each file when it is ready. Raises CheckpointError if a file cannot be read or written, a weight is not
-    finite, or a written file does not read back correctly.
+    Args:
+        report: called with a line for each file when it is ready.
+
+    Raises:
+        CheckpointError: a file cannot be read or written, a weight is not finite, or a written file does not read back correctly.
     """
     assert plan.shards
     try:

@@ -36,8 +36,11 @@ class Fp8Plan:
     target: Path
     quantisation: Quantisation
     num_workers: int
+    """Number of files to convert concurrently."""
     num_quantised: int
+    """Number of parameters to quantize."""
     num_kept: int
+    """Number of parameters to copy unchanged."""
     source_bytes: int
     target_bytes: int
     shards: tuple[Shard, ...]
@@ -50,6 +53,7 @@ class Fp8Plan:
         return len(self.shards) > 1 or (self.source / INDEX).exists()
 
     def config_json(self) -> str:
+        """Return the config.json of the new checkpoint."""
         described = self.quantisation.quantization_config(unquantised_modules(self.shards))
         return json.dumps({**read_config_json(self.source), "quantization_config": described}, indent=2) + "\n"
 
@@ -108,7 +112,7 @@ def plan_hf_to_fp8(arguments: Sequence[str]) -> Fp8Plan:
 
 
 def describe(plan: Fp8Plan) -> Iterator[str]:
-    """Describe the plan, line by line."""
+    """Yield the lines that describe the plan."""
     strategy, block_size = plan.quantisation.strategy, plan.quantisation.block_size
     block = "" if block_size is None else f" of {block_size[0]} x {block_size[1]}"
     share = plan.num_quantised / (plan.num_quantised + plan.num_kept)

@@ -24,9 +24,9 @@ _SHOWN = 3
 
 
 def hf_to_dist(source: Path, target: Path, world: World) -> None:
-    """Write `release` and its tracker into `target`, in the weights' own dtypes. A collective of all ranks.
+    """Convert a Hugging Face checkpoint to the distributed checkpoint `release` in `target`, and write the tracker. A collective.
 
-    MTP layers are included if the checkpoint has their weights. `release` appears when it is complete.
+    Weights keep their dtypes, and MTP layers are included if the checkpoint has their weights. `release` appears when it is complete.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or the target cannot be written; raised on every rank.

@@ -29,7 +29,7 @@ class DequantisedTensors(HuggingFaceTensors):
             if len(blocks) != 4 or scales != blocks[:3]:
                 raise CheckpointError(
                     f"cannot convert {directory}: {name} has blocks {list(blocks)} and scales {list(scales or ()) or 'absent'}; they must "
-                    "be [experts, outputs, blocks, bytes] and [experts, outputs, blocks]: download it again"
+                    "be [experts, outputs, blocks, bytes] and [experts, outputs, blocks]; download it again"
                 )
             num_experts, outputs, num_blocks, num_bytes = blocks
             self.shapes[name] = (num_experts, 2 * num_blocks * num_bytes, outputs)

@@ -23,8 +23,8 @@ class PublishedWeights:
     """Implementation of `dist_to_hf.Weights` that stores experts in the form of the family's published files.
 
     Args:
-        weights: weights under the names of transformers' model
-        experts: form of routed experts in the published files; MTP layers keep the form of the original directory, which may differ
+        weights: weights under the names of transformers' model.
+        experts: form of routed experts in the published files; MTP layers keep the form of the original directory, which may differ.
     """
 
     def __init__(self, weights: InOwnDtypes, experts: StoredExperts) -> None:

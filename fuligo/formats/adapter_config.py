@@ -97,14 +97,14 @@ class AdapterConfig:
     adapts_experts: bool = False
     """Every expert's matrices also have their own A and B: `gate_up_proj`, gate and up projection as one matrix, and `down_proj`."""
     base: str = ""
-    """Model that the adapter was trained on, as its file names it."""
+    """Name or path of the model that the adapter was trained on; empty if unknown."""
 
     @property
     def scaling(self) -> float:
         return self.alpha / (self.rank**0.5 if self.rank_stabilised else self.rank)
 
     def adapts(self, layer: str) -> bool:
-        """Return whether a target is the layer's name or its end, as PEFT matches them. Without targets every layer is adapted."""
+        """Return whether the adapter adapts a linear layer: one of its targets matches (`is_target`), or it has no targets."""
         return not self.target_modules or any(is_target(layer, target) for target in self.target_modules)
 
     def to_json(self) -> str:

@@ -13,7 +13,7 @@ Bucket = list[tuple[str, torch.Tensor]]
 
 
 def cut_into_buckets(named_weights: NamedTensors, bucket_bytes: int) -> Iterator[Bucket]:
-    """Group consecutive tensors into buckets of at most `bucket_bytes`; a larger tensor gets its own bucket.
+    """Group consecutive tensors into buckets of at most `bucket_bytes`; a larger tensor gets a separate bucket.
 
     Tensors that an engine must receive in one call stay together whatever their size.
     """

@@ -14,7 +14,7 @@ from fuligo.formats.stored_experts import StoredExperts
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
-"""448. FP8 e4m3 has 3 mantissa bits, exponents from 2**-6, and subnormal steps of 2**-9."""
+"""Largest FP8 value, 448. FP8 e4m3 has 3 mantissa bits, exponents from 2**-6, and subnormal steps of 2**-9."""
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 """Lower bound of scales: smaller ones lose precision, and the values of their blocks are practically 0."""
 

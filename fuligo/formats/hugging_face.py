@@ -25,7 +25,7 @@ _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpac
 _LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(\d+)\.")
 _HEADER_LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
-"""Limit of the format."""
+"""Largest size of a header that the safetensors format allows."""
 _SAME_ARCHITECTURE = (
     "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size",
 )  # fmt: skip
@@ -52,7 +52,9 @@ class StoredTensor:
     """Safetensors name of the dtype: `BF16`, `F32`, `F8_E4M3`, ..."""
     shape: Shape
     start: int
+    """Offset of its first byte in the file."""
     end: int
+    """End of its bytes in the file, exclusive."""
 
 
 class DamagedFileError(CheckpointError):
@@ -200,10 +202,10 @@ def read_stored_tensors(directory: Path, stem: str = "model") -> dict[str, Store
     """Return dtype, shape and location of all tensors by name; only headers are read.
 
     Args:
-        stem: beginning of the name of the index file
+        stem: beginning of the name of the index file.
 
     Raises:
-        DamagedFileError: a file is missing, truncated or not a safetensors file, or a tensor is not where the index says
+        DamagedFileError: a file is missing, truncated or not a safetensors file, or a tensor is not where the index says.
     """
     index = directory / f"{stem}.safetensors.index.json"
     if not index.exists():

@@ -72,13 +72,13 @@ class SharedCopies:
         self._spare: _Pages | None = None
 
     def write(self, named_tensors: NamedTensors, receivers: Collection[Hashable] = ()) -> tuple[NamedTensors, str]:
-        """Copy tensors; return the copies and their payload, which stay valid until the second next write to the same receivers.
+        """Copy tensors; return the copies and their payload, which stay valid until the second write after this one to the same receivers.
 
         Args:
-            receivers: identities of the processes that read the payload; if they change, new files are used
+            receivers: identities of the processes that read the payload; if they change, new files are used.
 
         Raises:
-            WeightSyncError: shared memory is full
+            WeightSyncError: shared memory is full.
         """
         if receivers != self._receivers:
             self.close()  # whoever mapped a file keeps it

@@ -85,11 +85,8 @@ def _new_locked(root: Path, prefix: str) -> tuple[Path, int | None]:
         directory = Path(tempfile.mkdtemp(prefix=prefix, dir=root))  # with mode 0700
         try:
             lock = _lock(directory)
-        except (
-            FileNotFoundError,
-            BlockingIOError,
-        ):  # another process of this user is deleting it as abandoned, since it was not locked yet
-            continue
+        except (FileNotFoundError, BlockingIOError):
+            continue  # another process of this user is deleting it as abandoned, since it was not locked yet
         except OSError:  # no locks on directories, as on NFS, where nothing is deleted as abandoned
             return directory, None
         if directory.exists():

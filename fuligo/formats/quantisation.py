@@ -36,7 +36,7 @@ _MATRICES = {
 """Modules whose weight is quantized; norms, embeddings, the head, routers, `eh_proj` and `weights_proj` are not."""
 _FUSED_EXPERTS = re.compile(r"(?P<experts>.+\.experts)\.(?P<projection>gate_up_proj|down_proj)")
 _NEVER = "lm_head"
-"""Excluded explicitly even if tied to the embedding: transformers would otherwise create an FP8 layer."""
+"""Module that is always excluded, even if tied to the embedding: transformers would otherwise create an FP8 layer."""
 
 Shape = tuple[int, ...]
 

@@ -10,7 +10,7 @@ from fuligo.errors import CheckpointError
 BasePrecision = Literal["nf4", "8bit"]
 BITS: dict[BasePrecision, int] = {"nf4": 4, "8bit": 8}
 BLOCK_SIZE = 64
-"""Elements that share one float32 scale."""
+"""Number of elements that share one float32 scale."""
 BASE_PRECISION = "base_precision.json"
 """File next to `adapter_config.json`; PEFT does not read it."""
 
@@ -21,7 +21,7 @@ class QuantisedBase:
 
     precision: BasePrecision
     dtype: str
-    """Data type that dequantized values are rounded to, such as `bfloat16`; engines receive them in it."""
+    """Data type to which dequantized values are rounded, and in which engines receive them, such as `bfloat16`."""
     block_size: int = BLOCK_SIZE
 
     def write(self, adapter: Path) -> None:

@@ -28,7 +28,7 @@ class WeightStore:
         self.module = module
         self.version = 0
         self.num_loads = 0
-        """Buckets and directories loaded so far."""
+        """Number of buckets and directories loaded so far."""
         self._unused = prediction_prefixes(module.config.to_dict())
         self._experts = experts
         self.adapter_digest = _adapter_digest(self._under_all_names())
@@ -38,7 +38,7 @@ class WeightStore:
 
     @property
     def torn(self) -> bool:
-        """Return True while weights have mixed versions; nothing may be sampled then."""
+        """True while weights have mixed versions; nothing may be sampled then."""
         return bool(self._missing)
 
     def named_weights(self) -> dict[str, torch.Tensor]:

@@ -68,7 +68,7 @@ def boxes(shape: tuple[int, ...], start: int, end: int) -> list[Box]:
 
 
 THREADS = 2
-"""Files that a rank writes concurrently."""
+"""Number of files that a rank writes concurrently."""
 
 logging.getLogger("torch.distributed.checkpoint._dedup_save_plans").setLevel(logging.WARNING)
 
@@ -131,9 +131,8 @@ def write_shards(directory: Path, shards: Sequence[Shard | Unread], group: dist.
     writer = _Writer(directory, thread_count=THREADS, sync_files=True)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", "torch.distributed is disabled, unavailable or uninitialized"
-            )  # A single process needs no process group.
+            # A single process needs no process group.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
             save({}, storage_writer=writer, planner=_Planner(shards), process_group=group, no_dist=group is None)
     except CheckpointException as error:  # CheckpointException derives from BaseException.
         first, (failure, _) = min(error.failures.items())

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 DIGEST_SCHEME = "xxh3:"
 """Prefix of checksums. Versions of fuligo that used BLAKE2b wrote none."""
 DIGESTED_AT_ONCE = 2**28
-"""Bytes of tensors that are copied from a GPU together."""
+"""Number of bytes of tensors that are copied from a GPU together."""
 
 
 class WeightsDigest(NamedTuple):
@@ -106,7 +106,7 @@ class EngineAddress:
 
     url: str
     num_ranks: int = 1
-    """Tensor-parallel processes of the engine, each of which receives the weights."""
+    """Number of tensor-parallel processes of the engine, each of which receives the weights."""
     start: int = 0
     """Number of restarts; a restarted engine has lost the weights that it received before."""
     number: int | None = None
@@ -143,7 +143,7 @@ class MergeRounding:
 
     num_changed: int = 0
     num_elements: int = 0
-    """Elements of the adapted matrices; 0 if nothing was rounded."""
+    """Number of elements of the adapted matrices; 0 if nothing was rounded."""
 
     def __add__(self, other: MergeRounding) -> MergeRounding:
         return MergeRounding(self.num_changed + other.num_changed, self.num_elements + other.num_elements)
@@ -163,7 +163,7 @@ class WeightManifest:
     checksum: str | None
     """Order-independent digest of all names, shapes, dtypes and bytes (see `WeightsChecksum`); None if it is not compared."""
     num_bytes_sent: int = 0
-    """Bytes actually sent; less than `num_bytes` if only changes were sent."""
+    """Number of bytes that were sent; less than `num_bytes` if only changes were sent."""
     merged: MergeRounding = MergeRounding()
     """Elements that an adapter merged into the weights changed, after rounding."""
     adapter: str | None = None

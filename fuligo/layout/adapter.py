@@ -59,7 +59,7 @@ class Matrix:
         return TensorSplit.INPUTS if self.source in (InputOf.OUTPUT, InputOf.DOWN) else TensorSplit.OUTPUTS
 
     def factors(self, num_tensor_ranks: int) -> int:
-        """Return the parameters of A and B per unit of rank on one TP rank: its share of the inputs plus its share of the outputs."""
+        """Return the number of parameters of A and B on one TP rank, divided by the adapter's rank: local inputs plus local outputs."""
         inputs = self.inputs // (num_tensor_ranks if self.split is TensorSplit.INPUTS else 1)
         return inputs + self.outputs // (num_tensor_ranks if self.split is TensorSplit.OUTPUTS else 1)
 
@@ -167,15 +167,15 @@ class AdapterShape:
         return self.config.adapts_experts and layer.is_moe
 
     def layer_parameters(self, layer: Layer) -> int:
-        """Return the parameters of A [rank, inputs] and B [outputs, rank] of all adapted matrices of one layer, and of its experts."""
+        """Return the number of parameters of A [rank, inputs] and B [outputs, rank] of the adapted matrices of a layer with its experts."""
         return self.dense_parameters(layer) + self.experts_parameters(layer)
 
     def dense_parameters(self, layer: Layer, num_tensor_ranks: int = 1) -> int:
-        """Return the parameters of A and B of all adapted matrices of one layer, without experts, on one TP rank."""
+        """Return the number of parameters of A and B of all adapted matrices of one layer, without experts, on one TP rank."""
         return self.config.rank * sum(matrix.factors(num_tensor_ranks) for matrix in self.adapted(layer))
 
     def experts_parameters(self, layer: Layer, num_expert_ranks: int = 1, num_sharing: int = 1) -> int:
-        """Return the parameters of A and B of the experts of one layer on one of the ranks.
+        """Return the number of parameters of A and B of the experts of one layer on one of the ranks.
 
         Args:
             num_expert_ranks: number of ranks over which the experts are distributed.

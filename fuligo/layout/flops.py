@@ -6,7 +6,7 @@ from fuligo.models.architecture import Architecture, GroupedAttention, LatentAtt
 
 MIN_SAVED_TOKENS = 16
 """Smallest number of tokens that a fork of a prefix tree must save. Otherwise responses whose first tokens agree by chance would split the
-tree into many short nodes, each with an attention call of its own.
+tree into many short nodes, each with a separate attention call.
 """
 
 
@@ -23,7 +23,7 @@ class ForwardFlops:
     per_index_pair: float
     """FLOPs of sparse attention's indexers, per pair of tokens; 0 without sparse attention."""
     top_k: int | None
-    """Maximum number of tokens that a token attends to; None means all before it."""
+    """Maximum number of tokens that a token attends to; None: all tokens up to it."""
     per_window_pair: float = 0.0
     """FLOPs of attention in all layers with a window, per pair of tokens that attend; not part of `per_pair`."""
     window: int = 0

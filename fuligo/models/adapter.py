@@ -44,7 +44,7 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def empty_model(directory: Path) -> PreTrainedModel:
-    """Return the model that config.json describes, without allocating its weights."""
+    """Return the model that config.json describes, without allocating its weights. Raises errors like `read_config`."""
     config = read_config(directory)
     with torch.device("meta"):
         return model_class(config).from_config(config, trust_remote_code=False)
@@ -85,8 +85,11 @@ def require_layers(targets: Iterable[str], model: PreTrainedModel) -> None:
 def add_adapter(model: PreTrainedModel, config: AdapterConfig, *, seed: int) -> None:
     """Add PEFT's LoRA layers to the model, in place. All other parameters are frozen; B starts as zeros, so the outputs do not change.
 
-    `seed`: seed for A, so that all ranks start with the same adapter; the global random state does not change. Raises ConfigError if the
-    model lacks a layer that is to be adapted, or the rank is larger than its widest layer.
+    Args:
+        seed: seed for A, so that all ranks start with the same adapter; the global random state does not change.
+
+    Raises:
+        ConfigError: the model lacks a layer that is to be adapted, or the rank is larger than its widest layer.
     """
     from peft import inject_adapter_in_model
 
@@ -126,6 +129,7 @@ def has_adapter(model: nn.Module) -> bool:
 
 
 def scaling_of(model: nn.Module) -> float:
+    """Return the factor of B A in a model with an adapter."""
     return next(iter(lora_layers(model).values())).scaling[NAME]
 
 

@@ -30,16 +30,16 @@ class AdaptedMatrix:
     part: int
     """Index of the checkpoint's matrix in `weight.checkpoint`."""
     rows: int
-    """Outputs of the checkpoint's matrix, summed over all ranks."""
+    """Number of outputs of the checkpoint's matrix, over all ranks."""
 
     @property
     def layer(self) -> str:
-        """Return the name of the layer in a Hugging Face model: `model.layers.0.self_attn.q_proj`."""
+        """Name of the layer in a Hugging Face model: `model.layers.0.self_attn.q_proj`."""
         return self.weight.checkpoint[self.part].removesuffix(".weight")
 
     @property
     def kind(self) -> str:
-        """Return the last part of the layer's name."""
+        """Last part of the layer's name."""
         return self.layer.rpartition(".")[2]
 
     def a(self, rank: int) -> Weight:
@@ -84,17 +84,17 @@ class AdaptedExperts:
 
     @property
     def module(self) -> str:
-        """Return Megatron's name of the layer of experts: `decoder.layers.0.mlp.experts`."""
+        """Megatron's name of the layer of experts: `decoder.layers.0.mlp.experts`."""
         return self.weight.megatron.partition(".local_experts.")[0]
 
     @property
     def linear(self) -> str:
-        """Return Megatron's name of the matrix's linear layer in an expert: `linear_fc1`."""
+        """Megatron's name of the matrix's linear layer in an expert: `linear_fc1`."""
         return self.weight.megatron.removesuffix(".weight").rpartition(".")[2]
 
     @property
     def kind(self) -> Literal["gate_up", "down"]:
-        """Return which of an expert's two matrices this is; gate and up projection are one matrix."""
+        """Kind of the matrix; gate and up projection are one matrix."""
         return "gate_up" if self.weight.form is Form.GATE_UP else "down"
 
     def factors(self, rank: int) -> tuple[ExpertsFactor, ExpertsFactor]:
@@ -113,7 +113,7 @@ class AdaptedExperts:
 
 @dataclass(frozen=True)
 class AdapterNames(ModelNames):
-    """Names of an adapter's tensors: A and B of every adapted matrix. The model's own names are not among them."""
+    """Names of an adapter's tensors: A and B of every adapted matrix. The base model's weights are not included."""
 
     adapter: AdapterConfig
 
@@ -121,8 +121,8 @@ class AdapterNames(ModelNames):
     def of(cls, model: ModelNames, adapter: AdapterConfig, *, num_tensor_ranks: int = 1) -> "AdapterNames":
         """Return the names of an adapter's tensors in a model that `num_tensor_ranks` TP ranks share.
 
-        Raises ConfigError if the model lacks a layer that is to be adapted, its layers cannot be adapted, or the rank is larger than its
-        widest layer.
+        Raises ConfigError if the model lacks a layer that is to be adapted, its layers cannot be adapted, the rank is larger than its
+        widest layer, or PEFT could not load the saved adapter.
         """
         model_type = model.architecture.model_type
         if adapter.adapts_experts and model.architecture.experts is None:
@@ -132,9 +132,7 @@ class AdapterNames(ModelNames):
         layers = [matrix.layer for matrix in every]
         require_targets(adapter.target_modules, layers, model=f"the Megatron trainer's {model_type}")
         require_rank(adapter.rank, max(max(matrix.rows, matrix.weight.shape[1]) for matrix in every), model=model_type)
-        PeftTargets.of(
-            adapter, layers, has_experts=model.architecture.experts is not None
-        )  # raises if PEFT could not load the saved adapter
+        PeftTargets.of(adapter, layers, has_experts=model.architecture.experts is not None)  # raises if PEFT could not load the adapter
         return cls(model.architecture, model.table, adapter)
 
     @property
@@ -144,7 +142,7 @@ class AdapterNames(ModelNames):
 
     @property
     def experts(self) -> Iterator[AdaptedExperts]:
-        """Yield the adapted matrices of experts, layer by layer; none unless the adapter adapts experts."""
+        """Adapted matrices of experts, layer by layer; none unless the adapter adapts experts."""
         experts = self.architecture.experts
         if experts is not None and self.adapter.adapts_experts:
             for weight in ModelNames(self.architecture, self.table).weights(0):
@@ -153,7 +151,7 @@ class AdapterNames(ModelNames):
 
     @property
     def peft_targets(self) -> "PeftTargets":
-        """Return the adapted layers as `adapter_config.json` lists them."""
+        """Adapted layers as `adapter_config.json` lists them."""
         layers = [matrix.layer for matrix in _linear_layers(ModelNames(self.architecture, self.table))]
         return PeftTargets.of(self.adapter, layers, has_experts=self.architecture.experts is not None)
 
@@ -246,9 +244,9 @@ def require_targets(targets: Iterable[str], layers: Collection[str], *, model: s
 
 
 def require_rank(rank: int, widest: int, *, model: str) -> None:
-    """Check that an adapter's rank is at most the inputs or outputs of the widest layer; memory may not suffice for a larger one.
+    """Check that an adapter's rank is at most `widest`, the largest number of inputs or outputs of a layer that can be adapted.
 
-    Raises ConfigError if it is larger.
+    A larger rank only wastes memory. Raises ConfigError if the rank is larger.
     """
     if rank > widest:
         raise ConfigError(

@@ -19,7 +19,7 @@ class Split(StrEnum):
 
 
 class PartKind(StrEnum):
-    """Function of a part."""
+    """Role of a part in the model."""
 
     EMBEDDING = "embedding"
     HEAD = "head"
@@ -204,7 +204,7 @@ class Numerics:
     rotary_base: float = 10_000
     """Rotary base if config.json has none."""
     window_rotary_base: float | None = None
-    """Rotary base of layers with a sliding window; None: the same as of the other layers."""
+    """Rotary base of layers with a sliding window; None: that of the other layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +221,7 @@ class Layer:
     """Elements stored but not trained by gradients: the correction bias of the router, one per routed expert (float32). Not part of
     `num_parameters`, as in transformers."""
     window: int | None = None
-    """Tokens that a token attends to, itself included; None: all before it."""
+    """Number of tokens that a token attends to, itself included; None: all tokens up to it."""
     attention: GroupedAttention | None = None
     """Attention of this layer if layers differ; None: `Architecture.attention`."""
     dense_size: int | None = None
@@ -271,7 +271,7 @@ class Architecture:
     layer_inputs: tuple[Part, ...] = ()
     """Per-layer embeddings (Gemma 4) of all layers together, with their projection and norm."""
     vision_tower: Part | None = None
-    """All weights that turn images, or sounds, into embeddings; None for a text-only model."""
+    """All weights that turn images or sounds into embeddings; None for a text-only model."""
 
     @property
     def num_layers(self) -> int:
@@ -303,17 +303,17 @@ class Architecture:
 
     @property
     def num_parameters(self) -> int:
-        """All parameters of the model without its MTP layers."""
+        """Number of parameters of the model, towers included, without MTP layers."""
         return sum(layer.num_parameters for layer in self.layers) + sum(part.num_parameters for part in self.outer_parts)
 
     @property
     def num_mtp_parameters(self) -> int:
-        """Parameters of the MTP layers (which share the model's embedding and head)."""
+        """Number of parameters of the MTP layers, which share the model's embedding and head."""
         return sum(layer.num_parameters for layer in self.mtp_layers)
 
     @property
     def num_active_parameters(self) -> int:
-        """Parameters used in one token's forward pass: only the chosen routed experts; embedding and head included."""
+        """Number of parameters used in one token's forward pass: only the chosen routed experts, and all parts outside of the layers."""
         return sum(self.active(part) for layer in self.layers for part in layer.parts) + sum(
             part.num_parameters for part in self.outer_parts
         )
@@ -325,7 +325,7 @@ class Architecture:
         return tuple(part for part in parts if part is not None)
 
     def active(self, part: Part) -> int:
-        """Return the parameters of `part` that one token uses."""
+        """Return the number of parameters of `part` that one token uses."""
         if part.kind is not PartKind.ROUTED_EXPERTS:
             return part.num_parameters
         assert self.experts is not None

@@ -49,8 +49,8 @@ def packed_attention(
         value: [T, Hkv, Dv]
         cu_seqlens: [S + 1] starts of the sequences, ascending from 0 to T.
         scale: factor of the scores, usually D ** -0.5.
-        window: tokens that a token attends to, itself included; None: all before it.
-        sinks: [H] logit of each head in the denominator of its softmax; None: without.
+        window: number of tokens that a token attends to, itself included; None: all tokens up to it.
+        sinks: [H] logit of each head in the denominator of its softmax; None: no sinks.
 
     Returns:
         [T, H, Dv]
@@ -66,14 +66,14 @@ def packed_attention(
 
 
 def fits_flash_kernel(query: Tensor, value: Tensor) -> bool:
-    """Return whether torch's varlen flash kernel computes attention of these heads [T, H, D] and [T, Hkv, Dv]."""
+    """Return whether torch's varlen flash kernel supports a query [T, H, D] and a value [T, Hkv, Dv] of these data types and head sizes."""
     is_half_on_cuda = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     return is_half_on_cuda and query.size(-1) == value.size(-1) <= LARGEST_FLASH_HEAD
 
 
 @functools.lru_cache(maxsize=64)
 def equal_length_runs(cu_seqlens: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Return (number of sequences, length) of every run of neighbors with equal lengths."""
+    """Return (number of sequences, length) of every run of neighbors with equal lengths, without empty sequences."""
     lengths = [end - start for start, end in pairwise(cu_seqlens)]
     return [(len(list(run)), length) for length, run in groupby(lengths) if length > 0]
 

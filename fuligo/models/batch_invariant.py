@@ -96,8 +96,8 @@ def linear(
     Args:
         x: [..., K]
         weight: [N, K]
-        bias: [N]
-        rounded: `round_weight(weight)`; None: it is computed.
+        bias: [N]; None: no bias.
+        rounded: `round_weight(weight)`, used on a CPU; None: computed here.
         dtype: dtype of the result.
         ranks: on a GPU, round as an engine on this many GPUs does (`invariant_kernels.linear`).
     """
@@ -289,9 +289,8 @@ def _weighted_sums(weights: Tensor, value: Tensor) -> Tensor:
     """
     value_bits = (MANTISSA_BITS - _log2_above(KEY_BLOCK)) // 2
     weight_bits = MANTISSA_BITS - _log2_above(KEY_BLOCK) - value_bits
-    power = (
-        _largest(value).float().view(torch.int32).bitwise_and_(0x7F800000).view(torch.float32).clamp_(min=2.0**-126).double()
-    )  # each token's largest value is below 2 * power
+    # Each token's largest value is below 2 * power.
+    power = _largest(value).float().view(torch.int32).bitwise_and_(0x7F800000).view(torch.float32).clamp_(min=2.0**-126).double()
     cut = 2.0 ** (MANTISSA_BITS + 1 - value_bits)  # at most 2 ** value_bits units make up 2.0
     normed = (value / power).add_(cut).sub_(cut)
     out: Tensor | None = None

@@ -27,7 +27,7 @@ class ConfigJson:
 
     @classmethod
     def of(cls, values: Mapping[str, Any], source: str = "config.json") -> ConfigJson:
-        """Return the language model's part of `values`."""
+        """Wrap the language model's part of a config.json: `text_config`, or all of it without that key."""
         text = values.get("text_config")
         if not isinstance(text, Mapping):
             return cls(values, source)
@@ -70,6 +70,7 @@ class ConfigJson:
         return self._checked_number(key, value)
 
     def switch(self, key: str, default: bool) -> bool:
+        """Return a boolean, or the default if the key is absent or null. Raises ConfigError if it is malformed."""
         value = self.values.get(key)
         if value is None:
             return default
@@ -78,6 +79,7 @@ class ConfigJson:
         return value
 
     def text(self, key: str, default: str) -> str:
+        """Return a string, or the default if the key is absent or null. Raises ConfigError if it is malformed."""
         value = self.values.get(key)
         if value is None:
             return default
@@ -136,6 +138,7 @@ class ConfigJson:
 
     @property
     def model_type(self) -> str:
+        """Type of the model. Raises ConfigError if the key is missing."""
         value = self.values.get("model_type")
         if not isinstance(value, str):
             raise ConfigError(f"{self.source} has no model_type; use the config.json of a Hugging Face model")

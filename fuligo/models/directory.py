@@ -30,8 +30,11 @@ def load_config(path: str) -> Any:
 def load_tokenizer(path: str | Path, *, runs_its_code: bool) -> PreTrainedTokenizerBase:
     """Load the tokenizer.
 
-    `runs_its_code`: run Python code of the directory if the tokenizer needs it; transformers never asks on standard input. Raises
-    ConfigError if the tokenizer's files are invalid, or it needs code that may not run.
+    Args:
+        runs_its_code: run Python code of the directory if the tokenizer needs it, without a prompt on standard input.
+
+    Raises:
+        ConfigError: the tokenizer's files are invalid, or it needs code that may not run.
     """
     _require_plain_files(Path(path))
     if not runs_its_code and _is_code_alone(Path(path)):
@@ -74,7 +77,7 @@ def has_tokenizer(path: str | Path) -> bool:
 
 
 def end_ids(generation_config: Any, config: Any, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    """Return the union of the end-of-text tokens of generation config, model config and tokenizer."""
+    """Return the ids of the end-of-text tokens of generation config, model config and tokenizer together."""
     found: set[int] = set()
     for source in (generation_config, config, tokenizer):
         ids = getattr(source, "eos_token_id", None)
@@ -83,6 +86,6 @@ def end_ids(generation_config: Any, config: Any, tokenizer: PreTrainedTokenizerB
 
 
 def end_ids_of(directory: str | Path, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the end-of-text tokens in a directory's generation_config.json and its tokenizer."""
+    """Return the ids of the end-of-text tokens in a directory's generation_config.json and its tokenizer."""
     generation = GenerationConfig.from_pretrained(str(directory)) if (Path(directory) / "generation_config.json").is_file() else None
     return end_ids(generation, None, tokenizer)

@@ -39,19 +39,19 @@ class Family:
     """Functions and properties of a model family. Numerics of its layers are in `Architecture.numerics`."""
 
     architecture: Callable[[ConfigJson], Architecture]
-    """Return the shapes in a config.json; raises ConfigError for keys that are missing or contradict each other."""
+    """Function that returns the shapes in a config.json; raises ConfigError for keys that are missing or contradict each other."""
     names: Callable[[ConfigJson, Architecture], NameTable] | None = None
-    """Return the names of the weights in the checkpoint and in Megatron; None if Megatron cannot train the family (`why_not_megatron`)."""
+    """Function that returns the names of the weights in checkpoint and Megatron; None if Megatron cannot train the family."""
     why_not_megatron: str | None = None
-    """Why the Megatron trainer cannot train the family."""
+    """Why the Megatron trainer cannot train the family; None: it can."""
     why_not_transformers: str | None = None
-    """Why transformers' layers, which the torch trainer and the embedded engine run, cannot compute the family."""
+    """Why transformers' layers, which the torch trainer and the embedded engine run, cannot compute the family; None: they can."""
     why_not_sglang: str | None = None
-    """Why SGLang cannot serve checkpoints of the language model alone; it serves those of `whole_type`."""
+    """Why SGLang cannot serve checkpoints of the language model alone, only those of `whole_type`; None: it can."""
     whole_type: str | None = None
     """`model_type` of a model with towers whose language model (`text_config`) is of the family."""
     vision_tower: Callable[[ConfigJson], Part] | None = None
-    """Return the parameters of the towers of a `whole_type` model from its whole config.json."""
+    """Function that returns the parameters of the towers of a `whole_type` model from its whole config.json."""
     sees_images: bool = True
     """Models of `whole_type` take images, with the forward pass of `models.vision.forward` and the positions of `models.vision.positions`.
     False: their towers are neither run nor trained."""

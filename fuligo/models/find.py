@@ -45,9 +45,9 @@ def find_architectures(config: Config) -> tuple[Architecture, Architecture]:
 
 
 def find_teacher_config_json(config: Config) -> FoundConfigJson | None:
-    """Return the config.json of the trainer's teacher (--opd-teacher-load), or None without one or if it is not on this machine.
+    """Return the config.json of the trainer's teacher (--opd-teacher-load). Raises ConfigError if it is invalid.
 
-    Raises ConfigError if it is invalid.
+    None if the trainer has no teacher, or the teacher's config.json is not on this machine.
     """
     return _of_directory(config.algorithm.opd_teacher_load) if config.teacher_from == "trainer" else None
 

@@ -141,7 +141,9 @@ def _experts(given: PassThrough, family: str) -> dict[str, Any]:
     if FAMILIES[family].model_args.lists_dense_layers:
         return values | {"mlp_only_layers": dense, "decoder_sparse_step": 1}
     if dense != list(range(len(dense))):
-        raise ConfigError(f"--moe-layer-freq has a dense layer after one with experts, but a {family} model has all dense layers first")
+        raise ConfigError(
+            f"--moe-layer-freq has a dense layer after one with experts, but a {family} model has all dense layers first; reorder the list"
+        )
     return values | {"first_k_dense_replace": len(dense), "mlp_layer_types": ["dense" if not each else "sparse" for each in pattern]}
 
 

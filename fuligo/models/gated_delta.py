@@ -102,7 +102,7 @@ def _starts(cu_seqlens: tuple[int, ...], device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=16)
 def sequence_ids(cu_seqlens: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return [1, T] int32, the number of each token's sequence."""
+    """Return the [1, T] int32 index of each token's sequence."""
     with torch.inference_mode(False):
         lengths = torch.tensor(cu_seqlens, device=device).diff()
         return torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32, device=device), lengths)[None]
@@ -115,7 +115,7 @@ def packed_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, activatio
         x: [B, C, T]
         weight: [C, K], the last column for the token itself.
         bias: [C]
-        seq_idx: [B, T] number of each token's sequence; None: each row is one sequence.
+        seq_idx: [B, T] index of each token's sequence; None: each row is one sequence.
 
     Returns:
         [B, C, T]

@@ -43,13 +43,17 @@ class HubModel:
     def download(self, allowed: list[str] | None = None) -> Path:
         """Download the model's files unless they are in the cache, and return their directory.
 
-        `allowed`: patterns of the files to download; None: all that fuligo reads. Raises ConfigError if the Hub does not provide the model.
+        Args:
+            allowed: patterns of the files to download; None: all that fuligo reads.
+
+        Raises:
+            ConfigError: the Hub does not provide the model.
         """
         from huggingface_hub import snapshot_download
 
         try:
             files = snapshot_download(self.name, revision=self.revision, allow_patterns=allowed, ignore_patterns=list(_IGNORED))
-        except Exception as error:  # of the library or its network client
+        except Exception as error:  # raised by the library or its network client
             reason = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
             raise ConfigError(
                 f"{self} is not a directory here (looked in {Path.cwd()}), and cannot be loaded from the Hub: {reason.strip(' .:')}. Check "

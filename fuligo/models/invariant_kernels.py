@@ -70,7 +70,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, r
     Args:
         x: [..., K] in half precision, K / `ranks` a multiple of 8.
         weight: [N, K] of the same type.
-        bias: [N]
+        bias: [N]; None: no bias.
         ranks: number of these GPUs, 1 or 2. Each rounds its product (the first after adding the bias), and their sum is rounded.
     """
     flat = x.reshape(-1, x.size(-1)).contiguous()

@@ -35,7 +35,7 @@ class Weight:
     """One tensor of the model."""
 
     megatron: str
-    """Name in Megatron's model; in a table relative to its layer, with `{expert}` for the number of an expert."""
+    """Name in Megatron's model; in a table, relative to its layer, with `{expert}` for the index of an expert."""
     checkpoint: tuple[str, ...]
     """Names in the checkpoint, relative likewise: query, key, value; gate, up (or one tensor of both); else a single name."""
     shape: tuple[int, ...]
@@ -46,14 +46,14 @@ class Weight:
     all_experts: str | None = None
     """Name under which transformers 5 stores all experts as one tensor, [experts, ...]; None: not an expert's weight."""
     expert: int | None = None
-    """Number of the expert; None: not an expert's weight, or a table row for all experts."""
+    """Index of the expert; None: not an expert's weight, or a table row for all experts."""
     is_vocabulary: bool = False
     """Rows are token ids; Megatron's tensor may be padded with more, so that ranks can split it evenly."""
     is_float32: bool = False
     """Stored and sent in float32, whatever the dtype of the weights."""
 
     def at(self, megatron_prefix: str, checkpoint_prefix: str) -> Weight:
-        """Return the weight with the full names of a layer."""
+        """Return a copy whose names start with these prefixes, those of a layer."""
         return replace(
             self,
             megatron=megatron_prefix + self.megatron,
@@ -165,5 +165,5 @@ _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
 
 
 def with_expert(megatron_name: str, expert: int) -> str:
-    """Return the Megatron name with the number of another expert."""
+    """Return the Megatron name of the same weight of another expert."""
     return _EXPERT.sub(str(expert), megatron_name)

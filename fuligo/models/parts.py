@@ -57,7 +57,8 @@ def read_grouped_attention(
         may_omit_kv_heads: `num_key_value_heads` defaults to `num_attention_heads`; False: it is required, as transformers' defaults vary.
 
     Raises:
-        ConfigError: num_key_value_heads does not divide num_attention_heads, or num_attention_heads does not divide hidden_size.
+        ConfigError: a key is missing or malformed, num_key_value_heads does not divide num_attention_heads, or num_attention_heads does not
+            divide hidden_size.
     """
     num_heads = config.count("num_attention_heads")
     num_kv_heads = config.count("num_key_value_heads", default=num_heads if may_omit_kv_heads else None)
@@ -90,7 +91,7 @@ def grouped_attention_parts(attention: GroupedAttention, hidden_size: int) -> Pa
 def read_latent_attention(config: ConfigJson) -> LatentAttention:
     """Read the sizes of multi-head latent attention; if `q_lora_rank` is null, queries are projected directly.
 
-    Raises ConfigError if qk_head_dim is not the sum of its two parts.
+    Raises ConfigError if a key is missing or malformed, or qk_head_dim is not the sum of its two parts.
     """
     has_latent_queries = "q_lora_rank" not in config.values or config.values["q_lora_rank"] is not None
     attention = LatentAttention(
@@ -156,7 +157,7 @@ def read_experts(
 ) -> Experts:
     """Read the sizes of the routed and shared experts.
 
-    Raises ConfigError if a token uses more experts than there are, or the groups do not divide them.
+    Raises ConfigError if a key is missing or malformed, a token uses more experts than there are, or the expert groups are inconsistent.
     """
     experts = Experts(
         num_experts=config.count(num_experts_key),
@@ -216,7 +217,7 @@ def assemble(
 ) -> Architecture:
     """Return an architecture with the embedding, final norm and head that all families have.
 
-    A family whose layers all have experts may omit `intermediate_size`.
+    A family whose layers all have experts may omit `intermediate_size`. Raises ConfigError if a key is missing or malformed.
     """
     layers = tuple(layers)
     of_experts = experts.intermediate_size if experts is not None and all(layer.is_moe for layer in layers) else None

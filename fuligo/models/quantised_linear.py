@@ -79,7 +79,11 @@ class QuantisedLinear(QuantisedWeight):
 def quantise_base(model: PreTrainedModel, base: QuantisedBase, device: torch.device) -> None:
     """Replace the base model's linear layers, except the output layer, and the experts' matrices by quantized ones, in place.
 
-    `device`: device that quantizes and holds the matrices. Raises ConfigError if the model has experts that cannot be quantized.
+    Args:
+        device: device that quantizes and holds the matrices.
+
+    Raises:
+        ConfigError: the model has experts that cannot be quantized.
     """
     linear, stacked = _base_layers(model), _experts(model)
     for name in linear:

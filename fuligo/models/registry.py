@@ -77,8 +77,11 @@ def family_of(architecture: Architecture) -> Family:
 def architecture_of(config_json: Mapping[str, Any], source: str = "config.json") -> Architecture:
     """Return the shapes of the model that a config.json describes.
 
-    `source`: path it was read from, for errors. Raises ConfigError if model_type is unknown, or a key is missing, malformed, or contradicts
-    another.
+    Args:
+        source: path of the config.json, for error messages.
+
+    Raises:
+        ConfigError: model_type is unknown, or a key is missing, malformed, or contradicts another.
     """
     config = ConfigJson.of(config_json, source)
     family = FAMILIES.get(config.model_type)

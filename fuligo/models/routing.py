@@ -20,12 +20,12 @@ class RoutingShape:
     """Shape of a token's routing: K experts in each of M layers."""
 
     num_layers: int
-    """Layers of the model, including dense layers but not MTP layers."""
+    """Number of layers of the model, including dense layers but not MTP layers."""
     moe_layers: tuple[int, ...]
-    """[M] numbers of the layers with experts, from 0."""
+    """[M] indices of the layers with experts, from 0."""
     num_experts: int
     top_k: int
-    """K, experts per token."""
+    """K, the number of experts per token."""
 
     @classmethod
     def of(cls, architecture: Architecture) -> RoutingShape:
@@ -49,7 +49,7 @@ class RoutingShape:
 
     @property
     def dtype(self) -> type[np.uint8] | type[np.uint16]:
-        """Smallest dtype that holds an expert's number."""
+        """Smallest dtype that holds an expert's index."""
         return np.uint8 if self.num_experts <= 256 else np.uint16
 
     @property
@@ -67,7 +67,7 @@ class RoutingShape:
             [num_tokens, M, K]
 
         Raises:
-            ValueError: it is missing, has another shape, or is not a valid choice of experts.
+            ValueError: `text` is not a string, has another shape, or is not a valid choice of experts.
         """
         if not isinstance(text, str):
             raise ValueError("the answer has no routed_experts; start the engine with --enable-return-routed-experts")

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 BLOCK = 256
-"""Tokens per block on the first level of the inverse CDF."""
+"""Number of tokens per block on the first level of the inverse CDF."""
 
 
 @dataclass(slots=True)

@@ -17,8 +17,11 @@ class SharedBase:
     def give_to(self, model: nn.Module, *, digest: str | None = None) -> None:
         """Replace the base weights of a model by those of the first model given; the first model keeps its own.
 
-        `digest`: digest of the model's base weights; None: only their names are compared. Raises CheckpointError if the base weights differ
-        from the first model's.
+        Args:
+            digest: digest of the model's base weights; None: only their names are compared.
+
+        Raises:
+            CheckpointError: the base weights differ from those of the first model.
         """
         parameters = dict(model.named_parameters(remove_duplicate=False))
         own = {stored_name(name): name for name in parameters if not is_adapter_name(stored_name(name))}

@@ -50,7 +50,7 @@ class VarlenKernel:
     """Largest number of keys of a sequence."""
     scale: float
     window: int | None
-    """Tokens that a token attends to, itself included; None: all before it."""
+    """Number of tokens that a token attends to, itself included; None: all tokens up to it."""
 
     @property
     def _is_causal(self) -> bool:

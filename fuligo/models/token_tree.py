@@ -12,9 +12,9 @@ class NodeShape(NamedTuple):
     """Size of a node and of its prefix."""
 
     num_before: int
-    """Tokens from the root to the node."""
+    """Number of tokens on the path from the root, without the node."""
     length: int
-    """Tokens of the node."""
+    """Number of tokens of the node."""
 
 
 class TokenTree:
@@ -36,7 +36,7 @@ class TokenTree:
         return self.starts[-1]
 
     def with_padding(self, num_tokens: int) -> "TokenTree":
-        """Return the tree of a row padded to `num_tokens` tokens; the added tokens are a root of their own."""
+        """Return the tree of a row padded to `num_tokens` tokens; the added tokens form another root."""
         if num_tokens == self.num_tokens:
             return self
         return TokenTree((*self.starts, num_tokens), (*self.parents, -1))
@@ -52,12 +52,12 @@ class TokenTree:
 
     @cached_property
     def lengths(self) -> list[int]:
-        """[N] tokens of each node."""
+        """[N] number of tokens of each node."""
         return [end - start for start, end in pairwise(self.starts)]
 
     @cached_property
     def paths(self) -> list[tuple[int, ...]]:
-        """[N] nodes from the root to each node, itself included."""
+        """[N] indices of the nodes from the root to each node, itself included."""
         paths: list[tuple[int, ...]] = []
         for node, parent in enumerate(self.parents):
             paths.append((node,) if parent < 0 else (*paths[parent], node))
@@ -92,7 +92,7 @@ class TokenTree:
 
     @cached_property
     def path_tokens(self) -> NDArray[np.int64]:
-        """[sum of path lengths] tokens from the root to the end of each node, node by node."""
+        """[sum of path lengths] positions in the row of the tokens from the root to the end of each node, node by node."""
         own = [np.arange(start, end) for start, end in pairwise(self.starts)]
         return np.concatenate([own[node] for path in self.paths for node in path])
 

@@ -153,8 +153,8 @@ def tree_attention(
         value: [T, Hkv, Dv]
         tree: tree of the T tokens.
         scale: factor of the scores, usually D ** -0.5.
-        window: tokens that a token attends to, itself included; None: all before it.
-        sinks: [H] logit of each head in the denominator of its softmax; None: without.
+        window: number of tokens that a token attends to, itself included; None: all tokens up to it.
+        sinks: [H] logit of each head in the denominator of its softmax; None: no sinks.
         nodes: nodes whose tokens are the queries, ascending; None: all.
 
     Returns:

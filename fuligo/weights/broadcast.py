@@ -86,9 +86,8 @@ class BroadcastGroup:
             await asyncio.gather(*(engine_joins(client, offset) for client, offset in zip(self._clients, offsets)))
 
         def join() -> dist.ProcessGroup:
-            store = TCPStore(
-                host, port, is_master=False, timeout=TIMEOUT
-            )  # on failure the master store is closed, which wakes all waiting clients
+            # On failure the master store is closed, which wakes all waiting clients.
+            store = TCPStore(host, port, is_master=False, timeout=TIMEOUT)
             with reachable_by_others(host):
                 group, _ = _new_process_group_helper(
                     world_size,

@@ -19,7 +19,7 @@ def place_images(
         sources: origin of each image, for error messages.
 
     Raises:
-        DataError: the tokens of an image are not in the prompt, or nothing follows them
+        DataError: the tokens of an image are not in the prompt, or nothing follows them.
     """
     ids = list(ids)
     placed: list[PromptImage] = []
@@ -77,7 +77,7 @@ def expanded(ids: Sequence[int], grids: Sequence[TokenGrid], image_token_id: int
         The ids with all tokens of the images, and for each of these ids its index in the given ids.
 
     Raises:
-        DataError: the numbers of image tokens and images differ
+        DataError: the numbers of image tokens and images differ.
     """
     found = sum(token == image_token_id for token in ids)
     if found != len(grids):

@@ -34,12 +34,12 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """Accepted formats; for some others, Pillow starts external programs."""
 MAX_IMAGE_BYTES = 32 * 2**20
 MAX_DECODED_PIXELS = 64 * 2**20
-"""Pixels of one image before it is resized: a small file may decode to gigabytes."""
+"""Largest number of pixels of an image before it is resized: a small file may decode to gigabytes."""
 KEPT_BYTES = 256 * 2**20
 """Size of the cache of patches in a process: the samples of a prompt, and the passes over a rollout, share images."""
 
 _NUM_DECODING = 8
-"""Images that a process decodes at once."""
+"""Largest number of images that a process decodes at once."""
 _DAMAGE = (OSError, ValueError, SyntaxError, EOFError, IndexError, TypeError, KeyError, MemoryError, struct.error, zlib.error)
 """Errors that Pillow raises for files that contradict their header."""
 _ORIENTATION = 274

@@ -62,6 +62,7 @@ class PromptImages:
         return PlacedImages(np.asarray(whole, np.int32), np.asarray(origins, np.int64), placed)
 
     def decode(self, images: Sequence[PromptImage]) -> None:
+        """Decode the images into the processor's cache. Raises DataError if an image cannot be decoded."""
         for image in images:
             try:
                 self._processor.patches(image.data, image.digest)

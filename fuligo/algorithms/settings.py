@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from fuligo.types import TrainSample
 
 STD_EPSILON = 1e-6
-"""Added to a standard deviation before dividing by it; same unit as the reward."""
+"""Default of `std_epsilon`."""
 
 KlType = Literal["k1", "k2", "k3", "low_var_kl"]
 """Estimator of the KL to the reference; see `kl.kl_estimate`."""
@@ -34,7 +34,7 @@ class AdvantageSettings:
     divide_by_std: bool = True
     """False: no division by the group's standard deviation."""
     std_epsilon: float = STD_EPSILON
-    """Added to every standard deviation before dividing by it."""
+    """Constant that is added to every standard deviation before dividing by it; same unit as the reward."""
     whiten: bool = False
     """Whiten the advantages over all unmasked tokens of the rollout (after distillation)."""
     gamma: float = 1.0

@@ -38,12 +38,12 @@ class Weights(Protocol):
 
 
 def dist_to_hf(source: Path, target: Path, *, model: Path | None = None, file_bytes: int = FILE_BYTES) -> None:
-    """Write weights, config.json and tokenizer for transformers and engines. `target` appears when it is complete.
+    """Convert a distributed checkpoint to a Hugging Face directory for transformers and engines. `target` appears when it is complete.
 
     Args:
         source: a distributed checkpoint.
         target: a new or empty directory.
-        model: Hugging Face directory to take config.json and tokenizer from; None takes those in the checkpoint.
+        model: Hugging Face directory to take config.json and tokenizer from; None: those in the checkpoint.
         file_bytes: largest size of a file of weights, and so of the memory needed; a larger tensor gets a separate file.
 
     Raises:
@@ -121,12 +121,12 @@ _HEAD, _SCORE, _BIAS = "lm_head.weight", "score.weight", "score.bias"
 
 
 def value_to_hf(given: Path, target: Path, *, model: Path | None = None) -> Path:
-    """Write a directory for `AutoModelForTokenClassification`; its logit [..., T, 1] is the value of the state after each token.
+    """Convert a value model to a directory for `AutoModelForTokenClassification`; the logits [..., T, 1] are the values after each token.
 
     Args:
         given: a training checkpoint of either trainer, a directory of them (the newest is used), or a value model itself.
         target: a new or empty directory.
-        model: directory to take config.json and tokenizer from; None takes those next to the weights.
+        model: directory to take config.json and tokenizer from; None: those next to the weights.
 
     Returns:
         Directory of the value model.

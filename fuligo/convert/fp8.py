@@ -24,7 +24,7 @@ from fuligo.formats.fp8_shards import Shard, TargetTensor
 from fuligo.quantities import amount
 
 _CHUNK_BYTES = 4 * 2**20
-"""Bytes read at a time. A thread needs about ten times as much memory, whatever the size of tensors and files."""
+"""Number of bytes read at a time. A thread needs about ten times as much memory, whatever the size of tensors and files."""
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 Report = Callable[[str], None]
 Piece = tuple[int, bytes | bytearray]

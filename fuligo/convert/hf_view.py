@@ -28,7 +28,7 @@ class HuggingFaceView:
 
         Args:
             directory: a distributed checkpoint.
-            model: a directory with the model's config.json; None takes the checkpoint's.
+            model: a directory with the model's config.json; None: that of the checkpoint.
 
         Raises:
             CheckpointError: the checkpoint is damaged or lacks weights of the model.

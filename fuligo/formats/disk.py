@@ -101,7 +101,7 @@ def try_lock(file: Path) -> int | None:
 MANIFEST = "manifest.json"
 _FIX = "resume from another checkpoint with --ckpt-step"
 CHECKSUM_MAX_BYTES = 16 * 1024**2
-"""Larger files are checked by size only: reading them twice would double the time of a resume."""
+"""Largest file whose content is checked; of larger ones only the size is, because reading them twice would double a resume's time."""
 
 
 def write_manifest(directory: Path) -> None:

@@ -35,7 +35,7 @@ class TargetTensor:
 
     @property
     def itemsize(self) -> int:
-        """Bytes per value in the source."""
+        """Number of bytes per value in the source."""
         return (self.source.end - self.source.start) // max(1, prod(self.source.shape))
 
 
@@ -50,7 +50,7 @@ class Entry:
 
     @property
     def width(self) -> int:
-        """Bytes per value."""
+        """Number of bytes per value."""
         return self.num_bytes // max(1, prod(self.shape))
 
 

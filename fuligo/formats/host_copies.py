@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     NamedTensors = Sequence[tuple[str, torch.Tensor]]
 
 MOST_PINNED_BYTES = 2**28
-"""Larger copies go to pageable memory, so that little pinned memory is held."""
+"""Largest copy that goes to pinned memory; larger ones go to pageable memory, so that little pinned memory is held."""
 CAST_TOGETHER_BYTES = 2**28
 """Size of the tensors that are cast in one call."""
 

@@ -20,7 +20,7 @@ class Layout:
     pp: int = 1
     """Pipeline-parallel size: number of stages."""
     vpp: int = 1
-    """Virtual pipeline stages per pipeline rank."""
+    """Number of virtual pipeline stages per pipeline rank."""
     cp: int = 1
     """Context-parallel size: ranks that share each sequence."""
     ep: int = 1

@@ -80,27 +80,27 @@ class GroupedAttention:
 
     @property
     def kv_elements_per_token(self) -> int:
-        """Elements per token in the KV cache of one layer."""
+        """Number of elements per token in the KV cache of one layer."""
         return 0 if self.borrows_keys else self.reserved_kv_elements
 
     @property
     def reserved_kv_elements(self) -> int:
-        """Elements of keys and values per token of a layer, even if it borrows them."""
+        """Number of elements of keys and values per token of a layer, even if it borrows them."""
         return 2 * self.num_kv_heads * self.head_dim
 
     @property
     def projected_kv_elements(self) -> int:
-        """Elements per token that the layer's key and value projections compute; 0 if it borrows them."""
+        """Number of elements per token that the layer's key and value projections compute; 0 if it borrows them."""
         return 0 if self.borrows_keys else (1 + self.has_value_projection) * self.num_kv_heads * self.head_dim
 
     @property
     def normed_elements(self) -> int:
-        """Elements of queries and keys per token that pass through norms with weights."""
+        """Number of elements of queries and keys per token that pass through norms with weights."""
         return (self.num_heads + (0 if self.borrows_keys else self.num_kv_heads)) * self.head_dim if self.has_head_norms else 0
 
     @property
     def normed_value_elements(self) -> int:
-        """Elements of values per token that pass through norms, which have no weights."""
+        """Number of elements of values per token that pass through norms, which have no weights."""
         return self.num_kv_heads * self.head_dim if self.norms_values and not self.borrows_keys else 0
 
 
@@ -117,7 +117,7 @@ class LatentAttention:
 
     @property
     def kv_elements_per_token(self) -> int:
-        """Elements per token in the cache of one layer; replicated on tensor-parallel ranks."""
+        """Number of elements per token in the cache of one layer; replicated on tensor-parallel ranks."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
 
@@ -135,17 +135,17 @@ class LinearAttention:
 
     @property
     def num_channels(self) -> int:
-        """Channels of the convolution: the queries, keys and values of one token."""
+        """Number of channels of the convolution: the queries, keys and values of one token."""
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
     @property
     def state_elements(self) -> int:
-        """Elements of the state per request and layer: one matrix [key_dim, value_dim] per value head."""
+        """Number of elements of the state per request and layer: one matrix [key_dim, value_dim] per value head."""
         return self.num_value_heads * self.key_dim * self.value_dim
 
     @property
     def window_elements(self) -> int:
-        """Elements of the cached convolution inputs per request and layer."""
+        """Number of elements of the cached convolution inputs per request and layer."""
         return self.num_channels * (self.conv_width - 1)
 
 
@@ -212,14 +212,14 @@ class Layer:
     """Transformer layer or MTP layer."""
 
     number: int
-    """From 0; MTP layers follow the others, as in the checkpoint."""
+    """Index of the layer, from 0; MTP layers follow the others, as in the checkpoint."""
     parts: tuple[Part, ...]
     is_moe: bool
     computes_index: bool = False
     """The layer has an indexer for sparse attention (other layers reuse the token choice of the nearest such layer below)."""
     num_buffer_elements: int = 0
-    """Elements stored but not trained by gradients: the correction bias of the router, one per routed expert (float32). Not part of
-    `num_parameters`, as in transformers."""
+    """Number of elements that are stored but not trained by gradients: the correction bias of the router, one per routed expert (float32).
+    Not part of `num_parameters`, as in transformers."""
     window: int | None = None
     """Number of tokens that a token attends to, itself included; None: all tokens up to it."""
     attention: GroupedAttention | None = None

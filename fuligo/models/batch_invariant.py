@@ -27,15 +27,15 @@ from fuligo.models.cpu_products import product
 from fuligo.models.gpu_invariant import kernels, paged_attention
 
 MANTISSA_BITS = 53
-"""Bits of a float64 with the implicit one: integers up to 2 ** 53 are exact."""
+"""Number of mantissa bits of a float64, with the implicit one: integers up to 2 ** 53 are exact."""
 INPUT_BLOCK = 512
-"""Inputs of a matrix product that are summed exactly; longer rows add the sums of their blocks one after another."""
+"""Number of inputs of a matrix product that are summed exactly; longer rows add the sums of their blocks one after another."""
 KEY_BLOCK = 512
-"""Keys whose values are summed exactly, counted from the start of the sequence."""
+"""Number of keys whose values are summed exactly, in blocks counted from the start of the sequence."""
 MAX_KEYS_LOG2 = 20
 """log2 of the largest number of keys whose weights are summed exactly."""
 MAX_ELEMENTS = 1 << 20
-"""Elements of a float64 intermediate (8 MiB); larger ones are computed in parts."""
+"""Largest number of elements of a float64 intermediate (8 MiB); larger ones are computed in parts."""
 
 
 def round_rows(x: Tensor, bits: int) -> Tensor:

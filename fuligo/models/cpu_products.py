@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 SMALLEST_ROWS = 32
-"""Rows from which oneDNN is faster; it looks up its kernel at every call."""
+"""Smallest number of rows for which oneDNN is faster; it looks up its kernel at every call."""
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:

@@ -20,17 +20,17 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 GROUPED_TILES = 8
-"""Row tiles computed one after another for the same columns, so that weights stay in the L2 cache."""
+"""Number of row tiles computed one after another for the same columns, so that weights stay in the L2 cache."""
 FEWEST_EXPERTS = 256
 """Smallest padded size of a vector over experts: at least one element for each thread of a program."""
 SORTED_AT_ONCE = 64
-"""Choices per program of the sort kernel."""
+"""Number of choices per program of the sort kernel."""
 COUNTED_AT_ONCE = 128
-"""Choices per step with which a program of the sort kernel compares its own."""
+"""Number of choices per step with which a program of the sort kernel compares its own choices."""
 MOST_COUNTED = 16_384
 """Largest number of choices for which comparing all pairs is faster than sorting: 2,048 tokens with 8 experts each."""
 COMBINED_COLUMNS = 1024
-"""Columns per program of the kernel that adds the outputs of a token's experts."""
+"""Number of columns per program of the kernel that adds the outputs of a token's experts."""
 ROUND_EACH = {"enable_fp_fusion": False}
 """Launch option of kernels that round intermediate results; with fusion, LLVM would skip that rounding."""
 
@@ -52,10 +52,10 @@ class Tile(NamedTuple):
     rows: int
     columns: int
     inputs: int
-    """Inputs per step."""
+    """Number of inputs per step."""
     warps: int
     stages: int
-    """Pipeline stages: steps whose inputs are loaded ahead."""
+    """Number of pipeline stages: steps whose inputs are loaded ahead."""
 
 
 @triton.jit

@@ -18,15 +18,15 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 ROWS = 64
-"""Rows of the smallest tile, as in one matrix instruction of a warp group on Hopper."""
+"""Number of rows of the smallest tile, as in one matrix instruction of a warp group on Hopper."""
 KEYS = 64
-"""Keys per step of attention."""
+"""Number of keys per step of attention."""
 GROUPED_TILES = 8
-"""Row tiles computed one after another for the same columns, so that weights stay in the L2 cache."""
+"""Number of row tiles computed one after another for the same columns, so that weights stay in the L2 cache."""
 SWIGLU_COLUMNS = 1024
-"""Columns per program of the SwiGLU kernels."""
+"""Number of columns per program of the SwiGLU kernels."""
 LOGITS = 4096
-"""Logits per step of a row's sum."""
+"""Number of logits per step of a row's sum."""
 ROUND_EACH = {"enable_fp_fusion": False}
 """Launch option of kernels that round intermediate results; with fusion, LLVM would skip that rounding."""
 
@@ -37,10 +37,10 @@ class Tile(NamedTuple):
     rows: int
     columns: int
     inputs: int
-    """Inputs per step."""
+    """Number of inputs per step."""
     warps: int
     stages: int
-    """Pipeline stages: steps whose inputs are loaded ahead."""
+    """Number of pipeline stages: steps whose inputs are loaded ahead."""
 
 
 @triton.jit
@@ -198,7 +198,7 @@ def attention(
     scale: float,
     out: Tensor,
 ) -> None:
-    """Compute causal attention of the last tokens of sequences whose keys are in any slots of a pool.
+    """Compute causal attention of the last tokens of S sequences, whose keys and values lie in arbitrary slots of a pool of size P.
 
     Query head h reads key head h * Hkv // H.
 

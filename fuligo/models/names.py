@@ -84,7 +84,7 @@ class NameTable:
     mtp: Weights = ()
     """Weights that an MTP layer has in addition to the transformer layer that it contains."""
     mtp_prefix: str = "model.layers.{layer}."
-    """Prefix of MTP layers in the checkpoint: `{layer}` continues the numbers of the other layers, `{mtp}` starts at 0."""
+    """Prefix of MTP layers in the checkpoint: `{layer}` continues the numbering of the other layers, `{mtp}` starts at 0."""
     mtp_copies: tuple[str, ...] = ()
     """Copies of the embedding and the head in the checkpoint's MTP layers; Megatron's MTP layers have none."""
 

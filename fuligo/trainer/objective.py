@@ -101,8 +101,8 @@ class LossSettings:
     correction: Correction | None = None
     """Importance weights between engine and trainer; None: no correction."""
     opsm_delta: float | None = None
-    """Off-policy sequence masking (OPSM): a sample with negative advantage is masked if it is further than this from the old policy, in
-    nats per token; None: no masking."""
+    """Off-policy sequence masking (OPSM): largest distance from the old policy, in nats per token, at which a sample with negative
+    advantage is still trained; None: no masking."""
     old_from_engine: bool = False
     """Use the engine's log-probabilities as the old policy's (--use-rollout-logprobs)."""
     per_token: bool = False

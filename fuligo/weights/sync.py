@@ -19,7 +19,7 @@ from fuligo.weights.source import WeightSource
 
 logger = logging.getLogger(__name__)
 FEW_CHANGED = 0.1
-"""Share of the elements of adapted matrices; if a merge changes fewer, most of the adapter's update is lost to rounding."""
+"""Smallest share of the elements of adapted matrices that a merge should change; below it, most of the update is lost to rounding."""
 
 
 @dataclass(slots=True, frozen=True)

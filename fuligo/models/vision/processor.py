@@ -79,7 +79,7 @@ class ImageProcessor:
         """Read the settings. Raises ConfigError if Pillow is not installed, or the checkpoint has no settings of a known processor."""
         self._processor: Any = _processor(Path(directory))
         self.merge_size: int = self._processor.merge_size
-        """Patches per token in each direction."""
+        """Number of patches per token in each direction."""
         self._kept: OrderedDict[str, Patches] = OrderedDict()
         self._kept_bytes = 0
         self._lock = threading.Lock()

@@ -132,9 +132,9 @@ class ParameterState:
     optimizer: MegatronOptimizer
     parameter: nn.Parameter
     start: int
-    """First element of the flattened parameter that the state covers."""
+    """Index of the first element of the flattened parameter that the state covers."""
     end: int
-    """End of the covered elements, exclusive."""
+    """End of the indices of the covered elements, exclusive."""
 
     @property
     def is_spread(self) -> bool:

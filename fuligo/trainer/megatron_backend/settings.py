@@ -19,7 +19,7 @@ class SparseLayers:
     """Properties of sparse attention that are not in MODEL_ARGS."""
 
     computing: frozenset[int]
-    """Layers, counted from 0, that compute a choice of tokens; each other layer reuses the choice of the nearest of these layers below."""
+    """Layers, counted from 0, that compute a choice of tokens; every other layer reuses the choice of the nearest such layer below it."""
     rotary_interleaved: bool
     """True: the indexer rotates interleaved pairs; see `SparseIndex`."""
 

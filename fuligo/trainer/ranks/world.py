@@ -43,7 +43,7 @@ class World:
     """Gloo group for Python objects; None if there is only one rank."""
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum of the tensor over all ranks, on every rank."""
+        """Return the sum of the tensor over all ranks, on every rank. A collective, which may overwrite `tensor`."""
         if self.size > 1:
             tensor = tensor.to(self.device)
             dist.all_reduce(tensor)

@@ -114,7 +114,9 @@ def distillation_penalty(sample: TrainSample, settings: AdvantageSettings) -> Fl
     student = old_logprobs(sample, settings)
     if student is None or sample.teacher_logprobs is None:
         missing = "student" if student is None else "teacher"
-        raise TrainerError(f"cannot distil (--use-opd) from sample {sample.index}: it has no {missing} log-probabilities")
+        raise TrainerError(
+            f"cannot distil (--use-opd) from sample {sample.index}: it has no {missing} log-probabilities; score the rollout first"
+        )
     # Masked tokens may hold anything, including -inf and NaN.
     trained = sample.loss_mask != 0
     difference = np.subtract(student, sample.teacher_logprobs, where=trained, out=np.zeros(len(trained), np.float32))

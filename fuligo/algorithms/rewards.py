@@ -194,7 +194,9 @@ def _kl_penalty(sample: TrainSample, settings: AdvantageSettings) -> Float64Arra
     old, reference = old_logprobs(sample, settings), sample.ref_logprobs
     if old is None or reference is None:
         missing = "old" if old is None else "reference"
-        raise TrainerError(f"cannot compute the KL of --kl-coef for sample {sample.index}: it has no {missing} log-probabilities")
+        raise TrainerError(
+            f"cannot compute the KL of --kl-coef for sample {sample.index}: it has no {missing} log-probabilities; score the rollout first"
+        )
     # Masked tokens may hold anything, including -inf and NaN.
     trained = np.flatnonzero(sample.loss_mask)
     of_policy, of_reference = (torch.from_numpy(values[trained].astype(np.float64)) for values in (old, reference))

@@ -155,7 +155,7 @@ def _quantised(tensor: TargetTensor, shard: Shard, places: dict[str, int], file:
                 yield scales_place, (written := _bytes(scales))
                 scales_place += len(written)
     except ValueError as error:
-        raise CheckpointError(f"cannot quantize {tensor.name} in {file.name}: {error}") from None
+        raise CheckpointError(f"cannot quantize {tensor.name} in {file.name}: {error}; use an intact checkpoint") from None
 
 
 def _rows(tensor: TargetTensor, shard: Shard, file: BinaryIO) -> Iterator[Tensor]:

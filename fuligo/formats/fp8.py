@@ -88,7 +88,9 @@ def quantised_weights(
         try:
             values, scales = quantise(weight, engine.quantisation)
         except ValueError as error:
-            raise WeightSyncError(f"cannot quantize {name} for the engines: {error}") from None
+            raise WeightSyncError(
+                f"cannot quantize {name} for the engines: {error}; resume from the last checkpoint with a smaller --lr"
+            ) from None
         yield name, values
         yield engine.quantisation.scale_name(name), scales
 

@@ -24,7 +24,7 @@ def load_config(path: str) -> Any:
         return read_config(path)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).partition("\n\n")[0]  # the rest is advice to upgrade transformers
-        raise ConfigError(f"cannot load config.json of --model-path {path}: {reason}") from error
+        raise ConfigError(f"cannot load config.json of --model-path {path}: {reason}; use a model that transformers supports") from error
 
 
 def load_tokenizer(path: str | Path, *, runs_its_code: bool) -> PreTrainedTokenizerBase:

@@ -123,7 +123,7 @@ def pack(
         TrainerError: `lengths` is empty.
     """
     if not lengths:
-        raise TrainerError("cannot pack an optimizer step without samples")
+        raise TrainerError("cannot pack an optimizer step without samples; pass at least one")
     num_together = num_ranks * multiple_of
     units = _units(lengths, capacity, prefixes)
     while True:

@@ -188,7 +188,9 @@ def _processor(directory: Path) -> Any:
     try:
         return Qwen2VLImageProcessorPil.from_dict({**settings, "image_processor_type": PROCESSOR_TYPES[-1]})
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"{directory}: the settings of its image processor are invalid: {error}") from error
+        raise ConfigError(
+            f"cannot process images: the settings of the image processor in {directory} are invalid: {error}; copy the published ones"
+        ) from error
 
 
 def _opened(data: bytes) -> Image:
@@ -200,7 +202,7 @@ def _opened(data: bytes) -> Image:
     try:
         image = PIL.Image.open(io.BytesIO(data), formats=FORMATS)
     except (PIL.UnidentifiedImageError, PIL.Image.DecompressionBombError, OSError, ValueError, SyntaxError) as error:
-        raise DataError(f"the bytes are not an image in one of the formats {', '.join(FORMATS)}") from error
+        raise DataError(f"the bytes are not an image in one of the formats {', '.join(FORMATS)}; convert or replace the image") from error
     if image.width * image.height > MAX_DECODED_PIXELS:
         raise DataError(f"an image has {image.width:,} x {image.height:,} pixels, more than {MAX_DECODED_PIXELS:,}; scale it down")
     return image
@@ -225,7 +227,7 @@ def _decoded(data: bytes) -> Image:
             image = PIL.Image.alpha_composite(PIL.Image.new("RGBA", image.size, "white"), image)
         return image.convert("RGB")
     except _DAMAGE as error:
-        raise DataError(f"the image is damaged: {error}") from error
+        raise DataError(f"the image is damaged: {error}; replace the image") from error
 
 
 def _turn(image: Image) -> Transpose | None:
@@ -239,5 +241,5 @@ def _turn(image: Image) -> Transpose | None:
         orientation: Any = image.getexif().get(_ORIENTATION)
         name = _TURNS.get(orientation)
     except _DAMAGE as error:
-        raise DataError(f"the image is damaged: {error}") from error
+        raise DataError(f"the image is damaged: {error}; replace the image") from error
     return None if name is None else Transpose[name]

@@ -132,8 +132,8 @@ def follow(place: TorchrunPlace) -> None:
     try:
         connection.recv_bytes(_MAX_HELLO_BYTES)
     except (EOFError, OSError) as error:
-        advice = "" if key is None else f"; {KEY_VARIABLE} must be the same on every host"
-        raise TrainerError(f"cannot join the trainer as rank {place.rank}: the driver refused this process{advice}") from error
+        advice = "see its output" if key is None else f"set the same {KEY_VARIABLE} on every host"
+        raise TrainerError(f"cannot join the trainer as rank {place.rank}: the driver refused this process; {advice}") from error
     if place.on_one_host:
         use_loopback_interface()
     serve(connection, RankExecutor(Rank(place.rank, place.size)))

@@ -48,7 +48,7 @@ def test_settings_are_found_where_transformers_5_saves_them(processor, tmp_path)
 
 def test_invalid_settings_are_refused(tmp_path):
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({**tiny_vision.PROCESSOR, "size": {"height": 8, "width": 8}}))
-    with pytest.raises(ConfigError, match=r"the settings of its image processor are invalid: .*shortest_edge"):
+    with pytest.raises(ConfigError, match=r"the settings of the image processor in .* are invalid: .*shortest_edge"):
         ImageProcessor(tmp_path)
 
 

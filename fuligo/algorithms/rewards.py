@@ -154,6 +154,9 @@ def _sequence_by_turn(parts: Sequence[tuple[int, TrainSample, Float64Array]]) ->
 
     Args:
         parts: position, sample and [R] KL penalty of each sample of the episode.
+
+    Raises:
+        TrainerError: a sample has no rewards by turn.
     """
     mask = np.concatenate([sample.loss_mask for _, sample, _ in parts])
     rewards = np.where(mask != 0, -np.concatenate([penalty for *_, penalty in parts]), 0.0)

@@ -215,6 +215,7 @@ def _suggestion(load: Path) -> str:
 
 
 def _release(load: Path) -> WeightsOnly:
+    """Return the weights that a conversion wrote to `load`. Raises CheckpointError if they are missing or damaged."""
     directory = load / RELEASE
     if not _has_weights(directory):
         raise CheckpointError(

@@ -158,7 +158,7 @@ def value_to_hf(given: Path, target: Path, *, model: Path | None = None) -> Path
 
 
 def _classifier(model: Path, source: Path) -> str:
-    """Return the name of the transformers class."""
+    """Return the name of transformers' token classifier for a model. Raises ConfigError if its family has none."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
 

@@ -45,7 +45,7 @@ def hf_to_dist(source: Path, target: Path, world: World) -> None:
 
 
 def _check_target(target: Path) -> None:
-    """Check that `target` contains only leftovers of an earlier conversion."""
+    """Check that `target` contains only leftovers of an earlier conversion. Raises CheckpointError if not."""
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"cannot write to {target}: it is a file; use a directory with --save")
     if (target / RELEASE).exists():
@@ -80,7 +80,10 @@ def _finish(unfinished: Path, final: Path) -> None:
 def _share(
     stored: StoredWeights, weights: Sequence[Weight], headers: Mapping[str, StoredTensor], names: ModelNames, world: World
 ) -> Iterator[Unread]:
-    """Yield this rank's weights; each weight goes to the rank with the least to write so far."""
+    """Yield this rank's weights; each weight goes to the rank with the least to write so far.
+
+    Raises CheckpointError if a tensor has a dtype from which training cannot start.
+    """
     loads = [0] * world.size
     for weight in weights:
         rank = loads.index(min(loads))

@@ -57,7 +57,8 @@ def _units(named_weights: NamedTensors) -> Iterator[Bucket]:
 def send_each(buckets: Iterator[Bucket], send: Callable[[Bucket, bool], None]) -> None:
     """Call `send(bucket, is_last)` for each bucket in order, in a thread, while the next one is gathered; at most two buckets exist.
 
-    The calling thread gathers every bucket even after a send failed, because gathering is a collective of all ranks.
+    The calling thread gathers every bucket even after a send failed, because gathering is a collective of all ranks. The error of the
+    failed send is raised at the end.
     """
     sending: Future[None] | None = None
     error: BaseException | None = None

@@ -123,7 +123,10 @@ def _overlap(chunk: ChunkStorageMetadata, shard: Shard) -> tuple[tuple[slice, ..
 
 
 def _read_metadata(directory: Path) -> Metadata:
-    """Read `.metadata` with an unpickler that can only build metadata: a checkpoint from elsewhere must not run code."""
+    """Read `.metadata` with an unpickler that can only build metadata: a checkpoint from elsewhere must not run code.
+
+    Raises CheckpointError if it is missing or damaged.
+    """
     try:
         with open_plain(directory / ".metadata") as stream:
             metadata = _MetadataUnpickler(stream).load()

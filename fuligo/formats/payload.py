@@ -106,7 +106,10 @@ class SharedCopies:
         self._in_use = self._spare = None
 
     def _turn(self, num_bytes: int, *, is_pinned: bool) -> "_Pages":
-        """Swap the two files: return the spare one, replaced if it has less than `num_bytes`, and keep the other one as the spare."""
+        """Swap the two files: return the spare one, replaced if it has less than `num_bytes`, and keep the other one as the spare.
+
+        Raises WeightSyncError if shared memory is full.
+        """
         pages, self._spare = self._spare, None
         if pages is not None and pages.file.num_bytes < num_bytes:
             pages.close()

@@ -162,7 +162,8 @@ class EngineQuantisation:
 def _published_blocks(config: Any, directory: Path) -> Quantisation:
     """Return the block quantization of a config.json.
 
-    SGLang transposes weights with channel or tensor scales on loading and cannot update them in place.
+    SGLang transposes weights with channel or tensor scales on loading and cannot update them in place. Raises ConfigError for those and
+    for MXFP4.
     """
     expected = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "scale_fmt": "float"}
     values = config if isinstance(config, Mapping) else {}

@@ -58,7 +58,10 @@ def _client(engine: EngineAddress) -> EngineClient:
 
 
 async def _load(tensors: NamedTensors, fields: dict[str, Any], target: WeightTarget, copies: SharedCopies) -> WeightsDigest:
-    """Write the tensors while engines unload their adapters, and compute the digest while they load the new one."""
+    """Write the tensors while engines unload their adapters, and compute the digest while they load the new one.
+
+    Raises EngineError if an engine did not load the adapter, and WeightSyncError if shared memory is full.
+    """
     # An engine outside of this sync may still read the file of an earlier one.
     receivers = frozenset((engine.url, engine.start) for engine in target.engines)
     written = asyncio.ensure_future(asyncio.to_thread(copies.write, tensors, receivers))

@@ -152,6 +152,9 @@ class BroadcastGroup:
 
         Args:
             what: verb phrase for the error message, such as "join the group".
+
+        Raises:
+            EngineError: one of the parts failed or timed out.
         """
         mine: Future[T] = Future()
         mine.set_running_or_notify_cancel()

@@ -112,7 +112,10 @@ class WeightSender:
         return share
 
     def _group_with(self, target: WeightTarget) -> BroadcastGroup:
-        """Return the process group with the target's engines; create a new one if the engines have changed."""
+        """Return the process group with the target's engines; create a new one if the engines have changed.
+
+        Raises EngineError if an engine cannot be reached or does not join.
+        """
         if self._group is not None and self._group.engines != target.engines:
             self.close()
         if self._group is None:

@@ -204,7 +204,7 @@ class WeightSync:
     async def _check_untouched(self, engines: EngineGroup) -> None:
         """Check that the engines have loaded no weights since the last sync, because weights from elsewhere could have the same version.
 
-        The embedded engine counts its weight updates; SGLang does not.
+        The embedded engine counts its weight updates; SGLang does not. Raises WeightSyncError if an engine has loaded other weights.
         """
         known = {url: self._num_loads.pop(url) for url in engines.urls if url in self._num_loads}
         if not known:
@@ -217,7 +217,10 @@ class WeightSync:
                 )
 
     async def _check_received(self, engines: EngineGroup, manifest: WeightManifest) -> None:
-        """Check that every engine reports the version that was sent, and the adapter if only an adapter was sent."""
+        """Check that every engine reports the version that was sent, and the adapter if only an adapter was sent.
+
+        Raises WeightSyncError if an engine does not.
+        """
         version = manifest.version
         for url, info in await engines.model_infos():
             if info.weight_version != version:

@@ -31,7 +31,10 @@ INPUT_SIZE, INPUT_VOCABULARY = 256, 262_144
 
 
 def architecture(config: ConfigJson) -> Architecture:
-    """Return the shapes; without `layer_types` every sixth layer has no window, and the last layer never has one."""
+    """Return the shapes; without `layer_types` every sixth layer has no window, and the last layer never has one.
+
+    Raises ConfigError for bidirectional attention, and if layers without their own keys and values have no earlier layer to read them from.
+    """
     if config.text("use_bidirectional_attention", default="vision") != "vision":
         raise config.contradiction("use_bidirectional_attention is all; only causal models are supported")
     hidden_size, num_layers = config.count("hidden_size"), config.count("num_hidden_layers")

@@ -138,7 +138,7 @@ class ImageProcessor:
             return self._kept.get(digest)
 
     def _size(self, image: Image) -> tuple[int, int]:
-        """Return rows and columns of patches."""
+        """Return the numbers of rows and columns of patches. Raises DataError if the image processor rejects the size."""
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
         processor, side = self._processor, self._processor.patch_size
@@ -231,7 +231,7 @@ def _decoded(data: bytes) -> Image:
 
 
 def _turn(image: Image) -> Transpose | None:
-    """Return the transposition that makes an image upright, from its header; None if it is upright."""
+    """Return the transposition that makes an image upright, from its header; None if it is upright. Raises DataError if it is damaged."""
     from PIL.Image import Transpose
 
     # Pillow turns TIFF itself. EXIF data after a PNG's pixels is ignored, since reading it would decode the image.

@@ -49,7 +49,10 @@ class PromptImages:
         self._image_token_id = int(config_json["image_token_id"])
 
     def place(self, ids: Sequence[int], images: Sequence[Raw]) -> PlacedImages:
-        """Place the images by their sizes, without decoding them, because a rollout draws all its prompts at once; see `decode`."""
+        """Place the images by their sizes, without decoding them, because a rollout draws all its prompts at once; see `decode`.
+
+        Raises DataError if an image is invalid, or the prompt does not have one image token for each image.
+        """
         grids: list[TokenGrid] = []
         for image in images:
             try:

@@ -114,7 +114,10 @@ def _precisions(settings: MegatronTrainerSettings) -> dict[str, Any]:
 
 
 def _require_whole(weights: Sequence[Weight], trained: TrainedParameters) -> None:
-    """Check that each regex matches all or none of the weights that Megatron joins in one matrix, such as queries, keys and values."""
+    """Check that each regex matches all or none of the weights that Megatron joins in one matrix, such as queries, keys and values.
+
+    Raises ConfigError if not.
+    """
     for pattern in (*trained.only, *trained.frozen):
         for weight in weights:
             found = [name for name in weight.checkpoint if re.search(pattern, name)]

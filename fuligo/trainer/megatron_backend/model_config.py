@@ -80,7 +80,10 @@ def gelu_tanh(values: Tensor) -> Tensor:
 
 
 def _shape(flags: Mapping[str, Any], activation: Activation) -> Fields:
-    """Return the fields that all model families use. Dropout is off, because log-probabilities must match the engine's."""
+    """Return the fields that all model families use. Dropout is off, because log-probabilities must match the engine's.
+
+    Raises ConfigError if the model has other norms or activations than the trainer supports.
+    """
     is_gelu = activation is Activation.GELU_TANH
     if flags.get("normalization", "LayerNorm") != "RMSNorm" or not (flags.get("swiglu") or is_gelu):
         raise ConfigError(

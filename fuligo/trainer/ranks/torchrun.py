@@ -172,7 +172,7 @@ def _ask_for_key(place: TorchrunPlace) -> bytes:
 
 
 def _give_key(place: TorchrunPlace) -> bytes:
-    """Create a key, send it to all other ranks, and return it."""
+    """Create a key, send it to all other ranks, and return it. Raises TrainerError if a rank does not connect in time."""
     key = secrets.token_bytes(MIN_KEY_LENGTH)
     listener, address = _listen(place, None)
     place.rendezvous.connect().set(_ADDRESS, address)
@@ -240,7 +240,10 @@ def _listen(place: TorchrunPlace, key: bytes | None) -> tuple[socket.socket, str
 
 
 def _introduced(accepted: socket.socket, key: bytes | None, size: int) -> ConnectedRank:
-    """Verify that the connecting process belongs to the run, and return the rank that it names."""
+    """Verify that the connecting process belongs to the run, and return the rank that it names.
+
+    Raises OSError, EOFError, ValueError, TypeError or KeyError if it does not.
+    """
     accepted.settimeout(HANDSHAKE_TIMEOUT_S)
     if key is None:
         _require_own_process(accepted)

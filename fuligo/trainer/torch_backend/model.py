@@ -183,6 +183,7 @@ class Policy(PackedModel):
 
 
 def output_head(model: PreTrainedModel) -> OutputHead:
+    """Return the output layer of a model. Raises TrainerError if it has no linear output layer."""
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise TrainerError(

@@ -12,7 +12,7 @@ from fuligo.formats.hf_tensors import HuggingFaceTensors
 from fuligo.formats.hugging_face import MXFP4, MXFP4_BLOCKS, MXFP4_SCALES, quantisation_method
 
 _CHUNK_BLOCKS = 2**20
-"""Number of blocks of 32 weights converted at a time; the temporary tensors of one take 0.3 GiB."""
+"""Number of blocks of 32 weights converted at a time; the temporary tensors take 0.3 GiB."""
 
 
 class DequantisedTensors(HuggingFaceTensors):

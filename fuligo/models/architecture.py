@@ -200,7 +200,7 @@ class Numerics:
     rotary_share: float = 1.0
     """Rotated fraction of a head if config.json has no partial_rotary_factor."""
     rotary_interleaved: bool = False
-    """Rotary pairs are adjacent rotated elements of a head; False: one from the first half with one from the second."""
+    """Rotary pairs are adjacent rotated elements of a head; False: an element of the first half and one of the second."""
     rotary_base: float = 10_000
     """Rotary base if config.json has none."""
     window_rotary_base: float | None = None

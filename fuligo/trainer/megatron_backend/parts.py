@@ -46,7 +46,11 @@ class LocalWeight:
     """Rank and size of the data-parallel group, whose ranks hold equal copies."""
 
     def range_shards(self, name: str, flat: Tensor, start: int, end: int) -> Iterator[Shard]:
-        """Yield the elements [start, end) of a flattened tensor of the same layout, given as `flat`, as shards of the tensor `name`."""
+        """Yield shards of the tensor `name`, which has the weight's shape, for elements [start, end) of this rank's flattened part.
+
+        Args:
+            flat: [end - start] values of these elements.
+        """
         for part in self.parts:
             first, last = max(start, part.start), min(end, part.start + part.shard.data.numel())
             if first < last:

@@ -118,7 +118,7 @@ def test_a_rank_takes_no_command_from_a_stranger(store: TCPStore, tmp_path: Path
             following.join(60)
     assert not following.is_alive()
     assert isinstance(failed[0], TrainerError)
-    assert f"{KEY_VARIABLE} must be the same on every host" in str(failed[0])
+    assert f"set the same {KEY_VARIABLE} on every host" in str(failed[0])
     assert not (tmp_path / "ran").exists()
 
 

@@ -246,7 +246,7 @@ def test_experts_of_another_model_are_refused(pool: RankPool, checkpoint_of) -> 
     samples = train_batches.samples(LENGTHS)
     samples[0] = replace(samples[0], routed_experts=np.zeros((12, 4, 3), np.uint8))
     (message,) = pool.run(1, wrong_shape, replay_settings(directory, "one"), train_batches.batch(samples))
-    assert "sample 0: routed_experts has the shape [12, 4, 3]; this model needs [12, 3, 3]" in message
+    assert "sample 0: routed_experts has the shape [12, 4, 3]; it must be [at most 12 tokens, 3 layers, 3 experts per token]" in message
 
 
 def test_padding_and_a_repetition_are_sent_nowhere(checkpoint_of) -> None:

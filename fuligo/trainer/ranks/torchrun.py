@@ -124,10 +124,13 @@ def follow(place: TorchrunPlace) -> None:
 
     Raises:
         ConfigError: the ranks have no common key.
-        TrainerError: the process at the driver's address refused this rank.
+        TrainerError: the driver cannot be reached, belongs to another user, or refused this rank.
     """
     key = place.read_key()
-    connection = _connect(place, key)
+    try:
+        connection = _connect(place, key)
+    except OSError as error:
+        raise TrainerError(f"cannot join the trainer as rank {place.rank}: {error}; see the output of rank 0") from error
     connection.send_bytes(json.dumps({"rank": place.rank, "host": socket.gethostname()}).encode())
     try:
         connection.recv_bytes(_MAX_HELLO_BYTES)

@@ -122,6 +122,13 @@ def test_a_rank_takes_no_command_from_a_stranger(store: TCPStore, tmp_path: Path
     assert not (tmp_path / "ran").exists()
 
 
+def test_a_rank_that_cannot_reach_the_driver_says_so(store: TCPStore) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        store.set(torchrun._ADDRESS, str(closed.getsockname()[1]))
+    with pytest.raises(TrainerError, match=r"cannot join the trainer as rank 1: .*refused; see the output of rank 0"):
+        follow(place(store, 1, 2, on_one_host=False))
+
+
 async def test_a_rank_that_does_not_connect_in_time_is_named(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torchrun, "CONNECT_TIMEOUT_S", 0.1)
     with pytest.raises(TrainerError, match=r"trainer ranks 1 \(started by torchrun\) did not connect within 0.1 s"):

@@ -87,7 +87,7 @@ def custom_entries(config: Config) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"cannot read {option}: {error.strerror}; use a file that exists and can be read") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{option}: not a YAML file: {error}") from error
+        raise ConfigError(f"{option}: it is not valid YAML: {error}") from error
     if not isinstance(entries, dict) or not all(isinstance(name, str) and name.isidentifier() for name in entries):
         raise ConfigError(f"{option}: it must map names to values, such as `penalty: 0.1`")
     if private := [name for name in entries if name.startswith("_")]:

@@ -21,7 +21,7 @@ ADDED = ("env", "engine_env")
 
 
 UNSET = object()
-"""Value that returns a flag to its default: `none` on the command line, None from Python."""
+"""Value that resets a flag to its default: `none` on the command line, None from Python."""
 ALTERNATIVES = (
     ("num_rollout", "num_epoch"),
     ("global_batch_size", "num_steps_per_rollout"),

@@ -40,9 +40,9 @@ class TrainerCapabilities:
     needs_gpus: bool
     """The trainer is made for GPUs; on a CPU it runs only for tests, with --device cpu."""
     packages: tuple[str, ...]
-    """Packages besides fuligo's own."""
+    """Packages that the trainer imports, besides those that fuligo installs."""
     gpu_packages: tuple[str, ...]
-    """Additional packages if it runs on GPUs."""
+    """Further packages that it imports on GPUs."""
     memory_flags: tuple[str, ...]
     """Flags that change the GPU memory of the trainer."""
     saved_bytes: SavedBytes

@@ -3,7 +3,7 @@
 Syntax: `--name value` or `--name=value`; a bare `--name` or `--no-name` for true and false; several values for a list; JSON where the
 flag takes an object. `--env NAME` takes a variable from this environment.
 A value may begin with one dash (`--rollout-top-k -1`); write one that begins with two after `=`.
-`none` returns a flag to its default, and `--name=[...]` is a list as JSON.
+`none` resets a flag to its default, and `--name=[...]` is a list as JSON.
 """
 
 import json
@@ -174,7 +174,7 @@ def flag_of_option(option: str) -> Flag:
 
 
 def _instead(name: str) -> str:
-    """Suggest what to use instead of an unknown flag; empty without a guess."""
+    """Return the suggestion to append to the error for an unknown flag; empty if there is none."""
     suggestion = elsewhere(name) or suggest_options(name)
     reserved = [(group, schema(group).canonical(name)) for group in BACKENDS]
     texts = [

@@ -141,7 +141,7 @@ class Config(Placement):
 
     @property
     def sample_timeout_s(self) -> float:
-        """Deadline of one sample's generation."""
+        """Timeout of one sample's generation, in seconds: of an episode with --environment, else --rollout-timeout-s."""
         flags = self.rollout
         return flags.rollout_timeout_s if flags.environment is None else flags.episode_timeout_s or flags.rollout_timeout_s
 
@@ -230,7 +230,7 @@ class Config(Placement):
 
     @property
     def initial_weights_path(self) -> str | None:
-        """Path of the initial weights and of the reference: a Hugging Face directory, a distributed checkpoint, or a directory of such."""
+        """Initial weights and reference: path of a Hugging Face directory, a distributed checkpoint, or a directory of checkpoints."""
         return self.checkpoint.ref_load or self.model.hf_checkpoint
 
     @property

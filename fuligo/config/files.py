@@ -66,7 +66,7 @@ def read_yaml(path: Path) -> Given:
     try:
         root = compose(read_yaml_text(path))
     except (OSError, ValueError) as error:
-        return Given(problems=[f"--config {path}: cannot read the file ({getattr(error, 'strerror', None) or error})"])
+        return Given(problems=[f"cannot read --config {path}: {getattr(error, 'strerror', None) or error}"])
     except yaml.YAMLError as error:
         return Given(problems=[f"--config {path} is not valid YAML: {yaml_problem(error)}"])
     if root is None:
@@ -175,7 +175,7 @@ class _Reader:
             return None
 
     def _entries(self, node: yaml.MappingNode) -> Iterator[tuple[str, yaml.Node, str]]:
-        """Yield key, value node and place of each entry; report a repeated key (YAML defines no order to decide by)."""
+        """Yield key, value node and place of each entry; report a repeated key, since YAML does not define which value counts."""
         seen: dict[str, int] = {}
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1

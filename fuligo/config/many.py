@@ -112,9 +112,9 @@ def _same_outputs(configs: Mapping[str, Config], started: datetime) -> Iterator[
             if also is None or (option == also == "--save" and config.checkpoint.save is compared.checkpoint.save is None):
                 continue  # the default --save is below --run-dir, which is reported instead
             of_other = "" if also == option else f" ({also} of {other})"
-            yield f"{one} and {other} would both write to {option} {written}{of_other}; give each its own"
+            yield f"{one} and {other} would both write to {option} {written}{of_other}; give each run its own path"
         if (hub := config.checkpoint.push_to_hub) is not None and hub == compared.checkpoint.push_to_hub:
-            yield f"{one} and {other} would both write to --push-to-hub {hub}; give each its own"
+            yield f"{one} and {other} would both write to --push-to-hub {hub}; give each run its own repository"
 
 
 def _paths_written(config: Config, started: datetime) -> dict[str, str]:

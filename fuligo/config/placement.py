@@ -50,7 +50,7 @@ class Placement(TypedFlags):
     def given_options(self, names: Iterable[str], passed_on: Iterable[str] = ()) -> list[str]:
         """Return the options of the flags among `names` that differ from their default, and of all arguments of the groups `passed_on`.
 
-        A config knows values, not who gave them: a flag counts as given where its value is not its default.
+        A config does not record where its values come from, so a flag counts as given if its value is not the default.
         """
         typed = [flags()[name].option for name, group, default in _defaults(tuple(names)) if getattr(getattr(self, group), name) != default]
         return [*typed, *(option_name(PREFIXES.get(group, "") + name) for group in passed_on for name in getattr(self, group))]

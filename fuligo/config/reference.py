@@ -20,7 +20,7 @@ Give a flag on the command line (`--rollout-batch-size 32`) or in a YAML file (`
 
 The command line overrides the file, also where the two set the same thing by different flags (`--num-rollout` over `num_epoch`). If a
 flag of the file has no effect because of the command line, it is left out with a warning (`kl_loss_coef` with `--no-use-kl-loss`); any
-other flag without an effect is an error. `none` returns a flag to its default. Switches are `--name`, `--name true`, `--name false` or
+other flag without an effect is an error. `none` resets a flag to its default. Switches are `--name`, `--name true`, `--name false` or
 `--no-name`. Lists take several values. Write a value that begins with two dashes as `--name=--value`. Every run writes all final values to
 `config.yaml` in its run directory, with `${NAME}` for secrets ([SECURITY.md](../SECURITY.md#secrets-and-files)). The column "from" names
 the project whose name and meaning a flag keeps; empty for fuligo's own.

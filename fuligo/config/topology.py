@@ -101,7 +101,7 @@ def policy_groups(config: Config) -> list[EngineGroupSpec]:
 
 
 def policy_tp_size(config: Config) -> int:
-    """Return the tensor-parallel GPUs of the largest engine that serves the policy, or did when recorded rollouts were sampled."""
+    """Return the largest tensor-parallel size of the policy's engines; --rollout-num-gpus-per-engine if the run starts no engine."""
     if config.engine_capabilities.beside_trainer:
         return 1
     return max((group.tp_size for group in policy_groups(config)), default=config.resolved_rollout_num_gpus_per_engine)

@@ -34,7 +34,7 @@ def read_topology(file: Path) -> Topology:
     try:
         text = read_yaml_text(file)
     except (OSError, ValueError) as error:
-        return Topology(problems=[f"--sglang-config {file}: cannot read the file ({getattr(error, 'strerror', None) or error})"])
+        return Topology(problems=[f"cannot read --sglang-config {file}: {getattr(error, 'strerror', None) or error}"])
     return topology_from_text(text, file)
 
 

@@ -23,13 +23,13 @@ def read_layers(text: str) -> list[int]:
     Raises ValueError if the text is not such a pattern, or describes more than 10,000 layers.
     """
     if len(text) > _MAX_TEXT:
-        raise ValueError("too long")
+        raise ValueError(f"the pattern has more than {_MAX_TEXT:,} characters")
     try:
         layers = _value(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(str(error)) from None
     if not isinstance(layers, list):
-        raise ValueError("a number, not a list")
+        raise ValueError("the pattern is a number, not a list of integers")
     return layers
 
 

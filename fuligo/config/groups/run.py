@@ -126,7 +126,7 @@ class EngineFlags(FlagGroup):
 
     @property
     def interpreter(self) -> str:
-        """Return the Python interpreter of SGLang and its router; `make install-gpu` gives them an environment next to fuligo's."""
+        """Python interpreter of SGLang and its router; `make install-gpu` gives them an environment next to fuligo's."""
         beside = Path(sys.prefix).parent / ".venv-sglang" / "bin" / "python"
         if self.engine_python is None and find_spec("sglang") is None and beside.is_file():
             return str(beside)

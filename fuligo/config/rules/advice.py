@@ -156,7 +156,7 @@ def intervals_longer_than_the_run(config: Config) -> Violation | None:
         return None
     shown = {name: f"--{name.replace('_', '-')}" for name in late}
     given = " and ".join(f"{shown[name]} {every}" for name, every in late.items())
-    text = f"{given}: the run ends before that, after --num-rollout {rollouts}"
+    text = f"{given}: longer than the run, which ends after --num-rollout {rollouts}"
     return Violation(text, tuple(unset_flag(name) for name in late), "or raise --num-rollout", flags=tuple(shown.values()))
 
 

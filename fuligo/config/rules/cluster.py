@@ -191,7 +191,7 @@ def engines_ask_for_keys(config: Config) -> Violation | None:
     """Reject settings with which SGLang does not check the API key, or cannot start because its warm-up sends none."""
     for group in engine_groups(config):
         if group.arguments.value("tokenizer_worker_num") > 1:
-            text = "--sglang-tokenizer-worker-num above 1: SGLang then does not check the API key, so anyone could change its weights"
+            text = "--sglang-tokenizer-worker-num above 1: SGLang then checks no API key, so anyone could change the engine's weights"
             return Violation(text, (Change(("sglang", "tokenizer_worker_num"), 1),), flags=("--sglang-tokenizer-worker-num",))
         if group.arguments.get("skip_server_warmup") is False:
             text = "--sglang-skip-server-warmup is false: SGLang's warm-up calls the engine without the API key that the run sets"

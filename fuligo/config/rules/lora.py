@@ -91,7 +91,8 @@ def dropout_only_without_ratios(config: Config) -> Violation | None:
     """Reject dropout in RL: the trainer's log-probabilities would differ from the engine's at random, and ratios compare the two."""
     if not config.lora.lora_dropout or config.is_sft:
         return None
-    text = f"--lora-dropout {config.lora.lora_dropout}: log-probabilities would not repeat, and RL compares them with the engine's"
+    given = f"--lora-dropout {config.lora.lora_dropout}"
+    text = f"{given}: the trainer's log-probabilities would be random, but RL compares them to the engine's"
     return Violation(text, (unset_flag("lora_dropout"),), "dropout is for --loss-type sft_loss")
 
 

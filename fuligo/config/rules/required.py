@@ -109,9 +109,15 @@ def lacking_column(rm_type: str, *, label_key: str | None, metadata_key: str | N
     if not columns or any(given[column] for column in columns):
         return None
     if columns == ("metadata_key",):
-        return f"--rm-type {rm_type} reads the metadata of a prompt", "name the column of the metadata with --metadata-key"
+        return (
+            f"--rm-type {rm_type} reads the metadata of a prompt, but no column is given",
+            "name the column of the metadata with --metadata-key",
+        )
     more = " (or a metadata column with `correct_letter` with --metadata-key)" if "metadata_key" in columns else ""
-    return f"--rm-type {rm_type} compares responses with a label", f"name the column of the label with --label-key{more}"
+    return (
+        f"--rm-type {rm_type} compares responses with a label, but no column is given",
+        f"name the column of the label with --label-key{more}",
+    )
 
 
 @rule("CFG-REWARD-LABEL", "--rm-type", "--label-key", "--metadata-key")
@@ -164,7 +170,7 @@ def micro_batches_have_a_limit(config: Config) -> Violation | None:
         return None
     tokens = -(-(config.max_sample_tokens or _TOKENS) // config.parallel.context_parallel_size)
     return Violation(
-        "--use-dynamic-batch-size packs up to a limit of tokens per rank, --max-tokens-per-gpu, also on CPUs",
+        "--use-dynamic-batch-size needs --max-tokens-per-gpu, the limit of tokens per rank, on CPUs too",
         (set_flag("max_tokens_per_gpu", tokens),),
     )
 

@@ -19,8 +19,8 @@ def engine_logprobs_with_trainer_routing(config: Config) -> Violation | None:
     if not (_records(config) and config.algorithm.use_rollout_logprobs):
         return None
     return Violation(
-        "--use-routing-replay repeats the routing of the pass that computed the old log-probabilities; with --use-rollout-logprobs that "
-        "was the engine's",
+        "--use-routing-replay repeats the routing of the pass that computed the old log-probabilities, but with --use-rollout-logprobs "
+        "they come from the engine",
         (set_flag("use_rollout_routing_replay", True), unset_flag("use_routing_replay")),
     )
 

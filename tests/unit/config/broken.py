@@ -67,7 +67,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
     "CFG-LORA-PROVIDER": [({**LORA, **MEGATRON, "custom_model_provider_path": "my.model"}, "a LoRA adapter fits fuligo's own layers")],
     "CFG-LORA-SHAPE": [({"lora_adapter": "a", "lora_rank": 8, "lr": 1e-5}, "--lora-rank with --lora-adapter a")],
     "CFG-LORA-PARAMS": [({**LORA, "freeze_params_name_list": ["mlp"]}, "--freeze-params-name-list chooses among")],
-    "CFG-LORA-DROPOUT": [({**LORA, "lora_dropout": 0.1}, "--lora-dropout 0.1: log-probabilities would not repeat")],
+    "CFG-LORA-DROPOUT": [({**LORA, "lora_dropout": 0.1}, "--lora-dropout 0.1: the trainer's log-probabilities would be random")],
     "CFG-LORA-BASE": [({**LORA, **MEGATRON, "lora_base_precision": "nf4"}, "--lora-base-precision nf4 with the Megatron trainer")],
     "CFG-LORA-EXPERTS": [
         ({**LORA, "lora_experts": True, "loss_type": "sft_loss", "lora_dropout": 0.1}, "--lora-dropout 0.1: PEFT defines no dropout"),
@@ -199,7 +199,10 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
         ({"label_key": None}, "--label-key"),
         ({"label_key": None, "rm_type": "boxed_math"}, "--label-key"),
         ({"label_key": None, "rm_type": "gpqa"}, "or a metadata column with `correct_letter` with --metadata-key"),
-        ({"rm_type": "ifbench"}, "--rm-type ifbench reads the metadata of a prompt; name the column of the metadata with --metadata-key"),
+        (
+            {"rm_type": "ifbench"},
+            "--rm-type ifbench reads the metadata of a prompt, but no column is given; name the column of the metadata with --metadata-key",
+        ),
     ],
     "CFG-REWARD-URL": [
         ({"rm_type": "remote_rm"}, "--rm-url"),
@@ -225,7 +228,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
     "CFG-REPLAY-OLD-POLICY": [
         (
             {**SGLANG, "use_routing_replay": True, "use_rollout_logprobs": True, "num_steps_per_rollout": 2},
-            "with --use-rollout-logprobs that was the engine's",
+            "but with --use-rollout-logprobs they come from the engine",
         )
     ],
     "CFG-REPLAY-ONE-STEP": [({**SGLANG, "use_routing_replay": True}, "one optimizer step per rollout has no effect")],
@@ -381,7 +384,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
         )
     ],
     "CFG-ENGINE-KEYS": [
-        ({**SGLANG, "sglang_tokenizer_worker_num": 2}, "SGLang then does not check the API key"),
+        ({**SGLANG, "sglang_tokenizer_worker_num": 2}, "SGLang then checks no API key"),
         ({**SGLANG, "sglang": {"skip_server_warmup": False}}, "without the API key that the run sets"),
     ],
     "CFG-DP-ATTENTION": [
@@ -476,8 +479,8 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
     ],
     "CFG-CRITIC-ONLY": [({**PPO, "num_critic_only_steps": 10}, "leaves none of the run's 10 rollouts")],
     "CFG-INTERVAL": [
-        ({"update_weights_interval": 11}, "--update-weights-interval 11: the run ends before that, after --num-rollout 10"),
-        ({"use_kl_loss": True, "ref_update_interval": 20}, "--ref-update-interval 20: the run ends before that"),
+        ({"update_weights_interval": 11}, "--update-weights-interval 11: longer than the run, which ends after --num-rollout 10"),
+        ({"use_kl_loss": True, "ref_update_interval": 20}, "--ref-update-interval 20: longer than the run"),
     ],
     "CFG-RESTART-FROM-0": [({"max_restarts": 2}, "--max-restarts 2 without --save-interval: a restart repeats all rollouts")],
     "CFG-COLOCATE-IDLE": [({**SHARED, "rollout_num_gpus": 2}, "2 of the trainer's 4 GPUs idle")],

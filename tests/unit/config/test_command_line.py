@@ -184,7 +184,7 @@ def test_any_value_of_any_flag_is_taken_or_refused_by_name(flag, text: str) -> N
         parse([f"{flag.option}={text}"])
     except ConfigError as error:
         (problem,) = error.problems
-        assert problem.startswith(flag.option)
+        assert flag.option in problem.partition(":")[0]
 
 
 @pytest.mark.parametrize(

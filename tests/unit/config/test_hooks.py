@@ -262,7 +262,7 @@ def test_entries_of_the_custom_config_are_attributes_of_args(tmp_path: Path) -> 
         ("- 1", "it must map names to values"),
         ("lr: 1", "lr cannot be set there"),
         ("_x: 1", "_x cannot be set: names"),
-        ("a: [", "not a YAML file"),
+        ("a: [", "it is not valid YAML"),
     ],
 )
 def test_a_custom_config_that_is_none_is_refused(tmp_path: Path, text: str, cause: str) -> None:

@@ -77,7 +77,7 @@ def test_a_value_that_does_not_fit_its_tag_is_named_with_its_flag(tmp_path: Path
 
 def test_an_endless_file_is_refused(tmp_path: Path) -> None:
     (problem,) = read_yaml(Path("/dev/zero")).problems
-    assert problem == "--config /dev/zero: cannot read the file (it has more than 1,048,576 characters)"
+    assert problem == "cannot read --config /dev/zero: it has more than 1,048,576 characters"
 
 
 def test_few_aliases_are_expanded() -> None:

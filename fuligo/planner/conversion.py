@@ -92,6 +92,7 @@ def plan_hf_to_dist(arguments: Sequence[str], world_size: int) -> DistPlan:
 
 
 def describe(plan: DistPlan) -> Iterator[str]:
+    """Yield the lines that summarize a plan: warnings, paths, model, layout and size."""
     shape, architecture = plan.shape, plan.architecture
     chosen = " (chosen: no layout was given)" if plan.is_chosen else ""
     num_bytes = _BYTES_PER_PARAMETER * architecture.num_parameters

@@ -49,9 +49,10 @@ def micro_batch_tokens(config: Config, shape: Layout) -> int:
 
 
 def samples_per_tree(config: Config, shape: Layout) -> int:
-    """Return the responses per row that share their prompt: at most what a micro-batch and a replica's part of a step hold; 1 if none do.
+    """Return the number of responses per row that share their prompt; 1 if prompts are not shared.
 
-    Other prefixes, such as the turns of an episode, depend on the samples and are not counted.
+    A micro-batch and a replica's part of an optimizer step limit it. Other prefixes, such as the turns of an episode, depend on the
+    samples and are not counted.
     """
     if not config.shares_prefixes or config.is_sft:
         return 1

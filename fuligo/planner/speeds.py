@@ -3,30 +3,30 @@
 PEAK_MEASURED_ON = 989.4e12
 """FLOP/s in the H200's data sheet, the base of the fractions below."""
 DENSE_ONE_GPU = 491e12 / PEAK_MEASURED_ON
-"""The Megatron trainer on an H200: Qwen3-4B, packed rows of 10.7k tokens (docs/benchmarks-gpu.md, like the following)."""
+"""Efficiency of the Megatron trainer on an H200: Qwen3-4B, packed rows of 10.7k tokens (docs/benchmarks-gpu.md, like the following)."""
 WITH_TP = 405 / 469
 """Throughput per GPU with TP 2 and sequence parallelism, relative to one GPU with the same code; the factors below likewise."""
 WITH_CP = 395 / 469
-"""The same for CP 2."""
+"""Factor of CP 2."""
 WITH_PP = 343 / (9 / 10) / 469
 """Factor of PP 2 with nine micro-batches, without the bubble, a tenth of the step."""
 WITH_EXPERTS = 263 / 469
-"""GLM-4.7-Flash's shape, 64 experts, on one GPU: grouped products of small matrices."""
+"""Factor of an MoE model, which computes grouped products of small matrices: GLM-4.7-Flash's shape, 64 experts, on one GPU."""
 WITH_EP = 195 / 405 / WITH_EXPERTS
 """Factor of TP 2 and EP 2: exchange of tokens within a node. (128 experts with only EP 2: 256 / 272.)"""
 TORCH_TRAINER = 450e12 / PEAK_MEASURED_ON
-"""The torch trainer on an H200 with compiled layers, in the same case as the Megatron trainer."""
+"""Efficiency of the torch trainer on an H200 with compiled layers, in the same case as the Megatron trainer."""
 TORCH_EAGER = 170e12 / PEAK_MEASURED_ON
-"""The torch trainer without compiled layers: Qwen3-0.6B, packed rows of 13.3k tokens."""
+"""Efficiency of the torch trainer without compiled layers: Qwen3-0.6B, packed rows of 13.3k tokens."""
 PREFILL = DENSE_ONE_GPU
 """Efficiency of an engine's prefill, assumed equal to a dense trainer's."""
 
 DECODE_BANDWIDTH = 0.7
 DECODE_LAYER_S = 60e-6
 DECODE_REQUEST_S = 5e-6
-"""A decoding step of SGLang 0.5.15 with a CUDA graph on an H200: bytes read / (this share of the bandwidth), this time for each layer, and
-this time for each request (sampling, log-probabilities, the scheduler). Fitted to Qwen3-4B's shape with 69 to 953 requests, SmolLM2 with
-178 to 1,024, and a 0.6B model with 64 and 256 (docs/benchmarks-gpu.md)."""
+"""Time of a decoding step of SGLang 0.5.15 with a CUDA graph on an H200: bytes read / (DECODE_BANDWIDTH x bandwidth), DECODE_LAYER_S per
+layer, and DECODE_REQUEST_S per request (sampling, log-probabilities, the scheduler). Fitted to Qwen3-4B's shape with 69 to 953 requests,
+SmolLM2 with 178 to 1,024, and a 0.6B model with 64 and 256 (docs/benchmarks-gpu.md)."""
 EAGER_LAYER_S = 1.1e-3
 """Time per layer without a CUDA graph, in SGLang (512 requests: 33-37 ms for 30 and 36 layers) and in the embedded engine (8.5k tokens/s at
 256 requests of a 28-layer model)."""

@@ -88,13 +88,13 @@ def _key_value_elements(attention: GroupedAttention | LatentAttention, shape: La
 
 
 def num_output_norms(layer: Layer, hidden_size: int) -> int:
-    """Return the number of norms besides those before attention and MLP (GLM-4 norms their outputs); each keeps only its input."""
+    """Return the number of norms besides those before attention and MLP (GLM-4 has norms after them, too); each keeps only its input."""
     sizes = [part.num_parameters for part in layer.parts if part.kind is PartKind.NORM]
     return max(0, sum(size // hidden_size for size in sizes if size % hidden_size == 0) - 2)
 
 
 def normed_head_elements(layer: Layer, architecture: Architecture) -> int:
-    """Return the elements of queries and keys per token if they are normed (Qwen3); the norms keep their inputs."""
+    """Return the elements of queries and keys per token if these have norms (Qwen3), which keep their inputs; else 0."""
     attention = architecture.attention_of(layer)
     return attention.normed_elements if isinstance(attention, GroupedAttention) and not layer.is_linear else 0
 

@@ -222,7 +222,7 @@ def is_fp8(spec: EngineGroupSpec, architecture: Architecture) -> bool:
 
 
 def _holder(spec: EngineGroupSpec, architecture: Architecture, settings: ServerSettings) -> Callable[[Iterable[Part]], int]:
-    """Return a function from parts to their bytes on one rank."""
+    """Return a function that maps parts of the model to their bytes on one rank."""
     fp8 = is_fp8(spec, architecture)
     arguments, tp_size, attention_tp = spec.arguments, spec.tp_size, spec.tp_size // spec.dp_size
     redundant = arguments.get("ep_num_redundant_experts") or 0

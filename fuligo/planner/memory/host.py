@@ -18,15 +18,15 @@ from fuligo.planner.subject import Subject
 from fuligo.quantities import amount, count, magnitude
 
 SAMPLE_TOKEN_BYTES = 4 + 1 + 4 + 4 + 4
-"""A token in `types.Sample`: id, mask, engine's log-probability, version; about four letters of text."""
+"""Bytes of a token in `types.Sample`: id, mask, engine's log-probability, version; about four letters of text."""
 TRAIN_TOKEN_BYTES = 4 + 1 + 4 + 4 + 4
-"""A token in `types.TrainSample`: id, mask, engine's log-probability, version, advantage."""
+"""Bytes of a token in `types.TrainSample`: id, mask, engine's log-probability, version, advantage."""
 SCORE_BYTES = 4
-"""One log-probability of trainer, reference or teacher, one value, or one return (fp32)."""
+"""Bytes of one log-probability of trainer, reference or teacher, one value, or one return (fp32)."""
 NEW_TOKEN_BYTES = 4 + 4
 """Part of `TRAIN_TOKEN_BYTES` that does not share the sample's arrays: id and advantage."""
 STANDBY_BYTES = 400_000_000
-"""Memory of a process that has imported torch and the trainer (`trainer/ranks/standby.py`), measured without TransformerEngine."""
+"""Bytes of a process that has imported torch and the trainer (`trainer/ranks/standby.py`), measured without TransformerEngine."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,12 +113,12 @@ def _mtp(subject: Subject, shape: Layout, stages: Iterable[Stage], *, are_indexe
 
 
 CUDA_CONTEXT_BYTES = 700 * MIB
-"""One training process: CUDA's context (617 MiB), cuBLAS's workspace (64 MiB) and loaded kernels (16 MiB), measured with PyTorch
-2.11 and CUDA 13.0 on an H200."""
+"""Bytes of one training process without its tensors: CUDA's context (617 MiB), cuBLAS's workspace (64 MiB) and loaded kernels (16 MiB),
+measured with PyTorch 2.11 and CUDA 13.0 on an H200."""
 COLLECTIVE_BYTES = 484 * MIB
-"""One NCCL communicator that reduces or gathers; measured on two H200s linked by NVLink, multicast off."""
+"""Bytes of one NCCL communicator that reduces or gathers; measured on two H200s linked by NVLink, multicast off."""
 POINT_TO_POINT_BYTES = 384 * MIB
-"""One NCCL communicator that sends, receives or exchanges all to all; added to `COLLECTIVE_BYTES` if it does both."""
+"""Bytes of one NCCL communicator that sends, receives or exchanges all to all; added to `COLLECTIVE_BYTES` if it does both."""
 DEEPEP_BYTES = 2 * GIB
 """Buffers of DeepEP in one process, as reserved by SGLang 0.5.15 (`server_args._handle_gpu_memory_settings`)."""
 FRAGMENTATION = 0.1

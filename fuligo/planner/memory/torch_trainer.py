@@ -18,8 +18,8 @@ from fuligo.quantities import amount, count
 
 BETWEEN_ACTIVATIONS = 0.18
 BETWEEN_GATHERED = 2.6
-"""Memory that PyTorch's allocator holds in addition to tensors, as shares of the activations and of the gathered units, which come and
-go among them. Fitted to four runs on an H200 (tests/unit/planner/test_measured.py)."""
+"""Memory that PyTorch's allocator holds in addition to tensors, as shares of the activations and of the gathered units, which are
+allocated and freed between activations. Fitted to four runs on an H200 (tests/unit/planner/test_measured.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class QuantisedWeights:
 
     @property
     def largest(self) -> int:
-        """Elements of the largest matrix, counting a matrix of all experts of a layer as one; a pass holds one dequantized copy."""
+        """Elements of the largest matrix, counting all experts of a layer as one; a pass holds one dequantized copy of a matrix."""
         return max(size for layer in self.architecture.layers for size in self._sizes(layer))
 
     @property
@@ -83,7 +83,8 @@ def torch_trainer_items(subject: Subject) -> tuple[MemoryItem, ...]:
         items.append(MemoryItem("communication", COLLECTIVE_BYTES, "NCCL buffers of one communicator"))
     items.append(MemoryItem("runtime", CUDA_CONTEXT_BYTES, "CUDA context, kernels, cuBLAS workspace"))
     lost = BETWEEN_ACTIVATIONS * activations.num_bytes + BETWEEN_GATHERED * gathered.num_bytes
-    note = f"{BETWEEN_ACTIVATIONS:.0%} of the activations' {amount(activations.num_bytes)}, and FSDP's buffers among them"
+    shares = (f"{BETWEEN_ACTIVATIONS:.0%} of the activations", f"{BETWEEN_GATHERED:.0%} of the gathered units")
+    note = f"held by PyTorch's allocator in addition to tensors: {' and '.join(shares)}"
     items.append(MemoryItem("fragmentation", round(lost), note))
     return tuple(items)
 

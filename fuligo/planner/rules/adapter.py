@@ -20,19 +20,20 @@ def adapted_layers_exist(subject: Subject) -> Iterator[Violation]:
     adapter = _adapter(subject)
     if adapter is None:
         return
-    targets, layers = adapter.config.target_modules, adapter.layers
+    targets, layers, model = adapter.config.target_modules, adapter.layers, subject.architecture.model_type
     kinds = sorted({layer.rpartition(".")[2] for layer in layers})
     for target in targets:
         if any(is_target(layer, target) for layer in layers):
             continue
         near = nearest(target, kinds)
         others = [*(other for other in targets if other != target), *(near if len(near) == 1 else ())]
-        reason = f"{target}: {subject.architecture.model_type} has no linear layer of this name below its output layer"
         fixes = [set_flag("lora_target_modules", others)] if others else []
-        yield _misfit(
+        yield _violation(
             subject,
             "lora_target_modules",
-            f" {reason}{did_you_mean(near)}; it has {', '.join(kinds)}",
+            f"target module {target}",
+            f"--lora-target-modules {target}",
+            f"names no linear layer of {model} below its output layer, which has {', '.join(kinds)}{did_you_mean(near)}",
             tuple((fix,) for fix in (*fixes, unset_flag("lora_target_modules"))),
         )
 
@@ -43,10 +44,10 @@ def rank_fits_the_layers(subject: Subject) -> Violation | None:
     adapter = _adapter(subject)
     if adapter is None or adapter.config.rank <= adapter.widest:
         return None
-    model = subject.architecture.model_type
-    problem = f"{adapter.config.rank} exceeds the {adapter.widest} inputs or outputs of the widest layer of {model} that can be adapted"
-    prefix = " " if subject.config.lora.lora_adapter is None else "rank "
-    return _misfit(subject, "lora_rank", prefix + problem, ((set_flag("lora_rank", min(_USUAL_RANK, adapter.widest)),),))
+    rank, model = adapter.config.rank, subject.architecture.model_type
+    problem = f"exceeds the {adapter.widest} inputs or outputs of the widest layer of {model} that can be adapted"
+    fix = (set_flag("lora_rank", min(_USUAL_RANK, adapter.widest)),)
+    return _violation(subject, "lora_rank", f"rank {rank}", f"--lora-rank {rank}", problem, (fix,))
 
 
 @rule("PLAN-LORA-EXPERTS", "--lora-experts", "--lora-adapter")
@@ -58,7 +59,8 @@ def adapted_experts_exist(subject: Subject) -> Violation | None:
     if architecture.experts is not None and family_of(architecture).has_plain_experts:
         return None
     reason = f"{architecture.model_type} has no experts" if architecture.experts is None else _not_plain(subject)
-    return _misfit(subject, "lora_experts", f": {reason}", ((unset_flag("lora_experts"),),))
+    fix = (unset_flag("lora_experts"),)
+    return _violation(subject, "lora_experts", "adapter of experts", "--lora-experts", f"cannot be used: {reason}", (fix,))
 
 
 @rule("PLAN-LORA-BASE", "--lora-base-precision")
@@ -82,14 +84,19 @@ def _adapter(subject: Subject) -> AdapterShape | None:
     return None if given is None else AdapterShape(given, subject.architecture)
 
 
-def _misfit(subject: Subject, name: str, reason: str, fixes: tuple[Fix, ...]) -> Violation:
-    """Return the violation of the flag `name`, or of --lora-adapter if given, whose shape no flag can change."""
-    given = subject.config.lora.lora_adapter
-    if given is not None:
-        text = f"--lora-adapter {given}: {reason.removeprefix(':').strip()}"
+def _violation(subject: Subject, name: str, part: str, given: str, problem: str, fixes: tuple[Fix, ...]) -> Violation:
+    """Return the violation of the flag `name`, or of --lora-adapter if it is set, because no flag can change that adapter's shape.
+
+    Args:
+        part: the part of the adapter that does not fit, such as `rank 64`
+        given: the flag that sets this part, with its value
+        problem: why the part does not fit; continues the sentence that `part` or `given` begins
+    """
+    directory = subject.config.lora.lora_adapter
+    if directory is not None:
+        text = f"--lora-adapter {directory}: its {part} {problem}"
         return Violation(text, (), "use the model that the adapter was trained on", flags=("--lora-adapter",))
-    option = f"--{name.replace('_', '-')}"
-    return Violation(f"{option}{reason}", fixes, flags=(option,))
+    return Violation(f"{given} {problem}", fixes, flags=(f"--{name.replace('_', '-')}",))
 
 
 @rule("PLAN-VISION-ADAPTER", "--lora-sync")

@@ -30,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
     from fuligo.models.vision.prompts import prompt_images
 
     prompts = None
-    if config.data.prompt_data is not None and config.model.hf_checkpoint is not None:
+    if config.data.prompt_data and config.model.hf_checkpoint is not None:
         tokenizer = load_tokenizer(config.model.hf_checkpoint, runs_its_code=config.model.trust_remote_code)
         data = PromptDataset.open(config.data.prompt_data, config.data, tokenizer, prompt_images(config))
         prompts = [data[row] for row in range(min(2, len(data)))]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import fuligo
 from fuligo.cli import main
 from fuligo.config import Config
 from fuligo.config.hook_specs import HOOKS
@@ -86,3 +87,11 @@ def test_the_command_names_each_hook(tmp_path: Path, capsys: pytest.CaptureFixtu
         f"failed  --dynamic-sampling-filter-path {file}:keep: --dynamic-sampling-filter-path: keep returned None; return True to keep the "
         "group, False to drop it",
     ]
+
+
+def test_a_checkpoint_needs_no_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "hooks.py"
+    file.write_text("def right(args, sample):\n    return 1.0\n")
+    model = Path(fuligo.__file__).parent / "quickstart" / "assets" / "model"
+    assert main(["check-hooks", "--custom-rm-path", f"{file}:right", "--hf-checkpoint", str(model)]) == 0
+    assert capsys.readouterr().out == f"ok      --custom-rm-path {file}:right\n"

@@ -16,7 +16,7 @@ from fuligo.models.hub import HubModel, model_directory
 from fuligo.planner import conversion
 
 _TORCHRUN_TIMEOUT_S = 7200.0
-"""Time until the last process has written its share."""
+"""Seconds that a process waits for the others, until the last one has written its share."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,7 @@ _ERRNOS = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG)
 
 
 def denied(error: OSError, arguments: Sequence[str]) -> str | None:
-    """Describe a permission error: the flag that gave the path, the directory or file that denies access, and the fix; None for other
-    errors.
+    """Describe a permission error with the flag that gave the path, what denies access to it, and the fix; None for other errors.
 
     Args:
         arguments: command line.

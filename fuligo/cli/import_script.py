@@ -65,7 +65,10 @@ def parser() -> argparse.ArgumentParser:
         "--map", action="append", default=[], metavar="PATH=DIR", help="mount DIR at PATH, a path that the script expects; repeatable"
     )
     made.add_argument(
-        "--nvlink", action=argparse.BooleanOptionalAction, default=True, help="reply to a script that asks nvidia-smi for NVLink"
+        "--nvlink",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="tell a script that asks nvidia-smi whether the GPUs have NVLink",
     )
     made.add_argument(
         "--slime", action=argparse.BooleanOptionalAction, default=True, help="fill in slime's defaults and translate its flags"

@@ -86,7 +86,9 @@ def _join(options: argparse.Namespace, logs: Path) -> int:
     from fuligo.cluster.launch import join
 
     if "RAY_AUTH_TOKEN" not in os.environ:
-        raise ConfigError("--join: RAY_AUTH_TOKEN is not set; give it (and RAY_AUTH_MODE=token) the value that the head was started with")
+        raise ConfigError(
+            "cannot join a cluster: RAY_AUTH_TOKEN is not set; set it to the value that the head was started with, and RAY_AUTH_MODE=token"
+        )
     asyncio.run(
         join(options.join, options.host, options.slots, name=options.name, device=options.device, attached=options.attached, logs=logs)
     )

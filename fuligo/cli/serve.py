@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--max-total-tokens", type=_positive, help="capacity of the KV cache in tokens (default: what fits into free memory)"
     )
-    parser.add_argument("--num-threads", type=_positive, help="CPU threads (default: all cores)")
+    parser.add_argument("--num-threads", type=_positive, help="CPU threads (default: one fewer than cores)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code from the directory if its tokenizer needs it")
     parser.add_argument(
         "--batch-invariant",

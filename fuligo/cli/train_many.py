@@ -21,8 +21,8 @@ USAGE = f"""\
 usage: fuligo train-many A.yaml B.yaml ... [{RESUME}] [--flag value ...]
 
 Trains several LoRA adapters at once. Each file is the config of one run, as for `fuligo train --config`, with its own run
-directory, data and reward. All runs share one copy of the base weights in one torch trainer, and one embedded engine. Flags after the files
-apply to all runs. If a run fails, the others continue; the exit code is then 1.
+directory, data and reward. All runs share one copy of the base weights in one torch trainer, and one copy in the engines. Flags after the
+files apply to all runs. If a run fails, the others continue; the exit code is then 1.
 
 {RESUME} continues each run from its own checkpoints, starts those that have none, and skips those that are complete.
 

@@ -15,7 +15,7 @@ from fuligo.types import FloatArray, IntArray, RoutedExperts
 
 _FIRST, _SECOND = itemgetter(0), itemgetter(1)
 MAX_LOGPROB = 1e-3
-"""Largest log-probability in an answer: rounding can put that of a token with probability 1 slightly above 0."""
+"""Largest log-probability that is accepted: rounding can put the one of a token with probability 1 slightly above 0."""
 
 
 class Retryable(Exception):
@@ -48,7 +48,7 @@ class WeightLabel:
         try:
             return cls(int(version), int(engine) if engine else None, adapter or None)
         except ValueError as error:
-            raise Retryable(f"weight_version is {value!r}, which is not a number") from error
+            raise Retryable(f"weight_version is {value!r}; it must be VERSION, VERSION@ENGINE or VERSION@ENGINE#DIGEST") from error
 
 
 def parse_generation(answer: Any) -> Generation:

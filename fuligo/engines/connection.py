@@ -30,11 +30,11 @@ class Deadline(NamedTuple):
 
 
 STEP = Deadline(120.0)
-"""Longer than a step of SGLang, which prefills in chunks."""
+"""Default of `ControlDeadlines.step`: longer than a step of SGLang, which prefills in chunks."""
 WEIGHTS = Deadline(600.0)
-"""Same as the default start timeout of an engine."""
+"""Default of `ControlDeadlines.weights`: the default start timeout of an engine."""
 BUCKET = Deadline(300.0)
-"""Far shorter than the deadline of the trainer's ranks, which wait for the call."""
+"""Default of `ControlDeadlines.bucket`: far shorter than the deadline of the trainer's ranks, which wait for the call."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -72,7 +72,8 @@ SILENCE_S = 40
 """Seconds without an answer to any packet after which the connection to an engine's machine is dropped."""
 CONNECT_TIMEOUT_S = 10.0
 CONNECT_TO_GENERATE_TIMEOUT_S = 60.0
-"""When thousands of requests start at once, the server's accept queue overflows and the kernel reconnects after 1, 2, 4 s."""
+"""Timeout of connecting for `/generate`. When thousands of requests start at once, the server's accept queue overflows, and the kernel
+reconnects after 1, 2, 4 s."""
 _KEY_ADVICE = (
     f"the key is missing or wrong; if this run did not start the engine, set {REQUESTS_VARIABLE} to its key (SGLang: --api-key) and "
     f"{CONTROL_VARIABLE} to its key for control calls (--admin-api-key)"
@@ -97,7 +98,7 @@ class Connection:
             EngineError: the engine refused the request or was given up
         """
         if self._is_given_up:
-            raise EngineError(f"engine {self.url}: {path}: the engine is lost")
+            raise EngineError(f"cannot call {path} of engine {self.url}: the engine is lost")
         session = self._session
         if session is None:
             session = self._session = aiohttp.ClientSession(

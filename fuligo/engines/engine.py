@@ -120,7 +120,7 @@ class InferenceEngine(Protocol):
     async def load_adapter(self, adapter: AdapterPayload, version: int) -> None:
         """Replace the adapter that requests use, drop the old adapter's KV cache, and set the version; the engine must be paused.
 
-        Only for engines with the capability `applies_adapters` that load adapters by name.
+        Only with the capability `names_adapters`.
         """
 
     async def weights_checksum(self) -> WeightsDigest:

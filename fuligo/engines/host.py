@@ -122,7 +122,7 @@ def listening_socket(host: str, port: int = 0) -> socket.socket:
 
 
 FIRST_PORT, LAST_PORT = 20_000, 32_000
-"""Below the range of ports that the kernel uses for outgoing connections (Linux: from 32768)."""
+"""Range of ports to claim: below the ports that the kernel uses for outgoing connections (Linux: from 32768)."""
 
 
 class PortClaims:

@@ -16,7 +16,7 @@ from fuligo.errors import EngineError
 logger = logging.getLogger(__name__)
 
 LONGEST_S = 10.0
-"""Seconds from the start of a rollout that are profiled at most; a trace of minutes is too large to open."""
+"""Seconds after which profiling ends, although the rollout goes on: a trace of minutes is too large to open."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -22,7 +22,7 @@ from fuligo.types import Sample, SampleStatus
 
 logger = logging.getLogger(__name__)
 Key = tuple[int | None, int]
-"""Seed and index of a sample; evaluations number their samples like training."""
+"""Seed and index of a sample. The seed tells samples of an evaluation from samples of training with the same index."""
 
 
 @dataclass(eq=False)
@@ -52,7 +52,7 @@ class AgentGenerate:
     _: KW_ONLY
     timeout_s: float
     continues: bool
-    """Interrupted samples may be continued; otherwise their agents are canceled."""
+    """True if interrupted samples may be continued; otherwise their agents are canceled."""
     _running: set[Episode] = field(default_factory=set, init=False)
     _suspended: dict[Key, Episode] = field(default_factory=dict, init=False)
     _cancelled: set[asyncio.Task[Any]] = field(default_factory=set, init=False)

@@ -77,7 +77,9 @@ def load_rollout(template: str, step: int, *, vocab_size: int | None = None) -> 
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise DataError(f"--load-debug-rollout-data: cannot read {path} for rollout {step}: {error.strerror}") from error
+        raise DataError(
+            f"cannot read --load-debug-rollout-data {path} for rollout {step}: {error.strerror}; use files of --save-debug-rollout-data"
+        ) from error
     table, meta = _read(data, str(path))
     if "step" not in meta:
         raise DataError(f"--load-debug-rollout-data: {path} holds groups, not a rollout; use a file of --save-debug-rollout-data")
@@ -179,7 +181,10 @@ def _read(data: bytes, name: str) -> tuple[pa.Table, dict[str, Any]]:
     except (pa.ArrowException, KeyError, ValueError) as error:
         raise DataError(f"cannot read {name}: it is not a rollout file written by fuligo ({type(error).__name__}: {error})") from error
     if meta["format"] != FORMAT:
-        raise DataError(f"{name} has format {meta['format']}; this version of fuligo reads format {FORMAT}")
+        raise DataError(
+            f"cannot read {name}: it has format {meta['format']}, but this version of fuligo reads format {FORMAT}; use the version that "
+            "wrote it"
+        )
     return table, meta
 
 

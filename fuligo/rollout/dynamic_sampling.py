@@ -12,7 +12,7 @@ from dataclasses import KW_ONLY, dataclass
 from fuligo.errors import RolloutError
 
 HOPELESS_ROLLOUTS = 10
-"""Sampling gives up if it kept no group and dropped the groups of this many rollouts; otherwise `--max-sampling-waves` limits it."""
+"""Number of rollouts whose groups are all dropped before sampling gives up. If a group was kept, `--max-sampling-waves` is the limit."""
 HOPELESS_GROUPS = 64
 """Smallest number of dropped groups at which `HOPELESS_ROLLOUTS` applies."""
 

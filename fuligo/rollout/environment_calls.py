@@ -9,7 +9,7 @@ from fuligo.environments.isolation.messages import FailureError
 
 T = TypeVar("T")
 _END_S = 2.0
-"""Seconds that a canceled task has to end."""
+"""Seconds to wait until a canceled task has ended."""
 
 
 class EpisodeError(Exception):

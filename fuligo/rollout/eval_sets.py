@@ -134,7 +134,7 @@ def _read(path: Path) -> list[EvalSetSpec]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read --eval-config {path}: {getattr(error, 'strerror', None) or error}") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"--eval-config {path}: not a YAML file: {yaml_problem(error)}") from error
+        raise ConfigError(f"cannot read --eval-config {path}: it is not valid YAML: {yaml_problem(error)}") from error
     section = content.get("eval") if isinstance(content, dict) else None
     if not isinstance(section, dict) or not isinstance(section.get("datasets"), list) or section.keys() - {"defaults", "datasets"}:
         raise ConfigError(f"--eval-config {path}: the file must hold `eval:` with a list `datasets:`, optionally `defaults:`, nothing else")

@@ -100,7 +100,7 @@ class Evaluator:
     async def evaluate(self, rollout_id: int = 0) -> Evaluation:
         """Sample and judge every set.
 
-        `rollout_id`: unused; an evaluation is the same after every rollout. Raises RolloutError if every sample of a set failed.
+        `rollout_id`: unused, since prompts and seeds are always the same. Raises RolloutError if every sample of a set failed.
         """
         turns = Turns(self._concurrency)
         if self._aligned:

@@ -21,7 +21,7 @@ from fuligo.models.vision.resized import ResizedImages
 from fuligo.types import IntArray, PromptImage, Sample, SampleStatus, Span
 
 MAX_TOKENS_DECODED_INLINE = 1024
-"""Decoding this many tokens is quicker than a thread hand-over; longer responses would block the event loop."""
+"""Longest response, in tokens, that is decoded on the event loop: a thread would take longer. More tokens would block the loop."""
 STATUS_BY_FINISH_REASON: dict[FinishReason, SampleStatus] = {
     "stop": SampleStatus.COMPLETED,
     "length": SampleStatus.TRUNCATED,

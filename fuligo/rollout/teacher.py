@@ -1,4 +1,4 @@
-"""Log-probabilities of a teacher that an engine serves (--use-opd), requested while the reward judges."""
+"""Log-probabilities of a teacher that an engine serves (--use-opd), requested while rewards are computed."""
 
 import asyncio
 import itertools

@@ -108,7 +108,10 @@ def attend(
         if kwargs.get(name) is not None:
             raise EngineError(f"{type(module).__name__} uses {meaning} ({name}), which the embedded engine does not support")
     if attention_plan is None:
-        raise EngineError(f"the embedded engine cannot serve {type(module).__name__}: the model does not pass its keyword arguments to it")
+        raise EngineError(
+            f"the embedded engine cannot serve {type(module).__name__}: the model does not pass the keyword arguments of its forward on to "
+            "its attention; use --rollout-backend sglang"
+        )
     layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -44,7 +44,7 @@ class RemoteReward:
                 FailureReason.TIMEOUT,
                 f"{self._url} gave no reward within {self._timeout_s:g} s (--rm-timeout-s); last problem: {last_problem}",
             ) from None
-        raise RewardFailure(FailureReason.REMOTE, f"{self._url}: {last_problem}")
+        raise RewardFailure(FailureReason.REMOTE, f"{self._url} gave no reward: {last_problem}")
 
     async def close(self) -> None:
         if self._session is not None:

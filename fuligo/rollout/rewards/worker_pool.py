@@ -13,7 +13,7 @@ from fuligo.rollout.rewards.failure import FailureReason, NoVerdictError, Reward
 
 _SCRIPT = Path(__file__).with_name("worker.py")
 _START_TIMEOUT_S = 120.0
-"""Importing sympy takes about a second, and much longer on a loaded machine."""
+"""Seconds in which a worker must be ready. Importing sympy takes about a second, and much longer on a loaded machine."""
 _GRACE_S = 5.0
 """Extra seconds that the parent waits. The worker's alarm normally ends the worker at the deadline, but may be late on a loaded machine."""
 

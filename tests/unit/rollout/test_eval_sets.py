@@ -65,7 +65,7 @@ def test_an_entry_overrides_the_defaults_and_they_override_the_flags(tmp_path: P
         ("eval: {datasets: [], more: 1}", r"the file must hold `eval:`"),
         ("[1, 2]", r"the file must hold `eval:`"),
         ("eval: {datasets: [a]}", r"must be a mapping"),
-        ("eval: {datasets: [", r"not a YAML file"),
+        ("eval: {datasets: [", r"is not valid YAML"),
         ("eval: {datasets: [{name: a, path: p, rm_type: deepscalar}]}", r"dataset a: --rm-type deepscalar.*did you mean deepscaler"),
         ("eval: {datasets: [{name: a, path: p, rm_type: dapo}]}", r"dataset a: --rm-type dapo returns a dict"),
         ("eval: {datasets: [{name: a, path: p, rm_type: remote_rm}]}", r"dataset a: --rm-type remote_rm needs --rm-url"),
@@ -81,7 +81,8 @@ def test_a_reward_that_compares_needs_a_label(tmp_path: Path):
     with pytest.raises(ConfigError) as caught:
         eval_set_specs(config(tmp_path, yaml))
     assert caught.value.problems == (
-        "evaluation dataset a: --rm-type math compares responses with a label; name the column of the label with --label-key",
+        "evaluation dataset a: --rm-type math compares responses with a label, but no column is given; name the column of the label with "
+        "--label-key",
     )
 
 

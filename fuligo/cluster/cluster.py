@@ -22,7 +22,7 @@ from fuligo.trainer.ranks.settings import TrainerSettings
 from fuligo.trainer.ranks.trainer import RankedTrainer
 
 SILENCE_S = 30.0
-"""Seconds that the agent of a node has to answer before ranks start on it."""
+"""Seconds in which the agent of a node must answer before ranks start on it."""
 
 
 @dataclass(slots=True, frozen=True)

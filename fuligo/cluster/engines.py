@@ -16,9 +16,9 @@ from fuligo.errors import EngineError
 
 POLL_S = 0.2
 STOP_TIMEOUT_S = 40.0
-"""Seconds; longer than a node's own deadline for stopping an engine."""
+"""Seconds to wait until a node has stopped its engines; longer than the node's own deadline."""
 LOG_TIMEOUT_S = 10.0
-"""Seconds for a node to send the end of a log."""
+"""Seconds to wait for the end of a log from a node."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -57,7 +57,7 @@ def read_hostfile(path: Path, *, default_slots: int) -> list[Host]:
             raise ConfigError(f"--hostfile {path}, line {number}: {entry!r} is not `address` or `address slots=8`")
         require_host_name(match["address"], f"--hostfile {path}, line {number}")
         if match["address"] in (host.address for host in hosts):
-            raise ConfigError(f"--hostfile {path}, line {number}: {match['address']} is listed twice")
+            raise ConfigError(f"--hostfile {path}, line {number}: {match['address']} is listed twice; remove one of the lines")
         hosts.append(Host(match["address"], int(match["slots"] or default_slots)))
     if not hosts:
         raise ConfigError(f"--hostfile {path} lists no host; write one per line, such as `10.0.0.7 slots=8`")

@@ -63,6 +63,7 @@ instead of 65 s."""
 
 
 def start_node(name: str, command: list[str], log_file: Path, environment: Mapping[str, str]) -> ServerProcess:
+    """Start a process of Ray. `environment` overrides fuligo's own settings of Ray, and both override this process's environment."""
     own = {
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # nothing else runs on the run's nodes
         _HEALTH_TIMEOUT: os.environ.get(_HEALTH_TIMEOUT, "5000"),

@@ -29,14 +29,14 @@ def locate(text: str) -> list[Path]:
     if _PATTERN.search(text):
         matches = sorted(glob.glob(text, recursive=True))  # noqa: PTH207  # `text` may be absolute
         if not matches:
-            raise DataError(f"no file matches {text} (looked in {Path.cwd()})")
+            raise DataError(f"no file matches {text} (looked in {Path.cwd()}); correct the pattern")
         return [file for match in matches for file in locate(match)]
     if _HUB_DATASET.fullmatch(text) and not text.endswith(SUFFIXES):
         found = _asked(text)
         if isinstance(found, DataError):
             raise found
         return found
-    raise DataError(f"{path} does not exist (looked in {Path.cwd()})")
+    raise DataError(f"{path} does not exist (looked in {Path.cwd()}); correct the path")
 
 
 def _saved(directory: Path) -> list[Path]:

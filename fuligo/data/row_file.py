@@ -53,7 +53,7 @@ def open_rows(path: Path, columns: list[str]) -> RowFile:
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
     if len(rows) == 0:
-        raise DataError(f"{path} is empty: it has no rows")
+        raise DataError(f"{path} has no rows; give a file with at least one")
     return rows
 
 

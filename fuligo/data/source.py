@@ -53,6 +53,7 @@ class PromptOrder:
         self._current: tuple[int, NDArray[np.integer]] | None = None
 
     def next(self) -> int:
+        """Draw the next row; after the last row of an epoch, the next epoch starts."""
         row = int(self._rows()[self.offset]) if self._shuffle or self._drawn != self._sizes else self.offset
         self.offset += 1
         if self.offset == self.num_rows:

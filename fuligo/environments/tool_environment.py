@@ -29,7 +29,7 @@ class RunsTool(Protocol):
     def description(self) -> str: ...
     @property
     def parameters(self) -> Mapping[str, Any]:
-        """Return the JSON schema of the arguments."""
+        """JSON schema of the arguments."""
         ...
 
     async def call(self, arguments: Mapping[str, Any]) -> str:

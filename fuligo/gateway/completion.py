@@ -26,7 +26,7 @@ class Completion:
 
     @property
     def model(self) -> str:
-        """Return the name by which the agent called the model."""
+        """Name by which the agent called the model."""
         return self.request.model or self.served_name
 
     @property

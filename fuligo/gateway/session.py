@@ -24,7 +24,7 @@ from fuligo.gateway.conversation import Conversation, Place, Sampled, Turn
 from fuligo.types import IntArray, Span
 
 MAX_CHARS_RENDERED_INLINE = 20_000
-"""Rendering this much text is quicker than a thread hand-over; more would block the event loop."""
+"""Longest text, in characters, that is rendered on the event loop: this is quicker than a thread hand-over; more would block the loop."""
 Reward = float | dict[str, Any]
 
 

@@ -46,7 +46,7 @@ _SPACED_ASSIGNMENT = re.compile(r"^\s*(\w+)\s*(\+?=)\s*(.*)$")
 
 
 class UnavailableError(ConfigError):
-    """No sandbox can be built on this machine."""
+    """Sandbox that cannot be built on this machine."""
 
     def __init__(self, script: Path, reason: str) -> None:
         super().__init__(f"cannot run {script.name} in a sandbox: {reason}. {_ADVICE}")
@@ -114,7 +114,7 @@ def import_script(
         given: additional variables that the script sees.
         root: folder that the script sees (default: its own).
         maps: path in the sandbox -> folder shown there.
-        has_nvlink: reply of the `nvidia-smi` stand-in.
+        has_nvlink: whether the `nvidia-smi` stand-in reports NVLink.
         trusted: where no sandbox can be built, run with stand-ins and limits only.
         seconds: time limit.
 

@@ -71,7 +71,9 @@ async def play(session: Endpoint, row: Row) -> float:
         del os.environ[variable]
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not episode.ok:
-        raise RuntimeError("; ".join(f"{error.type}: {error.message}" for error in errors) or "the verifiers episode failed without error")
+        raise RuntimeError(
+            "; ".join(f"{error.type}: {error.message}" for error in errors) or "the verifiers episode failed without an error"
+        )
     return float(sum(trace.reward for trace in episode.traces))
 
 

@@ -32,7 +32,7 @@ from fuligo.sandbox.system_calls import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG
 
 MAX_REQUEST_BYTES = 1 << 17
 ENDING_S = 0.5
-"""Seconds that a process has to end by itself after its socket closed."""
+"""Seconds to wait until a process whose socket closed has ended by itself."""
 _LOOK_S = 1.0
 """Seconds between checks that the run is alive."""
 _KILLED = float("inf")

@@ -24,7 +24,7 @@ from fuligo.errors import ConfigError, RolloutError
 
 logger = logging.getLogger(__name__)
 _START_S = 300.0
-"""Seconds to import the environment's module and check its settings."""
+"""Seconds in which the environment's module must be imported and its settings checked."""
 _STATUS_S = 10.0
 _CANCEL_S = 2.0
 """Seconds in which a process must confirm that it canceled a call; a process that is busy computing cannot, and is killed."""

@@ -52,7 +52,7 @@ class PythonSettings(BaseModel):
     disk_mb: int = Field(default=64, ge=1)
     """Size of the private file system in memory [MiB]."""
     output_bytes: int = Field(default=16_384, ge=64)
-    """A program that prints more is stopped."""
+    """Limit on the output of one call [bytes]; a program that prints more is stopped."""
     max_processes: int = Field(default=16, ge=1)
     """Limit on the processes and threads of a program."""
     max_running: int | None = Field(default=None, ge=1)

@@ -55,7 +55,7 @@ class Tail:
 
     @property
     def size_bytes(self) -> int:
-        """Return the current size of the file; 0 without one."""
+        """Current size of the file; 0 if there is no file."""
         try:
             return self.path.stat().st_size
         except OSError:

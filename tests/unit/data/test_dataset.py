@@ -142,7 +142,12 @@ def test_a_bad_row_is_refused_when_the_file_is_opened(
 
 
 def test_a_file_must_exist_hold_rows_and_be_of_a_known_format(tmp_path: Path) -> None:
-    cases = {"missing.jsonl": "does not exist", "empty.jsonl": "is empty", "blank.jsonl": "is empty", "rows.tsv": "unknown format '.tsv'"}
+    cases = {
+        "missing.jsonl": "does not exist",
+        "empty.jsonl": "has no rows",
+        "blank.jsonl": "has no rows",
+        "rows.tsv": "unknown format '.tsv'",
+    }
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "blank.jsonl").write_text("\n\r\n\n")
     (tmp_path / "rows.tsv").write_text("a\tb\n")

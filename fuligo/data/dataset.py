@@ -193,7 +193,7 @@ class Dataset(Generic[Item]):
     def _with_images(self, messages: Messages) -> Messages:
         """Return messages in the form that chat templates of models with images expect.
 
-        Raises DataError if a message has an image where none is allowed.
+        Raises DataError if an assistant message has an image, or a text contains the image token.
         """
         if self._images is None:
             return messages

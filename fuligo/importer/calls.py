@@ -165,7 +165,7 @@ class Call:
 
     @property
     def submission(self) -> str | None:
-        """Record of the `ray job submit` that runs it."""
+        """Number of the `ray job submit` that runs it; None if it does not run under one."""
         return self.environment.get(_OWN_PREFIX + "SUBMISSION")
 
     def __str__(self) -> str:

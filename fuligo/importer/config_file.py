@@ -116,7 +116,7 @@ def _without_idle_flags(config: Config) -> tuple[Config, list[str], set[tuple[st
 
 
 def _without_topology(arguments: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """Split off the values of `--sglang-config`."""
+    """Return the arguments without `--sglang-config`, and the values of its occurrences."""
     rest: list[str] = []
     files: list[str] = []
     pending: Iterator[str] = iter(arguments)

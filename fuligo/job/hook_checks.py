@@ -191,7 +191,7 @@ def _adds_up(option: str, settings: LossSettings) -> None:
     result = objective(whole, settings).loss
     (gradient,) = torch.autograd.grad(result, whole.logprobs)
     if not gradient.isfinite().all() or not result.isfinite():
-        raise HookError(f"{option}: loss or gradient is not finite")
+        raise HookError(f"{option}: the loss {result.item():g} or its gradient is not finite; avoid divisions by zero and logarithms of 0")
     if gradient[whole.loss_mask == 0].any():
         raise HookError(f"{option}: tokens with loss_mask 0 have a gradient; multiply by batch.weights, which is 0 there")
     parts = [_inputs([0, 1]), _inputs([2, 3])]

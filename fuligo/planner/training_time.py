@@ -135,7 +135,7 @@ def pipeline_bubble(subject: Subject, shape: Layout) -> float:
 
 
 def trainer_efficiency(subject: Subject, shape: Layout) -> float:
-    """Return the share of the GPU's dense bf16 peak, without the pipeline bubble."""
+    """Return the share of the GPU's dense bf16 peak that the trainer reaches, without the pipeline bubble."""
     if not subject.is_megatron:
         return speeds.TORCH_TRAINER if compiles_layers(subject) else speeds.TORCH_EAGER
     factor, has_experts = speeds.DENSE_ONE_GPU, subject.architecture.experts is not None

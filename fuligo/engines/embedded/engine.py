@@ -185,7 +185,10 @@ class EmbeddedEngine:
 
     @command
     def flush_cache(self) -> None:
-        """Drop all keys and values. Requests that were paused in place return to the queue and are prefilled again."""
+        """Drop all keys and values. Requests that were paused in place return to the queue and are prefilled again.
+
+        Raises EngineError if requests run and the engine is not paused.
+        """
         if self._scheduler.num_running and not self._paused:
             raise EngineError("cannot flush the cache while requests run; pause the engine first")
         self._scheduler.retract()
@@ -195,6 +198,10 @@ class EmbeddedEngine:
         """Load the bucket of tensors, or the directory, that `load` returns.
 
         Without `flush`, requests that were paused in place keep the keys and values that the old weights computed.
+
+        Raises:
+            EngineError: requests run and the engine is not paused
+            WeightSyncError: the weights are not those of the model, or cannot be read
         """
         if abort_all:
             self._end(self._scheduler.abort(lambda _: True, "aborted by an update of weights"))

@@ -113,7 +113,7 @@ DRIVER_NODE = 0
 
 @dataclass(frozen=True, slots=True)
 class EngineOnHost:
-    """Host memory of the process of one GPU of a server."""
+    """Bytes of host memory of the process of one GPU of a server."""
 
     record: int
     """Record of experts, pinned."""

@@ -85,7 +85,10 @@ Takes the Megatron flags of the model and of a parallel layout, as fuligo train 
 
 
 def hf_to_dist(arguments: Sequence[str]) -> int:
-    """Convert a Hugging Face checkpoint in this process, or in all processes of torchrun; only the first process prints."""
+    """Convert a Hugging Face checkpoint in this process, or in all processes of torchrun; only the first process prints.
+
+    The first process raises errors (FuligoError), the others return their exit code.
+    """
     own, flags = _hf_to_dist_parser().parse_known_args(list(arguments))
     if own.world_size is not None and not own.plan:
         raise ConfigError(

@@ -120,7 +120,10 @@ def _positive(text: str) -> int:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """Bind the socket; done before the model loads, so that a taken port fails at once."""
+    """Bind the socket; done before the model loads, so that a taken port fails at once.
+
+    Raises ConfigError if the address cannot be used.
+    """
     try:
         listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

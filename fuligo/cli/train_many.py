@@ -54,7 +54,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _read(files: Sequence[str], flags: Sequence[str]) -> dict[str, Parsed]:
-    """Read the config files with the flags; return them by file name, or by path if two files have the same name."""
+    """Read the config files with the flags; return them by file name, or by path if two files have the same name.
+
+    Raises ConfigError if a file is given twice, or a config is not valid.
+    """
     if any(flag.partition("=")[0] == CONFIG_OPTION for flag in flags):
         raise ConfigError(f"{CONFIG_OPTION}: fuligo train-many takes config files without an option: fuligo train-many A.yaml B.yaml")
     if twice := [file for file, number in Counter(files).items() if number > 1]:

@@ -169,7 +169,10 @@ def deprecation(backend: Schema, name: str, show: Callable[[str], str]) -> str |
 
 
 def resolved_value(backend: Schema, alias_value: Any, name: str, value: Any) -> Any:
-    """Return the typed value. For a switch that is an alias for one value of an argument, return that value."""
+    """Return the typed value. For a switch that is an alias for one value of an argument, return that value.
+
+    Raises ValueError if the value is not valid.
+    """
     if alias_value is None:
         return checked_value(backend.flags[name], value)
     if value is not True:

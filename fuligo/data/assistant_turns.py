@@ -109,7 +109,10 @@ class AssistantTurns:
         return None
 
     def _rendered_spans(self, whole: str, turns: list[tuple[str, str]]) -> list[tuple[int, int]]:
-        """Return the span of each turn in the whole conversation: the text that depends on its content, and its end token."""
+        """Return the span of each turn in the whole conversation: the text that depends on its content, and its end token.
+
+        Raises DataError if a turn has tool calls.
+        """
         spans: list[tuple[int, int]] = []
         for turn, (_, closed) in zip(self._turns, turns, strict=True):
             if self._messages[turn].get("tool_calls"):
@@ -195,7 +198,10 @@ class AssistantTurns:
         return [(turn[: ends[-1] + 1], True), (tail, False)]
 
     def _check_tokens(self, segments: list[Segment], text: str) -> None:
-        """Check that tokenizing piece by piece keeps the text (a tokenizer that prepends a space to every piece would not)."""
+        """Check that tokenizing piece by piece keeps the text (a tokenizer that prepends a space to every piece would not).
+
+        Raises DataError if the text changes.
+        """
         pieces = list(chain.from_iterable(ids for ids, _ in segments))
         whole = rendered_ids(self._tokenizer, text)
         if pieces != whole and self._tokenizer.decode(pieces) != self._tokenizer.decode(whole):

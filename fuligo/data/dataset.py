@@ -201,7 +201,10 @@ class Dataset(Generic[Item]):
         return with_image_parts(messages)
 
     def _check_images(self, row: int, item: Item) -> None:
-        """Check that the images of one of the first rows can be decoded; in later rows, bad images only fail their samples."""
+        """Check that the images of one of the first rows can be decoded; in later rows, bad images only fail their samples.
+
+        Raises DataError if an image cannot be decoded.
+        """
         if self._images is None:
             return
         try:

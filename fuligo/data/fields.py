@@ -97,7 +97,10 @@ def check_messages(value: Any, key: str, *, has_images: bool = False) -> Message
 
 
 def _text(content: Any, name: str, has_images: bool) -> str:
-    """Join the text parts of a message, because many chat templates silently drop content that is not a string."""
+    """Join the text parts of a message, because many chat templates silently drop content that is not a string.
+
+    Raises DataError if a part is not text. With `has_images`, images become placeholders.
+    """
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [content]

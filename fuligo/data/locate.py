@@ -40,7 +40,10 @@ def locate(text: str) -> list[Path]:
 
 
 def _saved(directory: Path) -> list[Path]:
-    """Return the Arrow files of a folder that `Dataset.save_to_disk` wrote."""
+    """Return the Arrow files of a folder that `Dataset.save_to_disk` wrote.
+
+    Raises DataError if the folder holds several splits, was not written by `datasets`, or is damaged.
+    """
     try:
         if (splits := directory / "dataset_dict.json").is_file():
             names = json.loads(splits.read_text(encoding="utf-8"))["splits"]

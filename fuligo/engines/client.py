@@ -283,7 +283,10 @@ class EngineClient:
     async def _call(
         self, method: str, path: str, body: dict[str, Any] | None = None, *, within: Deadline | None = None, retries: int | None = None
     ) -> Any:
-        """Make a control call. `within` defaults to the deadline for calls that the scheduler handles between two steps."""
+        """Make a control call. `within` defaults to the deadline for calls that the scheduler handles between two steps.
+
+        Raises Overdue if no attempt ended in time, and EngineError if the engine refused the call or all attempts failed.
+        """
         retries = self.retries if retries is None else retries
         within = within or self.deadlines.step
         try:

@@ -73,7 +73,10 @@ class SharedEngineClient(EngineClient):
         self._requests = requests
 
     async def pause(self, mode: PauseMode) -> None:
-        """Hold back the run's new requests. Mode `abort` also aborts requests in flight; the other modes let them finish."""
+        """Hold back the run's new requests. Mode `abort` also aborts requests in flight; the other modes let them finish.
+
+        Raises Overdue if requests do not end in time after their abort.
+        """
         self._requests.may_start.clear()
         if mode != "abort":
             return
@@ -122,7 +125,7 @@ class SharedEngineClient(EngineClient):
         await self._call("POST", "/load_lora_adapter_from_tensors", body, within=within, retries=0)
 
     async def _labels(self) -> list[AdapterLabel]:
-        """Return the labels of the run's adapters in the engine."""
+        """Return the labels of the run's adapters in the engine. Raises EngineError if it cannot tell."""
         loaded = await self._call("GET", "/v1/models")
         try:
             labels = [AdapterLabel.parse(str(model["id"])) for model in loaded["data"]]

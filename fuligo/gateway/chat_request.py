@@ -91,7 +91,10 @@ def parse_chat_request(body: Mapping[str, Any], rollout: SamplingParams, *, repl
 
 
 def _params(body: Mapping[str, Any], rollout: SamplingParams, replaces: bool) -> tuple[SamplingParams, int]:
-    """Return the sampling parameters of the answer, and the number of the request's parameters that were replaced."""
+    """Return the sampling parameters of the answer, and the number of the request's parameters that were replaced.
+
+    Raises InvalidRequest if a parameter is not valid, or differs from the rollout's and `replaces` is False.
+    """
     fixed = {name: getattr(rollout, field) if field else _NO_PENALTY[name] for name, field in _SAMPLING.items()}
     others = [name for name, value in fixed.items() if body.get(name) is not None and body[name] != value]
     if others and not replaces:

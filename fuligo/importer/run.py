@@ -153,7 +153,10 @@ def import_script(
 
 
 def _run_all(task: _Script, *, trusted: bool, has_maps: bool) -> dict[str, Any]:
-    """Run the script until every interpreter that it names by path has a stand-in; without a sandbox only if it is trusted."""
+    """Run the script until every interpreter that it names by path has a stand-in; without a sandbox only if it is trusted.
+
+    Raises ConfigError if the script cannot be run, or no sandbox can be built and the script is not trusted or has --map.
+    """
     try:
         report = _run(task)
     except UnavailableError as error:
@@ -170,7 +173,10 @@ def _run_all(task: _Script, *, trusted: bool, has_maps: bool) -> dict[str, Any]:
 
 
 def _folders(script: Path, root: Path | None, maps: Mapping[str, Path], host_file: str | None) -> list[tuple[str, str]]:
-    """Return the folders and files of this machine that the script sees: (source, path in the sandbox)."""
+    """Return the folders and files of this machine that the script sees: (source, path in the sandbox).
+
+    Raises ConfigError if --root or --map does not name a folder, or would hide a system folder.
+    """
     shown = [script.parent] if root is None else [root, script.parent]
     folders = [(str(folder.resolve()), os.path.normpath(folder.absolute())) for folder in shown]
     if root is not None and not root.is_dir():
@@ -233,7 +239,7 @@ def _job(task: _Script, state: str, folder: str, options: Sequence[str]) -> dict
 
 
 def _start(job: Mapping[str, Any], task: _Script) -> dict[str, Any]:
-    """Start `sandbox.py` with a job."""
+    """Run `sandbox.py` with a job; return its report. Raises ConfigError if there is none, and UnavailableError without a sandbox."""
     command, own = processes.command(sandbox.__name__), processes.environment()
     text, deadline = json.dumps(job).encode(), task.seconds + _GRACE_SECONDS
     try:

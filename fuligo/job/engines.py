@@ -63,7 +63,10 @@ def choose_transport(config: Config, cluster: RayCluster | None) -> Transport:
 
 
 def _reaching(config: Config, cluster: RayCluster | None) -> Transport:
-    """Resolve auto: shared memory on one machine, broadcast between GPUs and machines, files for engines that the run did not start."""
+    """Resolve auto: shared memory on one machine, broadcast between GPUs and machines, files for engines that the run did not start.
+
+    Raises ConfigError if the given transport does not reach the engines.
+    """
     asked = config.weight_sync.update_weight_transport
     if config.engine.rollout_external_engine_addrs:
         transport = "disk" if asked == "auto" else asked

@@ -185,7 +185,10 @@ class _NoPrompts:
 
 
 def _adds_up(option: str, settings: LossSettings) -> None:
-    """Check that the losses of two micro-batches add up to the loss of both as one, and that masked tokens have no gradient."""
+    """Check that the losses of two micro-batches add up to the loss of both as one, and that masked tokens have no gradient.
+
+    Raises HookError if not, or if the loss or its gradient is not finite.
+    """
     bounds = [0, *accumulate(_LENGTHS)]
     whole = _inputs(range(len(_LENGTHS)))
     result = objective(whole, settings).loss

@@ -130,7 +130,10 @@ async def _open(config: Config, stack: AsyncExitStack, lent: LentParts | None) -
 
 
 def _begin(opened: Opened, origin: Origin, stack: AsyncExitStack) -> Begun:
-    """Cut the records back to the step at which the trainer begins, and open the data and the recorder."""
+    """Cut the records back to the step at which the trainer begins, and open the data and the recorder.
+
+    Raises CheckpointError if no rollout is left to train on, and DataError if the data are not those of the checkpoint.
+    """
     config, directory = opened.config, opened.directory
     directory.cut_back(origin.step)
     if origin.state is not None:

@@ -45,7 +45,7 @@ def read_json_lines(path: Path) -> list[Record]:
 
 
 def _parse(path: Path) -> list[tuple[int, Record]]:
-    """Return every complete record with the offset of the end of its line."""
+    """Return every complete record with the offset of the end of its line. Raises ConfigError if a line is not JSON."""
     records: list[tuple[int, Record]] = []
     offset = 0
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):

@@ -150,7 +150,7 @@ class RunDirectory:
 
 
 def _check(path: Path, *, resume: bool) -> None:
-    """Refuse a path that is not new, empty, or a run directory."""
+    """Raise ConfigError unless the path is new, empty, or a run directory; one with recorded steps only if `resume`."""
     if not path.exists():
         return
     if not path.is_dir():
@@ -173,7 +173,10 @@ def _check(path: Path, *, resume: bool) -> None:
 
 
 def _lock(path: Path) -> int:
-    """Take the lock of a run directory, which the kernel releases when the process ends."""
+    """Take the lock of a run directory, which the kernel releases when the process ends.
+
+    Return its file descriptor. Raises ConfigError if another process holds the lock.
+    """
     fd = try_lock(path / "metrics.jsonl")
     if fd is None:
         raise ConfigError(f"--run-dir {path} is in use by a running job; wait for it, or use another directory")

@@ -105,7 +105,10 @@ def describe(plan: DistPlan) -> Iterator[str]:
 
 
 def _chosen_layout(architecture: Architecture, world_size: int) -> list[Change]:
-    """Return a layout with one stage per process; the last one takes the remaining layers."""
+    """Return a layout with one stage per process; the last one takes the remaining layers.
+
+    Raises ConfigError if there are fewer layers than processes.
+    """
     if world_size > architecture.num_layers:
         raise ConfigError(
             f"{world_size} processes exceed the model's {architecture.num_layers} layers; start fewer, or use a layout with "

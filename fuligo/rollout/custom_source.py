@@ -91,7 +91,10 @@ class CustomSource:
             raise RolloutError(f"--data-source-path: {method.__name__} raised {describe_exception(error, method)}") from error
 
     def _group(self, samples: list[Sample], step: int) -> SampleGroup:
-        """Return a group of the data source as a `SampleGroup`, numbered if nothing was generated for it yet."""
+        """Return a group of the data source as a `SampleGroup`, numbered if nothing was generated for it yet.
+
+        Raises RolloutError if a sample is malformed.
+        """
         group = continuation(SampleGroup(samples[0].group_index, NO_ROW, samples), step, self.mask_offpolicy)
         for sample in group.samples:
             sample.prompt_ids = _prompt_ids(sample)

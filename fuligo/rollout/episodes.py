@@ -206,7 +206,10 @@ class _Run:
         return await self._parts.call(call, name, self._interrupted)
 
     async def _sampled(self) -> bool:
-        """Sample a turn, or the rest of an interrupted one. Return False if generation was aborted or there is no room for a token."""
+        """Sample a turn, or the rest of an interrupted one. Return False if generation was aborted or there is no room for a token.
+
+        Raises EpisodeError if the request failed, and CallInterruptedError if generation was aborted before it began.
+        """
         sample, episode = self._sample, self._episode
         answered = sample.response_length > episode.turn_start and sample.finish_reason in ("stop", "length")
         if answered and sample.status is SampleStatus.ABORTED:
@@ -227,7 +230,10 @@ class _Run:
         return [*sample.prompt_ids[-16:].tolist(), *sample.response_ids[: self._episode.turn_start][-16:].tolist()]
 
     async def _step(self, turn: AssistantTurn) -> tuple[float, Step]:
-        """Let the environment answer; return its start on the monotonic clock, in seconds, and the step."""
+        """Let the environment answer; return its start on the monotonic clock, in seconds, and the step.
+
+        Raises EpisodeError if `step` failed or returned a malformed step, and CallInterruptedError if generation is being aborted.
+        """
         start_s, wall_s = time.monotonic(), time.time()
         step = await self._within(self._environment.step(turn), "step")
         self._sample.spans.append(Span("environment", wall_s, time.time(), first_token=self._sample.response_length))

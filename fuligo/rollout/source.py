@@ -87,7 +87,10 @@ class GroupSource:
         return len(stale)
 
     def _take_buffered(self, num_groups: int, step: int) -> list[SampleGroup]:
-        """Take the groups that the buffer filter chooses. Groups that it removes but does not return start over from their prompt."""
+        """Take the groups that the buffer filter chooses. Groups that it removes but does not return start over from their prompt.
+
+        Raises HookError if it returned too many groups, or others than those of the buffer.
+        """
         if not self._buffer:
             return []
         by_index = {group.index: group for group in self._buffer}

@@ -62,7 +62,10 @@ class EmbeddedBackend:
         return LaunchedEngines(group)
 
     def engine_format(self, config: Config) -> EngineFormat:
-        """Return a format without MTP layers, which transformers' models lack, and without quantization."""
+        """Return a format without MTP layers, which transformers' models lack, and without quantization.
+
+        Raises ConfigError if the engine cannot serve `--hf-checkpoint`.
+        """
         from fuligo.engines.embedded.model import servable_config
 
         assert config.model.hf_checkpoint is not None, "validated"

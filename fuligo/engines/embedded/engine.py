@@ -223,7 +223,10 @@ class EmbeddedEngine:
 
     @command
     def release_memory(self) -> None:
-        """Free the KV pools and move the weights off a GPU. Requests wait until `resume_memory`."""
+        """Free the KV pools and move the weights off a GPU. Requests wait until `resume_memory`.
+
+        Raises EngineError if requests run.
+        """
         if self._scheduler.num_running:
             raise EngineError("cannot release memory while requests run; abort or retract them first")
         self._released = True

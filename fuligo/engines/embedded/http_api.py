@@ -188,7 +188,7 @@ class Api:
         return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
 
     def _allowed(self, path: str) -> Path:
-        """Return the directory of new weights, with links resolved."""
+        """Return the directory of new weights, with links resolved. Raises EngineError if weights may not be loaded from it."""
         directory = Path(path).resolve()
         if not any(directory.is_relative_to(allowed) for allowed in self._weight_directories):
             allowed = ", ".join(map(str, self._weight_directories))

@@ -126,7 +126,11 @@ def _application(settings: EmbeddedEngineSettings, engines: Sequence[EmbeddedEng
 
 
 def _load(settings: EmbeddedEngineSettings) -> list[EngineModel]:
-    """Load the model, or one model per run with shared base weights if several runs share the process."""
+    """Load the model, or one model per run with shared base weights if several runs share the process.
+
+    Raises ConfigError if torch finds no CUDA device for `--device cuda`, or the model cannot be loaded, and EngineError if this engine
+    does not support it.
+    """
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no CUDA device; use --device cpu")
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if settings.device == "auto" else settings.device)

@@ -35,7 +35,10 @@ class IsolatedEnvironment(Environment):
         return decode_step((await self._call(place, name="step", turn=turn)).result)
 
     async def close(self) -> None:
-        """Close the environment. Its process is killed unless another episode can reuse it."""
+        """Close the environment. Its process is killed unless another episode can reuse it.
+
+        Raises FailureError if the environment's own `close` failed, or its process ended in it.
+        """
         worker, self._worker = self._worker, None
         if worker is None:
             return

@@ -347,7 +347,10 @@ class Worker:
         self._connection.close()
 
     async def _reply(self, number: int) -> Reply:
-        """Return the reply to a request, dropping replies to earlier, canceled requests."""
+        """Return the reply to a request, dropping replies to earlier, canceled requests.
+
+        Raises FailureError if the reply is malformed, or reports a failure of the environment.
+        """
         while True:
             try:
                 reply = decode_reply(await self._message())

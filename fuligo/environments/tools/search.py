@@ -120,7 +120,7 @@ class SearchIndex:
 
 
 def _read(source: Path) -> Iterator[Document]:
-    """Yield the documents of a file or folder, in a fixed order."""
+    """Yield the documents of a file or folder, in a fixed order. Raises DataError if there is none, or a document is malformed."""
     if source.is_dir():
         for path in sorted(path for path in source.rglob("*") if path.suffix in _TEXT_FILES and path.is_file()):
             yield Document(str(path.relative_to(source)), _text(path))

@@ -281,7 +281,7 @@ def _metadata(text: Any) -> Any:
 
 
 def history_answer(run: RunReader, prompt_key: int, of: SampleSet = "train", dataset: str | None = None) -> Answer:
-    """Return all samples of a prompt, oldest first."""
+    """Return the newest `MAX_HISTORY` samples of a prompt, oldest first, and the number of all."""
     index = run.index(of)
     found = _of_prompt(index, prompt_key, dataset)
     return {"total": found.num_rows, "rows": _numbers(found)[-MAX_HISTORY:], "indexed": index.progress}

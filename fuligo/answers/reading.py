@@ -147,7 +147,10 @@ def _without_braces(text: str) -> str:
 
 
 def _matching(text: str, start: int) -> int | None:
-    """Return the position of the bracket that closes the one at `start`. Brackets of any kind close each other: `(1, 2]`."""
+    """Return the position of the bracket that closes the one at `start`; None if none does.
+
+    Brackets of any kind close each other: `(1, 2]`.
+    """
     depth = 0
     for position in range(start, len(text)):
         if text[position] in _OPENING:

@@ -68,7 +68,7 @@ def stated_answer(text: str) -> str | None:
 
 
 def _closing(text: str, start: int) -> int | None:
-    """Return the position of the brace that closes a box whose content begins at `start`."""
+    """Return the position of the brace that closes a box whose content begins at `start`; None if none does."""
     depth = 1
     for brace in _BRACE.finditer(text, start):
         depth += (brace[0] == "{") - (brace[0] == "}")
@@ -96,7 +96,7 @@ def _boxed(text: str) -> str | None:
 
 
 def _said(text: str) -> str | None:
-    """Return the answer in the first line or sentence of the text after a marker: all of it, or its first terms."""
+    """Return the answer in the first line or sentence of the text after a marker: all of it, or its first terms; None if it has none."""
     text = text.lstrip(" \t\n*:")[:_MAX_TAIL_CHARS]
     end = _SENTENCE_END.search(text)
     sentence = (text if end is None else text[: end.start()]).strip()
@@ -131,7 +131,10 @@ def _whole(text: str) -> str | None:
 
 
 def _last_term(text: str) -> str | None:
-    """Return the last number or formula, with the alternatives that `or` joins to it; formulas are also joined by commas and `and`."""
+    """Return the last number or formula, with the alternatives that `or` joins to it; None if there is none.
+
+    Formulas are also joined by commas and `and`.
+    """
     terms = _terms(text, 0)
     if not terms:
         return None

@@ -86,7 +86,10 @@ def _would_replace(target: Path, path: Path, *, whole: bool) -> bool:
 
 
 def _why_unwritable(directory: Path) -> str | None:
-    """Try to write to the nearest directory that exists; permissions alone say nothing for root, read-only or full file systems."""
+    """Return why `directory` cannot be created or written to; None if it can.
+
+    A file is written to the nearest directory that exists: permissions alone say nothing for root, read-only or full file systems.
+    """
     existing = next(parent for parent in [directory, *directory.absolute().parents] if parent.exists())
     if not existing.is_dir():
         return f"{existing} is a file"

@@ -49,7 +49,7 @@ def _wait(child: int) -> int:
 
 
 def wait_for_end(pid: int) -> None:
-    """Return when the parent process `pid` has ended, however it ends."""
+    """Wait until the parent process `pid` has ended, however it ends."""
     try:
         parent = os.pidfd_open(pid)
         select.select([parent], [], [])

@@ -186,7 +186,7 @@ def _instead(name: str) -> str:
 
 
 def _negated(name: str) -> Flag | None:
-    """Find the switch that `no_name` turns off; `no_` may come before or after a pass-through prefix."""
+    """Return the switch that `no_name` turns off; None if there is none. `no_` may come before or after a pass-through prefix."""
     for prefix in ("", *PREFIXES.values()):
         if name.startswith(f"{prefix}no_"):
             try:

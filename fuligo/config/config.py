@@ -230,7 +230,7 @@ class Config(Placement):
 
     @property
     def initial_weights_path(self) -> str | None:
-        """Initial weights and reference: path of a Hugging Face directory, a distributed checkpoint, or a directory of checkpoints."""
+        """Path of initial weights and reference (Hugging Face directory, distributed checkpoint, or directory of checkpoints), if given."""
         return self.checkpoint.ref_load or self.model.hf_checkpoint
 
     @property

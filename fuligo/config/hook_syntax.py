@@ -50,7 +50,7 @@ def hook_finding(flag_name: str, path: str, env_path: str = "") -> Iterator[Find
 
 
 def _source(module: str, env_path: str) -> Path | None:
-    """Find the file of a module as Python would, without importing its packages."""
+    """Return the source file of a module as Python would find it, without importing its packages; None if there is none."""
     if module.endswith(".py"):
         file = Path(module).expanduser()
         return file if file.is_file() else None

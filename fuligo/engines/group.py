@@ -37,7 +37,7 @@ class Membership(Protocol):
         ...
 
     async def admit(self, clients: Sequence[InferenceEngine]) -> None:
-        """Return restarted engines, which have the current weights, to service."""
+        """Put restarted engines, which have the current weights, back into service."""
 
     @property
     def is_settled(self) -> bool:
@@ -267,7 +267,7 @@ class EngineGroup:
             await self.router.close()
 
     async def admit(self, engines: Sequence[InferenceEngine]) -> None:
-        """Return restarted engines, which have the current weights, to service."""
+        """Put restarted engines, which have the current weights, back into service."""
         if engines:
             assert self.membership is not None, "engines restart only under a supervisor"
             self.joining = [client for client in self.joining if client not in engines]

@@ -62,7 +62,7 @@ class RenderedTexts:
 
 
 def _key(messages: Messages, tools: Sequence[Tool]) -> bytes | None:
-    """Return a digest of everything that a template may show, the order of keys included."""
+    """Return a digest of everything that a template may show, the order of keys included; None if it is not JSON data."""
     try:
         return blake2b(orjson.dumps([messages, [tool.to_json() for tool in tools]]), digest_size=16).digest()
     except (orjson.JSONEncodeError, RecursionError):

@@ -186,7 +186,7 @@ def _records(folder: Path) -> dict[str, str] | None:
 
 
 def _regular(path: Path, limit: int) -> bytes | None:
-    """Read a regular file of at most `limit` bytes; the script may have put anything in its place."""
+    """Return the content of a regular file of at most `limit` bytes; None if it is anything else, since the script may have replaced it."""
     with suppress(OSError):
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with os.fdopen(file, "rb") as opened:

@@ -266,7 +266,7 @@ def _prompt_keys(groups: Sequence[SampleGroup]) -> list[int]:
 
 
 def _text(value: Any) -> str | None:
-    """Return a string as it is, with lone surrogates escaped, and any other value as JSON."""
+    """Return a string as it is, with lone surrogates escaped, None as None, and any other value as JSON."""
     if value is None:
         return None
     return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else _json(value)

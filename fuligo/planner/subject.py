@@ -52,7 +52,7 @@ class Subject:
 
     @property
     def adapter(self) -> AdapterShape | None:
-        """Sizes of the adapter that is trained."""
+        """Sizes of the adapter that is trained; None without LoRA."""
         return None if self.adapter_config is None else AdapterShape(self.adapter_config, self.architecture)
 
     @property

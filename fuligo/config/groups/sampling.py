@@ -48,7 +48,7 @@ class DataFlags(FlagGroup):
 
     @property
     def image_key(self) -> str | None:
-        """Column with the images of a prompt."""
+        """Column with the images of a prompt; None without images."""
         return self.multimodal_keys.get("image")
 
     @property

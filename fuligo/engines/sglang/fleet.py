@@ -156,7 +156,7 @@ class Fleet:
         self.router.process.check_alive()
 
     async def admit(self, clients: Sequence[InferenceEngine]) -> None:
-        """Return restarted engines, which have the current weights, to service."""
+        """Put restarted engines, which have the current weights, back into service."""
         for engine in self._engines:
             if engine.client in clients and await self._enlist(engine):
                 logger.info("%s (%s) is serving requests", engine.server.settings.name, engine.server.url)

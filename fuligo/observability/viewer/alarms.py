@@ -124,7 +124,7 @@ def _not_finite(metrics: MetricColumns) -> Iterator[Alarm]:
 
 
 def _base(values: Values, row: int, bad: Sequence[bool]) -> float | None:
-    """Return the median of the good rows before a row."""
+    """Return the median of the good ones of the `BASE_STEPS` rows before a row; None if they are fewer than `MIN_BASE_STEPS`."""
     good = [value for at, value in enumerate(values[max(0, row - BASE_STEPS) : row], max(0, row - BASE_STEPS)) if not bad[at]]
     known = finite(good)
     return median(known) if len(known) >= MIN_BASE_STEPS else None

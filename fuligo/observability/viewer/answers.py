@@ -160,7 +160,7 @@ def _numbers(rows: pa.Table) -> list[Answer]:
 
 
 def _of_step(index: SampleIndex, step: int) -> pa.Table | None:
-    """Return a step's rows of the index; read its file if the index does not know it yet."""
+    """Return a step's rows of the index, from its file if the index does not know it yet; None if this cannot be read."""
     known = index.table().filter(pc.field("step") == step)
     path = index.file(step)
     if known.num_rows or path is None:

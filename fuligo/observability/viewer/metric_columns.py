@@ -74,7 +74,7 @@ class MetricColumns:
         return sums
 
     def row_of_step(self, step: int) -> int | None:
-        """Return the row of a step; it mostly equals the step."""
+        """Return the row of a step, which mostly equals the step; None if there is none."""
         steps = self.columns.get(self._step_key, [])
         if step < len(steps) and steps[step] == step:
             return step

@@ -22,7 +22,7 @@ def steps_answer(run: RunReader) -> Answer:
 
 
 def step_answer(run: RunReader, step: int) -> Answer | None:
-    """Return the timeline of one step; times are seconds since its start."""
+    """Return the timeline of one step, in seconds since its start; None if its times were not recorded."""
     run.update_metrics()
     found = run.step_time(step)
     if found is None:

@@ -56,7 +56,7 @@ class EngineFleet(Protocol):
         ...
 
     async def serve_as_loaded(self, client: InferenceEngine) -> bool:
-        """Return an engine to service with the weights it started with; the `SyncRestarted` of models that are never synced."""
+        """Put an engine back into service with the weights that it started with: the `SyncRestarted` of models that are never synced."""
         ...
 
     async def watch(self) -> None:

@@ -179,7 +179,7 @@ class Fleet:
         return True
 
     async def serve_as_loaded(self, client: InferenceEngine) -> bool:
-        """Return an engine whose weights are never synced to service with the weights that it started with."""
+        """Put an engine whose weights are never synced back into service with the weights that it started with; return True."""
         await self.group.admit([client])
         return True
 

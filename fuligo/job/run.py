@@ -274,7 +274,7 @@ async def _load_trainer(begun: Begun, stack: AsyncExitStack) -> Trainer | None:
     await trainer.load()
     if origin.checkpoint is not None:
         await trainer.restore(origin.checkpoint)
-    if lent is None and not begun.opened.launching.done():  # nothing is gained where no engine is starting meanwhile
+    if not begun.opened.launching.done():  # nothing is gained where no engine is starting meanwhile
         await trainer.warm_up()
     return trainer
 

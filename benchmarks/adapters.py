@@ -81,7 +81,7 @@ def samples_per_s(runs: Sequence[Sequence[dict]], *, at_once: bool) -> float:
     if at_once:
         begins, ends = [max(begins)] * len(runs), [min(ends)] * len(runs)
         if ends[0] <= begins[0]:
-            raise SystemExit("a run ended before all had warmed up; give more --steps")
+            raise SystemExit("cannot measure runs at once: one ended before all had made their first two steps; increase --steps")
         elapsed_s = ends[0] - begins[0]
     else:
         elapsed_s = sum(end - begin for begin, end in zip(begins, ends, strict=True))

@@ -1,11 +1,11 @@
-"""Samples per second and idle time of trainer and engines in the three modes of `--async-mode`, which run the same job in turns.
+"""Samples per second and idle time of trainer and engines in the three modes of `--async-mode`, which run the same job alternately.
 
     python benchmarks/async_modes.py [--steps 16] [--rounds 2] [--max-staleness 2] [--mean 40] [--longest 256] [-- FLAGS of fuligo train]
 
 Without further flags: 32 prompts x 8 samples of the quickstart's task and model on a CPU, one thread for the engine and one for the
 trainer. Response lengths are fixed, with a long tail (8 tokens plus an exponential part), so that every mode does the same work. Choose
-them such that sampling and training take about equally long (the table shows both, measured in sync mode): there, sampling ahead gains
-most. Flags after `--` go to `fuligo train` and override those of the job, for example on GPUs:
+them such that sampling and training take about equally long (the output shows both, measured in sync mode), because sampling ahead then
+gains most. Flags after `--` go to `fuligo train` and override those of the job, for example on GPUs:
 
     python benchmarks/async_modes.py -- --hf-checkpoint MODEL --device cuda --rollout-backend sglang --rollout-num-gpus 1
 

@@ -48,7 +48,7 @@ def main() -> None:
         away = max(one.device_bytes_away for one in rounds)
         print(
             f"{name:12} offload {num_bytes / offload / 1e9:6.1f} GB/s  onload {num_bytes / onload / 1e9:6.1f} GB/s  "
-            f"held while away {away / GIB:.2f} GiB"
+            f"held while offloaded {away / GIB:.2f} GiB"
         )
     print(f"first offload, which allocates and pins host memory: {first.offload_s:.1f} s, {num_bytes / first.offload_s / 1e9:.1f} GB/s")
     for part in ("offload_s", "onload_s"):

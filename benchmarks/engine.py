@@ -2,11 +2,11 @@
 
     python benchmarks/engine.py [--requests 1 16 256] [--threads N] [--repeats 3] [--engine-python .venv-sglang/bin/python]
 
-Same model (a Qwen3 of 0.85M parameters), prompts and numbers of new tokens, with log-probabilities, in one run. The engines take turns,
-`--repeats` times, and the best of each counts, so that other work on the machine affects all of them alike.
+All use the same model (a Qwen3 of 0.85M parameters), prompts and numbers of new tokens, with log-probabilities, in one run. The engines are
+measured alternately, `--repeats` times, and the best result of each counts, so that other work on the machine affects all of them equally.
 
-- equal lengths: every request 32 new tokens; `generate` runs them as one batch.
-- mixed lengths: 8 to 256 new tokens with a long tail; `generate` runs one batch to the longest, and only wanted tokens count.
+- equal lengths: 32 new tokens per request; `generate` runs them as one batch.
+- mixed lengths: 8 to 256 new tokens with a long tail; `generate` runs one batch up to the longest response, and only the requested tokens count.
 """
 
 import argparse

@@ -4,7 +4,7 @@ r"""Tokens per second of episodes of several turns, compared with a bare client 
     python benchmarks/episode_throughput.py --engine-python python3 --device cuda --model models/smollm2 --prompts 64 --samples 8 \
         --tokens 512 --sglang '{"attention_backend": "triton", "sampling_backend": "pytorch", "dtype": "bfloat16"}'
 
-One or more engines behind one router. In turns, `--repeats` times, with the order of the two exchanged every time:
+With one or more engines behind one router, these two alternate `--repeats` times, in an order that is exchanged every time:
 
 - fuligo: a rollout of the real runner. An environment answers each turn with the same message; the model's turns end at its end token or
   after `--tokens`. Parsing, rendering, records and rewards are those of a run.
@@ -214,7 +214,7 @@ def report(name: str, result: Measured) -> None:
     num_turns = sum(map(len, result.episodes))
     print(
         f"{name}: {num_turns} requests, {result.num_tokens} tokens in {result.seconds:.2f} s, {result.rate:,.0f} tok/s, "
-        f"{1000 * result.cpu_s / num_turns:.2f} CPU ms a turn, reused {result.reused:.3f}",
+        f"{1000 * result.cpu_s / num_turns:.2f} CPU ms per turn, reused {result.reused:.3f}",
         flush=True,
     )
 

@@ -139,7 +139,7 @@ def main() -> None:
     start_s = time.process_time()
     asyncio.run(bare(single, args.episodes, args.turns, text, max_tokens))
     bare_ms = 1000 * (time.process_time() - start_s) / (args.episodes * args.turns)
-    print(f"{whole_ms:.3f} CPU ms a turn, {bare_ms:.3f} of them for the requests alone; {whole_ms - bare_ms:.3f} for the environment")
+    print(f"{whole_ms:.3f} CPU ms per turn, {bare_ms:.3f} of them for the requests alone; {whole_ms - bare_ms:.3f} for the environment")
     print(f"memory grew by {growth_mib:.1f} MiB over the last {args.episodes - first} episodes, to {own_mib:,.0f} MiB in {num} processes")
 
 

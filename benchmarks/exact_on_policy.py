@@ -1,4 +1,4 @@
-"""Cost and effect of --exact-on-policy on a CPU: a rollout of the quickstart's model and a training pass, with the flag and without.
+"""Cost and effect of --exact-on-policy on a CPU: a rollout of the quickstart's model and a training pass, with and without the flag.
 
     python benchmarks/exact_on_policy.py                          # 256 answers of 48 tokens, one thread
     python benchmarks/exact_on_policy.py --model DIR --threads 2  # another Llama, Qwen2 or Qwen3

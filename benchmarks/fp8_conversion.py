@@ -2,10 +2,10 @@
 
     python benchmarks/fp8_conversion.py [--megabytes 800] [--files 4] [--workers 1 2] [--repeats 2] [--directory DIR]
 
-The checkpoint has the matrices of a 4B-class Qwen3 in bf16, with as many layers as fit. Copy and conversions take turns, each in its own
-process that ends with its files on disk; the page cache is warm for all. A conversion reads its source twice and its result once, because
-it verifies its output. MB/s refer to the source, by wall time and by CPU time on all cores, which other work affects less; both start after
-the import of torch. Memory is the largest resident set of the process; the first line shows that of a process with only torch.
+The checkpoint has the matrices of a 4B-class Qwen3 in bf16, with as many layers as fit. Copy and conversions alternate, each in its own
+process, which ends when its files are on disk; the page cache is warm for all. A conversion reads its source twice and its result once,
+because it verifies its output. MB/s refer to the source, by wall time and by CPU time on all cores, which other work affects less; both
+start after the import of torch. Memory is the largest resident set of the process; the first line shows that of a process with only torch.
 """
 
 import argparse

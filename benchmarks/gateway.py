@@ -150,7 +150,7 @@ def main() -> None:
     for kind in ("bare", "gateway"):
         start_s = time.perf_counter()
         costs[kind], growth = asyncio.run(measure(kind, args))
-        print(f"{kind}: {costs[kind]:.3f} CPU ms a turn, memory {growth:+.1f} MiB, {time.perf_counter() - start_s:.0f} s", flush=True)
+        print(f"{kind}: {costs[kind]:.3f} CPU ms per turn, memory {growth:+.1f} MiB, {time.perf_counter() - start_s:.0f} s", flush=True)
     print(f"the gateway adds {costs['gateway'] - costs['bare']:.3f} CPU ms to a turn of {args.tokens} tokens")
 
 

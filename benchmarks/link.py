@@ -46,7 +46,9 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=29533)
     options = parser.parse_args()
     if not 2 <= options.gpus <= torch.cuda.device_count():
-        parser.error(f"--gpus {options.gpus}: this machine has {torch.cuda.device_count()}; a link needs two")
+        parser.error(
+            f"cannot measure with --gpus {options.gpus}: this machine has {torch.cuda.device_count()} GPUs; give a number from 2 to that"
+        )
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # Multicast may not work on shared hosts.
     spawn(measure, (options.gpus, int(options.gib * GIB), options.port), nprocs=options.gpus)
 

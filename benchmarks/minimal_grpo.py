@@ -1,9 +1,9 @@
 """Minimal GRPO loop in one file that does the work of the quickstart: the baseline for the overhead of a framework.
 
-    python benchmarks/minimal_grpo.py                  one run of this loop
-    python benchmarks/minimal_grpo.py --compare        this loop and `fuligo quickstart`, in turns, and the ratio of their times
+    python benchmarks/minimal_grpo.py                  # one run of this loop
+    python benchmarks/minimal_grpo.py --compare        # this loop and `fuligo quickstart` alternately, and the ratio of their times
 
-Same checkpoint, task files, chat template, prompts per step, samples per prompt, optimizer, loss, number of steps and
+It uses the same checkpoint, task files, chat template, prompts per step, samples per prompt, optimizer, loss, number of steps and
 evaluations, but transformers' `generate`, padded batches, no server, no checkpoints, no records, no resume.
 """
 
@@ -114,7 +114,7 @@ def run(seed: int) -> None:
 
 
 def compare(repeats: int) -> None:
-    """Time both programs in turns, so that other work on the machine slows both."""
+    """Time both programs alternately, so that other work on the machine slows both."""
     times: dict[str, list[float]] = {"minimal": [], "fuligo": []}
     with tempfile.TemporaryDirectory() as directory:
         for repeat in range(repeats):

@@ -1,8 +1,8 @@
-"""Seconds of a `fuligo plan` process, compared with an idle interpreter and one that only imports torch.
+"""Seconds of a `fuligo plan` process, compared with an interpreter that does nothing and one that only imports torch.
 
     python benchmarks/plan.py [--repeats 5] [--config FILE]
 
-The programs take turns, `--repeats` times, and the best of each counts, so that other work on the machine affects all of them alike.
+The programs run alternately, `--repeats` times, and the best result of each counts, so that other work on the machine affects all equally.
 """
 
 import argparse

@@ -67,10 +67,10 @@ def main() -> None:
         write_rows(path, arguments.rows, arguments.row_bytes)
         indexed, loaded = measure("index", path), measure("load", path)
     print(f"{arguments.rows:,} rows of {arguments.row_bytes:,} bytes")
-    print(f"index  open {indexed['opened_s']:.2f} s, then {indexed['read_us']:.0f} us a random row; memory {indexed['memory_mb']:.0f} MB")
+    print(f"index  open {indexed['opened_s']:.2f} s, then {indexed['read_us']:.0f} us per random row; memory {indexed['memory_mb']:.0f} MB")
     print(f"load   open {loaded['opened_s']:.2f} s; memory {loaded['memory_mb']:.0f} MB")
     speed, memory = loaded["opened_s"] / indexed["opened_s"], loaded["memory_mb"] / indexed["memory_mb"]
-    print(f"the index opens {speed:.1f} x faster in {memory:.0f} x less memory")
+    print(f"the index opens {speed:.1f} x faster and needs {memory:.0f} x less memory")
 
 
 if __name__ == "__main__":

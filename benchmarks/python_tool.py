@@ -44,7 +44,7 @@ async def measure(settings: PythonSettings, calls: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--calls", type=int, default=200)
-    parser.add_argument("--modules", nargs="*", default=[], help="modules to import before, such as numpy sympy")
+    parser.add_argument("--modules", nargs="*", default=[], help="modules to import beforehand, such as numpy sympy")
     arguments = parser.parse_args()
     asyncio.run(measure(PythonSettings(modules=tuple(arguments.modules)), arguments.calls))
 

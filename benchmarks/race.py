@@ -279,7 +279,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def end_remaining(mark: str) -> None:
-    """End the processes that the competitor left in other sessions, such as Ray's, by the mark in their environment (Linux only)."""
+    """End the processes that the competitor left in other sessions, such as Ray's, found by the mark in their environment (Linux only)."""
     for entry in Path("/proc").glob("[0-9]*/environ"):
         try:
             if f"{MARK}={mark}".encode() in entry.read_bytes().split(b"\0"):
@@ -347,7 +347,7 @@ def main() -> None:
     if unknown:
         parser.error(f"unknown competitor {', '.join(sorted(unknown))}; choose from {', '.join(COMPETITORS)}")
     if options.directory.exists():
-        parser.error(f"{options.directory} exists; give a new --directory")
+        parser.error(f"cannot use --directory {options.directory}: it exists already; give a new one")
     pythons = dict(entry.split("=", 1) for entry in options.python)
     directory = options.directory.resolve()
     directory.mkdir(parents=True)

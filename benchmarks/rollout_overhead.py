@@ -4,14 +4,14 @@
     python benchmarks/rollout_overhead.py --engine-python /envs/sglang/bin/python --device cuda --model Qwen/Qwen3-0.6B --tokens 512 \
         --sglang '{"attention_backend": "triton", "mem_fraction_static": 0.8}'
 
-One engine, one router. In turns, `--repeats` times:
+With one engine and one router, these alternate `--repeats` times:
 
-- bench_serving: `python -m sglang.bench_serving`, token ids in, no streaming, log-probabilities on, sent to the engine;
+- bench_serving: `python -m sglang.bench_serving`, token ids as input, no streaming, with log-probabilities, sent to the engine;
 - stack: the runner (checks, text, rewards) through sglang-router to the same engine;
 - no router: the runner to the engine, to attribute a difference.
 
 Prompts are consecutive token ids from a random first one, as in bench_serving (`random-ids`). The engine's cache is flushed before every
-turn. The best of each counts.
+measurement. The best result of each counts.
 """
 
 import argparse
@@ -40,7 +40,7 @@ TORCHVISION_STUB = Path(__file__).parents[1] / "tests" / "sglang" / "stubs"
 """Stub of torchvision, which SGLang imports; the published one does not load with a CPU build of torch."""
 HOST = "127.0.0.1"
 Turn = Callable[[int], Awaitable[float]]
-"""Function that takes the number of the turn and returns tokens per second."""
+"""Function that takes the number of the measurement and returns tokens per second."""
 
 
 @asynccontextmanager
@@ -87,7 +87,7 @@ def prompts(args: argparse.Namespace, vocab_size: int, turn: int) -> list[IntArr
 
 
 def through(engines: EngineGroup, args: argparse.Namespace) -> Turn:
-    """Return a turn of the runner; its requests go through the router if the group has one."""
+    """Return a measurement of the runner, whose requests go through the router if the group has one."""
     tokenizer = AutoTokenizer.from_pretrained(args.model)
 
     async def turn(number: int) -> float:
@@ -139,7 +139,7 @@ async def measure(args: argparse.Namespace, directory: Path) -> None:
             for name, turn in turns.items():
                 await engine.flush_cache()
                 rate = await turn(number)
-                if number:  # The first turn is the warm-up.
+                if number:  # The first measurement is the warm-up.
                     best[name] = max(best[name], rate)
                 print(f"{'warm-up' if number == 0 else number}: {name} {rate:,.0f} tok/s", flush=True)
         print(

@@ -95,7 +95,7 @@ async def measure(args: argparse.Namespace) -> None:
             check_complete(rollout, num_requests=args.requests, num_tokens=args.tokens)
             most = (await engines.load()).num_running
             cost = (
-                f"{seconds:.1f} s, at most {most:,} requests at a time, {cpu_s / args.requests * 1e3:.3f} CPU seconds a thousand requests"
+                f"{seconds:.1f} s, at most {most:,} requests at a time, {cpu_s / args.requests * 1e3:.3f} CPU seconds per thousand requests"
             )
             print(f"rollout {step}: {cost}, {resident_bytes() / 1e6:.0f} MB", flush=True)
             del rollout

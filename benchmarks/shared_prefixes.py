@@ -8,8 +8,8 @@
     python benchmarks/shared_prefixes.py --cpu-seconds            # small cases on a CPU, in CPU seconds of one thread
 
 Weights are random and written to memory (`benchmarks/training.py`); nothing is downloaded. Tokens/s count every token of every sample in
-both layouts, so that their ratio is the ratio of the times. The last columns compare log-probabilities (differences are rounding: float32's
-on a CPU, bfloat16's on CUDA) and gradient norms of the two.
+both layouts, so that their ratio is the ratio of the times. The last columns compare log-probabilities (which differ by rounding: of
+float32 on a CPU, of bfloat16 on CUDA) and gradient norms of the two.
 """
 
 import argparse
@@ -137,7 +137,7 @@ def main() -> None:
         measure_megatron(cases, options)
         return
     if options.compile and options.attention == "flex":
-        parser.error("--compile takes the varlen kernel; measure --attention flex without it")
+        parser.error("cannot combine --compile with --attention flex: compiled layers use the varlen kernel; leave out one of them")
     tree_attention.CUDA_KERNEL = options.attention
     flags = ("--precision", "bf16", *([] if options.compile else ["--no-torch-compile"])) if DEVICE == "cuda" else ()
     case = Case(options.model, num_layers=options.num_layers, max_tokens=options.max_tokens, flags=flags, backend="torch")
@@ -163,7 +163,7 @@ def build_worker(case: Case, kind: Callable[[Any, World], WorkerT]) -> WorkerT:
 
 
 def measure_megatron(cases: dict[str, Trees], options: argparse.Namespace) -> None:
-    """Print the times of the Megatron trainer. With and without sharing, it runs in its own process, since the layers differ."""
+    """Print the times of the Megatron trainer, with and without sharing in separate processes, because the layers differ."""
     if options.way is not None:
         measure_megatron_way(cases, options)
         return
@@ -297,7 +297,7 @@ def measure(name: str, trees: Trees, worker: TorchRankWorker, num_steps: int) ->
 
 
 def measure_way(worker: TorchRankWorker, to_score: ScoreShare, to_train: list[StepShare], num_steps: int) -> Measured:
-    """Measure with the weights as they are: gradients are computed and dropped, so that both ways compute the same."""
+    """Measure without changing the weights: gradients are computed and dropped, so that both layouts compute the same step."""
 
     def step() -> float:
         worker.gradients(to_train[0])

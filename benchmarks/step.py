@@ -9,8 +9,8 @@
 
 fuligo runs `fuligo train` as a user would, with the engine over HTTP and recorded metrics and samples; a custom generate function requests
 each sample's length and ignores the end token. TRL generates with transformers' `generate`, its method on a CPU; a logits processor forbids
-the end token before a row's length and forces it there. A step lasts from the end of one step to the end of the next; the median counts,
-and the programs take turns, `--rounds` times each.
+the end token before a row's length and forces it there. The time of a step is that from the end of one step to the end of the next; the
+median counts. The programs run alternately, `--rounds` times each.
 """
 
 import argparse

@@ -4,9 +4,9 @@
 
 Runs the rollout and the bare client of `episode_throughput.py` with a scripted server in another process in place of the engine. The server
 waits until every episode has sent its request, then answers all of them, in SGLang's format, with English text of `--tokens` tokens and
-log-probabilities. So all episodes advance in step, which is the worst case. Prints, for each of the two in turns, `--repeats` times after a
-warm-up: CPU time of this process per turn, and the time from the first answer of a turn to the first and to the last request of the next
-one, in which a real engine would partly idle. `--profile` writes the profile of one more rollout.
+log-probabilities. All episodes therefore advance together, which is the worst case. Prints, for the two alternately, `--repeats` times
+after a warm-up: CPU time of this process per turn, and the time from the first answer of a turn to the first and to the last request of the
+next one, in which a real engine would partly idle. `--profile` writes the profile of one more rollout.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ async def measure(args: argparse.Namespace) -> None:
                 first_s, last_s = gaps.mean(axis=0) if len(gaps) else (0.0, 0.0)
                 cpu_ms = 1000 * result.cpu_s / sum(map(len, result.episodes))
                 print(
-                    f"{number or 'warm-up'}: {name}, {cpu_ms:.2f} CPU ms a turn; from the answers to the first request {first_s:.2f} s, "
+                    f"{number or 'warm-up'}: {name}, {cpu_ms:.2f} CPU ms per turn; from the answers to the first request {first_s:.2f} s, "
                     f"to the last {last_s:.2f} s",
                     flush=True,
                 )
@@ -144,7 +144,7 @@ async def measure(args: argparse.Namespace) -> None:
         await engines.close()
     ours, bare = ([statistics.median(column) for column in zip(*rows)] for rows in results.values())
     print(f"{args.episodes} episodes of {args.turns} turns of {args.tokens} tokens; medians of {args.repeats} rounds")
-    print(f"CPU ms a turn: fuligo {ours[0]:.2f}, bare client {bare[0]:.2f}, ratio {ours[0] / bare[0]:.2f}")
+    print(f"CPU ms per turn: fuligo {ours[0]:.2f}, bare client {bare[0]:.2f}, ratio {ours[0] / bare[0]:.2f}")
     print(f"seconds to the first request: fuligo {ours[1]:.2f}, bare client {bare[1]:.2f}; to the last: {ours[2]:.2f}, {bare[2]:.2f}")
 
 

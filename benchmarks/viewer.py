@@ -3,7 +3,7 @@
 python benchmarks/viewer.py [--steps 2000] [--samples 256] [--tokens 64]
 
 The script writes a synthetic run (some minutes and gigabytes at full size), then serves it with `fuligo view` in its own process. A request
-that costs nothing is timed next to the others as a baseline. CPU time of the server covers all its threads (Linux), and is also comparable
+that costs nothing is timed as a baseline. CPU time of the server covers all its threads (Linux), and is also comparable
 on a busy machine.
 """
 
@@ -184,7 +184,7 @@ def measure(path: Path, num_steps: int) -> None:
         show(pid, "health", address, f"api/health?run={name}")
         show(
             pid,
-            "what is new, asked every second",
+            "poll for updates, every second",
             address,
             "api/runs",
             f"api/metrics?run={name}&keys={FIRST_VIEW}&after={num_steps}&generation=0",

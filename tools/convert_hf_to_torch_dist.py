@@ -1,4 +1,4 @@
-"""Convert a Hugging Face checkpoint into a distributed one, on any number of nodes: `fuligo convert hf-to-dist` under its old name.
+"""Convert a Hugging Face checkpoint into a distributed one, on any number of nodes. Same as `fuligo convert hf-to-dist`.
 
 torchrun --nproc-per-node 8 tools/convert_hf_to_torch_dist.py ${MODEL_ARGS[@]} --hf-checkpoint DIR --save DIR
 """

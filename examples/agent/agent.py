@@ -1,4 +1,4 @@
-"""Agent that solves sums in at most two tries, written with the `openai` package alone: it knows nothing about training."""
+"""Agent that solves sums in at most two tries. It uses only the `openai` package and contains no code for training."""
 
 from typing import Any
 

@@ -2,7 +2,7 @@
 
     python -m examples.calculator.make_assets --work-dir /tmp/calculator-assets
 
-The model is trained on answers that use the tool (the skill), then briefly on answers of which most are guesses (the habit that GRPO has to
+The model is trained on answers that use the tool (the skill), then briefly on answers that are mostly guesses (the habit that GRPO has to
 break). The result, in bfloat16, replaces `examples/calculator/model`, `train.jsonl` and `test.jsonl`.
 """
 

@@ -1,4 +1,4 @@
-"""Questions that a short program answers, as in ReTool: the model writes Python and reads what it prints."""
+"""Environment in which the model answers questions by writing short Python programs and reading their output, as in ReTool."""
 
 import re
 from typing import Any

@@ -1,6 +1,6 @@
 """Make the model of the code example: python -m examples.code.make_model --work-dir /tmp/code-model
 
-The model is trained on programs for questions like those of the data, then briefly on answers of which most are guesses. The result
+The model is trained on programs for questions like those of the data, then briefly on answers that are mostly guesses. The result
 replaces `examples/code/model`.
 """
 

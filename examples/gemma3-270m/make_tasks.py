@@ -4,7 +4,7 @@
 
 Each prompt shows three solved examples and asks for one more, since a base model has no chat template. There are three kinds: the
 last of four words, the longest of three, the largest of three numbers. The words of `test.jsonl` are in no prompt of `train.jsonl`.
-The same command writes the same files.
+Repeated runs write identical files.
 """
 
 import json

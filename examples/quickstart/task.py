@@ -1,7 +1,7 @@
 """Task of the quickstart: sums in words, answered in a box, with or without the steps.
 
 A *worked* answer adds digit by digit inside `<think>`; a *careless* one forgets the carries; a *guess* boxes a number without
-thinking, which is usually wrong. The warm-start checkpoint can work a sum out but seldom does so carefully; GRPO reinforces the
+thinking, which is usually wrong. The warm-start checkpoint can work out a sum but seldom does so carefully; GRPO reinforces the
 careful answers.
 """
 
@@ -17,7 +17,7 @@ def problem(rng: random.Random) -> tuple[int, int, str]:
 
 
 def worked(a: int, b: int, *, carry_forward: bool = True) -> str:
-    """Return `7+8=15, 3+4+1=8`: digits from the right, a carry as a third summand, then the boxed sum."""
+    """Return the steps (`7+8=15, 3+4+1=8`: digits from the right, with the carry as a third summand) and the boxed sum."""
     digits_a, digits_b = str(a)[::-1], str(b)[::-1]
     total, columns, result = 0, [], ""
     for column in range(max(len(digits_a), len(digits_b))):
@@ -32,11 +32,11 @@ def worked(a: int, b: int, *, carry_forward: bool = True) -> str:
 
 
 def careless(a: int, b: int) -> str:
-    """Return the worked answer without carries; it is right if only the last digit carries."""
+    """Return the worked answer without carries; it is right if no column except the leftmost has a carry."""
     return worked(a, b, carry_forward=False)
 
 
 def guess(a: int, b: int, rng: random.Random) -> str:
-    """Return no steps and a number near the sum, which is right once in ten times."""
+    """Return an answer without steps: a number near the sum, right one time in ten."""
     error = 0 if rng.random() < 0.1 else rng.choice([-100, -20, -11, -10, -9, -2, -1, 1, 2, 9, 10, 11, 20, 100])
     return f"<think></think>\\boxed{{{a + b + error}}}"

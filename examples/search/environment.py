@@ -1,4 +1,4 @@
-"""Questions that a search over documents answers, as in search-R1."""
+"""Environment in which the model answers questions by searching documents, as in search-R1."""
 
 import re
 import string
@@ -11,7 +11,7 @@ from fuligo.environments.tools.search import SearchSettings, SearchTool, shared_
 
 
 class Settings(EnvironmentSettings):
-    """Settings of the search tool: its documents, and the results of a search."""
+    """Settings of the search tool: its documents, and the number and length of results."""
 
     search: SearchSettings = SearchSettings(documents=Path(__file__).with_name("corpus.jsonl"), num_results=1)
 
@@ -22,7 +22,7 @@ class Settings(EnvironmentSettings):
 
 
 class Search(ToolEnvironment):
-    """Environment that asks the question of the row; the reward is 1 if the last answer equals the label after `normal`."""
+    """Environment that asks the question of the row; the reward is 1 if the last answer equals the label, both normalized by `normal`."""
 
     Settings = Settings
 
@@ -36,6 +36,6 @@ class Search(ToolEnvironment):
 
 
 def normal(text: str) -> str:
-    """Return a text in lower case, without articles, punctuation and needless spaces."""
+    """Return a text in lower case, without articles, punctuation and repeated spaces."""
     text = text.lower().translate(str.maketrans("", "", string.punctuation))
     return " ".join(word for word in text.split() if word not in {"a", "an", "the"})

@@ -1,4 +1,7 @@
-"""Write an invented country: a corpus about its towns, and questions that only the corpus answers. python examples/search/make_data.py"""
+"""Write a corpus about the towns of an invented country, and questions that can be answered only from it.
+
+python examples/search/make_data.py
+"""
 
 import json
 import random

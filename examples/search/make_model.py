@@ -1,6 +1,6 @@
 """Make the model of the search example: python -m examples.search.make_model --work-dir /tmp/search-model
 
-The model is trained on answers that search, then briefly on answers of which most are guesses. The result replaces `examples/search/model`.
+The model is trained on answers that search, then briefly on answers that are mostly guesses. The result replaces `examples/search/model`.
 """
 
 import argparse

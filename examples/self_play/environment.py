@@ -20,7 +20,7 @@ class Settings(EnvironmentSettings):
 
 @dataclass
 class Nim:
-    """Heap of stones, of which players 0 and 1 take one to three in turn; the player who takes the last stone wins."""
+    """Heap of stones from which players 0 and 1 take one to three in turn; the player who takes the last stone wins."""
 
     stones: int
     winner: int | None = None
@@ -40,7 +40,7 @@ MATCHES = Matches[Nim]()
 
 
 class NimPlayer(Environment):
-    """One player of a match, or player 0 against a rule. The reward is 1 for a win."""
+    """One player of a match, or player 0 against a scripted opponent. The reward is 1 for a win."""
 
     Settings = Settings
     isolated = False  # both players of a match change one game
@@ -86,7 +86,7 @@ class NimPlayer(Environment):
         return {"role": "user", "content": f"{self._game.stones} stones"}
 
     def _move(self, answer: str) -> float:
-        """Take the number of stones in an answer, or one if that is not a legal move; return the penalty."""
+        """Take the number of stones that the answer names, or one stone if that is not a legal move; return the penalty."""
         legal = answer in {str(number) for number in range(1, min(MOST, self._game.stones) + 1)}
         number = int(answer) if legal else 1
         self._num_chances += self._game.best > 0

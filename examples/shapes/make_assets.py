@@ -1,6 +1,6 @@
 """Make model and data of the shapes example: python -m examples.shapes.make_assets
 
-A tiny Qwen3-VL learns to count, then trains briefly on mostly random answers: this is the habit that GRPO has to break.
+A tiny Qwen3-VL learns to count, then trains briefly on mostly random answers (the habit that GRPO has to break).
 """
 
 import json
@@ -107,7 +107,7 @@ class Teacher:
         self.processor = ImageProcessor(folder)
 
     def show(self, num_steps: int, lr: float, share_right: float) -> None:
-        """Train on answers that are right with the probability `share_right`, else any number."""
+        """Train on answers that are right with probability `share_right`, and random numbers otherwise."""
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=num_steps, pct_start=0.1)
         for step in range(num_steps):

@@ -5,7 +5,7 @@ import random
 from typing import Any
 
 SIDE, CELL = 32, 8
-"""Pixels of a picture and of one of its 16 cells, which hold at most one shape each; a cell is one token."""
+"""Width in pixels of a picture and of one of its 16 cells. A cell holds at most one shape and is one token."""
 MOST = 4
 """Maximum number of circles in a picture, and of squares."""
 COLOURS = ("#e6584f", "#4f9de6", "#5fc46a", "#e6c34f")
@@ -17,7 +17,7 @@ QUESTIONS = {
 
 
 def picture(circles: int, squares: int, rng: random.Random) -> bytes:
-    """Draw shapes of random colours in random cells, as a PNG file."""
+    """Draw shapes of random colors in random cells, as a PNG file."""
     from PIL import Image, ImageDraw
 
     image = Image.new("RGB", (SIDE, SIDE), "#16181d")

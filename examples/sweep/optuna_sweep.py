@@ -1,4 +1,6 @@
-"""Sweep of the quickstart's learning rate and temperature with Optuna: each trial is a run, and runs behind the others end early.
+"""Sweep of the quickstart's learning rate and temperature with Optuna.
+
+Each trial is a run, and runs that fall behind the others are stopped early.
 
     pip install optuna
     python examples/sweep/optuna_sweep.py --trials 6

@@ -3,9 +3,9 @@
     python -m examples.word_problems.make_data models/smollm2 data/word_problems
 
 `shown.jsonl` has answers to imitate: one in five calls the calculator, the others guess. `train.jsonl` and `test.jsonl` have problems with
-their results, of the four kinds in `shown.jsonl` and of two more. Names and things of the test problems are in no other file. `model` is
-the given model with the chat template of the other examples with tools, for models whose own template shows no tools. The same command
-writes the same files.
+their results, of the four kinds in `shown.jsonl` and of two more. The names and objects in the test problems are in no other file. `model`
+is a copy of the given model with a chat template that shows tools (that of the other examples), for models whose own template does not. The
+same command writes the same files.
 """
 
 import ast
@@ -24,7 +24,7 @@ TOOL = tool_definition("calculator", "expression")
 NAMES = "Ada Ben Clara David Elena Felix Grace Hugo Ines Jonas Karim Lena Mateo Nora Oskar Priya Rosa Samir Tara Viktor"
 THINGS = "apples books candles coins cups eggs flowers lamps letters marbles nails onions pears pencils plates rolls shells stamps tickets"
 NUM_TEST_WORDS = 5
-"""Number of names and things, the last of each list, that only the test problems have."""
+"""Number of names and objects, at the end of each list, that occur only in the test problems."""
 PROBLEMS = (
     ("{name} fills {a} boxes with {b} {things} each and finds {c} more. How many {things} does {name} have?", "{a} * {b} + {c}"),
     ("{name} has {a} shelves with {b} {things} each and gives {c} of them away. How many {things} are left?", "{a} * {b} - {c}"),

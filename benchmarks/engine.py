@@ -6,7 +6,7 @@ All use the same model (a Qwen3 of 0.85M parameters), prompts and numbers of new
 measured alternately, `--repeats` times, and the best result of each counts, so that other work on the machine affects all of them equally.
 
 - equal lengths: 32 new tokens per request; `generate` runs them as one batch.
-- mixed lengths: 8 to 256 new tokens with a long tail; `generate` runs one batch up to the longest response, and only the requested tokens count.
+- mixed lengths: 8 to 256 new tokens with a long tail; `generate` runs one batch to the longest response; only requested tokens count.
 """
 
 import argparse

@@ -21,6 +21,9 @@ from fuligo.errors import ConfigError, RewardError
 from fuligo.types import Sample
 
 _KEY = "reasoning_gym"
+SEED_STRIDE = 10_000_000
+"""Distance of the package's seeds for consecutive values of --seed. The package draws task i with the seed of the dataset plus i, so datasets
+with neighboring seeds would contain the same tasks."""
 
 
 class Task(BaseModel):
@@ -93,12 +96,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m fuligo.environments.adapters.reasoning_gym", description=main.__doc__)
     parser.add_argument("dataset", help="name of the dataset, such as leg_counting")
     parser.add_argument("--size", type=int, default=1000, help="number of tasks (default: 1000)")
-    parser.add_argument("--seed", type=int, default=1, help="seed of the dataset; use another one for evaluation (default: 1)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the tasks; use another one for evaluation (default: 1)")
     parser.add_argument("--config", type=orjson.loads, default={}, metavar="JSON", help="additional arguments of the dataset")
     parser.add_argument("--style", default="default", help="system prompt: default, simple, direct, ...")
     chosen = parser.parse_args(arguments)
     try:
-        for row in rows(chosen.dataset, {**chosen.config, "size": chosen.size, "seed": chosen.seed}, style=chosen.style):
+        seed = chosen.seed * SEED_STRIDE
+        for row in rows(chosen.dataset, {**chosen.config, "size": chosen.size, "seed": seed}, style=chosen.style):
             sys.stdout.write(orjson.dumps(row).decode() + "\n")
     except ConfigError as error:
         sys.exit(str(error))

@@ -55,6 +55,16 @@ def test_mistakes_are_refused_with_the_fix():
 def test_command_prints_a_prompt_file(capsys: pytest.CaptureFixture[str]):
     adapter.main(["leg_counting", "--size", "2", "--seed", "3", "--config", '{"max_animals": 4}', "--style", "direct"])
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert printed == list(adapter.rows("leg_counting", {"max_animals": 4, "size": 2, "seed": 3}, style="direct"))
+    assert printed == list(adapter.rows("leg_counting", {"max_animals": 4, "size": 2, "seed": 3 * adapter.SEED_STRIDE}, style="direct"))
     with pytest.raises(SystemExit, match="cannot create"):
         adapter.main(["nothing"])
+
+
+@pytest.mark.parametrize("name", ["leg_counting", "gsm_symbolic", "letter_counting"])
+def test_tasks_of_neighboring_seeds_differ(capsys: pytest.CaptureFixture[str], name: str):
+    """The package itself gives task i + 1 of seed 1 as task i of seed 2."""
+    prompts: list[set[str]] = []
+    for seed in ("1", "2"):
+        adapter.main([name, "--size", "20", "--seed", seed])
+        prompts.append({json.dumps(json.loads(line)["prompt"]) for line in capsys.readouterr().out.splitlines()})
+    assert prompts[0].isdisjoint(prompts[1])

@@ -22,7 +22,7 @@ from fuligo.types import Sample
 
 _KEY = "reasoning_gym"
 SEED_STRIDE = 10_000_000
-"""Distance of the package's seeds for consecutive values of --seed. The package draws task i with the seed of the dataset plus i, so datasets
+"""Distance of the package's seeds for consecutive values of --seed. The package draws task i with the dataset's seed plus i, so datasets
 with neighboring seeds would contain the same tasks."""
 
 

@@ -30,6 +30,8 @@ class Checked:
     findings: tuple[Finding, ...]
     choices: tuple[str, ...]
     """Lines for the console."""
+    warnings: tuple[str, ...] = ()
+    """Warnings about the GPUs of this machine."""
 
 
 def checked(config: Config, sharing: Sequence[Config] = ()) -> Checked:
@@ -40,18 +42,26 @@ def checked(config: Config, sharing: Sequence[Config] = ()) -> Checked:
     devices = find_devices(config)
     config, engine = with_installed_engine(config, len(devices))
     gpu = known_gpu(devices[0].name, devices[0].memory_bytes) if devices else None
+    warnings = tuple(_occupied(config, devices))
     try:
         if gpu is not None:
             plan = make_plan(config, gpu.name, "train", sharing=sharing)
-            return Checked(
-                apply_choices(config, plan.choices), tuple(_refused(plan.findings, config)), (*engine, *lines(plan.choices, config))
-            )
+            choices = (*engine, *lines(plan.choices, config))
+            return Checked(apply_choices(config, plan.choices), tuple(_refused(plan.findings, config)), choices, warnings)
         from fuligo.planner.check import check
 
-        return Checked(config, check(read_subject(config, next(iter(GPUS)))), tuple(engine))
+        return Checked(config, check(read_subject(config, next(iter(GPUS)))), tuple(engine), warnings)
     except ConfigError as error:
         unplanned = () if gpu is None else (f"starting without a plan of memory and time: {error}",)
-        return Checked(config, findings(config), (*engine, *unplanned))
+        return Checked(config, findings(config), (*engine, *unplanned), warnings)
+
+
+def _occupied(config: Config, devices: Sequence[Gpu]) -> Iterator[str]:
+    """Yield a warning for each GPU of the run on this machine on which other processes compute."""
+    if chosen_launcher(config) == "local":
+        for gpu in devices[: config.total_num_gpus]:
+            if gpu.occupied_warning is not None:
+                yield f"GPU {gpu.index}: {gpu.occupied_warning}"
 
 
 def _refused(found: Iterable[Finding], config: Config) -> Iterator[Finding]:
@@ -71,13 +81,14 @@ def chosen_for_evaluation(config: Config) -> Checked:
     devices = find_devices(config)
     config, engine = with_installed_engine(config, len(devices))
     gpu = known_gpu(devices[0].name, devices[0].memory_bytes) if devices else None
+    warnings = tuple(_occupied(config, devices))
     if gpu is None:
-        return Checked(config, (), tuple(engine))
+        return Checked(config, (), tuple(engine), warnings)
     try:
         subject, choices = choose(read_subject(config, gpu.name))
     except ConfigError:
-        return Checked(config, (), tuple(engine))
-    return Checked(subject.config, (), (*engine, *lines(choices, subject.config)))
+        return Checked(config, (), tuple(engine), warnings)
+    return Checked(subject.config, (), (*engine, *lines(choices, subject.config)), warnings)
 
 
 def find_devices(config: Config) -> tuple[Gpu, ...]:

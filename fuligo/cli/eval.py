@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
     from fuligo.cli.preflight import evaluation_problems
     from fuligo.observability.progress import warnings_shown_on
 
-    for warning in parsed.warnings:
+    for warning in (*parsed.warnings, *found.warnings):
         show_warning(warning)
     for choice in found.choices:
         show_choice(choice)

@@ -82,7 +82,7 @@ def prepare(
     from fuligo.cli.preflight import preflight
     from fuligo.cli.slips import slips
 
-    for warning in warnings:
+    for warning in (*warnings, *found.warnings):
         show_warning(warning)
     for choice in (*trainer_choice(config), *found.choices):
         show_choice(choice)

@@ -56,7 +56,10 @@ def _packages() -> list[Finding]:
 
 def _devices(machine: Machine) -> list[Finding]:
     gpus, torch = machine.gpus, machine.torch
-    found = [Finding(f"GPU {gpu.index}", f"{gpu.name}, {gpu.memory_bytes / GIB:.0f} GiB, driver {gpu.driver}") for gpu in gpus.devices]
+    found = [
+        Finding(f"GPU {gpu.index}", f"{gpu.name}, {gpu.memory_bytes / GIB:.0f} GiB, driver {gpu.driver}", warning=gpu.occupied_warning)
+        for gpu in gpus.devices
+    ]
     if not found:
         found.append(Finding("GPU", "none: runs compute on the CPU"))
     elif torch is not None and torch.num_devices < len(found):

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from itertools import combinations
 
 TIMEOUT_S = 20.0
-GPU_QUERY = ("--query-gpu=index,name,memory.total,driver_version", "--format=csv,noheader,nounits")
+GPU_QUERY = ("--query-gpu=index,name,memory.total,driver_version,memory.used", "--format=csv,noheader,nounits")
 LINKS_QUERY = ("topo", "-m")
 PEERS_QUERY = ("topo", "-p2p", "r")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+GIB = 1024**3
+IDLE_BYTES = 2 * GIB
+"""Maximum memory in use on a GPU on which no process computes: a display, contexts of idle processes."""
 _MIB = 1024**2
 
 
@@ -22,6 +25,19 @@ class Gpu:
     name: str
     memory_bytes: int
     driver: str
+    used_bytes: int = 0
+    """Memory that all processes use; 0 if the driver does not tell."""
+
+    @property
+    def occupied_warning(self) -> str | None:
+        """Warning that other processes compute on the GPU, before the run has started any; None if they do not."""
+        if self.used_bytes <= IDLE_BYTES:
+            return None
+        return (
+            f"other processes use {self.used_bytes / GIB:.1f} of its {self.memory_bytes / GIB:.1f} GiB, which a plan counts as free: a run "
+            "may exhaust the memory, and SGLang allocates a smaller KV cache; end them (nvidia-smi lists them), or choose other GPUs with "
+            "CUDA_VISIBLE_DEVICES"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +68,12 @@ def read_gpus() -> Gpus:
 
 
 def parse_devices(text: str) -> tuple[Gpu, ...]:
-    """Parse lines such as `0, NVIDIA H200, 143771, 580.159.04`; skip others, such as messages of a broken driver."""
+    """Parse lines such as `0, NVIDIA H200, 143771, 580.159.04, 4`; skip others, such as messages of a broken driver."""
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
     return tuple(
-        Gpu(int(row[0]), row[1], int(row[2]) * _MIB, row[3]) for row in rows if len(row) == 4 and row[0].isdigit() and row[2].isdigit()
+        Gpu(int(row[0]), row[1], int(row[2]) * _MIB, row[3], int(row[4]) * _MIB if row[4].isdigit() else 0)
+        for row in rows
+        if len(row) == 5 and row[0].isdigit() and row[2].isdigit()
     )
 
 

@@ -1,5 +1,6 @@
 """Tests of the choices that follow from this machine's GPUs and packages, with a driver that reports given GPUs."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,8 @@ def machine(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
-    def has(num_gpus: int, name: str = "NVIDIA H200, 143771", *, sglang: bool = True) -> None:
-        text = "".join(f"{index}, {name}, 580.159\n" for index in range(num_gpus))
+    def has(num_gpus: int, name: str = "NVIDIA H200, 143771", *, sglang: bool = True, used_mib: Sequence[int] = ()) -> None:
+        text = "".join(f"{index}, {name}, 580.159, {dict(enumerate(used_mib)).get(index, 4)}\n" for index in range(num_gpus))
         monkeypatch.setattr(chosen, "nvidia_smi", lambda *arguments: text)
         monkeypatch.setattr(chosen, "package_versions", lambda names, *rest: dict.fromkeys(names, "1" if sglang else None))
 
@@ -49,6 +50,16 @@ def test_gpus_without_flags_sample_with_sglang_where_it_is_installed(model: Path
     assert found.config.resolved_rollout_backend == "sglang" and found.config.cluster.colocate is shares
     assert found.choices[0].endswith("SGLang is installed")
     assert errors(found) == []
+
+
+def test_gpus_that_others_use_are_named(model: Path, machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(4, used_mib=(4, 71234, 0, 50000))
+    warnings = plan(model, "--actor-num-gpus-per-node 1 --rollout-num-gpus 1").warnings
+    assert len(warnings) == 1, "GPU 3 belongs to no part of the run"
+    assert warnings[0].startswith("GPU 1: other processes use 69.6 of its 140.4 GiB") and "CUDA_VISIBLE_DEVICES" in warnings[0]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
+    assert plan(model, "--actor-num-gpus-per-node 1 --rollout-num-gpus 1").warnings == ()
+    assert plan(model, "--device cpu").warnings == ()
 
 
 def test_runs_that_share_engines_choose_the_same_arguments(model: Path, machine) -> None:

@@ -16,7 +16,7 @@ def gpus(name: str) -> Gpus:
 
 def test_gpus_with_nvlink_between_them() -> None:
     found = gpus("h200_x2")
-    assert found.devices[1] == Gpu(1, "NVIDIA H200", 143771 * 1024**2, "580.159.04")
+    assert found.devices[1] == Gpu(1, "NVIDIA H200", 143771 * 1024**2, "580.159.04", 4 * 1024**2)
     assert found.links == (("X", "NV18"), ("NV18", "X"))
     assert found.without_nvlink(2) == found.without_peer_access(2) == []
 

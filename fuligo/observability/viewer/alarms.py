@@ -169,6 +169,12 @@ def _learned(metrics: MetricColumns) -> list[bool]:
     ]
 
 
+def _most_run(metrics: MetricColumns) -> list[bool]:
+    """Return whether the engines run at least as many requests as wait in them, by row."""
+    running, waiting = (metrics.column(f"engine/num_{state}_mean") for state in ("running", "waiting"))
+    return [ran is None or waited is None or ran >= waited for ran, waited in zip(running, waiting, strict=True)]
+
+
 def _facts(values: Values, stretch: Stretch) -> dict[str, float | str]:
     """Return facts about a stretch for the texts; `compared` is its worst value and the usual one: `0.31, 18 times the 0.017 before`."""
     shown = finite(values[stretch.first : stretch.last + 1])
@@ -204,6 +210,11 @@ _EQUAL = (
     "In up to {worst:.0%} of the groups all rewards are equal. Try harder or easier prompts, or dynamic sampling; "
     "--skip-zero-advantages trains without them."
 )
+_WAITING = (
+    "Up to {worst:.0f} requests wait on average, more than run: the engines' KV caches hold too few. An engine sizes its cache by the "
+    "memory that is free when it starts: look for other processes on its GPUs (nvidia-smi). Otherwise raise "
+    "--sglang-mem-fraction-static or lower --rollout-concurrency."
+)
 _FAILED = "{total:.0f} in total. Each failed sample shows its reason (Samples, filter by failed)."
 
 WATCHES = (
@@ -223,6 +234,7 @@ WATCHES = (
     _Watch("train/grad_norm", "warning", "The gradient norm jumps", _rises(10, 0.0), _GRADIENT_JUMPS),
     _Watch("rollout/truncated_ratio", "warning", "Many responses are truncated", _above(0.25), _TRUNCATED, LASTING_STEPS),
     _Watch("rollout/zero_std_ratio", "note", "Most groups have equal rewards", _above(0.8), _EQUAL, LASTING_STEPS),
+    _Watch("engine/num_waiting_mean", "warning", "Most requests wait in the engines", _above(0), _WAITING, LASTING_STEPS, _most_run),
     _Watch("rollout/num_failed", "warning", "Samples failed", _above(0), _FAILED),
 )
 """Limits are rules of thumb, chosen so that ordinary runs raise no alarm."""

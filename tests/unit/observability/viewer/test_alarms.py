@@ -94,6 +94,13 @@ def test_low_entropy_is_no_alarm_once_the_task_is_learned(tmp_path: Path, reward
     assert ("train/entropy" in [alarm.key for alarm in found]) == is_alarm
 
 
+def test_requests_that_wait_for_memory_raise_an_alarm(tmp_path: Path) -> None:
+    """Means of a run whose engine had found little free memory at its start, and of one whose first wave waited for prefill."""
+    (alarm,) = rows(tmp_path, engine__num_running_mean=[105, 100, 109, 126], engine__num_waiting_mean=[677, 499, 595, 665])
+    assert alarm.title == "Most requests wait in the engines since step 0" and alarm.text.startswith("Up to 677 requests wait")
+    assert rows(tmp_path, engine__num_running_mean=[819, 297, 308, 402], engine__num_waiting_mean=[212, 0, 5, 0]) == []
+
+
 def test_earlier_occurrences_are_counted(tmp_path: Path) -> None:
     found = of(tmp_path, "train/logprob_abs_diff", [*USUAL, 0.2, *USUAL, 0.3, *USUAL, 0.4])
     assert "It happened twice before." in found[0].text

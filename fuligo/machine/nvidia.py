@@ -30,13 +30,13 @@ class Gpu:
 
     @property
     def occupied_warning(self) -> str | None:
-        """Warning that other processes compute on the GPU, before the run has started any; None if they do not."""
+        """Warning that processes compute on the GPU already, before the run has started any; None if they do not."""
         if self.used_bytes <= IDLE_BYTES:
             return None
         return (
-            f"other processes use {self.used_bytes / GIB:.1f} of its {self.memory_bytes / GIB:.1f} GiB, which a plan counts as free: a run "
-            "may exhaust the memory, and SGLang allocates a smaller KV cache; end them (nvidia-smi lists them), or choose other GPUs with "
-            "CUDA_VISIBLE_DEVICES"
+            f"{self.used_bytes / GIB:.1f} of its {self.memory_bytes / GIB:.1f} GiB are in use, but a plan counts them as free: a run may "
+            "exhaust the memory, and SGLang allocates a smaller KV cache; end the processes that use it (nvidia-smi lists them), or choose "
+            "other GPUs with CUDA_VISIBLE_DEVICES"
         )
 
 

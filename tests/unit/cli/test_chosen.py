@@ -56,7 +56,7 @@ def test_gpus_that_others_use_are_named(model: Path, machine, monkeypatch: pytes
     machine(4, used_mib=(4, 71234, 0, 50000))
     warnings = plan(model, "--actor-num-gpus-per-node 1 --rollout-num-gpus 1").warnings
     assert len(warnings) == 1, "GPU 3 belongs to no part of the run"
-    assert warnings[0].startswith("GPU 1: other processes use 69.6 of its 140.4 GiB") and "CUDA_VISIBLE_DEVICES" in warnings[0]
+    assert warnings[0].startswith("GPU 1: 69.6 of its 140.4 GiB are in use") and "CUDA_VISIBLE_DEVICES" in warnings[0]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
     assert plan(model, "--actor-num-gpus-per-node 1 --rollout-num-gpus 1").warnings == ()
     assert plan(model, "--device cpu").warnings == ()

@@ -1,12 +1,16 @@
 """Torch trainer against transformers' padded forward pass and plain autograd, for several model families."""
 
 import re
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from fuligo.models.transformers_types import model_class, read_config
@@ -18,6 +22,7 @@ from fuligo.trainer.ranks.world import World
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 from fuligo.trainer.torch_backend.worker import TorchRankWorker
 from tests import shares, tiny, tiny_vision, train_batches
+from tests.float64 import assert_gradients_agree, delta_rule, float32_bound, in_float64, use_delta_rule
 
 LENGTHS = [(4, 9), (1, 3), (6, 9), (2, 1), (5, 14), (3, 9), (7, 6), (8, 2)]
 
@@ -132,32 +137,49 @@ def assert_logprobs_and_entropy_equal_the_padded_forward(checkpoint: Path, tempe
         np.testing.assert_allclose(result.scores[position].entropy, entropy, atol=2e-5)
 
 
-def test_gradient_equals_autograd_through_the_padded_model(checkpoint):
+def trainer_gradients(checkpoint: Path, *, is_float64: bool = False) -> dict[str, Tensor]:
+    settings = settings_of(checkpoint, loss=LossSettings(loss_type="sft_loss"), chunk_tokens=5, capacity=Capacity(max_tokens=30))
+    worker = TorchRankWorker(settings, World())
+    model = worker.policy.model
+    assert all(not parameter.requires_grad for name, parameter in model.named_parameters() if re.match(TOWER_PATTERN, name))
+    with in_float64(model) if is_float64 else nullcontext():
+        worker.gradients(shares.to_train(worker, train_batches.batch(train_batches.samples(LENGTHS)))[0])
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def exact_gradients(checkpoint: Path, rule: Callable[..., tuple[Tensor, None]] = delta_rule) -> dict[str, Tensor]:
+    """Return the gradients of transformers' model in float64, one sample at a time, with `rule` in its Gated DeltaNet layers."""
+    model, samples = own_model(checkpoint), train_batches.samples(LENGTHS)
+    use_delta_rule(model, rule)
+    with in_float64(model):
+        for s in samples:
+            ids = torch.from_numpy(s.tokens.astype(np.int64))
+            log_softmax = model(ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+            logprobs = log_softmax.gather(1, ids[1:, None])[s.prompt_length - 1 :, 0]
+            mask = torch.from_numpy(s.loss_mask.astype(np.float64))
+            (-(logprobs * mask).sum() / mask.sum() / len(samples)).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def test_gradient_equals_autograd_through_the_models_own_forward(checkpoint):
     """Covers packing, response-only logits, chunks, and samples of unequal length."""
-    samples = train_batches.samples(LENGTHS)
-    worker = TorchRankWorker(
-        settings_of(checkpoint, loss=LossSettings(loss_type="sft_loss"), chunk_tokens=5, capacity=Capacity(max_tokens=30)), World()
-    )
-    worker.gradients(shares.to_train(worker, train_batches.batch(samples))[0])
+    expected = exact_gradients(checkpoint)
+    assert_gradients_agree(trainer_gradients(checkpoint, is_float64=True), expected, bound=1e-6)  # loss weights are float32
+    assert_gradients_agree(trainer_gradients(checkpoint), expected, bound=float32_bound(expected))
 
-    model = own_model(checkpoint)
-    loss = torch.zeros(())
-    for s in samples:
-        ids = torch.from_numpy(s.tokens.astype(np.int64))
-        logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0][s.prompt_length - 1 :]
-        mask = torch.from_numpy(s.loss_mask.astype(np.float32))
-        loss = loss - (logprobs * mask).sum() / mask.sum() / len(samples)
-    loss.backward()
 
-    want = {name: p.grad for name, p in model.named_parameters()}
-    largest = max(g.abs().max() for g in want.values() if g is not None)
-    # Gated DeltaNet: 1e-5 on an Intel CPU, but its float32 sums differ by up to 2.2e-5 on an AMD EPYC (Zen 4).
-    tolerance = 5e-5 if any("linear_attn" in name for name in want) else 1e-5
-    for name, p in worker.policy.model.named_parameters():
-        if re.match(TOWER_PATTERN, name):
-            assert p.grad is want[name] is None and not p.requires_grad, name
-        else:
-            assert (p.grad - want[name]).abs().max() <= tolerance * largest, name
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
+def test_a_slightly_other_delta_rule_has_other_gradients(family, tmp_path):
+    """The bound of the test above is tight enough to find decays that are wrong by a hundred-thousandth."""
+
+    def slower(*inputs: Tensor, g: Tensor, **options: Any) -> tuple[Tensor, None]:
+        return delta_rule(*inputs, g=g * 0.99999, **options)
+
+    checkpoint = save(tmp_path, family)
+    found = trainer_gradients(checkpoint, is_float64=True)
+    assert_gradients_agree(found, exact_gradients(checkpoint), bound=1e-6)
+    with pytest.raises(AssertionError, match="linear_attn"):
+        assert_gradients_agree(found, exact_gradients(checkpoint, slower), bound=1e-6)
 
 
 @few_families

@@ -1,5 +1,6 @@
 """Torch trainer on samples with images against transformers' own forward pass of one sample at a time, and plain autograd."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
+from torch import nn
 from transformers import AutoModelForImageTextToText
 
 from fuligo.errors import DataError
@@ -23,6 +25,7 @@ from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 from fuligo.trainer.torch_backend.worker import TorchRankWorker
 from fuligo.types import TrainSample
 from tests import shares, tiny_vision, train_batches
+from tests.float64 import assert_gradients_agree, float32_bound, in_float64, use_delta_rule
 
 IMAGES = [tiny_vision.png(16, 24), tiny_vision.png(40, 9, seed=1), tiny_vision.png(30, 30, seed=2)]
 PROMPTS = [
@@ -122,27 +125,30 @@ def test_logprobs_equal_the_models_own_forward(checkpoint, samples):
     assert np.abs(changed.old_logprobs - first.old_logprobs).max() > 1e-2, "the image matters"
 
 
-@pytest.mark.parametrize("is_frozen", [False, True])
-def test_gradients_equal_autograd(checkpoint, samples, is_frozen):
-    frozen = TrainedParameters(frozen=(r"^model\.visual\.",)) if is_frozen else TrainedParameters()
-    worker = TorchRankWorker(settings_of(checkpoint, trained=frozen, gradient_checkpointing=not is_frozen), World())
-    worker.gradients(shares.to_train(worker, train_batches.batch(samples))[0])
-
-    model = AutoModelForImageTextToText.from_pretrained(checkpoint, attn_implementation="eager")
-    processor = ImageProcessor(checkpoint)
+def summed_loss(model: nn.Module, samples: list[TrainSample], processor: ImageProcessor) -> torch.Tensor:
+    """Return the loss of a step on the samples by transformers' forward pass."""
     loss = torch.zeros(())
     for sample in samples:
         mask = torch.from_numpy(sample.loss_mask.astype(np.float32))
         loss = loss - (own_logprobs(model, sample, processor) * mask).sum() / mask.sum() / len(samples)
-    loss.backward()
+    return loss
 
-    want = {name: parameter.grad for name, parameter in model.named_parameters()}
-    largest = max(gradient.abs().max() for gradient in want.values() if gradient is not None)
-    for name, parameter in worker.policy.model.named_parameters():
-        if is_frozen and name.startswith("model.visual."):
-            assert parameter.grad is None, name
-        else:
-            assert (parameter.grad - want[name]).abs().max() <= 1e-5 * largest, name
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_gradients_equal_autograd(checkpoint, samples, is_frozen):
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint, attn_implementation="eager")
+    use_delta_rule(model)
+    with in_float64(model):
+        summed_loss(model, samples, ImageProcessor(checkpoint)).backward()
+    want = {name: p.grad for name, p in model.named_parameters() if not (is_frozen and name.startswith("model.visual."))}
+
+    frozen = TrainedParameters(frozen=(r"^model\.visual\.",)) if is_frozen else TrainedParameters()
+    for is_float64 in (True, False):
+        worker = TorchRankWorker(settings_of(checkpoint, trained=frozen, gradient_checkpointing=not is_frozen), World())
+        with in_float64(worker.policy.model) if is_float64 else nullcontext():
+            worker.gradients(shares.to_train(worker, train_batches.batch(samples))[0])
+        found = {name: p.grad for name, p in worker.policy.model.named_parameters() if p.grad is not None}
+        assert_gradients_agree(found, want, bound=1e-6 if is_float64 else float32_bound(want))  # loss weights are float32
 
 
 def test_an_image_token_in_a_response_is_text(checkpoint, samples):
@@ -165,19 +171,15 @@ def test_an_adapter_is_that_of_peft_on_the_language_model(checkpoint, samples, t
     base = AutoModelForImageTextToText.from_pretrained(checkpoint, attn_implementation="eager")
     theirs = PeftModel.from_pretrained(base, tmp_path / ADAPTER, is_trainable=True)
     processor = ImageProcessor(checkpoint)
-    worker.gradients(shares.to_train(worker, train_batches.batch(samples))[0])
-    loss = torch.zeros(())
     for logprobs, sample in zip(worker.logprobs(shares.to_score(worker, samples)) or [], samples, strict=True):
-        mask, want = torch.from_numpy(sample.loss_mask.astype(np.float32)), own_logprobs(theirs, sample, processor)
-        np.testing.assert_allclose(logprobs, want.detach().numpy(), atol=1e-4)
-        loss = loss - (want * mask).sum() / mask.sum() / len(samples)
-    loss.backward()
+        np.testing.assert_allclose(logprobs, own_logprobs(theirs, sample, processor).detach().numpy(), atol=1e-4)
+    with in_float64(worker.policy.model, theirs):
+        worker.gradients(shares.to_train(worker, train_batches.batch(samples))[0])
+        summed_loss(theirs, samples, processor).backward()
     expected = {name.replace(".default.", "."): p.grad for name, p in theirs.named_parameters() if p.requires_grad}
     ours = {name: p.grad for name, p in adapter_tensors(worker.policy.model).items()}
-    assert ours.keys() == expected.keys() and not any(".visual." in name for name in ours)
-    largest = max(gradient.abs().max() for gradient in expected.values())
-    for name, gradient in ours.items():
-        assert (gradient - expected[name]).abs().max() <= 1e-5 * largest, name
+    assert not any(".visual." in name for name in ours)
+    assert_gradients_agree(ours, expected, bound=1e-6)
 
 
 def test_values_are_those_of_the_models_own_hidden_states(checkpoint, samples, tmp_path):

@@ -24,3 +24,13 @@ def kernels_know_trees(config: Config) -> Violation | None:
         return None
     text = f"--attention-backend {backend} with --share-prefixes on: TransformerEngine's kernels compute sequences, not trees"
     return Violation(text, (_OFF, set_flag("attention_backend", "local")), flags=("--share-prefixes", "--attention-backend"))
+
+
+@rule("CFG-PREFIX-ROWS", "--share-prefixes", "--micro-batch-size")
+def rows_hold_several_samples(config: Config) -> Violation | None:
+    """Reject shared prefixes with one sample per micro-batch: samples share prefixes only within a micro-batch."""
+    train = config.train
+    if train.share_prefixes != "on" or train.use_dynamic_batch_size or train.micro_batch_size != 1:
+        return None
+    text = "--share-prefixes on has no effect with --micro-batch-size 1: samples share prefixes only within a micro-batch"
+    return Violation(text, (_OFF, unset_flag("micro_batch_size")), flags=("--share-prefixes", "--micro-batch-size"))

@@ -26,6 +26,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
     "CFG-PREFIX-KERNEL": [
         ({**SGLANG, "attention_backend": "flash", "share_prefixes": "on"}, "TransformerEngine's kernels compute sequences, not trees")
     ],
+    "CFG-PREFIX-ROWS": [({"micro_batch_size": 1, "share_prefixes": "on"}, "--share-prefixes on has no effect with --micro-batch-size 1")],
     "CFG-VISION-PREFIXES": [({**IMAGES, "share_prefixes": "on"}, "--share-prefixes on does not support images")],
     "CFG-VISION-MTP": [
         (

@@ -12,7 +12,7 @@ from fuligo.cli.first_process import wait_for_end
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the configuration received over `--control` with the shared trainer and engine.
+    """Run the configuration received over `--control` with the shared trainer and engine; return `COMPLETE`.
 
     Raises:
         FuligoError: the run failed; the caller prints it.
@@ -37,10 +37,11 @@ def main(arguments: Sequence[str]) -> int:
 
     from fuligo.job import run_to_end
     from fuligo.job.lent import LentParts
+    from fuligo.job.many import COMPLETE
 
     outcome = run_to_end(config, LentParts(control, Connection(options.trainer), options.num_runs, resume=options.resume))
     Console(highlight=False, soft_wrap=True).print(f"run directory: {outcome.run_dir}", markup=False)
-    return 0
+    return COMPLETE
 
 
 def _end_with_parent(pid: int) -> None:

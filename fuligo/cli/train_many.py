@@ -95,6 +95,7 @@ def prepare_many(
         try:
             sharing = [other for other in to_run.values() if other is not config]
             prepared[name] = prepare(config, warnings.get(name, ()), sharing=sharing)
+            _require_usable_directory(prepared[name], started, resumes=resumes)
         except ConfigError as error:
             problems += [f"{name}: {problem}" for problem in error.problems]
     if problems:
@@ -108,6 +109,15 @@ def _require_fit(configs: Mapping[str, Config], started: datetime) -> None:
     problems = problems_of_many(configs, started)
     if problems:
         raise ConfigError(*problems)
+
+
+def _require_usable_directory(config: Config, started: datetime, *, resumes: bool) -> None:
+    """Refuse a run directory that the run's own process would refuse, which it opens only after the trainer and the engine have started."""
+    from fuligo.job.origin import Origin
+    from fuligo.observability.run_directory import require_usable
+
+    directory = config.run_directory(started)
+    require_usable(directory, resume=resumes or Origin.find(config).may_cut_back(config, directory))
 
 
 def _with_directories(configs: Mapping[str, Config], started: datetime) -> dict[str, Config]:

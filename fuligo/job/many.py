@@ -29,6 +29,8 @@ from fuligo.models.device import resolve_device
 from fuligo.trainer.ranks.connected import answer_commands
 from fuligo.trainer.ranks.shared import SharedTrainer
 
+COMPLETE = 100
+"""Exit code of the process of a run that is complete. 0 would also be that of a hook that calls `os._exit(0)` or `sys.exit()`."""
 INTERRUPTED = 130
 """Exit code of a run that a signal ended; the same as that of `fuligo train`."""
 LAST_OUTPUT_S = 1.0
@@ -228,17 +230,20 @@ def _signals_passed_to(runs: Sequence[RunProcess]) -> Iterator[list[signal.Signa
 
 
 def _require_success(codes: Mapping[str, int], *, is_terminated: bool = False) -> None:
-    """Raise RunsFailedError unless all runs ended with exit code 0 or, with `is_terminated`, by SIGTERM."""
-    ended_well = (0, INTERRUPTED, -signal.SIGTERM) if is_terminated else (0,)  # a run that was still starting was killed by the signal
-    failed = [
-        f"{name} ({f'exit code {code}' if code >= 0 else f'killed by signal {-code}'})"
-        for name, code in codes.items()
-        if code not in ended_well
-    ]
+    """Raise RunsFailedError unless all runs are complete or, with `is_terminated`, ended by SIGTERM."""
+    ended_well = (COMPLETE, INTERRUPTED, -signal.SIGTERM) if is_terminated else (COMPLETE,)  # a run that was still starting was killed
+    failed = [f"{name} ({_described(code)})" for name, code in codes.items() if code not in ended_well]
     if failed:
-        interrupted = sum(code != 0 for code in codes.values()) - len(failed)
+        interrupted = sum(code != COMPLETE for code in codes.values()) - len(failed)
         raise RunsFailedError(
             f"{len(failed)} of {len(codes)} runs failed: {', '.join(failed)}; their errors are above"
             f"{f'; SIGTERM ended {interrupted} more' if interrupted else ''}. Resume them with the same command and --resume, which skips "
             "complete runs"
         )
+
+
+def _described(code: int) -> str:
+    """Describe how the process of a failed run ended."""
+    if code < 0:
+        return f"killed by signal {-code}"
+    return f"exit code {code}" if code else "exit code 0 before it was complete: does a hook call os._exit or sys.exit?"

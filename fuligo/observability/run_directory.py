@@ -66,7 +66,7 @@ class RunDirectory:
         Raises:
             ConfigError: it is not writable, has other files, has a run that would be overwritten, or is in use.
         """
-        _check(path, resume=resume)
+        require_usable(path, resume=resume)
         try:
             path.mkdir(parents=True, exist_ok=True)
             (path / "metrics.jsonl").touch()
@@ -149,8 +149,8 @@ class RunDirectory:
         os.close(self._lock)
 
 
-def _check(path: Path, *, resume: bool) -> None:
-    """Raise ConfigError unless the path is new, empty, or a run directory; one with recorded steps only if `resume`."""
+def require_usable(path: Path, *, resume: bool) -> None:
+    """Check that a path is new, empty, or a run directory; one with recorded steps only if `resume`. Raises ConfigError with the fix."""
     if not path.exists():
         return
     if not path.is_dir():

@@ -36,10 +36,12 @@ def drop_some(args, samples: list[Sample], **kwargs) -> tuple[bool, str | None]:
 
 
 def before_train_step(args, rollout_id: int, batch) -> None:
-    """Kill the process some milliseconds into the training step or into the checkpoint after it, if asked to."""
+    """End the process if asked to: kill it some milliseconds into the training step or the checkpoint after it, or call `os._exit(0)`."""
     where, step = _moment()
-    if step != rollout_id or where not in ("train", "save"):
+    if step != rollout_id or where not in ("train", "save", "exit"):
         return
+    if where == "exit":
+        os._exit(0)
     begun = Path(args.run_dir) / "checkpoints"
 
     def wait_and_kill() -> None:

@@ -118,6 +118,22 @@ def test_runs_that_do_not_fit_together_are_refused_before_their_files_are_read(f
     assert not any("missing.jsonl" in problem for problem in caught.value.problems)
 
 
+def test_used_run_directories_are_refused_before_anything_starts(files: list[str], tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "metrics.jsonl").write_text('{"step": 0}\n')
+    with pytest.raises(ConfigError) as caught:
+        prepared(files)
+    assert [problem.partition(" already has")[0] for problem in caught.value.problems] == [
+        f"{name}: --run-dir {tmp_path / 'runs' / name}" for name in ("a", "b")
+    ]
+    assert prepared(files, resumes=True).keys() == {"a", "b"}
+    (tmp_path / "runs" / "a" / "metrics.jsonl").write_text("")
+    (tmp_path / "runs" / "b" / "checkpoints").mkdir()
+    with pytest.raises(ConfigError, match=r"^b: --run-dir .* already has recorded steps"):
+        prepared(files)
+
+
 def test_resume_loads_each_run_s_own_checkpoints_and_leaves_complete_runs_out(files: list[str], tmp_path: Path) -> None:
     done = tmp_path / "runs" / "a" / "checkpoints"
     done.mkdir(parents=True)

@@ -22,9 +22,9 @@ from fuligo.errors import EngineError, RunsFailedError
 from fuligo.formats.engine_keys import EngineKeys
 from fuligo.job import many
 from fuligo.job.lent import LentParts
+from fuligo.job.many import COMPLETE, run_many
 from fuligo.job.many import _require_success as require_success
 from fuligo.job.many import _show as show
-from fuligo.job.many import run_many
 
 RunScripts = Callable[..., Any]
 
@@ -69,11 +69,17 @@ def test_an_interrupted_run_does_not_wait_for_its_engines() -> None:
 
 
 def test_failed_runs_are_named_with_how_they_ended() -> None:
-    require_success({"a": 0, "b": 0})
+    require_success({"a": COMPLETE, "b": COMPLETE})
     message = "3 of 4 runs failed: b (exit code 1), c (killed by signal 9), d (exit code 2); their errors are above"
     with pytest.raises(RunsFailedError, match=re.escape(message)) as caught:
-        require_success({"a": 0, "b": 1, "c": -9, "d": 2})
+        require_success({"a": COMPLETE, "b": 1, "c": -9, "d": 2})
     assert caught.value.exit_code == 1
+
+
+@pytest.mark.parametrize("is_terminated", [False, True])
+def test_a_process_that_ends_before_its_run_is_complete_has_failed(is_terminated: bool) -> None:
+    with pytest.raises(RunsFailedError, match=r"1 of 2 runs failed: b \(exit code 0 before it was complete: does a hook call os\._exit"):
+        require_success({"a": COMPLETE, "b": 0}, is_terminated=is_terminated)
 
 
 async def test_each_line_of_a_run_is_shown_with_its_name(capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,7 +141,9 @@ def run_scripts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RunScripts:
 
 async def test_a_process_that_a_run_leaves_behind_is_not_waited_for(run_scripts: RunScripts, capsys: pytest.CaptureFixture[str]) -> None:
     """It holds the standard output that it has inherited."""
-    await run_scripts({"a": "sleep 60 & echo left $!; echo last >&2", "b": "printf unfinished; sleep 60 & true"})
+    await run_scripts(
+        {"a": f"sleep 60 & echo left $!; echo last >&2; exit {COMPLETE}", "b": f"printf unfinished; sleep 60 & exit {COMPLETE}"}
+    )
     shown = capsys.readouterr()
     assert "[a] left " in shown.out and "[b] unfinished" in shown.out
     assert shown.err == "[a] last\n"

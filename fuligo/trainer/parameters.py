@@ -58,6 +58,19 @@ def trained_names(names: Mapping[str, Sequence[str]], trained: TrainedParameters
     return chosen
 
 
+def require_trained_mtp(parameters: Iterable[torch.nn.Parameter], trained: TrainedParameters) -> None:
+    """Require that some of the parameters of MTP layers are trained; a loss that is detached from the model would else train nothing.
+
+    Raises ConfigError if `trained` freezes all of them.
+    """
+    if not any(parameter.requires_grad for parameter in parameters):
+        flag = "--only-train-params-name-list" if trained.only else "--freeze-params-name-list"
+        raise ConfigError(
+            f"cannot train MTP layers with --enable-mtp-training: {flag} freezes all their parameters; drop --enable-mtp-training, or "
+            "train parameters of these layers"
+        )
+
+
 def _matching(pattern: str, names: Iterable[str], flag: str) -> list[str]:
     try:
         matching = [name for name in names if re.search(pattern, name)]

@@ -15,6 +15,7 @@ from fuligo.trainer.megatron_backend.model_config import transformer_config
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.objective import LossSettings
 from fuligo.trainer.packing import Capacity
+from fuligo.trainer.ranks.settings import TrainedParameters
 from fuligo.trainer.ranks.world import World
 from fuligo.trainer.step import StepSamples
 from fuligo.types import TrainBatch
@@ -201,3 +202,17 @@ def test_a_copy_of_the_embedding_without_gradients_is_not_waited_for(references)
         ConfigError, match="--overlap-grad-reduce with --mtp-num-layers 1 and 2 pipeline stages needs --enable-mtp-training"
     ):
         transformer_config(settings)
+
+
+def refused(world: World, settings: MegatronTrainerSettings) -> str:
+    from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
+
+    with pytest.raises(ConfigError) as failure:
+        MegatronRankWorker(settings, world)
+    return str(failure.value)
+
+
+def test_a_loss_that_trains_nothing_is_refused(pool: RankPool, references) -> None:
+    settings = prediction_settings(references("mimo", 1), LAYOUTS["one"], joint=False)
+    (text,) = pool.run(1, refused, replace(settings, trained=TrainedParameters(frozen=("mtp",))))
+    assert "--enable-mtp-training: --freeze-params-name-list freezes all their parameters" in text

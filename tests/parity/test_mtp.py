@@ -231,6 +231,17 @@ def test_a_layer_that_is_not_trained_cannot_be_all_that_is_chosen(checkpoint: Pa
     assert train(worker)["train/mtp_loss"] > 0
 
 
+def test_a_loss_that_trains_nothing_is_refused(checkpoint: Path) -> None:
+    """A joint one also trains the model below the frozen layer."""
+    frozen = TrainedParameters(frozen=("^mtp",))
+    with pytest.raises(ConfigError, match=r"--enable-mtp-training: --freeze-params-name-list freezes all their parameters"):
+        TorchRankWorker(trained_settings(checkpoint, trained=frozen), World())
+    with pytest.raises(ConfigError, match=r"--enable-mtp-training: --only-train-params-name-list freezes all their parameters"):
+        TorchRankWorker(trained_settings(checkpoint, trained=TrainedParameters(only=("lm_head",))), World())
+    worker = TorchRankWorker(trained_settings(checkpoint, is_joint=True, trained=frozen), World())
+    assert train(worker)["train/mtp_loss"] > 0
+
+
 def test_a_value_model_has_no_layer(checkpoint: Path) -> None:
     policy = load_model(checkpoint, has_mtp=True)
     assert mtp_module(policy) is not None and mtp_module(load_value_model(checkpoint, policy)) is None

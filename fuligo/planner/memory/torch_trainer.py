@@ -109,7 +109,8 @@ def _state_items(subject: Subject, num_ranks: int) -> Iterator[MemoryItem]:
     else:
         trained = math.ceil(subject.num_trained_parameters / num_ranks)
         is_mtp_frozen = subject.loaded_mtp_layers and not subject.config.train.enable_mtp_training
-        named = [*(["vision tower"] if subject.config.freezes_tower else []), *(["MTP layer"] if is_mtp_frozen else [])]
+        is_tower_frozen = architecture.vision_tower is not None and subject.config.freezes_tower
+        named = [*(["vision tower"] if is_tower_frozen else []), *(["MTP layer"] if is_mtp_frozen else [])]
         frozen = f", the frozen {' and '.join(named)} among them" if trained < share else ""
         yield MemoryItem("weights", FP32 * share, f"{each} x 4 bytes, fp32{frozen}")
     yield MemoryItem("gradients", FP32 * trained, f"{billions(trained)} x 4 bytes, fp32")

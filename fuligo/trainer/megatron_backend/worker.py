@@ -33,7 +33,7 @@ from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.megatron_backend.state import CheckpointWriter, MegatronState, SavedAdapter, load_weights, restore_state
 from fuligo.trainer.megatron_backend.weights.export import named_weights
 from fuligo.trainer.megatron_backend.weights.load import load_hugging_face
-from fuligo.trainer.parameters import DTYPES, sync_dtype
+from fuligo.trainer.parameters import DTYPES, require_trained_mtp, sync_dtype
 from fuligo.trainer.ranks.settings import LoraSettings
 from fuligo.trainer.ranks.worker import RankWorker
 from fuligo.trainer.ranks.world import World
@@ -101,6 +101,9 @@ class MegatronRankWorker(RankWorker[MegatronTrainerSettings, Critic, HostWeights
         self._saved_adapter = None
         if settings.lora is None:
             freeze_parameters(chunks, list(self.names.weights()), settings.trained)
+            for chunk in chunks:
+                if chunk.mtp_process and settings.mtp.enable_mtp_training and not settings.mtp.mtp_joint_training:
+                    require_trained_mtp(chunk.mtp.parameters(), settings.trained)
         else:
             self._saved_adapter = self._add_adapter(chunks, settings.lora)
         if settings.optimizer_place.optimizer_cpu_offload and world.device.type == "cuda":

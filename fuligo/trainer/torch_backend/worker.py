@@ -20,7 +20,7 @@ from fuligo.models.transformers_types import freeze_towers, read_config, sees_im
 from fuligo.models.vision.processor import ImageProcessor
 from fuligo.trainer.adapter_sender import AdapterSender, base_digest
 from fuligo.trainer.packing import Cost, sequence_flops
-from fuligo.trainer.parameters import sync_dtype
+from fuligo.trainer.parameters import require_trained_mtp, sync_dtype
 from fuligo.trainer.ranks.compute_thread import ComputeThread
 from fuligo.trainer.ranks.worker import RankWorker
 from fuligo.trainer.ranks.world import World
@@ -153,9 +153,12 @@ class TorchRankWorker(RankWorker[TorchTrainerSettings, Critic, Policy]):
             if self._shared_base is not None:
                 self._shared_base.give_to(model, digest=self._base_digest)
         elif trained:
-            if settings.mtp is None and (layer := mtp_module(model)) is not None:
+            layer = mtp_module(model)
+            if settings.mtp is None and layer is not None:
                 layer.requires_grad_(False)
             freeze_parameters(model, settings.trained)
+            if settings.mtp is not None and layer is not None and not settings.mtp.is_joint:
+                require_trained_mtp(layer.parameters(), settings.trained)
         else:
             model.requires_grad_(False)
         policy = self._placed(policy, trained=trained)

@@ -149,6 +149,20 @@ def test_the_plan_expects_compiled_layers_where_the_trainer_compiles(family: str
     assert compiles_layers(replace(subject, architecture=architecture_of(config.to_dict()))) is can_compile(model)
 
 
+@pytest.mark.parametrize(
+    ("model", "flags", "named"),
+    [
+        ("qwen3-next-80b", "--mtp-num-layers 1", "the frozen MTP layer among them"),
+        ("qwen3.5-35b", "", "the frozen vision tower among them"),
+        ("qwen3.5-35b", "--mtp-num-layers 1", "the frozen vision tower and MTP layer among them"),
+    ],
+)
+def test_frozen_parts_of_the_weights_are_named(model: str, flags: str, named: str) -> None:
+    subject = subject_of(f"--train-backend torch --actor-num-gpus-per-node 8 {flags}", model)
+    [note] = [item.note for item in torch_trainer_items(subject) if item.name == "weights"]
+    assert note.endswith(f"fp32, {named}")
+
+
 def test_a_loaded_mtp_layer_is_counted_where_it_is() -> None:
     flags = "--train-backend torch --actor-num-gpus-per-node 8 --rollout-num-gpus 8 --rollout-num-gpus-per-engine 2 --use-kl-loss"
     flags += " --kl-loss-coef 0.1"

@@ -36,12 +36,10 @@ def drop_some(args, samples: list[Sample], **kwargs) -> tuple[bool, str | None]:
 
 
 def before_train_step(args, rollout_id: int, batch) -> None:
-    """End the process if asked to: kill it some milliseconds into the training step or the checkpoint after it, or call `os._exit(0)`."""
+    """Kill the process some milliseconds into the training step or into the checkpoint after it, if asked to."""
     where, step = _moment()
-    if step != rollout_id or where not in ("train", "save", "exit"):
+    if step != rollout_id or where not in ("train", "save"):
         return
-    if where == "exit":
-        os._exit(0)
     begun = Path(args.run_dir) / "checkpoints"
 
     def wait_and_kill() -> None:
@@ -52,6 +50,12 @@ def before_train_step(args, rollout_id: int, batch) -> None:
         _kill()
 
     threading.Thread(target=wait_and_kill, daemon=True).start()
+
+
+def exit_quietly(args, rollout_id: int, batch) -> None:
+    """End the process before the second training step, without an error."""
+    if rollout_id == 1:
+        os._exit(0)
 
 
 async def signal_engine(args, sample: Sample) -> float:

@@ -134,14 +134,13 @@ def test_a_run_that_fails_ends_alone(alone: Path, write_run: WriteRun, tmp_path:
     assert len(metrics(tmp_path / "narrow")) == NUM_ROLLOUTS
 
 
-@pytest.mark.parametrize(
-    ("moment", "how"), [("train:1", "killed by signal 9"), ("exit:1", "exit code 0 before it was complete: does a hook call os._exit")]
-)
-def test_a_run_whose_process_ends_early_ends_alone(moment: str, how: str, alone: Path, write_run: WriteRun, tmp_path: Path) -> None:
-    ending = write_run(tmp_path, "wide", before_train_step_path="tests.e2e.killers.before_train_step")
-    done = fuligo("train-many", ending, write_run(tmp_path, "narrow"), KILL_AT=moment)
+def test_runs_whose_processes_end_early_end_alone(alone: Path, write_run: WriteRun, tmp_path: Path) -> None:
+    killed = write_run(tmp_path, "wide", before_train_step_path="tests.e2e.killers.before_train_step")
+    quiet = write_run(tmp_path, "judged", before_train_step_path="tests.e2e.killers.exit_quietly")
+    done = fuligo("train-many", killed, quiet, write_run(tmp_path, "narrow"), KILL_AT="train:1")
     assert done.returncode == 1, done.stderr
-    assert f"1 of 2 runs failed: wide ({how}" in done.stderr
+    ends = "wide (killed by signal 9), judged (exit code 0 before it was complete: does a hook call os._exit or sys.exit?)"
+    assert f"2 of 3 runs failed: {ends}" in done.stderr
     assert_equal(tmp_path / "narrow", alone / "narrow")
 
 

@@ -2,6 +2,9 @@
 
 import asyncio
 import multiprocessing
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,11 +13,11 @@ import pytest
 from fuligo.engines.generation import SamplingParams
 from fuligo.engines.host import PortClaims
 from fuligo.engines.sglang.fleet import Fleet
-from fuligo.engines.sglang.server import TURN_VARIABLE
+from fuligo.engines.sglang.server import TURN_PLUGIN, TURN_VARIABLE
 from fuligo.engines.sglang.turns import fuligo_turns
 from fuligo.errors import EngineError
 from tests.sglang.conftest import fleet_settings
-from tests.sglang.engines import SPAWNING
+from tests.sglang.engines import SPAWNING, STUBS, server_settings
 
 
 async def test_an_engine_loads_weights_once_it_has_its_turn(checkpoint: Path, claims: PortClaims, tmp_path: Path) -> None:
@@ -54,3 +57,34 @@ def test_schedulers_wait_and_the_main_process_does_not(tmp_path: Path, monkeypat
     turn.touch()
     scheduler.join(60)
     assert scheduler.exitcode == 0
+
+
+STARTS_A_SCHEDULER = """
+import multiprocessing, time, fuligo_turns
+scheduler = multiprocessing.get_context("spawn").Process(target=fuligo_turns.wait)
+scheduler.start()
+time.sleep(600)
+"""
+
+
+def test_a_scheduler_ends_with_its_main_process(tmp_path: Path) -> None:
+    """Also if nothing else ends it, because the driver and the engine's guard were killed as well."""
+    variables = {**os.environ, "PYTHONPATH": str(TURN_PLUGIN), TURN_VARIABLE: str(tmp_path / "turn")}
+    command = [sys.executable, "-c", STARTS_A_SCHEDULER]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=variables) as main:
+        assert main.stdout is not None
+        assert main.stdout.readline().strip() == fuligo_turns.WAITING
+        main.kill()
+        assert main.communicate(timeout=60) == ("", None), "the scheduler closes its output when it ends"
+
+
+def test_the_plugin_is_among_those_that_the_user_chose(tmp_path: Path, claims: PortClaims) -> None:
+    """SGLang loads no plugins but those in SGLANG_PLUGINS, if it is set."""
+    chosen = {"SGLANG_PLUGINS": "mine", "PYTHONPATH": str(STUBS)}
+    given = {"environment": chosen, "turn": tmp_path / "turn", "is_exact": True}
+    found = server_settings("engine 0", tmp_path, claims, tmp_path / "log", **given).full_environment()
+    assert found["SGLANG_PLUGINS"] == "mine,fuligo_exact,fuligo_turns"
+    assert found["PYTHONPATH"].split(os.pathsep)[1:3] == [str(TURN_PLUGIN), str(STUBS)]
+    assert (
+        "SGLANG_PLUGINS" not in server_settings("engine 0", tmp_path, claims, tmp_path / "log", turn=tmp_path / "turn").full_environment()
+    )

@@ -182,12 +182,14 @@ class ServerSettings:
         if is_loopback(self.host) and "GLOO_SOCKET_IFNAME" not in os.environ:
             use_loopback_interface(chosen)
         own = {**chosen, **self.environment.reveal(), **self.keys.environment}
-        plugins = [str(EXACT_PLUGIN)] if self.is_exact else []
+        plugins = {EXACT_PLUGIN: "fuligo_exact"} if self.is_exact else {}
         if self.turn is not None:
             own[TURN_VARIABLE] = str(self.turn)
-            plugins.append(str(TURN_PLUGIN))
+            plugins[TURN_PLUGIN] = "fuligo_turns"
         if plugins:
-            own["PYTHONPATH"] = os.pathsep.join(filter(None, (*plugins, own.get("PYTHONPATH", os.environ.get("PYTHONPATH")))))
+            own["PYTHONPATH"] = os.pathsep.join(filter(None, (*map(str, plugins), own.get("PYTHONPATH", os.environ.get("PYTHONPATH")))))
+            if chosen_plugins := own.get("SGLANG_PLUGINS", os.environ.get("SGLANG_PLUGINS")):  # SGLang loads no others
+                own["SGLANG_PLUGINS"] = ",".join((chosen_plugins, *plugins.values()))
         return own
 
 

@@ -1,6 +1,6 @@
 """Plugin for SGLang 0.5.15 under --colocate: an engine is imported while the trainer loads, and waits before it uses a GPU.
 
-SGLang loads it in each of its processes (`sglang.srt.plugins`), and in the schedulers, which alone use GPUs, after all imports.
+SGLang loads it (`sglang.srt.plugins`) in its main process and, after all imports, in the schedulers, which alone use GPUs.
 """
 
 import multiprocessing
@@ -16,11 +16,14 @@ POLL_S = 0.05
 
 
 def wait() -> None:
-    """Wait for the file. Return at once in the main process, which starts the schedulers."""
-    if multiprocessing.parent_process() is None:
+    """Wait for the file; end the process if its parent ends first. Return at once in the main process, which starts the schedulers."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
         return
     file = Path(os.environ[VARIABLE])
     if not file.exists():
         print(WAITING, flush=True)
     while not file.exists():
+        if not parent.is_alive():  # SGLang has the kernel end schedulers with their parent, but only after it has loaded its plugins
+            raise SystemExit("The engine's main process ended before the engine could use its GPUs.")
         time.sleep(POLL_S)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fuligo.engines.backend import SharedDevices, SyncRestarted
 from fuligo.engines.client import EngineClient
@@ -255,7 +255,7 @@ class Fleet:
         if self.devices is not None:
             await self.devices.wait_for_room()
         engine.is_moving = True
-        engine.server = self._start(engine.server.settings)
+        engine.server = self._start(replace(engine.server.settings, turn=None))  # its first process has had it
         await engine.server.wait_ready()
         engine.client = _client(self._settings, engine.server.settings, start=engine.num_restarts)
         if self.devices is not None:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import AsyncMock
@@ -234,6 +235,20 @@ async def test_a_restart_that_is_quicker_than_a_health_check_is_no_loss(routers:
     assert fleet.servers == [after]
     assert [client.start for client in fleet.group.clients] == [1]
     watch.cancel()
+    await fleet.stop()
+
+
+async def test_a_restarted_engine_does_not_wait_for_its_turn(routers: list[ScriptedRouter], tmp_path: Path) -> None:
+    """The engine has had it, and the file may be gone by then: some machines empty their temporary directory."""
+    fleet = await fleet_of(["regular"], tmp_path / "log")
+    fleet.sync_restarted = fleet.serve_as_loaded
+    [server] = fleet.servers
+    assert isinstance(server, ScriptedServer)
+    server.settings = replace(server.settings, turn=tmp_path / "turn")
+    fleet.group.clients[0].is_overdue = True
+    assert await fleet.is_lost(fleet.group.clients[0])
+    await served_by(routers[0], fleet)
+    assert fleet.servers[0].settings.turn is None
     await fleet.stop()
 
 

@@ -274,7 +274,8 @@ async def _load_trainer(begun: Begun, stack: AsyncExitStack) -> Trainer | None:
     await trainer.load()
     if origin.checkpoint is not None:
         await trainer.restore(origin.checkpoint)
-    if not begun.opened.launching.done():  # nothing is gained where no engine is starting meanwhile
+    # Nothing is gained where no engine is starting meanwhile. One beside the trainer would find less free memory for its KV cache.
+    if not begun.opened.launching.done() and not config.engine_capabilities.beside_trainer:
         await trainer.warm_up()
     return trainer
 

@@ -1,5 +1,6 @@
 """Restarts within a run: from where the trainer begins again, and when its loss ends the run."""
 
+import asyncio
 import logging
 import sys
 from collections.abc import Callable
@@ -7,6 +8,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -16,9 +18,10 @@ from fuligo.errors import ConfigError, RankError, TrainerError
 from fuligo.job import run_job
 from fuligo.job.engines import Engines
 from fuligo.job.origin import Origin
-from fuligo.job.run import Outcome, run_config
+from fuligo.job.run import Outcome, _load_trainer, run_config
 from fuligo.job.stages import Opened
 from fuligo.job.watch import Termination
+from fuligo.trainer.ranks import trainer as trainer_module
 from tests.unit.checkpoint.conftest import make_state
 
 DONE = Outcome(Path("run"), [])
@@ -129,3 +132,25 @@ def test_restarted_engines_wait_for_weights_while_there_is_no_trainer() -> None:
         assert policy.sync_restarted is weights.sync_restarted
         raise LOST
     assert policy.sync_restarted is later
+
+
+@pytest.mark.parametrize(
+    ("backend", "is_starting", "expected"), [("sglang", True, True), ("sglang", False, False), ("embedded", True, False)]
+)
+async def test_a_trainer_is_warmed_up_while_engines_start_that_do_not_share_its_memory(
+    backend: str, monkeypatch: pytest.MonkeyPatch, *, is_starting: bool, expected: bool
+) -> None:
+    """An embedded engine sizes its KV cache by the memory that is free when it starts, beside the trainer."""
+    trainer = AsyncMock()
+    monkeypatch.setattr(trainer_module, "LocalTrainer", lambda *_: trainer)
+    monkeypatch.setattr(sys.modules[run_config.__module__], "trainer_settings", lambda *_, **__: None)
+    launching = asyncio.get_running_loop().create_future()
+    if not is_starting:
+        launching.set_result(None)
+    opened = SimpleNamespace(cluster=None, lent=None, standbys=None, directory=SimpleNamespace(path=Path("run")), launching=launching)
+    origin = SimpleNamespace(initial_weights=Path("model"), checkpoint=None)
+    config = parse(["--rollout-backend", backend]).config
+    begun = cast(Any, SimpleNamespace(config=config, origin=origin, opened=opened, data=SimpleNamespace(num_rollout=1)))
+    async with AsyncExitStack() as stack:
+        assert await _load_trainer(begun, stack) is trainer
+    assert trainer.warm_up.called == expected

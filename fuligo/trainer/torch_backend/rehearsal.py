@@ -13,22 +13,25 @@ from fuligo.types import TrainSample
 
 MAX_ROW_TOKENS = 8192
 """Tokens of the row, at most. The compiler tunes kernels for the size of their first input, so a short row would give slow ones."""
-SAMPLE_TOKENS, PROMPT_TOKENS = 512, 64
+SAMPLE_TOKENS = 512
+"""Tokens of a sample, at most."""
 
 
-def made_up_row(policy: Policy, max_tokens: int | None, device: torch.device, *, shares_prefixes: bool) -> PackedTokens:
-    """Return a row of random samples as the trainer packs them.
+def made_up_row(policy: Policy, max_tokens: int, device: torch.device, *, shares_prefixes: bool) -> PackedTokens:
+    """Return a row of at least two random samples as the trainer packs them, no longer than its rows and the model's positions.
 
     Args:
-        max_tokens: limit of a training row; None: no limit.
+        max_tokens: limit of a training row.
         shares_prefixes: rows store a prompt that several samples share once; all samples of this one have the same prompt.
     """
-    num_samples = max(2, min(max_tokens or MAX_ROW_TOKENS, MAX_ROW_TOKENS) // SAMPLE_TOKENS)
-    generator = np.random.default_rng(0)
-    ids = generator.integers(text_config(policy.model.config).vocab_size, size=(num_samples, SAMPLE_TOKENS), dtype=np.int32)
-    ids[:, :PROMPT_TOKENS] = ids[0, :PROMPT_TOKENS]
-    shared = [0, *[PROMPT_TOKENS] * (num_samples - 1)] if shares_prefixes else []
-    return pack_tokens([_sample(of_sample) for of_sample in ids], device, shared=shared)
+    config = text_config(policy.model.config)
+    row_tokens = min(max_tokens, MAX_ROW_TOKENS)
+    num_tokens = max(2, min(SAMPLE_TOKENS, row_tokens // 2, getattr(config, "max_position_embeddings", SAMPLE_TOKENS)))
+    num_samples, num_prompt = max(2, row_tokens // num_tokens), max(1, num_tokens // 8)
+    ids = np.random.default_rng(0).integers(config.vocab_size, size=(num_samples, num_tokens), dtype=np.int32)
+    ids[:, :num_prompt] = ids[0, :num_prompt]
+    shared = [0, *[num_prompt] * (num_samples - 1)] if shares_prefixes else []
+    return pack_tokens([_sample(of_sample, num_prompt) for of_sample in ids], device, shared=shared)
 
 
 def rehearse_training(policy: Policy, row: PackedTokens, *, uses_entropy: bool) -> None:
@@ -58,13 +61,13 @@ def _random_state_kept(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _sample(ids: np.ndarray) -> TrainSample:
-    num_response = len(ids) - PROMPT_TOKENS
+def _sample(ids: np.ndarray, num_prompt: int) -> TrainSample:
+    num_response = len(ids) - num_prompt
     return TrainSample(
         index=0,
         group_index=0,
         tokens=ids,
-        prompt_length=PROMPT_TOKENS,
+        prompt_length=num_prompt,
         loss_mask=np.ones(num_response, np.int8),
         reward=0.0,
         engine_logprobs=np.zeros(num_response, np.float32),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import register_fsdp_forward_method
 
+from fuligo.errors import TrainerError
 from fuligo.formats.quantised_base import QuantisedBase
 from fuligo.models.adapter import adapter_off, set_dropout
 from fuligo.models.mtp import mtp_module, stored_mtp
@@ -19,6 +20,7 @@ from fuligo.models.shared_base import SharedBase
 from fuligo.models.transformers_types import freeze_towers, read_config, sees_images, text_config
 from fuligo.models.vision.processor import ImageProcessor
 from fuligo.trainer.adapter_sender import AdapterSender, base_digest
+from fuligo.trainer.batch import PackedTokens
 from fuligo.trainer.packing import Cost, sequence_flops
 from fuligo.trainer.parameters import require_trained_mtp, sync_dtype
 from fuligo.trainer.ranks.compute_thread import ComputeThread
@@ -37,7 +39,7 @@ from fuligo.trainer.torch_backend.model import (
     enable_gradient_checkpointing,
     load_model,
 )
-from fuligo.trainer.torch_backend.rehearsal import made_up_row, rehearse_scoring, rehearse_training
+from fuligo.trainer.torch_backend.rehearsal import MAX_ROW_TOKENS, made_up_row, rehearse_scoring, rehearse_training
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 from fuligo.trainer.torch_backend.state import TrainingState, copy_state, restore_state, save_state
 from fuligo.trainer.torch_backend.weights import checkpoint_dtype, copy_weights, named_weights, shard, weight_tensors
@@ -93,20 +95,16 @@ class TorchRankWorker(RankWorker[TorchTrainerSettings, Critic, Policy]):
         return self._learner.optimizer
 
     def warm_up(self) -> None:
-        if not self.policy.is_compiled:
+        max_tokens = self.settings.capacity.max_tokens
+        if not self.policy.is_compiled or max_tokens is None:  # without a limit, made-up rows may need more memory than the run's
             return
-        settings = self.settings
-        row = made_up_row(self.policy, settings.capacity.max_tokens, self.world.device, shares_prefixes=settings.shares_prefixes)
-        set_dropout(self.policy.model, on=True)
         try:
-            rehearse_training(self.policy, row, uses_entropy=settings.loss.entropy_coef != 0)
-        finally:
-            set_dropout(self.policy.model, on=False)
-        if settings.needs_old_logprobs or self.reference is not None:  # the layers of both models share their compiled code
-            rehearse_scoring(self.policy, row)
-        if settings.lora is not None and settings.reference_weights is not None:
-            with self._adapter_off():
-                rehearse_scoring(self.policy, row)
+            self._rehearse(max_tokens)
+        except torch.OutOfMemoryError as error:
+            raise TrainerError(
+                f"cannot train on rows of {min(max_tokens, MAX_ROW_TOKENS):,} tokens: {error}; lower --max-tokens-per-gpu (with "
+                "--use-dynamic-batch-size), or use --gradient-checkpointing"
+            ) from error
 
     def gradients(self, step: StepShare) -> StepGradients:
         set_dropout(self.policy.model, on=True)
@@ -191,6 +189,26 @@ class TorchRankWorker(RankWorker[TorchTrainerSettings, Critic, Policy]):
             model.vision.runs_always = self.world.size > 1
             model.vision.is_frozen = not any(parameter.requires_grad for parameter in model.vision.base.visual.parameters())
         return model.to(self.world.device)
+
+    def _rehearse(self, max_tokens: int) -> None:
+        """Run each kind of pass of a step once. `max_tokens`: limit of a training row."""
+        settings = self.settings
+
+        def row(model: Policy) -> PackedTokens:
+            return made_up_row(model, max_tokens, self.world.device, shares_prefixes=settings.shares_prefixes)
+
+        set_dropout(self.policy.model, on=True)
+        try:
+            rehearse_training(self.policy, row(self.policy), uses_entropy=settings.loss.entropy_coef != 0)
+        finally:
+            set_dropout(self.policy.model, on=False)
+        scored = [self.policy if settings.needs_old_logprobs else None, self.reference, self.teacher]
+        for model in scored:  # the code of layers that are trained serves no frozen ones
+            if model is not None and model.is_compiled:
+                rehearse_scoring(model, row(model))
+        if settings.lora is not None and settings.reference_weights is not None:
+            with self._adapter_off():
+                rehearse_scoring(self.policy, row(self.policy))
 
     def _policy_logprobs(self, share: ScoreShare) -> dict[int, FloatArray]:
         return self._logprobs_of(self.policy, share)

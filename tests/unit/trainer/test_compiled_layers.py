@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from fuligo.errors import TrainerError
 from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.models import attention, tree_attention
 from fuligo.models.adapter import adapter_tensors
@@ -21,6 +22,7 @@ from fuligo.models.sink_attention import VarlenKernel
 from fuligo.trainer.packing import Capacity
 from fuligo.trainer.ranks.settings import LearningRateSchedule, LoraSettings, OptimizerSettings
 from fuligo.trainer.ranks.world import World
+from fuligo.trainer.torch_backend.rehearsal import made_up_row
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 from fuligo.trainer.torch_backend.worker import TorchRankWorker
 from tests import shares, train_batches
@@ -163,14 +165,17 @@ def test_one_graph_serves_all_lengths(checkpoint, case: str) -> None:
     assert num_graphs[1:] == [0, 0, 0], "a length, or a number of sequences, was a constant of the graphs"
 
 
-@pytest.mark.parametrize("case", ["adapter", "shared prefixes"])
+@pytest.mark.parametrize("case", ["adapter", "shared prefixes", "reference and teacher"])
 def test_a_warmed_up_trainer_compiles_nothing_more(checkpoint, case: str) -> None:
     settings: dict[str, dict[str, object]] = {
         "adapter": {"lora": LoraSettings(AdapterConfig(rank=4, alpha=64.0)), "reference_weights": checkpoint},
         "shared prefixes": {"shares_prefixes": True},
+        "reference and teacher": {"reference_weights": checkpoint, "teacher_weights": checkpoint},
     }
     worker = make_worker(checkpoint, capacity=Capacity(max_tokens=1024), **settings[case])
-    worker.policy.compile_layers()
+    for model in (worker.policy, worker.reference, worker.teacher):
+        if model is not None:
+            model.compile_layers()
     before = {name: parameter.detach().clone() for name, parameter in worker.policy.named_parameters()}
     random_state = torch.get_rng_state()
 
@@ -183,3 +188,34 @@ def test_a_warmed_up_trainer_compiles_nothing_more(checkpoint, case: str) -> Non
     counters.clear()
     scores_and_gradients(worker, ROWS[0])
     assert counters["stats"]["unique_graphs"] == 0
+
+
+def test_a_run_without_a_token_limit_is_not_warmed_up(checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --micro-batch-size, a made-up row could need more memory than the run's."""
+    worker = make_worker(checkpoint, capacity=Capacity(max_samples=1))
+    worker.policy.compile_layers()
+    monkeypatch.setattr(worker.policy, "forward", None)
+    worker.warm_up()
+
+
+def test_a_warm_up_out_of_memory_names_the_flag(checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    worker = make_worker(checkpoint, capacity=Capacity(max_tokens=100_000))
+    worker.policy.compile_layers()
+    monkeypatch.setattr(worker.policy, "forward", fill)
+    with pytest.raises(TrainerError, match=r"rows of 8,192 tokens: CUDA out of memory.*lower --max-tokens-per-gpu"):
+        worker.warm_up()
+
+
+@pytest.mark.parametrize("shares_prefixes", [False, True])
+@pytest.mark.parametrize(("max_tokens", "positions"), [(8192, 4096), (300, 4096), (300, 40), (1, 4096)])
+def test_a_made_up_row_fits_the_run_and_the_model(checkpoint, max_tokens: int, positions: int, *, shares_prefixes: bool) -> None:
+    policy = make_worker(checkpoint).policy
+    policy.model.config.max_position_embeddings = positions
+    row = made_up_row(policy, max_tokens, torch.device("cpu"), shares_prefixes=shares_prefixes)
+    assert row.num_sample_tokens <= max(max_tokens, 2)
+    assert int(row.position_ids.max()) < positions
+    assert len(row.sample_lengths) >= 2
+    assert (row.tree is not None) == shares_prefixes

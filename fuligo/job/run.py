@@ -157,7 +157,7 @@ async def _start(begun: Begun, stack: AsyncExitStack) -> Started:
         if trainer is not None and not opened.engines_may_start.is_set():
             await trainer.offload()
         opened.engines_may_start.set()
-        engines = await opened.launching
+        engines = await asyncio.shield(opened.launching)  # the engines outlive a trainer that is lost meanwhile
         if engines is None:
             return Started(begun, opened.config, trainer, None, None)
         if not engines.are_watched:

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import sys
 from collections.abc import Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,7 +18,7 @@ from fuligo.errors import ConfigError, RankError, TrainerError
 from fuligo.job import run_job
 from fuligo.job.engines import Engines
 from fuligo.job.origin import Origin
-from fuligo.job.run import Outcome, _load_trainer, run_config
+from fuligo.job.run import Outcome, _load_trainer, _start, run_config
 from fuligo.job.stages import Opened
 from fuligo.job.watch import Termination
 from fuligo.trainer.ranks import trainer as trainer_module
@@ -154,3 +154,24 @@ async def test_a_trainer_is_warmed_up_while_engines_start_that_do_not_share_its_
     async with AsyncExitStack() as stack:
         assert await _load_trainer(begun, stack) is trainer
     assert trainer.warm_up.called == expected
+
+
+async def test_engines_that_are_starting_outlive_a_lost_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss cancels the wait for the engines; the next trainer waits for the same ones (--max-restarts)."""
+    monkeypatch.setattr(sys.modules[run_config.__module__], "_load_trainer", AsyncMock())
+    ready, may_start = asyncio.Event(), asyncio.Event()
+
+    async def launch() -> None:
+        await ready.wait()
+
+    launching = asyncio.create_task(launch())
+    opened = SimpleNamespace(config=parse([]).config, launching=launching, engines_may_start=may_start)
+    recorder = SimpleNamespace(phase=lambda *_: nullcontext())
+    begun = cast(Any, SimpleNamespace(opened=opened, recorder=recorder, origin=SimpleNamespace(step=0)))
+    starting = asyncio.create_task(_start(begun, AsyncExitStack()))
+    await may_start.wait()
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    ready.set()
+    await launching

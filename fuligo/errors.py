@@ -13,7 +13,7 @@ class FuligoError(Exception):
 
 
 class ConfigError(FuligoError):
-    """Wrong flag, config file or combination of both, found before anything expensive starts.
+    """Raised if a flag, the config file or their combination is wrong, before anything expensive starts.
 
     Several problems are reported at once, one per line.
     """
@@ -26,37 +26,37 @@ class ConfigError(FuligoError):
 
 
 class DataError(FuligoError):
-    """Missing or malformed prompt file, or missing key; names the file and the line."""
+    """Raised if a prompt file is missing or malformed, or lacks a key; names the file and the line."""
 
     exit_code = 2
 
 
 class DataChangedError(FuligoError):
-    """Prompt file whose content changed or was lost while a run read it; not a `DataError`, which may be one bad row among good ones."""
+    """Raised if a prompt file changes or is lost while a run reads it. Not a `DataError`, which may concern one bad row among good ones."""
 
 
 class HookError(ConfigError):
-    """User function that cannot be imported or does not fit its call."""
+    """Raised if a user function cannot be imported or does not fit its call."""
 
 
 class RolloutError(FuligoError):
-    """Sampling as a whole cannot continue (for instance, every group was dropped); one bad sample is data, not an error."""
+    """Raised if sampling as a whole cannot continue, for instance because every group was dropped. One bad sample is data, not an error."""
 
 
 class EngineError(FuligoError):
-    """Inference engine that did not start, gave an invalid answer or stopped answering; names the engine and the request."""
+    """Raised if an engine does not start, gives an invalid answer or stops answering; names the engine and the request."""
 
 
 class RewardError(FuligoError):
-    """Reward function that raised, timed out, or did not return a number."""
+    """Raised if a reward function raises, times out, or does not return a number."""
 
 
 class TrainerError(FuligoError):
-    """Failure of the trainer (unsupported attention, non-finite loss, a lost rank)."""
+    """Raised if the trainer fails (unsupported attention, non-finite loss, a lost rank)."""
 
 
 class RankError(TrainerError):
-    """Trainer rank that was lost, hangs or crashed for a reason that may not recur in a restarted trainer (--max-restarts)."""
+    """Raised if a trainer rank is lost, hangs, or crashes for a reason that may not recur in a restarted trainer (--max-restarts)."""
 
     def __init__(self, event: str, advice: str) -> None:
         """Create the error.
@@ -70,20 +70,20 @@ class RankError(TrainerError):
 
 
 class WeightSyncError(FuligoError):
-    """Engine weights that could not be synced, or differ from the trainer's."""
+    """Raised if weights cannot be synced to the engines, or an engine's weights differ from the trainer's."""
 
 
 class RunsFailedError(FuligoError):
-    """Failure of some of the runs of `fuligo train-many`; names them."""
+    """Raised if some runs of `fuligo train-many` fail; names them."""
 
 
 class CheckpointError(FuligoError):
-    """Checkpoint that is missing, truncated, or of another architecture; names the directory and the file."""
+    """Raised if a checkpoint is missing, truncated, or of another architecture; names the directory and the file."""
 
     exit_code = 2
 
 
 class CheckpointWriteError(CheckpointError):
-    """Checkpoint that could not be written; names the file system. Earlier checkpoints are unchanged."""
+    """Raised if a checkpoint cannot be written; names the file system. Earlier checkpoints are unchanged."""
 
     exit_code = 1

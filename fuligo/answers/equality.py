@@ -16,7 +16,7 @@ Algebra = Callable[[str, str], bool]
 
 
 class NeedsAlgebraError(Exception):
-    """Comparison of two expressions that needs algebra, although the caller passed no function for it."""
+    """Raised if a comparison of two expressions needs algebra, but the caller passed no function for it."""
 
 
 def no_algebra(first: str, second: str) -> bool:

@@ -78,7 +78,7 @@ class Parsed:
 
 
 class _Problem(Exception):
-    """Wrong argument; caught in this module."""
+    """Raised for a wrong argument; caught in this module."""
 
 
 def parse(arguments: Sequence[str]) -> Parsed:

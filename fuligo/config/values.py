@@ -71,7 +71,7 @@ _SUFFIXES = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi":
 
 
 class _InvalidItem(Exception):
-    """Wrong item of a list; caught in this module."""
+    """Raised for a wrong item of a list; caught in this module."""
 
     def __init__(self, item: Any) -> None:
         super().__init__(item)

@@ -40,7 +40,7 @@ Item = TypeVar("Item", bound=HasRow)
 
 
 class PromptTooLongError(DataError):
-    """Well-formed row that is longer than --rollout-max-prompt-len."""
+    """Raised for a well-formed row whose prompt is longer than --rollout-max-prompt-len."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -18,7 +18,7 @@ from fuligo.formats.engine_keys import CONTROL_VARIABLE, REQUESTS_VARIABLE, Engi
 
 
 class Overdue(EngineError):
-    """No answer before the deadline; whether the call took effect is unknown."""
+    """Raised if no answer arrives before the deadline; whether the call took effect is unknown."""
 
 
 class Deadline(NamedTuple):

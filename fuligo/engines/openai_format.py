@@ -20,7 +20,7 @@ TYPES: dict[str, tuple[type, str]] = {
 
 
 class InvalidRequest(ValueError):
-    """Request that cannot be answered, with the parameter at fault."""
+    """Raised if a request cannot be answered; holds the parameter at fault."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)

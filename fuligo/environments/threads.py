@@ -9,7 +9,7 @@ from typing import Any
 
 
 class NoThreadError(RuntimeError):
-    """Thread that cannot be started because there are too many (ulimit -u)."""
+    """Raised if a thread cannot be started because there are too many (ulimit -u)."""
 
 
 async def call_in_thread(function: Callable[[], Any], name: str) -> Any:

@@ -58,7 +58,7 @@ class StoredTensor:
 
 
 class DamagedFileError(CheckpointError):
-    """Missing, truncated or malformed file of a checkpoint; the message names it."""
+    """Raised if a file of a checkpoint is missing, truncated or malformed; the message names it."""
 
 
 def checkpoint_problems(directory: Path, *, may_be_value_model: bool = False) -> Iterator[str]:

@@ -29,7 +29,7 @@ Reward = float | dict[str, Any]
 
 
 class SessionEnded(Exception):
-    """Request to a session that has ended."""
+    """Raised for a request to a session that has ended."""
 
 
 class ContextFull(InvalidRequest):

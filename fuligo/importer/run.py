@@ -46,7 +46,7 @@ _SPACED_ASSIGNMENT = re.compile(r"^\s*(\w+)\s*(\+?=)\s*(.*)$")
 
 
 class UnavailableError(ConfigError):
-    """Sandbox that cannot be built on this machine."""
+    """Raised if the sandbox cannot be built on this machine."""
 
     def __init__(self, script: Path, reason: str) -> None:
         super().__init__(f"cannot run {script.name} in a sandbox: {reason}. {_ADVICE}")

@@ -13,11 +13,11 @@ _END_S = 2.0
 
 
 class EpisodeError(Exception):
-    """Reason why an episode failed."""
+    """Raised if an episode fails; the text says why."""
 
 
 class CallInterruptedError(Exception):
-    """Call of an environment that was interrupted because generation is being aborted."""
+    """Raised if a call of an environment is interrupted because generation is being aborted."""
 
 
 async def call_within(

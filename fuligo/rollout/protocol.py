@@ -118,7 +118,7 @@ class Rollout:
 
 
 class UnfilledRolloutError(RolloutError):
-    """Rollout that ended before enough groups were kept; holds its groups, so that they can be recorded."""
+    """Raised if a rollout ends before enough groups are kept; holds its groups, so that they can be recorded."""
 
     def __init__(self, text: str, step: int, groups: Sequence[SampleGroup]) -> None:
         super().__init__(text)

@@ -43,7 +43,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class UnavailableError(Exception):
-    """Sandbox that the kernel does not let this process build."""
+    """Raised if the kernel does not let this process build a sandbox."""
 
 
 def call(name: str, *arguments: Any) -> None:

@@ -26,7 +26,7 @@ Handler = Callable[[dict[str, Any]], Awaitable[Any]]
 
 
 class Unsupported(Exception):
-    """Call of an SGLang endpoint that the embedded engine does not implement; the text names the alternative."""
+    """Raised for a call of an SGLang endpoint that the embedded engine does not implement; the text names the alternative."""
 
 
 class Api:

@@ -22,7 +22,7 @@ CallName = Literal["reset", "restore", "step", "close", "cancel"]
 
 
 class FailureError(Exception):
-    """Failure of an environment; its text becomes the error of the sample."""
+    """Raised if an environment fails; the text becomes the error of the sample."""
 
 
 @dataclass(slots=True, frozen=True)

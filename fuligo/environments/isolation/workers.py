@@ -34,7 +34,7 @@ _START_CODE = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from ful
 
 
 class ProcessEndedError(Exception):
-    """End of the process of an episode; the text says how it ended."""
+    """Raised if the process of an episode has ended; the text says how."""
 
 
 class Workers:

@@ -23,7 +23,7 @@ class FailureReason(StrEnum):
 
 
 class RewardFailure(RewardError):
-    """Failure to compute a reward. The sample is marked failed and the run continues."""
+    """Raised if a reward cannot be computed. The sample is marked failed and the run continues."""
 
     def __init__(self, reason: FailureReason, text: str) -> None:
         super().__init__(text)

@@ -27,7 +27,7 @@ _MALFORMED = (IndexError, ValueError, csv.Error)
 
 
 class BadMetadataError(ValueError):
-    """Metadata that name no known check, or have unusable arguments for one."""
+    """Raised if metadata name an unknown check, or have arguments that do not fit the check."""
 
     reason = "bad_metadata"
 

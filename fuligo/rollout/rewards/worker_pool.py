@@ -19,7 +19,7 @@ _GRACE_S = 5.0
 
 
 class WorkerDiedError(Exception):
-    """Worker that ended during a request."""
+    """Raised if a worker process ends during a request."""
 
 
 class Worker:

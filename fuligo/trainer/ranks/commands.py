@@ -75,7 +75,7 @@ class Answer(Generic[R]):
 
 
 class UnexpectedError(TrainerError):
-    """Error of a rank in another process that is not a `FuligoError`; its traceback is in the rank's output."""
+    """Raised in place of a rank's error that is not a `FuligoError`; the traceback is in the output of the rank's process."""
 
 
 class SharedCommand(Generic[R]):

@@ -21,7 +21,7 @@ _NONCE_BYTES = 32
 
 
 class ForgedMessageError(ConnectionError):
-    """Message without a valid signature of the peer: another process sent it, or it was changed or replayed."""
+    """Raised for a message without a valid signature of the peer: another process sent it, or it was changed or replayed."""
 
 
 class SignedConnection:

@@ -19,7 +19,7 @@ _SIGNATURE_BYTES = 32
 
 
 class ForgedObjectError(RuntimeError):
-    """Object in a collective that no rank of this trainer has signed."""
+    """Raised for an object in a collective that no rank of this trainer has signed."""
 
 
 def sign_objects(key: bytes | None) -> None:

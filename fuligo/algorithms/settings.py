@@ -40,7 +40,7 @@ class AdvantageSettings:
     gamma: float = 1.0
     """Discount per token, for estimators with `uses_gamma`."""
     rewards_by_turn: bool = False
-    """Place each `turn_rewards` of an episode at the end of its turn, for estimators with `uses_gamma` (--turn-rewards)."""
+    """Place each reward in `TrainSample.turn_rewards` at the end of its turn, for estimators with `uses_gamma` (--turn-rewards)."""
     lambd: float = 1.0
     """Lambda of generalized advantage estimation: 1 is Monte Carlo returns, 0 one-step temporal differences."""
     kl_coef: float = 0.0

@@ -16,7 +16,7 @@ from fuligo.models.registry import read_architecture
 
 
 def adapter_problems(config: Config) -> Iterator[str]:
-    """Check the adapter to start from, the layers to adapt, and that PEFT is installed."""
+    """Yield the problems of the adapter to start from and of the layers to adapt, or that PEFT is not installed."""
     if not config.uses_adapter:
         return
     if package_version("peft") is None:
@@ -44,7 +44,7 @@ def adapter_problems(config: Config) -> Iterator[str]:
 
 
 def _quantised_base(config: Config) -> Iterator[str]:
-    """Check that the base can be quantized if the run, or the adapter to start from, needs a quantized base."""
+    """Yield a problem if the run, or the adapter to start from, needs a quantized base, but the base cannot be quantized."""
     flags, model = config.lora, config.model.hf_checkpoint
     try:
         trained_on = None if flags.lora_adapter is None else QuantisedBase.read(adapter_directory(Path(flags.lora_adapter)))
@@ -73,7 +73,7 @@ def _quantised_base(config: Config) -> Iterator[str]:
 
 
 def _named_like_experts(adapter: AdapterConfig, model: Path) -> Iterator[str]:
-    """Reject adapters of layers that have names of expert matrices: SGLang might apply them to the experts (untested)."""
+    """Yield a problem if adapted layers have the names of expert matrices: SGLang might apply them to the experts (untested)."""
     try:
         architecture = read_architecture(model)
     except ConfigError:
@@ -87,7 +87,7 @@ def _named_like_experts(adapter: AdapterConfig, model: Path) -> Iterator[str]:
 
 
 def _fit(adapter: AdapterConfig, given: str | None, model: Path) -> Iterator[str]:
-    """Check that the model has the layers to adapt, and that the adapter to start from has their shapes."""
+    """Yield a problem if the model lacks the layers to adapt, or the adapter to start from has other shapes."""
     from fuligo.models.adapter import empty_adapted_model, read_adapter_weights, require_fits
 
     try:

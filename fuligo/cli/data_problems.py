@@ -65,7 +65,7 @@ def _chat_template(config: Config) -> Iterator[str]:
 
 
 def _images(config: Config) -> Iterator[str]:
-    """Check that the model supports images and that its image processor can be loaded."""
+    """Yield a problem if prompts have images, but the model does not support them or its image processor cannot be loaded."""
     directory = Path(config.model.hf_checkpoint or "")
     if not config.data.multimodal_keys or not (directory / "config.json").is_file():
         return

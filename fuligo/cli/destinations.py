@@ -39,7 +39,7 @@ def destination_problems(config: Config) -> Iterator[str]:
 
 
 def _export(config: Config, target: Path) -> Iterator[str]:
-    """Check that an export replaces nothing that the run reads or writes, under any name."""
+    """Yield a problem if an export would replace anything that the run reads or writes, under whatever name."""
     for option, path in _named_paths(config):
         if _would_replace(target, path, whole=option in _MODEL_OPTIONS):
             yield f"--save-hf {target} would replace {path} of {option}; use another directory"

@@ -44,14 +44,14 @@ def evaluation_problems(config: Config) -> list[str]:
 
 
 def _secrets(config: Config) -> Iterator[str]:
-    """Check that the environment variables to which secret values refer are set."""
+    """Yield a problem for each secret value that refers to an unset environment variable."""
     for option, secret in config.secrets():
         if secret.value is None:
             yield f"{option}: {secret} refers to the environment variable {secret.variable}, which is not set; export it"
 
 
 def _hooks(config: Config) -> Iterator[str]:
-    """Check that hooks can be imported, and that `--custom-config-path` can be read."""
+    """Yield the problems of hooks, of the environment, and of the file of `--custom-config-path`."""
     yield from hook_problems(config)
     yield from environment_problems(config)
     try:
@@ -61,7 +61,7 @@ def _hooks(config: Config) -> Iterator[str]:
 
 
 def _trainer(config: Config) -> Iterator[str]:
-    """Check that the trainer's packages are installed (with Ray, only the nodes need them), and that it knows the names of the weights."""
+    """Yield the trainer's missing packages (with Ray, only the nodes need them), or that it does not know the names of the weights."""
     name, trainer = config.resolved_train_backend, config.trainer_capabilities
     for package in trainer.packages if config.trains and chosen_launcher(config) == "local" else ():
         if package_version(package) is None:
@@ -82,7 +82,7 @@ def _trainer(config: Config) -> Iterator[str]:
 
 
 def _engines(config: Config) -> Iterator[str]:
-    """Check what SGLang engines need of their models and, without a cluster, of this machine."""
+    """Yield what SGLang engines lack in the `config.json` of their models and, without a cluster, on this machine."""
     for path in sorted({group.model_path for group in engine_groups(config) if group.model_path is not None}):
         if (Path(path) / "config.json").is_file() and not _names_its_class(Path(path)):
             yield (
@@ -116,7 +116,7 @@ def _rewards(config: Config) -> Iterator[str]:
 
 
 def _stop_tokens(config: Config) -> Iterator[str]:
-    """Report `--rollout-stop-token-ids` outside the model's vocabulary.
+    """Yield a problem if `--rollout-stop-token-ids` are outside the model's vocabulary.
 
     The planner has the same rule, but does not know every model and does not plan evaluations.
     """

@@ -56,6 +56,8 @@ def prepare(
 ) -> Config:
     """Check a config and everything that it names on disk, show warnings and choices, and return the config to run.
 
+    Also set the variables of `--env` in this process.
+
     Args:
         warnings: shown first.
         places: file and line of the flags that the config file sets, as in `Parsed`.

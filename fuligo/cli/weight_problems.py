@@ -123,7 +123,7 @@ def _weights(config: Config) -> Iterator[str]:
 
 
 def _mtp_layer(config: Config, option: str, directory: Path) -> Iterator[str]:
-    """Check that the initial weights hold the MTP layer that the torch trainer would load."""
+    """Yield a problem if the initial weights lack the MTP layer that the torch trainer would load, or the trainer cannot train it."""
     wanted = config.train.mtp_num_layers
     if not wanted or not config.trains or config.trainer_capabilities.splits_model:
         return
@@ -143,7 +143,10 @@ def _mtp_layer(config: Config, option: str, directory: Path) -> Iterator[str]:
 
 
 def _drafts(config: Config) -> Iterator[str]:
-    """Check that the files of engines that draft with the model's own MTP layer hold it: SGLang would draft with uninitialized weights."""
+    """Yield a problem for each model whose engines draft with an MTP layer that its files lack.
+
+    SGLang would start anyway and draft with uninitialized weights.
+    """
     if config.train.mtp_num_layers:
         return  # the trainer sends the layer
     drafting = {group.model_path for group in engine_groups(config) if group.drafts_with_own_layers and group.model_path is not None}
@@ -164,7 +167,7 @@ def _is_mtp(name: str) -> bool:
 
 
 def _renamed_experts(config: Config, directory: Path) -> Iterator[str]:
-    """Check that engines would find experts under the names by which the trainer sends them.
+    """Yield a problem if the engines' files name the experts differently from the tensors that the trainer sends.
 
     SGLang skips tensors that it does not know, so it would sample with old weights.
     """
@@ -217,7 +220,7 @@ def _distributed(config: Config, option: str, directory: Path) -> Iterator[str]:
 
 
 def _remote_code(config: Config) -> Iterator[str]:
-    """Check that model and tokenizer load without the checkpoint's own code, if it has any."""
+    """Yield a problem if the model or the tokenizer does not load without the checkpoint's own code."""
     if config.model.hf_checkpoint is not None:
         yield from _code_of("--hf-checkpoint", Path(config.model.hf_checkpoint), config)
 
@@ -270,7 +273,7 @@ def _value_model(config: Config) -> Iterator[str]:
 
 
 def _teacher(config: Config) -> Iterator[str]:
-    """Check the teacher (--use-opd) if its files are on this machine."""
+    """Yield the problems of the teacher (--use-opd) if its files are on this machine."""
     model, load = config.model.hf_checkpoint, config.algorithm.opd_teacher_load
     student = Path(model) if model is not None and (Path(model) / "config.json").is_file() else None
     if config.teacher_from == "trainer" and load is not None:
@@ -365,7 +368,7 @@ def _other_training(checkpoint: Path, *, holds_adapter: bool) -> str:
 
 
 def _served(config: Config) -> Iterator[str]:
-    """Check the weights to evaluate."""
+    """Yield the problems of the weights to evaluate."""
     flags, model = config.checkpoint, config.model.hf_checkpoint
     if model is not None:
         yield from (f"--hf-checkpoint: {text}" for text in checkpoint_problems(Path(model)))

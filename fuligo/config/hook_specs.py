@@ -10,7 +10,7 @@ from fuligo.config import Config
 
 @dataclass(frozen=True, slots=True)
 class HookShape:
-    """Facts about a hook that decide whether it fits, taken from the object or from its source."""
+    """Properties of a hook that decide whether its flag accepts it, taken from the object or from its source."""
 
     is_class: bool
     is_async: bool | None

@@ -27,7 +27,7 @@ class SamplingParams:
     """Tokens to sample from; -1: all."""
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
-    """Strings that end the response; cut off the text, never off the ids."""
+    """Strings that end the response. Its text ends before the first of them; its token ids are kept."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     sampling_seed: int | None = None

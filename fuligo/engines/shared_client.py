@@ -125,7 +125,7 @@ class SharedEngineClient(EngineClient):
         await self._call("POST", "/load_lora_adapter_from_tensors", body, within=within, retries=0)
 
     async def _labels(self) -> list[AdapterLabel]:
-        """Return the labels of the run's adapters in the engine. Raises EngineError if it cannot tell."""
+        """Return the labels of the run's adapters in the engine. Raises EngineError if the request fails or its answer is malformed."""
         loaded = await self._call("GET", "/v1/models")
         try:
             labels = [AdapterLabel.parse(str(model["id"])) for model in loaded["data"]]

@@ -112,7 +112,7 @@ class Counted:
         self._num_tensors = self._num_bytes = self._num_bytes_sent = 0
 
     def observe(self, named_weights: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
-        """Count all weights of the model as they pass."""
+        """Yield the weights unchanged, and count them as they pass."""
         for name, tensor in named_weights:
             self._num_tensors += 1
             self._num_bytes += tensor.nbytes
@@ -121,7 +121,7 @@ class Counted:
             yield name, tensor
 
     def observe_sent(self, buckets: Iterator[Bucket]) -> Iterator[Bucket]:
-        """Count the bytes that are sent as the buckets pass."""
+        """Yield the buckets unchanged, and count the bytes that are sent as they pass."""
         for bucket in buckets:
             self._num_bytes_sent += sum(tensor.nbytes for _, tensor in bucket)
             yield bucket

@@ -71,7 +71,7 @@ class Session:
     """Base URL for OpenAI clients, which ends with `/v1`."""
     api_key: str = field(repr=False)
     label: str
-    """Beginning of the request ids in the engine."""
+    """Prefix of the session's request ids in the engine."""
     priority: int = 0
     conversation: Conversation = field(default_factory=Conversation, init=False)
     offered_tools: set[str] = field(default_factory=set, init=False)

@@ -57,7 +57,7 @@ class Layout:
 
     @property
     def row_multiple(self) -> int:
-        """Multiple to which each sequence of a packed row is padded, so that CP ranks get equal chunks from both of its ends."""
+        """Multiple to which each sequence of a packed row is padded: 2 x CP, for two equal chunks per CP rank; 1 without CP."""
         return 2 * self.cp if self.cp > 1 else 1
 
     def total_multiple(self, pad_multiple: int) -> int:

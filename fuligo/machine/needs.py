@@ -43,7 +43,7 @@ def num_gpus_of_node(config: Config, machine: Machine) -> int:
 
 
 def _packages(config: Config, machine: Machine, versions: Versions) -> Iterator[Finding]:
-    """Check the backends' packages in the versions for which fuligo knows the flags; engines may have their own interpreter."""
+    """Yield a finding for each package that the run needs, with a fix if it is missing or not the version whose flags fuligo knows."""
     here = sys.executable
     trainer, pinned = config.trainer_capabilities, {schema(group).package: schema(group).version for group in BACKENDS}
     needed = (*trainer.packages, *(trainer.gpu_packages if num_gpus_of_node(config, machine) > 0 else ()))
@@ -102,7 +102,7 @@ def _gpus(config: Config, machine: Machine) -> Iterator[Finding]:
 
 
 def _links(config: Config, machine: Machine) -> Iterator[Finding]:
-    """Check the links between the GPUs of a tensor-parallel group, which exchange activations in every layer."""
+    """Yield a finding on the links between the GPUs of a tensor-parallel group, which exchange activations in every layer."""
     here = num_gpus_of_node(config, machine)
     sizes = [("an engine", group.tp_size) for group in engine_groups(config)]
     sizes.append(("--tensor-model-parallel-size", config.parallel.tensor_model_parallel_size))
@@ -152,7 +152,7 @@ def _shared_bytes(config: Config, machine: Machine) -> int:
 
 
 def _ports(config: Config) -> Iterator[Finding]:
-    """Check that the ports a run needs can be claimed, and release them."""
+    """Yield a finding on whether the ports that the engines need can be claimed; release them afterwards."""
     num_engines = sum(group.num_engines for group in engine_groups(config))
     if num_engines == 0:
         return

@@ -67,7 +67,7 @@ def architecture_from_flags(config: Config) -> Architecture | None:
 
 
 def overridden(config_json: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """Return the keys of a config.json with the given MODEL_ARGS in place of its own values."""
+    """Return the contents of a config.json with the given MODEL_ARGS in place of its values; unchanged if its family is not supported."""
     values = dict(ConfigJson.of(config_json).values)
     family = str(values.get("model_type"))
     return values | (_as_config_json(config.megatron, family) if family in FAMILIES else {})

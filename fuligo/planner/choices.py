@@ -66,7 +66,7 @@ def apply_choices(config: Config, choices: Iterable[Choice]) -> Config:
 
 
 def _memory_choices(subject: Subject) -> Iterator[Choice]:
-    """Choose the static share of engines that share their GPUs with a trainer."""
+    """Yield the choice of the static memory fraction of engines that share their GPUs with a trainer."""
     config = subject.config
     if not config.takes_turns:
         return
@@ -77,7 +77,7 @@ def _memory_choices(subject: Subject) -> Iterator[Choice]:
 
 
 def _engine_choices(subject: Subject) -> Iterator[Choice]:
-    """Choose requests and graphs of the engines that sample, then the requests in flight.
+    """Yield the choices of requests and CUDA graphs of the engines that sample, then of the requests in flight.
 
     Raises ConfigError if the engines cannot be planned.
     """
@@ -159,7 +159,7 @@ def _argument(spec: EngineGroupSpec, name: str, value: float) -> Change:
 
 
 def _compile_choices(subject: Subject) -> Iterator[Choice]:
-    """Choose not to compile the layers of small models."""
+    """Yield the choice not to compile the layers of a small model."""
     config, num_parameters = subject.config, subject.architecture.num_parameters
     is_open = config.trains and not subject.is_megatron and config.model.torch_compile is None
     if is_open and compiles_layers(subject) and num_parameters < SMALLEST_COMPILED:
@@ -168,7 +168,7 @@ def _compile_choices(subject: Subject) -> Iterator[Choice]:
 
 
 def _trainer_choices(subject: Subject) -> Iterator[Choice]:
-    """Choose shorter rows, then recomputation, then Adam on the CPU, if the trainer does not fit without.
+    """Yield the first choice that makes a trainer fit that does not: shorter rows, then recomputation, then Adam on the CPU.
 
     Raises ConfigError if the sizes allow no layout.
     """

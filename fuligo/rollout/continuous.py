@@ -63,7 +63,7 @@ class ContinuousRunner:
     prompts are drawn again.
 
     Args:
-        parts: parts of the runner; the buffer of its data source stays empty
+        parts: see `RunnerParts`; `parts.source` takes back the prompts of stale groups and does not buffer groups
         admission: limit on the groups in flight and queued
     """
 

@@ -91,7 +91,7 @@ class StepGradients:
     scores: dict[int, TokenScores]
     """Scores by position in the batch's samples."""
     num_tokens: int
-    """Number of tokens of this rank's samples, without repetitions."""
+    """Number of tokens of this rank's samples; micro-batches that are repeated as padding do not count."""
     num_shared_tokens: int = 0
     """Number of these tokens that were not computed again, because they belong to a prefix shared with another sample of the row."""
 

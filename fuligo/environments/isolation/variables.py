@@ -9,9 +9,10 @@ _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THR
 
 
 def variables(handed_over: tuple[str, ...], environment: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return the environment variables for environments, and the names of the withheld ones.
+    """Return the variables for processes of environments, and the names of the variables withheld from them.
 
-    A variable is withheld if its name suggests a secret and is not in `handed_over`.
+    A variable is withheld if its name suggests a secret and is not in `handed_over`. GPUs are hidden, and math libraries use one thread
+    unless `environment` says otherwise.
     """
     withheld = tuple(name for name in environment if _SECRET.search(name) and name not in handed_over)
     kept = {name: value for name, value in environment.items() if name not in withheld}

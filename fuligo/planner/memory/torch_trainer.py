@@ -290,7 +290,7 @@ def adapted_layer_bytes(layer: Layer, adapter: AdapterShape, size: int) -> float
 
 
 def copied_factor_bytes(layer: Layer, adapter: AdapterShape, size: int) -> int:
-    """Return the bytes of B of all experts of a layer in the order of the experts, which grouped products need."""
+    """Return the bytes of the copy of all experts' B matrices that grouped products need, ordered by expert; 0 for layers without them."""
     experts = adapter.architecture.experts
     if experts is None or not adapter.adapts_experts(layer):
         return 0

@@ -10,6 +10,8 @@ from fuligo.observability.viewer.metric_columns import MetricColumns, finite, me
 from fuligo.observability.viewer.trace_reader import TraceReader
 
 State = Literal["finished", "running", "quiet", "stopped", "empty"]
+"""State of a run. quiet: its process is alive, but has written nothing for long. stopped: it ended before its last rollout. empty: it ended
+before its first rollout was complete."""
 STALE_STEPS = 5
 """Time without a write after which a run counts as stopped or hanging, in median step times."""
 FRESH_S = 60.0
@@ -54,7 +56,7 @@ def _rank(phase: tuple[str, int]) -> int:
 
 
 def run_state(*, num_done: int, num_rollouts: int | None, locked: bool, age_s: float | None, step_s: float | None) -> State:
-    """Return the state of a run.
+    """Return the state of a run. Without the number of rollouts, a run without a lock counts as running while its files change.
 
     Args:
         num_done: complete rollouts.

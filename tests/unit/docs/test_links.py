@@ -27,7 +27,6 @@ OF_OTHER_PROGRAMS = {
     "--batch",
     "--cpu-seconds",
     "--directory",
-    "--init",
     "--python-platform",
     "--shm-size",
     "--signal",

@@ -166,7 +166,7 @@ def _tools(value: list[Any]) -> tuple[Tool, ...]:
     for tool in value:
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise InvalidRequest(f'a tool is {{"type": "function", "function": {{"name": ...}}}}, not {_shown(tool)}', "tools")
+            raise InvalidRequest(f'a tool must be {{"type": "function", "function": {{"name": ...}}}}, not {_shown(tool)}', "tools")
         description, parameters = function.get("description") or "", function.get("parameters") or {"type": "object", "properties": {}}
         if not isinstance(description, str) or not isinstance(parameters, dict):
             raise InvalidRequest(

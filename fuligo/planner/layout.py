@@ -66,12 +66,16 @@ def stages(subject: Subject) -> tuple[Stage, ...]:
     """
     shape, megatron = layout_of(subject.config), subject.config.megatron
     if megatron.get("pipeline_model_parallel_layout") is not None:
-        raise ConfigError("--pipeline-model-parallel-layout is not supported; use --decoder-first/last-pipeline-num-layers")
+        raise ConfigError(
+            "--pipeline-model-parallel-layout is not supported; use --decoder-first-pipeline-num-layers "
+            "and --decoder-last-pipeline-num-layers"
+        )
     embedding, loss = (bool(megatron.get(name)) for name in ACCOUNTING)
     first, last = shape.num_layers_first_stage, shape.num_layers_last_stage
     if (embedding or loss) and (first, last) != (None, None):
         raise ConfigError(
-            "--account-for-embedding/loss-in-pipeline-split cannot be combined with --decoder-first/last-pipeline-num-layers; remove one"
+            "--account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split cannot be combined with "
+            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers; remove either pair"
         )
     cut = Cut(subject.architecture.num_layers, embedding + loss, shape.pp, shape.vpp, first, last)
     counts = cut.counts() if shape.pp > 1 else [cut.num_layers + cut.num_extra]

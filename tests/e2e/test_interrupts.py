@@ -66,7 +66,9 @@ def test_engine_ranks_and_workers_end_with_the_run(
     assert process.returncode == exit_code, said
     assert number == signal.SIGKILL or "Traceback" not in said
     assert (
-        number == signal.SIGKILL or while_loading or f"interrupted; run directory: {run_dir}\nit has no checkpoint to resume from" in said
+        number == signal.SIGKILL
+        or while_loading
+        or f"interrupted; run directory: {run_dir}\nthe run has no checkpoint to resume from" in said
     )
     wait_until(lambda: not alive(family), f"all of {family} have ended", timeout_s=120)
     wait_until(lambda: not shared_memory([process.pid, *family]), "shared memory is given back", timeout_s=120)

@@ -57,15 +57,15 @@ def teacher_is_given_once(config: Config) -> Violation | None:
 
 @rule("CFG-OPD-URL", "--opd-teacher-url")
 def teacher_has_an_address(config: Config) -> Violation | None:
-    """Require scheme, host and port in the teacher's URL."""
+    """Require a teacher's URL with http:// or https:// and a host, without a path."""
     url = config.algorithm.opd_teacher_url
     if config.teacher_from != "engine" or url is None or (isinstance(url, str) and re.fullmatch(r"https?://[^/\s]+/?", url)):
         return None
     if isinstance(url, Secret):
         return Violation("--opd-teacher-url holds a user, a password or a key, which engines do not accept", advice="use http://host:port")
     base = re.match(r"https?://[^/\s]+", url)
-    text = f"--opd-teacher-url {url!r} is not a server address; fuligo appends the paths"
-    return Violation(text, (set_flag("opd_teacher_url", base[0]),)) if base else Violation(text, advice="use http://host:port")
+    text = f"--opd-teacher-url {url!r} must be http://host:port without a path; fuligo appends the paths"
+    return Violation(text, (set_flag("opd_teacher_url", base[0]),)) if base else Violation(text, advice="correct the URL")
 
 
 @rule("CFG-OPD-TEMPERATURE", "--rollout-temperature", "--opd-type")

@@ -146,7 +146,9 @@ def _document(line: str, place: str) -> Document:
         raise DataError(f"{place}: not JSON ({error}); write one object per line") from None
     text = row.get("text", row.get("contents")) if isinstance(row, dict) else None
     if not isinstance(text, str) or not isinstance(title := row.get("title", ""), str):
-        raise DataError(f"{place}: a document is an object with the string `text` or `contents`, and optionally `title`")
+        raise DataError(
+            f"{place}: a document must be an object with a string `text` or `contents` and optionally a string `title`, not {row!r:.80}"
+        )
     return Document(title, text)
 
 

@@ -140,17 +140,18 @@ def expert_communication_can_overlap(subject: Subject) -> Iterator[Violation]:
     config, sizes = subject.config, subject.config.parallel
     if not _has_experts(subject) or not config.megatron.get("overlap_moe_expert_parallel_comm"):
         return
-    missing = []
+    missing, refused = [], []
     if sizes.expert_model_parallel_size == 1:
         missing.append("--expert-model-parallel-size above 1")
     if sizes.moe_token_dispatcher_type == "allgather":
         missing.append("--moe-token-dispatcher-type alltoall or flex")
     if sizes.recompute_granularity == "full":
-        missing.append("no --recompute-granularity full")
+        refused.append("--recompute-granularity full")
     if sizes.pipeline_model_parallel_size > 1 and (sizes.virtual_pipeline_model_parallel_size or 1) == 1:
         missing.append("--virtual-pipeline-model-parallel-size")
     if config.megatron.get("moe_shared_expert_overlap"):
-        missing.append("no --moe-shared-expert-overlap")
-    if missing:
-        text = f"--overlap-moe-expert-parallel-comm needs {', '.join(missing)}"
+        refused.append("--moe-shared-expert-overlap")
+    reasons = [f"{reason} {' and '.join(flags)}" for reason, flags in (("needs", missing), ("cannot be combined with", refused)) if flags]
+    if reasons:
+        text = f"--overlap-moe-expert-parallel-comm {' and '.join(reasons)}"
         yield Violation(text, ((Change(("megatron", "overlap_moe_expert_parallel_comm"), None),),))

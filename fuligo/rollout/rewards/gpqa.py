@@ -76,8 +76,8 @@ class Question:
         (text,) = gold_answers(value)
         letter = self.named_alone(text)
         if letter is None:
-            known = ", ".join(self.letters) + (f" or the text of one of {len(self.choices)} choices" if self.choices else "")
-            raise RewardFailure(FailureReason.BAD_LABEL, f"{what} is {value!r:.80}, but it must be {known}")
+            known = ", ".join(self.letters) + (f", or the text of one of {len(self.choices)} choices" if self.choices else "")
+            raise RewardFailure(FailureReason.BAD_LABEL, f"{what} is {value!r:.80}, but it must be one of {known}")
         return letter
 
     def named_alone(self, text: str) -> str | None:

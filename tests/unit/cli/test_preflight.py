@@ -241,7 +241,7 @@ def test_rows_that_the_reward_cannot_judge_are_refused_unless_a_hook_judges(mode
         common = ["--hf-checkpoint", str(model), "--num-rollout", "1", "--run-dir", str(tmp_path / "run"), "--label-key", "label"]
         return preflight_problems(parse([*common, *more]).config)
 
-    refused = "choices.jsonl, line 2: --rm-type gpqa: the label is 'green', but it must be A, B"
+    refused = "choices.jsonl, line 2: --rm-type gpqa: the label is 'green', but it must be one of A, B"
     (problem,) = found("--prompt-data", str(file), "--rm-type", "gpqa")
     assert problem.startswith("--prompt-data: ") and refused in problem and "--skip-bad-rows" in problem
     (problem,) = found("--prompt-data", f"{file}@[:1]", "--rm-type", "gpqa", "--eval-prompt-data", str(file))

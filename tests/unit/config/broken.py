@@ -169,7 +169,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
     ],
     "CFG-OPD-URL": [
         ({"use_opd": True, "opd_teacher_url": "http://t:1/generate"}, "use --opd-teacher-url http://t:1"),
-        ({"use_opd": True, "opd_teacher_url": "t:1"}, "--opd-teacher-url 't:1' is not a server address"),
+        ({"use_opd": True, "opd_teacher_url": "t:1"}, "--opd-teacher-url 't:1' must be http://host:port"),
     ],
     "CFG-OPD-TEMPERATURE": [({**WITH_TEACHER, "rollout_temperature": 0.8}, "--rollout-temperature 0.8 with a teacher on an engine")],
     "CFG-OPD-SERVED": [

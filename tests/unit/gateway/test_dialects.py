@@ -164,7 +164,7 @@ async def test_anthropics_client_reads_refusals(changes: dict[str, Any], reason:
         ({"previous_response_id": "resp_1"}, "the gateway stores no responses"),
         ({"reasoning": {"effort": "high"}}, "reasoning=.* is not supported"),
         ({"text": {"format": {"type": "json_object"}}}, "text=.* is not supported"),
-        ({"tools": [{"type": "web_search"}]}, "a tool is"),
+        ({"tools": [{"type": "web_search"}]}, "a tool must be"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "an input item has type 'item_reference'"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "a part of the input is"),
     ],

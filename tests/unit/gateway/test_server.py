@@ -116,7 +116,7 @@ async def test_calls_are_text_for_an_agent_without_tools() -> None:
         ({"messages": []}, "messages", "must be a string or a list of chat messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "must be text"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": 1}]}]}, "messages", "a tool call is"),
-        ({"tools": [{"type": "web_search"}]}, "tools", "a tool is"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "a tool must be"),
         ({"stream": "yes"}, "stream", "it must be true or false"),
         ({"guided_json": {}}, "guided_json", "is not supported"),
     ],

@@ -309,6 +309,6 @@ def test_rows_that_cannot_be_judged_are_found_before_anything_is_sampled(tmp_pat
     assert unjudged(f"{file}@[:9]", settings, "ifbench") is None
     lenient = DataFlags(metadata_key="m", skip_bad_rows=True)
     assert unjudged(str(file), lenient, "ifbench") is None
-    assert "but it must be A, B" in str(unjudged(f"{file}@[9:]", lenient, "gpqa"))
+    assert "but it must be one of A, B" in str(unjudged(f"{file}@[9:]", lenient, "gpqa"))
     file.write_text('{"input": "a", "m": {"rm_type": "mth"}}\n')
     assert "rm_type" in str(unjudged(str(file), settings, None)) and "did you mean math" in str(unjudged(str(file), settings, None))

@@ -201,7 +201,7 @@ def test_what_does_not_fit_is_refused(pool: RankPool, dense: Start, samples: lis
         (replace(settings, initial_weights=other), "trained on other weights"),
         (replace(settings, lora=None), "it holds an adapter"),
         (replace(settings, lora=wider), "but has the shape [5, "),
-        (replace(settings, lora=stronger), "with the scale 4, but this run has 8; use --lora-alpha 8 --lora-use-rslora"),
+        (replace(settings, lora=stronger), "with the scale 4, but this run has 8; use --lora-alpha 8 with --lora-use-rslora"),
         (replace(settings, lora=LoraSettings(AdapterConfig(4, 8.0, ("q_prj",)))), "did you mean q_proj?"),
         (replace(settings, lora=replace(RANDOM, initial_adapter=dense.adapter)), "use the model that the adapter was trained on"),
     ):

@@ -236,7 +236,7 @@ def _require_success(codes: Mapping[str, int], *, is_terminated: bool = False) -
     if failed:
         interrupted = sum(code != COMPLETE for code in codes.values()) - len(failed)
         raise RunsFailedError(
-            f"{len(failed)} of {len(codes)} runs failed: {', '.join(failed)}; their errors are above"
+            f"{len(failed)} of {len(codes)} runs failed: {', '.join(failed)}; their output is above"
             f"{f'; SIGTERM ended {interrupted} more' if interrupted else ''}. Resume them with the same command and --resume, which skips "
             "complete runs"
         )

@@ -70,7 +70,7 @@ def test_an_interrupted_run_does_not_wait_for_its_engines() -> None:
 
 def test_failed_runs_are_named_with_how_they_ended() -> None:
     require_success({"a": COMPLETE, "b": COMPLETE})
-    message = "3 of 4 runs failed: b (exit code 1), c (killed by signal 9), d (exit code 2); their errors are above"
+    message = "3 of 4 runs failed: b (exit code 1), c (killed by signal 9), d (exit code 2); their output is above"
     with pytest.raises(RunsFailedError, match=re.escape(message)) as caught:
         require_success({"a": COMPLETE, "b": 1, "c": -9, "d": 2})
     assert caught.value.exit_code == 1

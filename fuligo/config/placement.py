@@ -117,6 +117,11 @@ class Placement(TypedFlags):
         return self.shares_gpus and self.needs_engine and self.engine_capabilities.releases_memory
 
     @property
+    def offloads_trainer(self) -> bool:
+        """True if weights and optimizer state of the trainer move to host memory while the engines sample."""
+        return self.takes_turns and self.cluster.offload_train is not False
+
+    @property
     def resolved_actor_num_gpus_per_node(self) -> int:
         """Trainer GPUs per node; on a CPU, trainer processes."""
         if self.cluster.actor_num_gpus_per_node is not None:

@@ -14,6 +14,7 @@ from fuligo.config.rules.cluster import SHARED_FRACTION
 from fuligo.config.topology import EngineGroupSpec, engine_groups, policy_model
 from fuligo.errors import ConfigError
 from fuligo.layout.megatron import layout_of
+from fuligo.planner.gpus import GIB
 from fuligo.planner.layout import make_layout
 from fuligo.planner.lengths import DEFAULT_PACKED_TOKENS, average_prompt, average_response, longest_sample
 from fuligo.planner.memory.bars import memory_bars, planned_engines
@@ -31,6 +32,8 @@ SPARE_SLOTS = 1
 chunks: without a spare slot, the last request would wait for another to end, and the rollout would end with this request alone."""
 MIN_REQUESTS = 256
 """Minimum number of requests of an engine, even if a wave is smaller, since evaluations send more. SGLang's default on large GPUs."""
+KEPT_MARGIN_BYTES = 4 * GIB
+"""Memory that must be free beside a trainer that is not offloaded: PyTorch's allocator may hold parts of blocks between kept tensors."""
 GRAPH_ARGUMENTS = ("cuda_graph_max_bs_decode", "cuda_graph_bs_decode", "cuda_graph_config", "disable_decode_cuda_graph")
 """Arguments of SGLang that set its CUDA graphs for decoding."""
 SMALLEST_COMPILED = 50_000_000
@@ -49,7 +52,7 @@ def choose(subject: Subject) -> tuple[Subject, tuple[Choice, ...]]:
     except ConfigError:
         return subject, ()  # the rules report the invalid sizes
     chosen: list[Choice] = []
-    for choices in (_memory_choices, _engine_choices, _compile_choices, _trainer_choices):
+    for choices in (_memory_choices, _offload_choices, _engine_choices, _compile_choices, _trainer_choices):
         try:
             found = tuple(choices(subject))
             changed = replace(subject, config=apply_choices(subject.config, found))
@@ -73,7 +76,30 @@ def _memory_choices(subject: Subject) -> Iterator[Choice]:
     open_groups = [spec for spec in engine_groups(config) if spec.num_engines and spec.arguments.get("mem_fraction_static") is None]
     if open_groups:
         changes = tuple(dict.fromkeys(_argument(spec, "mem_fraction_static", SHARED_FRACTION) for spec in open_groups))
-        yield Choice(changes, "the offloaded trainer keeps some memory of the engines' GPUs")
+        yield Choice(changes, "the trainer keeps some memory of the engines' GPUs")
+
+
+def _offload_choices(subject: Subject) -> Iterator[Choice]:
+    """Yield the choice not to offload a colocated trainer whose state fits beside a KV cache for all requests at their longest.
+
+    Raises ConfigError if the sizes allow no layout.
+    """
+    config = subject.config
+    if not config.takes_turns or config.cluster.offload_train is not None:
+        return
+    change = Change(("cluster", "offload_train"), False)
+    kept = replace(subject, config=apply_changes(config, [change]))
+    kept = replace(kept, config=apply_choices(kept.config, _engine_choices(kept)))
+    engines = [bar for bar in memory_bars(kept, make_layout(kept)) if bar.engine_group is not None]
+    if len(engines) < len([spec for spec in engine_groups(config) if spec.num_engines]):
+        return  # the memory of an unknown model is not planned
+    if any(bar.used_bytes + KEPT_MARGIN_BYTES > bar.capacity_bytes for bar in engines):
+        return
+    longest, sampling = longest_sample(config), _sampling(kept)
+    num_engines = sum(spec.num_engines for spec, _ in sampling)
+    shares = [min(ceil(requests_wanted(kept) / num_engines), MAX_REQUESTS * spec.dp_size) for spec, _ in sampling]
+    if all(memory.kv_tokens * spec.dp_size >= share * longest for (spec, memory), share in zip(sampling, shares, strict=True)):
+        yield Choice((change,), f"beside the trainer, the KV cache still holds all requests, at {longest} tokens each")
 
 
 def _engine_choices(subject: Subject) -> Iterator[Choice]:
@@ -82,11 +108,9 @@ def _engine_choices(subject: Subject) -> Iterator[Choice]:
     Raises ConfigError if the engines cannot be planned.
     """
     config = subject.config
-    planned = [(spec, memory) for _, spec, memory in planned_engines(subject)]
-    if not planned:
+    sampling = _sampling(subject)
+    if not sampling:
         return
-    policy = policy_model(config)
-    sampling = [(spec, memory) for spec, memory in planned if spec.model == policy and spec.worker_type in ("regular", "decode")]
     num_engines = sum(spec.num_engines for spec, _ in sampling)
     in_flight = 0
     for spec, memory in sampling:
@@ -108,6 +132,12 @@ def _engine_choices(subject: Subject) -> Iterator[Choice]:
     if in_flight and config.rollout.rollout_concurrency is None:
         engines = f"the requests that {count(num_engines, 'engine')} can run at a time"
         yield Choice((Change(("rollout", "rollout_concurrency"), in_flight),), engines)
+
+
+def _sampling(subject: Subject) -> list[tuple[EngineGroupSpec, EngineMemory]]:
+    """Return the groups of engines that generate the policy's tokens, and the memory of one GPU of each."""
+    planned = [(spec, memory) for _, spec, memory in planned_engines(subject) if spec.worker_type in ("regular", "decode")]
+    return [(spec, memory) for spec, memory in planned if spec.model == policy_model(subject.config)]
 
 
 def _requests(subject: Subject, spec: EngineGroupSpec, memory: EngineMemory, num_engines: int) -> tuple[int, str]:

@@ -4,15 +4,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from fuligo.config.topology import engine_groups
-from fuligo.layout.megatron import layout_of
 from fuligo.planner import speeds
 from fuligo.planner.lengths import AVERAGE_OF_LONGEST, average_prompt, average_response
 from fuligo.planner.memory.activations import BF16, FP32
-from fuligo.planner.memory.trainer import trainer_state
+from fuligo.planner.memory.host import moved_bytes
 from fuligo.planner.plan import ClusterLayout, Phase
 from fuligo.planner.rollout_time import rollout_phase, teacher_phase
 from fuligo.planner.subject import Subject
-from fuligo.planner.training_time import num_trained_models, optimizer_phase, score_phase, train_phase
+from fuligo.planner.training_time import optimizer_phase, score_phase, train_phase
 from fuligo.quantities import amount, magnitude
 
 
@@ -30,7 +29,7 @@ def phases(subject: Subject, layout: ClusterLayout) -> tuple[Phase, ...]:
     if sampling and config.debug.debug_rollout_only:
         return sampling
     trainer = [phase for phase in (score_phase(subject, layout), train_phase(subject, layout), optimizer_phase(subject, layout)) if phase]
-    moves = _moves(subject, layout)
+    moves = _moves(subject)
     weight_sync = _weight_sync(subject)
     sampled_s = step_seconds(sampling)
     if not sampling or config.rollout.async_mode != "sync":
@@ -76,15 +75,11 @@ def _one_after_another(chain: list[Phase], start_s: float) -> Iterator[Phase]:
         start_s += phase.duration_s
 
 
-def _moves(subject: Subject, layout: ClusterLayout) -> list[Phase]:
-    """Return the onload and offload of the trainer's tensors with --colocate."""
-    shape = layout_of(subject.config)
-    if not (subject.config.cluster.colocate and subject.is_megatron):
+def _moves(subject: Subject) -> list[Phase]:
+    """Return the onload and offload of the trainer's tensors (--colocate with --offload-train)."""
+    if not subject.config.offloads_trainer:
         return []
-    per_gpu = 0
-    for rank in range(layout.pp):
-        state = trainer_state(subject, shape, [stage for stage in layout.stages if stage.pipeline_rank == rank])
-        per_gpu = max(per_gpu, num_trained_models(subject) * (state.weights + state.adapter + state.optimizer))
+    per_gpu = moved_bytes(subject)
     seconds = per_gpu / subject.gpu.host_bytes_per_s
     note = f"{per_gpu / 1e9:.1f} GB per GPU at {subject.gpu.host_bytes_per_s / 1e9:.0f} GB/s"
     return [Phase("onload", "trainer", 0.0, seconds, 0.0, note), Phase("offload", "trainer", 0.0, seconds, 0.0, note)]

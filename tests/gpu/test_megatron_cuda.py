@@ -300,3 +300,26 @@ async def test_offload_and_onload_restore_the_state(tmp_path: Path) -> None:
         after = await megatron.logprobs(batch.samples)
         await megatron.train(batch)
     assert_near(after, before, mean=0, largest=0)
+
+
+@pytest.mark.parametrize("flags", [(), ("--use-precision-aware-optimizer",)], ids=["default", "precision-aware"])
+async def test_a_trainer_that_stays_on_the_device_trains_as_one_that_leaves_it(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    checkpoint = save(tmp_path / "model", "qwen3")
+    batch = train_batches.batch(train_batches.samples(LENGTHS))
+    found = []
+    for place in ("--offload-train", "--no-offload-train"):
+        async with trainer(checkpoint, "--colocate", place, *flags) as megatron:
+            started = torch.cuda.memory_allocated()
+            await megatron.train(batch)
+            grown = torch.cuda.memory_allocated() - started
+            await megatron.offload()
+            held = torch.cuda.memory_allocated()
+            await megatron.onload()
+            metrics = (await megatron.train(batch)).metrics
+            found.append((await megatron.logprobs(batch.samples), metrics["train/grad_norm"], grown, held))
+    (away, away_norm, first_grown, left), (stayed, stayed_norm, grown, kept) = found
+    assert_near(stayed, away, mean=1e-4, largest=1e-2)
+    assert stayed_norm == pytest.approx(away_norm, rel=1e-2)
+    size = num_parameters(checkpoint)
+    assert first_grown > 7 * size > 4 * size > grown, "the moments exist before the first step"
+    assert kept - left > (11 if flags else 13) * size, "weights and optimizer state stay"

@@ -33,6 +33,10 @@ class ClusterFlags(FlagGroup):
         None, "GPUs per engine (default 1); SGLang's tensor-parallel size is this divided by --sglang-pp-size", ge=1
     )
     colocate: bool = slime(False, "trainer and engines share GPUs and take turns; each is offloaded while the other works")
+    offload_train: bool | None = slime(
+        None,
+        "with --colocate, move the trainer to host memory while the engines sample (default: unless the KV cache needs no more memory)",
+    )
     hostfile: str | None = slime(None, "file with the nodes of the cluster for fuligo launch, one `address slots=8` per line", path=True)
     env: Environment = slime(
         Environment(), "environment variables of all processes: a JSON object, or the name of a variable to copy from this environment"

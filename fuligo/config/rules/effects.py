@@ -173,6 +173,8 @@ EFFECTS = (
         "add the flags that differ from config.json"),
     _effect("COLOCATE", "colocate", lambda config: not config.engine_capabilities.beside_trainer or not config.needs_engine,
         "with the embedded engine, which always shares the trainer's first device", "choose --rollout-backend sglang"),
+    _effect("OFFLOAD-TRAIN", "offload_train", lambda config: config.takes_turns, "without SGLang engines on the trainer's GPUs",
+        "add --colocate"),
     _effect("ENGINES", "use_fault_tolerance rollout_health_check_interval rollout_health_check_timeout engine_python engine_env",
         lambda config: not config.engine_capabilities.beside_trainer and not config.engine.rollout_external_engine_addrs,
         "without SGLang engines that the run starts", "choose --rollout-backend sglang"),

@@ -11,7 +11,7 @@ from fuligo.planner.memory.engine import (
     engine_memory,
     engine_resident_items,
 )
-from fuligo.planner.memory.host import engine_on_host, host_items
+from fuligo.planner.memory.host import engine_on_host, host_items, moved_bytes
 from fuligo.planner.memory.torch_trainer import torch_trainer_items
 from fuligo.planner.memory.trainer import trainer_items, trainer_left_bytes, trainer_resident_bytes
 from fuligo.planner.plan import ClusterLayout, EngineCapacity, MemoryBar, MemoryItem
@@ -26,13 +26,13 @@ def memory_bars(subject: Subject, layout: ClusterLayout, host_memory_bytes: int 
     """
     planned = planned_engines(subject)
     trainer = [] if subject.config.debug.debug_rollout_only else _trainer_bars(subject, layout)
-    left_over = trainer_resident_bytes(subject) + trainer_left_bytes(subject) if _trains_there(subject) else 0
+    left_over = _trainer_bytes(subject) + trainer_left_bytes(subject) if _trains_there(subject) else 0
     engines = [
         MemoryBar(
             owner=f"engines: {spec.worker_type}" if spec.model == "default" else f"engines: {spec.model} {spec.worker_type}",
             num_gpus=spec.num_gpus,
             capacity_bytes=subject.gpu.memory_bytes,
-            items=engine_items(spec, memory, left_over),
+            items=engine_items(spec, memory, left_over, is_offloaded=subject.config.offloads_trainer),
             engine_group=group,
         )
         for group, spec, memory in planned
@@ -60,7 +60,7 @@ def engine_capacities(subject: Subject, layout: ClusterLayout) -> tuple[EngineCa
 def planned_engines(subject: Subject) -> list[tuple[int, EngineGroupSpec, EngineMemory]]:
     """Return (index of the group, group, memory per GPU) of each group of SGLang servers whose model is known."""
     config = subject.config
-    resident = trainer_resident_bytes(subject) if _trains_there(subject) else 0
+    resident = _trainer_bytes(subject) if _trains_there(subject) else 0
     return [
         (group, spec, engine_memory(spec, architecture, subject.gpu, resident, config))
         for group, spec in enumerate(engine_groups(config))
@@ -97,6 +97,12 @@ def _engines_left_over(subject: Subject) -> tuple[MemoryItem, ...]:
         return ()
     kept = [engine_resident_items(spec, memory) for _, spec, memory in planned_engines(subject)]
     return max(kept, key=lambda items: sum(item.num_bytes for item in items), default=())
+
+
+def _trainer_bytes(subject: Subject) -> int:
+    """Return the bytes that a colocated trainer has on a GPU before its first step, when engines start."""
+    kept = 0 if subject.config.offloads_trainer else moved_bytes(subject)
+    return trainer_resident_bytes(subject) + kept
 
 
 def _trains_there(subject: Subject) -> bool:

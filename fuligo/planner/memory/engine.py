@@ -136,7 +136,7 @@ class EngineMemory:
 
 
 def engine_memory(spec: EngineGroupSpec, architecture: Architecture, gpu: Gpu, resident: int, config: Config) -> EngineMemory:
-    """Return how a server of a group divides its GPUs' memory, next to `resident` bytes of an offloaded, colocated trainer."""
+    """Return how a server of a group divides its GPUs' memory, next to `resident` bytes of a colocated trainer."""
     settings = server_settings(spec, architecture, gpu)
     before = CUDA_CONTEXT_BYTES + _communication_bytes(spec) + resident
     static = round(settings.mem_fraction_static * (gpu.memory_bytes - before))
@@ -167,8 +167,8 @@ def engine_memory(spec: EngineGroupSpec, architecture: Architecture, gpu: Gpu, r
     )
 
 
-def engine_items(spec: EngineGroupSpec, memory: EngineMemory, trainer_bytes: int) -> tuple[MemoryItem, ...]:
-    """Return the parts of the peak memory of a GPU of the group `spec`; an offloaded trainer keeps `trainer_bytes` of them."""
+def engine_items(spec: EngineGroupSpec, memory: EngineMemory, trainer_bytes: int, *, is_offloaded: bool = True) -> tuple[MemoryItem, ...]:
+    """Return the parts of the peak memory of a GPU of the group `spec`; a colocated trainer, offloaded or not, keeps `trainer_bytes`."""
     settings, architecture = memory.settings, memory.architecture
     sizes = f"TP {spec.tp_size}" + (f", DP attention {spec.dp_size}" if spec.dp_size > 1 else "") + f", EP {spec.ep_size}"
     stored = "FP8 where quantized" if is_fp8(spec, architecture) else "experts in MXFP4" if architecture.is_mxfp4 else "bf16"
@@ -201,9 +201,9 @@ def engine_items(spec: EngineGroupSpec, memory: EngineMemory, trainer_bytes: int
         items.append(MemoryItem("communication", _communication_bytes(spec), "NCCL buffers"))
     items.append(MemoryItem("runtime", CUDA_CONTEXT_BYTES, "CUDA context, kernels, cuBLAS workspace"))
     if trainer_bytes:
-        items.append(
-            MemoryItem("trainer", trainer_bytes, "kept by the offloaded trainer: CUDA context, NCCL and DeepEP buffers, allocator")
-        )
+        kept = "CUDA context, NCCL and DeepEP buffers, allocator"
+        whose = "kept by the offloaded trainer:" if is_offloaded else "the trainer's weights and optimizer state,"
+        items.append(MemoryItem("trainer", trainer_bytes, f"{whose} {kept}"))
     return tuple(items)
 
 

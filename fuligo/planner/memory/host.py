@@ -8,6 +8,7 @@ from fuligo.config.launcher import chosen_launcher
 from fuligo.config.topology import EngineGroupSpec, keeps_draft, policy_model
 from fuligo.layout.megatron import layout_of
 from fuligo.models.architecture import Architecture
+from fuligo.planner.layout import stages
 from fuligo.planner.lengths import longest_sample
 from fuligo.planner.memory.activations import BF16
 from fuligo.planner.memory.engine import EngineMemory
@@ -142,7 +143,7 @@ def host_items(subject: Subject, layout: ClusterLayout, engines: Mapping[int, En
         items: list[MemoryItem] = []
         if states:
             items += _state_items(subject, [states[rank.pp] for rank in ranks])
-        elif subject.config.cluster.colocate and subject.config.engine_capabilities.releases_memory:
+        elif subject.config.offloads_trainer:
             items += torch_offloaded_items(subject, len(ranks))
         if value_states:
             items += _value_items(subject, [value_states[rank.pp] for rank in ranks])
@@ -154,6 +155,19 @@ def host_items(subject: Subject, layout: ClusterLayout, engines: Mapping[int, En
         items += _engine_items([engines[gpu.engine.group] for gpu in gpus if gpu.engine is not None and gpu.engine.group in engines])
         found.append(items)
     return tuple(item for item in max(found, key=lambda items: sum(item.num_bytes for item in items)) if item.num_bytes)
+
+
+def moved_bytes(subject: Subject) -> int:
+    """Return the bytes of a trainer GPU's state that moves to the host while the engines sample, on the GPU that has most.
+
+    Raises ConfigError if the layers cannot be split over the pipeline ranks.
+    """
+    if not subject.is_megatron:
+        return sum(item.num_bytes for item in torch_offloaded_items(subject, num_ranks=1))
+    shape, placed = layout_of(subject.config), stages(subject)
+    states = [trainer_state(subject, shape, [stage for stage in placed if stage.pipeline_rank == rank]) for rank in range(shape.pp)]
+    num_models = 1 + subject.config.trains_values
+    return num_models * max(state.weights + state.adapter + state.optimizer for state in states)
 
 
 def _states(subject: Subject, layout: ClusterLayout) -> list[TrainerState]:
@@ -170,8 +184,8 @@ def _state_items(subject: Subject, ranks: Sequence[TrainerState]) -> Iterator[Me
     adam = sum(rank.optimizer_on_host for rank in ranks)
     has_teacher = config.teacher_from == "trainer"
     has_reference = config.needs_reference and subject.adapter is None  # with an adapter, the reference is the policy without it
-    swapped = has_reference or has_teacher or config.cluster.colocate
-    moments = sum(rank.optimizer for rank in ranks) if config.cluster.colocate else 0
+    swapped = has_reference or has_teacher or config.offloads_trainer
+    moments = sum(rank.optimizer for rank in ranks) if config.offloads_trainer else 0
     yield MemoryItem("optimizer", adam, f"CPU Adam of {num_gpus} GPUs: fp32 weight, gradient and two moments, 16 bytes per parameter")
     yield MemoryItem("reference", one_copy if has_reference else 0, f"bf16 weights of the reference model, {num_gpus} GPUs")
     yield MemoryItem("teacher", one_copy if has_teacher else 0, f"bf16 weights of the teacher, {num_gpus} GPUs")
@@ -183,8 +197,7 @@ def _state_items(subject: Subject, ranks: Sequence[TrainerState]) -> Iterator[Me
 
 def _value_items(subject: Subject, ranks: Sequence[TrainerState]) -> Iterator[MemoryItem]:
     on_cpu = sum(rank.optimizer_on_host for rank in ranks)
-    shares_gpus = subject.config.cluster.colocate
-    away = sum(rank.weights + rank.optimizer for rank in ranks) if shares_gpus else 0
+    away = sum(rank.weights + rank.optimizer for rank in ranks) if subject.config.offloads_trainer else 0
     note = f"the value model's CPU Adam ({amount(on_cpu)}), and weights and optimizer while the engines have the GPUs ({amount(away)})"
     yield MemoryItem("value_model", on_cpu + away, note)
 

@@ -15,7 +15,7 @@ from fuligo.planner.server_settings import SPECULATIVE_REQUESTS, max_running_req
 from fuligo.planner.subject import Subject
 
 MAX_SHARED_FRACTION = 0.8
-"""Largest share of a GPU's memory for an engine colocated with a trainer; Megatron, NCCL and CUDA keep the rest while offloaded."""
+"""Largest share of a GPU's memory for an engine colocated with a trainer, which keeps some memory even if it is offloaded."""
 _PAGE_SIZES = {"flashmla": 64, "cutlass_mla": 128}
 """Attention backend -> page size that it forces."""
 _DSA_PAGE = 64
@@ -33,7 +33,7 @@ def engines_leave_room(subject: Subject) -> Iterator[Violation]:
             continue
         chosen = shown(spec, "mem_fraction_static") if given else f"--sglang-mem-fraction-static is not given and SGLang uses {fraction}"
         yield Violation(
-            f"{chosen}{where(spec)} with --colocate: the offloaded trainer keeps some of the GPU's memory too",
+            f"{chosen}{where(spec)} with --colocate: the trainer keeps some of the GPU's memory too",
             ((set_argument(subject, spec, "mem_fraction_static", SHARED_FRACTION),),),
         )
 

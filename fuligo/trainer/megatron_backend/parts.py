@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, MegatronOptimizer
 from torch import Tensor, nn
@@ -180,9 +181,11 @@ def parameter_states(optimizer: MegatronOptimizer) -> Iterator[ParameterState]:
 def set_step(optimizer: MegatronOptimizer, num_steps: int) -> None:
     """Allocate the optimizer's state and set its step counters to `num_steps`; clear the state if that is 0."""
     for part in _parts(optimizer):
-        if num_steps == 0:
+        if num_steps == 0 or not isinstance(part.optimizer, HybridDeviceOptimizer):  # whose state on the CPU cannot be allocated again
             part.optimizer.state.clear()
-        elif isinstance(part, DistributedOptimizer):
+        if num_steps == 0:
+            continue
+        if isinstance(part, DistributedOptimizer):
             groups = [{key: value for key, value in group.items() if key != "params"} for group in part.optimizer.param_groups]
             part.load_state_dict({"optimizer": {"param_groups": [{**group, "step": num_steps} for group in groups]}})
             # Megatron lets all parameters share one step tensor, which torch's Adam would increment once per parameter.
@@ -191,6 +194,17 @@ def set_step(optimizer: MegatronOptimizer, num_steps: int) -> None:
                     state["step"] = state["step"].clone()
         else:
             _set_step(part.optimizer, num_steps)
+
+
+def allocate_state(optimizer: MegatronOptimizer) -> None:
+    """Allocate the moments, which Adam otherwise does in the first step, so that engines find only the memory that will stay free."""
+    for part in _parts(optimizer):
+        adam: Any = part.optimizer
+        if isinstance(adam, torch.optim.Adam):
+            _set_step(adam, 0)
+        elif not isinstance(adam, HybridDeviceOptimizer):  # TransformerEngine's FusedAdam
+            for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
+                adam.initialize_state(parameter, adam.store_param_remainders and parameter.dtype == torch.bfloat16)
 
 
 def _set_step(adam: torch.optim.Optimizer, num_steps: int) -> None:

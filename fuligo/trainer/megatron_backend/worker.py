@@ -28,6 +28,7 @@ from fuligo.trainer.megatron_backend.host_memory import HostWeights, gradient_te
 from fuligo.trainer.megatron_backend.learner import Learner, freeze_parameters, gather_parameters, zero_gradients
 from fuligo.trainer.megatron_backend.lora import adapter_off, add_adapters, dropout_on
 from fuligo.trainer.megatron_backend.model import PolicyModel, build_chunks
+from fuligo.trainer.megatron_backend.parts import allocate_state
 from fuligo.trainer.megatron_backend.routing_replay import RecordedPart, assemble
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.megatron_backend.state import CheckpointWriter, MegatronState, SavedAdapter, load_weights, restore_state
@@ -112,6 +113,9 @@ class MegatronRankWorker(RankWorker[MegatronTrainerSettings, Critic, HostWeights
         self._learner = Learner(chunks, settings, world)
         self.chunks = self._learner.chunks
         self.critic = None if settings.critic is None else Critic(settings.critic, settings, self.names, world)
+        if settings.stays_on_device:
+            for learner in self._learners():
+                allocate_state(learner.optimizer)
         checkpoint_dtype = getattr(torch, config_json.get("dtype") or config_json.get("torch_dtype") or "float32")
         self.export_dtype = sync_dtype(settings, checkpoint_dtype)
         self.balance_by = forward_flops(architecture_of(config_json)).whole_sequence if settings.balance_data else None

@@ -133,6 +133,8 @@ class TrainerSettings:
     """Engines use the same GPUs, so the trainer returns memory that it does not need. Otherwise it keeps freed memory, because returning
     and allocating it again costs a tenth of a second per step.
     """
+    stays_on_device: bool = False
+    """Keep weights and optimizer state on the device while engines use it (--no-offload-train); gradients and caches are freed."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Data type of computation. The optimizer's weights and state, and accumulated gradients, are float32 by default."""
     sync_dtype: Literal["fp32", "bf16"] | None = None

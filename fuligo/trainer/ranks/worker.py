@@ -154,9 +154,11 @@ class RankWorker(ABC, Generic[SettingsT, CriticT, ModelT]):
     def restore(self, directory: Path) -> None: ...
 
     def offload(self) -> None:
-        """Free the device memory of everything that training keeps between rollouts."""
+        """Free the device memory of what training keeps between rollouts, or only of what it does not, with `stays_on_device`."""
         with self._timeline.span("offload"):
-            self._host_memory.take(self._kept_tensors(), dropped=self._dropped_tensors())
+            self._release_gathered()
+            moved = () if self.settings.stays_on_device else self._kept_tensors()
+            self._host_memory.take(moved, dropped=self._dropped_tensors())
             if self.world.device.type == "cuda":
                 torch.cuda.empty_cache()
 
@@ -237,6 +239,9 @@ class RankWorker(ABC, Generic[SettingsT, CriticT, ModelT]):
     def _changed_reference(self) -> ModelT | None:
         """Reference model to save in checkpoints; None if there is none or it never changes."""
         return None if self.settings.ref_update_interval is None else self.reference
+
+    def _release_gathered(self) -> None:
+        """Free weights that a pass has gathered from other ranks."""
 
     @abstractmethod
     def _kept_tensors(self) -> Iterable[Tensor]:

@@ -65,6 +65,14 @@ class Learner:
         self.progress.num_optimizer_steps += 1
         return lr, grad_norm
 
+    @torch.no_grad()
+    def allocate_state(self) -> None:
+        """Allocate the moments, which AdamW otherwise does in the first step, so that engines find only the memory that will stay free."""
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                self.optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
+
     def tensors(self) -> list[Tensor]:
         return [value for state in self.optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
 

@@ -80,6 +80,9 @@ class TorchRankWorker(RankWorker[TorchTrainerSettings, Critic, Policy]):
             value_model = ValueModel(load_value_model(settings.critic.initial_weights, self.policy.model), self._images)
             self.critic = Critic(self._placed(value_model, trained=True), settings.critic, world)
         self._learner = Learner(self.policy.model, settings.optimizer, world)
+        if settings.stays_on_device:
+            for learner in self._learners():
+                learner.allocate_state()
         keeps_mtp = world.rank == 0 and settings.lora is None and not settings.has_mtp
         self._carried = stored_mtp(settings.initial_weights, settings.hf_checkpoint) if keeps_mtp else {}
         self.balance_by = _cost(self.policy) if settings.balance_data else None
@@ -227,16 +230,23 @@ class TorchRankWorker(RankWorker[TorchTrainerSettings, Critic, Policy]):
         model = None if reference is None else reference.model
         return TrainingState(self._learner, model, self.critic, self._base_digest, self._quantised_base(), self._carried)
 
-    def _kept_tensors(self) -> Iterator[Tensor]:
+    def _models(self) -> list[PackedModel]:
         value_model = None if self.critic is None else self.critic.value_model
-        for model in (self.policy, self.reference, self.teacher, value_model):
-            if model is not None:
-                model.release_gathered()
-                yield from model.parameters()
-                yield from model.buffers()
-        yield from self._learner.tensors()
-        if self.critic is not None:
-            yield from self.critic.learner.tensors()
+        return [model for model in (self.policy, self.reference, self.teacher, value_model) if model is not None]
+
+    def _release_gathered(self) -> None:
+        for model in self._models():
+            model.release_gathered()
+
+    def _kept_tensors(self) -> Iterator[Tensor]:
+        for model in self._models():
+            yield from model.parameters()
+            yield from model.buffers()
+        for learner in self._learners():
+            yield from learner.tensors()
+
+    def _learners(self) -> list[Learner]:
+        return [self._learner] if self.critic is None else [self._learner, self.critic.learner]
 
 
 def _cost(policy: Policy) -> Cost:

@@ -55,6 +55,7 @@ NO_EFFECT: dict[str, list[tuple[Any, Values]]] = {
     ],
     "mask_offpolicy_in_partial_rollout": [(True, {}), (True, {"partial_rollout": True, "async_mode": "full", "max_staleness": 2})],
     "max_staleness": [(2, {}), (2, {"partial_rollout": True, "data_source_path": "my.Source"})],
+    "offload_train": [(False, {}), (True, {"colocate": True, "debug_rollout_only": True, **SGLANG})],
     "exact_on_policy": [(True, {"loss_type": "sft_loss"}), (True, {"debug_rollout_only": True})],
     "max_restarts": [(2, {"debug_rollout_only": True})],
     "rm_type": [("math", {name: "my.hook"}) for name in ("custom_rm_path", "agent", "environment")],

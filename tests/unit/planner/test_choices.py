@@ -28,6 +28,39 @@ def test_graphs_and_requests_in_flight_cover_the_wave() -> None:
     assert found == {"max_running_requests": 513, "cuda_graph_max_bs_decode": 512, "rollout_concurrency": 512}
 
 
+WAVE = "--rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-max-response-len"
+
+
+@pytest.mark.parametrize(
+    ("flags", "gpu", "stays"),
+    [
+        pytest.param(f"{WAVE} 512", "h200-141", True, id="weights, moments and the cache of 256 requests fit"),
+        pytest.param(f"{WAVE} 512", "h100-80", False, id="60 GiB of state leave too little of 80"),
+        pytest.param(f"{WAVE} 512 --actor-num-gpus-per-node 8", "h100-80", True, id="each of eight GPUs has an eighth of it"),
+        pytest.param(f"{WAVE} 8192", "h200-141", False, id="a smaller cache would hold fewer requests"),
+        pytest.param(f"{WAVE} 512 --sglang-mem-fraction-static 0.1", "h200-141", False, id="the given cache is too small beside the state"),
+    ],
+)
+def test_a_trainer_stays_where_its_memory_costs_the_engines_no_request(flags: str, gpu: str, stays: bool) -> None:
+    assert chosen(f"{SHARED} {flags}", gpu=gpu).get("offload_train") is (False if stays else None)
+    assert "offload_train" not in chosen(f"{SHARED} {flags} --offload-train", gpu=gpu)
+
+
+def test_a_trainer_that_stays_takes_memory_of_the_engines_and_no_time() -> None:
+    flags = f"{SHARED} {WAVE} 512 --sglang-mem-fraction-static 0.7"
+    away, stays = (
+        estimate(subject_of(f"{flags} {option}", "qwen3-4b", "h200-141")) for option in ("--offload-train", "--no-offload-train")
+    )
+    state = 16 * facts("qwen3-4b").num_parameters  # fp32 weights, two moments, and the reference
+    used = [{bar.owner: {item.name: item.num_bytes for item in bar.items} for bar in plan.memory} for plan in (away, stays)]
+    before, after = (each["engines: regular"] for each in used)
+    assert after["trainer"] - before["trainer"] == pytest.approx(state, rel=1e-6)
+    assert before["kv_cache"] - after["kv_cache"] == pytest.approx(0.7 * state, rel=1e-4)
+    assert "offloaded_optimizer" in used[0]["host"] and "offloaded_optimizer" not in used[1]["host"]
+    moves = [sum(phase.duration_s for phase in plan.phases if phase.name in ("onload", "offload")) for plan in (away, stays)]
+    assert moves[0] == pytest.approx(2 * state / GPUS["h200-141"].host_bytes_per_s, rel=1e-6) and moves[1] == 0
+
+
 @pytest.mark.parametrize("num_engines, each", [(1, 1024), (2, 1024), (4, 512)])
 def test_requests_are_counted_per_engine(num_engines: int, each: int) -> None:
     found = chosen(f"{ENGINES} --rollout-batch-size 128 --rollout-num-gpus {num_engines}")

@@ -68,6 +68,22 @@ def test_training_resumes_bit_for_bit(settings, saved):
         assert torch.equal(ours, theirs), name
 
 
+def test_a_worker_that_stays_on_the_device_trains_as_one_that_leaves_it(settings, tmp_path):
+    """Its moments exist before the first step, so that engines that start then find only the memory that stays free."""
+    alone, stays = worker_of(settings), worker_of(replace(settings, stays_on_device=True))
+    held = [tensor.data_ptr() for tensor in stays._kept_tensors()]
+    assert len(held) >= 4 * len(list(stays.policy.model.parameters())), "weights, two moments, a step counter"
+    for seed in (0, 1):
+        assert train(stays, seed) == train(alone, seed)
+        stays.offload()
+        assert [tensor.data_ptr() for tensor in stays._kept_tensors()] == held
+        stays.onload()
+    stays.save(tmp_path)
+    resumed = worker_of(replace(settings, stays_on_device=True))
+    resumed.restore(tmp_path)
+    assert train(resumed, 2) == train(alone, 2)
+
+
 def test_random_numbers_resume(settings, tmp_path):
     worker = worker_of(settings)
     torch.rand(3)

@@ -1,6 +1,6 @@
 """`fuligo train`: a training job."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from fuligo.cli.chosen import checked, trainer_choice
 from fuligo.cli.environment import apply_environment
@@ -52,7 +52,12 @@ def _print_config(parsed: Parsed) -> None:
 
 
 def prepare(
-    config: Config, warnings: Sequence[str] = (), places: Mapping[str, str] | None = None, *, sharing: Sequence[Config] = ()
+    config: Config,
+    warnings: Sequence[str] = (),
+    places: Mapping[str, str] | None = None,
+    *,
+    sharing: Sequence[Config] = (),
+    shown: set[str] | None = None,
 ) -> Config:
     """Check a config and everything that it names on disk, show warnings and choices, and return the config to run.
 
@@ -62,6 +67,7 @@ def prepare(
         warnings: shown first.
         places: file and line of the flags that the config file sets, as in `Parsed`.
         sharing: other runs that use the same engines.
+        shown: warnings and choices that were shown for other runs, which are not repeated; those of this run are added.
 
     Raises:
         ConfigError: the run cannot start; names all problems found.
@@ -84,13 +90,18 @@ def prepare(
     from fuligo.cli.preflight import preflight
     from fuligo.cli.slips import slips
 
-    for warning in (*warnings, *found.warnings):
-        show_warning(warning)
-    for choice in (*trainer_choice(config), *found.choices):
-        show_choice(choice)
+    known = set[str]() if shown is None else shown
+
+    def show(texts: Iterable[str], one: Callable[[str], None]) -> None:
+        for text in texts:
+            if text not in known:
+                known.add(text)
+                one(text)
+
+    show((*warnings, *found.warnings), show_warning)
+    show((*trainer_choice(config), *found.choices), show_choice)
     config = with_weights(config)
     apply_environment(config)
     preflight(config)
-    for warning in slips(config):
-        show_warning(warning)
+    show(slips(config), show_warning)
     return config

@@ -90,11 +90,12 @@ def prepare_many(
     _require_fit(given, started)
     prepared: dict[str, Config] = {}
     problems: list[str] = []
+    shown: set[str] = set()
     to_run = _resumed(given) if resumes else given
     for name, config in to_run.items():
         try:
             sharing = [other for other in to_run.values() if other is not config]
-            prepared[name] = prepare(config, warnings.get(name, ()), sharing=sharing)
+            prepared[name] = prepare(config, warnings.get(name, ()), sharing=sharing, shown=shown)
             _require_usable_directory(prepared[name], started, resumes=resumes)
         except ConfigError as error:
             problems += [f"{name}: {problem}" for problem in error.problems]

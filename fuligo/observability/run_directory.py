@@ -150,7 +150,10 @@ class RunDirectory:
 
 
 def require_usable(path: Path, *, resume: bool) -> None:
-    """Check that a path is new, empty, or a run directory; one with recorded steps only if `resume`. Raises ConfigError with the fix."""
+    """Check that a path is new, empty, or a run directory that no job uses; one with recorded steps only if `resume`.
+
+    Raises ConfigError with the fix.
+    """
     if not path.exists():
         return
     if not path.is_dir():
@@ -170,6 +173,8 @@ def require_usable(path: Path, *, resume: bool) -> None:
         raise ConfigError(
             f"--run-dir {path} already has recorded steps; use a new directory, or continue that run with --load {path / CHECKPOINTS}"
         )
+    if names:
+        os.close(_lock(path))
 
 
 def _lock(path: Path) -> int:

@@ -16,6 +16,7 @@ from fuligo.config.command_line import parse
 from fuligo.config.files import save_yaml
 from fuligo.errors import ConfigError
 from fuligo.job import many
+from fuligo.observability.run_directory import RunDirectory
 from tests import tiny
 from tests.unit.config.conftest import config_with
 
@@ -132,6 +133,21 @@ def test_used_run_directories_are_refused_before_anything_starts(files: list[str
     (tmp_path / "runs" / "b" / "checkpoints").mkdir()
     with pytest.raises(ConfigError, match=r"^b: --run-dir .* already has recorded steps"):
         prepared(files)
+
+
+def test_a_directory_that_a_job_uses_is_refused_before_anything_starts(files: list[str], tmp_path: Path) -> None:
+    used = RunDirectory.create(tmp_path / "runs" / "b", parse(["--config", files[1]]).config, resume=False)
+    for resumes in (False, True):
+        with pytest.raises(ConfigError, match=r"^b: --run-dir .* is in use by a running job"):
+            prepared(files, resumes=resumes)
+    used.close()
+    assert prepared(files, resumes=True).keys() == {"a", "b"}
+
+
+def test_a_warning_that_concerns_all_runs_is_shown_once(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    prepared(files, warnings={"a": ["the same", "only a"], "b": ["the same", "only b"]})
+    shown = capsys.readouterr().err
+    assert [shown.count(text) for text in ("the same", "only a", "only b")] == [1, 1, 1]
 
 
 def test_resume_loads_each_run_s_own_checkpoints_and_leaves_complete_runs_out(files: list[str], tmp_path: Path) -> None:

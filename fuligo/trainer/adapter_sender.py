@@ -1,4 +1,4 @@
-"""Sync of a policy with a LoRA adapter to engines, and the digest of its base weights, for every backend."""
+"""Weight sync of a policy with a LoRA adapter, and the digest of its base weights, for every backend."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -31,7 +31,7 @@ NUM_DIGESTED = 4096
 
 
 class AdaptedPolicy(Protocol):
-    """Policy with an adapter; its full tensors, in the data type that engines receive, are gathered as they are iterated over."""
+    """Policy with an adapter. Full tensors, in the data type of the sync, are gathered one after another during iteration."""
 
     def base(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the base weights by their Hugging Face names. A collective."""
@@ -47,7 +47,7 @@ class AdaptedPolicy(Protocol):
 
     @property
     def rounding(self) -> MergeRounding:
-        """Number of adapted elements, and of those that `merged` changed after rounding; complete after the last tensor of `merged`."""
+        """Number of elements of adapted matrices, and of those that `merged` changed after rounding; complete after its last tensor."""
         ...
 
 
@@ -56,7 +56,7 @@ class AdapterSender:
 
     Args:
         merges: send all weights with the adapter merged in; otherwise send each engine the base weights once, then only the adapter.
-        named: configuration of the adapter for engines that load adapters by name and already have the base weights; None for others.
+        named: the adapter's configuration, for engines that load adapters by name and already have the base weights; None for others.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class AdapterSender:
 
 
 def base_digest(weights: Iterable[tuple[str, Tensor]]) -> str:
-    """Return a digest of some values of every base weight, in hexadecimal; an adapter is valid only with the weights it was trained on.
+    """Return a hexadecimal digest of some values of every base weight, by which a checkpoint refuses an adapter of another base model.
 
     Args:
         weights: names and tensors as loaded, before any quantization, which `QuantisedBase` records.
@@ -140,7 +140,7 @@ def require_scaling(checkpoint: Path, scaling: float) -> None:
 
 @dataclass(slots=True)
 class _Digested:
-    """Adapter of a policy, and the digest of its tensors after `tensors` was iterated over."""
+    """Adapter of a policy, and the digest of its tensors, which is set when `tensors` yields the first one."""
 
     policy: AdaptedPolicy
     digest: WeightsDigest = field(init=False)

@@ -35,7 +35,7 @@ class PackedTokens:
     targets: Tensor
     """[N] int64 response tokens."""
     sample_lengths: tuple[int, ...]
-    """[S] number of tokens of each sample, without its last."""
+    """[S] number of tokens of each sample, without its last token."""
     response_lengths: tuple[int, ...]
     """[S] number of response tokens of each sample."""
     slots: tuple[NDArray[np.int64], ...]
@@ -57,7 +57,7 @@ class PackedTokens:
 
 @dataclass(slots=True, frozen=True)
 class MicroBatch:
-    """Packed tokens and their loss inputs, [N] float32 unless stated otherwise."""
+    """Packed tokens and their loss inputs, [N] float32 unless stated otherwise; None if the samples do not have them."""
 
     tokens: PackedTokens
     sample_ids: Tensor
@@ -138,8 +138,8 @@ def micro_batch(
     Args:
         samples: samples in the order of the row.
         weights: [R] loss weights of each sample's response tokens.
-        counts: False: set the loss mask and all weights to 0.
-        share: `MicroBatch.share`.
+        counts: False for a repeated micro-batch, whose loss mask and weights are set to 0.
+        share: see `MicroBatch.share`.
         shared: as in `pack_tokens`.
     """
     counted = np.float32(counts)

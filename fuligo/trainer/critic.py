@@ -28,11 +28,11 @@ class BaseCritic(ABC):
 
     @abstractmethod
     def values(self, share: ScoreShare) -> dict[int, FloatArray]:
-        """Return the [R] values of this rank's samples by position in the whole list; empty on a rank that reports none."""
+        """Return the replica's [R] values by position in the whole list of samples; empty on ranks that do not report."""
 
     @abstractmethod
     def gradients(self, step: StepShare) -> StepGradients | None:
-        """Compute the gradients of the step's value loss; return None on a rank that reports nothing."""
+        """Compute the gradients of the step's value loss; return None on ranks that do not report."""
 
     def step(self, gradients: StepGradients | None, num_micro_batches: int) -> dict[str, float]:
         """Call `Learner.step` and return the learning rate and gradient norm under the critic's metric names."""

@@ -40,7 +40,7 @@ def require_exact(batch: TrainBatch, result: StepResult, version: int) -> None:
 
 
 def _before_first_step(batch: TrainBatch, result: StepResult) -> Iterator[tuple[TrainSample, np.ndarray]]:
-    """Yield samples with the trainer's [R] log-probabilities before the rollout's first optimizer step, where they were computed."""
+    """Yield samples with the trainer's [R] log-probabilities before the rollout's first optimizer step, if they were computed."""
     for position in [position for step in batch.steps for position in step]:
         sample = batch.samples[position]
         if sample.old_logprobs is not None:

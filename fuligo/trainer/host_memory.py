@@ -7,7 +7,7 @@ from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 
 CHUNK_BYTES = 1 << 30
-"""Size of a host allocation; a power of two, because torch rounds pinned allocations up to one."""
+"""Size of a host allocation in bytes; a power of two, because torch rounds the size of pinned allocations up to a power of two."""
 
 
 class HostMemory:
@@ -64,7 +64,7 @@ class HostMemory:
         self._away, self._dropped = [], []
 
     def _pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield pairs of [n] uint8 tensors: a piece of a storage, and its copy's place in a chunk. Storages are laid end to end."""
+        """Yield pairs of [n] uint8 views: a piece of a storage, and its place in a chunk. Chunks hold the storages one after another."""
         at = 0
         for storage, size in self._away:
             whole = _as_bytes(storage)

@@ -19,17 +19,17 @@ class TokenLogprobs(NamedTuple):
 
 
 def chunks(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
-    """Split tokens into slices of at most `chunk_tokens`."""
+    """Split `num_tokens` tokens into consecutive slices of at most `chunk_tokens`."""
     return (slice(start, start + chunk_tokens) for start in range(0, num_tokens, chunk_tokens))
 
 
 def scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    """Return [n, V] float32 logits, divided by the temperature. Rounding them to half precision would drown policy ratios in noise.
+    """Return [n, V] float32 logits, divided by the temperature. In half precision, rounding would dominate policy ratios.
 
     Args:
         hidden: [n, E] hidden states.
         weight: [V, E] weight of the output layer.
-        bias: [V] bias of the output layer; None without one.
+        bias: [V] bias of the output layer; None if it has none.
         temperature: divisor of the logits.
     """
     if hidden.is_cuda and hidden.dtype == weight.dtype and hidden.dtype != torch.float32:

@@ -55,7 +55,8 @@ class MetricSums:
         if [*self.shares, *self.totals, *self.maxima] != [*other.shares, *other.totals, *other.maxima]:
             raise TrainerError(
                 f"--custom-loss-function-path returned the metrics {', '.join([*self.shares, *self.maxima])} for one micro-batch and "
-                f"{', '.join([*other.shares, *other.maxima])} for another; return the same for each, 0 where there is nothing to count"
+                f"{', '.join([*other.shares, *other.maxima])} for another; return the same metrics for each, with 0 where there is nothing "
+                "to count"
             )
         return self.with_vectors(self.vector() + other.vector(), self.peaks().maximum(other.peaks()))
 

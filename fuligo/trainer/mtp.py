@@ -27,14 +27,14 @@ class MTPTraining:
 
 @dataclass(slots=True, frozen=True)
 class LaterTokens:
-    """Inputs and targets of an MTP layer for each token of a row: at depth k, the token k positions later and the one after that."""
+    """Inputs and targets of the MTP layer at depth k for a rank's L tokens: the token k positions later, and the token after that."""
 
     input_ids: Tensor
     """[1, L] int64 token k positions later in the same sequence; padding beyond its end."""
     local_rows: Tensor
-    """[m] int64 index into the L tokens: the hidden state there predicts a response token of the same sequence."""
+    """[m] int64 indices into the L tokens whose hidden states predict a response token of the same sequence."""
     local_ids: Tensor
-    """[m] int64 index into the N response tokens: the token predicted there."""
+    """[m] int64 indices into the N response tokens: the tokens that these hidden states predict."""
 
 
 def later_tokens(tokens: PackedTokens, depth: int, *, source: Places | None = None, rows: Places | None = None) -> LaterTokens:
@@ -44,7 +44,7 @@ def later_tokens(tokens: PackedTokens, depth: int, *, source: Places | None = No
 
     Args:
         source: [L] index in the micro-batch of each token on this rank, -1 for padding; None: the rank has the whole micro-batch in order.
-        rows: [T] inverse of `source`, -1 for tokens on other ranks; None like `source`.
+        rows: [T] inverse of `source`, -1 for tokens on other ranks; None if `source` is None.
     """
     device, num_tokens = tokens.input_ids.device, tokens.num_tokens
     source = np.arange(num_tokens) if source is None else source
@@ -72,9 +72,9 @@ def with_padding(input_ids: Tensor) -> Tensor:
 def mtp_loss(logprobs: Iterable[Tensor], later: Sequence[LaterTokens], weights: Tensor) -> Tensor:
     """Return sum_k sum_n weights_n * -log p_k(token n) / K: the cross-entropy of response tokens under each MTP layer k.
 
-    Layer k does not see the last k tokens before a response token. The scalar is this context-parallel rank's part of the sum, before
-    `--mtp-loss-scaling-factor`. A token counts for layer k only if the position that predicts it lies in the same sequence.
-    Logits are not scaled by the temperature.
+    Layer k continues from a hidden state that does not include the last k tokens before the response token; it gets only their embeddings.
+    A token counts for layer k only if that hidden state is in the same sequence. Logits are not divided by the temperature. The scalar is
+    this context-parallel rank's part of the sum, before `--mtp-loss-scaling-factor`.
 
     Args:
         logprobs: for each layer, [m] log-probabilities of the response tokens `local_ids` of its entry in `later`.

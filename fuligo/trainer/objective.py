@@ -136,7 +136,7 @@ def objective(inputs: LossInputs, settings: LossSettings) -> Objective:
     Raises:
         TrainerError: log-probabilities that the settings need are missing, or a hook returned an invalid value.
     """
-    # Rounding to bfloat16 would make ratios and KL divergences appear that do not exist.
+    # Rounding to bfloat16 would create ratios and KL divergences that do not exist.
     assert torch.finfo(inputs.logprobs.dtype).bits >= 32, f"log-probabilities of type {inputs.logprobs.dtype}; float32 is needed"
     if settings.loss_type == "custom_loss":
         return _custom_loss(inputs, settings)

@@ -1,4 +1,4 @@
-"""Packing of samples into the micro-batches of every rank. Samples are given as a list of lengths and referred to by index.
+"""Packing of samples into the micro-batches of every data-parallel replica. A sample is given by its length and referred to by index.
 
 Packing affects speed and memory, never the loss, because all denominators are computed before it (`algorithms.assign`).
 """
@@ -110,10 +110,12 @@ def pack(
     """Pack the samples of an optimizer step and return [num_ranks][micro-batches].
 
     All ranks get the same number of micro-batches; none is empty, and no sample is left out or cut. If there are fewer samples than
-    micro-batches, the rest are repetitions of weight 0.
+    micro-batches, the remaining micro-batches repeat the shortest sample with weight 0.
 
     Args:
         lengths: number of tokens of every sample of the step.
+        capacity: limits of a micro-batch.
+        num_ranks: number of data-parallel replicas, called ranks here.
         multiple_of: number that divides each rank's number of micro-batches, as an interleaved pipeline requires.
         balance_by: cost to balance over the ranks; None: balance only the number of micro-batches and their tokens.
         prefixes: prefixes that the samples share; None: nothing is shared. A micro-batch stores each prefix once and counts it once

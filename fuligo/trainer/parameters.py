@@ -59,7 +59,7 @@ def trained_names(names: Mapping[str, Sequence[str]], trained: TrainedParameters
 
 
 def require_trained_mtp(parameters: Iterable[torch.nn.Parameter], trained: TrainedParameters) -> None:
-    """Require that some of the parameters of MTP layers are trained; a loss that is detached from the model would else train nothing.
+    """Require that some parameters of the MTP layers are trained; otherwise an MTP loss that is detached from the model trains nothing.
 
     Raises ConfigError if `trained` freezes all of them.
     """

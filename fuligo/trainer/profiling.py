@@ -22,7 +22,7 @@ class ProfileSettings:
     rollouts: tuple[int, ...]
     ranks: tuple[int, ...]
     directory: Path
-    """Output directory of `rollout_000002_rank0.trace.json.gz` and, on a GPU, `rollout_000002_rank0.memory.pickle`."""
+    """Output directory, for files such as `rollout_000002_rank0.trace.json.gz` and, on a GPU, `rollout_000002_rank0.memory.pickle`."""
 
 
 @contextmanager

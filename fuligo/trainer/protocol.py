@@ -14,11 +14,14 @@ class Trainer(WeightSource, Protocol):
         """Build the policy, the reference, teacher and value models that the run needs, and the optimizers; load the initial weights."""
 
     async def score(self, samples: list[TrainSample]) -> list[TrainSample]:
-        """Fill in the log-probabilities, values and recorded experts that training needs; return the samples in the same order."""
+        """Return the samples, in order, with the log-probabilities, values and recorded experts that training needs."""
         ...
 
     async def train(self, batch: TrainBatch) -> StepResult:
-        """Take one optimizer step for every entry of `batch.steps`."""
+        """Take one optimizer step for every entry of `batch.steps`; return metrics, and the scores of the trained samples.
+
+        Raises TrainerError if a loss or gradient is not finite.
+        """
         ...
 
     async def save(self, directory: Path) -> None:
@@ -34,7 +37,7 @@ class Trainer(WeightSource, Protocol):
         """Load a checkpoint that `save` wrote. Raises CheckpointError if it is incomplete or belongs to another architecture."""
 
     async def offload(self) -> None:
-        """Free device memory for engines that share the device; the tensors move to the host."""
+        """Move the tensors to the host, to free device memory for engines that share the device."""
 
     async def onload(self) -> None:
         """Move the tensors back to the device after `offload`."""

@@ -31,11 +31,12 @@ class SampleSettings:
 
 
 def train_samples(groups: list[SampleGroup], settings: SampleSettings) -> list[TrainSample]:
-    """Convert the usable samples of these groups, in order. A usable sample is completed or truncated and has response tokens and a reward.
+    """Convert the usable samples of these groups to training samples, in order.
 
-    Truncated samples are kept even if all their tokens are masked, because they count in their group's statistics. If rewards are used, a
-    group with fewer than two usable samples (one if the group has only one) is marked as dropped, because there is nothing to compare.
-    Samples split from one trajectory (equal `index`) count as one there and share one `mask_sum`.
+    A usable sample is completed or truncated, and has response tokens and, if rewards are used, a reward. Truncated samples are
+    kept even if all their tokens are masked, because they count in their group's statistics. If rewards are used, a group with fewer than
+    two usable samples (one if the group has only one) is marked as dropped, because there is nothing to compare. Samples split from one
+    trajectory (equal `index`) count as one there and share one `mask_sum`.
 
     Raises:
         RewardError: a reward lacks `reward_key` or is not a finite number, or `post_process` does not return one number for each sample.

@@ -86,6 +86,6 @@ class BoundHook:
 
 
 def bound_hook(config: Config, flag_name: str) -> BoundHook | None:
-    """Load the hook of a flag; None if the flag is not set."""
+    """Load the hook of a flag and bind `args`; return None if the flag is not set."""
     hook = hook_of(config, flag_name)
     return None if hook is None else BoundHook(config, flag_name, hook)

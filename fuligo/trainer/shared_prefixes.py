@@ -58,7 +58,7 @@ def find_shared_prefixes(
 
 
 def _equally_routed(first: RoutedExperts | None, second: RoutedExperts | None, num_tokens: int) -> int:
-    """Return for how many of the first `num_tokens` tokens both sequences record the same experts, or both record none."""
+    """Return the length of the prefix, at most `num_tokens`, in which both sequences record the same experts or neither records any."""
     first_known, second_known = (0 if of_tokens is None else len(of_tokens[:num_tokens]) for of_tokens in (first, second))
     length = min(first_known, second_known)
     if first is not None and second is not None:
@@ -75,7 +75,7 @@ def _common_length(first: IntArray, second: IntArray) -> int:
 
 
 def _worthwhile(shared: list[int], min_saved: int) -> list[int]:
-    """Reduce `shared` at forks that save fewer than `min_saved` tokens to the depth of their parent fork."""
+    """Return `shared`, with forks that save fewer than `min_saved` tokens moved up to the depth of their parent fork."""
     kept = [0] * len(shared)
     parts = [(0, len(shared), 0)] if shared else []
     while parts:  # sequences start to end - 1, which share at least `depth` tokens

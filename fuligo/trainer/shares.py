@@ -59,7 +59,7 @@ class SampleScores:
 
 
 def score_shares(samples: Sequence[TrainSample], settings: TrainerSettings, balance_by: Cost | None) -> list[ScoreShare]:
-    """Return every replica's share. A sample is in several shares if its repetition keeps the replicas in step.
+    """Return one share for each data-parallel replica. A sample that is repeated to keep the replicas in step is in several shares.
 
     Raises TrainerError if `samples` is empty.
     """
@@ -92,7 +92,7 @@ def has_advantage(sample: TrainSample) -> bool:
 
 
 def skip_metrics(batch: TrainBatch) -> dict[str, float]:
-    """Return `train/num_skipped_steps` and `train/skipped_share` of a rollout whose samples without advantages are skipped."""
+    """Return `train/num_skipped_steps` and `train/skipped_share` (of samples) if samples without advantages are skipped."""
     trained = trained_positions(batch, skips_zero_advantages=True)
     return {
         "train/num_skipped_steps": sum(not positions for positions in trained),

@@ -29,7 +29,7 @@ END_TIMEOUT_S = 10.0
 EXIT_TIMEOUT_S = 5.0
 """Seconds to wait for the exit code of a rank's process after the rank closed the connection."""
 NOTICED_WITHIN_MS = 500
-"""Milliseconds within which the connection of a killed driver closes after a collective with the driver has failed."""
+"""Milliseconds to wait, before an error is sent, for the connection to close, as it does if the driver was killed."""
 _HEADER = struct.Struct("!q?")
 """Number of the command, and its `is_queued`."""
 RankConnection = Connection | SignedConnection
@@ -58,7 +58,7 @@ class ConnectedRank(RankHandle):
 
     @property
     def pid(self) -> int:
-        assert self._process is not None, "torchrun started it"
+        assert self._process is not None, "the process was started by torchrun"
         return self._process.pid
 
     @property
@@ -174,7 +174,7 @@ def answer_commands(connection: RankConnection, executor: RankExecutor) -> None:
         sender.submit(partial(_send_answer, connection, message))
 
     def send_error(number: int, answer: Answer[Any]) -> None:
-        # If the driver was killed, a collective fails first and the connection closes a moment later: nobody needs that traceback.
+        # If the driver was killed, a collective fails first and the connection closes a moment later; its traceback would mislead.
         ends = select.poll()
         ends.register(connection.fileno(), select.POLLRDHUP)
         if not ends.poll(NOTICED_WITHIN_MS):

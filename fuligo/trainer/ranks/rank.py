@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Rank:
-    """Trainer rank; it has a worker after `load`. torch is imported only when the rank opens the rendezvous or loads.
+    """Trainer rank, which has a worker after `load`. torch is imported only by `start`, `import_worker` and `load`.
 
     Args:
         host: address at which rank 0's rendezvous store listens.

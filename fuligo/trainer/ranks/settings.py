@@ -69,7 +69,7 @@ class LoraSettings:
     is_merged: bool = False
     """True: engines receive all weights with the adapter merged in; False: they receive the adapter and apply it."""
     is_named: bool = False
-    """Engines load adapters by name and already have the base weights."""
+    """True: engines load adapters by name and already have the base weights."""
     base_precision: BasePrecision | None = None
     """Storage of the base model's linear layers; None: as loaded."""
 
@@ -96,7 +96,7 @@ class TrainerSettings:
     """Settings that all backends share."""
 
     hf_checkpoint: Path
-    """Hugging Face directory of the tokenizer; unless `sync_dtype` is set, weights are sent in its data type."""
+    """Hugging Face directory of config.json and tokenizer; unless `sync_dtype` is set, weights are sent in its data type."""
     initial_weights: Path
     """Hugging Face directory of the initial weights, or distributed checkpoint (Megatron)."""
     optimizer: OptimizerSettings
@@ -171,8 +171,8 @@ class TrainerSettings:
     def environment(self) -> Mapping[str, str]:
         """Environment variables that a rank sets, unless they are already set, before it uses its device.
 
-        At the first offload of a 4B model and its optimizer state from a shared GPU, pinning the host memory takes 17.8 s in one thread and
-        5.0 s with these variables (docs/benchmarks-gpu.md).
+        Pinning 10 GiB of host memory at the first offload from a shared GPU takes 5.9 s in one thread and 2.2 s with the variable for
+        pinned memory (docs/benchmarks-gpu.md).
         """
         if self.shares_device and self.device == "cuda":
             pinned = {"PYTORCH_CUDA_ALLOC_CONF": "pinned_use_cuda_host_register:True,pinned_num_register_threads:16"}

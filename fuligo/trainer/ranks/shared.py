@@ -86,7 +86,8 @@ class SharedRank(Rank):
     def load(self, settings: TrainerSettings, rendezvous: Rendezvous | None) -> Cost | None:
         if not isinstance(settings, TorchTrainerSettings) or settings.lora is None:
             raise TrainerError(
-                "cannot share a trainer: the run does not train a LoRA adapter with the torch trainer; start the run separately"
+                "cannot share a trainer: the run does not train a LoRA adapter with --train-backend torch; set --lora-rank and that "
+                "backend, or start the run separately"
             )
         joined = self._trainer.world(lambda: self.join(settings, rendezvous))
         with collector_paused():

@@ -1,6 +1,6 @@
 """Signatures of the Python objects that ranks exchange in collectives.
 
-torch pickles these objects, and gloo accepts connections from anyone who reaches its port, so an attacker in the place of a rank could run
+torch pickles these objects, and gloo accepts connections from anyone who reaches its port, so an attacker who poses as a rank could run
 code on the others. Objects are therefore signed with a key that only the ranks have, and an object without a valid signature is refused
 before it is unpickled.
 """

@@ -26,7 +26,7 @@ def lost(rank: RankHandle, phase: str, how: str) -> RankError:
     """
     return RankError(
         f"trainer rank {rank.rank} on {rank.host} {how} {phase}",
-        f"{rank.log_hint()}\nCheckpoints and the buffer of partial rollouts are on disk; resume with --load and the checkpoint directory.",
+        f"{rank.log_hint()}\nIf the run has saved a checkpoint, resume with --load and the checkpoint directory.",
     )
 
 

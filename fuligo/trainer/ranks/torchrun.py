@@ -105,7 +105,7 @@ async def connect_ranks(place: TorchrunPlace, size: int) -> list[RankHandle]:
     if place.size != size:
         raise ConfigError(
             f"torchrun started {place.size} processes, but the flags ask for {size} trainer ranks; set --actor-num-nodes and "
-            "--actor-num-gpus-per-node to what torchrun starts"
+            "--actor-num-gpus-per-node to torchrun's --nnodes and --nproc-per-node"
         )
     key = place.read_key()
     if place.on_one_host:

@@ -134,7 +134,7 @@ class RankedTrainer:
             answering |= {rank.rank for rank, answered in zip(ranks, answers, strict=True) if answered}
 
     async def _planned(self, shares: Callable[[T, TrainerSettings, Cost | None], Sequence[S]], of: T) -> Sequence[S]:
-        """Plan the replicas' shares in a thread, because packing 8,192 samples takes over a second, in which rollouts must continue."""
+        """Plan the replicas' shares in a thread, because packing 8,192 samples takes over a second and would block rollouts."""
         return await asyncio.to_thread(shares, of, self._settings, self._balance_by)
 
     async def _run(self, command: Command[R]) -> R:

@@ -40,7 +40,7 @@ class RankWorker(ABC, Generic[SettingsT, CriticT, ModelT]):
     """Worker of one trainer rank, with its part of the models. All ranks call the methods in the same order.
 
     The methods are those of `trainer.protocol.Trainer`. Samples are passed as the share of the rank's data-parallel replica; other
-    arguments are the same on all ranks. Rank 0 returns the result for all samples; other ranks return None or their part of it. The
+    arguments are the same on all ranks. One rank of each replica reports its results, and rank 0 returns the result for all samples. The
     constructor of a backend's worker sets the attributes declared here.
     """
 
@@ -72,7 +72,7 @@ class RankWorker(ABC, Generic[SettingsT, CriticT, ModelT]):
         """
 
     def score(self, share: ScoreShare) -> list[SampleScores] | None:
-        """Compute old, reference and teacher log-probabilities and values; return those of all replicas on rank 0, None on other ranks."""
+        """Compute the scores that the settings need; return those of all samples, in order, on rank 0, and None on other ranks."""
         with self._timeline.span("score"):
             olds, recorded = self._old_logprobs(share) if self.settings.needs_old_logprobs else ({}, {})
             refs = self._reference_logprobs(share)
@@ -86,12 +86,12 @@ class RankWorker(ABC, Generic[SettingsT, CriticT, ModelT]):
         return self._with_routing(join_by_position(scores for scores, _ in gathered), [parts for _, parts in gathered])
 
     def logprobs(self, share: ScoreShare) -> list[FloatArray] | None:
-        """Compute log-probabilities with the current policy; return those of all replicas on rank 0, None on other ranks."""
+        """Compute the policy's [R] log-probabilities; return those of all samples, in order, on rank 0, and None on other ranks."""
         gathered = self.world.gather(self._policy_logprobs(share))
         return None if gathered is None else join_by_position(gathered)
 
     def train(self, steps: Sequence[StepShare | None]) -> StepResult:
-        """Run the optimizer steps of a rollout. The result is complete on rank 0; other ranks have no metrics.
+        """Run the optimizer steps of a rollout. Return the result on rank 0, and an empty one on other ranks.
 
         Args:
             steps: the replica's share of each optimizer step; None if the step is skipped.
@@ -127,10 +127,13 @@ class RankWorker(ABC, Generic[SettingsT, CriticT, ModelT]):
 
     @abstractmethod
     def gradients(self, step: StepShare) -> StepGradients | None:
-        """Compute the gradients of the step's loss, which stay with the parameters; return None on a rank that reports nothing."""
+        """Compute the gradients of the step's loss, which stay with the parameters. Return None on ranks that do not report."""
 
     def send_weights(self, target: WeightTarget) -> WeightManifest | Undelivered | None:
-        """Gather the policy's weights on all ranks, and send them from rank 0 and from every rank that shares its GPU with an engine."""
+        """Gather the policy's weights on all ranks, and send them from rank 0 and from every rank that shares its GPU with an engine.
+
+        Results and errors are those of `WeightSender.send`.
+        """
         with self._timeline.span("send"):
             if self._adapter_sender is not None:
                 return self._adapter_sender.send(target)
@@ -171,18 +174,18 @@ class RankWorker(ABC, Generic[SettingsT, CriticT, ModelT]):
 
     @abstractmethod
     def _policy_logprobs(self, share: ScoreShare) -> dict[int, FloatArray]:
-        """Return the policy's log-probabilities of this rank's samples by position in the whole list; empty on a rank that reports none."""
+        """Return the policy's [R] log-probabilities by position in the whole list of samples; empty on ranks that do not report."""
 
     @abstractmethod
     def _logprobs_of(self, model: ModelT, share: ScoreShare) -> dict[int, FloatArray]:
-        """Return the log-probabilities of a reference or teacher model, like `_policy_logprobs`."""
+        """Return a reference or teacher model's log-probabilities, like `_policy_logprobs`."""
 
     def _old_logprobs(self, share: ScoreShare) -> tuple[dict[int, FloatArray], Mapping[int, Any]]:
         """Return the policy's log-probabilities before training, and the routing that this rank recorded in these passes."""
         return self._policy_logprobs(share), {}
 
     def _with_routing(self, scores: list[SampleScores], parts_of_ranks: Sequence[Mapping[int, Any]]) -> list[SampleScores]:
-        """Add the routing that the ranks recorded, if any, to the scores."""
+        """Return the scores with the routing that the ranks recorded, if any."""
         del parts_of_ranks
         return scores
 

@@ -47,7 +47,7 @@ class AdaptedPolicy(Protocol):
 
     @property
     def rounding(self) -> MergeRounding:
-        """Number of elements of adapted matrices, and of those that `merged` changed after rounding; complete after its last tensor."""
+        """Number of adapted elements, and how many of them `merged` changed after rounding; complete after its last tensor."""
         ...
 
 

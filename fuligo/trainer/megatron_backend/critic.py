@@ -96,7 +96,7 @@ def compute_value_gradients(
         assert row.inputs is not None
         result = value_objective(_values(chunk, row, hidden), row.inputs, clip)
         results.append(Objective(result.loss.detach(), result.sums))
-        # If the loss function returns three values, Megatron does not divide the loss by the number of tokens.
+        # With three values and `calculate_per_token_loss`, Megatron does not divide the loss.
         return result.loss, torch.zeros((), dtype=torch.int), {}
 
     begin_step(chunks, samples.num_tokens)

@@ -57,7 +57,7 @@ class ExpertsAdapter(nn.Module):
         return low_rank_products(inputs, *self._factors(kind, inputs.dtype), ends) * self._scaling
 
     def updates(self) -> Iterator[tuple[str, "ExpertUpdate"]]:
-        """Yield the updates of this rank's experts by the canonical names of their matrices."""
+        """Yield the canonical names and updates of the matrices of this rank's experts."""
         for kind, matrix in self._matrices.items():
             first = first_local_expert(matrix.num_experts)
             for number in range(self.num_local):

@@ -54,7 +54,8 @@ def run_rows(
 ) -> None:
     """Run all rows through all stages with the layout's pipeline schedule; call `at_the_end(chunk, row, hidden)` on the last stage.
 
-    With gradients, `at_the_end` is Megatron's loss function and returns (loss, number of tokens, metrics).
+    With gradients, `at_the_end` is Megatron's loss function and returns (loss, number of tokens, metrics). Without, Megatron also passes
+    `non_loss_data=True`, and the result is ignored.
     """
 
     def forward_step(waiting: Iterator[Row], chunk: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
@@ -130,8 +131,8 @@ def cp_group() -> dist.ProcessGroup:
 
 
 Routing = Literal["own", "recorded", "replayed"]
-"""Source of the experts in a pass without gradients: the routers ("own"), the routers with their choices recorded, or the choices recorded
-in the samples."""
+"""Source of the experts in a pass without gradients: the routers ("own"), the routers, whose choices are recorded ("recorded"), or the
+choices recorded in the samples ("replayed")."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -173,7 +174,7 @@ def compute_gradients(
         outcome.objectives.append(Objective(loss.detach(), result.sums))
         if reports():
             outcome.scores |= samples.scores(row.plan, row.tokens, outputs)
-        # If the loss function returns three values, Megatron does not divide the loss by the number of tokens.
+        # With three values and `calculate_per_token_loss`, Megatron does not divide the loss.
         return loss, torch.zeros((), dtype=torch.int), {}
 
     begin_step(chunks, samples.num_tokens)

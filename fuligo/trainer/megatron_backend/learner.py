@@ -98,7 +98,9 @@ def apply_step(optimizer: ChainedOptimizer, settings: OptimizerSettings, *, step
 
 
 def _precisions(settings: MegatronTrainerSettings) -> dict[str, Any]:
-    """Return the data types of the optimizer's state. Low precision needs TransformerEngine's Adam and therefore a GPU.
+    """Return the arguments of `OptimizerConfig` for the data types of the optimizer's state; empty on a CPU, where they are float32.
+
+    Low precision needs TransformerEngine's Adam and therefore a GPU.
 
     Raises ConfigError if low precision is requested on a CPU.
     """
@@ -108,7 +110,7 @@ def _precisions(settings: MegatronTrainerSettings) -> dict[str, Any]:
     if settings.device == "cpu":
         low = [option_name(name) for name, dtype in dtypes.items() if dtype != torch.float32]
         if low:
-            raise ConfigError(f"cannot use {', '.join(low)} on a CPU: the optimizer's state is float32 there; remove it, or train on GPUs")
+            raise ConfigError(f"cannot use {', '.join(low)} on a CPU: the optimizer's state is float32 there; use fp32, or train on GPUs")
         return {}
     return {"use_precision_aware_optimizer": True, "store_param_remainders": flags.get("store_param_remainders", True), **dtypes}
 

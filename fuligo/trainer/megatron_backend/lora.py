@@ -159,7 +159,7 @@ Update = LinearAdapter | ExpertUpdate
 
 
 def local_updates(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Update]]:
-    """Yield the updates of this rank's matrices with the canonical names of the matrices."""
+    """Yield the canonical names and updates of this rank's adapted matrices."""
     for name, linear in linear_layers(chunks):
         if isinstance(adapter := getattr(linear, ADAPTER_MODULE, None), LinearAdapter):
             yield name, adapter

@@ -89,14 +89,14 @@ def predict(
     rotary_pos_emb: Tensor | None,
     padding_mask: Tensor | None,
 ) -> list[Tensor]:
-    """Run the MTP layers, each on the hidden states of the previous one; return the hidden states of each, of the shape of `hidden`.
+    """Run the MTP layers, each on the hidden states of the previous one; return each layer's hidden states, in the shape of `hidden`.
 
     Args:
         block: MTP layers, one for each entry of `row.later`.
         hidden: [L, 1, E] (or [L / tp, 1, E] under sequence parallelism) hidden states after the model's final norm; detached (`cut_off`) if
             the MTP loss does not train the model.
         row: packed row with its tokens shifted for each layer.
-        embedding: the model's embedding; detached likewise.
+        embedding: the model's embedding; its output is detached if the MTP loss does not train the model.
     """
     states = [hidden]
     for layer, tokens in zip(block.layers, row.later, strict=True):

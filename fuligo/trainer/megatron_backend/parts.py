@@ -59,9 +59,14 @@ class LocalWeight:
 
 
 def local_parts(weight: Weight, tensor: Tensor, index: int, count: int) -> tuple[LocalPart, ...]:
-    """Split the tensor that the `index`-th of the `count` ranks sharing a weight holds into rectangular parts of the weight.
+    """Split a rank's tensor into rectangular parts of the weight.
 
-    The tensor may also be the whole weight. Raises CheckpointError if its shape does not fit the weight.
+    Args:
+        tensor: the rank's share of the weight, or the whole weight.
+        index: index of the rank among the `count` ranks that share the weight.
+
+    Raises:
+        CheckpointError: the tensor's shape does not fit the weight.
     """
     rows = tensor.shape[0]
     if weight.is_vocabulary:  # padded to a multiple of the TP size; padding is not stored

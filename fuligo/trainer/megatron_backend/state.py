@@ -169,7 +169,7 @@ def restore_state(directory: Path, state: MegatronState, world: World) -> None:
         _tracker().set_states(states)
         set_random_state(opened.random, world)
     elif world.rank == 0:
-        logger.info("%s was saved with another layout (%s); starting with new random states", directory, opened.saved.layout)
+        logger.info("%s was saved with another layout (%s); random states are not restored", directory, opened.saved.layout)
     state.progress.num_optimizer_steps = opened.saved.progress.num_optimizer_steps
     state.progress.num_rollouts = opened.saved.progress.num_rollouts
 

@@ -213,7 +213,7 @@ class MegatronRankWorker(RankWorker[MegatronTrainerSettings, Critic, HostWeights
     def _optimizer_steps(self, step: StepShare) -> tuple[list[StepGradients | None], dict[str, float]]:
         found = super()._optimizer_steps(step)
         if self.settings.optimizer_place.optimizer_cpu_offload and self.world.device.type == "cuda":
-            torch.cuda.empty_cache()  # without this, the cache grew by 20 GiB per step (docs/benchmarks-gpu.md)
+            torch.cuda.empty_cache()  # otherwise the cache grew by 20 GiB per step
         return found
 
     def _end_rollout(self) -> None:

@@ -27,7 +27,7 @@ class Command(Generic[R_co]):
     """Picklable method call that all ranks execute. `R_co` is the type of rank 0's result; results of other ranks are discarded."""
 
     name: str
-    """Name of the method, also in errors and logs."""
+    """Name of the method, also used in errors and logs."""
     arguments: tuple[Any, ...] = ()
     of_worker: bool = True
     """True: method of the rank's worker; False: method of the `Rank` itself."""

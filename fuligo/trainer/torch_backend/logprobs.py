@@ -19,7 +19,7 @@ class OutputHead(NamedTuple):
     weight: Tensor
     """[V, E] weight."""
     bias: Tensor | None
-    """[V] bias; None without one."""
+    """[V] bias; None if the layer has none."""
     cap: float | None = None
     """Bound c of soft-capped logits, c tanh(logit / c); None: no soft-capping."""
 

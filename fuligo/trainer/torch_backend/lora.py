@@ -75,7 +75,7 @@ class AdaptedModel:
     model: PreTrainedModel
     dtype: torch.dtype
     rounding: MergeRounding = field(default_factory=MergeRounding)
-    """Number of elements adapted in the last `merged`, and of those that differ from the base weights after rounding."""
+    """Number of adapted elements in the last `merged`, and how many of them differ from the base weights after rounding."""
 
     def base(self) -> Iterator[tuple[str, Tensor]]:
         return named_weights(self.model, dtype=self.dtype)

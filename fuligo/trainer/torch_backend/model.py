@@ -245,7 +245,10 @@ def read_model(directory: Path, *, has_mtp: bool = False) -> tuple[PreTrainedMod
         if has_mtp:
             add_mtp_module(model, directory)
     except (OSError, ValueError, SafetensorError) as error:
-        raise CheckpointError(f"cannot load {directory} as a Hugging Face causal language model: {error}") from error
+        raise CheckpointError(
+            f"cannot load {directory} as a Hugging Face causal language model: {str(error).rstrip('.')}; use a complete directory of a "
+            "model that transformers supports"
+        ) from error
     finally:
         set_verbosity(verbosity)
     for module in model.modules():

@@ -12,17 +12,17 @@ from fuligo.trainer.torch_backend.model import Policy
 from fuligo.types import TrainSample
 
 MAX_ROW_TOKENS = 8192
-"""Tokens of the row, at most. The compiler tunes kernels for the size of their first input, so a short row would give slow ones."""
+"""Maximum length of the row in tokens. The compiler tunes kernels for the size of their first input, so a short row gives slow kernels."""
 SAMPLE_TOKENS = 512
-"""Tokens of a sample, at most."""
+"""Maximum length of a sample in tokens."""
 
 
 def made_up_row(policy: Policy, max_tokens: int, device: torch.device, *, shares_prefixes: bool) -> PackedTokens:
-    """Return a row of at least two random samples as the trainer packs them, no longer than its rows and the model's positions.
+    """Return a row of at least two random samples with the same prompt, packed as in training.
 
     Args:
-        max_tokens: limit of a training row.
-        shares_prefixes: rows store a prompt that several samples share once; all samples of this one have the same prompt.
+        max_tokens: limit of a training row, which the row also respects. Samples do not exceed the model's positions.
+        shares_prefixes: store the prompt only once.
     """
     config = text_config(policy.model.config)
     row_tokens = min(max_tokens, MAX_ROW_TOKENS)

@@ -7,7 +7,7 @@ optimizer/  exp_avg, exp_avg_sq and step of every trained parameter, not sharded
 reference/  weights of the reference model, if it changes in training
 critic/     value model, if there is one: like hf/, with an output layer of one row; critic_optimizer/ is like optimizer/
 rng/        random state of every rank
-trainer.json  counters and, of a LoRA run, the digest of the base weights
+trainer.json  counters and, in a LoRA run, the digest of the base weights
 """
 
 import json
@@ -224,7 +224,7 @@ class _Saved:
         state.clear()
         for name, full in self.moments.read_all() if self.moments is not None else ():
             parameter_name, _, key = name.rpartition(".")
-            if parameter_name not in parameters:  # of a tower that is frozen in this run
+            if parameter_name not in parameters:  # it belongs to a tower that is frozen in this run
                 continue
             parameter = parameters[parameter_name]
             own = full.to(parameter.device) if key == "step" else shard_like(full, parameter)

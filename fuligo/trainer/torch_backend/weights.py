@@ -85,8 +85,8 @@ def held_tensors(model: PreTrainedModel) -> dict[str, HeldTensor]:
 def keeps_dtype(name: str, tensor: HeldTensor) -> bool:
     """Return whether a tensor is sent in its current data type, whatever the data type of the sync.
 
-    These are buffers (models have one, the correction bias of a router, which selects experts by differences that bfloat16 would round
-    away) and the decay rates of Gated DeltaNet, which SGLang and Qwen3.5's files hold in float32.
+    These are buffers (such as a router's correction bias, because bfloat16 would round away differences that decide between experts) and
+    the decay rates of Gated DeltaNet, which SGLang and Qwen3.5's files hold in float32.
     """
     return not isinstance(tensor, (nn.Parameter, QuantisedWeight)) or name.endswith(DECAY_RATES)
 

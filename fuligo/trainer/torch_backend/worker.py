@@ -51,7 +51,7 @@ PackedT = TypeVar("PackedT", bound=PackedModel)
 
 
 class TorchRankWorker(RankWorker[TorchTrainerSettings, Critic, Policy]):
-    """Models, optimizers and counters of one rank; sharded if there are several ranks."""
+    """Worker with the models, optimizers and counters of one rank; models are sharded with FSDP2 on several ranks and in bf16."""
 
     def __init__(self, settings: TorchTrainerSettings, world: World, *, base: SharedBase | None = None) -> None:
         """Load weights and build the optimizers.
@@ -206,7 +206,7 @@ class TorchRankWorker(RankWorker[TorchTrainerSettings, Critic, Policy]):
         finally:
             set_dropout(self.policy.model, on=False)
         scored = [self.policy if settings.needs_old_logprobs else None, self.reference, self.teacher]
-        for model in scored:  # the code of layers that are trained serves no frozen ones
+        for model in scored:  # frozen models and passes without gradients are compiled separately
             if model is not None and model.is_compiled:
                 rehearse_scoring(model, row(model))
         if settings.lora is not None and settings.reference_weights is not None:

@@ -35,7 +35,7 @@ def named_weights(
     """Yield the names and full tensors of the Hugging Face checkpoint on every rank, each once and in the same order on all ranks.
 
     A collective: every rank must iterate to the end. A tensor may share the model's memory, so callers must neither change nor keep it. At
-    most two batches of `gather_bytes` (or two copies of one larger tensor) are in memory at a time, besides what the caller keeps.
+    most two batches of `gather_bytes` (or two copies of one larger tensor) are in memory at a time.
 
     Args:
         names: names of the model's weights, or of its adapter.

@@ -94,7 +94,7 @@ class AdapterSender:
 
 
 def base_digest(weights: Iterable[tuple[str, Tensor]]) -> str:
-    """Return a hexadecimal digest of some values of every base weight, by which a checkpoint refuses an adapter of another base model.
+    """Return a hexadecimal digest of some values of every base weight. A resume compares it, because an adapter fits only its base.
 
     Args:
         weights: names and tensors as loaded, before any quantization, which `QuantisedBase` records.

@@ -25,12 +25,11 @@ from torch import Tensor, nn
 from fuligo.trainer.megatron_backend.core_attention import PackedCoreAttention
 from fuligo.trainer.megatron_backend.latent_attention import latent_attention
 from fuligo.trainer.megatron_backend.mtp import mtp_submodules
-from fuligo.trainer.megatron_backend.rotated_attention import FusedRotationAttention, WindowRotaryAttention, window_rotary
+from fuligo.trainer.megatron_backend.rotated_attention import FusedRotationAttention, OutputWithBias, WindowRotaryAttention, window_rotary
 from fuligo.trainer.megatron_backend.router import PackedRouter
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.megatron_backend.sparse_latent_attention import sparse_latent_attention
 
-OutputWithBias = tuple[Tensor, Tensor | None]
 Add = Callable[[OutputWithBias, Tensor, float], Tensor]
 
 

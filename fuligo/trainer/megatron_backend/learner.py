@@ -23,7 +23,7 @@ from fuligo.trainer.ranks.settings import OptimizerSettings, TrainedParameters
 from fuligo.trainer.ranks.world import World
 from fuligo.trainer.step import Progress, StepGradients, losses_of_ranks, require_finite
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
+_DTYPES = {**DTYPES, "fp16": torch.float16, "fp8": torch.uint8}
 
 
 def freeze_parameters(chunks: Sequence[nn.Module], weights: Sequence[Weight], trained: TrainedParameters) -> None:

@@ -18,10 +18,10 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor, nn
 
 from fuligo.models.adapter_names import ADAPTER_MODULE, AdaptedMatrix, AdapterNames
-from fuligo.models.architecture import GroupedAttention
 from fuligo.models.names import Form, Weight
 from fuligo.trainer.megatron_backend.experts_lora import ExpertsAdapter, ExpertUpdate, add_experts_adapters
 from fuligo.trainer.megatron_backend.parts import held_weights
+from fuligo.trainer.megatron_backend.weights.forms import qkv_group_sizes
 from fuligo.trainer.megatron_backend.weights.local import linear_layers, rank_groups, unwrapped
 
 
@@ -236,9 +236,7 @@ class _Outputs:
         kinds = tuple(name.removesuffix(".weight").rpartition(".")[2] for name in whole.checkpoint)
         sizes = (num_outputs // len(kinds),) * len(kinds)
         if whole.form is Form.QKV:
-            heads = names.architecture.attention
-            assert isinstance(heads, GroupedAttention)
-            sizes = (heads.num_heads // heads.num_kv_heads * heads.head_dim, heads.head_dim, heads.head_dim)
+            sizes = qkv_group_sizes(names.architecture)
         return cls(kinds, sizes, num_outputs // sum(sizes))
 
     def join(self, updates: Mapping[str, Tensor]) -> Tensor:

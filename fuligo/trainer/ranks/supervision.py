@@ -41,7 +41,7 @@ async def finish(command: str, ranks: Sequence[RankHandle], calls: Sequence[Awai
     Raises:
         RankError: a rank was lost, crashed, or did not finish in time; names the rank, its host and the command.
         TrainerError: a rank other than 0 raised a `FuligoError`; names the rank, its host and the command.
-        FuligoError: rank 0 raised it.
+        FuligoError: rank 0 raised it. Unexpected errors of a rank 0 in this process are raised unchanged too.
     """
     phase = f"during `{command}`"
     deadline = time.monotonic() + timeout_s

@@ -31,7 +31,7 @@ def can_compile(model: PreTrainedModel) -> bool:
 
 
 def allow_compiled_kinds(num_runs: int) -> None:
-    """Raise torch's limit of compiled variants of a layer to `COMPILED_KINDS` per run in this process, because their adapters differ.
+    """Raise torch's limit of compiled variants of a layer to `COMPILED_KINDS` for each run in this process: runs have different adapters.
 
     Beyond the limit, torch would run a layer without compilation and only log a warning.
     """

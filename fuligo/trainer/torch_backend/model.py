@@ -42,7 +42,7 @@ from fuligo.trainer.parameters import require_finite_weights
 from fuligo.trainer.torch_backend.compiled_layers import compile_layers, varying
 from fuligo.trainer.torch_backend.logprobs import OutputHead, token_logprobs
 from fuligo.trainer.torch_backend.packed_attention import PACKED_ATTENTION, register
-from fuligo.types import TrainSample
+from fuligo.types import IntArray, TrainSample
 
 logger = logging.getLogger(__name__)
 
@@ -307,7 +307,7 @@ def check_packed_forward(policy: Policy, *, shares_prefixes: bool = False) -> No
         images = None if policy.vision is None else policy.vision.processor
         checked = Policy(model, temperature=1.0, chunk_tokens=policy.chunk_tokens, images=images)
         checked.is_batch_invariant = policy.is_batch_invariant
-        samples = [_sample(ids) for ids in sequences]
+        samples = [unscored_sample(ids.int().numpy(), 1) for ids in sequences]
         packed = checked(pack_tokens(samples, torch.device("cpu"), shared=shared)).logprobs
     except TrainerError:
         raise
@@ -340,14 +340,14 @@ def _random_sequences(config) -> list[Tensor]:
     return [torch.randint(0, config.vocab_size, (length,), generator=generator) for length in lengths]
 
 
-def _sample(ids: Tensor) -> TrainSample:
-    """Return a sample with one prompt token; only its tokens are used."""
-    length = len(ids) - 1
+def unscored_sample(tokens: IntArray, prompt_length: int) -> TrainSample:
+    """Return a sample for a forward pass, in which only the tokens matter; rewards and log-probabilities are 0."""
+    length = len(tokens) - prompt_length
     return TrainSample(
         index=0,
         group_index=0,
-        tokens=ids.int().numpy(),
-        prompt_length=1,
+        tokens=tokens,
+        prompt_length=prompt_length,
         loss_mask=np.ones(length, np.int8),
         reward=0.0,
         engine_logprobs=np.zeros(length, np.float32),

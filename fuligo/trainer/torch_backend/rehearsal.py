@@ -1,15 +1,13 @@
 """Passes over made-up samples, which compile a step's kernels while engines start, before there is a rollout."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
 
 from fuligo.models.transformers_types import text_config
 from fuligo.trainer.batch import PackedTokens, pack_tokens
-from fuligo.trainer.torch_backend.model import Policy
-from fuligo.types import TrainSample
+from fuligo.trainer.torch_backend.model import Policy, unscored_sample
 
 MAX_ROW_TOKENS = 8192
 """Maximum length of the row in tokens. The compiler tunes kernels for the size of their first input, so a short row gives slow kernels."""
@@ -31,7 +29,7 @@ def made_up_row(policy: Policy, max_tokens: int, device: torch.device, *, shares
     ids = np.random.default_rng(0).integers(config.vocab_size, size=(num_samples, num_tokens), dtype=np.int32)
     ids[:, :num_prompt] = ids[0, :num_prompt]
     shared = [0, *[num_prompt] * (num_samples - 1)] if shares_prefixes else []
-    return pack_tokens([_sample(of_sample, num_prompt) for of_sample in ids], device, shared=shared)
+    return pack_tokens([unscored_sample(of_sample, num_prompt) for of_sample in ids], device, shared=shared)
 
 
 def rehearse_training(policy: Policy, row: PackedTokens, *, uses_entropy: bool) -> None:
@@ -55,22 +53,5 @@ def rehearse_scoring(policy: Policy, row: PackedTokens) -> None:
     policy.release_gathered()
 
 
-@contextmanager
-def _random_state_kept(device: torch.device) -> Iterator[None]:
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        yield
-
-
-def _sample(ids: np.ndarray, num_prompt: int) -> TrainSample:
-    num_response = len(ids) - num_prompt
-    return TrainSample(
-        index=0,
-        group_index=0,
-        tokens=ids,
-        prompt_length=num_prompt,
-        loss_mask=np.ones(num_response, np.int8),
-        reward=0.0,
-        engine_logprobs=np.zeros(num_response, np.float32),
-        versions=np.zeros(num_response, np.int32),
-        mask_sum=float(num_response),
-    )
+def _random_state_kept(device: torch.device) -> AbstractContextManager[None]:
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])

@@ -29,7 +29,7 @@ def read_pieces(weight: Weight, stored: Sequence[StoredPart], architecture: Arch
         case Form.SWAPPED_HALVES:
             return [_swap_halves(stored[0].read(0, start, stop))]
         case Form.QKV:
-            return [_read_qkv(stored, _group_sizes(architecture), start, stop)]
+            return [_read_qkv(stored, qkv_group_sizes(architecture), start, stop)]
 
 
 def read_shard(weight: Weight, stored: Sequence[StoredPart], architecture: Architecture, index: int, count: int) -> Tensor:
@@ -48,7 +48,7 @@ def join_shards(weight: Weight, shards: Sequence[Tensor], architecture: Architec
         case Form.SWAPPED_HALVES:
             tensors = [_swap_halves(_cat(shards))]
         case Form.QKV:
-            tensors = _split_qkv(shards, _group_sizes(architecture))
+            tensors = _split_qkv(shards, qkv_group_sizes(architecture))
     yield from zip(weight.checkpoint, tensors, strict=True)
 
 
@@ -89,8 +89,8 @@ def _swap_halves(tensor: Tensor) -> Tensor:
     return torch.cat(tensor.chunk(2, dim=1)[::-1], dim=1)
 
 
-def _group_sizes(architecture: Architecture) -> tuple[int, int, int]:
-    """Return the number of rows of queries, key and value in one group of query heads."""
+def qkv_group_sizes(architecture: Architecture) -> tuple[int, int, int]:
+    """Return the numbers of query, key and value rows in one group of Megatron's QKV matrix: the query heads that share a key head."""
     heads = architecture.attention
     assert isinstance(heads, GroupedAttention)
     return heads.num_heads // heads.num_kv_heads * heads.head_dim, heads.head_dim, heads.head_dim

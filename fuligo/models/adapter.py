@@ -44,7 +44,7 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def empty_model(directory: Path) -> PreTrainedModel:
-    """Return the model that config.json describes, without allocating its weights. Raises errors like `read_config`."""
+    """Return the model that config.json describes, on the meta device (no weights are allocated). Raises errors like `read_config`."""
     config = read_config(directory)
     with torch.device("meta"):
         return model_class(config).from_config(config, trust_remote_code=False)
@@ -64,7 +64,7 @@ def linear_layers(model: PreTrainedModel) -> list[str]:
 
 
 def peft_targets(model: PreTrainedModel, config: AdapterConfig) -> PeftTargets:
-    """Return the adapted layers as `adapter_config.json` lists them.
+    """Return the `target_modules` and `target_parameters` of the adapter's `adapter_config.json`.
 
     Raises ConfigError if the adapter has dropout, and PEFT does not support it for one of the layers.
     """
@@ -89,7 +89,8 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, *, seed: int) -> 
         seed: seed for A, so that all ranks start with the same adapter; the global random state does not change.
 
     Raises:
-        ConfigError: the model lacks a layer that is to be adapted, or the rank is larger than its widest layer.
+        ConfigError: the model has no layer for a target, or no experts that can be adapted; the rank exceeds the widest layer; or PEFT does
+            not support the adapter's dropout.
     """
     from peft import inject_adapter_in_model
 
@@ -100,7 +101,8 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, *, seed: int) -> 
     excluded = _excluded_modules(model, [target.rpartition(".")[2] for target in config.target_modules] or every)
     added = _peft_config(config, list(config.target_modules) or sorted(every), excluded)
     stored = _stored_config(config, peft_targets(model, config), excluded)
-    parts = nn.Module()  # without the model's config, by which PEFT would take `gate_proj` and others for experts (`EXPERT_MATRICES`)
+    # A model with a config would make PEFT adapt the experts for targets such as `gate_proj` (see `EXPERT_MATRICES`).
+    parts = nn.Module()
     for name, part in model.named_children():
         parts.add_module(name, part)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
@@ -114,13 +116,13 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, *, seed: int) -> 
 
 
 def _excluded_modules(model: PreTrainedModel, adapted: Collection[str]) -> str | None:
-    """Return the pattern of the modules that PEFT must exclude, or None if no tower has layers of these names."""
+    """Return the pattern of the modules that PEFT must exclude, or None if no tower has modules with these names."""
     collide = any(re.match(TOWER_PATTERN, name) and name.rpartition(".")[2] in adapted for name, _ in model.named_modules())
     return TOWER_MODULES if collide else None
 
 
 def lora_layers(model: nn.Module) -> dict[str, "LoraLayer"]:
-    """Return the adapted layers by the name of the layer that they replaced."""
+    """Return PEFT's LoRA layers, by the names of the linear layers that they wrap."""
     return {name: cast("LoraLayer", module) for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
 
@@ -129,7 +131,7 @@ def has_adapter(model: nn.Module) -> bool:
 
 
 def scaling_of(model: nn.Module) -> float:
-    """Return the factor of B A in a model with an adapter."""
+    """Return the factor by which a model's adapter scales B A (`AdapterConfig.scaling`). The model must have an adapter."""
     return next(iter(lora_layers(model).values())).scaling[NAME]
 
 
@@ -141,7 +143,7 @@ def set_dropout(model: nn.Module, *, on: bool) -> None:
 
 @contextmanager
 def adapter_off(model: nn.Module) -> Iterator[None]:
-    """Disable the adapter during the block.
+    """Disable the adapter inside the block.
 
     PEFT's own switch, `enable_adapters`, also changes `requires_grad` of the parameters, which FSDP may have gathered.
     """
@@ -177,13 +179,13 @@ class LowRankUpdate:
     """Low-rank update of one matrix, or of the matrices of E experts, in the layout of PEFT's files."""
 
     a: Tensor
-    """[rank, inputs], or [E rank, inputs] for experts."""
+    """[rank, inputs], or [E * rank, inputs] for experts."""
     b: Tensor
-    """[outputs, rank], or [outputs, rank E] for experts."""
+    """[outputs, rank], or [outputs, rank * E] for experts, whose index varies fastest."""
     scaling: float
 
     def added_to(self, weight: Tensor) -> Tensor:
-        """Return W + scaling B A [outputs, inputs], or [E, outputs, inputs], in float32, as PEFT merges it."""
+        """Return `weight` + scaling * B A in float32, as PEFT merges it: [outputs, inputs], or [E, outputs, inputs]."""
         a, b = self.a.float(), self.b.float()
         if weight.dim() == 3:
             a, b = stacked_factors(a, b, len(weight))
@@ -191,7 +193,7 @@ class LowRankUpdate:
 
 
 def updates_of(model: nn.Module) -> dict[str, LowRankUpdate]:
-    """Return the low-rank update of each adapted weight, by the weight's name. The tensors are the live parameters, not copies."""
+    """Return the low-rank update of each adapted weight, by the weight's name. Its tensors are the live parameters, not copies."""
     found: dict[str, LowRankUpdate] = {}
     for name, layer in lora_layers(model).items():
         a, b = cast(nn.Linear, layer.lora_A[NAME]), cast(nn.Linear, layer.lora_B[NAME])
@@ -204,13 +206,13 @@ def updates_of(model: nn.Module) -> dict[str, LowRankUpdate]:
 
 
 def write_adapter_config(model: PreTrainedModel, directory: Path) -> None:
-    """Write the model's `adapter_config.json` with PEFT. Raises CheckpointError if it cannot be written."""
+    """Write `adapter_config.json` for a model with PEFT's layers. Raises CheckpointError if it cannot be written."""
     config: Any = model.peft_config
     _write_config(config[NAME], directory)
 
 
 def write_config_of(config: AdapterConfig, targets: PeftTargets, directory: Path) -> None:
-    """Write `adapter_config.json` with PEFT for a model without PEFT's layers. Raises CheckpointError if it cannot be written."""
+    """Write `adapter_config.json` for a model without PEFT's layers (Megatron's). Raises CheckpointError if it cannot be written."""
     _write_config(_stored_config(config, targets), directory)
 
 
@@ -223,7 +225,7 @@ def _write_config(config: "LoraConfig", directory: Path) -> None:
 
 
 def _stored_config(config: AdapterConfig, targets: PeftTargets, excluded: str | None = None) -> "LoraConfig":
-    """Return the configuration with which PEFT loads the saved adapter. `excluded`: the pattern from `_excluded_modules`."""
+    """Return the configuration with which PEFT loads the saved adapter. `excluded`: result of `_excluded_modules`."""
     stored = _peft_config(config, targets.modules, excluded)
     stored.target_parameters = [*targets.parameters, *(EXPERT_PARAMETERS if config.adapts_experts else ())] or None
     return stored
@@ -266,9 +268,9 @@ def read_adapter_weights(directory: Path) -> dict[str, Tensor]:
 
 
 def empty_adapted_model(config: AdapterConfig, base: Path) -> PreTrainedModel:
-    """Return the model of directory `base` with the adapter's layers, without allocating any weights.
+    """Return the model of directory `base` with the adapter's layers, on the meta device (no weights are allocated).
 
-    Raises ConfigError if the model lacks a layer that is to be adapted, or the rank is larger than its widest layer.
+    Raises errors like `read_config` and `add_adapter`.
     """
     model = empty_model(base)
     with torch.device("meta"):
@@ -277,7 +279,7 @@ def empty_adapted_model(config: AdapterConfig, base: Path) -> PreTrainedModel:
 
 
 def require_fits(tensors: Mapping[str, Tensor], config: AdapterConfig, adapter: Path, base: Path) -> None:
-    """Check that an adapter's tensors have the names and shapes that `config` implies for the model in `base`, which is not allocated.
+    """Check that an adapter's tensors have the names and shapes that `config` implies for the model in `base`; its weights are not loaded.
 
     Raises CheckpointError if they do not.
     """
@@ -295,9 +297,9 @@ def _misfit(directory: Path, error: ConfigError) -> CheckpointError:
 
 @torch.no_grad()
 def load_adapter(model: PreTrainedModel, directory: Path) -> None:
-    """Overwrite the adapter's parameters, which must not be sharded, with those of an adapter directory.
+    """Load the weights of an adapter directory into the model's adapter, whose parameters must not be sharded.
 
-    Raises CheckpointError if they are missing or damaged, or do not fit the model.
+    Raises CheckpointError if the weights are missing or damaged, or do not fit the model.
     """
     tensors = read_adapter_weights(directory)
     require_same_shapes(tensors, model, directory)
@@ -316,8 +318,8 @@ def require_shapes(tensors: Mapping[str, Tensor], wanted: Mapping[str, list[int]
     for name in sorted(wanted.keys() | held.keys()):
         if wanted.get(name) != held.get(name):
             raise CheckpointError(
-                f"cannot load {directory / ADAPTER_WEIGHTS}: {name} is {held.get(name, 'absent')} in the file, but "
-                f"{wanted.get(name, 'absent')} in this model with {ADAPTER_CONFIG}; use the model that the adapter was trained on"
+                f"cannot load {directory / ADAPTER_WEIGHTS}: {name} is {held.get(name, 'absent')} in the file, but should be "
+                f"{wanted.get(name, 'absent')} for this model and {ADAPTER_CONFIG}; use the model that the adapter was trained on"
             )
 
 

@@ -23,7 +23,7 @@ ADAPTER_MODULE = "adapter"
 
 @dataclass(slots=True, frozen=True)
 class AdaptedMatrix:
-    """Matrix of the checkpoint with a low-rank update, and its place in Megatron's matrix."""
+    """Matrix of the checkpoint that has a low-rank update, and its place in Megatron's matrix."""
 
     weight: Weight
     """Megatron's matrix; it may fuse several matrices of the checkpoint (query, key and value; gate and up projection)."""
@@ -69,14 +69,14 @@ class ExpertsFactor(Weight):
 
     @property
     def peft_shape(self) -> tuple[int, int]:
-        """Shape in PEFT's files, where the experts of B are on its last axis: [outputs, rank E]."""
+        """Shape in PEFT's files: [E * rank, inputs] for A, [outputs, rank * E] for B."""
         rows, columns = self.shape
         return (rows, columns) if self.factor == "A" else (rows // self.num_experts, columns * self.num_experts)
 
 
 @dataclass(slots=True, frozen=True)
 class AdaptedExperts:
-    """Matrix of all experts of a layer with low-rank updates; each expert has its own A and B."""
+    """One matrix of all experts of a layer, with low-rank updates: each expert has its own A and B."""
 
     weight: Weight
     """Megatron's matrix of the first expert."""
@@ -98,7 +98,7 @@ class AdaptedExperts:
         return "gate_up" if self.weight.form is Form.GATE_UP else "down"
 
     def factors(self, rank: int) -> tuple[ExpertsFactor, ExpertsFactor]:
-        """Return A [E rank, inputs] and B [E outputs, rank]."""
+        """Return A [E * rank, inputs] and B [E * outputs, rank]."""
         outputs, inputs = self.weight.shape
         a_axis, b_axis = (None, 0) if self.weight.axis == 0 else (1, None)
         return self._factor("A", (rank, inputs), a_axis, Form.WHOLE), self._factor("B", (outputs, rank), b_axis, self.weight.form)
@@ -119,10 +119,10 @@ class AdapterNames(ModelNames):
 
     @classmethod
     def of(cls, model: ModelNames, adapter: AdapterConfig, *, num_tensor_ranks: int = 1) -> "AdapterNames":
-        """Return the names of an adapter's tensors in a model that `num_tensor_ranks` TP ranks share.
+        """Return the names of an adapter's tensors in a model that is split over `num_tensor_ranks` TP ranks.
 
-        Raises ConfigError if the model lacks a layer that is to be adapted, its layers cannot be adapted, the rank is larger than its
-        widest layer, or PEFT could not load the saved adapter.
+        Raises ConfigError if the model has no layer for a target or no experts to adapt, its attention cannot be adapted, the rank exceeds
+        its widest layer, or PEFT could not load the saved adapter.
         """
         model_type = model.architecture.model_type
         if adapter.adapts_experts and model.architecture.experts is None:
@@ -151,7 +151,7 @@ class AdapterNames(ModelNames):
 
     @property
     def peft_targets(self) -> "PeftTargets":
-        """Adapted layers as `adapter_config.json` lists them."""
+        """Targets of the adapter in `adapter_config.json`."""
         layers = [matrix.layer for matrix in _linear_layers(ModelNames(self.architecture, self.table))]
         return PeftTargets.of(self.adapter, layers, has_experts=self.architecture.experts is not None)
 
@@ -190,12 +190,12 @@ class AdapterNames(ModelNames):
 
 @dataclass(slots=True, frozen=True)
 class PeftTargets:
-    """Adapted layers as `adapter_config.json` lists them."""
+    """Targets of an adapter in `adapter_config.json`."""
 
     modules: list[str]
-    """`target_modules`: names of linear layers."""
+    """`target_modules`: names of linear layers, or suffixes of them."""
     parameters: list[str]
-    """`target_parameters`: matrices of linear layers that PEFT would take for experts by their names (`EXPERT_MATRICES`)."""
+    """`target_parameters`: weights of linear layers whose names would make PEFT adapt the experts instead (`EXPERT_MATRICES`)."""
 
     @classmethod
     def of(cls, adapter: AdapterConfig, layers: Collection[str], *, has_experts: bool) -> "PeftTargets":
@@ -232,9 +232,9 @@ def _ending(layer: str) -> str:
 
 
 def require_targets(targets: Iterable[str], layers: Collection[str], *, model: str) -> None:
-    """Check that every target is the name of a layer or a suffix of it.
+    """Check that every target is the name of one of `layers`, all layers that can have an adapter, or a suffix of such a name.
 
-    `layers`: names of all layers that can have an adapter. Raises ConfigError if a target matches none of them.
+    Raises ConfigError if a target matches none of them.
     """
     kinds = sorted({layer.rpartition(".")[2] for layer in layers})
     for target in targets:
@@ -246,7 +246,7 @@ def require_targets(targets: Iterable[str], layers: Collection[str], *, model: s
 def require_rank(rank: int, widest: int, *, model: str) -> None:
     """Check that an adapter's rank is at most `widest`, the largest number of inputs or outputs of a layer that can be adapted.
 
-    A larger rank only wastes memory. Raises ConfigError if the rank is larger.
+    A larger rank would only waste memory. Raises ConfigError if the rank is larger.
     """
     if rank > widest:
         raise ConfigError(
@@ -273,11 +273,11 @@ def _require_plain_attention(model: ModelNames, num_tensor_ranks: int) -> None:
     heads = model.architecture.attention
     if model.architecture.sparse_index is not None:
         raise ConfigError(
-            f"cannot train an adapter of {model.architecture.model_type} in the Megatron trainer: its sparse attention multiplies by the "
-            "projections of latents without calling their layers; use --train-backend torch, or remove the --lora-* flags"
+            f"cannot train an adapter of {model.architecture.model_type}: its sparse attention multiplies by the up-projections of latents "
+            "without calling their layers; remove the --lora-* flags"
         )
     if isinstance(heads, GroupedAttention) and num_tensor_ranks > heads.num_kv_heads:
         raise ConfigError(
-            f"--tensor-model-parallel-size {num_tensor_ranks}: an adapter needs a whole KV head on every TP rank, but the model has "
-            f"{heads.num_kv_heads} KV heads; use --tensor-model-parallel-size {heads.num_kv_heads}"
+            f"--tensor-model-parallel-size {num_tensor_ranks}: an adapter needs a whole KV head on every TP rank, but the model has only "
+            f"{heads.num_kv_heads}; use --tensor-model-parallel-size {heads.num_kv_heads}"
         )

@@ -1,4 +1,4 @@
-"""Architecture of a model in numbers: parameters by layer and kind, and the split of each kind over ranks. Imports neither numpy nor torch.
+"""Architecture of a model: shapes, and parameter counts by layer and kind with their split over ranks. Imports neither numpy nor torch.
 
 A family's module turns `config.json` into an `Architecture`; the planner, the Megatron trainer and the converters read it.
 """
@@ -42,7 +42,7 @@ class PartKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Parameters of one kind and one split."""
+    """Parameters that have the same kind and split."""
 
     kind: PartKind
     num_parameters: int
@@ -66,7 +66,7 @@ class GroupedAttention:
     has_head_norms: bool = False
     """Queries and keys are normalized, each head separately unless `norms_span_heads`."""
     has_output_gate: bool = False
-    """The query projection also computes a gate of each head's output."""
+    """The query projection also computes a gate for each head's output."""
     has_sinks: bool = False
     """Each head has a learned logit in the denominator of its softmax."""
     norms_span_heads: bool = False
@@ -151,7 +151,7 @@ class LinearAttention:
 
 @dataclass(frozen=True, slots=True)
 class SparseIndex:
-    """Indexer of DeepSeek sparse attention (DeepSeek-V3.2): chooses top-k tokens per query, which layers without an indexer reuse."""
+    """Indexer of DeepSeek sparse attention (DeepSeek-V3.2): chooses top-k tokens for each query; layers without an indexer reuse them."""
 
     num_heads: int
     head_dim: int
@@ -216,17 +216,17 @@ class Layer:
     parts: tuple[Part, ...]
     is_moe: bool
     computes_index: bool = False
-    """The layer has an indexer for sparse attention (other layers reuse the token choice of the nearest such layer below)."""
+    """The layer has an indexer for sparse attention. Layers without one reuse the token choice of the nearest layer below that has one."""
     num_buffer_elements: int = 0
-    """Number of elements that are stored but not trained by gradients: the correction bias of the router, one per routed expert (float32).
-    Not part of `num_parameters`, as in transformers."""
+    """Number of float32 elements that are stored but have no gradients: the router's correction bias, one per routed expert. Not part of
+    `num_parameters`, as in transformers."""
     window: int | None = None
     """Number of tokens that a token attends to, itself included; None: all tokens up to it."""
     attention: GroupedAttention | None = None
     """Attention of this layer if layers differ; None: `Architecture.attention`."""
     dense_size: int | None = None
-    """Width of the layer's dense MLP if layers differ, or if an MoE layer also has a dense MLP; None: `Architecture.intermediate_size`, or
-    no dense MLP in an MoE layer."""
+    """Width of the layer's dense MLP if layers differ, or if an MoE layer also has a dense MLP. None: `Architecture.intermediate_size`; in
+    an MoE layer, no dense MLP."""
     input_size: int = 0
     """Width of the layer's per-layer embeddings (Gemma 4); 0: it has none."""
 
@@ -325,7 +325,7 @@ class Architecture:
         return tuple(part for part in parts if part is not None)
 
     def active(self, part: Part) -> int:
-        """Return the number of parameters of `part` that one token uses."""
+        """Return the number of parameters of `part` that one token uses: of routed experts, only the chosen ones'."""
         if part.kind is not PartKind.ROUTED_EXPERTS:
             return part.num_parameters
         assert self.experts is not None

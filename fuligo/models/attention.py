@@ -14,7 +14,7 @@ from fuligo.models.registry import FAMILIES
 from fuligo.models.sink_attention import TORCH_ASKS_FOR_GQA, VarlenKernel, batched_with_sinks, flash_with_sinks
 
 PACKABLE = {"full_attention", "sliding_attention"}
-"""`layer_types` of transformers that this module computes."""
+"""Values of `layer_types` in transformers' configs whose attention this module computes."""
 GATED_DELTA = "linear_attention"
 LARGEST_FLASH_HEAD = 256
 """Largest head size that torch 2.13's flash kernel supports; Gemma 4 has heads of 512."""
@@ -22,7 +22,7 @@ LARGEST_FLASH_HEAD = 256
 
 def unpackable_layers(config: Any) -> list[str]:
     """Return the sorted `layer_types` of a transformers config that neither this module nor `gated_delta` can compute."""
-    # Linear attention of other families (OLMo Hybrid) has the same sizes, but other convolutions.
+    # Other families (OLMo Hybrid) also have layers of type linear_attention, but with convolutions that `gated_delta` does not replace.
     family = FAMILIES.get(config.model_type)
     packable = PACKABLE | ({GATED_DELTA} if family is not None and family.has_gated_delta else set())
     return sorted(set(getattr(config, "layer_types", None) or ()) - packable)

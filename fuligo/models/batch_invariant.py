@@ -91,7 +91,7 @@ def linear(
 ) -> Tensor:
     """Return x @ weight.T + bias, [..., N], in `dtype`.
 
-    On a CPU inputs and weights are rounded to 22 bits below the largest of their row (more if K < 512).
+    On a CPU, each row is rounded in blocks of `INPUT_BLOCK` inputs, to 22 bits below the block's largest element (more if K < 512).
 
     Args:
         x: [..., K]
@@ -99,7 +99,7 @@ def linear(
         bias: [N]; None: no bias.
         rounded: `round_weight(weight)`, used on a CPU; None: computed here.
         dtype: dtype of the result.
-        ranks: on a GPU, round as an engine on this many GPUs does (`invariant_kernels.linear`).
+        ranks: tensor-parallel GPUs of the engine whose rounding is reproduced (`invariant_kernels.linear`); ignored on a CPU.
     """
     result: Tensor = _Linear.apply(x, weight, bias, rounded, dtype, ranks)
     return result

@@ -39,7 +39,7 @@ class ConfigJson:
         return ConfigJson(value, f"{self.source}, {key}") if isinstance(value, Mapping) else None
 
     def count(self, key: str, default: int | None = None) -> int:
-        """Return a positive integer. Raises ConfigError if it is malformed, or absent without a default."""
+        """Return a positive integer. Raises ConfigError if it is malformed or absurdly large, or absent without a default."""
         value = self.values.get(key)
         if value is None:
             if default is None:
@@ -98,7 +98,7 @@ class ConfigJson:
         return tuple(value)
 
     def indices(self, key: str) -> tuple[int, ...]:
-        """Return a list of non-negative integers, empty if the key is absent or null. Raises ConfigError if it is malformed."""
+        """Return non-negative integers; none if the key is absent or null. Raises ConfigError if it is malformed."""
         value = self.values.get(key)
         if value is None:
             return ()
@@ -133,7 +133,7 @@ class ConfigJson:
         return value
 
     def contradiction(self, text: str) -> ConfigError:
-        """Return an error about keys that contradict each other or are not supported."""
+        """Return an error about keys that contradict each other, or values that are not supported."""
         return ConfigError(f"{self.source}: {text}")
 
     @property

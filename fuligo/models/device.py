@@ -1,4 +1,4 @@
-"""Device and precision that `auto` stands for."""
+"""Resolution of `--device auto` and `--precision auto`."""
 
 from typing import Literal
 
@@ -11,7 +11,7 @@ Precision = Literal["fp32", "bf16"]
 
 
 def resolve_device(config: Config) -> Device:
-    """Return the device of a run; `--device auto` is CUDA if this machine has it.
+    """Return the device of a run; `--device auto` is CUDA if torch finds a CUDA device on this machine, else the CPU.
 
     Raises ConfigError if CUDA was requested and this machine has none, except with Ray.
     """

@@ -16,7 +16,10 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 
 
 def load_config(path: str) -> Any:
-    """Load config.json. Raises ConfigError if the directory has no config.json, or one that transformers does not know."""
+    """Load a directory's config.json as a transformers config, for the embedded engine.
+
+    Raises ConfigError if there is no config.json, transformers does not know its model, or the directory has files that cannot be read.
+    """
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(f"--model-path {path} has no config.json; use the directory of a Hugging Face checkpoint")
     _require_plain_files(Path(path))
@@ -28,10 +31,10 @@ def load_config(path: str) -> Any:
 
 
 def load_tokenizer(path: str | Path, *, runs_its_code: bool) -> PreTrainedTokenizerBase:
-    """Load the tokenizer.
+    """Load the tokenizer of a Hugging Face directory.
 
     Args:
-        runs_its_code: run Python code of the directory if the tokenizer needs it, without a prompt on standard input.
+        runs_its_code: run the directory's Python code if the tokenizer needs it, without asking for confirmation.
 
     Raises:
         ConfigError: the tokenizer's files are invalid, or it needs code that may not run.
@@ -48,7 +51,7 @@ def load_tokenizer(path: str | Path, *, runs_its_code: bool) -> PreTrainedTokeni
         if runs_its_code and isinstance(error, ImportError):
             raise ConfigError(
                 f"cannot load the tokenizer of {path}: its code imports a package that is not installed: {reason}; install it, or "
-                f"save the tokenizer as tokenizer.json with the version of transformers for which the code was written"
+                "save the tokenizer as tokenizer.json with the version of transformers for which the code was written"
             ) from error
         raise ConfigError(f"cannot load the tokenizer of {path}: {type(error).__name__}: {reason}; copy or download it again") from error
 
@@ -60,7 +63,7 @@ def _require_plain_files(directory: Path) -> None:
 
 
 def _is_code_alone(directory: Path) -> bool:
-    """Return whether the tokenizer exists only as code of the directory, so that transformers would load another family's tokenizer."""
+    """Return whether only the directory's code defines the tokenizer; without it, transformers would load another family's tokenizer."""
     if (directory / "tokenizer.json").is_file() or not brings_code(directory / "tokenizer_config.json"):
         return False
     return (directory / "config.json").is_file() and read_config_json(directory).get("model_type") in LOADED_AS
@@ -77,7 +80,7 @@ def has_tokenizer(path: str | Path) -> bool:
 
 
 def end_ids(generation_config: Any, config: Any, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    """Return the ids of the end-of-text tokens of generation config, model config and tokenizer together."""
+    """Return all `eos_token_id`s of the generation config, the model config and the tokenizer; each may be None or lack them."""
     found: set[int] = set()
     for source in (generation_config, config, tokenizer):
         ids = getattr(source, "eos_token_id", None)

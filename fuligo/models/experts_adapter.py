@@ -28,7 +28,7 @@ class ExpertsAdapter(nn.Module):
     """Low-rank updates of all experts of a layer, in the layout of PEFT's files.
 
     Args:
-        experts: the adapted module of transformers, with `gate_up_proj` [E, 2 I, H] and `down_proj` [E, H, I].
+        experts: the adapted module of transformers, with `gate_up_proj` [E, 2 * I, H] and `down_proj` [E, H, I].
     """
 
     def __init__(self, experts: nn.Module, config: AdapterConfig) -> None:
@@ -42,21 +42,21 @@ class ExpertsAdapter(nn.Module):
             self.register_parameter(f"{matrix}_B", nn.Parameter(torch.zeros(outputs, config.rank * self.num_experts, device=weight.device)))
 
     def factors(self, matrix: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return A [E, R, inputs] and B [E, outputs, R]."""
+        """Return A [E, R, inputs] and B [E, outputs, R] of the matrix `gate_up` or `down`, cast to `dtype`."""
         a, b = (self.get_parameter(f"{matrix}_{factor}").to(dtype) for factor in "AB")
         return stacked_factors(a, b, self.num_experts)
 
 
 class HeldMatrices(Protocol):
-    """Matrices of a layer's experts that are stored in another form than a tensor, for instance quantized."""
+    """Matrices of a layer's experts in a form other than a plain tensor, such as quantized."""
 
     def product(self, rows: Tensor, *, ends: Tensor) -> Tensor:
-        """Return [S, outputs], the products of `rows` [S, inputs], sorted by expert; `ends` [E] is the end of each expert's rows."""
+        """Return the products [S, outputs] of `rows` [S, inputs], which are sorted by expert; `ends` [E]: end of each expert's rows."""
         ...
 
 
 def stacked_factors(a: Tensor, b: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Return A [E, R, inputs] and B [E, outputs, R] of the experts from [E R, inputs] and [outputs, R E] of a PEFT file."""
+    """Return A [E, R, inputs] and B [E, outputs, R] as views of a PEFT file's A [E * R, inputs] and B [outputs, R * E]."""
     return a.unflatten(0, (num_experts, -1)), b.unflatten(1, (-1, num_experts)).permute(2, 0, 1)
 
 
@@ -78,7 +78,7 @@ def low_rank_products(rows: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> Tenso
 
 
 def adapted_experts(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Return the outputs [T, H] of a layer's experts for tokens [T, H] and their chosen experts [T, K]; called by transformers."""
+    """Return the weighted outputs [T, H] of a layer's experts for tokens [T, H] and their chosen experts [T, K]; called by transformers."""
     (num_tokens, top_k), adapter = top_k_index.shape, getattr(experts, "adapter", None)
     chosen, order = top_k_index.flatten().sort(stable=True)
     ends = torch.bincount(chosen, minlength=experts.num_experts).cumsum(0).to(torch.int32)

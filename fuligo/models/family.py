@@ -1,4 +1,4 @@
-"""Description of a model family: what fuligo knows about its `model_type`. Imports neither numpy nor torch."""
+"""Description of a model family, the models of one `model_type`. Imports neither numpy nor torch."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from fuligo.models.names import NameTable
 
 @dataclass(frozen=True, slots=True)
 class ModelArgs:
-    """Rules to read a family's MODEL_ARGS as its config.json."""
+    """Rules for converting a family's MODEL_ARGS to the keys of its config.json."""
 
     told_by: Mapping[str, object] | None = None
-    """Flags that identify the family's MODEL_ARGS, with their values (True: any but 0); None: MODEL_ARGS are read as an older family with
-    equal layers, unless a config.json or `--spec` names the family."""
+    """Flags that identify the family's MODEL_ARGS, with their values (True: any value except 0). None: only a config.json or `--spec` does;
+    otherwise its MODEL_ARGS are read as those of an older family with the same layers."""
     precedence: int = 0
     """Priority if `told_by` of several families matches: the highest wins, and among equals the first in the registry."""
     is_latent: bool = False
@@ -31,32 +31,32 @@ class ModelArgs:
     specs: tuple[str, ...] = ()
     """Values of `--spec` in public slime scripts for the family, as dotted paths."""
     incomplete_because: str | None = None
-    """Why MODEL_ARGS cannot describe a model of the family completely, so that config.json is needed; None: they can."""
+    """Reason why MODEL_ARGS cannot describe the family's models completely, so that config.json is needed; None: they can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Functions and properties of a model family. Numerics of its layers are in `Architecture.numerics`."""
+    """Functions and properties of a model family. The numerics of its layers are in `Architecture.numerics`."""
 
     architecture: Callable[[ConfigJson], Architecture]
     """Function that returns the shapes in a config.json; raises ConfigError for keys that are missing or contradict each other."""
     names: Callable[[ConfigJson, Architecture], NameTable] | None = None
     """Function that returns the names of the weights in checkpoint and Megatron; None if Megatron cannot train the family."""
     why_not_megatron: str | None = None
-    """Why the Megatron trainer cannot train the family; None: it can."""
+    """Reason why the Megatron trainer cannot train the family; None: it can."""
     why_not_transformers: str | None = None
-    """Why transformers' layers, which the torch trainer and the embedded engine run, cannot compute the family; None: they can."""
+    """Reason why transformers' layers, which the torch trainer and the embedded engine run, cannot compute the family; None: they can."""
     why_not_sglang: str | None = None
-    """Why SGLang cannot serve checkpoints of the language model alone, only those of `whole_type`; None: it can."""
+    """Reason why SGLang cannot serve checkpoints of the language model alone, only models of `whole_type`; None: it can."""
     whole_type: str | None = None
-    """`model_type` of a model with towers whose language model (`text_config`) is of the family."""
+    """`model_type` of models with towers whose language model (`text_config`) is of the family; None: there are none."""
     vision_tower: Callable[[ConfigJson], Part] | None = None
-    """Function that returns the parameters of the towers of a `whole_type` model from its whole config.json."""
+    """Function that returns the parameters of a `whole_type` model's towers, given its whole config.json; None without `whole_type`."""
     sees_images: bool = True
-    """Models of `whole_type` take images, with the forward pass of `models.vision.forward` and the positions of `models.vision.positions`.
-    False: their towers are neither run nor trained."""
+    """Models of `whole_type` accept images, with the forward pass of `models.vision.forward` and the positions of
+    `models.vision.positions`. False: their towers are neither run nor trained."""
     loaded_as: str | None = None
-    """Model type whose classes in transformers load the checkpoints; None if the family has its own."""
+    """Model type whose transformers classes load the checkpoints; None: transformers has classes for the family."""
     stored_experts: StoredExperts = StoredExperts.APART
     """Layout of experts in checkpoints that transformers writes."""
     stores_either_experts: bool = False
@@ -72,8 +72,8 @@ class Family:
     has_mtp_module: bool = False
     """Checkpoints hold one MTP layer, under `mtp.`, that `models.mtp` computes: the torch trainer trains it, and exports keep it."""
     batch_invariant_on: tuple[Literal["cpu", "cuda"], ...] = ()
-    """Devices where all its layers have batch-invariant operations for `--exact-on-policy`: linear layers, RMSNorms, SwiGLU, rotary
-    embeddings, full attention, on CPUs also Qwen3-MoE's experts."""
+    """Devices on which all of the family's layers have batch-invariant implementations (`models.invariant_modules`), as
+    `--exact-on-policy` needs them."""
     sglang_attention: tuple[str, ...] = ()
     """SGLang attention backends that can serve the family; empty: any backend for its kind of attention."""
     has_window_pool: bool = False

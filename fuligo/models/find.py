@@ -25,8 +25,8 @@ class FoundConfigJson:
 def find_architectures(config: Config) -> tuple[Architecture, Architecture]:
     """Return the trainer's model and the engines' model; their shapes are equal unless `--ref-load` is another Hugging Face directory.
 
-    The trainer's is never quantized; with `--override-model-config` the MODEL_ARGS override its config.json. Raises ConfigError if no
-    source describes the model, or its source is invalid.
+    The trainer's model is never quantized; with `--override-model-config` the MODEL_ARGS override its config.json. Raises ConfigError if
+    no source describes the model, or a source is invalid.
     """
     trained, served = find_trainer_config_json(config), find_engine_config_json(config)
     if trained is None or served is None:
@@ -45,15 +45,15 @@ def find_architectures(config: Config) -> tuple[Architecture, Architecture]:
 
 
 def find_teacher_config_json(config: Config) -> FoundConfigJson | None:
-    """Return the config.json of the trainer's teacher (--opd-teacher-load). Raises ConfigError if it is invalid.
+    """Return the config.json of the trainer's teacher (--opd-teacher-load); None if it has none, or the file is not on this machine.
 
-    None if the trainer has no teacher, or the teacher's config.json is not on this machine.
+    Raises ConfigError if it is invalid.
     """
     return _of_directory(config.algorithm.opd_teacher_load) if config.teacher_from == "trainer" else None
 
 
 def find_served_architectures(config: Config) -> dict[str, Architecture]:
-    """Return the shapes of the models in `--sglang-config` that have their own `model_path`, by path.
+    """Return the shapes of the models that `--sglang-config` serves from a `model_path` other than `--hf-checkpoint`, by path.
 
     Models without a config.json on this machine, or of an unknown family, are left out: SGLang serves more families than fuligo trains.
     """
@@ -70,17 +70,17 @@ def find_served_architectures(config: Config) -> dict[str, Architecture]:
 
 
 def find_trainer_config_json(config: Config) -> FoundConfigJson | None:
-    """Return the trained model's config.json: in `--ref-load` if that is a Hugging Face directory, else the engines'.
+    """Return the trained model's config.json: in `--ref-load` if that is a Hugging Face directory, else in `--hf-checkpoint`.
 
-    None if neither is on this machine and no `--model-config-file` is given. Raises ConfigError if it is invalid.
+    If neither is on this machine, return that of `--model-config-file`, or None. Raises ConfigError if it is invalid.
     """
     return _of_directory(config.checkpoint.ref_load) or _of_engines(config)
 
 
 def find_engine_config_json(config: Config) -> FoundConfigJson | None:
-    """Return the config.json that the engines load: in `--hf-checkpoint` if that is on this machine, else `--model-config-file`.
+    """Return the config.json of the model that the engines load: in `--hf-checkpoint` if it is on this machine, else `--model-config-file`.
 
-    Falls back to the trainer's, then to None. Raises ConfigError if it is invalid.
+    Without either, return that in `--ref-load`, or None. Raises ConfigError if it is invalid.
     """
     return _of_engines(config) or _of_directory(config.checkpoint.ref_load)
 

@@ -49,7 +49,7 @@ EXPERT_KEYS: Mapping[str, str] = {
 def architecture_from_flags(config: Config) -> Architecture | None:
     """Return the shapes that the MODEL_ARGS describe, or None if there are no MODEL_ARGS.
 
-    Raises ConfigError if some flags are missing, or the family needs values that no flag states.
+    Raises ConfigError if flags are missing or invalid, or the family needs values that no flag states.
     """
     given = config.megatron
     if not any(name in given for name in SHAPE_KEYS):
@@ -67,14 +67,14 @@ def architecture_from_flags(config: Config) -> Architecture | None:
 
 
 def overridden(config_json: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """Return the contents of a config.json with the given MODEL_ARGS in place of its values; unchanged if its family is not supported."""
+    """Return the language model's part of a config.json, with values replaced by the run's MODEL_ARGS; as it is for an unknown family."""
     values = dict(ConfigJson.of(config_json).values)
     family = str(values.get("model_type"))
     return values | (_as_config_json(config.megatron, family) if family in FAMILIES else {})
 
 
 def _family(given: PassThrough) -> str:
-    """Return the family whose layers the flags describe, or the oldest if several families have equal layers.
+    """Return the family that MODEL_ARGS describe: that of `--spec`, else the one with the highest precedence whose flags match.
 
     Raises ConfigError if `--spec` is unknown.
     """
@@ -99,7 +99,7 @@ def _tell(given: PassThrough, args: ModelArgs) -> bool:
 
 
 def _required(family: str) -> tuple[str, ...]:
-    """Return the flags that a family's shapes need."""
+    """Return the flags without which the shapes of a model of a family cannot be determined."""
     args = FAMILIES[family].model_args
     latent = tuple(LATENT_ATTENTION_KEYS) if args.is_latent else ()
     return (*SHAPE_KEYS, *latent, *((*EXPERT_KEYS, "moe_layer_freq") if args.needs_experts else ()))
@@ -148,9 +148,12 @@ def _experts(given: PassThrough, family: str) -> dict[str, Any]:
 
 
 def spec_family(spec: Sequence[str]) -> str | None:
-    """Return the model_type of a `--spec` as public slime scripts write it (module and function, or one dotted path), or None if unknown.
+    """Return the model_type that a `--spec` of public slime scripts stands for, or None if it is unknown.
 
-    fuligo builds in the layers of all families and needs no `--spec`.
+    fuligo has the layers of all families built in and needs no `--spec`.
+
+    Args:
+        spec: module and function, or one dotted path.
     """
     path = ".".join(spec).replace(":", ".")
     return next((name for name, family in FAMILIES.items() if path in family.model_args.specs), None)

@@ -1,8 +1,8 @@
 """Gated delta rule (arXiv 2412.06464) over packed sequences: neither state nor convolution passes from one sequence to the next.
 
 transformers' modules keep their two operations as attributes and pass them `seq_idx` and `cu_seq_lens_q` from the model's forward. The
-kernels of causal-conv1d and flash-linear-attention, which transformers uses if they are installed, honor both. Its plain torch functions
-ignore them; this module replaces those functions.
+kernels of causal-conv1d and flash-linear-attention, which transformers uses if they are installed, honor both arguments. transformers'
+plain torch functions ignore them; this module replaces those functions.
 """
 
 import logging
@@ -61,7 +61,7 @@ def _on_device(kernel: Callable[..., T], plain: Callable[..., T], *inputs: Tenso
 
 
 def _plain_norm(module: Any) -> nn.Module:
-    """Return a layer's gated norm, with flash-linear-attention's, which runs only on GPUs, replaced by transformers' own."""
+    """Return a layer's gated norm as transformers' own module: flash-linear-attention's runs only on GPUs."""
     if is_kernel(type(module.norm)):
         source = sys.modules[type(module).__module__]
         own: Any = next(each for name, each in vars(source).items() if name.endswith("RMSNormGated") and each and not is_kernel(each))
@@ -90,7 +90,7 @@ def _lacks_kernels(module: Any) -> str | None:
 
 
 def sequence_arguments(cu_seqlens: tuple[int, ...], device: torch.device) -> dict[str, Tensor]:
-    """Return the arguments of a model's forward that tell its gated delta-rule layers where sequences begin."""
+    """Return the keyword arguments of a model's forward that tell its gated delta-rule layers where sequences begin."""
     return {"cu_seq_lens_q": _starts(cu_seqlens, device), "seq_idx": sequence_ids(cu_seqlens, device)}
 
 

@@ -77,7 +77,7 @@ def paged_attention(
 
 
 def route(logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """Choose experts with `invariant_expert_kernels.route` on a GPU; return their weights [T, K] float32 and numbers [T, K] int32."""
+    """Choose experts with `invariant_expert_kernels.route` on a GPU; return their weights [T, K] float32 and indices [T, K] int32."""
     weights, chosen = _Route.apply(logits, top_k, renormalize)
     return weights, chosen
 

@@ -27,13 +27,13 @@ class HubModel:
     name: str
     """`ORG/NAME`."""
     revision: str | None
-    """Branch, tag or commit; None for the newest commit."""
+    """Branch, tag or commit; None: the newest commit of the default branch."""
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """Parse `ORG/NAME`, `ORG/NAME@REVISION`, or a snapshot directory of a Hub cache, which may be another machine's.
+        """Parse `ORG/NAME`, `ORG/NAME@REVISION`, or a snapshot directory of a Hub cache, which need not exist on this machine.
 
-        Return None for everything else, also if `ORG/NAME` is an existing directory.
+        Return None for any other text, and if `ORG/NAME` is an existing path.
         """
         if snapshot := _SNAPSHOT.fullmatch(text):
             return cls(f"{snapshot['org']}/{snapshot['name']}", snapshot["revision"])
@@ -69,7 +69,7 @@ class HubModel:
 def model_directory(path: Path, *, weights: bool) -> Path:
     """Return the local directory of a model; download it to the Hub cache if `path` is a Hub repository name.
 
-    `weights`: download everything; else only config.json and the tokenizer. Raises ConfigError if the Hub does not provide the model.
+    `weights`: download the weights too, not only configuration and tokenizer. Raises ConfigError if the Hub does not provide the model.
     """
     model = None if path.exists() else HubModel.parse(str(path))
     return path if model is None else model.download(None if weights else list(_SMALL_FILES))
@@ -81,7 +81,7 @@ class _Place:
 
     flag: str
     number: int | None = None
-    """Position in the list of `--sglang-config`."""
+    """Position in the list of `--sglang-config`; None for the other flags."""
 
     def value(self, config: Config) -> str | None:
         if self.number is not None:
@@ -107,7 +107,7 @@ class _Place:
 def located(config: Config) -> Config:
     """Return the config with the names of Hub models replaced by directories; download only their config.json.
 
-    Raises ConfigError that lists all models that the Hub does not provide.
+    Raises a ConfigError that lists all models that the Hub does not provide.
     """
     missing = {place: model for place, model in _named(config).items() if not (_directory(config, place) / "config.json").is_file()}
     return _replaced(config, missing, ["config.json"])
@@ -116,7 +116,7 @@ def located(config: Config) -> Config:
 def with_weights(config: Config) -> Config:
     """Download the weights of the Hub models that `located` found, unless they are complete; return the config with their directories.
 
-    Raises ConfigError that lists all models that the Hub does not provide.
+    Raises a ConfigError that lists all models that the Hub does not provide.
     """
     incomplete = {
         place: model

@@ -86,15 +86,15 @@ def _route_kernel(
 
 
 def route(logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """Choose the experts with the highest logits for each token; among equal logits, the lowest number.
+    """Choose the experts with the highest logits for each token; among equal logits, the lowest index.
 
     Args:
         logits: [T, E] in half precision.
-        top_k: K, experts of a token.
+        top_k: number K of experts per token.
         renormalize: scale each token's weights to a sum of 1.
 
     Returns:
-        Weights [T, K] float32, the softmax over all experts rounded to the logits' type, as transformers does; numbers [T, K] int32.
+        Weights [T, K] float32, the softmax over all experts rounded to the logits' type, as transformers does; expert indices [T, K] int32.
     """
     logits = logits.contiguous()
     weights = torch.empty(len(logits), top_k, dtype=torch.float32, device=logits.device)
@@ -240,7 +240,7 @@ class Experts(NamedTuple):
     """[T, H]"""
     rows: Rows
     gate_up: Tensor
-    """[T * K, 2 I] inputs of the activation."""
+    """[T * K, 2 * I] inputs of the activation."""
 
 
 def experts(
@@ -257,7 +257,7 @@ def experts(
 
     Args:
         x: [T, H] in half precision.
-        gate_up: [E, 2 I, H]
+        gate_up: [E, 2 * I, H]
         down: [E, H, I]
         weights: [T, K] float32
         chosen: [T, K] int32, distinct experts for each token.

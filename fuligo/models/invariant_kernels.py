@@ -65,13 +65,13 @@ def _linear_kernel(
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, ranks: int = 1) -> Tensor:
-    """Return x @ weight.T + bias, [..., N], rounded to `dtype` once, or as on tensor-parallel GPUs that split the inputs.
+    """Return x @ weight.T + bias, [..., N], rounded to `dtype` once, or as tensor-parallel GPUs that split the inputs round it.
 
     Args:
         x: [..., K] in half precision, K / `ranks` a multiple of 8.
         weight: [N, K] of the same type.
         bias: [N]; None: no bias.
-        ranks: number of these GPUs, 1 or 2. Each rounds its product (the first after adding the bias), and their sum is rounded.
+        ranks: number of tensor-parallel GPUs, 1 or 2. Each rounds its product (the first after adding the bias), and their sum is rounded.
     """
     flat = x.reshape(-1, x.size(-1)).contiguous()
     share = flat.size(1) // ranks

@@ -14,12 +14,12 @@ ROW_PARALLEL = ("o_proj", "down_proj")
 
 
 class InvariantLinear:
-    """Forward pass of a linear layer. It can keep the rounded weight, for engines that decode a token at a time.
+    """Forward pass of a linear layer. It can keep the rounded weight, for engines, which decode one token at a time.
 
     Args:
         keeps_weight: round the weight once, until `forget`; otherwise in every call.
         dtype: dtype of the result; None: that of the input.
-        ranks: number of an engine's GPUs that split the layer's inputs.
+        ranks: number of the engine's GPUs that split the layer's inputs.
     """
 
     def __init__(self, layer: nn.Linear, *, keeps_weight: bool, dtype: torch.dtype | None = None, ranks: int = 1) -> None:
@@ -41,12 +41,12 @@ class InvariantLinear:
 
 
 class InvariantModel:
-    """Model whose modules compute batch-invariantly: linear layers, experts, RMSNorms and activations. The caller must replace attention.
+    """Model whose linear layers, experts, RMSNorms and activations are batch-invariant; the caller must replace the attention function.
 
-    Changes the modules in place. Logits are float32, not rounded to the model's type.
+    The modules are changed in place. Logits are float32, not rounded to the model's type.
 
     Args:
-        keeps_weights: see `InvariantLinear`; the owner calls `forget_weights` whenever weights change.
+        keeps_weights: `keeps_weight` of `InvariantLinear`; the caller must call `forget_weights` whenever weights change.
         ranks: tensor-parallel GPUs of the engine whose rounding is reproduced; ignored on a CPU.
     """
 
@@ -146,11 +146,11 @@ class InvariantRouter:
 class InvariantExperts:
     """Forward pass of Qwen3-MoE's experts, independent of the choices of other tokens.
 
-    On a CPU the outputs of a token's experts are added in the order of the experts' numbers, on a GPU in the order of the router's choices.
+    On a CPU the outputs of a token's experts are added in the order of the experts' indices, on a GPU in the order of the router's choices.
 
     Args:
-        keeps_weights: see `InvariantLinear`.
-        ranks: number of an engine's GPUs that split every expert.
+        keeps_weights: `keeps_weight` of `InvariantLinear`.
+        ranks: number of the engine's GPUs that split every expert.
     """
 
     def __init__(self, experts: Any, *, keeps_weights: bool, ranks: int = 1) -> None:

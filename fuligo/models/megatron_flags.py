@@ -1,4 +1,4 @@
-"""MODEL_ARGS of a model: derived from its config.json, and compared with it. Imports neither numpy nor torch."""
+"""Derivation of MODEL_ARGS from a config.json, and comparison of given MODEL_ARGS with it. Imports neither numpy nor torch."""
 
 from collections.abc import Iterator, Mapping
 from math import isclose
@@ -50,14 +50,17 @@ _COMPARED = _SWITCHES | _VALUES
 
 
 def megatron_flags(config_json: Mapping[str, Any], source: str = "config.json") -> Flags:
-    """Return the MODEL_ARGS of a model: its shape from config.json, and the recommended kernels. Raises ConfigError like `stated_flags`."""
+    """Return the MODEL_ARGS of a model: those that its config.json implies, and the recommended ones for running it.
+
+    Raises ConfigError like `stated_flags`.
+    """
     return {**stated_flags(config_json, source), **_run_flags(architecture_of(config_json, source))}
 
 
 def disagreements(config: Config, config_json: Mapping[str, Any], source: str = "config.json") -> Iterator[tuple[str, object, object]]:
-    """Yield the MODEL_ARGS that contradict config.json: (option, given value, expected value).
+    """Yield the run's MODEL_ARGS that contradict config.json: (option, given value, expected value).
 
-    The expected value is None if the option must not be given for such a model. Raises ConfigError like `stated_flags`.
+    The expected value is None if the model must not have the option. Raises ConfigError like `stated_flags`.
     """
     if not config.megatron:
         return
@@ -99,7 +102,10 @@ def _equal(given: object, expected: object) -> bool:
 
 
 def _run_flags(architecture: Architecture) -> Flags:
-    """Return the flags recommended to run the model: fast MoE kernels, a float32 router without load balancing, all-gathered KV for DSA."""
+    """Return the flags recommended for running a model.
+
+    MoE: fast kernels, and a float32 router without load balancing. Sparse attention: keys and values all-gathered for context parallelism.
+    """
     flags: Flags = {}
     if architecture.experts is not None:
         flags |= {"moe_grouped_gemm": True, "moe_permute_fusion": True, "moe_router_dtype": "fp32"}

@@ -1,4 +1,4 @@
-"""Adjustments of transformers' modules after loading: aligned weights, stated epsilon and rotation, a faster RMSNorm."""
+"""Adjustments of transformers' modules after loading: aligned weights, epsilon and rotation as in config.json, a faster RMSNorm."""
 
 from types import MethodType
 from typing import Any
@@ -63,7 +63,7 @@ def take_stated_rotation(model: nn.Module) -> int:
 def speed_up_rms_norms(model: nn.Module) -> int:
     """Replace the float32 CPU forward of every RMSNorm that computes w * x / rms(x), and return the number of modules changed.
 
-    It makes half the passes over memory of transformers' modules, which take an eighth of a training step on a CPU. Modules that
+    The replacement makes half as many passes over memory; transformers' modules take an eighth of a training step on a CPU. Modules that
     compute something else (scaling by 1 + w, for example) are detected by their output and left unchanged.
     """
     changed = 0

@@ -61,7 +61,7 @@ def mtp_module(model: nn.Module) -> MTPModule | None:
 def add_mtp_module(model: Any, directory: Path) -> None:
     """Add the MTP layer of a checkpoint to its model on the CPU, as submodule `mtp`; its weights get names that begin with `MTP_PREFIX`.
 
-    Raises CheckpointError if the model's family has no such layer, or the checkpoint lacks or has more MTP tensors than this layer.
+    Raises CheckpointError if the model's family has no such layer, or the checkpoint's MTP tensors are not exactly those of the layer.
     """
     if not has_mtp_module(read_config_json(directory)):
         raise CheckpointError(f"--mtp-num-layers: the torch trainer has no MTP layer for {model.config.model_type} models; remove the flag")
@@ -86,26 +86,29 @@ def mtp_problem(directory: Path) -> str | None:
 
 
 def _stored_parts(module: MTPModule, files: HuggingFaceTensors) -> list[tuple[str, Tensor]]:
-    """Return views of the layer's weights by their names in the files. Raises CheckpointError if the files do not hold exactly these."""
-    lacking = {name for name in files.shapes if name.startswith(MTP_PREFIX)}
-    if not lacking:
+    """Return the names of the MTP tensors in the files, each with the view of the module's weights that it is copied to.
+
+    Raises CheckpointError if the files do not hold exactly the tensors of the module.
+    """
+    names = {name for name in files.shapes if name.startswith(MTP_PREFIX)}
+    if not names:
         raise CheckpointError(f"--mtp-num-layers 1: {files.directory} has no MTP layer (no tensors {MTP_PREFIX}*); remove the flag")
-    cannot, fix = f"cannot load the MTP layer of {files.directory}", "copy or convert the checkpoint again, or drop --mtp-num-layers"
+    cannot, fix = f"cannot load the MTP layer of {files.directory}", "copy or convert the checkpoint again, or remove --mtp-num-layers"
     parts: list[tuple[str, Tensor]] = []
     for name, parameter in module.named_parameters(prefix=_NAME):
-        form = StoredExperts.WHOLE if name in lacking else StoredExperts.APART
+        form = StoredExperts.WHOLE if name in names else StoredExperts.APART
         for stored, part in checkpoint_weights([(name, parameter)], form):
             if (held := files.shapes.get(stored)) != tuple(part.shape):
                 found = "is missing" if held is None else f"has shape {list(held)}"
                 raise CheckpointError(f"{cannot}: {stored} {found}, expected {list(part.shape)}; {fix}")
             parts.append((stored, part))
-    if unknown := lacking - dict(parts).keys():
+    if unknown := names - dict(parts).keys():
         raise CheckpointError(f"{cannot}: unknown tensors {', '.join(sorted(unknown)[:3])}; {fix}")
     return parts
 
 
 def stored_mtp(*directories: Path) -> dict[str, Tensor]:
-    """Return the MTP layer's tensors of the first of these directories that has them, as they are stored; empty if none does.
+    """Return the stored MTP tensors, by name, of the first of these directories that has any; empty if none does.
 
     Quantized directories are skipped. Raises CheckpointError if a file is missing or damaged.
     """

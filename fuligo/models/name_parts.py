@@ -1,4 +1,4 @@
-"""Rows of name tables that families share; `parts` counts their parameters. Imports neither numpy nor torch.
+"""Weights in the name tables that several families share; `parts` counts their parameters. Imports neither numpy nor torch.
 
 Names and layouts of Megatron's tensors follow Megatron-Core 0.16.1 (`transformer/attention.py`, `transformer/multi_latent_attention.py`,
 `transformer/mlp.py`, `transformer/moe/`, `transformer/multi_token_prediction.py`), those of checkpoints follow transformers 5.12.1
@@ -132,7 +132,7 @@ def routed_experts(architecture: Architecture) -> Weights:
 
 
 def with_mtp_layers(table: NameTable, architecture: Architecture) -> NameTable:
-    """Add MTP layers as DeepSeek-V3's files have them: after the other layers, with copies of embedding and head."""
+    """Return the table with MTP layers as in DeepSeek-V3's files: numbered after the other layers, with copies of embedding and head."""
     mtp = (
         norm(architecture, "enorm"),
         norm(architecture, "hnorm"),

@@ -35,9 +35,9 @@ class Weight:
     """One tensor of the model."""
 
     megatron: str
-    """Name in Megatron's model; in a table, relative to its layer, with `{expert}` for the index of an expert."""
+    """Name in Megatron's model; in a `NameTable`, relative to its layer, with `{expert}` for the index of an expert."""
     checkpoint: tuple[str, ...]
-    """Names in the checkpoint, relative likewise: query, key, value; gate, up (or one tensor of both); else a single name."""
+    """Names in the checkpoint, relative like `megatron`: query, key, value; gate, up (or one tensor of both); else a single name."""
     shape: tuple[int, ...]
     """Shape of Megatron's tensor over all ranks, without padding of the vocabulary."""
     axis: int | None = None
@@ -46,14 +46,14 @@ class Weight:
     all_experts: str | None = None
     """Name under which transformers 5 stores all experts as one tensor, [experts, ...]; None: not an expert's weight."""
     expert: int | None = None
-    """Index of the expert; None: not an expert's weight, or a table row for all experts."""
+    """Index of the expert; None: not an expert's weight, or an entry of a `NameTable` for all experts."""
     is_vocabulary: bool = False
     """Rows are token ids; Megatron's tensor may be padded with more, so that ranks can split it evenly."""
     is_float32: bool = False
     """Stored and sent in float32, whatever the dtype of the weights."""
 
     def at(self, megatron_prefix: str, checkpoint_prefix: str) -> Weight:
-        """Return a copy whose names start with these prefixes, those of a layer."""
+        """Return a copy with a layer's prefixes before the names."""
         return replace(
             self,
             megatron=megatron_prefix + self.megatron,
@@ -71,7 +71,7 @@ Weights = tuple[Weight, ...]
 
 @dataclass(frozen=True, slots=True)
 class NameTable:
-    """Weights of a family by place; names in layers are relative to the layer."""
+    """Weights of a family's models, by their place in the model; names in layers are relative to the layer."""
 
     model: Weights
     """Weights outside of all layers."""
@@ -86,7 +86,7 @@ class NameTable:
     mtp_prefix: str = "model.layers.{layer}."
     """Prefix of MTP layers in the checkpoint: `{layer}` continues the numbering of the other layers, `{mtp}` starts at 0."""
     mtp_copies: tuple[str, ...] = ()
-    """Copies of the embedding and the head in the checkpoint's MTP layers; Megatron's MTP layers have none."""
+    """Names of copies of the embedding and the head in the checkpoint's MTP layers; Megatron's MTP layers have none."""
 
 
 @dataclass(frozen=True)
@@ -165,5 +165,5 @@ _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
 
 
 def with_expert(megatron_name: str, expert: int) -> str:
-    """Return the Megatron name of the same weight of another expert."""
+    """Return the Megatron name of an expert's weight with the index of another expert."""
     return _EXPERT.sub(str(expert), megatron_name)

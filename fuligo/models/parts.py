@@ -24,7 +24,7 @@ Parts = tuple[Part, ...]
 
 
 def matrix(kind: PartKind, num_parameters: int, split: Split, quantisable: bool = True) -> Part:
-    """Return a part that consists of weight matrices, by which tokens are multiplied."""
+    """Return a part that consists of weight matrices, with which hidden states are multiplied."""
     return Part(kind, num_parameters, split, quantisable)
 
 
@@ -192,7 +192,7 @@ def dense_layer(number: int, attention: Parts, hidden_size: int, mlp: Parts, num
 
 
 def moe_layer(number: int, attention: Parts, hidden_size: int, experts: Experts, *, correction_bias: bool) -> Layer:
-    """Return a layer with routed experts; `correction_bias`: its router has DeepSeek-V3's bias for loss-free balancing."""
+    """Return a layer with routed experts; `correction_bias`: its router has DeepSeek-V3's bias for auxiliary-loss-free balancing."""
     parts = (*attention, *expert_mlp_parts(experts, hidden_size), norms(2 * hidden_size))
     return Layer(number, parts, is_moe=True, num_buffer_elements=experts.num_experts if correction_bias else 0)
 
@@ -308,7 +308,7 @@ def moe_architecture(
     hidden_size, num_layers = config.count("hidden_size"), config.count("num_hidden_layers")
     if config.count("moe_layer_freq", default=1) != 1:
         raise config.contradiction(
-            f"moe_layer_freq is {config.values['moe_layer_freq']}; only 1 is supported (transformers ignores others)"
+            f"moe_layer_freq is {config.values['moe_layer_freq']}; only 1 is supported (transformers ignores the key)"
         )
     if num_dense_layers > num_layers:
         raise config.contradiction(f"first_k_dense_replace {num_dense_layers} exceeds num_hidden_layers {num_layers}")

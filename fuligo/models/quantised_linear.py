@@ -24,10 +24,10 @@ LARGEST = 2**31 - 1
 
 
 class QuantisedWeight(nn.Module):
-    """Frozen matrix, or the matrices of all experts of a layer, in few bits.
+    """Frozen matrix, or the matrices of all experts of a layer, in 4 or 8 bits.
 
-    The forward pass dequantizes it, rounds it to `base.dtype`, and multiplies by it in the dtype of the input; the backward pass does so
-    again instead of keeping it. The buffers are not in the state dict, and FSDP does not shard them.
+    The forward pass dequantizes the matrix, rounds it to `base.dtype`, and multiplies by it in the dtype of the input. The backward pass
+    dequantizes it again instead of keeping it. The buffers are not in the state dict, and FSDP does not shard them.
     """
 
     def __init__(self, weight: Tensor, base: QuantisedBase) -> None:
@@ -49,10 +49,10 @@ class QuantisedWeight(nn.Module):
         return math.prod(self.shape)
 
     def product(self, rows: Tensor, bias: Tensor | None = None, ends: Tensor | None = None) -> Tensor:
-        """Multiply rows [..., inputs] by the matrix, or rows [S, inputs] sorted by expert by the experts' matrices.
+        """Multiply rows [..., inputs] by the transposed matrix, or with `ends` rows [S, inputs], sorted by expert, by their expert's.
 
         Args:
-            ends: [E] int32, the end of each expert's rows; None: the rows belong to one matrix.
+            ends: [E] int32, the end of each expert's rows; None: there is only one matrix.
 
         Returns:
             [..., outputs], or [S, outputs]
@@ -152,19 +152,19 @@ def _experts(model: PreTrainedModel) -> dict[str, nn.Module]:
         if largest > LARGEST:
             raise ConfigError(
                 f"--lora-base-precision: {name} of {type(model).__name__} has {largest:,} elements in a matrix, but bitsandbytes quantizes "
-                f"at most {LARGEST:,} at a time; train it with --lora-base-precision full"
+                f"at most {LARGEST:,} at a time; use --lora-base-precision full"
             )
         if not has_plain_matrices(experts) or any(width % BLOCK_SIZE for width in widths):
             raise ConfigError(
                 f"--lora-base-precision: {name} of {type(model).__name__} has transposed matrices, biases, or rows of {widths} elements "
-                f"instead of multiples of {BLOCK_SIZE}, which are not quantized; train it with --lora-base-precision full"
+                f"instead of multiples of {BLOCK_SIZE}, which cannot be quantized; use --lora-base-precision full"
             )
     return found
 
 
 @torch.no_grad()
 def quantised(weight: Tensor, base: QuantisedBase) -> tuple[Tensor, Tensor]:
-    """Return the packed bytes of a weight and the float32 scales of its blocks of `BLOCK_SIZE` elements."""
+    """Quantize a weight; return the packed bytes, and the float32 scales of its blocks of `BLOCK_SIZE` elements."""
     functional, weight = _bitsandbytes(), weight.to(_dtype(base)).contiguous()
     if base.precision == "nf4":
         packed, state = functional.quantize_4bit(weight, blocksize=BLOCK_SIZE, quant_type="nf4")
@@ -242,5 +242,5 @@ def _bitsandbytes() -> Any:
 
 @cache
 def _dynamic_map(device: torch.device) -> Tensor:
-    """Return the value [256] that each byte stands for."""
+    """Return bitsandbytes' 8-bit code: [256] the value of each byte."""
     return _bitsandbytes().create_dynamic_map().to(device)

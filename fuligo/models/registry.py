@@ -97,7 +97,7 @@ def architecture_of(config_json: Mapping[str, Any], source: str = "config.json")
 
 
 def is_supported(config_json: Mapping[str, Any]) -> bool:
-    """Return whether the model belongs to one of `FAMILIES`. The torch trainer also takes others, whose shapes are unknown."""
+    """Return whether the model belongs to one of `FAMILIES`. The torch trainer also accepts other models, whose shapes are unknown."""
     return _language_type(config_json) in FAMILIES
 
 
@@ -116,14 +116,14 @@ def names_of(config_json: Mapping[str, Any], source: str = "config.json") -> Mod
 
 
 def has_linear_attention(config_json: Mapping[str, Any]) -> bool:
-    """Return whether a model of any type that transformers knows has linear attention."""
+    """Return whether a model has linear attention; it may be of any type that transformers knows."""
     if _language_type(config_json) in FAMILIES:
         return bool(architecture_of(config_json).num_linear_layers)
     return "linear_attention" in (ConfigJson.of(config_json).values.get("layer_types") or ())
 
 
 def unshareable_because(config_json: Mapping[str, Any]) -> str | None:
-    """Return why the samples of a packed row cannot share the tokens of a prefix; None if they can."""
+    """Return why the samples of a packed row cannot share the tokens of a common prefix; None if they can."""
     if has_linear_attention(config_json):
         return "its linear attention has one state per sequence, so several samples cannot continue a prefix"
     if _language_type(config_json) in FAMILIES and architecture_of(config_json).sparse_index is not None:
@@ -133,18 +133,20 @@ def unshareable_because(config_json: Mapping[str, Any]) -> str | None:
 
 def stored_experts(config_json: Mapping[str, Any]) -> StoredExperts:
     """Return the layout of a model's experts in checkpoints that transformers writes."""
-    facts = _facts(config_json)
-    return StoredExperts.APART if facts is None else facts.stored_experts
+    family = _family(config_json)
+    return StoredExperts.APART if family is None else family.stored_experts
 
 
 def experts_in(directory: Path) -> StoredExperts:
-    """Return the layout of experts in a directory's checkpoint, or in the one that its training started from; an MTP layer may differ.
+    """Return the layout of experts in a directory's checkpoint, or in the checkpoint that its training started from, if that is recorded.
+
+    An MTP layer may have another layout.
 
     Raises ConfigError like `read_config_json`, and DamagedFileError if the family has both layouts and the weights cannot be read.
     """
     config_json = read_config_json(directory)
-    facts = _facts(config_json)
-    if facts is not None and facts.stores_either_experts:
+    family = _family(config_json)
+    if family is not None and family.stores_either_experts:
         record = directory / TENSORS
         names = json.loads(record.read_text()) if record.exists() else read_shapes(directory)
         is_whole = any(name.endswith(".experts.gate_up_proj") and not name.startswith(MTP_PREFIX) for name in names)
@@ -154,23 +156,23 @@ def experts_in(directory: Path) -> StoredExperts:
 
 def has_mtp_module(config_json: Mapping[str, Any]) -> bool:
     """Return whether checkpoints of a model's family have an MTP layer that `models.mtp` computes."""
-    facts = _facts(config_json)
-    return facts is not None and facts.has_mtp_module
+    family = _family(config_json)
+    return family is not None and family.has_mtp_module
 
 
 def unwritten_keys(config_json: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys and values of config.json that SGLang needs but transformers does not write."""
-    family, values = FAMILIES.get(_language_type(config_json)), ConfigJson.of(config_json).values
+    family, values = _family(config_json), ConfigJson.of(config_json).values
     return {} if family is None else {key: values[key] for key in family.unwritten_keys if key in values}
 
 
 def why_not_sglang(config_json: Mapping[str, Any]) -> str | None:
     """Return why SGLang cannot serve a model; None if it can, or the model type is unknown."""
-    facts = _facts(config_json)
-    return None if facts is None or config_json.get("model_type") in WHOLE_TYPES else facts.why_not_sglang
+    family = _family(config_json)
+    return None if family is None or config_json.get("model_type") in WHOLE_TYPES else family.why_not_sglang
 
 
-def _facts(config_json: Mapping[str, Any]) -> Family | None:
+def _family(config_json: Mapping[str, Any]) -> Family | None:
     return FAMILIES.get(_language_type(config_json))
 
 

@@ -1,4 +1,4 @@
-"""Routing of tokens to experts: stored layout and decoding of what engines report. Imports no torch."""
+"""Routing of tokens to experts: its layout in samples, and decoding of the routing that engines report. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fuligo.types import RoutedExperts
 
 @dataclass(slots=True, frozen=True)
 class RoutingShape:
-    """Shape of a token's routing: K experts in each of M layers."""
+    """Shape of a token's routing: indices of K experts in each of M layers."""
 
     num_layers: int
     """Number of layers of the model, including dense layers but not MTP layers."""

@@ -18,7 +18,7 @@ class SharedBase:
         """Replace the base weights of a model by those of the first model given; the first model keeps its own.
 
         Args:
-            digest: digest of the model's base weights; None: only their names are compared.
+            digest: digest of the model's base weights, passed for all models or for none; None: only their names are compared.
 
         Raises:
             CheckpointError: the base weights differ from those of the first model.
@@ -31,7 +31,7 @@ class SharedBase:
             return
         if digest != self._digest or own.keys() != self._weights.keys():
             raise CheckpointError(
-                "cannot share base weights: those of this run differ from those of the first; give all runs the same --hf-checkpoint"
+                "cannot share base weights: this run's differ from the first run's; give all runs the same --hf-checkpoint"
             )
         for stored, name in own.items():
             module, _, attribute = name.rpartition(".")

@@ -128,7 +128,7 @@ def _rotary(config: ConfigJson, architecture: Architecture) -> Flags:
     if kind == "default":
         return flags | ({"rope_type": "rope"} if is_latent else {})
     if config.rotary_number("factor") is None:
-        raise config.contradiction(f"rotary scaling of type {kind} has no factor")
+        raise config.contradiction(f"rotary scaling of type {kind} has no factor; add it")
     if kind == "yarn" and is_latent:
         scaling = {flag: config.rotary_number(key) for flag, key in _YARN.items()}
         return flags | {"rope_type": "yarn"} | {flag: value for flag, value in scaling.items() if value is not None}

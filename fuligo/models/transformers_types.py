@@ -1,4 +1,4 @@
-"""Model types in transformers: published types that 5.12.1 lacks, and models that combine a language model with towers."""
+"""Model types in transformers: published types that transformers 5.12.1 lacks, and models that combine a language model with towers."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -67,7 +67,7 @@ def language_model(model: Any) -> Any:
 
 
 def freeze_towers(model: Any) -> None:
-    """Freeze all parts of a model's base except its language model; no-op for a text-only model."""
+    """Freeze all parts of a model with towers except its language model and head; no-op for a text-only model."""
     if has_tower(model.config):
         for name, part in model.base_model.named_children():
             if name != "language_model":
@@ -94,7 +94,7 @@ def loading_options(config: Any) -> dict[str, Any]:
 
 
 def load_decay_rates_exactly(config: Any) -> None:
-    """Make transformers load the decay rates of Gated DeltaNet layers in float32 from now on, as in checkpoints and SGLang."""
+    """Make transformers load the decay rates of Gated DeltaNet layers in float32, as in checkpoints and SGLang, for the whole process."""
     if has_linear_attention(config.to_dict()):
         loaded_as: Any = model_class(config)._model_mapping[type(config)]
         loaded_as._keep_in_fp32_modules_strict = {*(loaded_as._keep_in_fp32_modules_strict or ()), DECAY_RATES.strip(".")}

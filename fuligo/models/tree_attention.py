@@ -27,7 +27,7 @@ CUDA_KERNEL: Literal["varlen", "flex"] = "varlen"
 
 
 class TreeRow(NamedTuple):
-    """Indices of a tree on a device, for the varlen kernel: each node has a sequence of queries and a sequence of keys."""
+    """Indices of a tree on a device, for the varlen kernel: each node is a sequence of queries with a sequence of keys."""
 
     starts: Tensor
     """[N + 1] int32 start of each node's queries."""
@@ -127,7 +127,7 @@ class _TakeRows(torch.autograd.Function):
 
 
 def _add_rows(grad: Tensor, rows: Tensor, num_rows: int) -> Tensor:
-    """Return [num_rows, ...] the sums of the gradients of selected rows, added in float32."""
+    """Return the sums [num_rows, ...] of the gradients of selected rows, added in float32."""
     total = torch.zeros(num_rows, *grad.shape[1:], dtype=torch.float32, device=grad.device)
     return total.index_add_(0, rows, grad.float()).to(grad.dtype)
 
@@ -145,7 +145,8 @@ def tree_attention(
 ) -> Tensor:
     """Compute softmax attention of each token to its prefix in the tree, with grouped query heads.
 
-    On CUDA in half precision one kernel computes all nodes. Elsewhere nodes of equal length at equal depth share a batched SDPA call.
+    On CUDA in half precision one kernel computes all nodes. Elsewhere, nodes of equal length with prefixes of equal length share a batched
+    SDPA call.
 
     Args:
         query: [T, H, D], or [Q, H, D] of the Q tokens of `nodes`.
@@ -263,7 +264,7 @@ def tree_mask(tree: TokenTree, device: torch.device, window: int | None = None) 
 
 @lru_cache(maxsize=8)
 def block_mask(tree: TokenTree, device: torch.device, window: int | None = None) -> BlockMask:
-    """Return the blocks of the row that FlexAttention computes; cached for all layers of a pass."""
+    """Return FlexAttention's block mask of the row; cached for all layers of a pass."""
     return create_block_mask(tree_mask(tree, device, window), None, None, tree.num_tokens, tree.num_tokens, device=device)
 
 

@@ -35,8 +35,8 @@ def architecture(config: ConfigJson) -> Architecture:
 
     Raises ConfigError for bidirectional attention, and if layers without their own keys and values have no earlier layer to read them from.
     """
-    if config.text("use_bidirectional_attention", default="vision") != "vision":
-        raise config.contradiction("use_bidirectional_attention is all; only causal models are supported")
+    if (bidirectional := config.text("use_bidirectional_attention", default="vision")) != "vision":
+        raise config.contradiction(f"use_bidirectional_attention is {bidirectional!r:.80}; only causal models are supported")
     hidden_size, num_layers = config.count("hidden_size"), config.count("num_hidden_layers")
     experts = None
     if config.switch("enable_moe_block", default=False):

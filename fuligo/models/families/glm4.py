@@ -1,6 +1,6 @@
 """GLM-4-0414 and GLM-Z1, dense: norms before and after attention and MLP; half of each head is rotated, in interleaved pairs.
 
-Its Megatron layer is `fuligo.trainer.megatron_backend.layer_spec`.
+Its layer in Megatron is in `fuligo.trainer.megatron_backend.layer_spec`.
 """
 
 from dataclasses import replace

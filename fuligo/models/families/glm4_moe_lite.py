@@ -13,7 +13,9 @@ def architecture(config: ConfigJson) -> Architecture:
     num_dense_layers = read_num_dense_layers(config, default=1)
     if num_dense_layers != 1 and config.values.get("mlp_layer_types") is None:
         # transformers reads mlp_layer_types (one dense layer by default), the engines first_k_dense_replace.
-        raise config.contradiction(f"first_k_dense_replace {num_dense_layers} needs mlp_layer_types, which transformers reads instead")
+        raise config.contradiction(
+            f"first_k_dense_replace {num_dense_layers} needs mlp_layer_types, which transformers reads instead; add mlp_layer_types"
+        )
     parts = latent_attention_parts(heads, config.count("hidden_size"), bias=config.switch("attention_bias", default=False))
     return moe_architecture(config, heads, parts, num_dense_layers)
 

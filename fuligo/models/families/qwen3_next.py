@@ -1,6 +1,6 @@
-"""Qwen3-Next: three Gated DeltaNet layers (arXiv 2412.06464) to one of gated attention; routed experts and a gated shared one.
+"""Qwen3-Next: three Gated DeltaNet layers (arXiv 2412.06464) to one layer of gated attention; routed experts and a gated shared expert.
 
-The MTP layer of the published files is one of gated attention. transformers 5.12.1 leaves it out; `models.mtp` computes it.
+The MTP layer of the published files has gated attention. transformers 5.12.1 leaves it out; `models.mtp` computes it.
 """
 
 from collections.abc import Callable
@@ -51,7 +51,7 @@ def hybrid_architecture(
 
     Args:
         experts: sizes of the experts; None: no layer has any.
-        has_experts: returns whether the layer of a number has experts; MTP layers have them unless `experts` is None.
+        has_experts: returns whether the layer with a given index has experts; MTP layers have them unless `experts` is None.
         has_fused_inputs: as in `LinearAttention`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Forward pass of a vision-language model over rows of packed tokens: the tower, then the language model on mixed embeddings.
+"""Forward pass of a vision-language model over packed rows: the tower, then the language model on embeddings of text and images.
 
 transformers finds image tokens by their id; here they are given by position, because a model may also sample that id as text.
 """
@@ -22,15 +22,15 @@ class RowImages:
     """Images of a row of T tokens, and the positions of their M tokens."""
 
     distinct: tuple[PromptImage, ...]
-    """Images with different contents, for each of which the tower runs once; `first_token` is valid for one sample only."""
+    """Images with distinct contents; the tower runs once for each. Their `first_token` is that of one sample: use `positions` instead."""
     positions: Tensor
     """[M] int64 positions of the image tokens in the row, ascending."""
     features: Tensor
-    """[M] int64 index of each image token's feature among the concatenated features of all distinct images."""
+    """[M] int64 index of each image token's feature in the concatenated features of all distinct images."""
 
 
 def row_images(starts: Sequence[int], images: Sequence[Sequence[PromptImage]], device: torch.device) -> RowImages | None:
-    """Return the images of sequences that begin at `starts` in a row, given the images of each; None if none has any."""
+    """Return the images of sequences that begin at `starts` in a row, given the images of each sequence; None if there are no images."""
     placed = [(start, image) for start, of_one in zip(starts, images) for image in of_one]
     if not placed:
         return None
@@ -55,7 +55,7 @@ class Features(NamedTuple):
 
 
 def tower_features(tower: Any, patches: Sequence[Patches], device: torch.device) -> Features:
-    """Run the tower once over all images, which do not attend to each other."""
+    """Run the tower once over all images, which do not attend to each other; return the features of their M tokens in order."""
     values = torch.cat([torch.from_numpy(each.values) for each in patches]).to(device)
     grids = torch.tensor([[1, each.num_rows, each.num_columns] for each in patches], device=device)
     outputs = tower(values.to(tower.dtype), grid_thw=grids, return_dict=True)
@@ -93,7 +93,7 @@ def hidden_states(
         if placed.deepstack:
             is_image = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device).index_fill(0, images.positions, True)
             kwargs |= {"visual_pos_masks": is_image[None], "deepstack_visual_embeds": list(placed.deepstack)}
-    elif features is not None:  # of an empty image, so that every rank runs the tower: adds zero
+    elif features is not None:  # features of an empty image, which add zero: every rank must run the tower
         total = torch.stack([each.sum() for each in (features.merged, *features.deepstack)]).sum()
         embeddings = embeddings + 0.0 * total.to(embeddings.dtype)
     outputs = language(
@@ -123,7 +123,7 @@ class VisionTower:
     def hidden_states(self, input_ids: Tensor, positions: Tensor, images: RowImages | None, **kwargs: Any) -> Tensor:
         """Run tower and language model on a row; see `hidden_states` of this module.
 
-        Raises DataError if an image cannot be read, or the processor makes another number of tokens than its sample has.
+        Raises DataError if an image cannot be read, or the processor makes a different number of tokens of it than its sample has.
         """
         return hidden_states(self.base, input_ids, positions, images, self._features(images, input_ids.device), **kwargs)
 

@@ -40,7 +40,7 @@ def place_images(
 
 
 def collapsed(ids: Iterable[int], images: Sequence[PromptImage]) -> list[int]:
-    """Return the ids with one token for each image, as the chat template writes them and SGLang expects them.
+    """Return the ids with one token per image, as the chat template writes them and SGLang expects them.
 
     Args:
         ids: [P] as in `place_images`.
@@ -53,7 +53,7 @@ def completed(ids: Sequence[int], grids: Sequence[TokenGrid], image_token_id: in
     """Return the ids with all tokens of each image.
 
     Args:
-        ids: [P] with one token for each image, as `collapsed` returns them, or already with all tokens.
+        ids: [P] with one token per image, as `collapsed` returns them, or already with all tokens.
     """
     whole, at = list(ids), 0
     for grid in grids:

@@ -28,7 +28,7 @@ def rotary_positions(length: int, images: Sequence[PromptImage]) -> NDArray[np.i
 
 
 def row_positions(lengths: Sequence[int], images: Sequence[Sequence[PromptImage]]) -> NDArray[np.int64]:
-    """Return [3, T] positions of sequences laid end to end, given the images of each; [T] if none has any, since all three are equal."""
+    """Return [3, T] positions of sequences laid end to end, given the images of each sequence; [T] without images, where all are equal."""
     if not any(images):
         return np.concatenate([np.arange(length) for length in lengths])
     return np.concatenate([rotary_positions(length, of_one) for length, of_one in zip(lengths, images, strict=True)], axis=1)

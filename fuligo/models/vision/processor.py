@@ -73,7 +73,7 @@ def image_digest(data: bytes) -> str:
 
 
 class ImageProcessor:
-    """Image processor of a checkpoint. Holds the patches of recently used images."""
+    """Image processor of a checkpoint, with a cache of the patches of recently used images. Thread-safe."""
 
     def __init__(self, directory: str | Path) -> None:
         """Read the settings. Raises ConfigError if Pillow is not installed, or the checkpoint has no settings of a known processor."""
@@ -118,7 +118,7 @@ class ImageProcessor:
             return found
 
     def resized(self, data: bytes) -> bytes:
-        """Return the resized image as an RGB PNG file. Its patches are the same, and other image processors leave its size unchanged.
+        """Return the image as an RGB PNG file, resized so that other image processors leave its size unchanged. Its patches are the same.
 
         Raises DataError like `patches`.
         """
@@ -231,7 +231,10 @@ def _decoded(data: bytes) -> Image:
 
 
 def _turn(image: Image) -> Transpose | None:
-    """Return the transposition that makes an image upright, from its header; None if it is upright. Raises DataError if it is damaged."""
+    """Return the transposition that makes an image upright, read from its header; None if it is upright.
+
+    Raises DataError if the image is damaged.
+    """
     from PIL.Image import Transpose
 
     # Pillow turns TIFF itself. EXIF data after a PNG's pixels is ignored, since reading it would decode the image.

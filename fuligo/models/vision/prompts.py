@@ -49,7 +49,7 @@ class PromptImages:
         self._image_token_id = int(config_json["image_token_id"])
 
     def place(self, ids: Sequence[int], images: Sequence[Raw]) -> PlacedImages:
-        """Place the images by their sizes, without decoding them, because a rollout draws all its prompts at once; see `decode`.
+        """Place the images by their sizes. They are not decoded until `decode`, because a rollout draws all its prompts at once.
 
         Raises DataError if an image is invalid, or the prompt does not have one image token for each image.
         """

@@ -17,18 +17,19 @@ ADAPTER = "adapter"
 NAME = "default"
 """Name of the adapter in PEFT's layers; tensor names in files omit it."""
 MAX_RANK = 2**16
-"""Largest rank accepted: no weight of a model has more, and a larger one would exhaust memory."""
+"""Largest rank accepted: no matrix of a model has a higher rank, and a larger one would exhaust memory."""
 MAX_ALPHA = 1e6
 _PREFIX = "base_model.model."
 """Prefix of the tensors' names in PEFT's files."""
 EXPERT_PARAMETERS = ("experts.down_proj", "experts.gate_up_proj")
 """`target_parameters` of an adapter of MoE experts."""
 TOWER_MODULES = r"model\.(visual|vision_tower|embed_vision|audio_tower|embed_audio)\..*"
-"""`exclude_modules` of an adapter of a model whose towers have layers with the adapted names: a pattern that matches all of the towers."""
+"""Pattern of the names of the towers' modules; `exclude_modules` of an adapter whose targets would also match layers of a tower."""
 _MATRIX = ".weight"
-"""Ending of a `target_parameters` name that is the matrix of a linear layer."""
+"""Suffix of names in `target_parameters` that are matrices of linear layers; other names are matrices of all experts."""
 _WRAPPERS = {"gate_up": ".base_layer", "down": ""}
-"""Module with the factors of a matrix in PEFT's files, below the experts: PEFT wraps them once for each matrix."""
+"""Suffix of the experts' module name in PEFT's files, by matrix. PEFT wraps the experts once per matrix: the outer wrapper has the factors
+of `down`, and the `base_layer` inside it those of `gate_up`."""
 _EXPERTS_TENSOR = re.compile(r"(?P<experts>.+\.experts)\.adapter\.(?P<matrix>gate_up|down)_(?P<factor>[AB])")
 _UNSUPPORTED = (
     "use_dora", "modules_to_save", "lora_bias", "trainable_token_indices", "layer_replication", "fan_in_fan_out", "rank_pattern",
@@ -43,14 +44,14 @@ def is_adapter(directory: Path) -> bool:
 
 
 def adapter_directory(given: Path) -> Path:
-    """Return the adapter's directory in `given` if that is a checkpoint of a LoRA run, else `given` itself."""
+    """Return the adapter's directory in the checkpoint `given` of a LoRA run, or `given` itself if it is anything else."""
     return given if is_adapter(given) or not is_adapter(given / ADAPTER) else given / ADAPTER
 
 
 def stored_name(name: str) -> str:
     """Return the name, in files and weight syncs, of a tensor of a model with PEFT's layers.
 
-    The base model's tensors get the names that they have without an adapter, the adapter's tensors their names in PEFT's files.
+    A tensor of the base model gets its name in a model without an adapter, a tensor of the adapter its name in PEFT's files.
     """
     if match := _EXPERTS_TENSOR.fullmatch(name):
         return peft_name(match["experts"] + _WRAPPERS[match["matrix"]], match["factor"])
@@ -60,12 +61,12 @@ def stored_name(name: str) -> str:
 
 
 def peft_name(layer: str, factor: str) -> str:
-    """Return the name, in PEFT's files, of a layer's factor `A` or `B`."""
+    """Return the name of a layer's factor `A` or `B` in PEFT's files."""
     return f"{_PREFIX}{layer}.lora_{factor}.weight"
 
 
 def is_target(layer: str, target: str) -> bool:
-    """Return whether `target` is the layer's name or a suffix of it that follows a dot, as PEFT matches them."""
+    """Return whether `target` is the layer's full name, or its last parts after a dot, as PEFT matches targets."""
     return layer == target or layer.endswith(f".{target}")
 
 
@@ -90,7 +91,7 @@ class AdapterConfig:
     rank: int
     alpha: float
     target_modules: tuple[str, ...] = ()
-    """Last parts of the names of the adapted layers, such as `q_proj`; empty: all linear layers except the output layer."""
+    """Names of the adapted layers, or last parts of them such as `q_proj`; empty: all linear layers except the output layer."""
     rank_stabilised: bool = False
     """Scale by alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732) instead of alpha / rank."""
     dropout: float = 0.0
@@ -104,11 +105,11 @@ class AdapterConfig:
         return self.alpha / (self.rank**0.5 if self.rank_stabilised else self.rank)
 
     def adapts(self, layer: str) -> bool:
-        """Return whether the adapter adapts a linear layer: one of its targets matches (`is_target`), or it has no targets."""
+        """Return whether the adapter adapts the linear layer `layer`: one of its targets matches (`is_target`), or it has no targets."""
         return not self.target_modules or any(is_target(layer, target) for target in self.target_modules)
 
     def to_json(self) -> str:
-        """Return the fields as JSON, for a process that creates an untrained adapter of this shape."""
+        """Return the fields as JSON, for another process that creates an untrained adapter of this shape; see `from_json`."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -137,7 +138,7 @@ class AdapterConfig:
                 )
             if unknown := _unsupported(fields):
                 raise CheckpointError(
-                    f"cannot load {directory}: {unknown} of {ADAPTER_CONFIG} is not supported; use an adapter trained without it"
+                    f"cannot load {directory}: {ADAPTER_CONFIG} has {unknown}, which is not supported; use an adapter trained without it"
                 )
             targets, parameters = fields["target_modules"], fields.get("target_parameters") or []
             if targets is None:

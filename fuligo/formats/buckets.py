@@ -1,4 +1,4 @@
-"""Buckets of named tensors: split a stream by size, count it, and gather the next bucket while the previous one is sent."""
+"""Buckets of named tensors: a stream of tensors is split by size and counted; the next bucket is gathered while one is sent."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -31,12 +31,13 @@ def cut_into_buckets(named_weights: NamedTensors, bucket_bytes: int) -> Iterator
 
 
 _LATENT_ATTENTION = re.compile(r"(.*\.self_attn)\.(?:(?:q_a|q_b|kv_a|kv_b)_|indexer\.wk\.)")
-"""SGLang 0.5.15.post1 fuses `q_a_proj` and `kv_a_proj_with_mqa` if one call contains both and drops either one that arrives alone; the same
-holds for the FP8 values and scales of an indexer's `wk` (models/deepseek_common/deepseek_weight_loader.py)."""
+"""Names of tensors of which an engine must receive a layer's in one call. SGLang 0.5.15.post1 fuses `q_a_proj` and `kv_a_proj_with_mqa` if
+a call contains both, and drops one that arrives alone; the same holds for the FP8 values and scales of an indexer's `wk`
+(models/deepseek_common/deepseek_weight_loader.py)."""
 
 
 def _units(named_weights: NamedTensors) -> Iterator[Bucket]:
-    """Yield tensors one by one, and the latent-attention projections of a layer together."""
+    """Yield the tensors that must be sent together: the latent-attention projections of a layer, or a single other tensor."""
     unit: Bucket = []
     unit_layer: str | None = None
     for name, tensor in named_weights:
@@ -78,7 +79,7 @@ def send_each(buckets: Iterator[Bucket], send: Callable[[Bucket, bool], None]) -
 
 
 class Changes:
-    """Digests of the tensors last sent (16 bytes each), to select those that changed since."""
+    """Digests of the tensors that were sent last (16 bytes each), to select the tensors that have changed since."""
 
     def __init__(self) -> None:
         self._digests: dict[str, int] = {}
@@ -90,7 +91,7 @@ class Changes:
     def only(self, named_weights: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors that changed, together with those that must be sent with them.
 
-        Yield the last unit if nothing changed: a send carries the new version and cannot be empty.
+        Yield the last tensors of the stream if nothing changed: a send carries the new version and cannot be empty.
         """
         unit: Bucket = []
         changed = False
@@ -127,7 +128,7 @@ class Counted:
             yield bucket
 
     def manifest(self, version: int) -> WeightManifest:
-        """Return the summary of the sync, once all weights have passed."""
+        """Return the summary of the sync. Call it when all weights have passed."""
         digest = None if self._checksum is None else self._checksum.result().checksum
         return WeightManifest(version, self._num_tensors, self._num_bytes, digest, self._num_bytes_sent)
 

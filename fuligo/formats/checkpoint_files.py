@@ -1,4 +1,4 @@
-"""Names of a checkpoint's files and directories, and its copy of the Hugging Face files other than weights. Imports no torch."""
+"""Names of a checkpoint's files and directories, and copies of Hugging Face files other than weights in it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
-"""Tracker content and directory name of a checkpoint with weights only, as conversion tools write it."""
+"""Content of the tracker, and name of the directory, of a checkpoint with weights only, as conversions write it."""
 UNFINISHED = ".tmp_"
 """Prefix of files and directories that are being written or removed; the next start deletes those that a crash left."""
 LOCK = ".lock"
@@ -31,17 +31,17 @@ COUNTERS = "trainer.json"
 
 
 def is_distributed(directory: Path) -> bool:
-    """Return True if `directory` itself is a distributed checkpoint (not a directory of checkpoints)."""
+    """Return whether `directory` itself is a distributed checkpoint (not a directory of checkpoints)."""
     return (directory / ".metadata").is_file()
 
 
 def model_directory(weights: Path) -> Path:
-    """Return the directory that holds config.json and the tokenizer of these weights."""
+    """Return the directory with config.json and tokenizer for `weights`, a Hugging Face directory or a distributed checkpoint."""
     return weights / MODEL_FILES if is_distributed(weights) else weights
 
 
 def no_value_model(checkpoint: Path) -> str:
-    """Return the error for a run that trains a value model from a checkpoint without one."""
+    """Return the error message for a run with a value model that resumes from a checkpoint without one."""
     return (
         f"cannot resume {checkpoint} with --advantage-estimator ppo: the checkpoint has no value model; set its initial weights with "
         "--critic-load DIR (a Hugging Face directory of the policy's architecture), or resume with the checkpoint's estimator"
@@ -54,7 +54,7 @@ _STATED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 def copy_model_files(source: Path, target: Path) -> None:
-    """Copy config.json, tokenizer and the like from a Hugging Face directory; record names and dtypes of its weights.
+    """Copy the files of a Hugging Face directory except weights to `target`, and record the names and dtypes of the weights there.
 
     The copied config.json has no `quantization_config`: a trainer saves unquantized weights even if engines use FP8.
 
@@ -72,7 +72,7 @@ def copy_model_files(source: Path, target: Path) -> None:
 
 
 def record_dtypes(source: Path, target: Path) -> None:
-    """Record the names and dtypes of a Hugging Face directory's weights in `target`; copy the record that `source` has, if any.
+    """Write the names and dtypes of a Hugging Face directory's weights to `tensors.json` in `target`, or copy it if `source` has one.
 
     Raises CheckpointError if the weights are damaged.
     """
@@ -85,7 +85,7 @@ def record_dtypes(source: Path, target: Path) -> None:
 
 
 def drop_quantisation(file: Path) -> dict[str, Any]:
-    """Remove `quantization_config` from a config.json and return the rest."""
+    """Remove `quantization_config` from a config.json, if it exists, and return the other keys; empty if there is no file."""
     config = json.loads(file.read_text()) if file.exists() else {}
     if config.pop("quantization_config", None) is not None:
         file.write_text(json.dumps(config, indent=2) + "\n")
@@ -93,7 +93,7 @@ def drop_quantisation(file: Path) -> dict[str, Any]:
 
 
 def _before_quantisation(dtypes: dict[str, str], config: dict[str, Any]) -> dict[str, str]:
-    """Return the dtypes before quantization: FP8 and MXFP4 tensors get the dtype of config.json (else bf16), and scales are dropped."""
+    """Return the dtypes before quantization: FP8 and MXFP4 tensors get the dtype in config.json (else BF16), and scales are dropped."""
     stated = _STATED.get(str(config.get("dtype") or config.get("torch_dtype")), "BF16")
     quantised = {name for name, dtype in dtypes.items() if dtype == FP8_DTYPE}
     scales = {f"{name}{suffix}" for name in quantised for suffix in ("_scale_inv", "_scale")}
@@ -112,10 +112,10 @@ def other_files(directory: Path) -> list[Path]:
 def checkpoint_weights(
     named_weights: Iterable[tuple[str, Tensor]], experts: StoredExperts = StoredExperts.APART
 ) -> Iterator[tuple[str, Tensor]]:
-    """Split fused expert tensors into the per-expert matrices of a checkpoint (as views); pass other tensors through.
+    """Yield the tensors of a checkpoint: fused expert tensors are split into per-expert matrices (as views), others are unchanged.
 
     Args:
-        experts: form in the checkpoint. `WHOLE` keeps the tensors, `MIXTRAL` also renames routers and experts.
+        experts: form of experts in the checkpoint. `WHOLE` does not split them; `MIXTRAL` also renames routers and experts.
     """
     renamed = mixtral_name if experts is StoredExperts.MIXTRAL else str
     for name, weight in named_weights:

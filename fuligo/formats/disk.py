@@ -1,4 +1,4 @@
-"""Durable writes, locks, manifests of files, safe opening of files, and errors that name a full file system."""
+"""Durable writes, locks, manifests of files, safe opening of files, and errors about full file systems."""
 
 import errno
 import fcntl
@@ -31,7 +31,7 @@ def free_space(path: Path) -> str:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn an OSError of the block into an error that names `path` and the free space. Raises FuligoError if `path` cannot be written."""
+    """Convert an OSError inside the block to a FuligoError that names `path`, the free space and a fix."""
     try:
         yield
     except OSError as error:
@@ -42,7 +42,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def _cause(error: OSError) -> object:
-    """Return the first cause; `shutil.copytree` collects many."""
+    """Return the reason for an error; for `shutil.copytree`, which collects several errors, that of the first."""
     if isinstance(error, shutil.Error):
         _, _, why = error.args[0][0]
         return why
@@ -101,7 +101,8 @@ def try_lock(file: Path) -> int | None:
 MANIFEST = "manifest.json"
 _FIX = "resume from another checkpoint with --ckpt-step"
 CHECKSUM_MAX_BYTES = 16 * 1024**2
-"""Largest file whose content is checked; of larger ones only the size is, because reading them twice would double a resume's time."""
+"""Largest file whose content is checked; of larger files only the size is checked, because reading them twice would double a resume's
+time."""
 
 
 def write_manifest(directory: Path) -> None:
@@ -111,10 +112,10 @@ def write_manifest(directory: Path) -> None:
 
 
 def check_manifest(directory: Path) -> None:
-    """Compare the files with the manifest.
+    """Compare the files below `directory` with its manifest; files that it does not list are ignored.
 
     Raises:
-        CheckpointError: a file is missing or changed; the error names the first one.
+        CheckpointError: the manifest is missing or damaged, or a file is missing or changed; the error names the first such file.
     """
     path = directory / MANIFEST
     try:
@@ -150,18 +151,18 @@ MAX_TEXT_BYTES = 256 * 2**20
 _TEXTS = re.compile(
     r"(generation_|adapter_|.*processor_)?config\.json|(tokenizer|vocab|merges|chat_template|special_tokens|added_tokens).*|.*\.index\.json"
 )
-"""Names of the files that libraries read whole."""
+"""Names of the files that transformers and tokenizers read whole into memory."""
 _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 
 def open_plain(file: Path) -> BinaryIO:
-    """Open a plain file for reading, without waiting for the writer of a pipe.
+    """Open a regular file for reading; a pipe is refused without waiting for its writer.
 
-    Raises OSError if it cannot be opened, or is not a plain file.
+    Raises OSError if it cannot be opened, or is not a regular file.
     """
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except BlockingIOError:  # a plain file with a lease, or on tape
+    except BlockingIOError:  # a regular file with a lease, or on tape
         if not stat.S_ISREG(file.stat().st_mode):
             raise
         return file.open("rb")
@@ -174,9 +175,9 @@ def open_plain(file: Path) -> BinaryIO:
 
 
 def read_plain_text(file: Path) -> str:
-    """Return the text of a plain file in UTF-8.
+    """Return the text of a regular file in UTF-8.
 
-    Raises OSError if it cannot be read, is not a plain file, or has more than `MAX_TEXT_BYTES`, and UnicodeDecodeError if it is not UTF-8.
+    Raises OSError if it cannot be read, is not a regular file, or has more than `MAX_TEXT_BYTES`; UnicodeDecodeError if it is not UTF-8.
     """
     with open_plain(file) as stream:
         content = stream.read(MAX_TEXT_BYTES + 1)
@@ -186,12 +187,16 @@ def read_plain_text(file: Path) -> str:
 
 
 def unreadable_files(directory: Path, max_text_bytes: float = MAX_TEXT_BYTES) -> Iterator[str]:
-    """Describe each entry that would block a library that reads the directory, or fill its memory: pipes, devices, huge texts."""
+    """Yield a message for each entry that would block libraries that read the directory, or exhaust memory: pipes, devices, huge texts.
+
+    Args:
+        max_text_bytes: largest size of a text file.
+    """
     with os.scandir(directory) as entries:
         for entry in sorted(entries, key=lambda each: each.name):
             try:
                 status = entry.stat()
-            except OSError:  # a link to nothing
+            except OSError:  # a broken link
                 continue
             kind = _KINDS.get(stat.S_IFMT(status.st_mode))
             if kind is not None:

@@ -1,4 +1,4 @@
-"""Reader of a distributed checkpoint's tensors: any part, in one process, without Megatron."""
+"""Reader of a distributed checkpoint's tensors, or any part of them, in one process and without Megatron."""
 
 import io
 import math
@@ -19,10 +19,10 @@ _FIX = "use another checkpoint (--ckpt-step) or create this one again"
 
 
 class DistributedTensors:
-    """Tensors of a distributed checkpoint; opening it reads the metadata and checks that every file is complete."""
+    """Tensors of a distributed checkpoint, read on demand."""
 
     def __init__(self, directory: Path) -> None:
-        """Read the metadata and check the files.
+        """Read the metadata, and check that every file is there and long enough.
 
         Raises:
             CheckpointError: a file is missing, truncated or not what torch writes; the error names it.
@@ -40,7 +40,10 @@ class DistributedTensors:
         self._check_files()
 
     def read(self, name: str) -> Tensor:
-        """Return a whole tensor on the CPU. Raises CheckpointError if its bytes are damaged or parts of it are missing."""
+        """Return a whole tensor on the CPU.
+
+        Raises CheckpointError if its bytes are damaged, parts of it are missing, or it does not fit into memory.
+        """
         shape = self.shapes[name]
         num_elements, num_held = math.prod(shape), sum(math.prod(chunk.sizes) for chunk in self._tensors[name].chunks)
         if num_held < num_elements:  # checked before memory for all of them is allocated
@@ -123,7 +126,7 @@ def _overlap(chunk: ChunkStorageMetadata, shard: Shard) -> tuple[tuple[slice, ..
 
 
 def _read_metadata(directory: Path) -> Metadata:
-    """Read `.metadata` with an unpickler that can only build metadata: a checkpoint from elsewhere must not run code.
+    """Read `.metadata` with an unpickler that can build only metadata: an untrusted checkpoint must not run code.
 
     Raises CheckpointError if it is missing or damaged.
     """
@@ -137,7 +140,7 @@ def _read_metadata(directory: Path) -> Metadata:
         raise CheckpointError(
             f"cannot load {directory}: it has no .metadata, so it is not a complete distributed checkpoint; {_FIX}"
         ) from None
-    except Exception as error:  # A truncated pickle fails in many ways.
+    except Exception as error:  # a damaged pickle may raise anything
         raise CheckpointError(f"cannot read {directory / '.metadata'}: {error!r}; {_FIX}") from error
 
 
@@ -164,9 +167,9 @@ _METADATA_CLASSES = {
 
 
 def _tensors_of(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
-    """Return the tensors, after checking all values that reading them relies on.
+    """Return the metadata of all tensors by name, after checking every value that reading them relies on.
 
-    Raises AttributeError, TypeError, ValueError, LookupError if they are not what torch writes.
+    Raises AttributeError, TypeError, ValueError or LookupError if a value is not what torch writes.
     """
     tensors = {name: tensor for name, tensor in metadata.state_dict_metadata.items() if isinstance(tensor, TensorStorageMetadata)}
     for place in metadata.storage_data.values():
@@ -197,8 +200,8 @@ def _counts(values: Any) -> tuple[int, ...]:
 class _MetadataUnpickler(pickle._Unpickler):  # pyright: ignore[reportAttributeAccessIssue]
     """Unpickler restricted to the plain data classes of `torch.distributed.checkpoint` metadata.
 
-    The base is Python's unpickler, about three times as slow as the one in C, which allocates 32 GiB for nine bytes that store a memo entry
-    with the index 2^31.
+    It extends Python's unpickler, not the one in C, which is about three times as fast, but allocates 32 GiB for a nine-byte pickle that
+    stores a memo entry under the index 2^31.
     """
 
     def find_class(self, module: str, name: str) -> Any:

@@ -1,7 +1,7 @@
 """Keys of engines: secrets with which a process may sample from an engine, or control it.
 
-Control includes the weights, whose updates SGLang unpickles: anyone who controls an engine can run code in it. Each run creates its own
-keys. They reach processes through the environment, which other users cannot read, never through command lines, which other users can read.
+Control includes weight updates, which SGLang unpickles: anyone who controls an engine can run code in it. Each run creates new keys. They
+are passed to processes in the environment, never on command lines, which other users can read.
 """
 
 import hmac
@@ -13,12 +13,13 @@ from typing import Self
 
 REQUESTS_VARIABLE, CONTROL_VARIABLE = "FULIGO_ENGINE_KEY", "FULIGO_ENGINE_ADMIN_KEY"
 OPEN_PATHS = ("/health", "/health_generate")
+"""Paths that an engine answers without a key."""
 _HEADER = "Bearer "
 
 
 @dataclass(slots=True, frozen=True)
 class EngineKeys:
-    """Keys of one engine, as SGLang distinguishes them; empty: the engine asks for none."""
+    """Keys of one engine, as SGLang distinguishes them. Calls with an empty key carry no header, and `admits` refuses them."""
 
     requests: str = field(default="", repr=False)
     """Key for sampling and read-only calls (SGLang's `--api-key`)."""
@@ -32,13 +33,13 @@ class EngineKeys:
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:
-        """Return the keys of engines that this run did not start; without a control key, the sampling key serves both purposes."""
+        """Return the keys in `environment`, for engines that this run did not start; the control key defaults to the sampling key."""
         requests = environment.get(REQUESTS_VARIABLE, "")
         return cls(requests, environment.get(CONTROL_VARIABLE, "") or requests)
 
     @classmethod
     def taken_from_environment(cls, environment: MutableMapping[str, str] = os.environ) -> Self:
-        """Return the keys and remove them from the environment, so that child processes do not inherit them."""
+        """Return the keys like `of_environment`, and remove them from the environment, so that child processes do not inherit them."""
         keys = cls.of_environment(environment)
         for name in (REQUESTS_VARIABLE, CONTROL_VARIABLE):
             environment.pop(name, None)
@@ -46,7 +47,7 @@ class EngineKeys:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables that pass the keys on to the engine's process."""
+        """Environment variables that pass the keys to another process."""
         return {REQUESTS_VARIABLE: self.requests, CONTROL_VARIABLE: self.control}
 
     def headers(self, method: str, path: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""FP8 (float8 e4m3) quantization, shared by conversion and weight sync: equal weights give equal bytes on CPU and GPU."""
+"""FP8 (float8 e4m3) quantization for conversion and weight sync: equal weights give equal bytes in both, on CPU and GPU."""
 
 from collections.abc import Iterator
 
@@ -72,7 +72,7 @@ def fp8_values(weight: Tensor, scales: Tensor, quantisation: Quantisation) -> Te
 def quantised_weights(
     named_weights: NamedTensors, engine: EngineQuantisation, experts: StoredExperts = StoredExperts.APART
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that engines on an FP8 checkpoint expect, equal to what the converter would write.
+    """Yield the tensors that engines started from an FP8 checkpoint expect, equal to what `fuligo convert fp8` would write.
 
     Args:
         named_weights: Hugging Face names and full tensors; experts one by one or fused as in transformers (`experts.gate_up_proj`).

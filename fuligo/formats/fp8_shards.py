@@ -1,4 +1,4 @@
-"""Contents of each file of an FP8 checkpoint, planned from the headers of the source files."""
+"""Plan of the files of an FP8 checkpoint, made from the headers of the source files."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -14,7 +14,7 @@ SCALE_DTYPE = "F32"
 _FLOATS = {"BF16": 2, "F16": 2, "F32": 4}
 """Dtypes that can be quantized, with their size in bytes."""
 _JOINED = {"q_proj": 1, "k_proj": 1, "v_proj": 1, "q_a_proj": 1, "gate_proj": 1, "up_proj": 1, "gate_up_proj": 2}
-"""Modules that engines fuse with others along rows, with the number of parts in each; no block may span two parts."""
+"""Modules that engines fuse with others along rows, and the number of fused parts that each already holds. No block may span two parts."""
 _SHOWN = 3
 
 
@@ -26,7 +26,7 @@ class TargetTensor:
     shape: Shape
     source: StoredTensor
     start: int
-    """Offset of its first byte in the source file."""
+    """Offset of the source bytes in the source file."""
     is_quantised: bool
 
     @property
@@ -65,7 +65,7 @@ class Shard:
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """Entries by decreasing width, then name, as safetensors lays them out: each is aligned to its width."""
+        """Entries by decreasing width, then name, which is safetensors' order: each tensor is aligned to its width."""
         entries = [entry for tensor in self.tensors for entry in _entries(tensor, self.quantisation)]
         return tuple(sorted(entries, key=lambda entry: (-entry.width, entry.name)))
 
@@ -75,7 +75,7 @@ class Shard:
         return sum(entry.num_bytes for entry in self.entries)
 
     def header(self) -> tuple[bytes, dict[str, int]]:
-        """Return the file's header and the offset of each tensor's first byte."""
+        """Return the bytes before the data (length and header), and the offset of each tensor in the file by name."""
         places: dict[str, int] = {}
         written: dict[str, object] = {"__metadata__": {"format": "pt"}}
         position = 0
@@ -90,7 +90,7 @@ class Shard:
 
 
 def plan_shards(stored: Mapping[str, StoredTensor], quantisation: Quantisation) -> tuple[Shard, ...]:
-    """Plan one file for each file of the source."""
+    """Return a plan of one file for each file of the source."""
     by_file: dict[str, list[TargetTensor]] = {}
     for name, tensor in stored.items():
         by_file.setdefault(tensor.file, []).extend(_target_tensors(name, tensor))
@@ -98,7 +98,7 @@ def plan_shards(stored: Mapping[str, StoredTensor], quantisation: Quantisation) 
 
 
 def shard_problems(shards: tuple[Shard, ...], quantisation: Quantisation) -> Iterator[str]:
-    """Yield the reasons why engines could not load the result."""
+    """Yield the reasons why the source cannot be quantized, or engines could not load the result."""
     tensors = [tensor for shard in shards for tensor in shard.tensors]
     if any(tensor.source.dtype.startswith("F8") for tensor in tensors):
         yield "the checkpoint is already quantized (FP8 tensors); use the bf16 checkpoint it was made from"
@@ -125,7 +125,7 @@ def shard_problems(shards: tuple[Shard, ...], quantisation: Quantisation) -> Ite
 
 
 def unquantised_modules(shards: tuple[Shard, ...]) -> list[str]:
-    """Return the modules with a matrix that is not quantized."""
+    """Return the names of the modules whose weight is a matrix that is not quantized."""
     return [
         tensor.name.removesuffix(".weight")
         for shard in shards
@@ -160,7 +160,7 @@ def _module(tensor: TargetTensor) -> str:
 
 
 def _part_rows(tensor: TargetTensor) -> int:
-    """Return the rows of each part that an engine fuses with others; 0 if it fuses none."""
+    """Return the number of rows of each part that an engine fuses with others; 0 if it fuses none."""
     parts = _JOINED.get(_module(tensor))
     return 0 if parts is None else tensor.shape[0] // parts
 

@@ -12,11 +12,15 @@ from fuligo.errors import CheckpointError
 from fuligo.formats.hugging_face import TENSORS, read_stored_tensors
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Dtypes by their safetensors names: those that a checkpoint to train from may have."""
+"""Dtypes from which training can start, by their safetensors names."""
 
 
 class HuggingFaceTensors:
-    """Tensors of a Hugging Face directory; opening it reads the headers."""
+    """Tensors of a Hugging Face directory, read on demand.
+
+    Args:
+        stem: beginning of the name of the index file.
+    """
 
     def __init__(self, directory: Path, stem: str = "model") -> None:
         """Read the headers of all files. Raises CheckpointError if the directory has no tensors, or a file is damaged."""
@@ -24,7 +28,7 @@ class HuggingFaceTensors:
         self.directory = directory
         self.shapes = {name: tensor.shape for name, tensor in self._stored.items()}
         self.dtypes = {name: DTYPES[tensor.dtype] for name, tensor in self._stored.items() if tensor.dtype in DTYPES}
-        """Dtypes by name, without tensors of other (quantized) types."""
+        """Dtypes by name; tensors of quantized types are left out."""
 
     def read(self, name: str) -> Tensor:
         """Return a whole tensor on the CPU. Raises CheckpointError if its file cannot be read."""
@@ -45,11 +49,11 @@ class InOwnDtypes(HuggingFaceTensors):
         file = directory / TENSORS
         recorded = json.loads(file.read_text()) if file.exists() else {}
         self.recorded = frozenset(recorded)
-        """Names of all tensors of the original directory; empty without a record."""
+        """Names of all tensors of the directory that training started from; empty without `tensors.json`."""
         own = {name: DTYPES[dtype] for name, dtype in recorded.items() if dtype in DTYPES}
         counted = Counter(own.values() if own else self.dtypes.values())
         self.common: torch.dtype = counted.most_common(1)[0][0]
-        """Dtype of most tensors; also that of tensors whose name a record lacks."""
+        """Dtype of most tensors, to which floating-point tensors that `tensors.json` lacks are converted."""
         if own:
             self.dtypes = {name: own.get(name, self.common) if stored.is_floating_point else stored for name, stored in self.dtypes.items()}
 

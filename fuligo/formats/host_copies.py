@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     NamedTensors = Sequence[tuple[str, torch.Tensor]]
 
 MOST_PINNED_BYTES = 2**28
-"""Largest copy that goes to pinned memory; larger ones go to pageable memory, so that little pinned memory is held."""
+"""Largest copy to pinned memory; larger copies go to pageable memory, so that little pinned memory is held."""
 CAST_TOGETHER_BYTES = 2**28
-"""Size of the tensors that are cast in one call."""
+"""Number of bytes of tensors that are cast in one call."""
 
 
 def host_copies(named_tensors: NamedTensors) -> list[tuple[str, torch.Tensor]]:
     """Return the tensors in host memory, in the same order; tensors that are already there are not copied.
 
-    A transfer waits for the device; an adapter has hundreds of tensors, so all of one data type are copied together.
+    Each transfer waits for the device, and an adapter has hundreds of tensors, so tensors of one data type are copied together.
     """
     names = [name for name, _ in named_tensors]
     tensors = [tensor.detach() for _, tensor in named_tensors]
@@ -35,9 +35,9 @@ def host_copies(named_tensors: NamedTensors) -> list[tuple[str, torch.Tensor]]:
 
 
 def joined_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return copies in host memory of tensors that have one data type and device, as views of one tensor.
+    """Return copies in host memory of tensors that share a data type and device, as views of one tensor.
 
-    Small copies from a GPU go to pinned memory, several times as fast as to pageable memory; torch keeps it for later copies.
+    Small copies from a GPU go to pinned memory, which is several times as fast as pageable memory; torch keeps it for later copies.
     """
     import torch
 
@@ -48,7 +48,7 @@ def joined_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def cast_together(named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors, all of one data type and device, cast to `dtype`. About `CAST_TOGETHER_BYTES` are held at a time."""
+    """Yield the tensors, which must share a data type and device, cast to `dtype`. About `CAST_TOGETHER_BYTES` are held at a time."""
     import torch
 
     batch: list[tuple[str, torch.Tensor]] = []

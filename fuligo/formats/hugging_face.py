@@ -11,7 +11,7 @@ from typing import Any
 from fuligo.errors import CheckpointError, ConfigError
 from fuligo.formats.disk import open_plain, read_plain_text, unreadable_files
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 _JSON_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 _LARGEST_SIZES = {
     "num_hidden_layers": 10**4,
@@ -20,7 +20,7 @@ _LARGEST_SIZES = {
     "num_attention_heads": 10**5,
     "num_key_value_heads": 10**5,
 }
-"""Largest accepted values of keys of config.json, far above those of any model; larger ones would only exhaust time and memory."""
+"""Largest accepted values of keys of config.json, far above those of any model; larger values would only exhaust time and memory."""
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 _LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(\d+)\.")
 _HEADER_LENGTH_BYTES = 8
@@ -32,7 +32,7 @@ _SAME_ARCHITECTURE = (
 """Keys of config.json that are equal in two checkpoints of one architecture."""
 
 MXFP4 = "mxfp4"
-"""`quant_method` of config.json for experts with four bits per weight; trainers and the embedded engine dequantize them on loading."""
+"""`quant_method` in config.json of models with experts in MXFP4, which trainers and the embedded engine dequantize on loading."""
 MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"
 """Suffixes of the names of MXFP4 tensors."""
 MTP_PREFIX = "mtp."
@@ -52,9 +52,9 @@ class StoredTensor:
     """Safetensors name of the dtype: `BF16`, `F32`, `F8_E4M3`, ..."""
     shape: Shape
     start: int
-    """Offset of its first byte in the file."""
+    """Offset of the tensor's first byte in the file."""
     end: int
-    """End of its bytes in the file, exclusive."""
+    """Offset of the first byte after the tensor."""
 
 
 class DamagedFileError(CheckpointError):
@@ -62,7 +62,7 @@ class DamagedFileError(CheckpointError):
 
 
 def checkpoint_problems(directory: Path, *, may_be_value_model: bool = False) -> Iterator[str]:
-    """Yield what is missing, damaged or contradictory in a Hugging Face directory.
+    """Yield a message for each thing that is missing, damaged or contradictory in a Hugging Face directory; only headers are read.
 
     Args:
         may_be_value_model: accept an output layer with one row.
@@ -79,8 +79,8 @@ def checkpoint_problems(directory: Path, *, may_be_value_model: bool = False) ->
     except DamagedFileError as error:
         yield str(error)
         return
-    if not any((directory / name).exists() for name in _TOKENIZER_FILES):
-        yield f"{directory} has no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); copy the tokenizer's files into it"
+    if not any((directory / name).exists() for name in TOKENIZER_FILES):
+        yield f"{directory} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}); copy the tokenizer's files into it"
     try:
         for name in _JSON_FILES:
             if (directory / name).exists():
@@ -109,7 +109,7 @@ def architecture_difference(directory: Path, other: Path) -> str | None:
 
 
 def has_chat_template(directory: Path) -> bool:
-    """Return False only if the tokenizer certainly has no chat template; one with remote code is known only after loading."""
+    """Return False only if the tokenizer certainly has no chat template; a tokenizer with its own code may add one on loading."""
     if (directory / "chat_template.jinja").exists() or (directory / "chat_template.json").exists():
         return True
     try:
@@ -129,17 +129,17 @@ def brings_code(file: Path) -> bool:
 
 
 def is_weight_file(file: Path) -> bool:
-    """Return True if the file holds weights in any format or an index of them."""
+    """Return whether the file holds weights in any format, or an index of them."""
     return file.suffix in _WEIGHT_FILES or file.name.endswith(".index.json")
 
 
 def is_quantised(directory: Path) -> bool:
-    """Return True if the weights are stored quantized. Raises DamagedFileError if config.json is missing or unreadable."""
+    """Return whether the weights are stored quantized. Raises DamagedFileError if config.json is missing or unreadable."""
     return read_model_config(directory).get("quantization_config") is not None
 
 
 def quantisation_method(directory: Path) -> str | None:
-    """Return `quant_method` of the weights; None if they are not quantized.
+    """Return `quant_method` in config.json, or `unknown` if it does not state one; None if the weights are not quantized.
 
     Raises DamagedFileError if config.json is missing or unreadable.
     """
@@ -148,7 +148,7 @@ def quantisation_method(directory: Path) -> str | None:
 
 
 def is_trainable(directory: Path) -> bool:
-    """Return whether a trainer can load the weights: they are not quantized, or in MXFP4.
+    """Return whether a trainer can load the weights: they are not quantized, or quantized in MXFP4.
 
     Raises DamagedFileError if config.json is missing or unreadable.
     """
@@ -156,9 +156,9 @@ def is_trainable(directory: Path) -> bool:
 
 
 def read_model_config(directory: Path) -> dict[str, Any]:
-    """Read config.json; return the language model's part if the model is multi-modal.
+    """Read config.json; return only the language model's part of a multimodal model's.
 
-    Raises DamagedFileError if it is missing or unreadable.
+    Raises DamagedFileError if it is missing or unreadable, or has no model_type.
     """
     config = _read_json(directory / "config.json")
     if not isinstance(config, dict) or "model_type" not in config:
@@ -228,9 +228,10 @@ def read_stored_tensors(directory: Path, stem: str = "model") -> dict[str, Store
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Read the header of a safetensors file: 8 bytes with the header's length, the header as JSON, then the data.
+    """Return dtype, shape and location of the tensors in a safetensors file, by name.
 
-    Raises DamagedFileError if the file cannot be read, is truncated, or is not a safetensors file.
+    The file begins with 8 bytes for the header's length, and the header as JSON; the data follows. Raises DamagedFileError if the file
+    cannot be read, is truncated, or is not a safetensors file.
     """
     try:
         with open_plain(file) as stream:
@@ -268,7 +269,7 @@ def _stored(file: str, entry: dict[str, Any], data: int) -> StoredTensor:
 
 
 def _absurd_sizes(config: dict[str, Any]) -> Iterator[str]:
-    """Yield the sizes of config.json, or of its language model's part, that no model has."""
+    """Yield a message for each size in config.json, or in its language model's part, that no model has."""
     text = config.get("text_config")
     if isinstance(text, dict):
         yield from _absurd_sizes(text)
@@ -279,7 +280,7 @@ def _absurd_sizes(config: dict[str, Any]) -> Iterator[str]:
 
 
 def _contradictions(config: dict[str, Any], shapes: dict[str, Shape], may_be_value_model: bool) -> Iterator[str]:
-    """Yield contradictions between config.json and the tensors, limited to what holds for every family."""
+    """Yield a message for each contradiction between config.json and the tensors; the checks hold for every family."""
     hidden, vocab, layers = config.get("hidden_size"), config.get("vocab_size"), config.get("num_hidden_layers")
     for name, shape in shapes.items():
         if may_be_value_model and name.endswith("lm_head.weight") and shape == (1, hidden):

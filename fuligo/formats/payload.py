@@ -1,10 +1,11 @@
 """Named tensors passed between processes through shared memory, in the format of SGLang's `/update_weights_from_tensor`.
 
 A payload is base64 of a pickled list of (name, tensor). Tensors are passed as handles (a file in shared memory on a CPU, CUDA IPC handles
-on a GPU), so sender and receiver must share a machine. The unpickler admits only what rebuilds a tensor: a payload cannot run other code.
+on a GPU), so sender and receiver must share a machine. The unpickler admits only the functions that rebuild a tensor, so a payload cannot
+run other code.
 
-torch's own CPU sharing is not used: its daemon next to the sender lives as long as any receiver, and would outlive the run if somebody else
-started the engines.
+torch's own sharing of CPU tensors is not used: it starts a daemon beside the sender that lives as long as any receiver, and so would
+outlive a run whose engines were started separately.
 """
 
 import base64
@@ -81,7 +82,7 @@ class SharedCopies:
             WeightSyncError: shared memory is full.
         """
         if receivers != self._receivers:
-            self.close()  # whoever mapped a file keeps it
+            self.close()  # receivers keep the files that they have mapped
             self._receivers = receivers
         names = [name for name, _ in named_tensors]
         tensors = [tensor.detach() for _, tensor in named_tensors]
@@ -127,7 +128,7 @@ class SharedCopies:
 
 
 def decode_named_tensors(payload: str) -> list[tuple[str, torch.Tensor]]:
-    """Return the tensors of a payload; they share the sender's memory, so copy what must be kept.
+    """Return the tensors of a payload. They share the sender's memory and must be copied to be kept.
 
     Raises WeightSyncError if the payload is malformed, or its memory is gone.
     """
@@ -149,7 +150,7 @@ def decode_named_tensors(payload: str) -> list[tuple[str, torch.Tensor]]:
 
 @dataclass(slots=True, frozen=True)
 class _File:
-    """Handle that unpickles to a private (copy-on-write) storage on the file."""
+    """Handle that unpickles to a storage that maps the file copy-on-write."""
 
     path: str
     num_bytes: int
@@ -162,7 +163,7 @@ class _File:
 
 @dataclass(slots=True, frozen=True)
 class _Typed:
-    """Handle that unpickles to a typed storage on the file."""
+    """Handle that unpickles to a typed storage that maps the file."""
 
     file: _File
     dtype: torch.dtype
@@ -187,7 +188,7 @@ class _Tensor:
 
 @dataclass(slots=True, frozen=True)
 class _Pages:
-    """Shared-memory file that is mapped, and the cleanup of both."""
+    """Shared-memory file and its mapping; `close` frees both."""
 
     file: _File
     content: torch.Tensor
@@ -214,7 +215,7 @@ class _Pages:
             return cls(file, flat, stack.pop_all().close)
 
     def take(self, begin: int, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, _Tensor]]:
-        """Copy tensors of one data type and device to the bytes from `begin` on, in one transfer; yield the copies and their handles."""
+        """Copy tensors that share a data type and device to offset `begin`, in one transfer; yield the copies and their handles."""
         joined = torch.cat([tensor.reshape(-1) for tensor in tensors])
         self.content[begin : begin + joined.nbytes].view(joined.dtype).copy_(joined)
         typed = _Typed(self.file, joined.dtype)
@@ -231,7 +232,7 @@ def _encode(handles: object) -> str:
 
 
 def _handles(named_tensors: NamedTensors, stack: ExitStack) -> list[tuple[str, torch.Tensor | _Tensor]]:
-    """Return GPU tensors as they are, and CPU tensors as copies in a file that stays open as long as the stack.
+    """Return the names with GPU tensors as they are and, for CPU tensors, handles of copies in a file that `stack` closes.
 
     Raises OSError if shared memory is full.
     """
@@ -244,7 +245,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _copies(tensors: Sequence[torch.Tensor], stack: ExitStack) -> Iterator[_Tensor]:
-    """Copy CPU tensors to a shared-memory file that stays open as long as the stack; yield their handles."""
+    """Copy CPU tensors to a shared-memory file that `stack` closes; yield the handles of the copies."""
     *begins, num_bytes = accumulate((_aligned(tensor.nbytes) for tensor in tensors), initial=0)
     file = stack.enter_context(_open_file(max(num_bytes, _ALIGNMENT)))
     placed = [(tensor.detach().contiguous(), begin) for tensor, begin in zip(tensors, begins)]
@@ -259,7 +260,7 @@ def _copies(tensors: Sequence[torch.Tensor], stack: ExitStack) -> Iterator[_Tens
 
 
 def _write(descriptor: int, placed: Sequence[tuple[torch.Tensor, int]]) -> None:
-    """Write contiguous tensors to a file, each from its first byte on.
+    """Write contiguous tensors to a file, each at the given offset.
 
     A copy by torch would start and join a team of OpenMP threads, which is slow on busy cores: the hundreds of tensors of an adapter took
     seconds.

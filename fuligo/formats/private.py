@@ -1,4 +1,4 @@
-"""Directories that no other user of the machine can enter or replace, such as those for weights that are sent to engines."""
+"""Directories that no other user of the machine can enter or replace, for example for weights that are sent to engines."""
 
 import atexit
 import fcntl
@@ -20,8 +20,8 @@ from fuligo.formats.disk import free_space
 def private_directory(prefix: str, root: Path | None = None) -> Iterator[Path]:
     """Yield a new directory under `root` (default: the temporary directory) that no other user can enter, and delete it at the end.
 
-    This process holds a lock on it that ends with the process, so directories that a killed process left behind are recognized and deleted
-    first. What other users have put under `root` is neither followed nor waited for. Raises OSError if `root` cannot be written.
+    The process holds a lock on the directory until it ends, so directories that killed processes left behind are recognized and deleted
+    first. Links of other users under `root` are not followed, and their pipes do not block. Raises OSError if `root` cannot be written.
     """
     root = root or Path(tempfile.gettempdir())
     for abandoned in root.glob(f"{prefix}*"):
@@ -36,17 +36,20 @@ def private_directory(prefix: str, root: Path | None = None) -> Iterator[Path]:
 
 
 def kept_directory(place: Path, prefix: str) -> Path:
-    """Create a permanent directory for this user only, and return it with links resolved.
+    """Create the directory `place` if it does not exist, and return its path with links resolved.
 
-    If another user could change or replace it, now or later, or it cannot be created, return a temporary directory instead, which lasts
-    as long as this process.
+    If it cannot be created, or another user could change or replace it, return a temporary directory instead, which is deleted when this
+    process ends.
+
+    Args:
+        prefix: prefix of the temporary directory's name.
     """
     try:
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
         place = place.resolve(strict=True)
         if _is_out_of_reach(place) and os.access(place, os.W_OK):
             return place
-    except (OSError, RuntimeError):  # no such place, or a loop of links
+    except (OSError, RuntimeError):  # it cannot be created, or its path has a loop of links
         pass
     stack = ExitStack()
     atexit.register(stack.close)
@@ -54,7 +57,7 @@ def kept_directory(place: Path, prefix: str) -> Path:
 
 
 def kernel_cache() -> Path:
-    """Return a directory for compiled kernels that only this user can write, kept between runs where the user has a home.
+    """Return a directory for compiled kernels that only this user can write; it is kept between runs if the user has a home directory.
 
     torch's default directory has a known name in /tmp, where another user could create it first and plant code that this process would run.
     """
@@ -66,7 +69,7 @@ def kernel_cache() -> Path:
 
 
 def _is_out_of_reach(directory: Path) -> bool:
-    """Return whether, by the owners and modes on its path, only this user and root can change or replace a directory."""
+    """Return whether only this user and root can change or replace a directory, by the owners and modes of all parts of its path."""
     if directory.stat().st_uid != os.geteuid():
         return False
     for place in (*reversed(directory.parents), directory):
@@ -80,7 +83,7 @@ def _is_out_of_reach(directory: Path) -> bool:
 
 
 def _new_locked(root: Path, prefix: str) -> tuple[Path, int | None]:
-    """Make a directory and lock it; return the descriptor that holds the lock, None on a file system without locks."""
+    """Create and lock a directory; return it with the descriptor that holds the lock, which is None on a file system without locks."""
     while True:
         directory = Path(tempfile.mkdtemp(prefix=prefix, dir=root))  # with mode 0700
         try:
@@ -106,7 +109,7 @@ def _remove_unlocked(directory: Path) -> None:
 def _lock(directory: Path) -> int:
     """Lock a directory of this user; return its descriptor.
 
-    Raises OSError if it is in use or gone, belongs to another user, or is not a directory: anybody may put links and pipes there.
+    Raises OSError if the path is in use or gone, belongs to another user, or is not a directory, such as another user's link or pipe.
     """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
@@ -124,16 +127,13 @@ _MEMORY = Path("/dev/shm")
 
 
 def scratch_root() -> Path:
-    """Return the memory file system if there is one, else the system's temporary directory."""
+    """Return /dev/shm if it exists, else the system's temporary directory."""
     return _MEMORY if _MEMORY.is_dir() else Path(tempfile.gettempdir())
 
 
 @contextmanager
 def scratch_directory(root: Path) -> Iterator[Path]:
-    """Yield a new directory under `root` that no other user can enter, and delete it at the end, with those that killed processes left.
-
-    Raises WeightSyncError if `root` cannot be written.
-    """
+    """Yield a new `private_directory` under `root` for weights. Raises WeightSyncError if `root` cannot be written."""
     with ExitStack() as stack:
         with filling(root):
             directory = stack.enter_context(private_directory(PREFIX, root))
@@ -142,10 +142,7 @@ def scratch_directory(root: Path) -> Iterator[Path]:
 
 @contextmanager
 def filling(directory: Path) -> Iterator[None]:
-    """Turn an OSError of the block into an error that names `directory` and the free space.
-
-    Raises WeightSyncError if the block could not write to `directory`.
-    """
+    """Convert an error of writing inside the block to a WeightSyncError that names `directory` and the free space."""
     try:
         yield
     except (OSError, SafetensorError) as error:

@@ -1,8 +1,8 @@
 """Format of FP8 checkpoints: quantized tensors, names of scales, and `quantization_config` in config.json. Pure Python.
 
-Values are float8 e4m3 times the scale of their block (tiles of a matrix as in DeepSeek-V3, arXiv 2412.19437, section 3.3). Block scales
-follow the published DeepSeek, Qwen and GLM checkpoints (`quant_method` fp8), channel and tensor scales compressed-tensors; transformers
-5.12.1 and SGLang 0.5.15.post1 load both.
+A weight is a float8 e4m3 value times the scale of its block (tiles of a matrix as in DeepSeek-V3, arXiv 2412.19437, section 3.3). Block
+scales follow the published DeepSeek, Qwen and GLM checkpoints (`quant_method` fp8); channel and tensor scales follow compressed-tensors.
+transformers 5.12.1 and SGLang 0.5.15.post1 load both.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MATRICES = {
 """Modules whose weight is quantized; norms, embeddings, the head, routers, `eh_proj` and `weights_proj` are not."""
 _FUSED_EXPERTS = re.compile(r"(?P<experts>.+\.experts)\.(?P<projection>gate_up_proj|down_proj)")
 _NEVER = "lm_head"
-"""Module that is always excluded, even if tied to the embedding: transformers would otherwise create an FP8 layer."""
+"""Module that is listed as not quantized even if it is tied to the embedding: transformers would otherwise make it an FP8 layer."""
 
 Shape = tuple[int, ...]
 
@@ -53,14 +53,14 @@ class Quantisation:
         assert (self.block_size is not None) == (self.strategy == "block")
 
     def block_of(self, shape: Shape) -> tuple[int, int]:
-        """Return the rows and columns of a matrix of `shape` that share a scale."""
+        """Return the numbers of rows and columns of a matrix of `shape` that share a scale."""
         if self.block_size is not None:
             return self.block_size
         rows, columns = shape
         return (1, columns) if self.strategy == "channel" else (rows, columns)
 
     def scale_shape(self, shape: Shape) -> Shape:
-        """Return the shape of a matrix's scales: [block rows, block columns], [rows, 1], or [1]."""
+        """Return the shape of a matrix's scales: [blocks down, blocks across], [rows, 1] by channel, or [1] by tensor."""
         if self.strategy == "tensor":
             return (1,)
         return tuple(ceil(size / block) for size, block in zip(shape, self.block_of(shape), strict=True))
@@ -96,7 +96,7 @@ class Quantisation:
 
 
 def is_quantised_matrix(name: str, shape: Shape) -> bool:
-    """Return True if the weight `name` of a checkpoint is stored in FP8."""
+    """Return whether the weight `name` is stored in FP8 in an FP8 checkpoint."""
     module, _, kind = name.rpartition(".")
     return kind == "weight" and len(shape) == 2 and module.rpartition(".")[2] in _MATRICES
 
@@ -114,7 +114,7 @@ class ExpertPart:
 def expert_parts(name: str, shape: Shape) -> list[ExpertPart]:
     """Return the matrices fused in `experts.gate_up_proj` [E, 2 * intermediate, hidden] or `experts.down_proj` [E, hidden, intermediate].
 
-    transformers 5 fuses experts in memory; checkpoints and engines keep each expert's matrices apart. Empty for any other tensor.
+    transformers 5 fuses experts in memory; most checkpoints and engines have separate matrices for each expert. Empty for any other tensor.
     """
     match = _FUSED_EXPERTS.fullmatch(name)
     if match is None or len(shape) != 3:
@@ -141,7 +141,8 @@ class EngineQuantisation:
     def read(cls, directory: Path) -> EngineQuantisation | None:
         """Read the quantization of a Hugging Face directory; None if it is not quantized.
 
-        Raises ConfigError if the directory is damaged, or quantized in a way for which engines accept no new weights (not by blocks).
+        Raises ConfigError if the directory is damaged, or its quantization is not FP8 by blocks, the only one whose weights engines can
+        update.
         """
         config = read_config_json(directory).get("quantization_config")
         if config is None:
@@ -160,10 +161,10 @@ class EngineQuantisation:
 
 
 def _published_blocks(config: Any, directory: Path) -> Quantisation:
-    """Return the block quantization of a config.json.
+    """Return the block quantization that a `quantization_config` describes.
 
-    SGLang transposes weights with channel or tensor scales on loading and cannot update them in place. Raises ConfigError for those and
-    for MXFP4.
+    Raises ConfigError for other quantizations: SGLang transposes weights with channel or tensor scales on loading and cannot update them in
+    place, nor experts in MXFP4.
     """
     expected = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "scale_fmt": "float"}
     values = config if isinstance(config, Mapping) else {}

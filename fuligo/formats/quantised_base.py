@@ -17,15 +17,15 @@ BASE_PRECISION = "base_precision.json"
 
 @dataclass(slots=True, frozen=True)
 class QuantisedBase:
-    """Storage of the matrices of a base model's linear layers."""
+    """Storage format of the matrices of a base model's linear layers and experts."""
 
     precision: BasePrecision
     dtype: str
-    """Data type to which dequantized values are rounded, and in which engines receive them, such as `bfloat16`."""
+    """Data type to which dequantized values are rounded, and in which they are sent to engines, such as `bfloat16`."""
     block_size: int = BLOCK_SIZE
 
     def write(self, adapter: Path) -> None:
-        """Record the storage in an adapter directory. Raises CheckpointError if it cannot be written."""
+        """Write the record to an adapter directory. Raises CheckpointError if it cannot be written."""
         try:
             (adapter / BASE_PRECISION).write_text(json.dumps(asdict(self), indent=2))
         except OSError as error:
@@ -33,9 +33,9 @@ class QuantisedBase:
 
     @classmethod
     def read(cls, adapter: Path) -> Self | None:
-        """Read the record in an adapter directory; None without one: the base was not quantized, or another tool wrote the adapter.
+        """Read the record in an adapter directory; None if it has none: the base was not quantized, or another tool wrote the adapter.
 
-        Raises CheckpointError if it is damaged, or this version of fuligo does not support its storage.
+        Raises CheckpointError if the record is damaged, or this version of fuligo does not support the format.
         """
         file = adapter / BASE_PRECISION
         if not file.exists():
@@ -56,11 +56,11 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 
 def other_storage(trained_on: QuantisedBase | None, own: QuantisedBase | None) -> str:
-    """Return how the base that an adapter was trained on differs from this run's, as a predicate for an error ("was trained on ...")."""
+    """Return the predicate of an error about an adapter whose base was stored differently: "was trained on ..., but this run's is ..."."""
     theirs, ours = ("not quantized" if base is None else f"in {base.precision}, rounded to {base.dtype}" for base in (trained_on, own))
     return f"was trained on a base {'that was ' if trained_on is None else ''}{theirs}, but this run's is {ours}"
 
 
 def stored_bytes(num_elements: int, precision: BasePrecision) -> int:
-    """Return the bytes of a quantized matrix with its scales."""
+    """Return the size of a quantized matrix with its scales, in bytes."""
     return -(-num_elements * BITS[precision] // 8) + 4 * -(-num_elements // BLOCK_SIZE)

@@ -16,12 +16,12 @@ from fuligo.formats.weight_manifest import weights_checksum
 class WeightStore:
     """Parameters and persistent buffers of a model, by the names of its checkpoint.
 
-    A weight sync may arrive in several buckets; the last one carries the new version. A sync that begins with tensors of a LoRA adapter
-    brings only the adapter, any other brings all weights, the adapter's last. Tensors of MTP layers are skipped, because transformers'
+    A weight sync may arrive in several buckets; the last one carries the new version. A sync whose first bucket has only tensors of a LoRA
+    adapter must contain the adapter; any other sync must contain all weights. Tensors of MTP layers are skipped, because transformers'
     models do not have them.
 
     Args:
-        experts: form of routed experts in the tensors that it receives.
+        experts: form of routed experts in the received tensors.
     """
 
     def __init__(self, module: PreTrainedModel, *, experts: StoredExperts) -> None:
@@ -38,7 +38,7 @@ class WeightStore:
 
     @property
     def torn(self) -> bool:
-        """True while weights have mixed versions; nothing may be sampled then."""
+        """True while a sync is unfinished and weights have mixed versions, so that nothing may be sampled."""
         return bool(self._missing)
 
     def named_weights(self) -> dict[str, torch.Tensor]:
@@ -51,7 +51,7 @@ class WeightStore:
         """Load one bucket. The last bucket comes with a `version`; by then every weight must have been sent.
 
         Raises:
-            WeightSyncError: an unknown name, a wrong shape or dtype, or weights missing at the end; the weights are unchanged.
+            WeightSyncError: an unknown name, a wrong shape or dtype, or weights missing at the end; nothing of this bucket was loaded.
         """
         tensors = [(name, tensor) for name, tensor in tensors if not name.startswith(self._unused)]
         weights = self._under_all_names()
@@ -85,7 +85,7 @@ class WeightStore:
             given["use_safetensors"] = True  # other formats are pickles
             auto: Any = AutoModelForImageTextToText if hasattr(self.module.config, "vision_config") else AutoModelForCausalLM
             loaded, report = cast(Any, auto.from_pretrained(path, **given))
-        except Exception as error:  # Loaders raise anything on a damaged directory; the caller needs the reason.
+        except Exception as error:  # loaders may raise anything on a damaged directory
             raise WeightSyncError(f"cannot load weights from {path}: {type(error).__name__}: {error}") from error
         unexpected = [name for name in report["unexpected_keys"] if not name.startswith(self._unused)]
         found = {**report, "unexpected_keys": unexpected}
@@ -108,7 +108,7 @@ def _adapter_digest(weights: dict[str, torch.Tensor]) -> str | None:
 
 
 def _expected(first_names: dict[str, str], tensors: NamedTensors) -> set[str]:
-    """Return the names that a sync must send if it begins with these tensors."""
+    """Return the names that a sync must send if its first bucket has these tensors: the adapter's if it has only such, else all."""
     adapter_alone = any(is_adapter_name(name) for name, _ in tensors) and all(is_adapter_name(name) for name, _ in tensors)
     return {first for first in first_names.values() if is_adapter_name(first) or not adapter_alone}
 

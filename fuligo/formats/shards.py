@@ -1,7 +1,7 @@
 """Shards of tensors and their writer to a distributed checkpoint.
 
-The format is `torch.distributed.checkpoint`'s (Megatron-Core's torch_dist): every rank writes its shards to its own files, `.metadata`
-indexes them, and a shard of any other shape is read from those it overlaps.
+The format is that of `torch.distributed.checkpoint` (torch_dist in Megatron-Core): every rank writes its shards to its own files, and
+`.metadata` indexes them. Readers may split tensors differently: a part is read from all shards that it overlaps.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from fuligo.errors import CheckpointError
 
 @dataclass(slots=True, frozen=True)
 class Box:
-    """Rectangle of a tensor whose elements are consecutive in the flattened tensor."""
+    """Rectangular part of a tensor whose elements are consecutive in the flattened tensor."""
 
     start: int
     """Index of the first element in the flattened tensor."""
     offset: tuple[int, ...]
-    """Index of the rectangle's first corner."""
+    """Index of the first element, by axis."""
     shape: tuple[int, ...]
 
     @property
@@ -81,7 +81,7 @@ class Shard:
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     offset: tuple[int, ...]
-    """Index of the part's first corner."""
+    """Index of the part's first element in the whole tensor, by axis."""
     data: Tensor
     """Data of the part; a view of live memory when reading."""
 
@@ -90,10 +90,13 @@ class Shard:
         return replace(self, data=self.data.detach().to("cpu", copy=True))
 
     def flat_range(self, name: str, flat: Tensor, start: int, end: int) -> Iterator[Shard]:
-        """Yield shards for the elements [start, end) of the flattened part of a tensor with the same layout (such as an Adam moment).
+        """Yield shards of another tensor with the same layout, such as an Adam moment, for a range of this part's flattened elements.
 
         Args:
-            flat: [end - start]
+            name: name of the other tensor.
+            flat: [end - start] its values.
+            start: index of the first element in the flattened part.
+            end: index after the last element.
         """
         for box in boxes(tuple(self.data.shape), start, end):
             offset = tuple(whole + part for whole, part in zip(self.offset, box.offset, strict=True))
@@ -103,7 +106,7 @@ class Shard:
 
 @dataclass(slots=True, frozen=True)
 class Unread:
-    """Whole tensor that is read only when it is written, so that few are in memory at a time."""
+    """Whole tensor that is read only when it is written, so that few tensors are in memory at a time."""
 
     name: str
     shape: tuple[int, ...]
@@ -119,7 +122,7 @@ def write_format(directory: Path) -> None:
 
 
 def write_shards(directory: Path, shards: Sequence[Shard | Unread], group: dist.ProcessGroup | None) -> None:
-    """Write every rank's shards, which together must cover whole tensors exactly once. A collective of `group`.
+    """Write every rank's shards, which together must cover each tensor exactly once. A collective of `group`.
 
     Args:
         directory: an existing directory.
@@ -134,7 +137,7 @@ def write_shards(directory: Path, shards: Sequence[Shard | Unread], group: dist.
             # A single process needs no process group.
             warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
             save({}, storage_writer=writer, planner=_Planner(shards), process_group=group, no_dist=group is None)
-    except CheckpointException as error:  # CheckpointException derives from BaseException.
+    except CheckpointException as error:  # derives from BaseException
         first, (failure, _) = min(error.failures.items())
         raise CheckpointError(f"cannot write {directory}: rank {first} failed: {failure!r}") from error
 
@@ -166,7 +169,7 @@ class _Files(FileSystem):
             with super().create_stream(path, mode) as stream:
                 yield stream
         except Exception as error:
-            why = error.__context__  # On a full disk torch.save reports only that it cannot close its archive.
+            why = error.__context__  # on a full disk, torch.save reports only that it cannot close its archive
             self.errors.append(why if isinstance(why, OSError) else error)
             raise
 

@@ -1,4 +1,4 @@
-"""Types of a weight sync: the engines' format, where weights go, what was sent, and its checksum, which both sides compute the same way."""
+"""Types of a weight sync: format of the engines' tensors, target, manifest, and the checksum that sender and engines compute."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 DIGEST_SCHEME = "xxh3:"
 """Prefix of checksums. Versions of fuligo that used BLAKE2b wrote none."""
 DIGESTED_AT_ONCE = 2**28
-"""Number of bytes of tensors that are copied from a GPU together."""
+"""Number of bytes of tensors that are copied from a GPU in one batch."""
 
 
 class WeightsDigest(NamedTuple):
-    """Digest of all names, dtypes, shapes and bytes; independent of the order of the tensors."""
+    """Digest of the names, dtypes, shapes and bytes of tensors, independent of their order."""
 
     num_tensors: int
     num_bytes: int
@@ -87,14 +87,14 @@ Transport = Literal["disk", "tensor", "gloo", "nccl"]
 
 @dataclass(slots=True, frozen=True)
 class EngineFormat:
-    """Difference between the engines' tensors and those of the trainer's model."""
+    """Format of the tensors that engines receive, where it differs from that of the trainer's model."""
 
     left_out: tuple[str, ...] = ()
     """Name prefixes of tensors that engines do not use."""
     quantisation: EngineQuantisation | None = None
     """Quantization of the engines' checkpoint; None if it is not quantized."""
     experts: StoredExperts = StoredExperts.APART
-    """Form in which engines take routed experts."""
+    """Layout of routed experts in the engines."""
 
 
 AS_CHECKPOINT = EngineFormat()
@@ -113,14 +113,14 @@ class EngineAddress:
     """Index among the engines of the run; see `InferenceEngine`."""
     keys: EngineKeys = NO_KEYS
     trainer_ranks: tuple[int, ...] = ()
-    """tensor transport: trainer ranks on the GPUs of the engine's ranks, in order; empty if the engine has its own GPUs."""
+    """tensor transport: trainer ranks on the GPUs of the engine's ranks, in the order of these ranks; empty if no GPU is shared."""
     run: str | None = None
     """Name of the run, if several runs share the engine; see `InferenceEngine`."""
 
 
 @dataclass(slots=True, frozen=True)
 class WeightTarget:
-    """Destination of a weight sync; plain data that is passed to the trainer ranks."""
+    """Destination of a weight sync, as plain data that can be sent to the trainer ranks."""
 
     transport: Transport
     """disk: a Hugging Face checkpoint that the engines read; tensor: buckets in shared memory; gloo, nccl: buckets broadcast in a process
@@ -139,7 +139,7 @@ class WeightTarget:
 
 @dataclass(slots=True, frozen=True)
 class MergeRounding:
-    """Count of the elements of adapted matrices that a merged adapter changed, after rounding to the data type of the sync."""
+    """Number of elements of adapted matrices that a merged adapter changed, after rounding to the data type of the result."""
 
     num_changed: int = 0
     num_elements: int = 0
@@ -155,17 +155,17 @@ class MergeRounding:
 
 @dataclass(slots=True, frozen=True)
 class WeightManifest:
-    """Summary of what was sent, for checking the receiver."""
+    """Summary of a weight sync, to check that engines received the weights."""
 
     version: int
     num_tensors: int
     num_bytes: int
     checksum: str | None
-    """Order-independent digest of all names, shapes, dtypes and bytes (see `WeightsChecksum`); None if it is not compared."""
+    """Checksum of all tensors (see `WeightsDigest`); None unless `WeightTarget.with_checksum`."""
     num_bytes_sent: int = 0
     """Number of bytes that were sent; less than `num_bytes` if only changes were sent."""
     merged: MergeRounding = MergeRounding()
-    """Elements that an adapter merged into the weights changed, after rounding."""
+    """Elements that a merged adapter changed, after rounding."""
     adapter: str | None = None
     """Digest of an adapter that was sent unmerged, for comparison with the digest that an engine reports."""
     trained: WeightsDigest | None = None
@@ -174,7 +174,7 @@ class WeightManifest:
 
 @dataclass(slots=True, frozen=True)
 class Undelivered:
-    """Result of a sync that engines refused. Not an exception: every rank completed its part and can send again."""
+    """Result of a sync that failed on an engine. Not an exception: every rank completed its part and can send again."""
 
     reason: str
 

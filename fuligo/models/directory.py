@@ -1,6 +1,5 @@
 """Configuration, tokenizer and end-of-text tokens of a Hugging Face directory."""
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +7,8 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from fuligo.errors import ConfigError
 from fuligo.formats.disk import unreadable_files
-from fuligo.formats.hugging_face import brings_code, read_config_json
+from fuligo.formats.hugging_face import TOKENIZER_FILES, brings_code, read_config_json
 from fuligo.models.transformers_types import LOADED_AS, read_config
-
-logger = logging.getLogger(__name__)
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 def load_config(path: str) -> Any:

@@ -24,21 +24,24 @@ class Checkpoint:
     """Number of complete rollouts."""
 
     def state(self) -> RunState:
-        """Read the driver's state. Raises CheckpointError if another version of fuligo wrote it."""
+        """Read the driver's state. Raises CheckpointError like `RunState.read`."""
         return RunState.read(self.directory)
 
 
 @dataclass(slots=True, frozen=True)
 class WeightsOnly:
-    """Initial weights (a Hugging Face directory or a distributed checkpoint) for step 0 and a fresh optimizer."""
+    """Weights alone (a Hugging Face directory or a distributed checkpoint), from which a run starts at step 0 with a fresh optimizer."""
 
     directory: Path
 
 
 def resolve(load: Path | None, ckpt_step: int | None = None) -> Checkpoint | WeightsOnly | None:
-    """Return the checkpoint or weights that a run starts from; None for a fresh start from `--ref-load`.
+    """Return the checkpoint or weights in `--load` that a run starts from; None for a fresh start from `--ref-load`.
 
     A missing or empty directory means a fresh start, so that the same command both starts and resumes a run.
+
+    Args:
+        ckpt_step: iteration to load; None: the newest.
 
     Raises:
         CheckpointError: the directory contains something other than checkpoints, lacks the iteration, or is damaged.
@@ -65,17 +68,17 @@ def resolve(load: Path | None, ckpt_step: int | None = None) -> Checkpoint | Wei
 
 
 def nothing_left(checkpoint: Path | None, step: int, num_rollout: int) -> str | None:
-    """Return an error message if a run of `num_rollout` rollouts is complete after `step` of them; None if some are left."""
+    """Return an error message if no rollouts are left for a run of `num_rollout` that resumes after `step`; None if some are left."""
     if step < num_rollout:
         return None
     return f"cannot resume {checkpoint}: the run is complete ({step} of {num_rollout} rollouts); raise --num-rollout to continue"
 
 
 def weights_directory(given: Path) -> Path:
-    """Return the weights that `--ref-load` refers to: those of the newest checkpoint if `given` is a directory of checkpoints, else
-    `given`.
+    """Return the directory of the weights that `--ref-load` refers to.
 
-    Raises CheckpointError if the checkpoint that the tracker names is missing or damaged.
+    If `given` is a directory of checkpoints, these are the weights of the newest one, else `given` itself. Raises CheckpointError if the
+    checkpoint that the tracker names is missing or damaged.
     """
     if not given.is_dir():
         return given
@@ -90,9 +93,10 @@ def weights_directory(given: Path) -> Path:
 
 
 def value_weights_directory(given: Path) -> Path:
-    """Return the weights that `--critic-load` refers to: like `weights_directory`, but a checkpoint's value model if there is one.
+    """Return the directory of the weights that `--critic-load` refers to.
 
-    Raises CheckpointError if the checkpoint that the tracker names is missing or damaged.
+    It is that of `weights_directory`, or the checkpoint's value model if there is one. Raises CheckpointError if the checkpoint that the
+    tracker names is missing or damaged.
     """
     weights = weights_directory(given)
     saved = (weights if is_distributed(weights) else weights.parent) / VALUE_MODEL
@@ -116,9 +120,9 @@ def saved_value_model(checkpoint: Path | None) -> Path | None:
 
 
 def weights_of(checkpoint: Path) -> Path:
-    """Return the weights in a checkpoint: the distributed checkpoint itself (Megatron trainer), or its directory `hf` (torch trainer).
+    """Return the directory of a checkpoint's weights: the checkpoint itself (Megatron trainer), or `hf` in it (torch trainer).
 
-    For a LoRA run, return its directory `adapter`, which is not a whole model.
+    For a LoRA run, it is `adapter` in the checkpoint, which is not a whole model.
     """
     if is_adapter(checkpoint / ADAPTER):
         return adapter_directory(checkpoint)
@@ -128,7 +132,7 @@ def weights_of(checkpoint: Path) -> Path:
 def newest_iteration(directory: Path) -> int | None:
     """Return the iteration in the tracker file; None if there is no checkpoint.
 
-    Without a tracker, return the iteration of a single complete checkpoint, whose run was killed before it wrote the tracker. Raises
+    Without a tracker, return the iteration of a single complete checkpoint: the run was killed before it wrote the tracker. Raises
     CheckpointError if the tracker does not contain an iteration.
     """
     try:
@@ -147,7 +151,7 @@ def newest_iteration(directory: Path) -> int | None:
 def find_iteration(directory: Path, iteration: int) -> Checkpoint:
     """Check the manifest of a checkpoint and return the checkpoint.
 
-    Raises CheckpointError if it is damaged or missing; the error then lists the existing iterations.
+    Raises CheckpointError if the checkpoint is damaged, or missing: the message then lists the existing iterations.
     """
     for name in (iteration_name(iteration), replaced_name(iteration)):
         if (directory / name).is_dir():
@@ -155,8 +159,9 @@ def find_iteration(directory: Path, iteration: int) -> Checkpoint:
                 _require_plain_files(part)
             check_manifest(directory / name)
             return Checkpoint(directory / name, iteration)
-    there = ", ".join(str(known) for known in iterations(directory)) or "none"
-    raise CheckpointError(f"cannot load iteration {iteration} from {directory}: it has {there}; choose one with --ckpt-step")
+    there = ", ".join(str(known) for known in iterations(directory))
+    found = f"it has {there}; choose one with --ckpt-step" if there else "it has no checkpoint; use another directory"
+    raise CheckpointError(f"cannot load iteration {iteration} from {directory}: {found}")
 
 
 def iteration_of(name: str) -> int | None:
@@ -170,12 +175,12 @@ def iteration_name(iteration: int) -> str:
 
 
 def replaced_name(iteration: int) -> str:
-    """Return the temporary name of a checkpoint that is being replaced by a new one of the same iteration."""
+    """Return the temporary name of an old checkpoint while a new one of the same iteration replaces it."""
     return f"{_REPLACED}{iteration_name(iteration)}"
 
 
 def iterations(directory: Path) -> list[int]:
-    """Return the iterations in `directory`, ascending."""
+    """Return the iterations of the checkpoints in `directory`, ascending."""
     return sorted(found for entry in directory.iterdir() if (found := iteration_of(entry.name)) is not None)
 
 
@@ -185,13 +190,13 @@ def replaced_iterations(directory: Path) -> list[int]:
 
 
 def _require_plain_files(directory: Path) -> None:
-    """Raise CheckpointError if a directory of checkpoints contains a pipe or device, because reading one would block."""
+    """Raise CheckpointError if a directory contains a pipe, socket or device, because reading it could block."""
     for problem in unreadable_files(directory, math.inf):
         raise CheckpointError(f"cannot load from {directory}: {problem}")
 
 
 def _entries(directory: Path) -> list[Path]:
-    """List the entries of `directory`, except its lock and leftovers of a crash. Raises CheckpointError if it is a file."""
+    """Return the entries of `directory`, except its lock and leftovers of a crash. Raises CheckpointError if it is a file."""
     if not directory.exists():
         return []
     if not directory.is_dir():
@@ -206,7 +211,7 @@ def _has_weights(directory: Path) -> bool:
 
 
 def _suggestion(load: Path) -> str:
-    """Return advice for the error message: the directory that the user probably meant."""
+    """Return the fix for an error message: the directory that the user probably meant."""
     if (iteration := _ITERATION.fullmatch(load.name)) is not None:
         return f"it is a single checkpoint: use --load {load.parent} --ckpt-step {int(iteration[1])}"
     if (inside := next(load.glob(f"*/{TRACKER}"), None)) is not None:

@@ -13,7 +13,7 @@ from fuligo.rollout.debug_data import decode_groups, encode_groups
 from fuligo.rollout.protocol import RolloutState
 
 FORMAT = 1
-"""Version of the format."""
+"""Version of the format of these files, recorded in `state.json`."""
 STATE = "state.json"
 BUFFER = "buffer.parquet"
 CONFIG = "config.yaml"

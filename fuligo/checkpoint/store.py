@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def saving_to(directory: Path) -> Iterator[None]:
-    """Lock `directory` (created if missing) inside the block, because runs that save to the same directory delete each other's files.
+    """Lock `directory` (created if missing) inside the block, because runs that save to the same directory would delete each other's files.
 
     Raises:
         ConfigError: another run saves to the directory, or it contains links of another user.
@@ -60,14 +60,14 @@ def saving_to(directory: Path) -> Iterator[None]:
 
 
 class CheckpointStore:
-    """Directory of checkpoints with a single writer (see `saving_to`), which deletes old checkpoints."""
+    """Directory of checkpoints, to which only one run may save (see `saving_to`); saving deletes old checkpoints."""
 
     def __init__(self, directory: Path, *, keep: int | None = None, used: frozenset[int] = frozenset()) -> None:
         """Create the directory if missing, and clean up after a crash. Raises CheckpointError if the directory cannot be written.
 
         Args:
             keep: number of newest checkpoints to keep; None: keep all.
-            used: iterations that are never deleted.
+            used: iterations that are never deleted, because flags of the run refer to them.
         """
         self.directory = directory
         self.newest: int | None = None
@@ -98,7 +98,10 @@ class CheckpointStore:
             raise _unwritable(self.directory, error) from None
 
     async def save(self, iteration: int, write: Callable[[Path], Awaitable[None]], state: RunState) -> Path:
-        """Save `state` after `iteration` rollouts, and the files that `write` puts into the directory; return when all are on disk.
+        """Save a checkpoint after `iteration` rollouts, with `state` and the files that `write` puts into the directory that it is given.
+
+        Returns:
+            Path of the checkpoint, whose files are all on disk.
 
         Raises:
             CheckpointWriteError: writing failed, for example because the disk is full; earlier checkpoints are untouched.
@@ -108,12 +111,12 @@ class CheckpointStore:
     async def begin(
         self, iteration: int, write: Callable[[Path], Awaitable[None]], wait: Callable[[], Awaitable[None]], state: RunState
     ) -> asyncio.Task[Path]:
-        """Begin a save that continues in the background. Only one save at a time.
+        """Begin a save that continues in the background; it must end before another one begins.
 
         Args:
             iteration: number of complete rollouts.
-            write: begins writing the trainer's part; when it returns, training may continue.
-            wait: returns when the trainer's part is on disk.
+            write: function that begins to write the trainer's part to a directory; when it returns, training may continue.
+            wait: function that returns when the trainer's part is on disk.
             state: driver's part.
 
         Returns:
@@ -144,7 +147,7 @@ class CheckpointStore:
 
     @asynccontextmanager
     async def _attempt(self, iteration: int) -> AsyncIterator[None]:
-        """Convert errors of writing inside the block to `CheckpointWriteError`; other `FuligoError`s pass through."""
+        """Convert errors inside the block to `CheckpointWriteError`, except `FuligoError`s other than `CheckpointError`."""
         try:
             yield
         except Exception as error:
@@ -177,7 +180,10 @@ class CheckpointStore:
         self._remove_old(iteration)
 
     def _remove_old(self, newest: int) -> None:
-        """Delete checkpoints up to `newest`, except the newest `keep` and those in use. Later ones (of an abandoned branch) are kept."""
+        """Delete checkpoints up to `newest`, except the newest `keep` and those in use.
+
+        Later checkpoints, of a branch that the run left by resuming from an earlier one, are kept.
+        """
         if self._keep is None:
             return
         for iteration in [known for known in iterations(self.directory) if known <= newest][: -self._keep]:

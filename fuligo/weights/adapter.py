@@ -27,13 +27,13 @@ def send_adapter(tensors: NamedTensors, config: AdapterConfig, target: WeightTar
     """Load an adapter into all engines of `target`, replacing the previous one.
 
     Args:
-        tensors: names in PEFT's files, and tensors of the adapter.
+        tensors: the adapter's tensors, under their names in PEFT's files.
         config: configuration of the adapter.
         target: engines and version of the sync.
         copies: shared memory for the tensors; pass the same object at every sync, and to no other sender.
 
     Returns:
-        Manifest of the sync, or the reason why an engine did not load the adapter.
+        Manifest of the sync; `Undelivered` with the reason if an engine did not load the adapter.
 
     Raises:
         WeightSyncError: shared memory is full.
@@ -58,9 +58,10 @@ def _client(engine: EngineAddress) -> EngineClient:
 
 
 async def _load(tensors: NamedTensors, fields: dict[str, Any], target: WeightTarget, copies: SharedCopies) -> WeightsDigest:
-    """Write the tensors while engines unload their adapters, and compute the digest while they load the new one.
+    """Load the adapter into the engines and return its digest.
 
-    Raises EngineError if an engine did not load the adapter, and WeightSyncError if shared memory is full.
+    The tensors are written while engines unload their previous adapters; the digest is computed while they load the new one. Raises
+    EngineError if an engine did not load the adapter, and WeightSyncError if shared memory is full.
     """
     # An engine outside of this sync may still read the file of an earlier one.
     receivers = frozenset((engine.url, engine.start) for engine in target.engines)
@@ -91,13 +92,13 @@ async def _load(tensors: NamedTensors, fields: dict[str, Any], target: WeightTar
 
 
 class AdapterRecord:
-    """File `adapters.jsonl` with the adapter's digest of each policy version that engines received.
+    """File `adapters.jsonl` with the digest of the adapter of each policy version that engines received.
 
     The `versions` of a sample refer to these versions.
 
     Args:
         path: path of the file.
-        continues: the run resumes from a checkpoint; otherwise lines of an earlier attempt, which trained no step, are removed.
+        continues: the run resumes from a checkpoint. Otherwise the file of an earlier attempt, which trained no step, is deleted.
     """
 
     def __init__(self, path: Path, *, continues: bool) -> None:
@@ -108,7 +109,7 @@ class AdapterRecord:
         self._known = {record["version"]: WeightsDigest(**record["adapter"]) for record in records}
 
     def add(self, version: int, adapter: WeightsDigest) -> None:
-        """Record a new version. Versions from it on are removed; they come from before the run resumed from an earlier checkpoint."""
+        """Record a new version. Remove this and later versions, which are left from before the run resumed from an earlier checkpoint."""
         with closing(JsonLines(self._path)) as file:
             if any(known >= version for known in self._known):
                 file.cut_back(lambda record: record["version"] < version)
@@ -118,8 +119,8 @@ class AdapterRecord:
     def check(self, version: int, adapter: WeightsDigest) -> None:
         """Check that a version that is sent again, for example after a resume, has the recorded adapter; record it if it is new.
 
-        Digests of another data type (after a change of --precision) or hash function are not compared. If the run directory has only this
-        version, its record is replaced: it has no samples yet, because an attempt with another checkpoint ended before its first step.
+        Digests of another data type (after a change of --precision) or hash function are not compared. If this is the only version on
+        record, it is replaced: an attempt with another checkpoint ended before its first step and left no samples.
 
         Raises:
             WeightSyncError: the version was recorded with another adapter.

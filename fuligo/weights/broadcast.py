@@ -32,15 +32,15 @@ from fuligo.formats.weight_manifest import EngineAddress
 TIMEOUT = timedelta(seconds=BUCKET.seconds)
 """Timeout of joining a group and of one broadcast, if no engine reports a failure."""
 LEAVE_TIMEOUT_S = 15.0
-"""Seconds for an engine to leave a group. With NCCL, an engine waits forever for a dead peer; it cannot leave and must be restarted."""
+"""Seconds for an engine to leave a group. With NCCL, an engine that waits for a dead peer waits forever and must be restarted."""
 IDLE_S = 2.0
-"""Seconds after which connections are opened anew, because engines close idle ones after 5 s and a blocked event loop does not notice."""
+"""Idle seconds after which HTTP connections are reopened: engines close idle ones after 5 s, and a blocked event loop does not notice."""
 _numbers = count()
 T = TypeVar("T")
 
 
 class BroadcastGroup:
-    """Process group on the sender's side, open until `close`.
+    """Sender's side of the process group. The group exists until `close`.
 
     Args:
         engines: engines in the order of their ranks in the group.
@@ -52,7 +52,7 @@ class BroadcastGroup:
         """Join the group together with the engines.
 
         Raises:
-            EngineError: an engine did not join; the others have left the group.
+            EngineError: an engine did not join; the other engines have left the group.
         """
         self.engines = tuple(engines)
         self.name = f"fuligo-weights-{next(_numbers)}"
@@ -60,7 +60,7 @@ class BroadcastGroup:
         self._loop = asyncio.Runner()
         self._last_call_s = time.monotonic()
         self._loading: asyncio.Task[None] | None = None
-        """Requests of the previous bucket, which engines load while the next one is prepared."""
+        """Requests for the previous bucket, which engines load while the next one is prepared."""
         self._device = torch.device("cuda" if backend == "nccl" else "cpu")
         self._group: dist.ProcessGroup | None = None
         self._store: TCPStore | None = listening_store(host, timeout=TIMEOUT)
@@ -105,16 +105,16 @@ class BroadcastGroup:
         return self._together(join, engines_join(), f"join the {backend} group")
 
     def broadcast(self, bucket: Bucket, version: int | None) -> None:
-        """Send one bucket to all engines; return when they have received it, or have loaded it if it is the last.
+        """Send one bucket to all engines; return when they have received it, or have loaded it if it is the last bucket.
 
         An engine receives a bucket only after it has loaded the previous one.
 
         Args:
-            version: version of the weights with the last bucket; None with the others.
+            version: version of the weights for the last bucket; None for the other buckets.
 
         Raises:
-            EngineError: an engine refused this or the previous bucket, or died. Other engines may have loaded it, and some may wait in the
-                group until `close`.
+            EngineError: an engine refused this or the previous bucket, or died. Other engines may have loaded the bucket, and some may wait
+                in the group until `close`.
         """
         row = torch.cat([as_bytes(tensor) for _, tensor in bucket]).to(self._device)
 
@@ -145,13 +145,14 @@ class BroadcastGroup:
     def _together(
         self, own_part: Callable[[], T], engines_part: Coroutine[Any, Any, None], what: str, *, waits_for_engines: bool = True
     ) -> T:
-        """Run both parts concurrently, because each waits for the other; the first failure ends the wait.
+        """Run both parts concurrently, because each waits for the other, and return the result of `own_part`.
 
-        Unless `waits_for_engines`, the engines' part may continue until the next call, which waits for it. The sender's part runs in a
-        daemon thread, because it may wait forever if an engine fails and cannot be interrupted.
+        The first failure ends the wait. `own_part` runs in a daemon thread: if an engine fails, it may wait forever, and a thread cannot be
+        interrupted.
 
         Args:
             what: verb phrase for the error message, such as "join the group".
+            waits_for_engines: wait for the engines' part too; otherwise it may continue until the next call, which waits for it.
 
         Raises:
             EngineError: one of the parts failed or timed out.
@@ -194,7 +195,7 @@ class BroadcastGroup:
             raise EngineError(f"the engines {urls} did not {what}: {cause}") from error
 
     def close(self) -> None:
-        """Leave the group, whatever its state. Engines that wait in it get an error if the backend reports lost peers."""
+        """Leave the group, whatever its state. Engines that wait in the group get an error if the backend reports lost peers."""
         if self._group is not None:
             self._group.abort()  # unlike shutdown, abort does not wait for peers, which may be dead
             dist.destroy_process_group(self._group)
@@ -223,7 +224,7 @@ class BroadcastGroup:
 
 
 async def _first_failure(futures: Sequence[asyncio.Future[Any]], until: Sequence[asyncio.Future[Any]]) -> None:
-    """Wait until all futures in `until` are done; raise the first error of any of `futures` meanwhile."""
+    """Wait until all futures in `until`, a subset of `futures`, are done; raise the first error of any of `futures` until then."""
     running = set(futures)
     while not all(future.done() for future in until):
         done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True, frozen=True)
 class TrainerRanks:
-    """This trainer rank, and its process group for Python objects."""
+    """This trainer rank and the process group of all trainer ranks."""
 
     rank: int = 0
     objects: dist.ProcessGroup | None = None
@@ -49,11 +49,11 @@ class OwnEngine:
         return self.engine.trainer_ranks[0]
 
     def share(self, bucket: Bucket, version: int | None) -> None:
-        """Share one bucket with the engine; return when the engine has loaded it. Called on all trainer ranks of the engine.
+        """Share one bucket with the engine; return when the engine has loaded it. Call it on all trainer ranks of the engine.
 
         Args:
-            bucket: tensors, which all these ranks hold.
-            version: version of the weights with the last bucket; None with the others.
+            bucket: tensors, the same on all these ranks, each on the rank's GPU.
+            version: version of the weights for the last bucket; None for the other buckets.
 
         Raises:
             EngineError: the engine refused the bucket or did not answer; raised on all these ranks.
@@ -63,13 +63,13 @@ class OwnEngine:
                 self._call(payload, version)
             else:
                 self._send(payload, self.caller)
-                refusal = self._receive("", self.caller)
+                refusal = self._receive(self.caller)
                 if refusal:
                     raise EngineError(refusal)
 
     def _call(self, payload: str, version: int | None) -> None:
         others = [rank for rank in self.engine.trainer_ranks if rank != self.caller]
-        payloads = [payload, *(self._receive(payload, rank) for rank in others)]
+        payloads = [payload, *(self._receive(rank) for rank in others)]
 
         async def post() -> None:
             client = EngineClient(self.engine.url, self.engine.keys, number=self.engine.number)
@@ -91,11 +91,12 @@ class OwnEngine:
     def _send(self, text: str, rank: int) -> None:
         dist.send_object_list([text], dst=rank, group=self.ranks.objects)
 
-    def _receive(self, like: str, rank: int) -> str:
-        received = [like]
+    def _receive(self, rank: int) -> str:
+        received = [""]
         dist.recv_object_list(received, src=rank, group=self.ranks.objects)
         return received[0]
 
 
 def own_engine(engines: tuple[EngineAddress, ...], ranks: TrainerRanks) -> OwnEngine | None:
+    """Return the engine that shares a GPU with this trainer rank; None if there is none."""
     return next((OwnEngine(engine, ranks) for engine in engines if ranks.rank in engine.trainer_ranks), None)

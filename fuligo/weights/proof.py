@@ -1,4 +1,4 @@
-"""Checks that engines hold the weights that the trainer sent (--check-weight-update-equal)."""
+"""Checks that the engines' weights equal those that the trainer sent (--check-weight-update-equal)."""
 
 import asyncio
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ NUM_PROBES = 8
 
 
 class ChecksumProof:
-    """Check of the engines' weights by checksums over the bytes of all tensors, for engines that keep tensors as they were sent."""
+    """Check of the engines' weights by a checksum over all tensors, for engines that keep tensors as they were sent."""
 
     async def check(self, engines: EngineGroup, manifest: WeightManifest) -> None:
-        """Check every engine after a weight sync. Raises WeightSyncError if the weights of an engine differ from those that were sent."""
+        """Check every engine after a weight sync. Raises WeightSyncError if an engine's weights differ from those that were sent."""
         sent = WeightsDigest(manifest.num_tensors, manifest.num_bytes, manifest.checksum or "")
         for url, held in await engines.weights_checksums():
             if held != sent:
@@ -44,9 +44,9 @@ class LogprobProof:
     temperature: float
     vocab_size: int
     tolerance: float
-    """Largest accepted mean absolute difference in nats, which rounding in both data types explains."""
+    """Largest accepted mean absolute difference of log-probabilities, in nats; rounding in both data types explains this much."""
     num_replicas: int = 1
-    """Number of the trainer's data-parallel replicas, each of which must score at least one probe."""
+    """Number of the trainer's data-parallel replicas; each must score at least one probe."""
     num_tokens: int = 32
     """Number of tokens of a probe's prompt, and of its response."""
 
@@ -64,9 +64,9 @@ class LogprobProof:
             if not difference <= self.tolerance:
                 raise WeightSyncError(
                     f"--check-weight-update-equal: after version {manifest.version} was sent, log-probabilities of engine {client.url} and "
-                    f"of the trainer differ by {difference:.2g} on average over {len(sampled)} tokens; at most {self.tolerance:g} is "
-                    "explained by rounding. Either the engine's weights differ from the trainer's, or it computes a different model; check "
-                    "its flags and the model's checkpoint."
+                    f"of the trainer differ by {difference:.2g} on average over {len(sampled)} tokens; rounding explains at most "
+                    f"{self.tolerance:g}. The engine has other weights, or computes another model; check its flags and the model's "
+                    "checkpoint."
                 )
 
     async def _sample(self, client: InferenceEngine, version: int, num_probes: int) -> list[TrainSample]:

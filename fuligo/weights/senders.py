@@ -1,6 +1,6 @@
 """Trainer side of a weight sync: splits a stream of named tensors into buckets and sends them to the engines.
 
-This runs on every trainer rank. Rank 0 sends and, with --colocate, every rank that shares its GPU with an engine.
+This runs on every trainer rank. Rank 0 sends weights; with --colocate, so does every rank that shares its GPU with an engine.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from fuligo.weights.colocated import TrainerRanks, own_engine
 
 
 class WeightSender:
-    """Sender of weights. Between syncs it keeps the process group, and the digests of the tensors that the engines have."""
+    """Sender of weights on a trainer rank. Between syncs it keeps the process group, and digests of the tensors that the engines have."""
 
     def __init__(self, engine_format: EngineFormat = AS_CHECKPOINT, ranks: TrainerRanks = TrainerRanks()) -> None:  # noqa: B008  # frozen
         self._format = engine_format
@@ -35,13 +35,14 @@ class WeightSender:
         """Engines that have all tensors recorded in `_changes`."""
 
     def send(self, named_weights: NamedTensors, target: WeightTarget) -> WeightManifest | Undelivered | None:
-        """Send the weights to `target`; return when all engines that this rank sends to have loaded them (by disk: when they are written).
+        """Send the weights to `target`; return when all engines that this rank sends to have loaded them (disk: when they are written).
 
         Args:
             named_weights: Hugging Face names and full tensors, each once; consumed to the end, bucket by bucket, on every rank.
 
         Returns:
-            Manifest of the sync, or the reason why an engine (of any rank) did not load the weights; None on a rank that sends nothing.
+            Manifest of the sync; `Undelivered` with the reason if an engine, of this or another rank, did not load the weights; None on a
+            rank that sends nothing.
 
         Raises:
             WeightSyncError: a weight to be quantized is not finite, or memory or disk is full.
@@ -55,7 +56,7 @@ class WeightSender:
         return sent
 
     def _send(self, named_weights: NamedTensors, target: WeightTarget) -> WeightManifest | Undelivered | None:
-        """Send from this rank, regardless of failures on other ranks."""
+        """Do this rank's part of `send`, regardless of failures on other ranks."""
         if self._ranks.rank > 0 and (target.transport != "tensor" or own_engine(target.engines, self._ranks) is None):
             for _ in named_weights:
                 pass  # gathering is a collective
@@ -94,7 +95,10 @@ class WeightSender:
             self._group = None
 
     def _bucket_sender(self, target: WeightTarget) -> Callable[[Bucket, bool], None]:
-        """Return the function that sends one bucket. The version is sent with the last bucket; until then, engines report the old one."""
+        """Return a function (bucket, is_last) that sends a bucket.
+
+        The last bucket carries the version; until then, engines report the previous version.
+        """
         if target.transport != "tensor":
             # Join the group with the first bucket, so that an engine that fails to join does not interrupt the gathering of weights.
             return lambda bucket, is_last: self._group_with(target).broadcast(bucket, target.version if is_last else None)
@@ -132,7 +136,7 @@ class WeightSender:
 
 
 def _share(bucket: Bucket, engines: tuple[EngineAddress, ...], version: int | None) -> None:
-    """Share a bucket's memory with every rank of every engine."""
+    """Share a bucket's memory with every rank of every engine. Raises EngineError if an engine does not load it."""
 
     async def post(payloads: list[str]) -> None:
         clients = [EngineClient(engine.url, engine.keys, number=engine.number) for engine in engines]
@@ -164,7 +168,7 @@ def _share(bucket: Bucket, engines: tuple[EngineAddress, ...], version: int | No
 
 
 def _write_shards(buckets: Iterator[Bucket], directory: Path) -> None:
-    """Write one safetensors file per bucket, and the Hugging Face index."""
+    """Write one safetensors file per bucket, and the index of a Hugging Face directory."""
     from safetensors.torch import save_file
 
     weight_map: dict[str, str] = {}

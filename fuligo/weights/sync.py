@@ -1,4 +1,4 @@
-"""Driver's side of the weight sync, which handles versions and engines, but no tensors."""
+"""Driver's side of the weight sync: versions and engines, but no tensors."""
 
 import asyncio
 import logging
@@ -31,7 +31,7 @@ class WeightSyncSettings:
     changes_only: bool
     """Send only tensors that changed since the last sync."""
     model_files: Path
-    """Hugging Face directory whose config and tokenizer are copied next to the weights (disk transport)."""
+    """Hugging Face directory whose JSON files (config, tokenizer) are copied next to the weights (disk transport)."""
     scratch: Path
     """Parent of the directories in which weights are written for the engines (disk transport)."""
     trainer_ranks: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
@@ -44,7 +44,8 @@ class WeightSync:
     A sync pauses the engines, sends the weights, checks that they were received, and resumes the engines.
 
     Args:
-        proof: check after each weight sync that the engines hold the weights that were sent; None: no check.
+        version: policy version of the trainer's weights.
+        proof: check after each sync that the engines hold the weights that were sent; None: no check.
         devices: devices that trainer and engines share; None if they have separate devices.
         adapters: record of each version's adapter; None to keep no record.
     """
@@ -79,11 +80,11 @@ class WeightSync:
     async def sync(self) -> int:
         """Send the weights as the next version, and return the version.
 
-        If an engine is lost meanwhile (--use-fault-tolerance), all weights are sent again to the others.
+        If an engine is lost during the sync (--use-fault-tolerance), all weights are sent again to the other engines.
 
         Raises:
             EngineError: a live engine did not load the weights.
-            WeightSyncError: an engine reports another version or other weights than those sent; the run must end.
+            WeightSyncError: an engine reports a version or weights other than those that were sent; the run must end.
         """
         await self._send_to_all(self.version + 1)
         return self.version
@@ -96,7 +97,7 @@ class WeightSync:
         """Send the current version to all restarted engines and return them to service.
 
         Returns:
-            True if `engine` is in service. False if the trainer has changed its weights since, or has failed; `engine` then gets weights at
+            True if `engine` is in service. False if the trainer has since changed its weights, or has failed; `engine` then gets weights at
             the next sync.
 
         Raises:
@@ -122,7 +123,7 @@ class WeightSync:
             return engine in self._engines.clients
 
     def _still_current(self) -> bool:
-        """Return whether the trainer's weights are still those of `version`; training may begin at any await."""
+        """Return whether the trainer's weights are still those of `version`. Training may begin whenever the driver awaits."""
         return self._trainer.num_updates == self._num_updates
 
     async def _send_to_all(self, version: int) -> None:
@@ -145,7 +146,7 @@ class WeightSync:
         await self._engines.admit([engine for engine in self._engines.joining if engine in engines])
 
     async def _available_engines(self) -> EngineGroup:
-        """Return the engines that serve or wait for weights; if all are restarting, wait until one is ready."""
+        """Return the engines that serve requests or wait for weights; if all engines are restarting, wait until one is ready."""
         own = self._engines
         while not own.clients and not own.joining:  # the engines' supervision raises if none comes back
             if self._devices is not None:
@@ -263,11 +264,11 @@ class WeightSync:
 
 
 class VersionCounter:
-    """Replacement for `WeightSync` in runs without engines or trainer, which only counts versions."""
+    """Replacement for `WeightSync` in runs without engines or without trainer; it only counts versions."""
 
     def __init__(self, version: int = 0) -> None:
         self.metrics: dict[str, float] = {}
-        """Metrics of the last sync."""
+        """Always empty."""
         self.version = version
 
     async def sync(self) -> int:

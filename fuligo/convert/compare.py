@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fuligo.checkpoint.location import saved_value_model, training_checkpoint, weights_directory, weights_of
 from fuligo.convert.hf_view import HuggingFaceView
+from fuligo.formats.buckets import as_bytes
 from fuligo.formats.checkpoint_files import VALUE_MODEL, is_distributed
 from fuligo.formats.dist_tensors import DistributedTensors
 from fuligo.formats.hf_tensors import HuggingFaceTensors
@@ -29,7 +30,7 @@ class Tensors(Protocol):
 
 @dataclass(slots=True, frozen=True)
 class Comparison:
-    """Result for one tensor."""
+    """Result of the comparison of one tensor."""
 
     name: str
     difference: str
@@ -41,15 +42,17 @@ class Comparison:
 def compare(first: Path, second: Path, model: Path | None = None) -> Iterator[Comparison]:
     """Yield one result for each tensor that either checkpoint has.
 
-    Two distributed checkpoints are compared completely, including the optimizer's state. A distributed checkpoint and a Hugging Face
-    directory are compared by their weights, under the directory's names. Value models of two training checkpoints are compared too; a
-    value model that only one of them has is a difference.
+    Two distributed checkpoints are compared completely, including the optimizer's state; otherwise only the weights are compared, under
+    their Hugging Face names. Value models of two training checkpoints are compared too; a value model that only one of them has is a
+    difference.
 
     Args:
+        first: a checkpoint, a directory of checkpoints (the newest is used), or a Hugging Face directory.
+        second: like `first`.
         model: directory with config.json, if a distributed checkpoint lacks it.
 
     Raises:
-        CheckpointError: a checkpoint is damaged or not a checkpoint.
+        CheckpointError: a path is not a checkpoint, or the checkpoint is damaged.
         ConfigError: the weight names of a distributed checkpoint's model are unknown.
     """
     checkpoints = training_checkpoint(first), training_checkpoint(second)
@@ -69,7 +72,7 @@ def compare(first: Path, second: Path, model: Path | None = None) -> Iterator[Co
 
 
 def _all_compared(here: Path, there: Path, model: Path | None, *, named: tuple[Path, Path]) -> Iterator[Comparison]:
-    """Compare all tensors of two directories. `named`: paths to show in the results."""
+    """Yield one result for each tensor of two directories of weights. `named`: paths to show in the results."""
     as_they_are = is_distributed(here) and is_distributed(there)
     one, other = (_open(place, model, as_they_are=as_they_are) for place in (here, there))
     first, second = named
@@ -84,7 +87,7 @@ def _all_compared(here: Path, there: Path, model: Path | None, *, named: tuple[P
 
 def _compared(name: str, one: Tensor, other: Tensor) -> Comparison:
     same_type = one.dtype == other.dtype
-    if same_type and torch.equal(_bytes(one), _bytes(other)):
+    if same_type and torch.equal(as_bytes(one), as_bytes(other)):
         return Comparison(name, "")
     types = "" if same_type else f"{_short(one.dtype)} and {_short(other.dtype)}, "
     largest, count = 0.0, 0
@@ -101,10 +104,6 @@ def _open(directory: Path, model: Path | None, *, as_they_are: bool) -> Tensors:
     if is_distributed(directory):
         return DistributedTensors(directory) if as_they_are else HuggingFaceView(directory, model)
     return HuggingFaceTensors(directory)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -1,4 +1,4 @@
-"""Conversions to a Hugging Face directory, one file of weights at a time: of a distributed checkpoint and of a value model."""
+"""Conversion of a distributed checkpoint or a value model to a Hugging Face directory, one file of weights at a time."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ from fuligo.formats.hf_tensors import HuggingFaceTensors
 from fuligo.formats.hugging_face import TENSORS, read_config_json
 
 FILE_BYTES = 4 * 1024**3
-"""Default of `file_bytes`."""
+"""Default of the `file_bytes` arguments below."""
 NO_CHANGE: Mapping[str, object] = {}
 
 
@@ -43,8 +43,8 @@ def dist_to_hf(source: Path, target: Path, *, model: Path | None = None, file_by
     Args:
         source: a distributed checkpoint.
         target: a new or empty directory.
-        model: Hugging Face directory to take config.json and tokenizer from; None: those in the checkpoint.
-        file_bytes: largest size of a file of weights, and so of the memory needed; a larger tensor gets a separate file.
+        model: Hugging Face directory from which to take config.json and tokenizer; None: those in the checkpoint are used.
+        file_bytes: largest size of a file of weights, which is held in memory; a larger tensor gets a separate file.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or the target cannot be written.
@@ -58,9 +58,10 @@ def dist_to_hf(source: Path, target: Path, *, model: Path | None = None, file_by
 def write_directory(
     weights: Weights, model: Path, target: Path, *, changed: Mapping[str, object] = NO_CHANGE, file_bytes: int = FILE_BYTES
 ) -> None:
-    """Write these weights and the other files of the directory `model` to `target`, which appears when it is complete.
+    """Write a Hugging Face directory with these weights to `target`, which appears when it is complete.
 
     Args:
+        model: directory from which to copy the files other than weights.
         target: a new or empty directory.
         changed: keys to change in config.json.
         file_bytes: see `dist_to_hf`.
@@ -124,12 +125,12 @@ def value_to_hf(given: Path, target: Path, *, model: Path | None = None) -> Path
     """Convert a value model to a directory for `AutoModelForTokenClassification`; the logits [..., T, 1] are the values after each token.
 
     Args:
-        given: a training checkpoint of either trainer, a directory of them (the newest is used), or a value model itself.
+        given: a training checkpoint of either trainer, a directory of checkpoints (the newest is used), or a value model itself.
         target: a new or empty directory.
-        model: directory to take config.json and tokenizer from; None: those next to the weights.
+        model: directory from which to take config.json and tokenizer; None: those next to the weights are used.
 
     Returns:
-        Directory of the value model.
+        Directory of the value model that was converted.
 
     Raises:
         CheckpointError: there is no value model, it is damaged, or the target cannot be written.
@@ -140,9 +141,9 @@ def value_to_hf(given: Path, target: Path, *, model: Path | None = None) -> Path
     weights = HuggingFaceView(source, model) if is_distributed(source) else HuggingFaceTensors(source)
     head = weights.shapes.get(_HEAD)
     if head is None or head[0] != 1:
-        shape = "no output layer of its own" if head is None else f"an output layer of shape {list(head)}"
+        found = "no separate output layer" if head is None else f"an output layer of shape {list(head)}"
         raise CheckpointError(
-            f"cannot export {source} as a value model: it has {shape}, expected one row; use a checkpoint of a run with "
+            f"cannot export {source} as a value model: it has {found}, expected one with one row; use a checkpoint of a run with "
             "--advantage-estimator ppo"
         )
     beside = weights.model if isinstance(weights, HuggingFaceView) else model or source

@@ -32,7 +32,7 @@ def export(checkpoint: Path, target: Path) -> None:
     new, old = (target.with_name(f"{UNFINISHED}{state}_{target.name}") for state in ("new", "old"))
     try:
         with writing(target):
-            shutil.rmtree(new, ignore_errors=True)  # A crash may have left it.
+            shutil.rmtree(new, ignore_errors=True)  # a crash may have left it
             from fuligo.convert.dist_to_hf import dist_to_hf, write_directory
             from fuligo.convert.published import PublishedWeights
             from fuligo.formats.hf_tensors import InOwnDtypes
@@ -58,7 +58,7 @@ def export(checkpoint: Path, target: Path) -> None:
 
 
 def _stating(config_json: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Return the entries of config.json that state a dtype, set to `dtype`: the model's, and those of its language model and towers."""
+    """Return the entries of config.json that state a dtype, for the whole model, its language model or its towers, with `dtype` instead."""
     parts = {key: part | {"dtype": dtype} for key, part in config_json.items() if isinstance(part, dict) and "dtype" in part}
     return {"dtype": dtype, **parts}
 

@@ -1,7 +1,7 @@
 """Conversion of a Hugging Face checkpoint to FP8, file by file.
 
 A file is complete or absent: it is written under a temporary name, flushed, read back, compared and renamed. Files of an interrupted
-conversion are compared in the same way and kept. config.json, which makes the directory a checkpoint, is written last.
+conversion are kept if they compare equal. config.json, which makes the directory a checkpoint, is written last.
 """
 
 import shutil
@@ -16,15 +16,16 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from fuligo.convert.fp8_plan import CONFIG, INDEX, UNFINISHED, Fp8Plan
+from fuligo.convert.fp8_plan import CONFIG, INDEX, Fp8Plan
 from fuligo.errors import CheckpointError
+from fuligo.formats.checkpoint_files import UNFINISHED
 from fuligo.formats.disk import replace_text, sync
 from fuligo.formats.fp8 import block_maxima, fp8_scales, fp8_values, scales_for
 from fuligo.formats.fp8_shards import Shard, TargetTensor
 from fuligo.quantities import amount
 
 _CHUNK_BYTES = 4 * 2**20
-"""Number of bytes read at a time. A thread needs about ten times as much memory, whatever the size of tensors and files."""
+"""Number of bytes read at a time. A thread needs about ten times as much memory, regardless of the size of tensors and files."""
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 Report = Callable[[str], None]
 Piece = tuple[int, bytes | bytearray]
@@ -35,7 +36,7 @@ def convert(plan: Fp8Plan, report: Report) -> None:
     """Carry out a plan; existing files with the right content are kept.
 
     Args:
-        report: called with a line for each file when it is ready.
+        report: called with a line of text for each weight file when it is complete.
 
     Raises:
         CheckpointError: a file cannot be read or written, a weight is not finite, or a written file does not read back correctly.
@@ -74,7 +75,7 @@ def convert(plan: Fp8Plan, report: Report) -> None:
 
 @contextmanager
 def _one_thread_each() -> Iterator[Callable[[], None]]:
-    """Let workers compute with one thread each, as pieces are small; restore the process's number of threads afterwards."""
+    """Yield a function that limits torch to one thread, for each worker to call, as pieces are small; restore the limit at the end."""
     num_threads = torch.get_num_threads()
     try:
         yield lambda: torch.set_num_threads(1)
@@ -107,7 +108,7 @@ def _convert_shard(shard: Shard, source: Path, target: Path, stop: threading.Eve
 
 
 def _is_written(shard: Shard, source: Path, path: Path, stop: threading.Event) -> bool:
-    """Return True if `path` holds exactly the bytes to be written."""
+    """Return whether `path` holds exactly the bytes of the converted file."""
     beginning, _ = shard.header()
     if path.stat().st_size != len(beginning) + shard.num_bytes:
         return False
@@ -120,7 +121,10 @@ def _is_written(shard: Shard, source: Path, path: Path, stop: threading.Event) -
 
 
 def _pieces(shard: Shard, source: Path, stop: threading.Event) -> Iterator[Piece]:
-    """Yield all bytes of a new file, in the order of the source's bytes."""
+    """Yield all bytes of a new file, in the order in which the source file is read.
+
+    Raises CheckpointError if a weight is not finite, the source file becomes shorter, or `stop` is set.
+    """
     beginning, places = shard.header()
     yield 0, beginning
     with (source / shard.file).open("rb") as file:
@@ -138,7 +142,7 @@ def _copied(tensor: TargetTensor, place: int, file: BinaryIO) -> Iterator[Piece]
 
 
 def _quantised(tensor: TargetTensor, shard: Shard, places: dict[str, int], file: BinaryIO) -> Iterator[Piece]:
-    """Quantize whole blocks of rows at a time; a per-tensor scale takes a first pass over the tensor."""
+    """Yield the values and scales of a tensor, quantized in whole blocks of rows; a per-tensor scale needs a first pass over the tensor."""
     quantisation = shard.quantisation
     values_place, scales_place = places[tensor.name], places[quantisation.scale_name(tensor.name)]
     try:
@@ -155,7 +159,7 @@ def _quantised(tensor: TargetTensor, shard: Shard, places: dict[str, int], file:
                 yield scales_place, (written := _bytes(scales))
                 scales_place += len(written)
     except ValueError as error:
-        raise CheckpointError(f"cannot quantize {tensor.name} in {file.name}: {error}; use an intact checkpoint") from None
+        raise CheckpointError(f"cannot quantize {tensor.name} in {file.name}: {error}; use a checkpoint with finite weights") from None
 
 
 def _rows(tensor: TargetTensor, shard: Shard, file: BinaryIO) -> Iterator[Tensor]:

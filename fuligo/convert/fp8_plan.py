@@ -1,4 +1,4 @@
-"""Plan of a conversion to FP8: arguments, tensors to quantize, and checks of both directories.
+"""Plan of a conversion to FP8: command-line options, tensors to quantize, and checks of both directories.
 
 Norms, embeddings, the head, routers, the projection of MTP layers and `weights_proj` of sparse indexers are not quantized.
 """
@@ -12,6 +12,7 @@ from math import prod
 from pathlib import Path
 
 from fuligo.errors import ConfigError
+from fuligo.formats.checkpoint_files import UNFINISHED
 from fuligo.formats.fp8_shards import Shard, plan_shards, shard_problems, unquantised_modules
 from fuligo.formats.hugging_face import DamagedFileError, is_weight_file, read_config_json, read_stored_tensors
 from fuligo.formats.quantisation import DEFAULT_BLOCK, STRATEGIES, Quantisation
@@ -23,14 +24,13 @@ from fuligo.quantities import amount, count, magnitude
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
-UNFINISHED = ".tmp_"
-"""Prefix of files that are being written; a crash leaves them."""
+
 _SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Plan:
-    """Planned conversion."""
+    """Plan of a conversion to FP8."""
 
     source: Path
     target: Path
@@ -44,9 +44,9 @@ class Fp8Plan:
     source_bytes: int
     target_bytes: int
     shards: tuple[Shard, ...]
-    """Files to write; empty if the source has only a config.json: such a plan is an estimate and cannot be carried out."""
+    """Files to write. Empty if the source has only a config.json: the plan is then an estimate and cannot be carried out."""
     other_files: tuple[str, ...]
-    """Files to copy, relative to the source: tokenizer, chat template, license, ..."""
+    """Paths of the files to copy, relative to the source: tokenizer, chat template, license, ..."""
 
     @property
     def has_index(self) -> bool:
@@ -81,11 +81,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def plan_hf_to_fp8(arguments: Sequence[str]) -> Fp8Plan:
-    """Plan the conversion with these arguments.
+    """Return the plan of a conversion. Downloads a model from the Hub if --model-dir names one.
+
+    Args:
+        arguments: command-line arguments; see `parser`.
 
     Raises:
-        ConfigError: options cannot be combined; the source is not a checkpoint, damaged, already quantized, or has shapes that the format
-            does not support; or the target holds something else or has too little space.
+        ConfigError: options cannot be combined; the source is not a checkpoint, damaged, already quantized, or of a family or shapes that
+            are not supported; or the target holds other files or has too little space.
     """
     options = parser().parse_args(arguments)
     options.model_dir = model_directory(options.model_dir, weights=not options.plan)
@@ -145,7 +148,7 @@ def _plan_of_files(source: Path, target: Path, quantisation: Quantisation, num_w
 
 
 def _estimate(source: Path, target: Path, quantisation: Quantisation, num_workers: int, architecture: Architecture) -> Fp8Plan:
-    """Estimate from config.json, without weights: bf16, whole blocks; channel and tensor scales are not counted."""
+    """Return a plan estimated from config.json, without weights: bf16 and whole blocks; channel and tensor scales are not counted."""
     parts = list(_parts(architecture))
     num_quantised = sum(part.num_parameters for part in parts if part.quantisable)
     num_kept = sum(part.num_parameters for part in parts if not part.quantisable)
@@ -165,7 +168,7 @@ def _estimate(source: Path, target: Path, quantisation: Quantisation, num_worker
 
 
 def _other_files(source: Path) -> Iterator[str]:
-    """Yield the model's files other than weights; skip hidden files, which downloaders leave."""
+    """Yield the relative paths of the files other than weights and config.json; skip hidden files, which downloaders leave."""
     for path in sorted(source.rglob("*")):
         relative = path.relative_to(source)
         hidden = any(part.startswith(".") for part in relative.parts)
@@ -175,7 +178,7 @@ def _other_files(source: Path) -> Iterator[str]:
 
 def _option_problems(options: argparse.Namespace) -> Iterator[str]:
     if options.block_size is not None and options.strategy != "block":
-        yield f"--block-size has no effect with --strategy {options.strategy}; drop it or use --strategy block"
+        yield f"--block-size has no effect with --strategy {options.strategy}; remove it, or use --strategy block"
     if options.block_size is not None and min(options.block_size) < 1:
         yield f"--block-size {' '.join(map(str, options.block_size))} is invalid: both numbers must be at least 1"
     if options.max_workers < 1:
@@ -184,13 +187,13 @@ def _option_problems(options: argparse.Namespace) -> Iterator[str]:
     if source == target:
         yield f"--save-dir {options.save_dir} is the model's own directory; use another one"
     elif source in target.parents or target in source.parents:
-        yield f"--save-dir {options.save_dir} and --model-dir {options.model_dir} contain one another; use separate directories"
+        yield f"--save-dir {options.save_dir} and --model-dir {options.model_dir} are nested; use separate directories"
     if not (source / CONFIG).is_file():
         yield f"--model-dir {options.model_dir} has no config.json; use a Hugging Face checkpoint directory"
 
 
 def _target_problems(plan: Fp8Plan) -> Iterator[str]:
-    """Yield problems of the target, which may hold only an interrupted start of the same conversion."""
+    """Yield the reasons why the plan's target cannot be used; it may hold only files of the same conversion, interrupted."""
     target = plan.target
     if target.exists() and not target.is_dir():
         yield f"--save-dir {target} is a file; use a directory"

@@ -45,12 +45,12 @@ def hf_to_dist(source: Path, target: Path, world: World) -> None:
 
 
 def _check_target(target: Path) -> None:
-    """Check that `target` contains only leftovers of an earlier conversion. Raises CheckpointError if not."""
+    """Check that `target` is empty, or contains only leftovers of an interrupted conversion. Raises CheckpointError if not."""
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"cannot write to {target}: it is a file; use a directory with --save")
     if (target / RELEASE).exists():
         raise CheckpointError(f"cannot write {target / RELEASE}: it already exists; remove it or use another directory with --save")
-    if (target / "config.json").exists():  # The tracker would hide its weights.
+    if (target / "config.json").exists():  # the tracker would hide its weights
         raise CheckpointError(f"cannot write to {target}: it is a Hugging Face directory; use another directory with --save")
     if (target / TRACKER).exists() and (target / TRACKER).read_text().strip() != RELEASE:
         raise CheckpointError(
@@ -63,7 +63,7 @@ def _check_target(target: Path) -> None:
 
 
 def _begin(unfinished: Path, source: Path) -> None:
-    shutil.rmtree(unfinished, ignore_errors=True)  # A crash may have left it.
+    shutil.rmtree(unfinished, ignore_errors=True)  # a crash may have left it
     unfinished.mkdir(parents=True)
     write_format(unfinished)
     copy_model_files(source, unfinished / MODEL_FILES)
@@ -96,7 +96,7 @@ def _share(
 
 
 class _Reader:
-    """Callable that reads a weight."""
+    """Callable that reads a whole weight in Megatron's layout."""
 
     def __init__(self, stored: StoredWeights, weight: Weight, names: ModelNames) -> None:
         self._stored, self._weight, self._names = stored, weight, names
@@ -106,14 +106,14 @@ class _Reader:
 
 
 def _num_mtp_layers(headers: Mapping[str, StoredTensor], names: ModelNames) -> int:
-    """Return the number of MTP layers in the files, which may be fewer than config.json names."""
+    """Return the number of MTP layers in the files, which may be smaller than that in config.json."""
     total = len(names.architecture.mtp_layers)
     missing = [weight for weight in names.weights() if weight.megatron.startswith("mtp.") and weight.checkpoint[0] not in headers]
     return min((int(weight.megatron.split(".")[2]) for weight in missing if weight.all_experts is None), default=total)
 
 
 def _on_first(world: World, work: Callable[[], None]) -> None:
-    """Run `work` on rank 0 while the others wait.
+    """Run `work` on rank 0 while the other ranks wait. A collective.
 
     Raises:
         CheckpointError: `work` failed; raised on every rank.

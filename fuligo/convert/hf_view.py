@@ -19,8 +19,8 @@ from fuligo.trainer.megatron_backend.weights.forms import join_shards
 class HuggingFaceView:
     """Hugging Face tensors of a distributed checkpoint.
 
-    Names, dtypes and order follow the Hugging Face checkpoint that training started from if it is recorded, else the published ones. A
-    value model's `lm_head.weight` has one row, as the torch trainer saves it.
+    Tensors have the names of published checkpoints. Their dtypes are those of the Hugging Face checkpoint that training started from if
+    they are recorded, else that of config.json. A value model's `lm_head.weight` has one row, as the torch trainer saves it.
     """
 
     def __init__(self, directory: Path, model: Path | None = None) -> None:
@@ -28,7 +28,7 @@ class HuggingFaceView:
 
         Args:
             directory: a distributed checkpoint.
-            model: a directory with the model's config.json; None: that of the checkpoint.
+            model: a directory with the model's config.json; None: that in the checkpoint is used.
 
         Raises:
             CheckpointError: the checkpoint is damaged or lacks weights of the model.
@@ -46,7 +46,7 @@ class HuggingFaceView:
             {name: DTYPES[dtype] for name, dtype in json.loads(file.read_text()).items() if dtype in DTYPES} if file.exists() else {}
         )
         self._sources: dict[str, tuple[Weight, str]] = {}
-        """Megatron weight and part that each tensor is made from, by tensor name."""
+        """Megatron weight that each tensor is made from, and the tensor's name in `weight.checkpoint`, by tensor name."""
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._find()
         self.dtypes = {name: self._dtype(name, weight) for name, (weight, _) in self._sources.items()}
@@ -63,7 +63,7 @@ class HuggingFaceView:
     def _find(self) -> None:
         for weight in self._names.weights():
             if weight.megatron not in self.tensors.shapes and weight.megatron.startswith("mtp."):
-                continue  # The model was trained without MTP layers.
+                continue  # the model was trained without MTP layers
             if self.tensors.shapes.get(weight.megatron) != weight.shape:
                 raise CheckpointError(
                     f"cannot read {self.tensors.directory} as the model of {self.model / 'config.json'}: {weight.megatron} has shape "
@@ -76,7 +76,7 @@ class HuggingFaceView:
                 self._sources[name], self.shapes[name] = (original, original.checkpoint[0]), original.shape
 
     def _copied(self, name: str) -> Weight | None:
-        """Return the weight that a tensor of the original checkpoint duplicates (tied head, embeddings and heads of MTP layers)."""
+        """Return the weight that a tensor of the original checkpoint copies (tied head, embeddings and heads of MTP layers), or None."""
         is_tied_head = name == "lm_head.weight"
         has_mtp = any(stored.startswith("mtp.") for stored in self.tensors.shapes)
         if not self._names.is_superfluous(name, len(self._names.architecture.mtp_layers)) or not (is_tied_head or has_mtp):

@@ -1,4 +1,4 @@
-"""Conversion of a base model and a LoRA adapter to a Hugging Face directory with the adapter merged into the weights."""
+"""Merge of a LoRA adapter into the weights of its base model, written as a Hugging Face directory."""
 
 from pathlib import Path
 
@@ -17,23 +17,23 @@ from fuligo.models.quantised_linear import quantisable_weights, rounded
 
 
 class MergedTensors(InOwnDtypes):
-    """Tensors of a base model, W + scaling B A for the adapted ones: summed in float32 and rounded once to the base's dtype.
+    """Tensors of a base model with an adapter merged: W + scaling * B A, summed in float32 and rounded once to the base's dtype.
 
-    If the adapter was trained on a quantized base, the W of all linear layers are those of that base, dequantized.
+    If the adapter was trained on a quantized base, W is the quantized and dequantized weight, also in linear layers without an adapter.
     """
 
     def __init__(self, base: Path, adapter: Path) -> None:
-        """Read the headers of the base and the adapter.
+        """Read the headers of the base, and the adapter.
 
         Raises CheckpointError if one of them is damaged, or the adapter belongs to another model.
         """
         super().__init__(base)
         self.rounding = MergeRounding()
-        """Complete when all tensors have been read."""
+        """Elements that the merge changed after rounding; complete when all tensors have been read. Float32 tensors are not counted."""
         config, tensors = AdapterConfig.read(adapter), read_adapter_weights(adapter)
         require_fits(tensors, config, adapter, base)
         self.quantised = QuantisedBase.read(adapter)
-        """Storage of the base that the adapter was trained on, whose values it is merged into; None: the base's own values."""
+        """Storage format of the base that the adapter was trained on; None if it was not quantized."""
         self._quantised: frozenset[str] = frozenset()
         if self.quantised is not None:
             self._quantised = frozenset(self._quantisable(base, adapter))
@@ -46,8 +46,8 @@ class MergedTensors(InOwnDtypes):
             wanted = (len(update.b), update.a.shape[1])
             if shape is None or shape[-2:] != wanted:
                 raise CheckpointError(
-                    f"cannot merge {adapter} into {base}: {name} is {list(shape or ()) or 'absent'} in its files, but the adapter's is "
-                    f"{list(wanted)}; use the model that the adapter was trained on ({config.base or 'its adapter_config.json names none'})"
+                    f"cannot merge {adapter} into {base}: {name} is {list(shape or ()) or 'absent'} in the base, but {list(wanted)} in the "
+                    f"adapter; use the model that the adapter was trained on ({config.base or 'its adapter_config.json names none'})"
                 )
 
     def _quantisable(self, base: Path, adapter: Path) -> list[str]:
@@ -59,8 +59,8 @@ class MergedTensors(InOwnDtypes):
             raise CheckpointError(f"cannot merge {adapter} into {base}: {'; '.join(error.problems)}") from error
         if absent := [name for name in names if name not in self.shapes]:
             raise CheckpointError(
-                f"cannot merge {adapter} into {base}: the adapter was trained on a quantized base, and {absent[0]} is not in its files; "
-                "use the model that the adapter was trained on"
+                f"cannot merge {adapter} into {base}: the adapter was trained on a quantized base, and {base} lacks {absent[0]}; use the "
+                "model that the adapter was trained on"
             )
         return names
 
@@ -73,16 +73,13 @@ class MergedTensors(InOwnDtypes):
         return [f"{module}.{expert}.{kind}.weight" for expert in range(num_experts) for kind in kinds]
 
     def _by_file_name(self, name: str, update: LowRankUpdate, *, num_experts: int) -> dict[str, LowRankUpdate]:
-        """Return the updates of a weight by the names that it has in the base's files, which may hold experts one by one."""
-        module, _, matrix = name.rpartition(".")
-        if matrix == "weight" or name in self.shapes:
+        """Return the updates of a weight by its names in the base's files (see `_file_names`)."""
+        names = self._file_names(name, num_experts)
+        if names == [name]:
             return {name: update}
-        kinds = ("gate_proj", "up_proj") if matrix == "gate_up_proj" else (matrix,)
-        found: dict[str, LowRankUpdate] = {}
-        for expert, (a, b) in enumerate(zip(*stacked_factors(update.a, update.b, num_experts), strict=True)):
-            for kind, part in zip(kinds, b.chunk(len(kinds)), strict=True):
-                found[f"{module}.{expert}.{kind}.weight"] = LowRankUpdate(a, part, update.scaling)
-        return found
+        factors = zip(*stacked_factors(update.a, update.b, num_experts), strict=True)
+        parts = [LowRankUpdate(a, part, update.scaling) for a, b in factors for part in b.chunk(len(names) // num_experts)]
+        return dict(zip(names, parts, strict=True))
 
     def read(self, name: str) -> Tensor:
         """Return a whole tensor on the CPU. Raises CheckpointError if its file cannot be read."""
@@ -98,7 +95,7 @@ class MergedTensors(InOwnDtypes):
 
 
 def merge_adapter(base: Path, adapter: Path, target: Path) -> MergeRounding:
-    """Write the merged model to `target`, which appears when it is complete; return how many merged values differ from the base's.
+    """Write the merged model to `target`, which appears when it is complete; return how many elements the merge changed.
 
     Args:
         base: Hugging Face directory that the adapter was trained on.
@@ -106,7 +103,7 @@ def merge_adapter(base: Path, adapter: Path, target: Path) -> MergeRounding:
         target: a new or empty directory.
 
     Raises:
-        CheckpointError: a directory is damaged, they do not fit each other, or the target cannot be written.
+        CheckpointError: a directory is damaged, the adapter does not fit the base, or the target cannot be written.
     """
     weights = MergedTensors(base, adapter)
     write_directory(weights, base, target)

@@ -12,14 +12,14 @@ from fuligo.formats.hf_tensors import HuggingFaceTensors
 from fuligo.formats.hugging_face import MXFP4, MXFP4_BLOCKS, MXFP4_SCALES, quantisation_method
 
 _CHUNK_BLOCKS = 2**20
-"""Number of blocks of 32 weights converted at a time; the temporary tensors take 0.3 GiB."""
+"""Number of blocks, of 32 weights each, that are converted at a time; the temporary tensors take 0.3 GiB."""
 
 
 class DequantisedTensors(HuggingFaceTensors):
     """Tensors of an MXFP4 checkpoint; `NAME_blocks` and `NAME_scales` are read as the bfloat16 tensor NAME [experts, inputs, outputs]."""
 
     def __init__(self, directory: Path) -> None:
-        """Read the headers of all files. Raises CheckpointError if a file is damaged, or blocks and scales do not belong to each other."""
+        """Read the headers of all files. Raises CheckpointError if a file is damaged, or blocks and scales do not match."""
         super().__init__(directory)
         packed = sorted(name.removesuffix(MXFP4_BLOCKS) for name in self.shapes if name.endswith(MXFP4_BLOCKS))
         if not packed:
@@ -45,7 +45,7 @@ class DequantisedTensors(HuggingFaceTensors):
 
 
 def mxfp4_to_bf16(source: Path, target: Path) -> None:
-    """Write the model in bfloat16 to `target`, which appears when it is complete.
+    """Write an MXFP4 model in bfloat16 to `target`, which appears when it is complete.
 
     Args:
         source: Hugging Face directory with experts in MXFP4.

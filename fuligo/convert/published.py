@@ -24,7 +24,7 @@ class PublishedWeights:
 
     Args:
         weights: weights under the names of transformers' model.
-        experts: form of routed experts in the published files; MTP layers keep the form of the original directory, which may differ.
+        experts: layout of routed experts in the published files; MTP layers keep the layout of the original directory, which may differ.
     """
 
     def __init__(self, weights: InOwnDtypes, experts: StoredExperts) -> None:
@@ -41,13 +41,13 @@ class PublishedWeights:
         self._open: tuple[str, list[Tensor]] = ("", [])
 
     def _form(self, name: str) -> StoredExperts:
-        """Return the published form of a stored tensor, if it holds experts."""
+        """Return the published layout of the experts in a stored tensor; it matters only for tensors of experts."""
         if not name.startswith(MTP_PREFIX):
             return self._experts
         return StoredExperts.WHOLE if name in self._weights.recorded else StoredExperts.APART
 
     def read(self, name: str) -> Tensor:
-        """Return a whole tensor on the CPU. Read in the order of `shapes`, each stored tensor is read once.
+        """Return a whole tensor on the CPU. If all are read in the order of `shapes`, each stored tensor is read from disk once.
 
         Raises CheckpointError if its file cannot be read.
         """

@@ -1,4 +1,4 @@
-"""Sizes of a LoRA adapter, matrix by matrix. Imports neither numpy nor torch."""
+"""Matrices of a LoRA adapter and their sizes. Imports neither numpy nor torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from fuligo.models.registry import WHOLE_TYPES, family_of
 
 
 class InputOf(StrEnum):
-    """Input of adapted matrices. It is kept for the gradient of A; matrices with the same input share it."""
+    """Activation that is the input of adapted matrices. It is kept for the gradient of A, once for all matrices with this input."""
 
     ATTENTION = "attention"
     """Output of the norm before attention."""
     LATENT_QUERY = "latent_query"
     LATENT_KEY_VALUE = "latent_key_value"
     OUTPUT = "output"
-    """Output of attention, which attention itself keeps."""
+    """Output of attention, which attention keeps anyway for its backward pass."""
     EMBEDDING = "embedding"
     """Token embedding, which Gemma 4 projects to the width of its per-layer embeddings."""
     LAYER_INPUT = "layer_input"
@@ -59,13 +59,13 @@ class Matrix:
         return TensorSplit.INPUTS if self.source in (InputOf.OUTPUT, InputOf.DOWN) else TensorSplit.OUTPUTS
 
     def factors(self, num_tensor_ranks: int) -> int:
-        """Return the number of parameters of A and B on one TP rank, divided by the adapter's rank: local inputs plus local outputs."""
+        """Return the number of inputs and outputs on one TP rank together: the parameters of A and B per unit of the adapter's rank."""
         inputs = self.inputs // (num_tensor_ranks if self.split is TensorSplit.INPUTS else 1)
         return inputs + self.outputs // (num_tensor_ranks if self.split is TensorSplit.OUTPUTS else 1)
 
 
 def matrices(layer: Layer, architecture: Architecture) -> Iterator[Matrix]:
-    """Yield the linear layers of `layer` that can have an adapter, the same as `models.adapter.linear_layers` finds in the model."""
+    """Yield the linear layers of `layer` that can have an adapter; `models.adapter.linear_layers` finds the same in the model."""
     hidden, heads = architecture.hidden_size, architecture.attention_of(layer)
     if layer.is_linear:
         assert architecture.linear_attention is not None
@@ -159,7 +159,7 @@ class AdapterShape:
 
     @property
     def widest(self) -> int:
-        """Largest number of inputs or outputs of a linear layer that an adapter can have; no update can have a higher rank."""
+        """Largest number of inputs or outputs of a linear layer that can have an adapter; no update can have a higher rank."""
         inside = (matrix for layer in self.architecture.layers for matrix in matrices(layer, self.architecture))
         return max(max(matrix.inputs, matrix.outputs) for matrix in (*inside, *self._outside))
 
@@ -167,15 +167,15 @@ class AdapterShape:
         return self.config.adapts_experts and layer.is_moe
 
     def layer_parameters(self, layer: Layer) -> int:
-        """Return the number of parameters of A [rank, inputs] and B [outputs, rank] of the adapted matrices of a layer with its experts."""
+        """Return the number of parameters of A [rank, inputs] and B [outputs, rank] of a layer's adapted matrices, experts included."""
         return self.dense_parameters(layer) + self.experts_parameters(layer)
 
     def dense_parameters(self, layer: Layer, num_tensor_ranks: int = 1) -> int:
-        """Return the number of parameters of A and B of all adapted matrices of one layer, without experts, on one TP rank."""
+        """Return the number of parameters of A and B of a layer's adapted matrices without experts, on one TP rank."""
         return self.config.rank * sum(matrix.factors(num_tensor_ranks) for matrix in self.adapted(layer))
 
     def experts_parameters(self, layer: Layer, num_expert_ranks: int = 1, num_sharing: int = 1) -> int:
-        """Return the number of parameters of A and B of the experts of one layer on one of the ranks.
+        """Return the number of parameters of A and B of a layer's experts on one rank; 0 if they are not adapted.
 
         Args:
             num_expert_ranks: number of ranks over which the experts are distributed.

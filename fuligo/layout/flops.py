@@ -19,23 +19,23 @@ class ForwardFlops:
     per_logit: float
     """FLOPs of the head, per token with logits."""
     per_pair: float
-    """FLOPs of attention in all layers, per pair of tokens that attend."""
+    """FLOPs of attention in all layers without a window, per pair of tokens of which one attends to the other."""
     per_index_pair: float
     """FLOPs of sparse attention's indexers, per pair of tokens; 0 without sparse attention."""
     top_k: int | None
     """Maximum number of tokens that a token attends to; None: all tokens up to it."""
     per_window_pair: float = 0.0
-    """FLOPs of attention in all layers with a window, per pair of tokens that attend; not part of `per_pair`."""
+    """FLOPs of attention in all layers with a window, per pair of tokens of which one attends to the other."""
     window: int = 0
-    """Maximum number of tokens that a token attends to in these layers."""
+    """Maximum number of tokens that a token attends to in layers with a window; 0 without such layers."""
 
     def sequence(self, length: float, square: float, num_logits: float) -> float:
-        """Return the FLOPs of an average sequence.
+        """Return the mean FLOPs per sequence, given mean sizes of the sequences.
 
         Args:
             length: mean length in tokens.
             square: mean of the squared length, about twice the number of causal attention pairs.
-            num_logits: number of tokens that pass through the head.
+            num_logits: mean number of tokens that pass through the head.
         """
         pairs = square / 2
         attended = pairs if self.top_k is None else min(pairs, length * self.top_k)
@@ -75,7 +75,7 @@ def forward_flops(architecture: Architecture) -> ForwardFlops:
 
 
 def _per_pair(attention: GroupedAttention | LatentAttention) -> int:
-    """Return the attention FLOPs of one layer per pair of tokens that attend."""
+    """Return the attention FLOPs of one layer per pair of tokens of which one attends to the other."""
     if isinstance(attention, GroupedAttention):
         return 4 * attention.num_heads * attention.head_dim
     return 2 * attention.num_heads * (attention.qk_nope_head_dim + attention.qk_rope_head_dim + attention.v_head_dim)

@@ -1,4 +1,4 @@
-"""Parallel layout of the trainer, derived from the flags, and the padding that Megatron requires. Pure Python."""
+"""Parallel layout of the trainer, derived from the flags, and the padding of packed rows that it requires. Pure Python."""
 
 import math
 from collections.abc import Iterable
@@ -30,9 +30,9 @@ class Layout:
     sequence_parallel: bool = False
     """Split norms and residuals along the sequence over the TP group; only with tp > 1."""
     num_layers_first_stage: int | None = None
-    """Number of layers of the first stage; None: the same as a middle stage."""
+    """Number of layers of the first stage; None: as many as in a middle stage."""
     num_layers_last_stage: int | None = None
-    """Number of layers of the last stage; None: the same as a middle stage."""
+    """Number of layers of the last stage; None: as many as in a middle stage."""
     num_ranks: int = 1
 
     @property
@@ -61,7 +61,7 @@ class Layout:
         return 2 * self.cp if self.cp > 1 else 1
 
     def total_multiple(self, pad_multiple: int) -> int:
-        """Return the multiple to which a packed row is padded, a common multiple of `pad_multiple` and of the splits over ranks."""
+        """Return the multiple to which a packed row is padded: the least common multiple of `pad_multiple` and the splits over ranks."""
         return math.lcm(pad_multiple, self.row_multiple, self.cp * self.shards_sequence)
 
     def padded_lengths(self, lengths: Iterable[int]) -> list[int]:

@@ -14,7 +14,7 @@ def trainer_slots(num_ranks: int, per_node: int) -> list[Slot]:
 
 
 def engine_slots(trainers: Sequence[Slot], num_gpus: int, per_node: int, *, shares: bool) -> list[Slot]:
-    """Return the engines' GPUs in order: first the trainer's if `shares`, then free ones, node by node."""
+    """Return the engines' GPUs in order: first the trainer's GPUs if `shares`, then GPUs without a trainer rank, node by node."""
     chosen = list(trainers[:num_gpus]) if shares else []
     taken = set(trainers)
     number = 0
@@ -27,7 +27,7 @@ def engine_slots(trainers: Sequence[Slot], num_gpus: int, per_node: int, *, shar
 
 
 def engine_gpus(groups: Sequence[EngineGroupSpec]) -> Iterator[range]:
-    """Yield each engine's range of indices in the list of the engines' GPUs; placeholder groups leave their range unused."""
+    """Yield each engine's range of indices in the list that `engine_slots` returns; the ranges of placeholder groups are skipped."""
     first = 0
     for group in groups:
         for number in range(group.num_engines):

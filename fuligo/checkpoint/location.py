@@ -95,8 +95,8 @@ def weights_directory(given: Path) -> Path:
 def value_weights_directory(given: Path) -> Path:
     """Return the directory of the weights that `--critic-load` refers to.
 
-    It is that of `weights_directory`, or the checkpoint's value model if there is one. Raises CheckpointError if the checkpoint that the
-    tracker names is missing or damaged.
+    If `given` is a directory of checkpoints and the newest has a value model, return that, else the same as `weights_directory`. Raises
+    CheckpointError if the checkpoint that the tracker names is missing or damaged.
     """
     weights = weights_directory(given)
     saved = (weights if is_distributed(weights) else weights.parent) / VALUE_MODEL

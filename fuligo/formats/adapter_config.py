@@ -114,7 +114,7 @@ class AdapterConfig:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read what `to_json` wrote."""
+        """Return the configuration that `to_json` wrote."""
         fields = json.loads(text)
         return cls(**{**fields, "target_modules": tuple(fields["target_modules"])})
 
@@ -171,7 +171,7 @@ class AdapterConfig:
 
 
 def _number(fields: dict[str, Any], name: str, *, at_least: float = -math.inf, at_most: float = math.inf, whole: bool = False) -> float:
-    """Return a finite number. Raises KeyError if it is missing and ValueError if it is not a number, or is out of bounds."""
+    """Return the finite number `fields[name]`. Raises KeyError if it is missing, and ValueError if it is not a number or out of bounds."""
     value = fields[name]
     is_number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
     if not is_number or not at_least <= value <= at_most:

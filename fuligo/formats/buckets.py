@@ -31,9 +31,9 @@ def cut_into_buckets(named_weights: NamedTensors, bucket_bytes: int) -> Iterator
 
 
 _LATENT_ATTENTION = re.compile(r"(.*\.self_attn)\.(?:(?:q_a|q_b|kv_a|kv_b)_|indexer\.wk\.)")
-"""Names of tensors of which an engine must receive a layer's in one call. SGLang 0.5.15.post1 fuses `q_a_proj` and `kv_a_proj_with_mqa` if
-a call contains both, and drops one that arrives alone; the same holds for the FP8 values and scales of an indexer's `wk`
-(models/deepseek_common/deepseek_weight_loader.py)."""
+"""Pattern of the latent-attention tensors that must be sent together, for each layer. SGLang 0.5.15.post1 fuses `q_a_proj` and
+`kv_a_proj_with_mqa` if a call contains both, and drops one that arrives alone; the same holds for the FP8 values and scales of an indexer's
+`wk` (models/deepseek_common/deepseek_weight_loader.py)."""
 
 
 def _units(named_weights: NamedTensors) -> Iterator[Bucket]:

@@ -93,7 +93,7 @@ def checkpoint_problems(directory: Path, *, may_be_value_model: bool = False) ->
     if absurd:
         yield from (f"{directory / 'config.json'}: {text}" for text in absurd)
         return
-    yield from (f"{directory}: {text}" for text in _contradictions(config, shapes, may_be_value_model))
+    yield from (f"{directory}: {text}; use the weights' own config.json" for text in _contradictions(config, shapes, may_be_value_model))
 
 
 def architecture_difference(directory: Path, other: Path) -> str | None:
@@ -156,7 +156,7 @@ def is_trainable(directory: Path) -> bool:
 
 
 def read_model_config(directory: Path) -> dict[str, Any]:
-    """Read config.json; return only the language model's part of a multimodal model's.
+    """Return the content of config.json, or the language model's part of it if the model is multimodal.
 
     Raises DamagedFileError if it is missing or unreadable, or has no model_type.
     """

@@ -20,8 +20,8 @@ from fuligo.formats.disk import free_space
 def private_directory(prefix: str, root: Path | None = None) -> Iterator[Path]:
     """Yield a new directory under `root` (default: the temporary directory) that no other user can enter, and delete it at the end.
 
-    The process holds a lock on the directory until it ends, so directories that killed processes left behind are recognized and deleted
-    first. Links of other users under `root` are not followed, and their pipes do not block. Raises OSError if `root` cannot be written.
+    A lock marks the directory as in use by this process, so directories that killed processes left behind are recognized and deleted first.
+    Links of other users under `root` are not followed, and their pipes do not block. Raises OSError if `root` cannot be written.
     """
     root = root or Path(tempfile.gettempdir())
     for abandoned in root.glob(f"{prefix}*"):

@@ -130,7 +130,7 @@ class WeightTarget:
     engines: tuple[EngineAddress, ...] = ()
     """Receiving engines; unused with disk, where the driver tells the engines to read."""
     directory: str = ""
-    """disk: an empty directory to write to."""
+    """disk: directory to write to, which already has the model's JSON files."""
     changes_only: bool = False
     """Skip tensors whose bytes are unchanged since the previous sync to the same engines."""
     with_checksum: bool = False

@@ -39,7 +39,7 @@ class AdaptedMatrix:
 
     @property
     def kind(self) -> str:
-        """Last part of the layer's name."""
+        """Last part of the layer's name: `q_proj`."""
         return self.layer.rpartition(".")[2]
 
     def a(self, rank: int) -> Weight:
@@ -173,7 +173,7 @@ class AdapterNames(ModelNames):
 
     @cached_property
     def by_matrix(self) -> Mapping[str, list[AdaptedMatrix]]:
-        """Adapted parts of each of Megatron's matrices, by the name of that matrix."""
+        """Adapted matrices of the checkpoint, by the name of Megatron's matrix that contains them."""
         found: dict[str, list[AdaptedMatrix]] = {}
         for matrix in self.matrices:
             found.setdefault(matrix.weight.megatron, []).append(matrix)
@@ -181,7 +181,7 @@ class AdapterNames(ModelNames):
 
     @cached_property
     def by_experts(self) -> Mapping[str, list[AdaptedExperts]]:
-        """Adapted matrices of each of Megatron's layers of experts, by the name of that layer."""
+        """Adapted matrices of experts, by the name of Megatron's layer of experts."""
         found: dict[str, list[AdaptedExperts]] = {}
         for matrix in self.experts:
             found.setdefault(matrix.module, []).append(matrix)

@@ -200,7 +200,7 @@ class Numerics:
     rotary_share: float = 1.0
     """Rotated fraction of a head if config.json has no partial_rotary_factor."""
     rotary_interleaved: bool = False
-    """Rotary pairs are adjacent rotated elements of a head; False: an element of the first half and one of the second."""
+    """Rotary pairs are adjacent elements of the rotated part of a head; False: one element of its first half and one of its second half."""
     rotary_base: float = 10_000
     """Rotary base if config.json has none."""
     window_rotary_base: float | None = None
@@ -262,7 +262,7 @@ class Architecture:
     """Output layer; None where it is tied to the embedding."""
     final_norm: Part
     is_quantised: bool
-    """The checkpoint stores FP8 (config.json has a quantization_config)."""
+    """The checkpoint's matrices are quantized. FP8 is assumed for every quantization_config in config.json but MXFP4."""
     linear_attention: LinearAttention | None = None
     """Sizes of the layers with linear attention; None: all layers have `attention`."""
     is_mxfp4: bool = False

@@ -83,7 +83,7 @@ def _lacks_kernels(module: Any) -> str | None:
     import triton  # pyright: ignore[reportMissingImports]
 
     number = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:3])
-    # flash-linear-attention raises in the backward pass with these versions (fla-org/flash-linear-attention#640).
+    # Gradients are wrong with these versions, so flash-linear-attention raises in the backward pass (fla-org/flash-linear-attention#640).
     if torch.cuda.get_device_capability()[0] == 9 and (3, 4, 0) <= number < (3, 7, 1) and find_spec("tilelang") is None:
         return f"gradients of flash-linear-attention are wrong with Triton {triton.__version__} on Hopper GPUs; pip install tilelang"
     return None
@@ -165,7 +165,7 @@ def packed_rule(
 def rule_by_runs(
     rule: Rule, inputs: Sequence[Tensor], cu_seqlens: Sequence[int], *, output_final_state: bool, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Apply `rule` as `packed_rule` does; `inputs` are queries, keys, values, `g` and `beta`."""
+    """Apply `rule` to each sequence, like `packed_rule`; `inputs` are its queries, keys, values, `g` and `beta`."""
     runs = equal_length_runs(tuple(cu_seqlens))
     chunks = zip(*(x[0].split([count * length for count, length in runs]) for x in inputs))
     values: list[Tensor] = []

@@ -25,9 +25,9 @@ class Filter:
 
 
 def filtered(probs: torch.Tensor, cut: Filter) -> torch.Tensor:
-    """Zero the tokens that top-k, top-p or min-p exclude: [F, V] -> [F, V].
+    """Return `probs` [F, V] with zeros for the tokens that top-k, top-p or min-p exclude.
 
-    Each filter reads the original distribution; ties go to the smaller token id.
+    Each filter reads the original distribution; among equal probabilities, smaller token ids are kept.
     """
     ordered, tokens = probs.sort(dim=-1, descending=True, stable=True)
     before = ordered.cumsum(-1, dtype=torch.float64) - ordered

@@ -109,7 +109,7 @@ class AdapterRecord:
         self._known = {record["version"]: WeightsDigest(**record["adapter"]) for record in records}
 
     def add(self, version: int, adapter: WeightsDigest) -> None:
-        """Record a new version. Remove this and later versions, which are left from before the run resumed from an earlier checkpoint."""
+        """Record a new version; remove records of this and later versions, left from before the run resumed from an earlier checkpoint."""
         with closing(JsonLines(self._path)) as file:
             if any(known >= version for known in self._known):
                 file.cut_back(lambda record: record["version"] < version)

@@ -23,5 +23,5 @@ class WeightSource(Protocol):
         ...
 
     async def logprobs(self, samples: list[TrainSample]) -> list[FloatArray]:
-        """Return each sample's log-probabilities [R] of its response tokens under the current policy, at the rollouts' temperature."""
+        """Return log-probabilities [R] of each sample's response tokens under the current policy, at the rollouts' temperature."""
         ...

@@ -41,6 +41,7 @@ def architecture(config: ConfigJson) -> Architecture:
     sinks = vector(PartKind.ATTENTION, heads.num_heads, Split.TENSOR)
     attention = (*grouped_attention_parts(heads, hidden_size), sinks)
     experts = read_experts(config, num_experts_key="num_local_experts", size_key="intermediate_size", shared=False)
+    experts = replace(experts, has_softmax_router=True)
     parts = (*attention, *expert_mlp_parts(experts, hidden_size), *_expert_biases(experts, hidden_size), norms(2 * hidden_size))
     kinds = config.per_layer("layer_types", (FULL, SLIDING)) or [(SLIDING, FULL)[number % 2] for number in range(num_layers)]
     window = config.count("sliding_window", default=WINDOW)

@@ -69,7 +69,7 @@ def hybrid_architecture(
         shared_size = config.count("shared_expert_intermediate_size")
         mixture = (*expert_mlp_parts(experts, hidden_size), *_shared_expert_parts(hidden_size, shared_size))
         num_shared = ceil(shared_size / experts.intermediate_size)
-        experts = replace(experts, num_shared_experts=num_shared, has_shared_gate=True)
+        experts = replace(experts, num_shared_experts=num_shared, has_shared_gate=True, has_softmax_router=True)
 
     def layer(number: int, kind: str, *, is_moe: bool) -> Layer:
         mlp = mixture if is_moe else dense_mlp_parts(hidden_size, config.count("intermediate_size"))

@@ -15,7 +15,7 @@ from fuligo.types import FloatArray, IntArray, RoutedExperts
 
 _FIRST, _SECOND = itemgetter(0), itemgetter(1)
 MAX_LOGPROB = 1e-3
-"""Largest log-probability that is accepted: rounding can put the one of a token with probability 1 slightly above 0."""
+"""Largest log-probability that is accepted; rounding can make that of a near-certain token slightly positive."""
 
 
 class Retryable(Exception):

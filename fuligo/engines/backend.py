@@ -23,7 +23,7 @@ class SharedDevices(Protocol):
     """Devices that a trainer and engines use in turn; implemented by `job.colocated.ColocatedDevices`."""
 
     async def to_engines(self) -> None:
-        """Offload the trainer and give the engines, which hold the current weights, their KV cache."""
+        """Offload the trainer and let the engines, which hold the current weights, allocate their KV cache."""
 
     async def make_room(self) -> None:
         """Offload the trainer so that engines can start; return when the engines that are starting are up."""
@@ -73,7 +73,7 @@ class LaunchedEngines:
     others: Mapping[str, EngineFleet] = field(default_factory=dict)
     """Fleets of the other models, by name; their weights are never synced."""
     served: Mapping[str, ServedModel] = field(default_factory=dict)
-    """Routers that take requests for each model, for hooks."""
+    """Router of each model by the model's name, for hooks."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -105,7 +105,7 @@ class SharedEngines:
     lent: tuple[LentEngines, ...]
     """Engines of each run, in the order of the runs."""
     fleet: EngineFleet | None = None
-    """Supervisor of the engines; None if the runs notice by themselves that an engine has died."""
+    """Supervisor of the engines; None if dead engines are not restarted."""
 
 
 class EngineHosts(Protocol):
@@ -182,7 +182,10 @@ def engine_backend(config: Config) -> EngineBackend:
 
 @asynccontextmanager
 async def stopped_at_exit(process: StartedProcess) -> AsyncIterator[None]:
-    """Stop the process at the end of the block. If it has died, its error takes precedence over the block's, as the likely cause."""
+    """Stop the process at the end of the block.
+
+    If the block raises a FuligoError and the process has died, the process's error is raised, followed by the message of the block's.
+    """
     try:
         yield
     except FuligoError as error:

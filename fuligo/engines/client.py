@@ -1,4 +1,4 @@
-"""HTTP client of an engine: the only caller of the SGLang API. Requests and answers contain token ids; text is only for display."""
+"""HTTP client of an engine, over SGLang's API. Requests and answers contain token ids; text is only for display."""
 
 import asyncio
 import itertools
@@ -23,7 +23,7 @@ T = TypeVar("T")
 POLICY_ADAPTER = "policy"
 """Name of the trainer's adapter in engines that load adapters by name."""
 IDLE_WITHIN_S = 30
-"""Seconds within which an engine finishes the step that is in flight when its last request is answered."""
+"""Seconds that a cache flush waits for the step that is still in flight when the last request has been answered."""
 
 
 class EngineClient:
@@ -32,7 +32,8 @@ class EngineClient:
     Both backends serve that API.
 
     Args:
-        keys: keys that requests to the engine carry
+        url: address of the engine or router, `http://HOST:PORT`
+        keys: keys sent with the requests
         retries: additional attempts after a connection error, a 5xx status or a malformed answer
         timeout_s: deadline of a generate or score request, over all attempts
         deadlines: deadlines of the other calls
@@ -126,7 +127,9 @@ class EngineClient:
                 return
             except (Retryable, EngineError, TimeoutError) as error:
                 if time.monotonic() >= deadline:
-                    raise EngineError(f"engine {self.url} was not ready within {timeout_s:g} s; last error: {error!r}") from error
+                    raise EngineError(
+                        f"engine {self.url} was not ready within {timeout_s:g} s; check its address and log; last error: {error!r}"
+                    ) from error
                 await asyncio.sleep(0.05)
 
     async def is_healthy(self) -> bool:
@@ -255,7 +258,7 @@ class EngineClient:
     async def _requested(
         self, rid: str, body: dict[str, Any], attempt: Callable[[dict[str, Any]], Awaitable[T]], timeout_s: float | None
     ) -> T:
-        """Send a generate or score request, with retries; every attempt has a request id of its own."""
+        """Send a generate or score request and return the result of `attempt`; a retry is sent as `<rid>.retry<n>`."""
         numbers = itertools.count()
 
         async def named() -> T:
@@ -283,9 +286,14 @@ class EngineClient:
     async def _call(
         self, method: str, path: str, body: dict[str, Any] | None = None, *, within: Deadline | None = None, retries: int | None = None
     ) -> Any:
-        """Make a control call. `within` defaults to the deadline for calls that the scheduler handles between two steps.
+        """Make a control call and return its answer.
 
-        Raises Overdue if no attempt ended in time, and EngineError if the engine refused the call or all attempts failed.
+        Args:
+            within: deadline; by default the one for calls that the scheduler handles between two steps
+
+        Raises:
+            Overdue: no attempt ended in time
+            EngineError: the engine refused the call, or all attempts failed
         """
         retries = self.retries if retries is None else retries
         within = within or self.deadlines.step

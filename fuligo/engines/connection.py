@@ -58,7 +58,7 @@ class ControlDeadlines:
     def of_others(cls, *, request_timeout_s: float, start_timeout_s: float) -> ControlDeadlines:
         """Return the deadlines of engines that this run did not start, and of the embedded engine, whose prefills are not chunked.
 
-        The deadline of a step is a request's, or the start timeout if that is shorter: the requests of a longer step have failed anyway.
+        A step may take as long as a request, because requests in a longer step fail anyway, but at most `start_timeout_s`.
         """
         weights = Deadline(start_timeout_s, "--engine-start-timeout-s")
         return cls(min(Deadline(request_timeout_s, "--rollout-timeout-s"), weights), weights)
@@ -131,7 +131,7 @@ class Connection:
     async def retried(self, what: str, attempt: Callable[[], Awaitable[T]], retries: int, within: Deadline) -> T:
         """Return the result of `attempt`, which is repeated up to `retries` times after a `Retryable`.
 
-        `what`: name of the call in errors. Raises Overdue if no attempt ended in time and EngineError if all attempts failed.
+        `what`: name of the call in errors. Raises Overdue if no attempt ended in time, and EngineError if all attempts failed.
         """
         cause: Retryable | None = None
         try:

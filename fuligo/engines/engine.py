@@ -1,6 +1,6 @@
 """Contract of an inference engine: everything that the rest of the package requires of one.
 
-Rollouts, weight sync, colocation and the teacher depend on this file, not on a backend. `client.EngineClient` is the engine at a URL.
+Rollouts, weight sync, colocation and the teacher depend on this file, not on a backend. `client.EngineClient` implements it over HTTP.
 Differences between backends that must be known before an engine runs are in `config.engine_capabilities`; each backend's `launch` starts
 its engines (see `docs/add-an-engine.md`).
 """
@@ -85,14 +85,14 @@ class InferenceEngine(Protocol):
         """Drop all cached keys and values of the paused or idle engine."""
 
     async def update_weights_from_disk(self, path: str, version: int) -> None:
-        """Load weights of the model's shapes from a Hugging Face directory that the engine can read."""
+        """Load weights from a Hugging Face directory that the engine can read, set their version, and flush the KV cache."""
 
     async def update_weights_from_tensor(self, payloads: Sequence[str], version: int | None) -> None:
         """Load one bucket of weights from shared memory.
 
         Args:
             payloads: one `formats.payload.shared_payload` per tensor-parallel rank
-            version: version of the weights with the last bucket, which also flushes the KV cache; None before
+            version: version of the weights, given with the last bucket, which also flushes the KV cache; None with earlier buckets
         """
 
     async def init_weights_update_group(
@@ -111,7 +111,7 @@ class InferenceEngine(Protocol):
         """Receive one bucket from rank 0 of the group as one flat tensor of bytes; return when it is loaded.
 
         Args:
-            version: version of the weights with the last bucket, which also flushes the KV cache; None before
+            version: see `update_weights_from_tensor`
         """
 
     async def destroy_weights_update_group(self, group_name: str) -> None:

@@ -1,4 +1,4 @@
-"""Requests to inference engines, their results, and stop strings in them."""
+"""Requests to inference engines, their results, and the search for stop strings."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class SamplingParams:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
-    """Tokens to sample from; -1: all."""
+    """Number of most likely tokens to sample from; -1: all."""
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
     """Strings that end the response. Its text ends before the first of them; its token ids are kept."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     sampling_seed: int | None = None
-    """Seed that determines the tokens, given prompt and weights, regardless of what else is decoded; None: a random seed."""
+    """Seed that, with prompt and weights, determines the tokens, whatever else is in the batch; None: a random seed."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the parameters under SGLang's names; unset stops and seeds are omitted."""
@@ -56,7 +56,7 @@ class SamplingParams:
     def from_json(cls, body: Any) -> SamplingParams:
         """Parse a client's `sampling_params`: the inverse of `to_json`.
 
-        Raises ValueError if a value is out of range, or a parameter is neither supported nor neutral.
+        Raises ValueError if a parameter is unknown, a value is invalid, or an unsupported parameter is not set to a value of `NEUTRAL`.
         """
         if not isinstance(body, dict):
             raise ValueError(f"sampling_params must be an object, not {body!r:.100}")
@@ -134,9 +134,9 @@ class RequestOptions(TypedDict, total=False):
     priority: int
     """Queued requests start in descending order of priority; default 0."""
     timeout_s: float | None
-    """Deadline over all attempts; None: the client's deadline."""
+    """Deadline in seconds over all attempts; None: the client's deadline."""
     routing: RoutingQuery | None
-    """Request for the tokens' experts; it is sent directly to an engine, because a router would drop it."""
+    """Query for the tokens' experts. It makes the request bypass the router, which would drop the query."""
     images: Sequence[PromptImage]
     """Images of the prompt, in the order of their tokens."""
 
@@ -182,7 +182,7 @@ class Served:
     num_verifications: int = 0
 
     def plus(self, generation: Generation) -> Served:
-        """Return the sums with one more result."""
+        """Return the counts with those of one more result added."""
         drafted = len(generation.output_ids) if generation.num_verifications else 0
         return Served(
             self.num_prompt_tokens + generation.prompt_tokens,
@@ -220,15 +220,15 @@ class ModelInfo:
 
 
 class Tokenizer(Protocol):
-    """Interface of a transformers tokenizer that this module uses."""
+    """Part of a transformers tokenizer's interface that this module uses."""
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False) -> Any: ...
 
 
 def matched_stop(tokenizer: Tokenizer, ids: list[int], stops: Sequence[str]) -> str | None:
-    """Return the stop string that the newest token completed, if any.
+    """Return the stop string that the newest token completed; None if it completed none.
 
-    Only as many tokens are decoded as the longest stop string has bytes, plus one, because each of its tokens has at least one byte.
+    Every token of a stop string has at least one byte, so the string's length in bytes bounds the number of tokens to decode.
     """
     longest = max(len(stop.encode()) for stop in stops)
     tail = tokenizer.decode(ids[-(longest + 1) :])
@@ -236,6 +236,6 @@ def matched_stop(tokenizer: Tokenizer, ids: list[int], stops: Sequence[str]) -> 
 
 
 def trim(text: str, stops: Sequence[str], num_before: int = 0) -> str:
-    """Return the text before the first stop string that ends after the first `num_before` characters."""
+    """Return the text before the first stop string that ends after the first `num_before` characters; all of it if there is none."""
     starts = [text.find(stop, max(0, num_before - len(stop) + 1)) for stop in stops]
     return text[: min((start for start in starts if start >= 0), default=len(text))]

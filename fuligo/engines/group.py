@@ -22,11 +22,11 @@ from fuligo.types import FloatArray, IntArray
 
 T = TypeVar("T")
 DIRECT_TIMEOUT_S = 600.0
-"""Seconds to wait for a restarted engine if the request has no deadline of its own."""
+"""Seconds that a request without a deadline waits for a restarted engine."""
 WAIT_S = 0.1
 """Seconds between checks for a restarted engine."""
 MAX_AHEAD = 8
-"""Number of requests by which an engine may exceed the least busy one before balance overrides affinity."""
+"""Number of requests in flight that an engine may have more than the least busy one and still get the requests of its affinity."""
 
 
 class Membership(Protocol):
@@ -136,7 +136,7 @@ class EngineGroup:
     async def _generate_somewhere(
         self, input_ids: Sequence[int] | IntArray, params: SamplingParams, *, rid: str, **options: Unpack[RequestOptions]
     ) -> Generation:
-        """Generate through the router, if any. A request that failed while an engine was lost is retried, since that may be the cause."""
+        """Generate through the router; without one, on the engines in turn. Retry a request that failed while an engine was lost."""
         while True:
             if self.membership is not None:
                 await self._until_one_serves(options.get("timeout_s"))
@@ -224,7 +224,7 @@ class EngineGroup:
         return await self._all(ask)
 
     async def load(self) -> EngineLoad:
-        """Return the load summed over the engines."""
+        """Return the numbers of requests summed over the engines, without KV usage and throughput."""
         loads = await self._all(lambda client: client.load())
         arrived = [load.num_arrived for load in loads if load.num_arrived is not None]
         return EngineLoad(

@@ -46,7 +46,7 @@ def main(command: Sequence[str], grace_s: float) -> int:
         grace_s: time between SIGTERM and SIGKILL
 
     Returns:
-        The command's exit code; 128 + the signal that ended it.
+        The command's exit code, or 128 + the number of the signal that ended it.
     """
     # Become the parent of orphans below this process; on systems other than Linux, only the process group is ended.
     if _LIBC is not None:
@@ -139,7 +139,10 @@ def _remove(files: Iterable[Path]) -> None:
 
 
 def _wait_for_end(child: subprocess.Popen[bytes], timeout_s: float, *, force: bool = False) -> bool:
-    """Wait up to `timeout_s` until the command's group and every orphan have ended; return whether they have."""
+    """Wait up to `timeout_s` until the command's group and every orphan have ended; return whether they have.
+
+    With `force`, send SIGKILL to all of them while waiting.
+    """
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if force:

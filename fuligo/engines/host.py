@@ -152,7 +152,7 @@ class PortClaims:
                 self._next = first + size
                 return first
         wanted = "a free port" if size == 1 else f"{size} consecutive free ports"
-        raise EngineError(f"cannot find {wanted} from {self._next} to {LAST_PORT}; stop the processes that use them")
+        raise EngineError(f"cannot find {wanted} from {self._next} to {LAST_PORT}; stop processes that listen on these ports")
 
     def close(self) -> None:
         self._held.close()

@@ -36,7 +36,10 @@ def own_names(host: str) -> frozenset[str]:
 
 
 def is_foreign(host_header: str, names: frozenset[str]) -> bool:
-    """Return whether a Host header is neither an address nor in `names`, as from a web page whose name resolves to this machine."""
+    """Return whether a Host header is neither an IP address nor in `names`.
+
+    Servers refuse such requests, because a web page whose host name resolves to this machine could send them (DNS rebinding).
+    """
     name = host_header[1:].partition("]")[0] if host_header.startswith("[") else host_header.partition(":")[0]
     return name.lower() not in names and not _is_address(name)
 
@@ -54,14 +57,16 @@ _ENTRY = "fuligo.connection"
 
 @dataclass(eq=False)
 class Strangers:
-    """Unauthenticated connections of one server, on which no request had a key yet; the oldest first."""
+    """Unauthenticated connections of one server: those on which no request had a valid key yet."""
 
     max_connections: int = 4096
-    """Number of connections beyond which the oldest is closed. Clients with a key send their request at once, so they leave soon."""
+    """Number of connections beyond which the oldest is closed. Clients with a key authenticate at once, by their first request."""
     max_s: float = 30.0
+    """Seconds after which a connection is closed."""
     max_bytes: int = 1 << 20
     """Number of bytes that may arrive without a key; a request's body is read only after its key was checked."""
     _connections: "dict[Connection, asyncio.TimerHandle]" = field(default_factory=dict)
+    """Time limit of each connection, oldest connection first."""
 
     def add(self, connection: "Connection") -> None:
         """Add a connection, and close the oldest one if there are too many."""

@@ -11,7 +11,7 @@ _PREFIX = "data:image;base64,"
 
 
 def encoded_images(images: Sequence[PromptImage]) -> list[str]:
-    """Return the value of `image_data`."""
+    """Return the images as base64 data URIs: the value of `image_data`."""
     return [_PREFIX + base64.b64encode(image.data).decode() for image in images]
 
 
@@ -33,4 +33,4 @@ def _decoded(text: str, number: int) -> bytes:
     try:
         return base64.b64decode(encoded, validate=True)
     except ValueError as error:
-        raise ValueError(f"image_data[{number}] is not base64, or a data URI with base64; paths and URLs are not read") from error
+        raise ValueError(f"image_data[{number}] is not base64 or a base64 data URI; paths and URLs are not read") from error

@@ -60,10 +60,10 @@ class EngineMonitor:
 
 
 def load_metrics(polls: Sequence[dict[int, EngineLoad]], *, num_engines: int) -> dict[str, float]:
-    """Return the metrics of all engines together and, if there are several, of each engine.
+    """Return the metrics of all engines together and, if there are several, of each engine; empty without polls.
 
     Args:
-        polls: loads by engine number; an engine that did not answer a poll is absent from it, and from its own means
+        polls: loads of each poll by engine number, without the engines that did not answer; a missing answer does not enter a mean
     """
     if not polls:
         return {}
@@ -93,7 +93,7 @@ def load_metrics(polls: Sequence[dict[int, EngineLoad]], *, num_engines: int) ->
 
 
 def served_metrics(before: Served, now: Served) -> dict[str, float]:
-    """Return the metrics of the answers between two states of the token counts."""
+    """Return the cache hit rate and, with speculative decoding, the accept length of the answers between two token counts."""
     metrics: dict[str, float] = {}
     if num_prompt_tokens := now.num_prompt_tokens - before.num_prompt_tokens:
         metrics["engine/cache_hit_rate"] = (now.num_cached_tokens - before.num_cached_tokens) / num_prompt_tokens

@@ -53,8 +53,9 @@ def joined_text(content: Any, name: str, types: Collection[str], otherwise: str)
     """Return the text of a message's content: a string, or the joined texts of its parts.
 
     Args:
+        name: name of the content in errors
         types: accepted types of parts
-        otherwise: error message for a part of another type; `{}` is replaced by the part
+        otherwise: error message for a part of another type or without text; `{}` is replaced by the part
 
     Raises:
         InvalidRequest: a part has another type, or no text
@@ -74,7 +75,7 @@ def given_max_tokens(body: Mapping[str, Any]) -> int | None:
 
 
 def head(model: str, *, is_chat: bool = True, stream: bool = False) -> dict[str, Any]:
-    """Return the first fields of a completion or of its chunks."""
+    """Return the fields that a completion (or each chunk of a stream) begins with: id, object, created and model."""
     kind = "text_completion" if not is_chat else "chat.completion.chunk" if stream else "chat.completion"
     prefix = "chatcmpl-" if is_chat else "cmpl-"
     return {"id": prefix + secrets.token_hex(12), "object": kind, "created": int(time.time()), "model": model}
@@ -89,6 +90,7 @@ def usage(num_prompt_tokens: int, num_new_tokens: int) -> dict[str, int]:
 
 
 def event(content: Any) -> bytes:
+    """Return a server-sent event with `content` as JSON."""
     return b"data: " + orjson.dumps(content) + b"\n\n"
 
 

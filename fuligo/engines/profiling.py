@@ -30,7 +30,7 @@ class EngineProfiler:
 
     @asynccontextmanager
     async def profiled(self, rollout: int) -> AsyncIterator[None]:
-        """Profile the first seconds of the block if `rollout` was chosen. An engine that cannot profile is only logged."""
+        """Profile the first `LONGEST_S` seconds of the block if `rollout` was chosen. An engine's failure to profile is only logged."""
         if rollout not in self.rollouts:
             yield
             return

@@ -21,7 +21,7 @@ ORPHANS_POLL_S = 0.05
 
 
 def end_marked(mark: str, name: str, timeout_s: float) -> None:
-    """Kill all processes with this mark; return when they have ended and released their memory. No-op without /proc.
+    """Kill all processes whose environment has `FULIGO_SERVER=mark`; return when they have freed their memory. No-op without /proc.
 
     `name`: server's name for the error. Raises EngineError if some do not end in time, for instance because they hang in a driver.
     """

@@ -107,7 +107,7 @@ class SharedEngineClient(EngineClient):
         labels = await self._labels()
         if len(labels) > 1:
             raise EngineError(
-                f"engine {self.url} holds {len(labels)} adapters of run {self.run}: {', '.join(map(str, labels))}; restart it"
+                f"engine {self.url} holds {len(labels)} adapters of run {self.run}: {', '.join(map(str, labels))}; restart the engine"
             )
         self._requests.label = label = labels[0] if labels else None
         try:
@@ -136,7 +136,7 @@ class SharedEngineClient(EngineClient):
     async def _requested(
         self, rid: str, body: dict[str, Any], attempt: Callable[[dict[str, Any]], Awaitable[T]], timeout_s: float | None
     ) -> T:
-        """Send a request with retries, each attempt with the run's adapter at that time."""
+        """Send a request with retries. Each attempt waits while the run is paused, and uses the run's adapter of that time."""
         requests = self._requests
 
         async def with_adapter(body: dict[str, Any]) -> T:

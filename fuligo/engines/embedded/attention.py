@@ -19,6 +19,7 @@ from fuligo.models.sink_attention import attention_with_sinks
 
 ATTENTION_NAME = "fuligo_kv_pools"
 UNSUPPORTED = {"softcap": "soft-capped scores", "position_bias": "a position bias", "indices": "keys selected by an indexer"}
+"""Arguments of transformers' attention interface that `attend` refuses, with their meaning."""
 
 
 @dataclass(slots=True)
@@ -102,7 +103,7 @@ def attend(
         [1, N, H, Dv] and no attention weights
 
     Raises:
-        EngineError: the model needs more than plain attention
+        EngineError: the layer passes an argument of `UNSUPPORTED`, or no `attention_plan`
     """
     for name, meaning in UNSUPPORTED.items():
         if kwargs.get(name) is not None:

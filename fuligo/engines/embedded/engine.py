@@ -132,7 +132,7 @@ class EmbeddedEngine:
         self._thread.stop(timeout_s)
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises EngineError if the request can never run here, or the engine has stopped."""
+        """Queue a request. Raises EngineError if it exceeds the model's context or the KV cache, or the engine has failed."""
         limit = self.model.context_length
         if request.max_tokens > limit:
             raise EngineError(

@@ -52,11 +52,11 @@ def parse_requests(raw: bytes, model: EngineModel, new_waiter: Callable[[], Any]
         if name not in NEUTRAL:
             raise ValueError(f"unknown field {name}; remove it")
         if body[name] not in NEUTRAL[name]:
-            raise ValueError(f"{name}={body[name]!r:.50} is not supported by the embedded engine, which takes and returns token ids")
+            raise ValueError(f"{name}={body[name]!r:.50} is not supported by the embedded engine; remove it")
     ids, params, rids, priority = (body.get(name) for name in (*PER_REQUEST, "priority"))
     score_start = body.get("logprob_start_len")
     if not isinstance(score_start, int | None):
-        raise ValueError(f"logprob_start_len is {score_start!r:.50}; it must be one integer")
+        raise ValueError(f"logprob_start_len is {score_start!r:.50}; it must be one integer, also for a batch")
     score_start = None if score_start == -1 else score_start
     if not isinstance(ids, list) or not ids:
         raise ValueError("input_ids must be a list of token ids, or a list of such lists")

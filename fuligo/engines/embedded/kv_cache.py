@@ -22,7 +22,7 @@ KEPT_BYTES = 64 * 1024**2
 
 
 def length_class(num_tokens: int) -> int:
-    """Return the capacity of the pool for rows of `num_tokens`: the next power of two."""
+    """Return the capacity of the pool for rows of `num_tokens`: the next power of two, at least `SMALLEST_CLASS`."""
     return max(SMALLEST_CLASS, 1 << (num_tokens - 1).bit_length())
 
 
@@ -93,7 +93,7 @@ class KVPool:
         return self._by_head(2 * index + 1, heads, value_dim)
 
     def slots(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return [N * blocks] where `write` puts the tokens at `positions` [N] of `rows` [N]."""
+        """Return the slots [N * blocks], in the order of `write`, of the tokens at `positions` [N] of `rows` [N]."""
         blocks = rows[:, None] * self.shape.num_blocks + np.arange(self.shape.num_blocks)
         return (blocks * self.capacity + positions[:, None]).ravel()
 
@@ -143,12 +143,17 @@ class KVPool:
 
 
 class KVCache:
-    """Pools of all length classes. `max_total_tokens` limits the length to which running requests may grow, not the memory allocated."""
+    """Pools of all length classes.
+
+    Args:
+        max_total_tokens: limit of `reserved_tokens`; it does not limit the memory allocated
+    """
 
     def __init__(self, shape: CacheShape, max_total_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
         self.shape = shape
         self.max_total_tokens = max_total_tokens
         self.reserved_tokens = 0
+        """Sum of the length classes that running requests may grow to."""
         self.dtype = dtype
         self.device = device
         self._pools: dict[int, KVPool] = {}
@@ -163,6 +168,7 @@ class KVCache:
         return self._pools[request.pool_capacity]
 
     def fits(self, request: Request) -> bool:
+        """Return whether the limit leaves room for the longest response to a request."""
         return self.reserved_tokens + length_class(request.max_tokens) <= self.max_total_tokens
 
     def add(self, request: Request) -> None:

@@ -49,6 +49,7 @@ class EmbeddedEngineSettings:
     keys: EngineKeys = field(default_factory=EngineKeys.new)
 
     def arguments(self) -> list[str]:
+        """Return the arguments of the `fuligo serve` process that the run starts."""
         given = {
             "--model-path": self.model_path,
             "--port": 0,

@@ -56,7 +56,9 @@ class EngineModel:
     """Model with its tokenizer.
 
     Raises:
-        ConfigError: the directory is not a Hugging Face checkpoint of a causal language model
+        ConfigError: the directory is not a Hugging Face checkpoint of a causal language model, or the model lacks a layer that the
+            adapter's shape names
+        CheckpointError: the adapter's directory is damaged, or the adapter does not fit the model
         EngineError: the embedded engine does not support this architecture
     """
 
@@ -74,7 +76,10 @@ class EngineModel:
         """Load the model.
 
         Args:
-            is_batch_invariant: compute log-probabilities that depend, bit for bit, only on a request's own tokens.
+            path: Hugging Face directory
+            trusts_tokenizer: run Python code of the tokenizer in the directory
+            adapter: LoRA adapter to apply
+            is_batch_invariant: compute log-probabilities that depend, bit for bit, only on a request's own tokens
             base: base weights to share with other models of the directory
         """
         self.path = path
@@ -280,7 +285,9 @@ def _load(path: str, config: Any, dtype: torch.dtype) -> Any:
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"cannot load --model-path {path}: {error}") from error
     if missing := sorted(report["missing_keys"]):
-        raise ConfigError(f"--model-path {path}: {len(missing)} weights are missing: {', '.join(missing[:8])}; download it again")
+        raise ConfigError(
+            f"--model-path {path}: {len(missing)} weights are missing: {', '.join(missing[:8])}; download the checkpoint again"
+        )
     if prefixes := prediction_prefixes(config.to_dict()):
         logger.info("skipping the weights of %d MTP layers, which this engine does not use (%s)", len(prefixes), ", ".join(prefixes))
     return module

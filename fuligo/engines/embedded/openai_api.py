@@ -22,7 +22,7 @@ _INCOMPLETE = "\ufffd"
 POLL_S = 0.02
 """Seconds between two checks of a stream for new tokens."""
 _SAMPLING = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "seed": "sampling_seed", "stop": "stop"}
-"""Parameter of OpenAI's API, or SGLang's addition to it -> the engine's name for it."""
+"""Sampling parameters of OpenAI's API, including those that SGLang adds to it, mapped to the engine's names."""
 _OTHERS = {"model", "messages", "prompt", "tools", "n", "max_tokens", "max_completion_tokens", "stream", "stream_options", "user"}
 _OTHERS |= {"chat_template_kwargs", "ignore_eos"}
 _NEUTRAL = {"frequency_penalty": 0, "presence_penalty": 0, "logprobs": False, "top_logprobs": 0, "logit_bias": {}, "echo": False}
@@ -73,7 +73,7 @@ class OpenAiApi:
         """
         for name, value in body.items():
             if name not in _SAMPLING and name not in _OTHERS and (name not in _NEUTRAL or value not in (None, _NEUTRAL[name])):
-                raise ValueError(f"{name}={value!r:.50} is not supported by the embedded engine")
+                raise ValueError(f"{name}={value!r:.50} is not supported by the embedded engine; remove it")
         if "chat_template" in (body.get("chat_template_kwargs") or {}):
             raise ValueError("chat_template_kwargs cannot hold a chat_template: a client's template would run in the engine")
         ids = self._prompt_ids(body, is_chat)
@@ -122,10 +122,10 @@ class OpenAiApi:
     async def _events(
         self, requests: list[Request], fields: dict[str, Any], *, is_chat: bool, with_usage: bool, held_back: int
     ) -> AsyncIterator[bytes]:
-        """Yield new text as it is sampled; a client that disconnects aborts the requests.
+        """Yield server-sent events with new text as it is sampled; abort the requests if the client disconnects.
 
         Args:
-            held_back: number of characters at the end that wait for the next tokens, since they may begin a stop string.
+            held_back: number of characters at the end that wait for the next tokens, since they may begin a stop string
         """
         sent = [""] * len(requests)
         texts = [TextStream(self._engine.model.tokenizer) for _ in requests]

@@ -40,7 +40,7 @@ class Request:
     finish_reason: dict[str, Any] | None = None
     """SGLang's object: `{"type": "stop", "matched": ...}`, `{"type": "length", ...}` or `{"type": "abort", ...}`."""
     error: str | None = None
-    """Why the request failed; it then has no answer."""
+    """Reason why the request failed and has no answer; None if it did not fail."""
     weight_version: int = 0
     cached_tokens: int = 0
     """Prompt tokens whose keys and values were copied from another request."""
@@ -48,8 +48,9 @@ class Request:
     pool_capacity: int = 0
     """Capacity of the KV pool that has the request's row; 0 while it has none."""
     row: int = -1
+    """Row in that pool; -1 while the request has none."""
     prompt_key: bytes = b""
-    """Equal for requests with equal prompts, images included."""
+    """Key that is equal for requests with equal prompts, images included."""
 
     def __post_init__(self) -> None:
         self.prompt_key = np.asarray(self.input_ids, np.int32).tobytes() + "".join(image.digest for image in self.images).encode()
@@ -60,7 +61,7 @@ class Request:
 
     @property
     def max_tokens(self) -> int:
-        """Prompt plus longest possible response."""
+        """Number of tokens of the prompt and the longest possible response."""
         return len(self.input_ids) + self.params.max_new_tokens
 
     @property

@@ -220,7 +220,8 @@ class Scheduler:
         """Start waiting requests while there is room.
 
         Returns:
-            Requests that need a prefill, and requests whose prompt is cached, or about to be prefilled, for another request.
+            Requests that need a prefill, and requests that copy the keys and values of their prompt from another request, which has them
+            cached or is about to be prefilled.
         """
         fresh: list[Request] = []
         copies: list[Request] = []
@@ -230,7 +231,8 @@ class Scheduler:
             num_running += 1
             self.cache.add(request)
             self._batch = None
-            if request.output_ids or self.cache.shape.recurrent is not None:  # the state before the prompt's last token is not kept
+            # Linear attention keeps only its newest state, not the one before the prompt's last token that a copy would start from.
+            if request.output_ids or self.cache.shape.recurrent is not None:
                 fresh.append(request)
                 continue
             sharing = self._by_prompt.setdefault(request.prompt_key, [])
@@ -358,9 +360,9 @@ class Scheduler:
 
 
 def packs(requests: Sequence[Request], max_tokens: int) -> Iterator[list[Request]]:
-    """Split requests into packs of at most `max_tokens`, ordered by length and thus by pool; equal lengths share an attention call.
+    """Yield packs of requests with at most `max_tokens` tokens in all; a request that is longer is a pack by itself.
 
-    A longer request is a pack by itself.
+    Requests are ordered by length, and thus by pool, since sequences of equal length share an attention call.
     """
     pack: list[Request] = []
     size = 0

@@ -154,14 +154,15 @@ def _load(settings: EmbeddedEngineSettings) -> list[EngineModel]:
 def affordable_tokens(model: EngineModel, max_running_requests: int, *, num_engines: int = 1) -> int:
     """Return the number of KV cache tokens for `max_running_requests` of full length, limited to a fraction of the free memory.
 
-    `num_engines`: number of engines that have such a cache each. Raises ConfigError if not even the shortest request fits.
+    `num_engines`: number of engines that share the memory, each with a cache of this size. Raises ConfigError if not even the shortest
+    request fits.
     """
     device = model.device.type
     free_bytes = torch.cuda.mem_get_info(model.device)[0] if device == "cuda" else available_memory_bytes()
     fitting = int(MEMORY_SHARE[device] * free_bytes) // (num_engines * model.cache_shape.bytes_per_token(model.dtype))
     if fitting < length_class(1):
         raise ConfigError(
-            f"cannot allocate a KV cache: {free_bytes / 2**20:.0f} MiB of free memory are not enough; free some, or set --max-total-tokens"
+            f"cannot allocate a KV cache: {free_bytes / 2**20:.0f} MiB of free memory are not enough; free more, or set --max-total-tokens"
         )
     return min(fitting, max_running_requests * length_class(model.context_length))
 

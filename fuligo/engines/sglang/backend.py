@@ -16,7 +16,7 @@ from fuligo.engines.backend import EngineHosts, LaunchedEngines, LentEngine, Len
 from fuligo.engines.client import POLICY_ADAPTER
 from fuligo.engines.connection import ControlDeadlines
 from fuligo.engines.group import EngineGroup
-from fuligo.engines.host import PortClaims
+from fuligo.engines.host import LOOPBACK, PortClaims
 from fuligo.engines.sglang.fleet import Fleet, FleetSettings
 from fuligo.engines.sglang.router import RouterSettings
 from fuligo.engines.sglang.server import CPU_ARGUMENTS, EnginePlace, ServerPorts, ServerSettings, SGLangServer
@@ -33,7 +33,6 @@ from fuligo.models.adapter_flags import adapter_of
 from fuligo.models.device import Device, Precision, resolve_device
 from fuligo.models.registry import experts_in, read_architecture
 
-LOOPBACK = "127.0.0.1"
 _DTYPES: Mapping[str, Precision] = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16"}
 """Values of `--sglang-dtype` that determine the dtype in which weights are sent."""
 
@@ -48,7 +47,7 @@ class SGLangBackend:
     async def launch(
         self, config: Config, directory: Path, stack: AsyncExitStack, hosts: EngineHosts | None, turn: asyncio.Event
     ) -> LaunchedEngines:
-        """Start the fleets of all models concurrently; see `EngineBackend.launch`. On this machine their imports do not wait for `turn`."""
+        """Start the fleets of all models concurrently; see `EngineBackend.launch`. Engines on this machine import SGLang before `turn`."""
         turn_file: Path | None = None
         if hosts is not None:
             await turn.wait()
@@ -224,9 +223,9 @@ def _servers(
 
 
 def _own_arguments(config: Config, group: EngineGroupSpec, adapters: Sequence[AdapterConfig]) -> dict[str, Any]:
-    """Return the arguments that the run needs; the user's flags override them.
+    """Return the SGLang arguments that the run needs for an engine of `group`; the user's flags override them.
 
-    With --colocate, SGLang releases memory only with its memory saver, and weights that are never synced, including draft models, need a
+    With --colocate, SGLang releases memory only with its memory saver, and weights that are never synced, including draft models', need a
     copy in host memory.
     """
     is_policy, is_on_gpu = group.model == policy_model(config), resolve_device(config) == "cuda"
@@ -248,9 +247,15 @@ def _own_arguments(config: Config, group: EngineGroupSpec, adapters: Sequence[Ad
 
 
 def adapter_arguments(adapters: Sequence[AdapterConfig], model: Path, *, device: Device) -> dict[str, Any]:
-    """Return the arguments of a server that loads an adapter of each of these shapes for the model in directory `model`.
+    """Return the SGLang arguments for loading an adapter of each of these shapes.
 
-    A batch may contain requests for each adapter and for none. Raises ConfigError if the model's family, and thus its layers, are unknown.
+    A batch may contain requests for each adapter and for none.
+
+    Args:
+        model: directory of the base model
+
+    Raises:
+        ConfigError: the family of the model, and thus the names of its layers, are unknown
     """
     architecture = read_architecture(model)
     names = list(dict.fromkeys(name for adapter in adapters for name in AdapterShape(adapter, architecture).names))

@@ -11,7 +11,7 @@ from fuligo.errors import EngineError
 ENDING_S = 15.0
 """Seconds that a crashed SGLang may take to end: it closes its port first, then logs the error."""
 POLL_S = 0.5
-"""Seconds between checks whether it has ended."""
+"""Seconds between checks whether a server that does not answer has ended."""
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class FleetEngine:
         return not await self.is_dead(ask_health=True) and await self.client.scheduler_answers(self.health_timeout_s)
 
     async def answers_or_ends(self) -> bool:
-        """Return whether the server answers; if it does not, wait up to `ENDING_S` for it to end and log the reason."""
+        """Return whether the server answers within `ENDING_S`. If it does not, it gets this time to write the reason to its log and end."""
         with suppress(TimeoutError):
             async with asyncio.timeout(ENDING_S):
                 while self.server.alive:

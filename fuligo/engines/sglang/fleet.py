@@ -34,7 +34,7 @@ class FleetSettings:
     servers: tuple[ServerSettings, ...]
     router: RouterSettings
     restart: bool
-    """Restart dead engines and routers (--use-fault-tolerance); False: one that dies ends the run."""
+    """Restart dead engines and routers (--use-fault-tolerance); False: the run ends if one dies."""
     health_interval_s: float
     health_timeout_s: float
     request_retries: int
@@ -125,7 +125,7 @@ class Fleet:
                     await self._lose(engine)
 
     async def is_lost(self, client: InferenceEngine) -> bool:
-        """Return whether an engine whose call failed is dead or hangs; if so, it is being restarted. Always False without restarts."""
+        """Return whether an engine whose call failed is dead or hangs, and restart it if so. Always False if engines are not restarted."""
         if not self._settings.restart:
             return False
         engine = self._engine_of(client)
@@ -136,7 +136,7 @@ class Fleet:
         return True
 
     def _engine_of(self, client: InferenceEngine) -> FleetEngine | None:
-        """Return the engine of a client; None while the engine is being restarted and does not wait for weights yet."""
+        """Return the engine of a client; None if the client was replaced, or its engine is being restarted and not yet joining."""
         engine = next((engine for engine in self._engines if engine.client is client), None)
         return None if engine is None or (engine.is_restarting and client not in self.group.joining) else engine
 
@@ -277,12 +277,13 @@ class Fleet:
             engine.restart = None
 
     def _continue_without(self, engine: FleetEngine) -> None:
-        """Remove an engine whose machine is lost. Raises EngineError if no other engine of its kind is left."""
+        """Remove an engine whose machine is lost. Raises EngineError if no other engine of its worker type is left."""
         server = engine.server.settings
         others = [other for other in self._engines if other is not engine]
         if not any(other.server.settings.worker_type == server.worker_type for other in others):
             raise EngineError(
-                f"{server.name} was lost with its machine {server.host}, and no other engine is left; resume on other machines"
+                f"{server.name} was lost with its machine {server.host}, and no other engine is left for its requests; resume from the "
+                "last checkpoint on other machines"
             )
         self._engines = others
         logger.warning("%s was lost with its machine %s; continuing without it", server.name, server.host)
@@ -326,6 +327,7 @@ async def _add(router: Router, server: ServerSettings) -> None:
 
 
 async def _with_next_sync(_: InferenceEngine) -> bool:
+    """Leave a restarted engine to the next weight sync: the default of `Fleet.sync_restarted`."""
     return False
 
 

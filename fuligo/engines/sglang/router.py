@@ -85,7 +85,7 @@ class RouterSettings:
 
 @dataclass(slots=True, frozen=True)
 class Worker:
-    """Engine as the router sees it."""
+    """Engine in the router's list."""
 
     id: str
     url: str

@@ -133,14 +133,14 @@ class ServerSettings:
     num_nodes: int = 1
     node_rank: int = 0
     listens_at: tuple[str, int] | None = None
-    """Address of a part on another node, which answers /health there; None: `host` and its HTTP port."""
+    """Host and port at which a part on another node answers /health; None: `host` and `ports.http`."""
     python: str = sys.executable
     """Python interpreter in whose environment SGLang is installed."""
     environment: Environment = field(default_factory=Environment)
     is_exact: bool = False
     """Load the plugin in `EXACT_PLUGIN`."""
     turn: Path | None = None
-    """File that exists once the engine may use its GPUs; None: it may at once."""
+    """File that exists once the engine may use its GPUs; None: it need not wait."""
     start_timeout_s: float = 600.0
     keys: EngineKeys = field(default_factory=EngineKeys.new)
 

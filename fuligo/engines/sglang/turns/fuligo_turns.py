@@ -1,4 +1,4 @@
-"""Plugin for SGLang 0.5.15 under --colocate: an engine is imported while the trainer loads, and waits before it uses a GPU.
+"""Plugin for SGLang 0.5.15 under --colocate: engines import SGLang while the trainer loads, then wait before they use a GPU.
 
 SGLang loads it (`sglang.srt.plugins`) in its main process and, after all imports, in the schedulers, which alone use GPUs.
 """
@@ -16,7 +16,10 @@ POLL_S = 0.05
 
 
 def wait() -> None:
-    """Wait for the file; end the process if its parent ends first. Return at once in the main process, which starts the schedulers."""
+    """Wait until the file `$FULIGO_TURN` exists. Return at once in the main process, which starts the schedulers.
+
+    Raises SystemExit if the main process ends first.
+    """
     parent = multiprocessing.parent_process()
     if parent is None:
         return

@@ -155,7 +155,7 @@ class Gateway:
         if session is None or not hmac.compare_digest(_digest(_key(headers)), _digest(session.api_key)):
             if (digest := self._ended.get(name)) is not None and hmac.compare_digest(digest, _digest(_key(headers))):
                 return _ended()
-            return _error(401, "the key is missing, or not that of this session", code="invalid_api_key")
+            return _error(401, "the key is missing or does not belong to this session; use the session's api_key", code="invalid_api_key")
         admit(http.scope)
         if method == "GET" and path.startswith("v1/models"):
             return self._models(path.removeprefix("v1/models").strip("/"))
@@ -166,7 +166,7 @@ class Gateway:
             return _error(415, "the content type must be application/json")
         raw = await _body(http)
         if raw is None:
-            return _error(413, f"the body has more than {MAX_BODY_BYTES // 2**20} MiB")
+            return _error(413, f"the body has more than {MAX_BODY_BYTES // 2**20} MiB; shorten the conversation")
         return await (self._reward(session, raw) if dialect is None else self._answer(session, http, raw, dialect))
 
     async def _answer(self, session: Session, http: HttpRequest, raw: bytes, dialect: Dialect) -> Response:

@@ -33,7 +33,7 @@ class SessionEnded(Exception):
 
 
 class ContextFull(InvalidRequest):
-    """Request whose conversation leaves no room for an answer."""
+    """Raised if the conversation of a request leaves no room for an answer."""
 
 
 @dataclass(slots=True, frozen=True)

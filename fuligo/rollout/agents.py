@@ -39,7 +39,7 @@ class Episode:
 
 @dataclass(eq=False)
 class AgentGenerate:
-    """`GenerateFn` that runs the agent once per sample.
+    """`GenerateFn` and `Interruptible` that runs the agent once per sample.
 
     A conversation that the agent rewrites becomes several samples of one index. When generation is aborted, the agent waits at its next
     request and continues when the sample is continued; if it never is, the agent is canceled after --agent-timeout-s.
@@ -59,7 +59,7 @@ class AgentGenerate:
     """Agents that were canceled and have not ended yet."""
 
     async def __call__(self, sample: Sample, params: SamplingParams) -> Sample | list[Sample]:
-        """Run the agent to its end, or until generation is aborted. An error fails the sample with its reason."""
+        """Run the agent until it returns or generation is aborted; return a sample per branch, or the aborted or failed sample."""
         key = (params.sampling_seed, sample.index)
         episode = self._suspended.pop(key, None)
         if episode is None:

@@ -85,8 +85,8 @@ def build_sampling(
 
     Args:
         prompts: the training data; None with `--data-source-path`
-        policy_version: version of the weights in the engines
-        num_rollout: rollouts of the whole run
+        policy_version: returns the version of the weights in the engines
+        num_rollout: number of rollouts of the whole run
         teacher: teacher that scores the sampled responses; None without one
 
     Raises:
@@ -286,13 +286,13 @@ def _episodes(config: Config, factory: MakesEnvironments, single_turn: SingleTur
 
 
 def vocab_size(config: Config) -> int | None:
-    """Return the vocabulary size of the model; None if its config.json does not state it."""
+    """Return the vocabulary size of `--hf-checkpoint`; None without a checkpoint, or if its config.json does not state it."""
     model = config.model.hf_checkpoint
     return None if model is None else read_model_config(Path(model)).get("vocab_size")
 
 
 def reproducible(config: Config) -> bool:
-    """Return whether waves can start aligned: the engine is embedded, serves only this run, and gets one request per sample."""
+    """Return whether waves can start aligned: in sync mode, on a reproducible engine that the run started, with one request per sample."""
     return (
         config.rollout.async_mode == "sync"
         and config.engine_capabilities.is_reproducible

@@ -90,7 +90,7 @@ class ContinuousRunner:
         self._restored = list(state.buffer)
 
     def before_sync(self) -> None:
-        """Announce the next version of the weights, so that groups which it makes too stale are not continued."""
+        """Announce the next version of the weights, so that groups that it makes too stale are not continued."""
         self._coming_version = self._parts.policy_version() + 1
 
     async def rollout(self, step: int) -> Rollout:

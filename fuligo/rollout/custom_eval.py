@@ -47,7 +47,7 @@ class CustomEvaluator:
     _: KW_ONLY
     policy_version: Callable[[], int]
     reward_key: str | None
-    """Key of dict rewards that is reported for names that are not evaluation datasets."""
+    """Key of dict rewards to report for datasets that the function adds to `sets`."""
     vocab_size: int | None
 
     async def evaluate(self, rollout_id: int) -> Evaluation:

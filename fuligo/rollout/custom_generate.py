@@ -61,13 +61,14 @@ class CustomGenerate:
     hook: GenerateHook
     args: Any
     default: GenerateFn
+    """Generation that `continue_sample` uses inside the function."""
     policy_version: Callable[[], int]
     """Version of the weights in the engines, for tokens without a version."""
     _: KW_ONLY
     vocab_size: int | None = None
 
     async def __call__(self, sample: Sample, params: SamplingParams) -> list[Sample]:
-        """Call the function.
+        """Call the function and return its samples, completed.
 
         Raises TypeError if the function did not return samples, and ValueError if a sample is invalid (see `complete`).
         """
@@ -99,8 +100,8 @@ def complete(sample: Sample, version: int, *, vocab_size: int | None = None) -> 
     num_tokens = len(sample.response_ids)
     if num_tokens and not len(sample.engine_logprobs):
         raise ValueError(
-            f"the custom generate function returned {num_tokens} response_ids without engine_logprobs; set the log-probability of each "
-            "sampled token, and 0 for tokens that were not sampled and have loss_mask 0"
+            f"the sample has {num_tokens} response_ids without engine_logprobs; set the log-probability of each sampled token, and 0 for "
+            "tokens that were not sampled and have loss_mask 0"
         )
     sample.engine_logprobs = np.asarray(sample.engine_logprobs, np.float32)
     mask = np.asarray(sample.loss_mask) if len(sample.loss_mask) else np.ones(num_tokens, np.int8)

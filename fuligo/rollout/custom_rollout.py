@@ -81,7 +81,13 @@ def _checked(result: Any) -> list[list[Sample]]:
 def completed_group(
     samples: list[Sample], version: int, rows: dict[int, int], vocab_size: int | None, reward_key: str | None
 ) -> SampleGroup:
-    """Complete the samples of a group and mark the ones that cannot be trained on as failed."""
+    """Return the group of samples that a user's function returned, completed. Samples that cannot be trained on are marked failed.
+
+    Args:
+        version: version of the weights, for tokens without a version
+        rows: row of the dataset by group index
+        reward_key: key of dict rewards whose value must be finite; None: dict rewards are not checked
+    """
     for sample in samples:
         try:
             complete(sample, version, vocab_size=vocab_size)
@@ -89,7 +95,7 @@ def completed_group(
         except ValueError as error:
             problem = str(error)
         if problem is None and sample.status in (SampleStatus.PENDING, SampleStatus.ABORTED):
-            problem = f"the rollout function returned the sample as {sample.status}; finish it, or set its status to failed"
+            problem = f"the function returned the sample as {sample.status}; finish it, or set its status to failed"
         if problem is None and sample.status is not SampleStatus.FAILED:
             problem = _reward_problem(sample, reward_key)
         if problem is not None:
@@ -101,14 +107,14 @@ def completed_group(
 def _reward_problem(sample: Sample, reward_key: str | None) -> str | None:
     """Return why a sample cannot be trained on with its reward; None if it can. NaN and infinity fail their sample, not the run."""
     if sample.reward is None:
-        return "the rollout function returned the sample without a reward; set sample.reward"
+        return "the function returned the sample without a reward; set sample.reward"
     value = sample.reward
     if isinstance(value, dict):
         if reward_key is None:
             return None  # --custom-reward-post-process-path computes the scalar
         value = value.get(reward_key)
     try:
-        finite(value, "the reward of the rollout function")
+        finite(value, "the reward that the function set")
     except RewardFailure as failure:
         return str(failure)
     return None

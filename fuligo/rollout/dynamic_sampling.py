@@ -12,7 +12,7 @@ from dataclasses import KW_ONLY, dataclass
 from fuligo.errors import RolloutError
 
 HOPELESS_ROLLOUTS = 10
-"""Number of rollouts whose groups are all dropped before sampling gives up. If a group was kept, `--max-sampling-waves` is the limit."""
+"""Sampling gives up when this many times `target` groups were dropped and none was kept. Otherwise `--max-sampling-waves` is the limit."""
 HOPELESS_GROUPS = 64
 """Smallest number of dropped groups at which `HOPELESS_ROLLOUTS` applies."""
 

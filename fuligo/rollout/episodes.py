@@ -69,7 +69,7 @@ class Episodes:
         self.sample_turn: GenerateFn = self.generate if self._writer is None else self._writer.without_text()
 
     async def __call__(self, sample: Sample, params: SamplingParams) -> list[Sample]:
-        """Run an episode until it ends or is interrupted. If the environment fails, the sample is marked failed with the reason."""
+        """Run an episode until it ends or is interrupted, and return its samples. If the environment fails, the sample is marked failed."""
         samples = await self._episode(sample, params)
         if self._writer is not None and not params.stop:
             sample.response = await self._writer.text(sample)

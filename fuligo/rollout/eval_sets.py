@@ -60,7 +60,7 @@ class EvalSetSpec(FlagGroup):
         return [value] if isinstance(value, str) and value else value
 
     def has_own_reward(self, config: Config) -> bool:
-        """Return whether the dataset is judged differently from the training samples."""
+        """Return whether the dataset's reward differs from the training reward, or training has none."""
         own = any(value is not None for value in (self.rm_type, self.custom_rm_path, self.reward_key))
         return own or config.is_unjudged or bool(config.reward.extra_rm_path) or config.resolved_eval_reward_key != config.reward.reward_key
 

@@ -98,7 +98,7 @@ class Evaluator:
             await close()
 
     async def evaluate(self, rollout_id: int = 0) -> Evaluation:
-        """Sample and judge every set.
+        """Sample and judge every set; return the groups and metrics.
 
         `rollout_id`: unused, since prompts and seeds are always the same. Raises RolloutError if every sample of a set failed.
         """
@@ -157,6 +157,7 @@ def eval_metrics(name: str, num_samples: int, reward_key: str | None, groups: Se
 
 
 def fresh_group(prompt: Prompt, position: int, num_samples: int) -> SampleGroup:
+    """Return a group of pending samples of the prompt at `position` of a dataset, numbered by position."""
     samples = [
         Sample(
             position * num_samples + offset,

@@ -108,7 +108,10 @@ class SingleTurn:
         return tuple([await asyncio.to_thread(self.images.of, image) for image in sample.images])
 
     def _routing_query(self, sample: Sample) -> RoutingQuery | None:
-        """Request the experts of tokens without recorded ones; recorded experts stay, even if newer weights would route differently."""
+        """Return a query for the experts of the tokens that have none recorded; None without `routing`.
+
+        Recorded experts stay, even if newer weights would route differently.
+        """
         if self.routing is None:
             return None
         num_known = 0 if sample.routed_experts is None else len(sample.routed_experts)
@@ -151,6 +154,7 @@ def append(sample: Sample, generation: Generation) -> None:
 
 
 def sampling_params(flags: RolloutFlags) -> SamplingParams:
+    """Return the sampling parameters of training samples."""
     return SamplingParams(
         max_new_tokens=flags.rollout_max_response_len,
         temperature=flags.rollout_temperature,

@@ -79,7 +79,7 @@ class GroupTasks:
         self._running[task] = group
 
     async def next_finished(self) -> SampleGroup:
-        """Wait for the next group whose generation ended and, if all its samples finished, whose rewards are set."""
+        """Return the next group whose generation has ended and, if all its samples finished, whose rewards are set."""
         task = await self._done.get()
         group = self._running.pop(task)
         self._snapshots.pop(group.index, None)

@@ -94,6 +94,7 @@ class RolloutCounts:
     """Counts of a rollout that cannot be computed from its samples."""
 
     num_resumed: int = 0
+    """Samples that continued a response of an earlier rollout."""
     num_stale: int = 0
     """Buffered groups that were too old to continue."""
     num_tokens_before: int = 0
@@ -104,11 +105,11 @@ class RolloutCounts:
 def sample_metrics(
     groups: Sequence[SampleGroup], *, reward_key: str | None, pass_key: str | None = None, policy_version: int
 ) -> dict[str, float]:
-    """Return means over the usable samples of kept groups, and scores over the prompts of all finished groups.
+    """Return means over the usable samples of kept groups, and scores over the prompts of all finished groups that are not stale.
 
     Args:
         pass_key: key of dict rewards that decides whether a sample passes; None: `reward_key`
-        policy_version: version of the weights that train on the groups, as far as it is known
+        policy_version: version of the weights relative to which the policy lag is measured
     """
     samples = usable(sample for group in groups if group.kept for sample in group.samples)
     rewards = np.array([sample.reward_value(reward_key) for sample in samples if has_scalar(sample, reward_key)], np.float64)

@@ -59,7 +59,7 @@ class GroupStream(Protocol):
         ...
 
     def put_back(self, groups: list[SampleGroup]) -> None:
-        """Put the unfinished groups of a full rollout, ordered by index, back into the buffer."""
+        """Take back groups that a rollout left unfinished or dropped as stale, ordered by index; they or their prompts are drawn again."""
 
     def state(self, step: int) -> RolloutState:
         """Return the position in the data after rollout `step`."""

@@ -37,6 +37,7 @@ class RunnerParts:
     params: SamplingParams
     flags: RolloutFlags
     concurrency: int
+    """Largest number of samples generated at a time."""
     reward_key: str | None = None
     """Key of dict rewards that the metrics report."""
     pass_key: str | None = None
@@ -53,8 +54,8 @@ class RunnerParts:
         """Call the hooks that see a whole rollout.
 
         Args:
-            version: version of the weights that sampled the rollout.
-            groups: kept and dropped groups.
+            version: version of the weights when the rollout was requested
+            groups: kept and dropped groups
         """
         if self.sample_filter is not None:
             self.sample_filter([group for group in groups if group.kept])

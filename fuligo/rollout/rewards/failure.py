@@ -6,7 +6,7 @@ from fuligo.errors import RewardError
 
 
 class FailureReason(StrEnum):
-    """Reason why a sample has no reward; `RewardRunner.failures` counts by it."""
+    """Reason why a sample has no reward; `RewardRunner.failures` counts samples by reason."""
 
     NO_REWARD = "no_reward"
     """Neither a reward type nor a custom reward applies to the sample."""
@@ -31,4 +31,7 @@ class RewardFailure(RewardError):
 
 
 class NoVerdictError(RewardFailure):
-    """Response on which the judge ran out of time or memory. It counts as wrong, so that the policy cannot gain by hanging the judge."""
+    """Raised if a judge hangs, dies or runs out of memory on a response.
+
+    The response counts as wrong, so that the policy cannot gain by hanging the judge.
+    """

@@ -12,10 +12,11 @@ from fuligo.types import Sample
 _FIRST_PAUSE_S = 0.1
 _MAX_CONNECTIONS = 128
 _WORTH_RETRYING = frozenset({408, 425, 429, 500, 502, 503, 504})
+"""HTTP statuses of transient errors."""
 
 
 class RemoteReward:
-    """Client of one reward model. Transient errors (no connection, 408, 425, 429, 5xx) are retried with exponential backoff."""
+    """Client of one reward model. Connection errors and the statuses in `_WORTH_RETRYING` are retried with exponential backoff."""
 
     def __init__(self, url: str | Secret | None, *, timeout_s: float, retries: int) -> None:
         self._url = url

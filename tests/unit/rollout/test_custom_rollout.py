@@ -94,7 +94,7 @@ async def test_a_reward_that_is_not_finite_fails_only_its_sample(reward):
     _, rollouts = custom(bad_reward, reward_key="acc")
     rollout = await rollouts.rollout(0)
     failed, *others = samples_of(rollout.groups)
-    assert failed.status is SampleStatus.FAILED and "the reward of the rollout function must be a finite number" in (failed.error or "")
+    assert failed.status is SampleStatus.FAILED and "the reward that the function set must be a finite number" in (failed.error or "")
     assert all(sample.status is SampleStatus.COMPLETED for sample in others)
     assert rollout.metrics["rollout/reward_mean"] == 1 and rollout.metrics["rollout/num_failed"] == 1
 

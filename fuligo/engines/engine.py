@@ -41,7 +41,7 @@ class InferenceEngine(Protocol):
     run: str | None
     """Name of the run whose adapter requests use, if several runs share the engine; None: only one run uses it."""
     is_overdue: bool
-    """A control call missed its deadline, so the engine's state (paused, memory, weights) is unknown."""
+    """True once a control call missed its deadline: the engine's state (paused, memory, weights) is then unknown."""
 
     async def generate(
         self,
@@ -134,7 +134,7 @@ class InferenceEngine(Protocol):
         """Allocate memory again after `release_memory`."""
 
     async def wait_ready(self, timeout_s: float) -> None:
-        """Wait until the engine is healthy. Raises EngineError if it is not within `timeout_s`."""
+        """Wait until the engine is healthy. Raises EngineError if it is not healthy within `timeout_s`."""
 
     async def is_healthy(self) -> bool:
         """Return whether the engine answers its health check. Never raises."""

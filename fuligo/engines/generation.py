@@ -20,14 +20,14 @@ class SamplingParams:
 
     max_new_tokens: int
     min_new_tokens: int = 0
-    """End tokens and stops are suppressed before this many tokens."""
+    """Number of tokens before which no end token is sampled."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
     """Number of most likely tokens to sample from; -1: all."""
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
-    """Strings that end the response. Its text ends before the first of them; its token ids are kept."""
+    """Strings that end the response. The text ends before the stop string, the token ids include it."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     sampling_seed: int | None = None

@@ -191,7 +191,7 @@ class EngineGroup:
                 self._num_direct[client] -= 1
 
     async def _by_affinity(self, affinity: int, timeout_s: float | None) -> InferenceEngine:
-        """Return the engine for this affinity, or the least busy one if that is much less busy. If all are restarting, wait for one.
+        """Return the engine for this affinity, or the least busy one if it is much less busy. If all are restarting, wait for one.
 
         Raises EngineError if no engine restarted in time.
         """
@@ -206,7 +206,7 @@ class EngineGroup:
         deadline = time.monotonic() + limit_s
         while not self.clients:
             if time.monotonic() >= deadline:
-                raise EngineError(f"cannot send the request: all engines were lost and none restarted within {limit_s:g} s")
+                raise EngineError(f"cannot send the request: all engines were lost and none restarted within {limit_s:g} s; see their logs")
             await asyncio.sleep(WAIT_S)
 
     async def wait_ready(self, timeout_s: float) -> None:

@@ -103,7 +103,7 @@ class _Flag:
 
 
 def _end_with(guard: int) -> None:
-    """Make the kernel kill this process, the command's, when the guard ends."""
+    """Make the kernel kill the command when the guard ends; called in the command's process before exec."""
     if _LIBC is not None:
         _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != guard:  # the guard ended before the call

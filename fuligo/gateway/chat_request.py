@@ -49,11 +49,11 @@ class ChatRequest:
     tools: tuple[Tool, ...]
     params: SamplingParams
     num_replaced: int
-    """Number of the request's parameters that the rollout's replace."""
+    """Number of the request's parameters that were replaced by the rollout's."""
     model: str | None
     stream: bool
     with_usage: bool
-    """Send the usage at the end of a stream."""
+    """True to send the usage at the end of a stream."""
     with_logprobs: bool
 
 

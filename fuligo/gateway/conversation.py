@@ -109,7 +109,7 @@ class Conversation:
         self.turns.append(turn)
 
     def branches(self) -> Iterator[list[tuple[Turn, bool]]]:
-        """Yield the path to every turn without children; each of its turns comes with whether no earlier path contains it."""
+        """Yield the path to every turn without children, as pairs (turn, True if no earlier path contains the turn)."""
         seen: set[int] = set()
         for turn in self.turns:
             if not turn.has_children:

@@ -23,8 +23,8 @@ from fuligo.gateway.completion import Completion
 from fuligo.gateway.conversation import Conversation, Place, Sampled, Turn
 from fuligo.types import IntArray, Span
 
-MAX_CHARS_RENDERED_INLINE = 20_000
-"""Longest text, in characters, that is rendered on the event loop: this is quicker than a thread hand-over; more would block the loop."""
+MAX_BYTES_RENDERED_INLINE = 20_000
+"""Longest request body, in bytes, that is rendered on the event loop: a thread would take longer. A longer one would block the loop."""
 Reward = float | dict[str, Any]
 
 
@@ -50,7 +50,7 @@ class Policy:
     max_context_len: int | None = None
     """Longest prompt + answer, in tokens; None: no limit."""
     replaces_params: bool = False
-    """Use the rollout's sampling parameters where a request's differ, instead of rejecting the request."""
+    """True to use the rollout's sampling parameters where a request's differ, instead of rejecting the request."""
 
 
 @dataclass(eq=False)
@@ -149,7 +149,7 @@ class Session:
         try:
             request = parse_chat_request(read(raw), self.params, replaces=self.policy.replaces_params)
             self.num_replaced += request.num_replaced > 0
-            return await self._answer(request, is_long=len(raw) > MAX_CHARS_RENDERED_INLINE)
+            return await self._answer(request, is_long=len(raw) > MAX_BYTES_RENDERED_INLINE)
         except EngineError as error:
             self.failure = str(error)
             raise
@@ -195,7 +195,8 @@ class Session:
         room = params.max_new_tokens if limit is None else limit - num_prompt_tokens
         if room < 1:
             raise ContextFull(
-                f"the conversation has {num_prompt_tokens} tokens, and --rollout-max-context-len {limit} leaves no room for an answer",
+                f"the conversation has {num_prompt_tokens} tokens, and --rollout-max-context-len {limit} leaves no room for an answer; "
+                "shorten the conversation",
                 "messages",
             )
         repeat = self._repeats.get(place.state, 0)

@@ -22,7 +22,7 @@ from fuligo.types import Sample, SampleStatus
 
 logger = logging.getLogger(__name__)
 Key = tuple[int | None, int]
-"""Seed and index of a sample. The seed tells samples of an evaluation from samples of training with the same index."""
+"""Seed and index of a sample. The seed distinguishes samples of an evaluation from training samples with the same index."""
 
 
 @dataclass(eq=False)

@@ -229,7 +229,7 @@ def _source(config: Config, args: ArgsView, prompts: PromptSource | None) -> Gro
             source = hook(args)
         except Exception as error:
             raise HookError(
-                f"--data-source-path {config.data.data_source_path}: the constructor raised: {describe_exception(error, hook)}"
+                f"--data-source-path {config.data.data_source_path}: the constructor raised {describe_exception(error, hook)}"
             ) from error
         return CustomSource(source, partial_rollout=buffers, mask_offpolicy=flags.mask_offpolicy_in_partial_rollout)
     assert prompts is not None, "validated: without --data-source-path there are prompt files"

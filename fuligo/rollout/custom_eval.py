@@ -27,7 +27,7 @@ class EvalData:
         return list(self._sets)
 
     def get_samples(self, name: str) -> list[list[Sample]]:
-        """Return the prompts of a dataset, a group of pending samples for each."""
+        """Return a group of pending samples for each prompt of a dataset."""
         eval_set = self._sets[name]
         return [fresh_group(deepcopy(prompt), i, eval_set.num_samples).samples for i, prompt in enumerate(eval_set.prompts)]
 
@@ -53,7 +53,7 @@ class CustomEvaluator:
     async def evaluate(self, rollout_id: int) -> Evaluation:
         """Call the function and compute the metrics of the samples that it returns.
 
-        Raises RolloutError if the function raised, did not return samples by name, or every sample of a dataset failed.
+        Raises RolloutError if the function raised, did not return samples by dataset, or every sample of a dataset failed.
         """
         try:
             with default_generate(self.generate, self.params):

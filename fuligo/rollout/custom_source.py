@@ -46,9 +46,9 @@ class CustomSource:
     hook: DataSourceHook
     _: KW_ONLY
     partial_rollout: bool = False
-    """Return unfinished groups to the data source with their tokens; otherwise as fresh samples."""
+    """True: unfinished groups return to the data source with their tokens; False: as fresh samples."""
     mask_offpolicy: bool = False
-    """Do not train on tokens of earlier rollouts."""
+    """True to mask tokens of earlier rollouts out of the loss."""
     _next_sample_index: int = field(default=0, init=False)
     _next_group_index: int = field(default=0, init=False)
 

@@ -41,7 +41,7 @@ class Limits:
     episode_timeout_s: float
     """Timeout of the whole episode; starts again when an interrupted episode continues."""
     max_context_len: int | None
-    """Longest prompt + response, in tokens."""
+    """Longest prompt + response, in tokens; None: no limit."""
 
 
 @dataclass(eq=False)
@@ -230,7 +230,7 @@ class _Run:
         return [*sample.prompt_ids[-16:].tolist(), *sample.response_ids[: self._episode.turn_start][-16:].tolist()]
 
     async def _step(self, turn: AssistantTurn) -> tuple[float, Step]:
-        """Let the environment answer; return its start on the monotonic clock, in seconds, and the step.
+        """Call the environment's `step`; return the time of the call on the monotonic clock, in seconds, and the step.
 
         Raises EpisodeError if `step` failed or returned a malformed step, and CallInterruptedError if generation is being aborted.
         """

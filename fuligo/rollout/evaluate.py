@@ -58,7 +58,7 @@ class Evaluates(Protocol):
 
 
 class Evaluator:
-    """Evaluator that samples every set with the current weights of the engines. A sample has the same random numbers in every evaluation.
+    """Evaluator that samples every set with the current weights of the engines. A sample has the same seed in every evaluation.
 
     Rollouts may be sampled concurrently: samples whose requests are aborted at the end of a rollout are continued.
 

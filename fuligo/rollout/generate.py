@@ -39,13 +39,13 @@ class SingleTurn:
     timeout_s: float
     """Timeout of a request, retries included."""
     max_context_len: int | None = None
-    """Longest prompt + response, in tokens."""
+    """Longest prompt + response, in tokens; None: no limit."""
     routing: RoutingShape | None = None
     """Shape of the routed experts to request for every token; None: do not request them."""
     images: ResizedImages | None = None
     """Resizer for engines whose image processor differs from the trainer's; None: send images unchanged."""
     writes_text: bool = True
-    """Decode the response after every request; if False, only with stop strings, and callers use `text`."""
+    """True to decode the response after every request; False: only with stop strings, and callers use `text`."""
     _num_requests: itertools.count = field(default_factory=itertools.count, init=False)
     _text_of: Callable[[list[int]], str] = field(init=False, repr=False)
 
@@ -140,7 +140,7 @@ class SingleTurn:
 
 
 def append(sample: Sample, generation: Generation) -> None:
-    """Append new tokens with their log-probabilities and version, and set the finish reason."""
+    """Append an engine's new tokens with their log-probabilities, version and experts; set the finish reason and status."""
     num_new = len(generation.output_ids)
     sample.response_ids = np.concatenate([sample.response_ids, generation.output_ids])
     sample.engine_logprobs = np.concatenate([sample.engine_logprobs, generation.logprobs])

@@ -48,7 +48,7 @@ class SavedRollouts:
     template: str
     _: KW_ONLY
     vocab_size: int | None
-    """Vocabulary size of the model that is trained on them; None if unknown."""
+    """Vocabulary size of the model that is trained on the rollouts; None if unknown."""
 
     def restore(self, state: RolloutState) -> None:
         """Do nothing: the file of each rollout follows from its step."""

@@ -25,10 +25,10 @@ class GroupSource:
     num_samples_per_prompt: int
     _: KW_ONLY
     partial_rollout: bool = False
-    """`put_back` keeps groups with their tokens; otherwise only their prompts are drawn again."""
+    """True: `put_back` keeps groups with their tokens; False: only their prompts are drawn again."""
     buffer_filter: BufferFilter = POP_FIRST
     mask_offpolicy: bool = False
-    """Do not train on tokens of earlier rollouts."""
+    """True to mask tokens of earlier rollouts out of the loss."""
     max_staleness: int | None = None
     """Largest age of a token, in versions; buffered groups with an older one start over from their prompt. None: no limit."""
     _buffer: list[SampleGroup] = field(default_factory=list, init=False)

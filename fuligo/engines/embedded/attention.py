@@ -38,7 +38,7 @@ class Segment:
     longest: int
     """Tokens of the longest row, including this step's."""
     equal: bool
-    """All rows have the same length."""
+    """True if all rows have the same length."""
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class AttentionPlan:
     cu_seqlens: list[int] | None
     """[S + 1] starts of the sequences in a prefill; None in decode, with one token per row."""
     is_batch_invariant: bool = False
-    """Compute by `models.batch_invariant`; set by the model."""
+    """True to compute with `models.batch_invariant`; set by the model."""
     seen: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     """(Hkv, Dk, Dv) of the keys and values of each layer that called `attend`."""
     _masks: dict[tuple[int, int | None], torch.Tensor | None] = field(default_factory=dict)
@@ -107,7 +107,9 @@ def attend(
     """
     for name, meaning in UNSUPPORTED.items():
         if kwargs.get(name) is not None:
-            raise EngineError(f"{type(module).__name__} uses {meaning} ({name}), which the embedded engine does not support")
+            raise EngineError(
+                f"the embedded engine cannot serve {type(module).__name__}: it uses {meaning} ({name}); use --rollout-backend sglang"
+            )
     if attention_plan is None:
         raise EngineError(
             f"the embedded engine cannot serve {type(module).__name__}: the model does not pass the keyword arguments of its forward on to "

@@ -88,12 +88,12 @@ def command(method: Callable[Concatenate[EmbeddedEngine, P], T]) -> Callable[Con
 
 
 class EmbeddedEngine:
-    """Engine whose methods may be called from any thread; they run in the engine's thread, between two steps.
+    """Engine that may be called from any thread: commands run in the engine's thread, between two steps, and return futures.
 
     Args:
         on_ended: called in the engine's thread with requests that have ended
         on_failure: called in the engine's thread when a step raised; all requests have ended, and the engine accepts no more
-        thread: shared with other engines, which take turns; None: the engine has its own
+        thread: thread that several engines share; None: a thread for this engine
     """
 
     def __init__(

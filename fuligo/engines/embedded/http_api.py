@@ -19,6 +19,7 @@ from fuligo.engines.embedded.engine import EmbeddedEngine
 from fuligo.engines.embedded.generate_body import answer, ended_while_connected, parse_requests
 from fuligo.engines.embedded.openai_api import OpenAiApi
 from fuligo.engines.embedded.request import Request
+from fuligo.engines.openai_format import json_response
 from fuligo.errors import EngineError, FuligoError
 from fuligo.formats.payload import decode_named_tensors
 
@@ -102,18 +103,18 @@ class Api:
                 self._engine.submit(request)
         except (ValueError, EngineError) as error:
             self._engine.abort(requests.__contains__)
-            return _error(400, str(error))
+            return error_response(400, str(error))
         if not await ended_while_connected(http, requests, self._engine):
             return Response(status_code=499)
         errors = [request.error for request in requests if request.error]
         if errors:
-            return _error(500, errors[0])
+            return error_response(500, errors[0])
         answers = [answer(request, model, started) for request in requests]
-        return _json(answers if is_batch else answers[0])
+        return json_response(answers if is_batch else answers[0])
 
     async def health(self, _: HttpRequest) -> Response:
         failure = self._engine.failure
-        return _json({}) if failure is None else _error(503, f"the engine has failed: {failure!r}")
+        return json_response({}) if failure is None else error_response(503, f"the engine has failed: {failure!r}")
 
     async def model_info(self, _: dict[str, Any]) -> Any:
         path, weights = self._engine.model.path, self._engine.weights
@@ -194,7 +195,7 @@ class Api:
             allowed = ", ".join(map(str, self._weight_directories))
             raise EngineError(f"cannot load weights from {path}: it is not below {allowed}; start the engine with --weights-from DIR")
         if not directory.is_dir():
-            raise EngineError(f"cannot load weights from {path}: it is not a directory on this machine")
+            raise EngineError(f"cannot load weights from {path}: it is not a directory on the engine's machine; copy the weights there")
         if directory.stat().st_uid not in (os.getuid(), 0):
             raise EngineError(f"cannot load weights from {path}: it belongs to another user; copy it to a directory of your own")
         return directory
@@ -257,11 +258,11 @@ def _endpoint(handler: Handler) -> Callable[[HttpRequest], Awaitable[Response]]:
             body = orjson.loads(raw) if raw else {}
             if not isinstance(body, dict):
                 raise ValueError("the body must be a JSON object")
-            return _json(await handler(body))
+            return json_response(await handler(body))
         except Unsupported as error:
-            return _error(501, str(error))
+            return error_response(501, str(error))
         except (ValueError, FuligoError) as error:
-            return _error(400, str(error))
+            return error_response(400, str(error))
 
     return endpoint
 
@@ -270,9 +271,6 @@ async def _done(future: Future[Any]) -> Any:
     return await asyncio.wrap_future(future)
 
 
-def _json(content: Any) -> Response:
-    return Response(orjson.dumps(content), media_type="application/json")
-
-
-def _error(status: int, message: str) -> Response:
-    return Response(orjson.dumps({"success": False, "error": {"message": message}}), status, media_type="application/json")
+def error_response(status: int, message: str) -> Response:
+    """Return an error in the format of SGLang's API."""
+    return json_response({"success": False, "error": {"message": message}}, status)

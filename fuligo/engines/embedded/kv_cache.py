@@ -51,7 +51,7 @@ class CacheShape:
 
     @property
     def num_blocks(self) -> int:
-        """Contiguous blocks of a row: one per key-value head if all layers have equally many, else one."""
+        """Number of contiguous blocks in a row: one per key-value head if all layers have equally many, else one."""
         counts = {heads for heads, _, _ in self.shapes}
         return counts.pop() if len(counts) == 1 else 1
 
@@ -67,8 +67,8 @@ class CacheShape:
 class KVPool:
     """Rows of equal capacity, in one tensor that grows with their number and never shrinks.
 
-    The tokens of a head lie next to each other, so that decoding reads memory in order. With the heads of a token next to each other it
-    took 2.6 times as long on an AMD EPYC (256 rows of 250 tokens, heads of 32 elements).
+    The tokens of a head lie next to each other, so that decoding reads memory in order. With the heads of a token next to each other,
+    decoding took 2.6 times as long on an AMD EPYC (256 rows of 250 tokens, heads of 32 elements).
     """
 
     def __init__(self, shape: CacheShape, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -93,7 +93,7 @@ class KVPool:
         return self._by_head(2 * index + 1, heads, value_dim)
 
     def slots(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the slots [N * blocks], in the order of `write`, of the tokens at `positions` [N] of `rows` [N]."""
+        """Return the slots [N * blocks] to which `write` writes the tokens at `positions` [N] of `rows` [N]."""
         blocks = rows[:, None] * self.shape.num_blocks + np.arange(self.shape.num_blocks)
         return (blocks * self.capacity + positions[:, None]).ravel()
 

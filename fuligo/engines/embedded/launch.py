@@ -38,7 +38,7 @@ class EmbeddedEngineSettings:
     `adapter`; empty: one engine at the root.
     """
     is_batch_invariant: bool = False
-    """Log-probabilities depend, bit for bit, only on a request's own tokens."""
+    """True if log-probabilities must depend, bit for bit, only on a request's own tokens."""
     ready_file: Path | None = None
     """File to which the engine writes its port once it accepts requests."""
     host: str = LOOPBACK
@@ -121,6 +121,6 @@ async def launch_embedded(settings: EmbeddedEngineSettings) -> EmbeddedEnginePro
             process.kill()
             process.wait()
             raise
-        url = f"http://127.0.0.1:{json.loads(ready_file.read_bytes())['port']}"
+        url = f"http://{LOOPBACK}:{json.loads(ready_file.read_bytes())['port']}"
     engine.name = f"engine {url}"
     return EmbeddedEngineProcess(engine, url, settings.keys)

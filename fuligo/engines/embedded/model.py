@@ -94,7 +94,7 @@ class EngineModel:
         """Id of every token of an image; None for a text-only model."""
         self.vision: VisionTower | None = None
         self.no_images_because = "it is served on text only"
-        """Why the engine accepts no images, if `vision` is None."""
+        """Reason why the engine accepts no images; unused if `vision` is set."""
         if sees_images(whole):
             try:
                 self.vision = VisionTower(self.module.base_model, ImageProcessor(path))
@@ -155,7 +155,7 @@ class EngineModel:
     def _whole_forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None, images: RowImages | None, kwargs: dict[str, Any]
     ) -> torch.Tensor:
-        """Compute the logits of a model with towers, as `forward` does. The id of an image token outside of `images` is text."""
+        """Compute the logits of a model with towers, as `forward` does. Image tokens outside of `images` are embedded as text."""
         if self.vision is not None:
             hidden = self.vision.hidden_states(input_ids, positions, images, **kwargs)[0]
         else:
@@ -187,7 +187,7 @@ class EngineModel:
 
     @torch.inference_mode()
     def _probe_cache_shape(self) -> CacheShape:
-        """Run a few tokens, record the shapes that layers keep, and compare the result with transformers' eager attention.
+        """Run a few tokens and return the shapes of what layers keep; compare the result with transformers' eager attention.
 
         A model whose attention does more than transformers' attention interface passes on (ALiBi, layers that share keys, recurrent layers)
         would silently be served wrongly; here its results differ. Raises EngineError if they do.

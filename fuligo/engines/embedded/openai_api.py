@@ -75,7 +75,7 @@ class OpenAiApi:
             if name not in _SAMPLING and name not in _OTHERS and (name not in _NEUTRAL or value not in (None, _NEUTRAL[name])):
                 raise ValueError(f"{name}={value!r:.50} is not supported by the embedded engine; remove it")
         if "chat_template" in (body.get("chat_template_kwargs") or {}):
-            raise ValueError("chat_template_kwargs cannot hold a chat_template: a client's template would run in the engine")
+            raise ValueError("chat_template_kwargs has a chat_template, but the engine runs no templates of clients; remove it")
         ids = self._prompt_ids(body, is_chat)
         params = {ours: body[name] for name, ours in _SAMPLING.items() if body.get(name) is not None}
         if isinstance(params.get("stop"), str):

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-import orjson
 import torch
 import transformers
 import uvicorn
@@ -21,7 +20,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fuligo.engines.embedded.engine import EmbeddedEngine, EngineThread
-from fuligo.engines.embedded.http_api import Api, wake
+from fuligo.engines.embedded.http_api import Api, error_response, wake
 from fuligo.engines.embedded.kv_cache import length_class
 from fuligo.engines.embedded.launch import EmbeddedEngineSettings, run_path
 from fuligo.engines.embedded.model import DTYPES, EngineModel
@@ -184,7 +183,7 @@ def below_paths(applications: Mapping[str, ASGIApp]) -> ASGIApp:
             if scope["path"].startswith(f"{prefix}/"):
                 await application({**scope, "path": scope["path"].removeprefix(prefix), "raw_path": None}, receive, send)
                 return
-        await _refused(404, "no run is served at this path; use the path of a run, such as /runs/0")(scope, receive, send)
+        await error_response(404, "no run is served at this path; use the path of a run, such as /runs/0")(scope, receive, send)
 
     return route
 
@@ -211,13 +210,9 @@ def _refusal(scope: Scope, keys: EngineKeys, names: frozenset[str]) -> Response 
     headers, method, path = Headers(scope=scope), scope["method"], scope["path"]
     name = headers.get("host", "")
     if is_foreign(name, names):  # a web page's host name that resolves to this machine (DNS rebinding)
-        return _refused(403, f"this engine is not reachable as {name!r}; use the machine's own name or its address")
+        return error_response(403, f"this engine is not reachable as {name!r}; use the machine's own name or its address")
     if not keys.admits(method, path, headers.get("authorization", "")):
-        return _refused(401, "the key is missing or wrong; send it in the header Authorization: Bearer KEY")
+        return error_response(401, "the key is missing or wrong; send it in the header Authorization: Bearer KEY")
     if method == "POST" and headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-        return _refused(415, "the content type must be application/json")
+        return error_response(415, "the content type must be application/json")
     return None
-
-
-def _refused(status: int, message: str) -> Response:
-    return Response(orjson.dumps({"success": False, "error": {"message": message}}), status, media_type="application/json")

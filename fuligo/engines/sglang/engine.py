@@ -24,7 +24,7 @@ class FleetEngine:
     num_restarts: int = 0
     restart: asyncio.Task[None] | None = None
     is_moving: bool = False
-    """The engine's processes are being started or stopped, so the device memory that they hold is unknown."""
+    """True while the engine's processes are being started or stopped: the device memory that they hold is then unknown."""
 
     @property
     def is_restarting(self) -> bool:

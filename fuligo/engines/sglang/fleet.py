@@ -34,7 +34,7 @@ class FleetSettings:
     servers: tuple[ServerSettings, ...]
     router: RouterSettings
     restart: bool
-    """Restart dead engines and routers (--use-fault-tolerance); False: the run ends if one dies."""
+    """True to restart dead engines and routers (--use-fault-tolerance); False: the run ends if one dies."""
     health_interval_s: float
     health_timeout_s: float
     request_retries: int
@@ -54,7 +54,7 @@ class Fleet:
         self._engines = [FleetEngine(server, _client(settings, server.settings, start=0), settings.health_timeout_s) for server in servers]
         self._router_restarts = 0
         self._router_is_stuck = False
-        """The router waits for answers that a lost machine will never send."""
+        """True if the router waits for answers that a lost machine will never send."""
         # The router restarts in seconds; requests to it are retried for a minute.
         retries = max(settings.request_retries, 40)
         patient = EngineClient(router.url, router.keys, retries=retries, timeout_s=settings.request_timeout_s, adapter=settings.adapter)

@@ -42,14 +42,14 @@ class RouterSettings:
 
     log_file: Path
     host: str
-    """Address of the router for the runner and the engines' hosts."""
+    """Address at which the driver and the engines' hosts reach the router."""
     port: int
     prometheus_port: int
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """The router's arguments (`--router-*`), with underscores in the names."""
     name: str = "router"
     prefill_decode: bool = False
-    """Every request passes through a prefill and a decode engine."""
+    """True if every request passes through a prefill and a decode engine."""
     python: str = sys.executable
     """Python interpreter in whose environment sglang-router is installed."""
     environment: Environment = field(default_factory=Environment)

@@ -138,7 +138,7 @@ class ServerSettings:
     """Python interpreter in whose environment SGLang is installed."""
     environment: Environment = field(default_factory=Environment)
     is_exact: bool = False
-    """Load the plugin in `EXACT_PLUGIN`."""
+    """True to load the plugin in `EXACT_PLUGIN`."""
     turn: Path | None = None
     """File that exists once the engine may use its GPUs; None: it need not wait."""
     start_timeout_s: float = 600.0

@@ -6,7 +6,7 @@ from fuligo.errors import RewardError
 
 
 class FailureReason(StrEnum):
-    """Reason why a sample has no reward; `RewardRunner.failures` counts samples by reason."""
+    """Reason why no reward could be computed; `RewardRunner.failures` counts the failed samples by reason."""
 
     NO_REWARD = "no_reward"
     """Neither a reward type nor a custom reward applies to the sample."""

@@ -61,7 +61,8 @@ class Question:
         by_label = frozenset(offered.letter_of(entry, "the label") for entry in entries)
         if by_letter is not None and by_letter not in by_label:
             raise RewardFailure(
-                FailureReason.BAD_LABEL, f'the label says {", ".join(sorted(by_label))} but metadata["correct_letter"] says {by_letter}'
+                FailureReason.BAD_LABEL,
+                f'the label says {", ".join(sorted(by_label))} but metadata["correct_letter"] says {by_letter}; correct the row',
             )
         return cls(offered.letters, offered.choices, by_label if by_letter is None else frozenset({by_letter}))
 

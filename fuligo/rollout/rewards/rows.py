@@ -49,10 +49,13 @@ def row_problem(label: Any, metadata: dict[str, Any], rm_type: str | None) -> st
     name = own or rm_type
     if name is None:
         return None
+    source = 'metadata["rm_type"]' if own else "--rm-type"
     try:
-        check = find_rule(name).check_row
+        check = find_rule(name, source).check_row
         if check is not None:
             check(label, metadata)
-    except (ConfigError, RewardFailure) as error:
-        return f'metadata["rm_type"]: {error}' if own and isinstance(error, ConfigError) else f"--rm-type {name}: {error}"
+    except ConfigError as error:
+        return str(error)
+    except RewardFailure as failure:
+        return f"{source} {name}: {failure}"
     return None

@@ -117,13 +117,13 @@ RULES = {**NAMED, **{BOXED_PREFIX + name: replace(rule, extract=last_boxed) for 
 """Valid names for --rm-type and metadata["rm_type"]. With the prefix `boxed_` the answer is the content of the last box."""
 
 
-def find_rule(name: str) -> Rule:
-    """Return the built-in reward with this name. Raises ConfigError if no reward has this name."""
+def find_rule(name: str, source: str = "--rm-type") -> Rule:
+    """Return the built-in reward with this name. Raises ConfigError if no reward has this name; the error states its `source`."""
     if isinstance(name, str) and name in RULES:
         return RULES[name]
     near = difflib.get_close_matches(str(name), RULES, n=2)
     hint = f"; did you mean {' or '.join(near)}?" if near else "."
     raise ConfigError(
-        f"--rm-type {name} is not a built-in reward{hint} Known: {', '.join(NAMED)}, each also as {BOXED_PREFIX}<name>; "
+        f"{source} {name} is not a built-in reward{hint} Known: {', '.join(NAMED)}, each also as {BOXED_PREFIX}<name>; "
         "use --custom-rm-path for your own"
     )

@@ -108,9 +108,9 @@ class RewardRunner:
                 FailureReason.NO_REWARD, 'no reward is configured for the sample; set --rm-type, --custom-rm-path or metadata["rm_type"]'
             )
         try:
-            rule = find_rule(name)
+            rule = find_rule(name, 'metadata["rm_type"]')  # --rm-type was checked at the start
         except ConfigError as error:
-            raise RewardFailure(FailureReason.NO_REWARD, f'metadata["rm_type"]: {error}') from error
+            raise RewardFailure(FailureReason.NO_REWARD, str(error)) from error
         return await rule.judge(rule.extract(sample.response), sample, self._services)
 
     async def _add_extra(self, sample: Sample, reward: float | dict[str, Any]) -> None:

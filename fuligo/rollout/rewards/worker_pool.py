@@ -152,7 +152,7 @@ class WorkerPool:
                             self._idle.append(worker)
                 except WorkerDiedError as error:
                     if last_try:
-                        raise NoVerdictError(FailureReason.WORKER_DIED, "the reward worker was killed twice on this response") from error
+                        raise NoVerdictError(FailureReason.WORKER_DIED, "two reward workers died on this response") from error
         raise AssertionError("unreachable")
 
     async def close(self) -> None:

@@ -81,7 +81,7 @@ async def test_images_are_resized_for_sglang_only(tmp_path: Path):
 
 
 async def test_a_data_source_that_cannot_be_made_is_named(hooks: str):
-    with pytest.raises(HookError, match=r":Offline: the constructor raised: FileNotFoundError: .* \(my_hooks\.py:18\)"):
+    with pytest.raises(HookError, match=r":Offline: the constructor raised FileNotFoundError: .* \(my_hooks\.py:18\)"):
         await build({"data_source_path": f"{hooks}:Offline"})
 
 

@@ -19,7 +19,7 @@ MAX_LOGPROB = 1e-3
 
 
 class Retryable(Exception):
-    """Failure of a request that may succeed when sent again: no connection, a server error, or a malformed answer."""
+    """Raised if a request fails but may succeed when sent again: no connection, a server error, or a malformed answer."""
 
 
 @dataclass(slots=True, frozen=True)

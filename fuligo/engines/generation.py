@@ -132,7 +132,7 @@ class RequestOptions(TypedDict, total=False):
     """Optional keyword arguments of `generate`."""
 
     priority: int
-    """Queued requests start in descending order of priority; default 0."""
+    """Queued requests start in descending order of priority; default 0. SGLang ignores it without --sglang-enable-priority-scheduling."""
     timeout_s: float | None
     """Deadline in seconds over all attempts; None: the client's deadline."""
     routing: RoutingQuery | None

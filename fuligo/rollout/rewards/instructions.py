@@ -1,6 +1,6 @@
 """Judge of instruction following: the published checks of IFEval and IFBench, from the package if-verifiable (`fuligo[ifbench]`).
 
-It imports nothing from fuligo, because a reward worker runs it by path. It runs in a worker because some of the published regular
+It imports nothing from fuligo, so that a reward worker can run it by path. It runs in a worker because some of the published regular
 expressions can take quadratic time, which would block the event loop.
 """
 

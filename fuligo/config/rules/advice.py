@@ -5,6 +5,7 @@ from pathlib import Path
 from fuligo.algorithms.estimators import ESTIMATORS
 from fuligo.config import Config
 from fuligo.config.findings import Severity
+from fuligo.config.flag import option_name
 from fuligo.config.rules.rule import Violation, rule, set_flag, unset_flag
 from fuligo.config.topology import engine_groups
 
@@ -154,7 +155,7 @@ def intervals_longer_than_the_run(config: Config) -> Violation | None:
     late = {name: every for name, every in intervals.items() if rollouts is not None and every is not None and every > rollouts}
     if not late:
         return None
-    shown = {name: f"--{name.replace('_', '-')}" for name in late}
+    shown = {name: option_name(name) for name in late}
     given = " and ".join(f"{shown[name]} {every}" for name, every in late.items())
     text = f"{given}: longer than the run, which ends after --num-rollout {rollouts}"
     return Violation(text, tuple(unset_flag(name) for name in late), "or raise --num-rollout", flags=tuple(shown.values()))

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from fuligo.config import Config
 from fuligo.config.findings import Change
+from fuligo.config.flag import option_name
 from fuligo.config.flags import EMBEDDED_FLAGS, MEGATRON_FLAGS, MTP_FLAGS, SGLANG_FLAGS, TORCH_FLAGS
 from fuligo.config.rules.rule import Violation, rule, set_flag, unset_flag
 from fuligo.config.topology import engine_groups, policy_model
@@ -20,7 +21,7 @@ def _foreign(backend: str, switch: str, owner: str, options: Iterable[str], furt
     shown = given[0] if len(given) == 1 else f"{', '.join(given[:-1])} and {given[-1]}"
     verb = "is a flag" if len(given) == 1 else "are flags"
     return Violation(
-        f"{shown} {verb} of {owner}, but the run has --{switch.replace('_', '-')} {backend}", (unset_flag(switch), *further), flags=given
+        f"{shown} {verb} of {owner}, but the run has {option_name(switch)} {backend}", (unset_flag(switch), *further), flags=given
     )
 
 
@@ -60,9 +61,7 @@ def flags_of_the_other_engine(config: Config) -> Violation | None:
     if not embedded:
         return None
     text = f"{', '.join(embedded)}: flags of the embedded engine, but the run has SGLang engines"
-    return Violation(
-        text, tuple(unset_flag(name) for name in EMBEDDED_FLAGS if f"--{name.replace('_', '-')}" in embedded), flags=tuple(embedded)
-    )
+    return Violation(text, tuple(unset_flag(name) for name in EMBEDDED_FLAGS if option_name(name) in embedded), flags=tuple(embedded))
 
 
 @rule("CFG-ROLLOUT-GPUS", "--rollout-num-gpus", "--colocate")

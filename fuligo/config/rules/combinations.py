@@ -4,6 +4,7 @@ import re
 
 from fuligo.config import Config
 from fuligo.config.findings import Severity
+from fuligo.config.flag import option_name
 from fuligo.config.groups.sampling import EVAL_NAME
 from fuligo.config.hook_specs import ALIASES, NONZERO_STD_FILTER
 from fuligo.config.rules.rule import Violation, rule, set_flag, unset_flag
@@ -79,8 +80,8 @@ def eval_data_are_named(config: Config) -> Violation | None:
         return Violation(text, advice="put a name before every path")
     names = given[::2] if len(given) > 1 else []
     if odd := [name for name in names if not re.fullmatch(EVAL_NAME, name)]:
-        text = f"--eval-prompt-data: {odd[0]!r} cannot name a dataset: its metrics would be eval/<name>/..."
-        return Violation(text, advice="write NAME, then PATH; a name contains no slash and no space")
+        text = f"--eval-prompt-data: {odd[0]!r} is not a valid name of a dataset; metrics are named eval/<name>/..."
+        return Violation(text, advice="give NAME PATH pairs, with names without slashes and spaces")
     twice = sorted({name for name in names if names.count(name) > 1})
     if not twice:
         return None
@@ -96,7 +97,7 @@ def one_way_to_generate(config: Config) -> Violation | None:
     given = [name for name in names if config.value_of(name) is not None]
     if not given:
         return None
-    option = f"--{given[0].replace('_', '-')}"
+    option = option_name(given[0])
     return Violation(f"--environment and {option} both define how samples are generated", (unset_flag(given[0]),))
 
 
@@ -179,7 +180,7 @@ def every_rollout_has_its_file(config: Config) -> Violation | None:
     ):
         if path is not None and "{rollout_id}" not in path:
             change = set_flag(name, f"{path.rstrip('/')}/{{rollout_id}}")
-            option = f"--{name.replace('_', '-')}"
+            option = option_name(name)
             return Violation(f"{option} {path} is one path for all rollouts; it must contain {{rollout_id}}", (change,), flags=(option,))
     return None
 
@@ -200,7 +201,7 @@ def engine_addresses_are_complete(config: Config) -> Violation | None:
 
 @rule("CFG-TRUNCATED-SAMPLING", "--rollout-top-p", "--rollout-top-k", "--rollout-min-p")
 def truncated_sampling(config: Config) -> Violation | None:
-    """Reject training on truncated sampling: log-probabilities cover the full vocabulary, and no engine says which tokens it kept."""
+    """Reject training on truncated sampling: log-probabilities cover the full vocabulary, and no engine reports which tokens it kept."""
     rollout = config.rollout
     given = {}
     if rollout.rollout_top_p < 1:
@@ -263,7 +264,7 @@ def turn_rewards_are_all_rewards(config: Config) -> Violation | None:
     found = next((name for name in others if getattr(config.reward, name)), None)
     if not config.algorithm.turn_rewards or found is None:
         return None
-    option = f"--{found.replace('_', '-')}"
+    option = option_name(found)
     return Violation(
         f"--turn-rewards takes the rewards that the environment gives to turns; {option} rewards whole episodes",
         (unset_flag(found),),
@@ -296,7 +297,7 @@ def agent_is_the_only_generator(config: Config) -> Violation | None:
     found = next(((name, why) for name, (value, why) in others.items() if value), None)
     if found is None:
         return None
-    option = f"--{found[0].replace('_', '-')}"
+    option = option_name(found[0])
     return Violation(
         f"--agent {rollout.agent} and {option} cannot be combined: {option} {found[1]}", (unset_flag(found[0]),), flags=(option,)
     )

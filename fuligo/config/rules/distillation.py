@@ -64,7 +64,7 @@ def teacher_has_an_address(config: Config) -> Violation | None:
     if isinstance(url, Secret):
         return Violation("--opd-teacher-url holds a user, a password or a key, which engines do not accept", advice="use http://host:port")
     base = re.match(r"https?://[^/\s]+", url)
-    text = f"--opd-teacher-url {url!r} must be http://host:port without a path; fuligo appends the paths"
+    text = f"--opd-teacher-url {url!r} must be http://host:port without a path; fuligo appends the paths of the API"
     return Violation(text, (set_flag("opd_teacher_url", base[0]),)) if base else Violation(text, advice="correct the URL")
 
 
@@ -75,7 +75,8 @@ def engines_score_at_temperature_1(config: Config) -> Violation | None:
     if config.teacher_from != "engine" or temperature == 1 or config.debug.debug_train_only:
         return None
     return Violation(
-        f"--rollout-temperature {temperature:g} with a teacher on an engine, which scores at temperature 1: the two cannot be compared",
+        f"--rollout-temperature {temperature:g} with a teacher on an engine: it scores at temperature 1, so its "
+        "log-probabilities cannot be compared with the student's",
         (set_flag("rollout_temperature", 1.0),),
         "or let the trainer score (--opd-teacher-load), which uses the student's temperature",
         flags=("--rollout-temperature",),

@@ -43,14 +43,14 @@ def _needs(suffix: str, names: str, flag: str, value: str | None = None) -> Effe
 
 def _estimator_needs(suffix: str, names: str, fact: str, *, or_hook: bool = True, further: str = "") -> Effect:
     """Return the effect of flags that some estimators read; a hook that computes advantages may read any flag."""
-    fitting = ", ".join(name for name, estimator in ESTIMATORS.items() if getattr(estimator, fact))
-    remedy = f"choose an --advantage-estimator that uses it ({fitting}){further}"
+    fitting = [name for name, estimator in ESTIMATORS.items() if getattr(estimator, fact)]
+    otherwise = f"unless --advantage-estimator is {'one of ' if len(fitting) > 1 else ''}{', '.join(fitting)}"
 
     def is_read(config: Config) -> bool:
         by_hook = or_hook and config.algorithm.custom_advantage_function_path is not None
         return by_hook or getattr(ESTIMATORS[config.algorithm.advantage_estimator], fact)
 
-    return _effect(suffix, names, is_read, "with this --advantage-estimator", remedy)
+    return _effect(suffix, names, is_read, otherwise, f"choose another --advantage-estimator{further}")
 
 
 def _may_be_a_dict(config: Config) -> bool:

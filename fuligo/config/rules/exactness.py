@@ -2,6 +2,7 @@
 
 from fuligo.config import Config
 from fuligo.config.findings import Severity
+from fuligo.config.flag import option_name
 from fuligo.config.rules.rule import Change, Violation, rule, set_flag, unset_flag
 from fuligo.config.topology import policy_groups, policy_tp_size
 
@@ -78,7 +79,7 @@ def engines_compute_as_the_trainer(config: Config) -> Violation | None:
         for name, allowed in _ENGINE_NEEDS.items():
             given = group.arguments.get(name)
             if given is not None and given not in allowed:
-                option = f"--sglang-{name.replace('_', '-')}"
+                option = option_name(f"sglang_{name}")
                 text = f"{option} {given} with --exact-on-policy: SGLang would not compute as the trainer does"
                 return Violation(text, (Change(("sglang", name), allowed[0] if allowed else None),), flags=("--exact-on-policy", option))
     return None

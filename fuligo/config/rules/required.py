@@ -188,7 +188,9 @@ def continuous_rollout_has_a_bound(config: Config) -> Violation | None:
     """Require a staleness bound for continuous sampling."""
     if config.rollout.async_mode != "full" or config.rollout.max_staleness is not None:
         return None
-    return Violation("--async-mode full samples while weights change; it needs a bound, --max-staleness", (set_flag("max_staleness", 1),))
+    return Violation(
+        "--async-mode full samples while weights change and needs a bound on staleness, --max-staleness", (set_flag("max_staleness", 1),)
+    )
 
 
 @rule("CFG-MTP-LAYERS", "--enable-mtp-training", "--mtp-num-layers")

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from fuligo.config import Config
 from fuligo.config.findings import Change, Severity
+from fuligo.config.flag import option_name
 from fuligo.config.rules.rule import Violation, rule, set_flag, unset_flag
 from fuligo.config.topology import EngineGroupSpec, engine_groups, policy_model
 
@@ -81,6 +82,6 @@ def _holes(group: EngineGroupSpec) -> Iterator[str]:
         yield f"--sglang-pp-size {group.pp_size}"
     for name in ("enable_hierarchical_cache", "enable_lmcache", "enable_two_batch_overlap"):
         if arguments.value(name):
-            yield f"--sglang-{name.replace('_', '-')}"
+            yield option_name(f"sglang_{name}")
     if arguments.value("speculative_algorithm") is not None and (arguments.value("speculative_eagle_topk") or 1) > 1:
         yield f"--sglang-speculative-eagle-topk {arguments.value('speculative_eagle_topk')}"

@@ -106,7 +106,7 @@ def top_k_keeps_a_token(config: Config) -> Violation | None:
     zero = [name for name, value in (("rollout_top_k", config.rollout.rollout_top_k), ("eval_top_k", config.eval.eval_top_k)) if value == 0]
     if not zero:
         return None
-    options = tuple(f"--{name.replace('_', '-')}" for name in zero)
+    options = tuple(option_name(name) for name in zero)
     return Violation(f"{' and '.join(options)} 0 keeps no token; -1 keeps all", tuple(set_flag(name, -1) for name in zero), flags=options)
 
 

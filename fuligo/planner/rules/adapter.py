@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from fuligo.config.flag import did_you_mean, nearest
+from fuligo.config.flag import did_you_mean, nearest, option_name
 from fuligo.config.rules.rule import set_flag, unset_flag
 from fuligo.formats.adapter_config import is_target
 from fuligo.layout.adapter import AdapterShape
@@ -96,7 +96,7 @@ def _violation(subject: Subject, name: str, part: str, given: str, problem: str,
     if directory is not None:
         text = f"--lora-adapter {directory}: its {part} {problem}"
         return Violation(text, (), "use the model that the adapter was trained on", flags=("--lora-adapter",))
-    return Violation(f"{given} {problem}", fixes, flags=(f"--{name.replace('_', '-')}",))
+    return Violation(f"{given} {problem}", fixes, flags=(option_name(name),))
 
 
 @rule("PLAN-VISION-ADAPTER", "--lora-sync")

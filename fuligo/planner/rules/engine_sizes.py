@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from fuligo.config.findings import Severity
 from fuligo.config.topology import EngineGroupSpec
 from fuligo.planner.rules.rule import Fix, Violation, divisors, nearest_first, rule
-from fuligo.planner.rules.servers import engine_size, resizes, serving_policy, set_argument, shown, where
+from fuligo.planner.rules.servers import engine_size, option, resizes, serving_policy, set_argument, shown, where
 from fuligo.planner.subject import Subject
 
 
@@ -152,7 +152,7 @@ def experts_exist(subject: Subject) -> Iterator[Violation]:
             yield Violation(
                 f"{' and '.join(shown(spec, name) for name in given)}{where(spec)}: the model has no experts",
                 (tuple(set_argument(subject, spec, name, None) for name in given),),
-                flags=tuple(shown(spec, name).split()[0] for name in given),
+                flags=tuple(option(name) for name in given),
             )
 
 

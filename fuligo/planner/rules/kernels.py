@@ -10,7 +10,7 @@ from fuligo.config.topology import EngineGroupSpec
 from fuligo.models.architecture import GroupedAttention, LatentAttention
 from fuligo.models.registry import family_of
 from fuligo.planner.rules.rule import Violation, rule
-from fuligo.planner.rules.servers import serving_policy, set_argument, shown, where
+from fuligo.planner.rules.servers import option, serving_policy, set_argument, shown, where
 from fuligo.planner.subject import Subject
 
 _BACKENDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
@@ -30,7 +30,7 @@ def _given(spec: EngineGroupSpec) -> Iterator[tuple[str, str]]:
             yield name, value
 
 
-@rule("PLAN-ATTENTION-BACKEND", *(f"--sglang-{name.replace('_', '-')}" for name in _BACKENDS))
+@rule("PLAN-ATTENTION-BACKEND", *(option(name) for name in _BACKENDS))
 def kernels_suit_the_attention(subject: Subject) -> Iterator[Violation]:
     """Kernels are made for one kind of attention: grouped, latent (MLA) or sparse (DSA)."""
     architecture = subject.rollout_architecture
@@ -102,7 +102,7 @@ def engines_have_the_model(subject: Subject) -> Iterator[Violation]:
         )
 
 
-@rule("PLAN-ATTENTION-GPU", *(f"--sglang-{name.replace('_', '-')}" for name in _BACKENDS), severity=Severity.WARNING)
+@rule("PLAN-ATTENTION-GPU", *(option(name) for name in _BACKENDS), severity=Severity.WARNING)
 def kernels_run_on_the_gpu(subject: Subject) -> Iterator[Violation]:
     """Some kernels need a Blackwell GPU; FlashAttention 3 needs an Ampere or Hopper GPU."""
     name_of_gpu = subject.gpu.name

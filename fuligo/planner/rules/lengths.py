@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from fuligo.config import Config
 from fuligo.config.findings import Severity
+from fuligo.config.flag import option_name
 from fuligo.config.rules.rule import set_flag
 from fuligo.errors import ConfigError
 from fuligo.planner.layout import make_layout
@@ -59,7 +60,7 @@ def samples_fit_the_context(subject: Subject) -> Iterator[Violation]:
     prompt = config.data.rollout_max_prompt_len or 1
     for name, length in lengths.items():
         if prompt + length > context and (name == "eval_max_response_len" or bounded is None):
-            option = f"--{name.replace('_', '-')}"
+            option = option_name(name)
             known = config.data.rollout_max_prompt_len
             with_prompt = f" and --rollout-max-prompt-len {known}" if known else " and a prompt"
             room = context - (known or min(longest_prompt(config), context // 2))

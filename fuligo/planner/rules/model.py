@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from fuligo.config.findings import Change, Severity
+from fuligo.config.flag import option_name
 from fuligo.config.rules.rule import set_flag, unset_flag
 from fuligo.config.topology import policy_model
 from fuligo.errors import ConfigError
@@ -191,7 +192,7 @@ def flags_fit_a_model_of_text(subject: Subject) -> Iterator[Violation]:
         ("freeze_vision_tower", subject.config.train.freeze_vision_tower),
     ):
         if is_given:
-            option = f"--{name.replace('_', '-')}"
+            option = option_name(name)
             reason = (
                 "is text-only" if subject.architecture.vision_tower is None else "is trained on text only, and its towers are never trained"
             )

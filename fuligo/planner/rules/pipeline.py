@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from itertools import product
 
 from fuligo.config.findings import Change
+from fuligo.config.flag import option_name
 from fuligo.config.rules.rule import set_flag, unset_flag
 from fuligo.planner.layout import ACCOUNTING, Cut
 from fuligo.planner.rules.rule import Fix, Violation, divisors, nearest_first, rule
@@ -73,7 +74,7 @@ def accounting_or_first_and_last(subject: Subject) -> Iterator[Violation]:
     cut = _cut(subject)
     if cut is not None and cut.num_extra and (cut.first, cut.last) != (None, None):
         given = [name for name in ACCOUNTING if subject.config.megatron.get(name)]
-        shown = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+        shown = " and ".join(option_name(name) for name in given)
         fix = tuple(Change(("megatron", name), None) for name in given)
         yield Violation(f"{shown} cannot be combined{cut.shown()}: both set the sizes of the stages", (fix,))
 

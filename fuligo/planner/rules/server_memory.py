@@ -10,7 +10,7 @@ from fuligo.config.findings import Severity
 from fuligo.config.rules.cluster import SHARED_FRACTION
 from fuligo.config.topology import EngineGroupSpec
 from fuligo.planner.rules.rule import Violation, nearest_first, rule
-from fuligo.planner.rules.servers import running, serving_policy, set_argument, shown, where
+from fuligo.planner.rules.servers import option, running, serving_policy, set_argument, shown, where
 from fuligo.planner.server_settings import SPECULATIVE_REQUESTS, max_running_requests, server_settings
 from fuligo.planner.subject import Subject
 
@@ -137,7 +137,7 @@ def batches_have_graphs(subject: Subject) -> Iterator[Violation]:
                 (set_argument(subject, spec, "max_running_requests", largest * spec.dp_size),),
                 (set_argument(subject, spec, name, [*given, share] if given else share),),
             ),
-            flags=(shown(spec, name).split()[0], "--sglang-max-running-requests"),
+            flags=(option(name), "--sglang-max-running-requests"),
         )
 
 

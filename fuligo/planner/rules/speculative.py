@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from fuligo.config.findings import Change, Severity
 from fuligo.config.topology import DRAFTS_OF_MODEL, EngineGroupSpec
 from fuligo.planner.rules.rule import Fix, Violation, rule
-from fuligo.planner.rules.servers import running, serving_policy, set_argument, shown, where
+from fuligo.planner.rules.servers import option, running, serving_policy, set_argument, shown, where
 from fuligo.planner.subject import Subject
 
 ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", "DFLASH", "FROZEN_KV_MTP")
@@ -47,7 +47,7 @@ def something_is_drafted(subject: Subject) -> Iterator[Violation]:
     groups = running(subject)
     given = [name for name in subject.config.sglang if name.startswith("speculative_")]
     if groups and given and all(_algorithm(spec) is None for spec in groups):
-        options = tuple(shown(groups[0], name).split()[0] for name in given)
+        options = tuple(option(name) for name in given)
         have = "has" if len(options) == 1 else "have"
         yield Violation(
             f"{' and '.join(options)} {have} no effect without --sglang-speculative-algorithm",
@@ -56,7 +56,7 @@ def something_is_drafted(subject: Subject) -> Iterator[Violation]:
         )
 
 
-@rule("PLAN-SPEC-TREE", *(f"--sglang-{name.replace('_', '-')}" for name in _TREE))
+@rule("PLAN-SPEC-TREE", *(option(name) for name in _TREE))
 def tree_is_complete(subject: Subject) -> Iterator[Violation]:
     """Steps, branches and draft tokens describe one tree, so set all three or none."""
     for spec in running(subject):
@@ -68,7 +68,7 @@ def tree_is_complete(subject: Subject) -> Iterator[Violation]:
         whole = {"speculative_num_steps": steps, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": steps + 1}
         yield Violation(
             f"{' '.join(shown(spec, name) for name in _TREE if name not in missing)}{where(spec)} without "
-            f"{' and '.join(shown(spec, name, 0).split()[0] for name in missing)}: SGLang needs all three or none",
+            f"{' and '.join(option(name) for name in missing)}: SGLang needs all three or none",
             (
                 tuple(set_argument(subject, spec, name, whole[name]) for name in missing),
                 tuple(set_argument(subject, spec, name, None) for name in _TREE if name not in missing),
@@ -76,7 +76,7 @@ def tree_is_complete(subject: Subject) -> Iterator[Violation]:
         )
 
 
-@rule("PLAN-SPEC-DRAFT-TOKENS", *(f"--sglang-{name.replace('_', '-')}" for name in _TREE), severity=Severity.WARNING)
+@rule("PLAN-SPEC-DRAFT-TOKENS", *(option(name) for name in _TREE), severity=Severity.WARNING)
 def chain_has_a_token_more_than_steps(subject: Subject) -> Iterator[Violation]:
     """With one branch (topk 1) the number of draft tokens is steps + 1; SGLang silently corrects other values."""
     for spec in running(subject):
@@ -90,7 +90,7 @@ def chain_has_a_token_more_than_steps(subject: Subject) -> Iterator[Violation]:
         )
 
 
-@rule("PLAN-SPEC-TREE-SIZE", *(f"--sglang-{name.replace('_', '-')}" for name in _TREE))
+@rule("PLAN-SPEC-TREE-SIZE", *(option(name) for name in _TREE))
 def tree_has_so_many_tokens(subject: Subject) -> Iterator[Violation]:
     """The tokens to verify come from the tree, which has topk + (steps - 1) topk^2 nodes besides its root."""
     for spec in running(subject):

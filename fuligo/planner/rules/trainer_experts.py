@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from fuligo.config import Config
 from fuligo.config.findings import Change, Severity
+from fuligo.config.flag import option_name
 from fuligo.config.rules.rule import set_flag, unset_flag
 from fuligo.planner.rules.parallel import expert_tensor_parallel_size
 from fuligo.planner.rules.rule import Violation, divisors, nearest_first, rule
@@ -28,7 +29,7 @@ def experts_exist(subject: Subject) -> Iterator[Violation]:
         yield Violation(
             f"{', '.join(given.values())}: the model ({subject.architecture.model_type}) has no experts",
             (tuple(unset_flag(name) for name in given),),
-            flags=tuple(f"--{name.replace('_', '-')}" for name in given),
+            flags=tuple(option_name(name) for name in given),
         )
 
 
@@ -42,7 +43,7 @@ def _flags_of_experts(config: Config) -> dict[str, str]:
         "use_routing_replay": algorithm.use_routing_replay and " ",
         "use_rollout_routing_replay": algorithm.use_rollout_routing_replay and " ",
     }
-    return {name: f"--{name.replace('_', '-')}{value}".strip() for name, value in given.items() if value}
+    return {name: f"{option_name(name)}{value}".strip() for name, value in given.items() if value}
 
 
 @rule("PLAN-EP-EXPERTS", "--expert-model-parallel-size")

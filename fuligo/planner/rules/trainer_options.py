@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from fuligo.config.changes import apply_changes
 from fuligo.config.findings import Change, Severity
+from fuligo.config.flag import option_name
 from fuligo.config.flags import MTP_FLAGS
 from fuligo.config.rules.rule import set_flag, unset_flag, unset_given
 from fuligo.errors import ConfigError
@@ -35,7 +36,7 @@ def full_recomputation_is_described(subject: Subject) -> Iterator[Violation]:
     names = {"recompute_method": sizes.recompute_method, "recompute_num_layers": sizes.recompute_num_layers}
     missing = [name for name, value in names.items() if value is None]
     if missing:
-        shown = " and ".join(f"--{name.replace('_', '-')}" for name in missing)
+        shown = " and ".join(option_name(name) for name in missing)
         standard = {"recompute_method": "uniform", "recompute_num_layers": 1}
         yield Violation(f"--recompute-granularity full needs {shown}", (tuple(set_flag(name, standard[name]) for name in missing),))
 
@@ -108,7 +109,7 @@ def state_types_are_the_optimizers(subject: Subject) -> Iterator[Violation]:
     names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
     given = {name: config.megatron.value(name) for name in names if config.megatron.value(name) not in (None, "fp32")}
     if given:
-        options = {name: f"--{name.replace('_', '-')}" for name in given}
+        options = {name: option_name(name) for name in given}
         shown = ", ".join(f"{options[name]} {value}" for name, value in given.items())
         yield Violation(
             f"{shown} without --use-precision-aware-optimizer: the optimizer state is then fp32",

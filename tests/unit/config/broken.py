@@ -261,7 +261,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
     "CFG-EVAL-DATA": [
         ({"eval_prompt_data": ["a", "a.jsonl", "b"]}, "got 3 values"),
         ({"eval_prompt_data": ["a", "a.jsonl", "a", "b.jsonl"]}, "names a more than once"),
-        ({"eval_prompt_data": ["data/a.jsonl", "a"]}, "'data/a.jsonl' cannot name a dataset"),
+        ({"eval_prompt_data": ["data/a.jsonl", "a"]}, "'data/a.jsonl' is not a valid name of a dataset"),
     ],
     "CFG-STOP-ESCAPE": [({"rollout_stop": ["</s>", "\\n\\n"]}, "--rollout-stop '\\n\\n' is a backslash and a letter")],
     "CFG-STOP-TOKEN": [
@@ -293,7 +293,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
         ({"rollout_external_engine_addrs": ["host:port"]}, "'host:port' must be host:port"),
         ({"rollout_external_engine_addrs": ["[fd00::7]:30000", "fd00::7:30000"]}, "'fd00::7:30000' must be host:port"),
     ],
-    "CFG-ASYNC-STALENESS": [({"async_mode": "full"}, "it needs a bound, --max-staleness")],
+    "CFG-ASYNC-STALENESS": [({"async_mode": "full"}, "needs a bound on staleness, --max-staleness")],
     "CFG-ASYNC-COLOCATE": [
         ({**SHARED, "async_mode": "one-step"}, "--async-mode one-step samples while the trainer works"),
         ({**SHARED, "async_mode": "full", "max_staleness": 2}, "--async-mode full samples while the trainer works"),

@@ -12,6 +12,7 @@ from fuligo.config import Config
 from fuligo.config.flag import PREFIXES
 from fuligo.config.flags import Flag, did_you_mean, flags, nearest, passthrough_flags
 from fuligo.config.schemas import BACKENDS
+from fuligo.config.yaml_text import yaml_problem
 from fuligo.errors import ConfigError
 
 
@@ -47,7 +48,7 @@ class ArgsView:
         if name in self._own:
             return self._own[name]
         flag = flags().get(name)
-        if name == "prompt_data" and len(self._config.data.prompt_data) < 2:  # the text that slime's hooks expect
+        if name == "prompt_data" and len(self._config.data.prompt_data) < 2:  # slime's hooks expect a string
             return next(iter(self._config.data.prompt_data), None)
         if flag is not None:
             return getattr(getattr(self._config, flag.group), name)
@@ -87,9 +88,9 @@ def custom_entries(config: Config) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"cannot read {option}: {error.strerror}; use a file that exists and can be read") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{option}: it is not valid YAML: {error}") from error
+        raise ConfigError(f"{option} is not valid YAML: {yaml_problem(error)}") from error
     if not isinstance(entries, dict) or not all(isinstance(name, str) and name.isidentifier() for name in entries):
-        raise ConfigError(f"{option}: it must map names to values, such as `penalty: 0.1`")
+        raise ConfigError(f"{option} must hold a mapping of names to values, such as `penalty: 0.1`")
     if private := [name for name in entries if name.startswith("_")]:
         raise ConfigError(f"{option}: {', '.join(private)} cannot be set: names must not begin with an underscore; rename them")
     if taken := [name for name in entries if name in flags() or _argument(name) is not None]:

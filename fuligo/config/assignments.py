@@ -17,8 +17,7 @@ from fuligo.config.values import invalid_reason
 from fuligo.errors import ConfigError
 
 ADDED = ("env", "engine_env")
-"""Flags whose later value adds to an earlier one: a variable on the command line must not drop the environment block of a file."""
-
+"""Flags whose values are merged, so that a variable on the command line does not drop the environment of the config file."""
 
 UNSET = object()
 """Value that resets a flag to its default: `none` on the command line, None from Python."""
@@ -46,7 +45,7 @@ class Assignment:
 
 @dataclass(slots=True)
 class Given:
-    """Content of a command line or a file."""
+    """Assignments, problems and warnings read from a command line or a config file."""
 
     assignments: list[Assignment] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -60,7 +59,7 @@ def override(file: Given, line: Given) -> Given:
     for assignment in reversed(file.assignments):
         others = [name for pair in ALTERNATIVES if assignment.flag.name in pair for name in pair]
         by = next((typed[name] for name in others if name in typed and assignment.flag.name not in typed), None)
-        if by is None or not _sets(assignment):  # a run's own config.yaml lists every flag
+        if by is None or not _sets(assignment):  # config.yaml of a run also lists unset flags, which need no warning
             merged.assignments.insert(0, assignment)
         else:
             merged.warnings.append(f"{by.origin} {by.value} replaces {assignment.origin}: {assignment.value}")
@@ -68,7 +67,7 @@ def override(file: Given, line: Given) -> Given:
 
 
 def file_places(file: Given, line: Given) -> dict[str, str]:
-    """Return file and line of the flags that only the file sets, by option."""
+    """Return the place of each option that only the file sets: `--lr` -> `run.yaml line 7`."""
     typed = {assignment.flag.option for assignment in line.assignments}
     places = {each.flag.option: each.origin.rpartition(", ")[0] for each in file.assignments}
     return {option: place for option, place in places.items() if option not in typed}
@@ -128,7 +127,7 @@ def invalid_value(flag: Flag, value: Any, origin: str) -> str:
 def anchored(flag: Flag, value: Any, base: Path) -> Any:
     """Resolve paths that begin with `./` or `../` from `base`; return all other values unchanged.
 
-    The result begins with neither, so that it means the same wherever the config is written and read again.
+    The result never begins with `./` or `../`, so that it is not resolved again when the config is saved and read from another directory.
     """
     if not flag.is_path:
         return value
@@ -138,7 +137,7 @@ def anchored(flag: Flag, value: Any, base: Path) -> Any:
 
 
 def anchored_path(value: Any, base: Path) -> Any:
-    """Resolve one path; values that are not text are left to the type check."""
+    """Resolve one path as `anchored` does. Values that are not text are returned unchanged; the type check rejects them."""
     if not isinstance(value, str) or not value.startswith(("./", "../")):
         return value
     joined = os.path.normpath(base / value)

@@ -1,4 +1,4 @@
-"""Capabilities of rollout backends and trainers: facts that are needed before one runs. Code checks these, not backend names."""
+"""Capabilities of rollout backends and trainers, known before any of them starts. Code checks these instead of backend names."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,12 +7,12 @@ from typing import Literal
 
 @dataclass(slots=True, frozen=True)
 class SavedBytes:
-    """Bytes that a checkpoint takes for one parameter, besides the two float32 states of Adam."""
+    """Bytes per parameter in a checkpoint."""
 
     weights: int
-    """Master weight in float32, and other saved copies of the weight."""
+    """Master weight in float32 and other saved copies of the weight, without Adam's two float32 states."""
     adapter: int
-    """All copies of a parameter of a LoRA adapter, Adam's states included."""
+    """All saved copies of a parameter of a LoRA adapter, including Adam's states."""
     reference: int
     """Reference model that is updated (--ref-update-interval)."""
 
@@ -28,13 +28,13 @@ class TrainerCapabilities:
     sends_adapters: bool
     """Adapters are sent separately to engines that know them by name; otherwise they are merged into the weights."""
     swaps_models: bool
-    """Policy, reference and teacher take turns in one model, so they have one architecture."""
+    """Policy, reference and teacher take turns in one model, so they must have the same architecture."""
     quantises_base: bool
     """Frozen base weights of an adapter may be held in 8 or 4 bits (--lora-base-precision)."""
     splits_model: bool
     """Flags of the group `parallel` split the model over ranks; otherwise each rank computes all layers of its rows."""
     pads_rows: bool
-    """Rows are padded to a multiple of tokens (--data-pad-size-multiplier)."""
+    """Rows are padded to a multiple of --data-pad-size-multiplier tokens."""
     shares_prefixes: bool
     """`--share-prefixes auto` means on: sharing was never slower where it was measured (docs/trainer.md)."""
     needs_gpus: bool
@@ -108,9 +108,9 @@ class EngineCapabilities:
     has_own_models: bool
     """Engines have their own model implementations, which do not cover all families; otherwise they run transformers' models."""
     resizes_images: bool
-    """Engines resize images with another processor than the trainer's, so images are resized before they are sent."""
+    """Engines would resize images differently than the trainer, so images are resized before they are sent."""
     takes_changes: bool
-    """Engines keep what a weight sync leaves out (--update-weight-mode delta); otherwise each sync must send all weights."""
+    """Engines keep weights that a sync omits (--update-weight-mode delta); otherwise each sync must send all weights."""
     exact_on: Literal["cpu", "cuda"]
     """Device on which the engine computes log-probabilities that equal the torch trainer's bit for bit (--exact-on-policy)."""
     weight_transports: tuple[str, ...]

@@ -20,7 +20,9 @@ def apply_changes(config: Config, changes: Sequence[Change]) -> Config:
         ConfigError: a value has the wrong type or is out of range, or the config has no such entry; one text each.
     """
     values = config.model_dump()
-    missing = [f"{change_text(change, config)}: the config has no such entry" for change in changes if not _assign(values, change)]
+    missing = [
+        f"cannot apply `{change_text(change, config)}`: the config has no such entry" for change in changes if not _assign(values, change)
+    ]
     if missing:
         raise ConfigError(*missing)
     try:
@@ -31,7 +33,7 @@ def apply_changes(config: Config, changes: Sequence[Change]) -> Config:
 
 
 def change_text(change: Change, config: Config | None = None) -> str:
-    """Return what a user types for a change.
+    """Return a change as text, in the form that a user types if it is a flag.
 
     Examples: `--sglang-dp-size 6`, `drop --rollout-num-gpus`, `sglang_config: model default, group 2: num_gpus 192`.
 

@@ -174,15 +174,15 @@ def flag_of_option(option: str) -> Flag:
 
 
 def _instead(name: str) -> str:
-    """Return the suggestion to append to the error for an unknown flag; empty if there is none."""
-    suggestion = elsewhere(name) or suggest_options(name)
-    reserved = [(group, schema(group).canonical(name)) for group in BACKENDS]
-    texts = [
-        f"; {schema(group).backend}'s {argument}: {RESERVED[group][argument]}"
-        for group, argument in reserved
-        if argument in RESERVED[group]
-    ]
-    return suggestion or "".join(texts[:1])
+    """Return the remedy to append to the error for an unknown flag: a suggestion, or where the flags are listed."""
+    for group in BACKENDS:
+        argument = schema(group).canonical(name)
+        if argument in RESERVED[group]:
+            reserved = f"; {schema(group).backend}'s {argument}: {RESERVED[group][argument]}"
+            break
+    else:
+        reserved = "; fuligo train --help lists the flags"
+    return elsewhere(name) or suggest_options(name) or reserved
 
 
 def _negated(name: str) -> Flag | None:

@@ -23,7 +23,7 @@ class ServedModel:
 
     url: str
     key: str = field(repr=False)
-    """Secret that callers send: `Authorization: Bearer KEY`."""
+    """API key that callers send as `Authorization: Bearer KEY`."""
 
 
 class Config(Placement):
@@ -141,7 +141,7 @@ class Config(Placement):
 
     @property
     def sample_timeout_s(self) -> float:
-        """Timeout of one sample's generation, in seconds: of an episode with --environment, else --rollout-timeout-s."""
+        """Deadline for generating one sample, in seconds: --episode-timeout-s if given with --environment, else --rollout-timeout-s."""
         flags = self.rollout
         return flags.rollout_timeout_s if flags.environment is None else flags.episode_timeout_s or flags.rollout_timeout_s
 
@@ -277,7 +277,7 @@ class Config(Placement):
         return self.reward.eval_reward_key or self.reward.reward_key
 
     def resolved_num_rollout(self, num_prompts: int) -> int:
-        """Return the number of rollouts: as given, else the number that `--num-epoch` passes over `num_prompts` prompts fill."""
+        """Return the number of rollouts: `--num-rollout`, else that of `--num-epoch` passes over `num_prompts` prompts, at least 1."""
         if self.data.num_rollout is not None:
             return self.data.num_rollout
         assert self.data.num_epoch is not None

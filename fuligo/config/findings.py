@@ -43,7 +43,7 @@ class Finding:
     fix: tuple[Change, ...] = ()
     """Changes that resolve the finding together; shown only if the changed config has neither this finding nor a new one."""
     advice: str = ""
-    """Remedy in words, where no change of flags resolves the finding."""
+    """Remedy in words, in place of `fix` or as an alternative to it; may be empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Violation(Generic[F]):
     fix: tuple[F, ...] = ()
     """Changes that resolve it together. A planner rule lists alternative fixes; the first that passes all rules is shown."""
     advice: str = ""
-    """Remedy in words, if no change of flags resolves it."""
+    """Remedy in words, in place of `fix` or as an alternative to it."""
     flags: tuple[str, ...] = ()
     """Options that the text is about, if they differ from those of the rule."""
 

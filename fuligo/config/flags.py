@@ -76,7 +76,7 @@ def name_problem(backend: Schema, name: str) -> str | None:
 
 
 def refusal(backend: Schema, name: str) -> str | None:
-    """Return what to use instead of a known name that is refused, or None."""
+    """Return why a known name is refused and what to use instead; None if it is accepted or unknown."""
     canonical = backend.canonical(name)
     if backend.group == "megatron" and canonical in flags():
         return f"belongs in the group {flags()[canonical].group}, not in megatron"
@@ -84,7 +84,7 @@ def refusal(backend: Schema, name: str) -> str | None:
 
 
 def suggest_options(typed: str) -> str:
-    """Return `; did you mean --lr (optimizer)?` for a flag that is misspelled, of another backend, or lacks its prefix; else nothing."""
+    """Return `; did you mean --lr (optimizer)?` with flags of a similar name, or of this name without prefix; an empty string if none."""
     name = typed.strip("-").replace("-", "_")
     return did_you_mean(f"{flag.option} ({flag.group})" for flag in _similar(name))
 

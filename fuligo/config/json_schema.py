@@ -38,7 +38,11 @@ def json_schema() -> dict[str, Any]:
 
 
 def _group(name: str, members: dict[str, Flag]) -> dict[str, Any]:
-    doc = (GROUPS[name].__doc__ or "").strip().splitlines()[0] if name in GROUPS else f"Arguments of {name}, by its own names."
+    doc = (
+        (GROUPS[name].__doc__ or "").strip().splitlines()[0]
+        if name in GROUPS
+        else f"Arguments passed on to {BACKENDS[name]}, by their names there."
+    )
     return {
         "description": doc,
         "type": ["object", "null"],

@@ -14,7 +14,10 @@ ADDRESS_VARIABLE = "RAY_ADDRESS"
 
 
 def chosen_launcher(config: Config, environment: Mapping[str, str] = os.environ) -> Literal["local", "ray"]:
-    """Return --launcher; auto is ray within a Ray cluster and for several nodes, unless torchrun started the processes."""
+    """Return the launcher of `--launcher`; `auto` is ray if RAY_ADDRESS is set or the run has several nodes, and local under torchrun.
+
+    Raises ConfigError as `world_size` does.
+    """
     asked = config.cluster.launcher
     if asked != "auto":
         return asked

@@ -25,12 +25,14 @@ SHARED = (
 SHARED_ARGUMENTS = ("sglang", "router")
 """Groups of pass-through arguments of the engines."""
 SHARED_PATHS = ("hf_checkpoint", "ref_load")
+"""Flags of the shared base weights, compared as resolved paths."""
 PATHS_WRITTEN: Mapping[str, Callable[[Config, datetime], str | None]] = {
     "--run-dir": lambda config, started: str(config.run_directory(started)),
     "--save": lambda config, started: config.checkpoint.save or str(config.run_directory(started) / "checkpoints"),
     "--save-hf": lambda config, _: config.checkpoint.save_hf,
     "--save-debug-rollout-data": lambda config, _: config.debug.save_debug_rollout_data,
 }
+"""Option -> path that a run with this config, started at this time, writes to; None if it writes none."""
 
 
 def problems_of_many(configs: Mapping[str, Config], started: datetime) -> list[str]:

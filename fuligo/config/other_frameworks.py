@@ -28,7 +28,7 @@ def moved() -> dict[str, str]:
 
 
 def elsewhere(name: str) -> str:
-    """Return `; use --lr` for a name of `moved`, or nothing.
+    """Return `; use --lr` for a setting of another framework; an empty string if the name is unknown.
 
     Args:
         name: `learning_rate`, or with dots as verl's `actor_rollout_ref.actor.optim.lr`.

@@ -34,7 +34,7 @@ def _defaults(names: tuple[str, ...]) -> tuple[tuple[str, str, object], ...]:
 
 
 class Placement(TypedFlags):
-    """All settings of a run, with the trainer and engines that they choose and where these run.
+    """All settings of a run, and the backends, processes and GPUs that follow from them.
 
     The properties assume settings that `validate` accepts.
     """

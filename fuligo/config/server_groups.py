@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from fuligo.config.passthrough import SglangArguments
 
 WorkerType = Literal["regular", "prefill", "decode", "placeholder"]
-"""Role of an engine: everything, prefill only, decode only. A placeholder keeps GPUs free."""
+"""Role of an engine: prefill and decode (regular), or one of the two. A placeholder keeps GPUs free."""
 
 TEACHER = "teacher"
 """Name of the model of `--sglang-config` that serves as the teacher (--use-opd)."""
@@ -39,7 +39,7 @@ class ModelServers(_Entry):
     model_path: str | None = None
     """Path of the model; None: `--hf-checkpoint`."""
     update_weights: Annotated[bool, Field(strict=True)] | None = None
-    """True if the engines receive the trainer's weights; None: if the model path is the policy's."""
+    """True if the engines receive the trainer's weights; None: they do if the model path is the policy's."""
     num_gpus_per_engine: Count | None = None
     """GPUs per engine; None: `--rollout-num-gpus-per-engine`."""
     server_groups: Annotated[list[ServerGroup], Field(min_length=1)]

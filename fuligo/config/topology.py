@@ -114,7 +114,10 @@ def policy_model(config: Config) -> str:
 
 
 def keeps_draft(config: Config, group: EngineGroupSpec) -> bool:
-    """Return whether engines of the policy draft with weights that no sync brings: a draft model, or MTP layers that are not loaded."""
+    """Return whether the group drafts for the policy with weights that are never synced.
+
+    These are the weights of a separate draft model, or MTP layers that the trainer does not load (with LoRA, it syncs none).
+    """
     arguments = group.arguments
     if group.model != policy_model(config) or arguments.get("speculative_algorithm") in (None, "NGRAM"):
         return False

@@ -1,4 +1,4 @@
-"""Reader of YAML that others may have written: bounded in size even after aliases are expanded, with one type of error."""
+"""Reader of untrusted YAML, with limits on length, depth and the number of values after aliases are expanded."""
 
 from pathlib import Path
 from typing import Any

@@ -23,7 +23,9 @@ class ClusterFlags(FlagGroup):
     )
     actor_num_nodes: int = slime(1, "trainer nodes", ge=1)
     actor_num_gpus_per_node: int | None = slime(
-        None, "trainer processes per node, one per GPU (default: 8 with megatron, 1 with torch or on a CPU)", ge=1
+        None,
+        "trainer processes per node, one per GPU (default: with megatron all GPUs of the node, at most 8; with torch or on a CPU, 1)",
+        ge=1,
     )
     num_gpus_per_node: int = slime(8, "GPUs per node", ge=1)
     rollout_num_gpus: int | None = slime(
@@ -56,13 +58,17 @@ class ModelFlags(FlagGroup):
         False, "let tokenizers and SGLang run Python code of the checkpoint; without this flag, a checkpoint that needs it is refused"
     )
     override_model_config: bool = slime(
-        False, "let MODEL_ARGS override the checkpoint's config.json; without this flag a disagreement is an error"
+        False,
+        "let MODEL_ARGS (Megatron's flags for the model's shape) override the checkpoint's config.json; without this flag, a disagreement "
+        "is an error",
     )
-    custom_model_provider_path: str | None = slime(None, "hook: (pre_process, post_process, vp_stage=...), builds Megatron's model")
+    custom_model_provider_path: str | None = slime(
+        None, "hook: (pre_process, post_process, vp_stage=...) -> Megatron model of a pipeline stage"
+    )
     precision: Literal["auto", "fp32", "bf16"] = flag(
         "auto", "compute dtype of the trainer (master weights stay fp32); auto: bf16 on CUDA, fp32 on a CPU"
     )
-    gradient_checkpointing: bool = flag(False, "recompute every layer's activations in the backward pass")
+    gradient_checkpointing: bool = flag(False, "recompute every layer's activations in the backward pass (torch trainer)")
     torch_compile: bool | None = flag(
         None, "compile the layers of dense models on CUDA in bf16 (torch trainer; default: if the model has at least 50 M parameters)"
     )
@@ -110,7 +116,7 @@ class EngineFlags(FlagGroup):
     use_fault_tolerance: bool = slime(False, "restart a dead engine with the current weights and retry its requests on other engines")
     rollout_health_check_interval: float = slime(30.0, "time between health checks of an engine", unit="s", gt=0)
     rollout_health_check_timeout: float = slime(
-        30.0, "deadline of a health check; above 120 s, also of control calls that an engine answers between two steps", unit="s", gt=0
+        30.0, "deadline of a health check, and, if above 120 s, of control calls that an engine answers between two steps", unit="s", gt=0
     )
     embedded_max_running_requests: int = flag(256, "maximum number of requests in a decoding batch", unit="requests", ge=1)
     embedded_max_total_tokens: int | None = flag(
@@ -141,7 +147,9 @@ class WeightSyncFlags(FlagGroup):
     """Weight sync from the trainer to the engines."""
 
     update_weight_transport: Literal["auto", "tensor", "nccl", "gloo", "disk"] = slime(
-        "auto", "transport of weights to the engines; auto: tensor for shared GPUs or processes, nccl to separate SGLang GPUs, else disk"
+        "auto",
+        "transport of weights to the engines; auto: disk to external engines, nccl to SGLang engines on separate GPUs, else tensor (shared "
+        "memory), or gloo between machines",
     )
     update_weight_mode: Literal["full", "delta"] = slime("full", "send all weights, or only those that changed since the last weight sync")
     update_weight_buffer_size: int = slime(512 * 1024**2, "size of one bucket of weights", unit="bytes", ge=1)
@@ -172,13 +180,15 @@ class ObservabilityFlags(FlagGroup):
     )
     profile_ranks: list[int] = flag([0], "trainer ranks to profile")
     custom_rollout_log_function_path: str | None = slime(
-        None, "hook: (rollout_id, args, samples, metrics, rollout_time) -> True: do not report the rollout to trackers"
+        None, "hook: (rollout_id, args, samples, metrics, rollout_time); if it returns True, the rollout is not reported to trackers"
     )
     custom_eval_rollout_log_function_path: str | None = slime(
-        None, "hook: (rollout_id, args, data, metrics) -> True: do not report the evaluation to trackers"
+        None, "hook: (rollout_id, args, data, metrics); if it returns True, the evaluation is not reported to trackers"
     )
     custom_config_path: str | None = slime(None, "YAML file with additional attributes of args, for hooks", path=True)
-    sink_path: str | None = flag(None, "hook: class (args, run_dir) whose write(record) receives every step and evaluation")
+    sink_path: str | None = flag(
+        None, "hook: class (args, run_dir) with close() and write(record), which receives the metrics of every step and evaluation"
+    )
 
 
 class DebugFlags(FlagGroup):

@@ -38,7 +38,9 @@ class DataFlags(FlagGroup):
         "rendered trains the whole conversation as rendered; refuse ends the run",
     )
     rollout_max_prompt_len: int | None = slime(None, "drop and count longer prompts", unit="tokens", ge=1)
-    data_source_path: str | None = slime(None, "hook: class with get_samples, add_samples, save, load, __len__")
+    data_source_path: str | None = slime(
+        None, "hook: class (args) with get_samples, add_samples, save, load, __len__; provides the prompts"
+    )
 
     @field_validator("prompt_data", mode="before")
     @classmethod
@@ -71,13 +73,15 @@ class RolloutFlags(FlagGroup):
     rollout_stop: list[str] = slime([], "strings that end a response")
     rollout_stop_token_ids: list[int] = slime([], "token ids that end a response")
     over_sampling_batch_size: int | None = slime(None, "prompts per sampling wave (default --rollout-batch-size)", unit="prompts", ge=1)
-    dynamic_sampling_filter_path: str | None = slime(None, "hook: keep or drop a finished group")
+    dynamic_sampling_filter_path: str | None = slime(None, "hook: (args, samples) -> keep, or (keep, reason), for every finished group")
     max_sampling_waves: int = flag(100, "maximum sampling waves per rollout; if the rollout is not full after them, the run ends", ge=1)
     sampling_order: Literal["first-finished", "submission"] = flag(
         "first-finished", "order in which groups fill a rollout; first-finished favors short answers, submission does not"
     )
     partial_rollout: bool = slime(False, "keep aborted samples and continue them in a later rollout")
-    buffer_filter_path: str | None = slime(None, "hook: choose groups from the buffer of partial rollouts (default pop_first)")
+    buffer_filter_path: str | None = slime(
+        None, "hook: (args, rollout_id, buffer, num_samples) -> interrupted groups to continue (default: those that have waited longest)"
+    )
     mask_offpolicy_in_partial_rollout: bool = slime(False, "mask tokens that were sampled in an earlier rollout")
     max_staleness: int | None = flag(None, "drop samples that started more than this many versions ago", unit="versions", ge=0)
     async_mode: Literal["sync", "one-step", "full"] = flag(
@@ -97,7 +101,9 @@ class RolloutFlags(FlagGroup):
         "refuse", "for agent requests whose temperature, top_p or penalty differs from the rollout's: refuse them, or replace the value"
     )
     agent_host: str = flag("127.0.0.1", "address at which agents reach the policy; for agents on other machines it must not be loopback")
-    environment: str | None = flag(None, "hook: environment class with reset, step, close; every sample is an episode", path=True)
+    environment: str | None = flag(
+        None, "hook: class (row, settings) with reset, step, close; every sample is an episode of this environment", path=True
+    )
     environment_settings: dict[str, Any] = flag({}, "settings of the environment, as a JSON object")
     environment_isolation: Literal["auto", "process", "none"] = flag(
         "auto",
@@ -147,7 +153,7 @@ class EvalFlags(FlagGroup):
     """Evaluation on held-out prompts. Settings that are not given follow the rollout's."""
 
     eval_interval: int | None = slime(None, "rollouts between evaluations; the last rollout is always evaluated", unit="rollouts", ge=1)
-    eval_prompt_data: list[str] = slime([], "NAME PATH pairs; a single PATH gets the name aime", path=True)
+    eval_prompt_data: list[str] = slime([], "evaluation datasets as NAME PATH pairs; a single PATH gets the name aime", path=True)
     eval_config: str | None = slime(None, "YAML file of datasets, each with its own sampling settings and reward", path=True)
     eval_function_path: str | None = slime(
         None, "hook: (args, rollout_id, data_source, evaluation=True) -> {name: samples}, replaces the evaluation"

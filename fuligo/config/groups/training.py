@@ -67,9 +67,11 @@ class AlgorithmFlags(FlagGroup):
         "leave samples whose advantages are all 0 out of training, and skip optimizer steps that have no others (their trainer "
         "log-probabilities are not recorded)",
     )
-    custom_advantage_function_path: str | None = slime(None, "hook: replaces the advantage estimator")
+    custom_advantage_function_path: str | None = slime(
+        None, "hook: (args, samples) -> advantages [R] of each sample, replaces the estimator"
+    )
     custom_loss_function_path: str | None = slime(None, "hook: (args, batch, logprobs) -> (loss, metrics)")
-    custom_tis_function_path: str | None = slime(None, "hook: replaces the importance weights")
+    custom_tis_function_path: str | None = slime(None, "hook: (args, batch, old_logprobs), replaces the importance weights")
     custom_pg_loss_reducer_function_path: str | None = slime(
         None,
         "hook: (total_lengths, response_lengths, loss_masks, calculate_per_token_loss), returns a function that reduces the "
@@ -187,7 +189,7 @@ class ParallelFlags(FlagGroup):
 class OptimizerFlags(FlagGroup):
     """AdamW and its learning-rate schedule."""
 
-    optimizer: Literal["adam"] = megatron("adam", "optimizer")
+    optimizer: Literal["adam"] = megatron("adam", "optimizer; adam is AdamW, as in Megatron")
     lr: float = megatron(1e-6, "peak learning rate", ge=0)
     min_lr: float = megatron(0.0, "learning rate at the end of the decay", ge=0)
     lr_decay_style: Literal["constant", "linear", "cosine"] = megatron("constant", "learning-rate schedule after the warm-up")

@@ -85,7 +85,7 @@ class Schema:
         return self.aliases[name].name if name in self.aliases else name
 
     def refusal(self, name: str) -> str | None:
-        """Return what to use instead of an argument that fuligo sets itself or that no longer exists, or None."""
+        """Return the error text, with the remedy, for an argument that fuligo sets itself or that does not exist (`hints`); else None."""
         if self.canonical(name) in RESERVED[self.group]:
             return f"cannot be given; {RESERVED[self.group][self.canonical(name)]}"
         if name in self.hints:

@@ -265,7 +265,7 @@ def test_advice_names_flags_that_exist(advice: str) -> None:
 
 @pytest.mark.parametrize("given", ["--max-workers", "--model-dir", "--block-size", "--repo-type", "--nothing-of-the-kind"])
 def test_an_unknown_flag_that_resembles_none_gets_no_suggestion(given: str) -> None:
-    assert problems_of([given]) == (f"unknown flag {given}",)
+    assert problems_of([given]) == (f"unknown flag {given}; fuligo train --help lists the flags",)
 
 
 def test_no_eval_drops_what_the_file_and_the_line_say_of_evaluation(tmp_path: Path) -> None:

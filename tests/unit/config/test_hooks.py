@@ -259,16 +259,16 @@ def test_entries_of_the_custom_config_are_attributes_of_args(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("text", "cause"),
     [
-        ("- 1", "it must map names to values"),
-        ("lr: 1", "lr cannot be set there"),
-        ("_x: 1", "_x cannot be set: names"),
-        ("a: [", "it is not valid YAML"),
+        ("- 1", " must hold a mapping of names to values"),
+        ("lr: 1", ": lr cannot be set there"),
+        ("_x: 1", ": _x cannot be set: names"),
+        ("a: [", " is not valid YAML"),
     ],
 )
 def test_a_custom_config_that_is_none_is_refused(tmp_path: Path, text: str, cause: str) -> None:
     file = tmp_path / "own.yaml"
     file.write_text(text)
-    with pytest.raises(ConfigError, match=rf"--custom-config-path .*own.yaml: {cause}"):
+    with pytest.raises(ConfigError, match=rf"--custom-config-path .*own.yaml{cause}"):
         ArgsView(parse(["--custom-config-path", str(file)]).config)
 
 

@@ -12,7 +12,9 @@ from fuligo.planner.rules.rule import Fix
 from fuligo.planner.subject import Subject
 
 MAX_TRIES = 12
+"""Maximum number of fixes to test for a finding."""
 MAX_COMPARED = 3
+"""Number of fixes that resolve a finding, from which the one that resolves most findings is chosen."""
 
 NO_FIX_FOUND = "no change of these flags that was tried satisfies all rules"
 FIX_OTHERS_FIRST = f"fix the other findings first: with them, {NO_FIX_FOUND}"
@@ -50,7 +52,7 @@ def _find(subject: Subject) -> list[_Found]:
 
 
 def _with_tried_fix(each: _Found, subject: Subject, known: Counter[str]) -> Finding:
-    """Return the finding with the fix that, of the first few that resolve it, resolves most other findings too."""
+    """Return the finding with a tested fix: among the first that resolve it, the one that resolves most findings."""
     best, most_resolved = (), 0
     num_compared = 0
     for fix in each.fixes[:MAX_TRIES]:

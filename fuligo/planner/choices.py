@@ -1,4 +1,4 @@
-"""Values for flags that are not set, chosen from the plan: requests and CUDA graphs of the engines, rows of the trainer.
+"""Values for unset flags, chosen from the plan: memory, requests and CUDA graphs of engines; compilation and rows of the trainer.
 
 A run on GPUs and `fuligo plan` make the same choices from the same figures, before any rule is checked. Given flags are never changed.
 """
@@ -31,7 +31,8 @@ SPARE_SLOTS = 1
 """Slots of an attention replica beyond its requests in flight. SGLang 0.5.15 counts a request twice while its prompt is prefilled in
 chunks: without a spare slot, the last request would wait for another to end, and the rollout would end with this request alone."""
 MIN_REQUESTS = 256
-"""Minimum number of requests of an engine, even if a wave is smaller, since evaluations send more. SGLang's default on large GPUs."""
+"""Minimum number of requests of an engine, even if a wave is smaller, since evaluations send more. By default, SGLang captures CUDA
+graphs up to this batch size on GPUs of 60 to 160 GiB."""
 KEPT_MARGIN_BYTES = 4 * GIB
 """Memory that must be free beside a trainer that is not offloaded: PyTorch's allocator may hold parts of blocks between kept tensors."""
 GRAPH_ARGUMENTS = ("cuda_graph_max_bs_decode", "cuda_graph_bs_decode", "cuda_graph_config", "disable_decode_cuda_graph")
@@ -152,13 +153,13 @@ def _requests(subject: Subject, spec: EngineGroupSpec, memory: EngineMemory, num
     requests = min(share, room, most)
     graphs = memory.settings.graph_batch * spec.dp_size
     if _decides_graphs(spec) and 0 < graphs < requests:
-        return graphs, f"its CUDA graphs end at {graphs} requests; its share of a rollout is {share}"
+        return graphs, f"an engine's CUDA graphs end at {graphs} requests; its share of a rollout is {share}"
+    held = magnitude(memory.kv_tokens * spec.dp_size)
     if requests == share:
-        held = magnitude(memory.kv_tokens * spec.dp_size)
-        return requests, f"an engine's share of a rollout, at least {MIN_REQUESTS}; its KV cache of {held} tokens holds them"
+        return requests, f"an engine's share of a rollout, at least {MIN_REQUESTS}; fits into its KV cache of {held} tokens"
     if requests == room:
-        return requests, f"its KV cache of {magnitude(memory.kv_tokens * spec.dp_size)} tokens holds {requests} samples of {tokens} tokens"
-    return requests, f"the largest batch that is chosen by default; its share of a rollout is {share}"
+        return requests, f"an engine's KV cache of {held} tokens holds {requests} samples of {tokens} tokens"
+    return requests, f"the largest batch to choose by default; an engine's share of a rollout is {share}"
 
 
 def _decides_graphs(spec: EngineGroupSpec) -> bool:
@@ -198,7 +199,7 @@ def _compile_choices(subject: Subject) -> Iterator[Choice]:
 
 
 def _trainer_choices(subject: Subject) -> Iterator[Choice]:
-    """Yield the first choice that makes a trainer fit that does not: shorter rows, then recomputation, then Adam on the CPU.
+    """Yield the first choice that makes the trainer fit, if it does not: shorter rows, then recomputation, then Adam on the CPU.
 
     Raises ConfigError if the sizes allow no layout.
     """

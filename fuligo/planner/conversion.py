@@ -29,6 +29,7 @@ _USED = {
 }  # fmt: skip
 """Flags that a conversion uses, or accepts along with MODEL_ARGS (`allgather_cp`, `sequence_parallel`)."""
 _LAYOUT = {name for name in _USED if name.endswith(("_parallel_size", "_pipeline_num_layers"))}
+"""Flags that set the parallel layout."""
 _BYTES_PER_PARAMETER = 2
 """Bytes per parameter of the checkpoint (bf16)."""
 _ANY_GPU = "h100-80"
@@ -37,7 +38,7 @@ _ANY_GPU = "h100-80"
 
 @dataclass(frozen=True, slots=True)
 class DistPlan:
-    """Plan of a conversion."""
+    """Plan of a conversion from a Hugging Face checkpoint to a distributed one."""
 
     source: str
     target: str

@@ -18,7 +18,7 @@ TRAINER, ENGINE, HOST = "PLAN-MEMORY-TRAINER", "PLAN-MEMORY-ENGINE", "PLAN-MEMOR
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Numbers of a plan."""
+    """Estimated layout, memory and time of a run."""
 
     layout: ClusterLayout
     memory: tuple[MemoryBar, ...]
@@ -45,9 +45,9 @@ def estimate(subject: Subject, host_memory_bytes: int | None = None) -> Estimate
 
 
 def shortfall(subject: Subject, host_memory_bytes: int | None = None) -> float:
-    """Return the bytes by which the peaks of all kinds of GPUs (and of the host if its memory is given) exceed their memory; 0 if they fit.
+    """Return the bytes that exceed the memory of each kind of GPU (and of the host if its memory is given), summed; 0 if everything fits.
 
-    A cache too small for one sample counts as one GiB. Raises ConfigError if the sizes allow no layout.
+    A KV cache too small for one sample counts as one GiB. Raises ConfigError if the sizes allow no layout.
     """
     layout = make_layout(subject)
     bars = [bar for bar in memory_bars(subject, layout, host_memory_bytes) if bar.owner != "host" or host_memory_bytes is not None]

@@ -120,7 +120,7 @@ def stage_layers(architecture: Architecture, stage: Stage) -> tuple[Layer, ...]:
 MAX_GPUS = 32768
 """Limit of a plan; every GPU is placed and drawn, and more than this takes minutes and is most likely a typo."""
 EMBEDDED_RANK = EngineRank(group=0, engine=0, rank=0, tp=0, pp=0, dp=0, ep=0)
-EMBEDDED_GROUP = EngineGroup("default", "regular", num_engines=1, num_gpus_per_engine=1, tp=1, pp=1, dp=1, ep=1)
+EMBEDDED_GROUP = EngineGroup("default", "regular", num_engines=1, num_gpus_per_engine=1, tp=1, pp=1, dp=1, ep=1, num_gpus=1)
 """Embedded engine: one process on the trainer's first GPU."""
 
 
@@ -189,8 +189,8 @@ def trainer_ranks(shape: Layout) -> tuple[TrainerRank, ...]:
 def _engine_ranks(specs: Sequence[EngineGroupSpec]) -> Iterator[EngineRank | None]:
     """Yield the rank of every GPU of the engines; None for GPUs of a placeholder.
 
-    Within an engine SGLang's tensor ranks are consecutive in each pipeline stage. Consecutive ranks share a data-parallel rank of
-    attention (`layers/dp_attention.py`) and, of the expert ranks, those that share an expert's matrices.
+    As in SGLang, an engine's GPUs are split into pipeline stages, and the tensor-parallel ranks of a stage into attention replicas
+    (`layers/dp_attention.py`) and, separately, into expert-parallel ranks. Each part consists of consecutive ranks.
     """
     engine = 0
     for group, spec in enumerate(specs):
@@ -235,4 +235,5 @@ def _engine_group(spec: EngineGroupSpec) -> EngineGroup:
         pp=spec.pp_size,
         dp=spec.dp_size,
         ep=spec.ep_size,
+        num_gpus=spec.num_gpus,
     )

@@ -72,7 +72,7 @@ def computed_tokens(config: Config, shape: Layout) -> float:
 
 
 def copied_keys_per_token(config: Config, shape: Layout) -> float:
-    """Return the keys that attention reads per token of a row besides the token's own: shared prompts are copied for every answer."""
+    """Return the number of copied keys per token of a row: the keys of a shared prompt are copied for each response that reads them."""
     return (average_prompt(config) + average_response(config)) / computed_tokens(config, shape) - 1
 
 

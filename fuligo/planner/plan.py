@@ -65,7 +65,7 @@ class PlacedGpu:
     local_index: int
     trainer: TrainerRank | None
     engine: EngineRank | None
-    """Both are set with `--colocate`, neither for GPUs of a placeholder group."""
+    """Trainer and engine are both set on GPUs that they share, and neither on unused GPUs and those of a placeholder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +81,8 @@ class EngineGroup:
     pp: int
     dp: int
     ep: int
+    num_gpus: int
+    """GPUs of the group; a placeholder keeps them free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +157,7 @@ class Phase:
     """Part of one step on the timeline."""
 
     name: str
-    """rollout, reward, score, train, optimizer, sync, offload ..."""
+    """rollout, prefill (of a served teacher), score, train, optimizer, sync, onload or offload."""
     lane: str
     """trainer, engines, or teacher if engines serve one."""
     start_s: float

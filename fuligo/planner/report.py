@@ -107,7 +107,7 @@ def _engines(layout: ClusterLayout, capacities: Sequence[EngineCapacity]) -> Ite
         several_models = len({other.model for other in layout.engine_groups}) > 1
         model = f" of {group.model}" if several_models else ""
         if group.worker_type == "placeholder":
-            text = f"{count(group.num_engines * group.num_gpus_per_engine, 'GPU')} kept free"
+            text = f"{count(group.num_gpus, 'GPU')} kept free"
         else:
             sizes = _sizes(TP=group.tp, PP=group.pp, DP=group.dp, EP=group.ep)
             engines = f"{count(group.num_engines, f'{group.worker_type} engine')}{model} x {count(group.num_gpus_per_engine, 'GPU')}"

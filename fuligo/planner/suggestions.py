@@ -85,7 +85,7 @@ def _remedy(subject: Subject, trial: _Trial, now: Estimate, host_memory_bytes: i
     then = estimate(trial.subject, host_memory_bytes)
     slower = f"{then.step_s / now.step_s - 1 if now.step_s else 0.0:+.0%}"
     longer = f"{seconds(then.step_s)} instead of {seconds(now.step_s)} ({slower})"
-    cost = f"a step takes {'equally long' if slower in ('+0%', '-0%') else longer}"
+    cost = f"a step takes {'as long as before' if slower in ('+0%', '-0%') else longer}"
     host = [bar for bar in then.memory if bar.owner == "host"]
     if host and not any(bar.owner == "host" and bar.used_bytes >= host[0].used_bytes for bar in now.memory):
         cost += f", and {gibibytes(host[0].used_bytes)} of a node's memory"

@@ -5,7 +5,6 @@ const ROLE_NAMES = {
   regular: "engine",
   prefill: "prefill engine",
   decode: "decode engine",
-  placeholder: "kept free",
   none: "unused",
 };
 

@@ -39,7 +39,6 @@ function stageLine(stage) {
 
 function engineLines(gpu) {
   const group = engineGroups[gpu.engine.group];
-  if (group.worker_type === "placeholder") return [element("dt", {}, "Engines"), element("dd", {}, "kept free by a placeholder")];
   const ranks = ["tp", "pp", "dp", "ep"].filter((key) => group[key] > 1).map((key) => `${key.toUpperCase()} ${gpu.engine[key]}`);
   const model = group.model === "default" ? "" : ` of ${group.model}`;
   return [

@@ -85,11 +85,6 @@ function gpuFacts(gpu) {
     const ranks = shownDimensions.filter(({ side }) => side === "trainer").map((dimension) => `${dimension.label} ${dimension.rank(gpu)}`);
     facts.push(`trainer rank ${gpu.trainer.rank}${ranks.length ? `: ${ranks.join(", ")}` : ""}`);
   }
-  if (gpu.engine)
-    facts.push(
-      workerType(gpu) === "placeholder"
-        ? "kept free by a placeholder"
-        : `${workerType(gpu)} engine ${gpu.engine.engine}, rank ${gpu.engine.rank}`,
-    );
+  if (gpu.engine) facts.push(`${workerType(gpu)} engine ${gpu.engine.engine}, rank ${gpu.engine.rank}`);
   return facts.length ? facts : ["unused"];
 }

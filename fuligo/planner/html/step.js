@@ -3,10 +3,7 @@
 const PHASE_HUES = {
   rollout: 150,
   prefill: 170,
-  reward: 110,
   score: 235,
-  logprobs: 235,
-  reference: 205,
   train: 262,
   optimizer: 75,
   sync: 20,

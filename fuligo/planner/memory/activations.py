@@ -229,9 +229,9 @@ def _dropped_by_modules(config: Config, architecture: Architecture, shape: Layou
 
 
 def chunks_in_flight(shape: Layout, pipeline_rank: int, num_micro_batches: int) -> int:
-    """Return the largest number of forward passes of one (virtual) stage whose activations are kept for the backward pass.
+    """Return the largest number of forward passes whose activations a pipeline rank keeps, counting each virtual stage separately.
 
-    As in Megatron-Core's schedules (`pipeline_parallel/schedules.get_pp_rank_microbatches`): those of the warm-up, and the current one.
+    As in Megatron-Core (`pipeline_parallel/schedules.get_pp_rank_microbatches`): the passes of the warm-up, and the current one.
     """
     if shape.pp == 1:
         return 1

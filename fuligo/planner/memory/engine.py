@@ -60,7 +60,7 @@ def records_routing(spec: EngineGroupSpec, config: Config) -> bool:
 
 
 def routing_record(spec: EngineGroupSpec, architecture: Architecture, settings: ServerSettings, kv_tokens: int) -> RoutingRecord:
-    """Return the record of a server with `kv_tokens` in the cache of one attention replica."""
+    """Return the size of the record of a server whose attention replicas each cache `kv_tokens`; 0 for a model without experts."""
     experts = architecture.experts
     if experts is None:
         return RoutingRecord()
@@ -124,8 +124,9 @@ class EngineMemory:
     static: int
     """--mem-fraction-static of the memory free at that time: weights and KV cache."""
     bytes_per_token: int
+    """Bytes per token by which SGLang sizes the cache."""
     cached_bytes_per_token: int
-    """Allocated bytes; for an fp8 cache of sparse attention more than SGLang counts, since it omits the scales."""
+    """Allocated bytes per token; more than `bytes_per_token` for an fp8 cache of sparse attention, whose scales SGLang does not count."""
     kv_tokens: int
     states: int
     """Pool of the states of linear attention, in the static share; 0 without."""

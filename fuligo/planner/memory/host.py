@@ -114,7 +114,7 @@ DRIVER_NODE = 0
 
 @dataclass(frozen=True, slots=True)
 class EngineOnHost:
-    """Bytes of host memory of the process of one GPU of a server."""
+    """Host memory of a server per GPU, in bytes; each GPU has its own process."""
 
     record: int
     """Record of experts, pinned."""

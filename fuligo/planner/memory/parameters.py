@@ -122,8 +122,8 @@ POINT_TO_POINT_BYTES = 384 * MIB
 DEEPEP_BYTES = 2 * GIB
 """Buffers of DeepEP in one process, as reserved by SGLang 0.5.15 (`server_args._handle_gpu_memory_settings`)."""
 FRAGMENTATION = 0.1
-"""Share of the memory allocated per micro-batch: PyTorch's allocator holds blocks of 2 MiB and more, which packed rows of varying lengths
-do not fill (without expandable segments it can be far more: GMLake, arXiv 2401.08156, measures up to a third)."""
+"""Memory lost to fragmentation, relative to that allocated per micro-batch: PyTorch's allocator holds blocks of at least 2 MiB that packed
+rows of varying lengths do not fill (without expandable segments it can be far more: GMLake, arXiv 2401.08156, measures up to a third)."""
 
 # Megatron trainer, from fourteen runs on H200s (docs/planner-model.md, "Measured"; tests/unit/planner/test_measured.py). To refit with more
 # runs, set workspace to the tensors that are unaccounted for, and the other two so that no run exceeds its plan.

@@ -65,6 +65,7 @@ class QuantisedWeights:
 
 
 def torch_trainer_items(subject: Subject) -> tuple[MemoryItem, ...]:
+    """Return the parts of the peak memory of a GPU, without engines."""
     config, architecture = subject.config, subject.architecture
     num_ranks = layout_of(config).num_ranks
     items = list(_state_items(subject, num_ranks))
@@ -127,34 +128,28 @@ def torch_offloaded_items(subject: Subject, num_ranks: int) -> Iterator[MemoryIt
     share = math.ceil((architecture.num_parameters + subject.num_loaded_mtp_parameters) / all_ranks) * num_ranks
     trained = math.ceil(subject.num_trained_parameters / all_ranks) * num_ranks
     size = FP32 if adapter is None else compute_bytes(subject)
-    where = f"of {count(num_ranks, 'rank')}, {billions(share)} x"
+    ranks, then = f"of {count(num_ranks, 'rank')}", "while the engines have the GPUs"
     kind = "fp32" if size == FP32 else "frozen bf16"
     if (quantised := QuantisedWeights.of(subject)) is not None:
         rest = math.ceil((architecture.num_parameters - quantised.num_elements) / all_ranks) * num_ranks
-        note = (
-            f"frozen weights of the policy of {count(num_ranks, 'rank')}, each {quantised.note}, and {billions(rest)} others x {size} bytes"
-        )
-        yield MemoryItem("weights", num_ranks * quantised.num_bytes + size * rest, f"{note}, while the engines have the GPUs")
+        note = f"frozen weights of the policy {ranks}, each {quantised.note}, and {billions(rest)} others x {size} bytes, {then}"
+        yield MemoryItem("weights", num_ranks * quantised.num_bytes + size * rest, note)
     else:
-        yield MemoryItem("weights", size * share, f"{kind} weights of the policy {where} {size} bytes, while the engines have the GPUs")
+        yield MemoryItem("weights", size * share, f"{kind} weights of the policy {ranks}, {billions(share)} x {size} bytes, {then}")
     if adapter is not None:
-        note = f"fp32 weights of the adapter of {count(num_ranks, 'rank')}, {billions(trained)} x 4 bytes, while the engines have the GPUs"
-        yield MemoryItem("adapter", FP32 * trained, note)
-    moments = f"two fp32 moments of AdamW of {count(num_ranks, 'rank')}, {billions(trained)} x 8 bytes"
-    yield MemoryItem("offloaded_optimizer", 2 * FP32 * trained, f"{moments}, while the engines have the GPUs")
+        yield MemoryItem("adapter", FP32 * trained, f"fp32 weights of the adapter {ranks}, {billions(trained)} x 4 bytes, {then}")
+    moments = f"two fp32 moments of AdamW {ranks}, {billions(trained)} x 8 bytes, {then}"
+    yield MemoryItem("offloaded_optimizer", 2 * FP32 * trained, moments)
     if subject.config.needs_reference and adapter is None:
         share = math.ceil(architecture.num_parameters / all_ranks) * num_ranks
-        where = f"of {count(num_ranks, 'rank')}, {billions(share)} x"
-        yield MemoryItem("reference", FP32 * share, f"fp32 weights of the reference {where} 4 bytes, while the engines have the GPUs")
+        yield MemoryItem("reference", FP32 * share, f"fp32 weights of the reference {ranks}, {billions(share)} x 4 bytes, {then}")
     if subject.teacher is not None:
-        share = math.ceil(subject.teacher.architecture.num_parameters / layout_of(subject.config).num_ranks) * num_ranks
-        where = f"of {count(num_ranks, 'rank')}, {billions(share)} x"
-        yield MemoryItem("teacher", FP32 * share, f"fp32 weights of the teacher {where} 4 bytes, while the engines have the GPUs")
-
+        share = math.ceil(subject.teacher.architecture.num_parameters / all_ranks) * num_ranks
+        yield MemoryItem("teacher", FP32 * share, f"fp32 weights of the teacher {ranks}, {billions(share)} x 4 bytes, {then}")
     if subject.config.trains_values:
-        held = math.ceil(value_architecture(architecture).num_parameters / layout_of(subject.config).num_ranks) * num_ranks
-        note = f"fp32 weights and moments of the value model of {count(num_ranks, 'rank')}, {billions(held)} x 12 bytes"
-        yield MemoryItem("value_model", 3 * FP32 * held, f"{note}, while the engines have the GPUs")
+        held = math.ceil(value_architecture(architecture).num_parameters / all_ranks) * num_ranks
+        note = f"fp32 weights and moments of the value model {ranks}, {billions(held)} x 12 bytes, {then}"
+        yield MemoryItem("value_model", 3 * FP32 * held, note)
 
 
 def compute_bytes(subject: Subject) -> int:

@@ -141,8 +141,8 @@ def _sum(items: Iterable[MemoryItem]) -> int:
 def _fragmentation(moving: int) -> MemoryItem:
     """Return the fragmentation caused by `moving` bytes of temporary tensors, at most as large as these."""
     held = min(moving, TRAINER_HELD_BYTES + round(FRAGMENTATION * moving))
-    share = f"{FRAGMENTATION:.0%} of the activations' {amount(moving)}"
-    note = f"held by PyTorch and CUDA in addition to tensors: {amount(TRAINER_HELD_BYTES)} and {share}, at most as much as these"
+    share = f"{FRAGMENTATION:.0%} of the activations' {amount(moving)}, but at most {amount(moving)}"
+    note = f"held by PyTorch and CUDA in addition to tensors: {amount(TRAINER_HELD_BYTES)} plus {share}"
     return MemoryItem("fragmentation", held, note)
 
 

@@ -33,7 +33,7 @@ def adapted_layers_exist(subject: Subject) -> Iterator[Violation]:
             "lora_target_modules",
             f"target module {target}",
             f"--lora-target-modules {target}",
-            f"names no linear layer of {model} below its output layer, which has {', '.join(kinds)}{did_you_mean(near)}",
+            f"matches no linear layer of {model} that can be adapted ({', '.join(kinds)}){did_you_mean(near)}",
             tuple((fix,) for fix in (*fixes, unset_flag("lora_target_modules"))),
         )
 

@@ -106,7 +106,7 @@ def mode_suits_the_work(subject: Subject) -> Iterator[Violation]:
             )
 
 
-@rule("PLAN-DEEPEP-NO-EFFECT", "--sglang-deepep-mode", "--sglang-moe-a2a-backend", "--env")
+@rule("PLAN-DEEPEP-NO-EFFECT", "--sglang-deepep-mode", "--sglang-moe-a2a-backend")
 def deepep_is_used(subject: Subject) -> Iterator[Violation]:
     """Settings of DeepEP have no effect without it."""
     groups = serving_policy(subject)

@@ -25,7 +25,8 @@ def all_groups(subject: Subject) -> tuple[EngineGroupSpec, ...]:
 
 
 def running(subject: Subject) -> list[EngineGroupSpec]:
-    return [spec for spec in all_groups(subject) if spec.num_engines and spec.worker_type != "placeholder"]
+    """Return the groups with engines; a placeholder has none."""
+    return [spec for spec in all_groups(subject) if spec.num_engines]
 
 
 def serving_policy(subject: Subject) -> list[EngineGroupSpec]:
@@ -34,7 +35,7 @@ def serving_policy(subject: Subject) -> list[EngineGroupSpec]:
 
 
 def where(spec: EngineGroupSpec) -> str:
-    """Return ` (model default, group 2)`, or nothing if there is only one group."""
+    """Return ` (model default, group 2)`; an empty string without `--sglang-config`."""
     return "" if spec.place is None else f" (model {spec.model}, group {spec.place[1] + 1})"
 
 

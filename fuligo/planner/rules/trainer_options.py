@@ -19,7 +19,7 @@ from fuligo.planner.rules.rule import Violation, rule
 from fuligo.planner.subject import Subject
 
 _COMFORTABLE = 0.9
-"""Share of a GPU's memory up to which an estimate is safe."""
+"""Estimated share of a GPU's memory up to which a run fits despite the error of the estimate."""
 _MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
 
 

@@ -140,7 +140,7 @@ PHASES = (
 
 def plan_of_8() -> Plan:
     """Return a plan of a dense model, trainer and engines on the same 8 GPUs."""
-    groups = (EngineGroup("default", "regular", 4, 2, 2, 1, 0, 1),)
+    groups = (EngineGroup("default", "regular", 4, 2, 2, 1, 0, 1, 8),)
     return Plan(
         name="glm4-9b",
         model_type="glm4",
@@ -162,7 +162,7 @@ def plan_of_8() -> Plan:
 
 def plan_of_64() -> Plan:
     """Return a plan of an MoE model on 64 GPUs that does not fit: one error, one warning, suggestions."""
-    groups = (EngineGroup("default", "regular", 2, 32, 32, 1, 4, 1),)
+    groups = (EngineGroup("default", "regular", 2, 32, 32, 1, 4, 1, 64),)
     return Plan(
         name="glm4.5-355b",
         model_type="glm4_moe",
@@ -208,7 +208,7 @@ def plan_of_64() -> Plan:
 
 def plan_of_256() -> Plan:
     """Return a plan of GLM-5.2 with sparse attention, prefill and decode engines on the trainer's GPUs."""
-    groups = (EngineGroup("default", "prefill", 1, 64, 64, 1, 64, 64), EngineGroup("default", "decode", 3, 64, 64, 1, 64, 64))
+    groups = (EngineGroup("default", "prefill", 1, 64, 64, 1, 64, 64, 64), EngineGroup("default", "decode", 3, 64, 64, 1, 64, 64, 192))
     computing = (0, 1, *range(2, 78, 4))
     layers = (14, 8, 8, 8, 8, 8, 8, 16)
     return Plan(

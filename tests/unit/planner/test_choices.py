@@ -99,7 +99,7 @@ def test_given_graphs_limit_the_requests_and_the_reason_says_so() -> None:
     assert subject.config.sglang.get("cuda_graph_max_bs_decode") == 300
     assert subject.config.rollout.rollout_concurrency == 300
     assert subject.config.sglang.get("max_running_requests") == 300 + SPARE_SLOTS
-    assert choices[0].reason == "its CUDA graphs end at 300 requests; its share of a rollout is 1024"
+    assert choices[0].reason == "an engine's CUDA graphs end at 300 requests; its share of a rollout is 1024"
 
 
 def test_given_requests_get_graphs() -> None:

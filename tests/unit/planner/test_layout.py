@@ -1,20 +1,26 @@
 """Ranks, stages and engines: against Megatron-Core's own groups, and as properties of all valid layouts."""
 
+import io
 import json
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
+from fuligo.config import Config
 from fuligo.errors import ConfigError
 from fuligo.layout.megatron import Layout
 from fuligo.planner.estimate import estimate
 from fuligo.planner.layout import make_layout, stages, trainer_ranks
 from fuligo.planner.plan import TrainerRank
+from fuligo.planner.report import print_report
+from tests.unit.planner.hand_made_plans import plan_of_8
 from tests.unit.planner.subjects import FLASH_16, GLM4_9B_COLOCATED, GLM4_9B_SEPARATE, GLM45_BF16, glm52, subject_of
 
 MEGATRON = json.loads((Path(__file__).parent / "megatron_ranks.json").read_text())
@@ -139,6 +145,17 @@ def test_prefill_and_decode_engines_fill_the_cluster_in_order(tmp_path: Path) ->
     assert {engine.group for engine in engines[:64] if engine} == {0}
     assert [group.num_engines for group in layout.engine_groups] == [1, 3]
     assert all(engine is not None and engine.dp == engine.ep == engine.rank for engine in engines)
+
+
+def test_a_placeholder_keeps_gpus_free(tmp_path: Path) -> None:
+    file = tmp_path / "engines.yaml"
+    file.write_text("sglang: [{server_groups: [{num_gpus: 2, num_gpus_per_engine: 2}, {worker_type: placeholder, num_gpus: 2}]}]")
+    layout = make_layout(subject_of(f"{GLM4_9B_SEPARATE} --sglang-config {file}", "glm4-9b"))
+    assert [(group.num_engines, group.num_gpus) for group in layout.engine_groups] == [(1, 2), (0, 2)]
+    assert [gpu.engine is not None for gpu in layout.gpus[4:]] == [True, True, False, False]
+    text = io.StringIO()
+    print_report(replace(plan_of_8(), layout=layout), Config(), Console(file=text))
+    assert "2 GPUs kept free" in text.getvalue()
 
 
 def test_attention_replicas_of_an_engine_are_neighbours() -> None:

@@ -30,8 +30,7 @@ class ArgsView:
     def __init__(self, config: Config, own: Mapping[str, Any] | None = None) -> None:
         """Create the view of a config.
 
-        `own`: the user's entries; None reads them from `--custom-config-path`. Raises ConfigError if that file cannot be read, or has an
-        entry with the name of a flag.
+        `own`: the user's entries; None reads them from `--custom-config-path`, and raises ConfigError as `custom_entries` does.
         """
         object.__setattr__(self, "_config", config)
         object.__setattr__(self, "_own", custom_entries(config) if own is None else own)
@@ -77,7 +76,8 @@ class ArgsView:
 def custom_entries(config: Config) -> dict[str, Any]:
     """Return the entries of `--custom-config-path`; empty without it.
 
-    Raises ConfigError if the file cannot be read, is not a YAML mapping of names, or has an entry with the name of a flag.
+    Raises ConfigError if the file cannot be read, is not a YAML mapping of names, or has an entry that begins with an underscore or has the
+    name of a flag.
     """
     given = config.observability.custom_config_path
     if given is None:

@@ -22,7 +22,7 @@ class TrainerCapabilities:
     """Properties of a trainer."""
 
     loads_distributed: bool
-    """Checkpoints are distributed; otherwise they hold Hugging Face directories, the only format that the trainer reads."""
+    """Checkpoints are distributed, a format that the trainer also loads; otherwise it saves and loads Hugging Face directories only."""
     keeps_published_names: bool
     """Weights are sent to engines under the names of the checkpoint; otherwise under the names of transformers' model."""
     sends_adapters: bool

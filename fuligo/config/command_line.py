@@ -1,7 +1,7 @@
 """Parser of the arguments of `fuligo train`.
 
 Syntax: `--name value` or `--name=value`; a bare `--name` or `--no-name` for true and false; several values for a list; JSON where the
-flag takes an object. `--env NAME` takes a variable from this environment.
+flag takes an object. `--env NAME` copies a variable from the environment of the command.
 A value may begin with one dash (`--rollout-top-k -1`); write one that begins with two after `=`.
 `none` resets a flag to its default, and `--name=[...]` is a list as JSON.
 """

@@ -54,7 +54,10 @@ class Config(Placement):
 
     @property
     def shares_prefixes(self) -> bool:
-        """True if the trainer computes a common prefix of samples once; with `auto`, if the model's layers support it."""
+        """True if the trainer computes a common prefix of samples once.
+
+        `auto` is on with the torch trainer and prompts without images; plan and trainer turn it off for models that do not support it.
+        """
         choice = self.train.share_prefixes
         return choice == "on" or (choice == "auto" and self.trainer_capabilities.shares_prefixes and not self.data.multimodal_keys)
 
@@ -103,8 +106,8 @@ class Config(Placement):
     def needs_old_logprobs(self) -> bool:
         """True if the trainer computes log-probabilities of the whole rollout before its first optimizer step.
 
-        With one step per rollout they equal those of the step itself. A KL term in rewards or advantages, and a hook, need them before any
-        step.
+        With one step per rollout, the step itself computes them, unless a hook or a KL term in rewards or advantages needs them earlier.
+        With --use-rollout-logprobs, the engine's log-probabilities are used instead.
         """
         if self.is_sft:
             return False
@@ -245,7 +248,7 @@ class Config(Placement):
 
     @property
     def eval_data_sets(self) -> dict[str, str]:
-        """Data-set name -> file of `--eval-prompt-data` (not of `--eval-config`)."""
+        """Dataset name -> file of `--eval-prompt-data` (not of `--eval-config`)."""
         given = self.eval.eval_prompt_data
         if len(given) == 1:
             return {"aime": given[0]}
@@ -277,7 +280,7 @@ class Config(Placement):
         return self.reward.eval_reward_key or self.reward.reward_key
 
     def resolved_num_rollout(self, num_prompts: int) -> int:
-        """Return the number of rollouts: `--num-rollout`, else that of `--num-epoch` passes over `num_prompts` prompts, at least 1."""
+        """Return the number of rollouts: `--num-rollout`, else the whole rollouts in `--num-epoch` passes over the data, at least 1."""
         if self.data.num_rollout is not None:
             return self.data.num_rollout
         assert self.data.num_epoch is not None

@@ -53,7 +53,7 @@ class Violation(Generic[F]):
     text: str
     """Flags with their values, and the rule with the numbers of this run; the remedy is in `fix` or `advice`."""
     fix: tuple[F, ...] = ()
-    """Changes that resolve it together. A planner rule lists alternative fixes; the first that passes all rules is shown."""
+    """Changes that resolve it together. A planner rule lists alternative fixes, of which one that violates no other rule is shown."""
     advice: str = ""
     """Remedy in words, in place of `fix` or as an alternative to it."""
     flags: tuple[str, ...] = ()
@@ -62,7 +62,7 @@ class Violation(Generic[F]):
 
 @dataclass(frozen=True, slots=True)
 class Rule(Generic[S, F]):
-    """Check of a subject (a config or a plan)."""
+    """Check of a subject: a `Config`, or a `Subject` of the planner."""
 
     id: str
     """Stable name, `CFG-...` or `PLAN-...`."""
@@ -92,5 +92,5 @@ class Rule(Generic[S, F]):
 def rule(
     rule_id: str, *options: str, severity: Severity = Severity.ERROR
 ) -> Callable[[Callable[[S], Violation[F] | Iterator[Violation[F]] | None]], Rule[S, F]]:
-    """Turn a function into a rule; the first line of its docstring states the reason."""
+    """Return a decorator that turns a check into a rule; the first line of the check's docstring states the reason."""
     return lambda check: Rule(rule_id, severity, options, check)

@@ -70,7 +70,7 @@ class PassThrough:
         return {name: shortened.get(flags[name].kind, lambda value: value)(value) for name, value in self.items()}
 
     def _serialised(self, info: SerializationInfo) -> dict[str, Any]:
-        """Return what a config file holds: `plain`, in JSON with placeholders for secrets."""
+        """Return the values for pydantic: `plain`, in JSON mode with placeholders for secrets."""
         return {name: _shown(value) for name, value in self.plain().items()} if info.mode == "json" else self.plain()
 
     def _flag(self, name: str) -> Flag:

@@ -58,7 +58,7 @@ class EngineGroupSpec:
 
     @property
     def ep_size(self) -> int:
-        """GPUs that share one engine's experts, as SGLang resolves them from `moe_a2a_backend`."""
+        """Expert-parallel size of an engine, as SGLang resolves it from `moe_a2a_backend`."""
         spread = self.arguments.value("moe_a2a_backend") not in _A2A_BACKENDS_WITHOUT_EP
         return self.tp_size if spread else self.arguments.value("ep_size")
 
@@ -101,7 +101,7 @@ def policy_groups(config: Config) -> list[EngineGroupSpec]:
 
 
 def policy_tp_size(config: Config) -> int:
-    """Return the largest tensor-parallel size of the policy's engines; --rollout-num-gpus-per-engine if the run starts no engine."""
+    """Return the largest tensor-parallel size of the policy's engines: 1 if embedded, --rollout-num-gpus-per-engine if none is started."""
     if config.engine_capabilities.beside_trainer:
         return 1
     return max((group.tp_size for group in policy_groups(config)), default=config.resolved_rollout_num_gpus_per_engine)

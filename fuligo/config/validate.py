@@ -1,4 +1,4 @@
-"""Check that the flags of a config fit together. Reads no file (see `fuligo.cli.preflight` for those)."""
+"""Check that the flags of a config fit together. `fuligo.cli.preflight` checks the files that they name."""
 
 import re
 from collections.abc import Iterable, Mapping

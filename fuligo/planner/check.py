@@ -14,7 +14,7 @@ from fuligo.planner.subject import Subject
 MAX_TRIES = 12
 """Maximum number of fixes to test for a finding."""
 MAX_COMPARED = 3
-"""Number of fixes that resolve a finding, from which the one that resolves most findings is chosen."""
+"""Maximum number of fixes that resolve a finding to compare; the one that resolves most findings is chosen."""
 
 NO_FIX_FOUND = "no change of these flags that was tried satisfies all rules"
 FIX_OTHERS_FIRST = f"fix the other findings first: with them, {NO_FIX_FOUND}"

@@ -142,7 +142,7 @@ def _sampling(subject: Subject) -> list[tuple[EngineGroupSpec, EngineMemory]]:
 
 
 def _requests(subject: Subject, spec: EngineGroupSpec, memory: EngineMemory, num_engines: int) -> tuple[int, str]:
-    """Return the requests that one engine of a group runs at a time, and why."""
+    """Return the number of requests that one engine of a group runs at a time, and the reason for this number."""
     given = memory.settings.max_running_requests
     if given is not None:
         return given, f"CUDA graphs for all of the {given} requests that an engine runs"

@@ -44,7 +44,7 @@ class Cut:
         return [sum(chunks[:number]) for number in range(len(chunks))]
 
     def shown(self) -> str:
-        """Return ` with --decoder-first-pipeline-num-layers 14`, or nothing."""
+        """Return ` with --decoder-first-pipeline-num-layers 14`; an empty string without these flags."""
         named = {"--decoder-first-pipeline-num-layers": self.first, "--decoder-last-pipeline-num-layers": self.last}
         given = [f"{option} {count}" for option, count in named.items() if count is not None]
         return f" with {' and '.join(given)}" if given else ""
@@ -166,7 +166,7 @@ def make_layout(subject: Subject) -> ClusterLayout:
 
 
 def trainer_ranks(shape: Layout) -> tuple[TrainerRank, ...]:
-    """Return every rank's coordinates, by rank.
+    """Return the coordinates of every rank, in the order of the ranks.
 
     Megatron-Core's order is tp-cp-ep-dp-pp, the first varying fastest (`parallel_state.RankGenerator`). Experts have a separate grid
     over the same ranks, etp-ep-dp-pp, with the same pipeline ranks.

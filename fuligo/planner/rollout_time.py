@@ -99,7 +99,7 @@ def _decoding(subject: Subject, spec: EngineGroupSpec, memory: EngineMemory, req
 
 
 def _prefill(subject: Subject, groups: list[tuple[EngineGroupSpec, EngineMemory]]) -> tuple[float, str]:
-    """Estimate the prefill: every prompt once, since its other samples hit the cache."""
+    """Return the seconds of the prefill, and a note. Each prompt is computed once, since its other samples hit the prefix cache."""
     config = subject.config
     workers = [spec for spec, _ in groups if spec.worker_type == "prefill"] or [spec for spec, _ in groups if spec.worker_type == "regular"]
     num_gpus = sum(spec.num_gpus for spec in workers)

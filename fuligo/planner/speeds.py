@@ -3,17 +3,18 @@
 PEAK_MEASURED_ON = 989.4e12
 """FLOP/s in the H200's data sheet, the base of the fractions below."""
 DENSE_ONE_GPU = 491e12 / PEAK_MEASURED_ON
-"""Efficiency of the Megatron trainer on an H200: Qwen3-4B, packed rows of 10.7k tokens (docs/benchmarks-gpu.md, like the following)."""
+"""Efficiency of the Megatron trainer on an H200: Qwen3-4B, packed rows of 10.7k tokens (source of this and the following figures:
+docs/benchmarks-gpu.md)."""
 WITH_TP = 405 / 469
 """Throughput per GPU with TP 2 and sequence parallelism, relative to one GPU with the same code; the factors below likewise."""
 WITH_CP = 395 / 469
 """Factor of CP 2."""
 WITH_PP = 343 / (9 / 10) / 469
-"""Factor of PP 2 with nine micro-batches, without the bubble, a tenth of the step."""
+"""Factor of PP 2, measured with nine micro-batches and without the pipeline bubble, which is a tenth of the step."""
 WITH_EXPERTS = 263 / 469
 """Factor of an MoE model, which computes grouped products of small matrices: GLM-4.7-Flash's shape, 64 experts, on one GPU."""
 WITH_EP = 195 / 405 / WITH_EXPERTS
-"""Factor of TP 2 and EP 2: exchange of tokens within a node. (128 experts with only EP 2: 256 / 272.)"""
+"""Factor of EP 2, measured with TP 2: exchange of tokens within a node. (EP 2 alone, with 128 experts: 256 / 272.)"""
 TORCH_TRAINER = 450e12 / PEAK_MEASURED_ON
 """Efficiency of the torch trainer on an H200 with compiled layers, in the same case as the Megatron trainer."""
 TORCH_EAGER = 170e12 / PEAK_MEASURED_ON
@@ -40,6 +41,6 @@ DRAFT_ACCEPTANCE = 0.85
 SYNC_BYTES_PER_S = 12e9
 """Weight sync through CUDA IPC on an H200: 1.2 GB in 0.10 s (docs/benchmarks-gpu.md). Each GPU of an engine receives every tensor."""
 HOST_ADAM_BYTES_PER_S = 300e9
-"""Memory traffic of Adam on a node's CPUs: half of two sockets with eight channels of DDR5-4800 (614 GB/s)."""
+"""Assumed memory bandwidth of Adam on a node's CPUs: half the peak of two sockets with eight channels of DDR5-4800 (614 GB/s)."""
 ADAM_TRAFFIC_BYTES = 28
 """Memory traffic per parameter update: weight, gradient and moments read (16), weight and moments written (12)."""

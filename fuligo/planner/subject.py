@@ -44,7 +44,7 @@ class Subject:
     teacher_config_json: FoundConfigJson | None = None
     """Source of `own_teacher`."""
     other_served: Mapping[str, Architecture] = field(default_factory=dict)
-    """Models of `--sglang-config` with their own path, by that path, if known on this machine."""
+    """Path -> model, for models of `--sglang-config` with their own `model_path`, if their config.json is on this machine."""
     adapter_config: AdapterConfig | None = None
     """LoRA adapter that is trained instead of the weights; None without one."""
     sharing: tuple[Config, ...] = ()

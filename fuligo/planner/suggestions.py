@@ -18,7 +18,7 @@ from fuligo.quantities import gibibytes, seconds
 
 NUM_SHOWN = 3
 SMALL_CHUNK_TOKENS = 1024
-"""Chunk of logits that is still a large matrix product."""
+"""Tokens of the logit chunk to suggest, which is still a large matrix product."""
 NUM_COMBINED = 7
 """Number of kinds of changes that are tried in pairs."""
 Changes = tuple[Change, ...]

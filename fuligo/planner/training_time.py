@@ -151,7 +151,7 @@ def trainer_efficiency(subject: Subject, shape: Layout) -> float:
 
 
 def _expert_exchange_s(subject: Subject, shape: Layout, layout: ClusterLayout, passes: float) -> float:
-    """Estimate dispatch and combine over the network if an expert group spans nodes; a token travels to each node once."""
+    """Return the seconds of dispatch and combine over the network if an expert group spans nodes; a token travels to each node once."""
     experts, per_node = subject.architecture.experts, layout.num_gpus_per_node
     if experts is None or shape.ep * shape.etp <= per_node:
         return 0.0
@@ -165,7 +165,7 @@ def _expert_exchange_s(subject: Subject, shape: Layout, layout: ClusterLayout, p
 
 
 def _reduction_s(subject: Subject, shape: Layout, layout: ClusterLayout, dense: int, experts: int) -> float:
-    """Estimate the gradient reduce-scatter and the bf16 weight all-gather among ranks with equal weights, without overlap."""
+    """Return the seconds of the gradient reduce-scatter and the bf16 weight all-gather among data-parallel ranks, without overlap."""
     size = gradient_bytes(subject) + 2
 
     def seconds(num_parameters: int, num_ranks: int, stride: int) -> float:

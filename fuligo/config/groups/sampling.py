@@ -146,7 +146,7 @@ class RewardFlags(FlagGroup):
 
 
 EVAL_NAME = r"^[^/\s]+$"
-"""Pattern of data-set names; metrics are named `eval/<name>/...`."""
+"""Pattern of dataset names; metrics are named `eval/<name>/...`."""
 
 
 class EvalFlags(FlagGroup):

@@ -144,7 +144,7 @@ def shared_engines_get_weights_each_step(config: Config) -> Violation | None:
 
 @rule("CFG-WEIGHT-MODE", "--update-weight-mode", "--rollout-backend")
 def engine_keeps_what_is_left_out(config: Config) -> Violation | None:
-    """Reject syncs of changed tensors for the embedded engine, which refuses a weight sync that lacks a tensor."""
+    """Reject --update-weight-mode delta with the embedded engine, which refuses a weight sync that lacks a tensor."""
     mode = config.weight_sync.update_weight_mode
     if mode != "delta" or not config.trains or not config.needs_engine or config.engine_capabilities.takes_changes:
         return None

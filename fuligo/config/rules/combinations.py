@@ -236,7 +236,7 @@ def sampling_ahead_has_its_own_gpus(config: Config) -> Violation | None:
 
 @rule("CFG-ASYNC-WHOLE-ROLLOUTS", "--async-mode", "--rollout-function-path", "--loss-type")
 def continuous_sampling_is_ours(config: Config) -> Violation | None:
-    """Reject continuous sampling with SFT and with hooks that return whole rollouts: it schedules single groups."""
+    """Reject --async-mode full, which schedules single groups, with SFT and with hooks that return whole rollouts."""
     rollout = config.rollout
     if rollout.async_mode != "full" or not (rollout.rollout_function_path or config.is_sft):
         return None

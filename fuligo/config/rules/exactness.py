@@ -61,7 +61,7 @@ def backends_compute_alike(config: Config) -> Violation | None:
 
 @rule("CFG-EXACT-ENGINE", "--exact-on-policy", "--rollout-num-gpus-per-engine", "--sglang-attention-backend")
 def engines_compute_as_the_trainer(config: Config) -> Violation | None:
-    """Reject SGLang's arguments under which its log-probabilities differ from the trainer's."""
+    """Reject arguments of SGLang with which its log-probabilities differ from the trainer's."""
     if not config.train.exact_on_policy:
         return None
     size = policy_tp_size(config)

@@ -126,7 +126,7 @@ def reference_is_the_base(config: Config) -> Violation | None:
 
 @rule("CFG-LORA-SYNC", "--lora-sync")
 def adapter_reaches_the_engine(config: Config) -> Violation | None:
-    """Reject --lora-sync adapter where engines cannot take one, such as external ones, or with transports other than tensor."""
+    """Reject --lora-sync adapter if engines cannot load an adapter, such as external engines, or with a transport other than tensor."""
     if config.lora.lora_sync != "adapter" or not config.needs_engine or config.engines_can_take_adapter:
         return None
     return Violation(f"--lora-sync adapter: {config.no_adapter_because}", (set_flag("lora_sync", "merged"),))

@@ -18,7 +18,7 @@ def layers_know_trees(config: Config) -> Violation | None:
 
 @rule("CFG-PREFIX-KERNEL", "--share-prefixes", "--attention-backend")
 def kernels_know_trees(config: Config) -> Violation | None:
-    """Reject TransformerEngine's kernels with shared prefixes: they compute sequences only, so they would not be used."""
+    """Reject TransformerEngine's kernels with shared prefixes: they compute sequences, not token trees."""
     backend = config.parallel.attention_backend
     if not config.shares_prefixes or config.resolved_train_backend != "megatron" or backend in ("auto", "local"):
         return None

@@ -75,7 +75,7 @@ def reward_is_given(config: Config) -> Violation | None:
 
 @rule("CFG-REWARD-WEIGHTS", "--extra-rm-path", "--extra-rm-weights")
 def every_further_reward_has_a_weight(config: Config) -> Violation | None:
-    """Require one weight per additional reward if weights are given, and rewards computed by fuligo to add them to."""
+    """Require one weight per additional reward if weights are given, and that fuligo computes the rewards to which they are added."""
     paths, weights = config.reward.extra_rm_path, config.reward.extra_rm_weights
     if weights and paths and len(weights) != len(paths):
         return Violation(

@@ -17,21 +17,21 @@ from fuligo.planner.lengths import copied_keys_per_token
 BF16 = 2
 FP32 = 4
 INDEX = 4
-"""Bytes per token chosen by sparse attention: its index (int32)."""
+"""Bytes of the index (int32) of one token that sparse attention selects."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerBytes:
-    """Bytes of one layer and token on one rank."""
+    """Activation bytes per token of one layer on one rank."""
 
     stored: float
     """Kept from the forward pass for the backward pass, after selective recomputation."""
     whole: float
-    """Kept without recomputation; exists while the layer's backward pass runs."""
+    """Kept without recomputation; with it, in memory only while the layer's backward pass runs."""
     entry: float
     """The layer's input, which is all that full recomputation keeps."""
     passing: float
-    """Peak of gradients and gathered tensors that exist briefly during the backward pass."""
+    """Peak of gradients and gathered tensors during the layer's backward pass."""
 
 
 def layer_bytes(layer: Layer, architecture: Architecture, shape: Layout, config: Config, adapter: AdapterShape | None = None) -> LayerBytes:
@@ -67,9 +67,9 @@ def layer_bytes(layer: Layer, architecture: Architecture, shape: Layout, config:
 
 
 def copied_elements(layer: Layer, architecture: Architecture, shape: Layout, config: Config, *, num_bytes: int = BF16) -> float:
-    """Return the elements of a layer's keys and values per token of a row that are copied for the branches of shared prompts and kept.
+    """Return the number of copied key and value elements per token of a row that a layer keeps, because responses share a prompt.
 
-    None are kept where the half-precision kernel runs (grouped heads without sinks): it copies them again in the backward pass.
+    In bf16, grouped heads without sinks keep none: their kernel copies keys and values again in the backward pass.
 
     Args:
         num_bytes: bytes per element.

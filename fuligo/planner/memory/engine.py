@@ -1,5 +1,4 @@
-"""Peak memory of a GPU of an SGLang server: weights, the remaining KV cache, records of experts, log-probabilities, and the rest;
-and of the embedded engine, which stays on the trainer's first GPU.
+"""Peak memory of a GPU of an SGLang server, and of the embedded engine, which shares the trainer's first GPU.
 
 Sources: SGLang 0.5.15.post1, `srt/state_capturer` (`RoutedExpertsCapturer`, `BaseHostCache`, `BaseDeviceCache`) for the record of each
 token's experts (--use-rollout-routing-replay); `LogitsProcessor.forward` and `process_input_logprobs_by_chunk` for the scoring of given
@@ -45,7 +44,7 @@ within these bounds (`_resolve_max_num_reqs`)."""
 
 @dataclass(frozen=True, slots=True)
 class RoutingRecord:
-    """Bytes of the record of experts in the process of one GPU. Every rank has the whole record of its attention replica, all layers."""
+    """Bytes of the record of each token's experts, per GPU. Every rank holds the record of its whole attention replica, for all layers."""
 
     gpu_bytes: int = 0
     """Buffer for the forward pass of one batch."""
@@ -60,7 +59,7 @@ def records_routing(spec: EngineGroupSpec, config: Config) -> bool:
 
 
 def routing_record(spec: EngineGroupSpec, architecture: Architecture, settings: ServerSettings, kv_tokens: int) -> RoutingRecord:
-    """Return the size of the record of a server whose attention replicas each cache `kv_tokens`; 0 for a model without experts."""
+    """Return the size of the record per GPU of a server whose attention replicas each cache `kv_tokens`; 0 for models without experts."""
     experts = architecture.experts
     if experts is None:
         return RoutingRecord()
@@ -86,9 +85,10 @@ BY_CHUNK, CHUNK_TOKENS = "SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK", "SGLANG_LOGITS_
 DEFAULT_CHUNK_TOKENS = 2048
 _TRUE = ("true", "1", "yes", "y")
 _WHOLE_BYTES = 2 * 4
-"""Bytes per token and vocabulary entry: fp32 logits with a copy of the wanted rows, then that copy with its log-softmax."""
+"""Bytes per token and vocabulary entry without chunks: two fp32 tensors, first the logits and a copy of the rows to score, then the copy
+and its log-softmax."""
 _CHUNK_BYTES = 3 * 4
-"""The same in chunks, with one tensor more: a chunk's logits outlive its log-softmax."""
+"""Bytes per token and vocabulary entry in chunks: one fp32 tensor more, since a chunk's logits outlive its log-softmax."""
 
 
 def scored_bytes(spec: EngineGroupSpec, config: Config, prefill_tokens: int, vocab_size: int) -> int:
@@ -110,7 +110,7 @@ def serves_teacher(spec: EngineGroupSpec, config: Config) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """Memory of one GPU of a server; the KV cache is in tokens of one data-parallel rank of attention."""
+    """Memory of one GPU of a server, in bytes; `kv_tokens` is the capacity of one attention replica's KV cache."""
 
     architecture: Architecture
     """Served model."""
@@ -169,7 +169,7 @@ def engine_memory(spec: EngineGroupSpec, architecture: Architecture, gpu: Gpu, r
 
 
 def engine_items(spec: EngineGroupSpec, memory: EngineMemory, trainer_bytes: int, *, is_offloaded: bool = True) -> tuple[MemoryItem, ...]:
-    """Return the parts of the peak memory of a GPU of the group `spec`; a colocated trainer, offloaded or not, keeps `trainer_bytes`."""
+    """Return the parts of the peak memory of a GPU of the group `spec`, with the `trainer_bytes` that a colocated trainer keeps there."""
     settings, architecture = memory.settings, memory.architecture
     sizes = f"TP {spec.tp_size}" + (f", DP attention {spec.dp_size}" if spec.dp_size > 1 else "") + f", EP {spec.ep_size}"
     stored = "FP8 where quantized" if is_fp8(spec, architecture) else "experts in MXFP4" if architecture.is_mxfp4 else "bf16"
@@ -293,7 +293,7 @@ def _grouped_elements(spec: EngineGroupSpec, architecture: Architecture, num_dra
 
 
 def _states_bytes(spec: EngineGroupSpec, architecture: Architecture, rest: int) -> int:
-    """Return the share of the memory after weights that SGLang gives to states (`model_runner_kv_cache_mixin`)."""
+    """Return the bytes that SGLang reserves for states of linear attention, of the `rest` after weights (`model_runner_kv_cache_mixin`)."""
     if architecture.linear_attention is None:
         return 0
     ratio = spec.arguments.value("mamba_full_memory_ratio")
@@ -302,7 +302,7 @@ def _states_bytes(spec: EngineGroupSpec, architecture: Architecture, rest: int) 
 
 
 def _state_bytes_per_request(spec: EngineGroupSpec, architecture: Architecture) -> int:
-    """Return the bytes on one rank: states in float32, inputs of the convolution in bf16, split by heads."""
+    """Return the bytes per rank of a request's linear attention: states in float32, inputs of the convolution in bf16, split by heads."""
     linear = architecture.linear_attention
     assert linear is not None
     layers = math.ceil(architecture.num_linear_layers / spec.pp_size)
@@ -343,7 +343,7 @@ def _forward_bytes(spec: EngineGroupSpec, architecture: Architecture, tokens: in
 
 
 def _communication_bytes(spec: EngineGroupSpec) -> int:
-    """Return the bytes of NCCL: tensor-parallel group, attention's group with DP attention, and pipeline."""
+    """Return the bytes of NCCL's communicators: tensor-parallel group, attention's group with DP attention, and pipeline."""
     attention_tp = spec.tp_size // spec.dp_size
     num_collective = (spec.tp_size > 1) + (1 < attention_tp < spec.tp_size)
     return num_collective * COLLECTIVE_BYTES + (spec.pp_size > 1) * POINT_TO_POINT_BYTES
@@ -366,7 +366,7 @@ def embedded_items(subject: Subject) -> tuple[MemoryItem, ...]:
 
 
 def cached_elements_per_token(architecture: Architecture) -> int:
-    """Return the elements per token of all heads and layers, also for latent attention.
+    """Return the number of elements per token in the embedded engine's KV cache, all heads and layers.
 
     Keys and values are stored in rows of the longer of the two, and all layers in rows of the widest layer. Layers that borrow keys and
     values keep a copy.
@@ -381,7 +381,7 @@ def cached_elements_per_token(architecture: Architecture) -> int:
 def embedded_kv_tokens(subject: Subject) -> int:
     """Return the size of the embedded engine's KV cache in tokens.
 
-    It is --embedded-max-total-tokens, or else what all running requests need at their longest.
+    It is --embedded-max-total-tokens, else the length of the longest sample times the requests that run at a time.
     """
     config = subject.config
     if config.engine.embedded_max_total_tokens is not None:

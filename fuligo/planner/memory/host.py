@@ -25,7 +25,7 @@ TRAIN_TOKEN_BYTES = 4 + 1 + 4 + 4 + 4
 SCORE_BYTES = 4
 """Bytes of one log-probability of trainer, reference or teacher, one value, or one return (fp32)."""
 NEW_TOKEN_BYTES = 4 + 4
-"""Part of `TRAIN_TOKEN_BYTES` that does not share the sample's arrays: id and advantage."""
+"""Part of `TRAIN_TOKEN_BYTES` in arrays that are not shared with the `Sample`: id and advantage."""
 STANDBY_BYTES = 400_000_000
 """Bytes of a process that has imported torch and the trainer (`trainer/ranks/standby.py`), measured without TransformerEngine."""
 
@@ -41,7 +41,7 @@ class SampleBytes:
     batch_token_bytes: int
     """Bytes per token in the trainer's batch."""
     new_token_bytes: int
-    """Part of `batch_token_bytes` that the driver's samples do not have."""
+    """Part of `batch_token_bytes` that the driver holds in addition to its samples."""
     num_drawn_tokens: int
     """Tokens of all samples on the driver at a time, including dropped ones and rollouts sampled ahead."""
 
@@ -54,7 +54,7 @@ class SampleBytes:
         return self.num_tokens * self.new_token_bytes
 
     def shares(self, number: int, num_replicas: int) -> int:
-        """Return the bytes of the batch's shares of `number` out of `num_replicas` replicas."""
+        """Return the bytes of the parts of a batch for `number` of `num_replicas` data-parallel replicas."""
         return -(-self.num_tokens * number // num_replicas) * self.batch_token_bytes
 
 
@@ -77,10 +77,12 @@ def sample_bytes(subject: Subject) -> SampleBytes:
 
 @dataclass(frozen=True, slots=True)
 class SharesHere:
-    """Number of replicas' shares of a batch on one node, packed for the ranks and unpacked by them."""
+    """Numbers of shares of a batch in the memory of one node; each data-parallel replica has one share."""
 
     num_packed: int
+    """Shares as the driver packs them for the ranks."""
     num_unpacked: int
+    """Shares that ranks have unpacked."""
 
 
 def shares_here(subject: Subject, ranks: Sequence[TrainerRank], num_replicas: int, *, has_driver: bool) -> SharesHere:
@@ -131,7 +133,11 @@ def engine_on_host(config: Config, spec: EngineGroupSpec, memory: EngineMemory) 
 
 
 def host_items(subject: Subject, layout: ClusterLayout, engines: Mapping[int, EngineOnHost]) -> tuple[MemoryItem, ...]:
-    """Return the items of the node that needs most memory, given the engines' host memory per GPU, by engine group."""
+    """Return the items of the node that needs most memory.
+
+    Args:
+        engines: engine group -> host memory per GPU.
+    """
     states = _states(subject, layout)
     value_states = _states(subject.value_model, layout) if subject.config.trains_values else []
     nodes: list[list[PlacedGpu]] = [[] for _ in range(layout.num_nodes)]

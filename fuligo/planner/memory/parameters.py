@@ -15,7 +15,7 @@ from fuligo.planner.subject import Subject
 
 @dataclass(frozen=True, slots=True)
 class LocalParameters:
-    """Parameters of one rank. Experts are counted separately: their optimizer state is sharded over another group of ranks."""
+    """Number of parameters on one rank. Experts are counted separately: their optimizer state is sharded over another group of ranks."""
 
     dense: int = 0
     experts: int = 0
@@ -134,8 +134,8 @@ TRAINER_HELD_BYTES = 7500 * MIB
 `FRAGMENTATION`. It depends on neither model nor layout: free blocks of PyTorch's allocator, and CUDA memory for the kernels of Transformer
 Engine and Triton (not measured separately)."""
 TRAINER_LEFT_BYTES = 4464 * MIB
-"""Additional memory of an offloaded trainer after its first training step: memory of an H200 in rollouts after the first step of a
-4B model less that in the first rollout (docs/benchmarks-gpu.md, "Leaving a GPU to the engines")."""
+"""Additional memory of an offloaded trainer after its first step, measured on an H200 with a 4B model: memory in use in later rollouts less
+that in the first rollout (docs/benchmarks-gpu.md, "Leaving a GPU to the engines")."""
 
 
 def billions(count: float) -> str:

@@ -65,7 +65,7 @@ def trainer_state(subject: Subject, shape: Layout, stages: list[Stage]) -> Train
 
 
 def optimizer_parameters(subject: Subject, shape: Layout, trained: LocalParameters) -> int:
-    """Return the parameters whose optimizer state one rank holds; the distributed optimizer shards it over ranks with equal weights."""
+    """Return the number of parameters whose optimizer state is on one rank; the distributed optimizer shards it over DP ranks."""
     if not subject.config.optimizer.use_distributed_optimizer:
         return trained.total
     return trained.dense // shape.shards_dense_optimizer + trained.experts // shape.expert_dp
@@ -83,7 +83,7 @@ def adam_bytes(subject: Subject) -> int:
     """Return the optimizer's bytes per parameter on the GPU: fp32 weight and two moments.
 
     The precision-aware optimizer takes their dtypes from flags and stores only the 16 bits of an fp32 weight that the bf16 weight lacks
-    (Megatron-Core, `OptimizerConfig.store_param_remainders`). An adapter's own values are fp32: it has two moments only.
+    (Megatron-Core, `OptimizerConfig.store_param_remainders`). An adapter is fp32 itself: its state is two moments only.
     """
     if subject.adapter is not None:
         return 2 * FP32
@@ -139,7 +139,7 @@ def _sum(items: Iterable[MemoryItem]) -> int:
 
 
 def _fragmentation(moving: int) -> MemoryItem:
-    """Return the fragmentation caused by `moving` bytes of temporary tensors, at most as large as these."""
+    """Return the memory lost to fragmentation with `moving` bytes of temporary tensors; at most `moving`."""
     held = min(moving, TRAINER_HELD_BYTES + round(FRAGMENTATION * moving))
     share = f"{FRAGMENTATION:.0%} of the activations' {amount(moving)}, but at most {amount(moving)}"
     note = f"held by PyTorch and CUDA in addition to tensors: {amount(TRAINER_HELD_BYTES)} plus {share}"
@@ -229,7 +229,7 @@ def _activations(subject: Subject, shape: Layout, stages: list[Stage], pipeline_
 
 
 def _chunk(layers: Iterable[Layer], subject: Subject, shape: Layout) -> list[LayerBytes]:
-    """Return the bytes of consecutive layers, computed once per kind."""
+    """Return the activation bytes of each of the consecutive `layers`, computed once per kind of layer."""
     adapter = subject.adapter
     kinds: dict[tuple[bool, bool, tuple[Matrix, ...]], LayerBytes] = {}
     chunk = []

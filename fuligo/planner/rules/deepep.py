@@ -18,7 +18,7 @@ MAX_RANKS = 160
 DISPATCH_TOKENS = "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK"
 DEFAULT_DISPATCH_TOKENS = 128
 MAX_DISPATCH_TOKENS = 1024
-"""Largest buffer of low-latency mode, in tokens per rank; DeepEP encodes the end of a message in this count."""
+"""Largest buffer of low-latency mode, in tokens per rank; SGLang limits it to DeepEP's `FINISHED_SUM_TAG`."""
 
 
 def with_deepep(subject: Subject) -> list[EngineGroupSpec]:
@@ -92,7 +92,7 @@ def _smaller_batch(subject: Subject, spec: EngineGroupSpec, drafts: int, tokens:
 
 @rule("PLAN-DEEPEP-MODE", "--sglang-deepep-mode", severity=Severity.WARNING)
 def mode_suits_the_work(subject: Subject) -> Iterator[Violation]:
-    """The normal kernels decode without CUDA graphs; the buffers of the low-latency ones are too small for a prefill."""
+    """DeepEP's normal kernels decode without CUDA graphs, and the buffers of its low-latency kernels are too small for a prefill."""
     for spec in with_deepep(subject):
         mode = spec.arguments.value("deepep_mode")
         auto = ((set_argument(subject, spec, "deepep_mode", None),),)

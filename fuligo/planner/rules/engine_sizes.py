@@ -94,7 +94,7 @@ def head_has_replicas(subject: Subject) -> Iterator[Violation]:
 
 @rule("PLAN-DENSE-TP", "--sglang-moe-dense-tp-size")
 def dense_layers_are_whole_or_split(subject: Subject) -> Iterator[Violation]:
-    """SGLang splits the dense layers of a mixture-of-experts model over all of an engine's GPUs, or over none."""
+    """SGLang either splits the dense layers of an MoE model over all tensor-parallel GPUs of an engine or replicates them."""
     for spec in serving_policy(subject):
         given = spec.arguments.get("moe_dense_tp_size")
         if given not in (None, 1, spec.tp_size):
@@ -106,7 +106,7 @@ def dense_layers_are_whole_or_split(subject: Subject) -> Iterator[Violation]:
 
 @rule("PLAN-ENGINE-MLP", "--rollout-num-gpus-per-engine", "--sglang-ep-size", "--sglang-moe-dense-tp-size")
 def matrices_divide(subject: Subject) -> Iterator[Violation]:
-    """The columns of MLPs and experts are shared equally."""
+    """The GPUs of an engine share the columns of MLPs and experts equally."""
     architecture = subject.rollout_architecture
     experts = architecture.experts
     widths = sorted({width for layer in architecture.layers if (width := architecture.dense_size_of(layer))})

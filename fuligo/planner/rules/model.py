@@ -1,4 +1,4 @@
-"""Description of the model, its vision tower, checkpoints, and environment of the run."""
+"""The model: its shape, vision tower and checkpoints, and environment variables of the run."""
 
 from collections.abc import Iterator, Sequence
 
@@ -17,7 +17,7 @@ from fuligo.planner.subject import Subject
 _ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 ALIGNMENT = 8
-"""Alignment of the addresses from which a Hopper GPU copies parts of a matrix, in elements of 2 bytes."""
+"""Alignment of the addresses from which a Hopper GPU (TMA) copies parts of a matrix: 16 bytes, in elements of 2 bytes."""
 
 
 @rule("PLAN-MODEL-ARGS", "--override-model-config")
@@ -118,7 +118,7 @@ def layers_have_batch_invariant_operations(subject: Subject) -> Iterator[Violati
 
 @rule("PLAN-EXACT-WIDTHS", "--exact-on-policy", "--rollout-num-gpus-per-engine")
 def parts_of_products_are_aligned(subject: Subject) -> Iterator[Violation]:
-    """The kernels load inputs in groups of 8 elements: a GPU's part of the attention output and of an MLP must be a multiple of 8."""
+    """The batch-invariant kernels load groups of 8 elements: a GPU's part of attention output and MLP must be a multiple of 8."""
     config, architecture = subject.config, subject.rollout_architecture
     if not config.train.exact_on_policy or isinstance(architecture.attention, LatentAttention):
         return

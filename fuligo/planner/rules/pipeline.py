@@ -57,7 +57,7 @@ def _recuts(subject: Subject, cut: Cut) -> tuple[Fix, ...]:
 
 @rule("PLAN-PP-LAYOUT", "--pipeline-model-parallel-layout")
 def layout_is_given_by_sizes(subject: Subject) -> Iterator[Violation]:
-    """A pipeline that is listed stage by stage is not supported."""
+    """An explicit list of the layers of every stage is not supported."""
     config = subject.config
     layout = config.megatron.get("pipeline_model_parallel_layout")
     if subject.is_megatron and layout is not None:
@@ -81,7 +81,7 @@ def accounting_or_first_and_last(subject: Subject) -> Iterator[Violation]:
 
 @rule("PLAN-PP-LAYERS", "--pipeline-model-parallel-size", "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
 def layers_divide_into_stages(subject: Subject) -> Iterator[Violation]:
-    """First stage + last stage + equal middle stages must be all layers, and no stage may be empty."""
+    """The first, the last and the equal middle stages must add up to all layers, and no stage may be empty."""
     cut = _cut(subject)
     if cut is None or (cut.num_extra and (cut.first, cut.last) != (None, None)):
         return

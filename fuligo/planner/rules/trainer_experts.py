@@ -20,7 +20,7 @@ def _has_experts(subject: Subject) -> bool:
 
 @rule("PLAN-MOE-DENSE", "--expert-model-parallel-size", "--moe-enable-deepep", "--moe-token-dispatcher-type")
 def experts_exist(subject: Subject) -> Iterator[Violation]:
-    """Expert flags have no effect on a model without experts; expert parallelism is rejected."""
+    """Expert flags have no effect on a model without experts, and Megatron rejects expert parallelism for it."""
     config = subject.config
     if not subject.is_megatron or subject.architecture.experts is not None:
         return

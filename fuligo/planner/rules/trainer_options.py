@@ -102,7 +102,7 @@ def precision_aware_is_distributed(subject: Subject) -> Iterator[Violation]:
 
 @rule("PLAN-STATE-DTYPES", "--main-grads-dtype", "--main-params-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype")
 def state_types_are_the_optimizers(subject: Subject) -> Iterator[Violation]:
-    """Only the precision-aware optimizer keeps its state in anything but fp32."""
+    """Only the precision-aware optimizer supports a state in dtypes other than fp32."""
     config = subject.config
     if not subject.is_megatron or config.optimizer.use_precision_aware_optimizer:
         return

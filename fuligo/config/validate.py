@@ -87,6 +87,14 @@ def _with_places(finding: Finding, places: Mapping[str, str]) -> Finding:
 
 def described(finding: Finding, config: Config) -> str:
     """Return a finding as one line: the problem, then the remedies."""
-    changes = [change_text(change, config) for change in finding.fix]
-    remedies = [" and ".join(f"use {text}" if text.startswith("--") else text for text in changes), finding.advice]
-    return "; ".join(filter(None, [finding.text, *remedies]))
+    fix = _fix_text(change_text(change, config) for change in finding.fix)
+    return "; ".join(filter(None, [finding.text, fix, finding.advice]))
+
+
+def _fix_text(changes: Iterable[str]) -> str:
+    """Join changes of `change_text` by their verbs: `drop --lr, and use --seed 1, --colocate and --use-tis`."""
+    by_verb: dict[str, list[str]] = {}
+    for change in changes:
+        verb = "use " if change.startswith("--") else "drop " if change.startswith("drop ") else ""
+        by_verb.setdefault(verb, []).append(change.removeprefix(verb))
+    return ", and ".join(f"{verb}{' and '.join(filter(None, [', '.join(texts[:-1]), texts[-1]]))}" for verb, texts in by_verb.items())

@@ -56,7 +56,7 @@ class Cut:
         if num_middle > 0 and given < total:
             stages = f"{num_middle} middle stages" if given else f"{num_middle} stages"
             return f"{stages} cannot share {total - given}{f' of {total}' if given else ''} layers{extra} equally"
-        return f"the given stages have {given} layers, but the model has {total}{extra}, and {max(num_middle, 0)} stages are left"
+        return f"the given stages have {given} layers, but the model has {total}{extra}, and {max(num_middle, 0) or 'no'} stages are left"
 
 
 def stages(subject: Subject) -> tuple[Stage, ...]:

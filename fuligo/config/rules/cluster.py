@@ -1,28 +1,24 @@
 """Rules on backends, engines and their GPUs."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from fuligo.config import Config
 from fuligo.config.findings import Change
-from fuligo.config.flag import option_name
 from fuligo.config.flags import EMBEDDED_FLAGS, MEGATRON_FLAGS, MTP_FLAGS, SGLANG_FLAGS, TORCH_FLAGS
-from fuligo.config.rules.rule import Violation, rule, set_flag, unset_flag
+from fuligo.config.rules.rule import Violation, rule, set_flag, unset_flag, unset_given
 from fuligo.config.topology import engine_groups, policy_model
 
 SHARED_FRACTION = 0.7
 """Fraction of GPU memory that published recipes assign to engines that share GPUs with the trainer."""
 
 
-def _foreign(backend: str, switch: str, owner: str, options: Iterable[str], further: tuple[Change, ...] = ()) -> Violation | None:
-    """Return a violation for flags of a backend other than the one that `switch` chose, or None."""
-    given = tuple(options)
-    if not given:
+def _foreign(owner: str, chosen: str, options: Sequence[str], *fix: Change) -> Violation | None:
+    """Return a violation for the flags `options` of a backend (`owner`) in a run with another one (`chosen`); None without flags."""
+    if not options:
         return None
-    shown = given[0] if len(given) == 1 else f"{', '.join(given[:-1])} and {given[-1]}"
-    verb = "is a flag" if len(given) == 1 else "are flags"
-    return Violation(
-        f"{shown} {verb} of {owner}, but the run has {option_name(switch)} {backend}", (unset_flag(switch), *further), flags=given
-    )
+    shown = options[0] if len(options) == 1 else f"{', '.join(options[:-1])} and {options[-1]}"
+    verb = "is a flag" if len(options) == 1 else "are flags"
+    return Violation(f"{shown} {verb} of {owner}, but the run has {chosen}", fix, flags=tuple(options))
 
 
 @rule("CFG-TRAIN-BACKEND", "--train-backend")
@@ -30,14 +26,13 @@ def flags_of_the_other_trainer(config: Config) -> Violation | None:
     """Reject flags of the other trainer, which would be silently ignored."""
     if config.resolved_train_backend == "torch":
         foreign = config.given_options([name for name in MEGATRON_FLAGS if name not in MTP_FLAGS], ("megatron",))
-        return _foreign("torch", "train_backend", "the Megatron trainer", foreign)
-    given = [name for name in TORCH_FLAGS if config.given_options((name,))]
-    if not given:
+        return _foreign("the Megatron trainer", "--train-backend torch", foreign, unset_flag("train_backend"))
+    options = config.given_options(TORCH_FLAGS)
+    if not options:
         return None
-    options = config.given_options(given)
     text = f"{' and '.join(options)} can be used with the torch trainer only, but this run has the Megatron trainer"
-    fixes = [unset_flag(name) for name in given]
-    if "gradient_checkpointing" in given:
+    fixes = [*unset_given(config, TORCH_FLAGS)]
+    if "--gradient-checkpointing" in options:
         text += "; Megatron has --recompute-granularity full instead of --gradient-checkpointing"
         if not config.parallel.recompute_granularity:
             full = set_flag("recompute_granularity", "full")
@@ -52,16 +47,12 @@ def flags_of_the_other_engine(config: Config) -> Violation | None:
         owned_by_sglang = config.given_options(SGLANG_FLAGS, ("sglang", "router"))
         if config.cluster.rollout_backend == "embedded":
             shared = () if config.cluster.rollout_num_gpus is not None else (set_flag("colocate", True),)
-            return _foreign("embedded", "rollout_backend", "SGLang engines", owned_by_sglang, shared)
-        if not owned_by_sglang:
-            return None
-        text = f"{', '.join(owned_by_sglang)}: the router needs SGLang engines, but the run has the embedded engine"
-        return Violation(text, (set_flag("rollout_backend", "sglang"), set_flag("colocate", True)), flags=tuple(owned_by_sglang))
-    embedded = config.given_options(EMBEDDED_FLAGS)
-    if not embedded:
-        return None
-    text = f"{', '.join(embedded)}: flags of the embedded engine, but the run has SGLang engines"
-    return Violation(text, tuple(unset_flag(name) for name in EMBEDDED_FLAGS if option_name(name) in embedded), flags=tuple(embedded))
+            return _foreign("SGLang engines", "--rollout-backend embedded", owned_by_sglang, unset_flag("rollout_backend"), *shared)
+        # Only the router's flags are left: all others choose SGLang.
+        fix = (set_flag("rollout_backend", "sglang"), set_flag("colocate", True))
+        return _foreign("SGLang's router", "the embedded engine", owned_by_sglang, *fix)
+    given = config.given_options(EMBEDDED_FLAGS)
+    return _foreign("the embedded engine", "SGLang engines", given, *unset_given(config, EMBEDDED_FLAGS))
 
 
 @rule("CFG-ROLLOUT-GPUS", "--rollout-num-gpus", "--colocate")

@@ -116,7 +116,7 @@ def stop_strings_are_as_meant(config: Config) -> Violation | None:
     escaped = [stop for stop in config.rollout.rollout_stop if re.fullmatch(r"(?:\\[nrt])+", stop)]
     if not escaped:
         return None
-    text = f"--rollout-stop '{escaped[0]}' is a backslash and a letter, not a line break or a tab"
+    text = f"--rollout-stop '{escaped[0]}' is read as backslashes and letters, not as line breaks or tabs"
     return Violation(text, advice=f"write $'{escaped[0]}' in a shell, or \"{escaped[0]}\" in a config file")
 
 
@@ -194,7 +194,7 @@ def engine_addresses_are_complete(config: Config) -> Violation | None:
         without_brackets = ":" in bare and host != f"[{bare}]"  # an IPv6 address whose last part would pass for the port
         if not bare or not port.isdecimal() or "@" in host or without_brackets:
             shown = address.rpartition("@")[2]  # without a password
-            text = f"--rollout-external-engine-addrs: {shown!r} must be host:port, such as 127.0.0.1:30000 or [::1]:30000"
+            text = f"--rollout-external-engine-addrs: {shown!r} must be a host and a port number, such as 127.0.0.1:30000 or [::1]:30000"
             return Violation(text, advice="remove user and password" if "@" in host else "complete the address")
     return None
 

@@ -50,7 +50,9 @@ def teacher_is_given_once(config: Config) -> Violation | None:
         return Violation(f"--opd-teacher-url {url} and {_SERVED} name two teachers", (unset_flag("opd_teacher_url"),))
     if load is not None and served and flags.opd_type is None and source is not None:
         return Violation(
-            f"--opd-teacher-load {load} and {_SERVED} name two teachers", (set_flag("opd_type", "trainer"),), "choose one with --opd-type"
+            f"--opd-teacher-load {load} and {_SERVED} name two teachers",
+            (set_flag("opd_type", "trainer"),),
+            "or drop --opd-teacher-load to use the served one",
         )
     return None
 

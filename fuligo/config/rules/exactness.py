@@ -55,7 +55,7 @@ def backends_compute_alike(config: Config) -> Violation | None:
     there = config.engine_capabilities.exact_on
     if config.needs_engine and config.cluster.device not in ("auto", there):
         text = f"--device {config.cluster.device}: --exact-on-policy with --rollout-backend {config.resolved_rollout_backend} needs {there}"
-        return Violation(text, (_OFF, set_flag("device", there)), flags=("--exact-on-policy", "--device"))
+        return Violation(text, (_OFF,), f"or use --device {there}", ("--exact-on-policy", "--device"))
     return None
 
 

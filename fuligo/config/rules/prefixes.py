@@ -1,7 +1,7 @@
 """Rules on --share-prefixes: rows that hold a prefix once need attention that supports token trees."""
 
 from fuligo.config import Config
-from fuligo.config.rules.rule import Violation, rule, set_flag, unset_flag
+from fuligo.config.rules.rule import Violation, rule, unset_flag
 
 _OFF = unset_flag("share_prefixes")
 
@@ -23,7 +23,7 @@ def kernels_know_trees(config: Config) -> Violation | None:
     if not config.shares_prefixes or config.resolved_train_backend != "megatron" or backend in ("auto", "local"):
         return None
     text = f"--attention-backend {backend} with --share-prefixes on: TransformerEngine's kernels compute sequences, not trees"
-    return Violation(text, (_OFF, set_flag("attention_backend", "local")), flags=("--share-prefixes", "--attention-backend"))
+    return Violation(text, (_OFF,), "or use --attention-backend local", ("--share-prefixes", "--attention-backend"))
 
 
 @rule("CFG-PREFIX-ROWS", "--share-prefixes", "--micro-batch-size")
@@ -33,4 +33,4 @@ def rows_hold_several_samples(config: Config) -> Violation | None:
     if train.share_prefixes != "on" or train.use_dynamic_batch_size or train.micro_batch_size != 1:
         return None
     text = "--share-prefixes on has no effect with --micro-batch-size 1: samples share prefixes only within a micro-batch"
-    return Violation(text, (_OFF, unset_flag("micro_batch_size")), flags=("--share-prefixes", "--micro-batch-size"))
+    return Violation(text, (_OFF,), "or raise --micro-batch-size", ("--share-prefixes", "--micro-batch-size"))

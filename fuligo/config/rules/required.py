@@ -79,7 +79,7 @@ def every_further_reward_has_a_weight(config: Config) -> Violation | None:
     paths, weights = config.reward.extra_rm_path, config.reward.extra_rm_weights
     if weights and paths and len(weights) != len(paths):
         return Violation(
-            f"--extra-rm-path names {len(paths)} functions, but --extra-rm-weights has {len(weights)} weights",
+            f"--extra-rm-weights does not fit --extra-rm-path: weights {len(weights)}, functions {len(paths)}",
             advice="give one weight per function",
         )
     if paths and config.rollout.rollout_function_path:

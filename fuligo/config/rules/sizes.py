@@ -59,7 +59,7 @@ def every_rank_has_a_sample(config: Config) -> Violation | None:
     if size >= ranks or size == 0:
         return None
     samples, prompts, wave = config.samples_per_rollout, config.rollout.rollout_batch_size, config.rollout.over_sampling_batch_size
-    text = f"an optimizer step has {size} samples, but each of the {ranks} data-parallel ranks needs one ({_samples(config)})"
+    text = f"an optimizer step needs a sample for each of {ranks} data-parallel ranks, but has only {size} ({_samples(config)})"
     one_step = () if config.train.num_steps_per_rollout is None else (unset_flag("num_steps_per_rollout"),)
     enough = next((number for number in range(ranks, samples + 1) if samples % number == 0), None)
     if enough is not None:

@@ -80,5 +80,5 @@ def tower_is_named_once(config: Config) -> Violation | None:
     """Reject a frozen tower together with a list of all trained parameters."""
     if not (config.train.freeze_vision_tower and config.train.only_train_params_name_list):
         return None
-    text = "--freeze-vision-tower and --only-train-params-name-list cannot be combined: the list says what is trained"
+    text = "--freeze-vision-tower and --only-train-params-name-list cannot be combined: the list already selects the trained parameters"
     return Violation(text, (unset_flag("freeze_vision_tower"),))

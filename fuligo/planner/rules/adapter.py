@@ -69,7 +69,7 @@ def quantized_experts_are_plain_matrices(subject: Subject) -> Violation | None:
     architecture, precision = subject.architecture, subject.config.lora.lora_base_precision
     if precision == "full" or not subject.config.trains or architecture.experts is None or family_of(architecture).has_plain_experts:
         return None
-    return Violation(f"--lora-base-precision {precision}: {_not_plain(subject)}", ((unset_flag("lora_base_precision"),),))
+    return Violation(f"--lora-base-precision {precision} cannot be used: {_not_plain(subject)}", ((unset_flag("lora_base_precision"),),))
 
 
 def _not_plain(subject: Subject) -> str:

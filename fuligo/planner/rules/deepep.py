@@ -57,18 +57,15 @@ def dispatch_buffers_hold_a_batch(subject: Subject) -> Iterator[Violation]:
         if given.isdecimal() and needed <= int(given) <= MAX_DISPATCH_TOKENS:
             continue
         default = "" if DISPATCH_TOKENS in env else " (its default)"
-        product = f"the largest batch {batch}" + (
-            f" x {shown(spec, 'speculative_num_draft_tokens', drafts)} = {needed}" if drafts > 1 else ""
-        )
+        product = f" = batch {batch} x {shown(spec, 'speculative_num_draft_tokens', drafts)}" if drafts > 1 else ""
         rounded = max(16, 1 << (needed - 1).bit_length())
         fixes: list[Fix] = []
         if needed <= MAX_DISPATCH_TOKENS:
             fixes.append((Change(("cluster", "env", DISPATCH_TOKENS), str(rounded)),))
         fixes.append(_smaller_batch(subject, spec, drafts, int(given) if given.isdecimal() else DEFAULT_DISPATCH_TOKENS))
-        limit = "" if needed <= MAX_DISPATCH_TOKENS else f", and may be at most {MAX_DISPATCH_TOKENS}"
         yield Violation(
-            f"--env {DISPATCH_TOKENS}={given}{default} must hold the tokens of {product} that is captured as a CUDA graph "
-            f"(--sglang-cuda-graph-max-bs-decode){where(spec)}{limit}",
+            f"--env {DISPATCH_TOKENS}={given}{default} must be at least {needed}{product}, the tokens of the largest decoding graph "
+            f"(--sglang-cuda-graph-max-bs-decode){where(spec)}, and at most {MAX_DISPATCH_TOKENS}",
             tuple(fixes),
         )
 
@@ -100,8 +97,8 @@ def mode_suits_the_work(subject: Subject) -> Iterator[Violation]:
             yield Violation(f"{shown(spec, 'deepep_mode')}{where(spec)}: decoding runs without CUDA graphs, several times slower", auto)
         if mode == "low_latency" and spec.worker_type != "decode":
             yield Violation(
-                f"{shown(spec, 'deepep_mode')}{where(spec)}: a prefill has far more tokens per rank than its buffers hold, which are sized "
-                "for decoding",
+                f"{shown(spec, 'deepep_mode')}{where(spec)}: its buffers, which are sized for decoding, are too small for "
+                "the tokens of a prefill",
                 auto,
             )
 

@@ -112,9 +112,9 @@ def kernels_run_on_the_gpu(subject: Subject) -> Iterator[Violation]:
             needs = "Blackwell GPUs" if backend in _BLACKWELL and latent and not name_of_gpu.startswith("b") else ""
             hopper = name_of_gpu.startswith("h") or (not latent and not name_of_gpu.startswith("b"))
             if backend == "fa3" and not hopper:
-                needs = "Hopper GPUs with latent attention" if latent else "Ampere or Hopper GPUs"
+                needs = "Hopper GPUs for latent attention" if latent else "Ampere or Hopper GPUs"
             if needs:
-                text = f"{shown(spec, name)}{where(spec)} runs on {needs}, not on {name_of_gpu} (--gpu)"
+                text = f"{shown(spec, name)}{where(spec)} needs {needs}, but --gpu is {name_of_gpu}"
                 yield Violation(text, ((set_argument(subject, spec, name, None),),))
 
 

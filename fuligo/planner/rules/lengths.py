@@ -85,8 +85,8 @@ def micro_batches_hold_the_longest_sample(subject: Subject) -> Iterator[Violatio
         return
     times = f" x --context-parallel-size {cp} = {tokens * cp}" if cp > 1 else ""
     yield Violation(
-        f"--max-tokens-per-gpu {tokens}{times} is smaller than the longest sample ({longest} tokens: {_of_what(config)}), which "
-        f"becomes a separate micro-batch{_activations(subject)}",
+        f"--max-tokens-per-gpu {tokens}{times} is smaller than the longest sample ({longest} tokens: {_of_what(config)}); such "
+        f"a sample becomes a separate micro-batch{_activations(subject)}",
         ((set_flag("max_tokens_per_gpu", -(-longest // cp)),),),
         "plan for that memory, raise --context-parallel-size, or shorten responses",
     )
@@ -96,12 +96,12 @@ def _of_what(config: Config) -> str:
     if config.is_sft:
         return "--rollout-max-prompt-len for the whole conversation"
     if config.max_sample_tokens is not None:
-        return "--rollout-max-context-len or the longest prompt and response"
+        return "--rollout-max-context-len, or the longest prompt and response"
     return f"--rollout-max-response-len {config.rollout.rollout_max_response_len} and a prompt of {longest_prompt(config)}"
 
 
 def _activations(subject: Subject) -> str:
-    """Return `, whose activations take 12 GiB of a GPU`, or an empty string if the sizes allow no layout."""
+    """Return ` with 12 GiB of activations per GPU`; an empty string if the sizes allow no layout."""
     if subject.is_megatron and not dense_sizes_divide(subject.config):
         return ""
     try:
@@ -109,4 +109,4 @@ def _activations(subject: Subject) -> str:
     except ConfigError:
         return ""
     of_trainer = [item.num_bytes for bar in bars if bar.pipeline_rank is not None for item in bar.items if item.name == "activations"]
-    return f", whose activations take {amount(max(of_trainer))} of a GPU" if of_trainer else ""
+    return f" with {amount(max(of_trainer))} of activations per GPU" if of_trainer else ""

@@ -112,7 +112,7 @@ def layers_have_batch_invariant_operations(subject: Subject) -> Iterator[Violati
     for found in (subject.trainer_config_json, subject.engine_config_json):
         because = None if found is None else batch_variant_because(found.values, subject.config.engine_capabilities.exact_on)
         if because is not None:
-            yield Violation(f"--exact-on-policy: {because}", ((set_flag("exact_on_policy", None),),))
+            yield Violation(f"--exact-on-policy does not support the model: {because}", ((set_flag("exact_on_policy", None),),))
             return
 
 
@@ -140,16 +140,16 @@ def layers_compute_trees(subject: Subject) -> Iterator[Violation]:
     """Shared prefixes need layers in which several samples can read one prefix."""
     if subject.config.train.share_prefixes != "on":
         return
-    for whose, found in (("", subject.trainer_config_json), ("the teacher: ", subject.teacher_config_json)):
+    for model, found in (("the model", subject.trainer_config_json), ("the teacher", subject.teacher_config_json)):
         because = None if found is None else unshareable_because(found.values)
         if because is not None:
-            yield Violation(f"--share-prefixes on: {whose}{because}", ((set_flag("share_prefixes", None),),))
+            yield Violation(f"--share-prefixes on does not support {model}: {because}", ((set_flag("share_prefixes", None),),))
 
 
 def unknown_tokens(given: Sequence[int], vocab_size: int) -> str | None:
-    """Return the problem with stop tokens outside of the vocabulary, or None."""
+    """Return the error text for stop tokens outside of the vocabulary; None if there are none."""
     unknown = " ".join(str(token) for token in given if token >= vocab_size)
-    return f"--rollout-stop-token-ids {unknown}: the model's {vocab_size} tokens end at {vocab_size - 1}" if unknown else None
+    return f"--rollout-stop-token-ids {unknown}: the model's token ids end at {vocab_size - 1}" if unknown else None
 
 
 @rule("PLAN-ENV-ALLOCATOR", "--env", "--colocate")

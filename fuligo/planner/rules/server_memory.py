@@ -31,7 +31,7 @@ def engines_leave_room(subject: Subject) -> Iterator[Violation]:
         fraction = server_settings(spec, subject.rollout_architecture, subject.gpu).mem_fraction_static
         if fraction <= MAX_SHARED_FRACTION:
             continue
-        chosen = shown(spec, "mem_fraction_static") if given else f"--sglang-mem-fraction-static is not given and SGLang uses {fraction}"
+        chosen = shown(spec, "mem_fraction_static") if given else f"--sglang-mem-fraction-static {fraction} (SGLang's default)"
         yield Violation(
             f"{chosen}{where(spec)} with --colocate: the trainer keeps some of the GPU's memory too",
             ((set_argument(subject, spec, "mem_fraction_static", SHARED_FRACTION),),),
@@ -79,8 +79,8 @@ def every_replica_runs_requests(subject: Subject) -> Iterator[Violation]:
         limit = shown(spec, "max_running_requests")
         if spec.arguments.get("max_running_requests") is None:
             algorithm = shown(spec, "speculative_algorithm")
-            limit = f"--sglang-max-running-requests is not given, and SGLang uses {SPECULATIVE_REQUESTS} with {algorithm}, which"
-        text = f"{limit} leaves some of {shown(spec, 'dp_size')} replicas without requests{where(spec)}"
+            limit = f"--sglang-max-running-requests {SPECULATIVE_REQUESTS} (SGLang's default with {algorithm})"
+        text = f"{limit} leaves some of the attention replicas ({shown(spec, 'dp_size')}) without requests{where(spec)}"
         enough = max(spec.dp_size, _requests_wanted(subject, spec))
         yield Violation(text, ((set_argument(subject, spec, "max_running_requests", enough),),))
 
@@ -131,7 +131,7 @@ def batches_have_graphs(subject: Subject) -> Iterator[Violation]:
         name = "cuda_graph_bs_decode" if given else "cuda_graph_max_bs_decode"
         per_replica = f" / {shown(spec, 'dp_size')} = {share}" if spec.dp_size > 1 else ""
         yield Violation(
-            f"CUDA graphs end at {largest} ({shown(spec, name)}), but {share} requests will run "
+            f"CUDA graphs end at {largest} ({shown(spec, name)}), but up to {share} requests run "
             f"({shown(spec, 'max_running_requests')}{per_replica}){where(spec)}: larger batches decode without one, about 3 x slower",
             (
                 (set_argument(subject, spec, "max_running_requests", largest * spec.dp_size),),

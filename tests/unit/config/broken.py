@@ -211,7 +211,10 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
     ],
     "CFG-LR-HIGH": [({"lr": 1.0}, "--lr 1: the weights will most likely be destroyed")],
     "CFG-REWARD-WEIGHTS": [
-        ({"extra_rm_path": ["a.b"], "extra_rm_weights": [0.5, 0.1]}, "names 1 functions, but --extra-rm-weights has 2 weights"),
+        (
+            {"extra_rm_path": ["a.b"], "extra_rm_weights": [0.5, 0.1]},
+            "--extra-rm-weights does not fit --extra-rm-path: weights 2, functions 1",
+        ),
         ({"extra_rm_path": ["a.b"], "rollout_function_path": "a.c"}, "--extra-rm-path is added to rewards that fuligo computes"),
     ],
     "CFG-CUSTOM-LOSS": [({"loss_type": "custom_loss"}, "--custom-loss-function-path")],
@@ -263,7 +266,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
         ({"eval_prompt_data": ["a", "a.jsonl", "a", "b.jsonl"]}, "names a more than once"),
         ({"eval_prompt_data": ["data/a.jsonl", "a"]}, "'data/a.jsonl' is not a valid name of a dataset"),
     ],
-    "CFG-STOP-ESCAPE": [({"rollout_stop": ["</s>", "\\n\\n"]}, "--rollout-stop '\\n\\n' is a backslash and a letter")],
+    "CFG-STOP-ESCAPE": [({"rollout_stop": ["</s>", "\\n\\n"]}, "--rollout-stop '\\n\\n' is read as backslashes and letters")],
     "CFG-STOP-TOKEN": [
         (
             {"rollout_stop_token_ids": [7, -1, -2]},
@@ -289,9 +292,9 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
         ({"save_debug_rollout_data": "d.npz"}, "{rollout_id}"),
     ],
     "CFG-ENGINE-ADDRESS": [
-        ({"rollout_external_engine_addrs": ["host:30000", "host"]}, "'host' must be host:port"),
-        ({"rollout_external_engine_addrs": ["host:port"]}, "'host:port' must be host:port"),
-        ({"rollout_external_engine_addrs": ["[fd00::7]:30000", "fd00::7:30000"]}, "'fd00::7:30000' must be host:port"),
+        ({"rollout_external_engine_addrs": ["host:30000", "host"]}, "'host' must be a host and a port number"),
+        ({"rollout_external_engine_addrs": ["host:port"]}, "'host:port' must be a host and a port number"),
+        ({"rollout_external_engine_addrs": ["[fd00::7]:30000", "fd00::7:30000"]}, "'fd00::7:30000' must be a host and a port number"),
     ],
     "CFG-ASYNC-STALENESS": [({"async_mode": "full"}, "needs a bound on staleness, --max-staleness")],
     "CFG-ASYNC-COLOCATE": [
@@ -351,7 +354,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
     "CFG-ROLLOUT-BACKEND": [
         ({**SGLANG, "rollout_backend": "embedded"}, "--rollout-num-gpus is a flag of SGLang engines"),
         ({"rollout_backend": "embedded", "sglang_mem_fraction_static": 0.5}, "--sglang-mem-fraction-static is a flag of SGLang engines"),
-        ({"router_policy": "random"}, "--router-policy: the router needs SGLang engines"),
+        ({"router_policy": "random"}, "--router-policy is a flag of SGLang's router, but the run has the embedded engine"),
         ({**SGLANG, "embedded_dtype": "bf16"}, "--embedded-dtype"),
     ],
     "CFG-ROLLOUT-GPUS": [
@@ -429,7 +432,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
                 "global_batch_size": 1,
                 "actor_num_gpus_per_node": 4,
             },
-            "drop --global-batch-size and use --rollout-batch-size 2 and use --over-sampling-batch-size 2",
+            "drop --global-batch-size, and use --rollout-batch-size 2 and --over-sampling-batch-size 2",
         ),
     ],
     "CFG-OVER-SAMPLING": [({"over_sampling_batch_size": 16}, "--over-sampling-batch-size 32")],
@@ -461,7 +464,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
             {"advantage_estimator": "gspo", "num_steps_per_rollout": 4},
             "--advantage-estimator gspo with --eps-clip 0.2: the ratio of a response",
         ),
-        ({"advantage_estimator": "gspo", "use_rollout_logprobs": True}, "use --eps-clip 0.0003 and use --eps-clip-high 0.0004"),
+        ({"advantage_estimator": "gspo", "use_rollout_logprobs": True}, "use --eps-clip 0.0003 and --eps-clip-high 0.0004"),
     ],
     "CFG-SEQUENCE-MASK": [
         (

@@ -32,7 +32,7 @@ def configure(file: str | Path | None = None, /, **flags: Any) -> Config:
             a hook also takes a function. None removes the file's value, like `none` on the command line.
 
     Raises:
-        ConfigError: a flag is unknown, or a value has the wrong type or is out of range; names all of them.
+        ConfigError: the file cannot be read, a flag is unknown, or a value has the wrong type or is out of range; lists all problems.
     """
     return _parsed(file, flags).config
 
@@ -57,7 +57,7 @@ def _parsed(file: str | Path | None, flags: dict[str, Any]) -> Parsed:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """Return a value as a file would hold it."""
+    """Return a value as a config file would hold it: paths as strings, functions as dotted paths."""
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, list | tuple):
@@ -145,7 +145,7 @@ async def train_async(config: Config | str | Path | None = None, /, **flags: Any
 
 
 def _prepared(config: Config | str | Path | None, flags: dict[str, Any]) -> Config:
-    """Build and check the config; print warnings and choices as the command does."""
+    """Build and check the config; print warnings and choices like `fuligo train`."""
     from fuligo.cli.train import prepare
 
     warnings, places = (), {}

@@ -1,7 +1,7 @@
 """Exceptions that fuligo raises deliberately.
 
 Every error that a user can cause or must act on derives from `FuligoError`; its text names the value, the rule and the fix.
-`ConfigError` and `DataError` end a command with exit code 2 (bad input), the others with 1 (failure at run time).
+Commands exit with its `exit_code`: 2 for bad input (`ConfigError`, `DataError`, `CheckpointError`), 1 for a failure at run time.
 `assert` is reserved for internal invariants.
 """
 
@@ -32,7 +32,7 @@ class DataError(FuligoError):
 
 
 class DataChangedError(FuligoError):
-    """Raised if a prompt file changes or is lost while a run reads it. Not a `DataError`, which may concern one bad row among good ones."""
+    """Raised if a prompt file changes or disappears during a run. Not a `DataError`, which --skip-bad-rows may ignore."""
 
 
 class HookError(ConfigError):

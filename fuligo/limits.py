@@ -9,7 +9,8 @@ from pathlib import Path
 
 SYSTEM = Path("/")
 MAX_OPEN_FILES = 2**20
-"""Largest soft limit that is set. Hard limits of containers reach 2^30, with which programs that close every descriptor take minutes."""
+"""Largest soft limit that `raise_open_files` sets. Containers may have a hard limit of 2^30; a program that closes every possible
+descriptor would then take minutes."""
 OBJECTS_PER_COLLECTION = 10_000
 """Net allocations of objects that start a garbage collection; Python's default is 700."""
 UNLIMITED_BYTES = 2**60
@@ -45,7 +46,7 @@ def available_memory_bytes(system: Path = SYSTEM) -> int:
 
 
 def raise_open_files() -> int:
-    """Raise the soft limit of open files to the hard one, for this process and those that it starts; return the limit.
+    """Raise the soft limit of open files to the hard limit, at most `MAX_OPEN_FILES`; return it. Child processes inherit the limit.
 
     Each request in flight needs a connection, and the usual soft limit is 1024.
     """
@@ -60,8 +61,8 @@ def raise_open_files() -> int:
 def freeze_garbage_collector() -> None:
     """Exclude all existing objects from garbage collection and collect less often; call it once the long-lived objects of a run exist.
 
-    An engine's answer holds a list for every token. By default, Python collects after every 700 new objects, and scans everything that a
-    rollout holds again and again.
+    An engine's answer holds a list for every token. By default, Python collects after every 700 new objects, and each time scans the
+    objects of the rollout.
     """
     gc.set_threshold(OBJECTS_PER_COLLECTION, 10, 10)
     gc.freeze()
@@ -71,8 +72,7 @@ def freeze_garbage_collector() -> None:
 def collector_paused() -> Iterator[None]:
     """Disable garbage collection in the block, for imports.
 
-    torch and transformers create millions of objects that stay; collections that scan them again and again take a fifth of the time of
-    their imports.
+    torch and transformers create millions of objects that are never freed; scanning them takes a fifth of the time of their imports.
     """
     was_enabled = gc.isenabled()
     gc.disable()

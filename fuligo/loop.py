@@ -67,9 +67,9 @@ class Loop:
     requires_exact: bool = False
     """Fail if the trainer's log-probabilities differ from the engine's (--exact-on-policy)."""
     post_process: Callable[[list[TrainSample]], None] | None = None
-    """Hook that gets, and may change, the samples with their log-probabilities before advantages are computed."""
+    """Hook that receives the scored samples, and may change them, before advantages are computed."""
     before_train_step: Callable[[int, TrainBatch], None] | None = None
-    """Hook that gets the step and the batch, which it may change, before it is trained on."""
+    """Hook that receives the step and its batch, and may change the batch, before training."""
 
     async def run(self) -> None:
         async for rollout in self.rollouts:

@@ -22,7 +22,7 @@ Messages = list[dict[str, Any]]
 PASS_REWARD = 1.0
 """Smallest reward with which a response passes, for `pass@k` and the pass rates of prompts."""
 MAIN_REWARD = "reward_main"
-"""Entry of `Sample.metrics`: the reward before those of --extra-rm-path were added."""
+"""Key in `Sample.metrics` of the reward to which the rewards of --extra-rm-path were added."""
 
 
 class SampleStatus(StrEnum):
@@ -44,6 +44,7 @@ class PromptImage:
     data: bytes = field(repr=False)
     """Content of the image file (PNG, JPEG, ...)."""
     digest: str
+    """Hash of `data` (BLAKE2b, 16 bytes, hexadecimal); samples and caches recognize an image by it."""
     first_token: int
     """Position of the image's first token in the prompt, or in the whole sequence of supervised data."""
     num_rows: int
@@ -76,7 +77,8 @@ class Span:
     """Time interval of a sample or of a trainer rank, for the trace and `fuligo view`."""
 
     name: str
-    """For a sample: `generate`, `reward`, `wait`, or a hook's own name; for a rank: `score`, `forward, backward`, `optimizer`, `send`."""
+    """For a sample: `generate`, `reward`, `environment`, `teacher`, or a name that a hook chose; for a rank: `score`, `forward, backward`,
+    `optimizer`, `send`."""
     start_s: float
     """Seconds since the epoch (`time.time()`)."""
     end_s: float
@@ -123,7 +125,7 @@ class Turn:
     answers: Messages
     """Messages of the environment or the agent after the answer."""
     reward: float | None
-    """Reward of the turn; None if an agent was rewarded as a whole."""
+    """Reward of the turn; None for an agent, whose episode is rewarded as a whole."""
     tools: list[ToolUse]
     """Calls that the environment ran; an agent runs its own."""
     generate_s: float
@@ -150,7 +152,7 @@ class Episode:
     messages: Messages
     """First messages, before any turn."""
     tools: list[dict[str, Any]]
-    """Tools as OpenAI's API writes them."""
+    """Tools that the model may call, in the format of OpenAI's API."""
     turns: list[Turn] = field(default_factory=list)
     branches: list[Branch] = field(default_factory=list)
     """Earlier samples of an unfinished episode; empty when it is finished, since they are then returned."""
@@ -287,7 +289,7 @@ class TurnReward:
     """Reward of one turn, in the sample that holds the turn."""
 
     end: int
-    """Response tokens up to the end of the turn."""
+    """Number of response tokens up to and including the last token of the turn."""
     reward: float
 
 
@@ -368,4 +370,4 @@ class StepResult:
     num_tokens: int
     """Tokens of the forward and backward passes: all but the last of each sample, which predicts nothing."""
     rank_spans: list[list[Span]] = field(default_factory=list)
-    """Intervals of each rank since the previous training; empty on ranks other than the first."""
+    """Intervals of each rank since the previous call of `train`; empty on ranks other than the first."""

@@ -16,7 +16,7 @@ from fuligo.models.registry import read_architecture
 
 
 def adapter_problems(config: Config) -> Iterator[str]:
-    """Yield the problems of the adapter to start from and of the layers to adapt, or that PEFT is not installed."""
+    """Yield the problems of a LoRA run: PEFT is missing, or the adapter to start from, the layers to adapt or the base do not fit."""
     if not config.uses_adapter:
         return
     if package_version("peft") is None:
@@ -32,10 +32,10 @@ def adapter_problems(config: Config) -> Iterator[str]:
     if config.syncs_quantised and directory is not None and is_quantised(Path(directory)):
         yield (
             f"--hf-checkpoint {directory} is quantized: merged into FP8 weights, most of an adapter's update would be rounded away; "
-            "let the engines serve the unquantized weights"
+            "use the unquantized weights"
         )
     if adapter is not None and adapter.adapts_experts and config.syncs_adapter and config.engine_capabilities.names_adapters:
-        yield "--lora-sync adapter: SGLang's format of experts' adapters differs from PEFT's; use --lora-sync merged"
+        yield "--lora-sync adapter: SGLang expects adapters of experts in another format than PEFT's; use --lora-sync merged"
     if adapter is None or directory is None or not (Path(directory) / "config.json").is_file():
         return
     if config.syncs_adapter and config.engine_capabilities.names_adapters:

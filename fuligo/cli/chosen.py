@@ -1,4 +1,4 @@
-"""Choices that a run makes by itself: the GPU to plan for, SGLang in place of the embedded engine, the trainer by its flags."""
+"""Choice of unset flags for this machine: the values of the plan for its GPUs, SGLang if it is installed, the trainer."""
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,9 +35,10 @@ class Checked:
 
 
 def checked(config: Config, sharing: Sequence[Config] = ()) -> Checked:
-    """Choose unset values for the GPUs of this machine and plan the run on them. `sharing`: other runs that use the same engines.
+    """Choose unset values for the GPUs of this machine and check the run on them. `sharing`: other runs that use the same engines.
 
-    On a GPU that the planner does not know, only the rules are checked; for a model that it does not know, only those about flags.
+    On a CPU, and on a GPU that the planner does not know, only the rules are checked, not memory and time; for a model that the planner
+    does not know, only the rules about flags.
     """
     devices = find_devices(config)
     config, engine = with_installed_engine(config, len(devices))
@@ -77,7 +78,7 @@ def _refused(found: Iterable[Finding], config: Config) -> Iterator[Finding]:
 
 
 def chosen_for_evaluation(config: Config) -> Checked:
-    """Choose unset values of the engines for the GPUs of this machine."""
+    """Choose unset values of the engines for the GPUs of this machine. The result has no findings: nothing is checked."""
     devices = find_devices(config)
     config, engine = with_installed_engine(config, len(devices))
     gpu = known_gpu(devices[0].name, devices[0].memory_bytes) if devices else None

@@ -16,7 +16,7 @@ from fuligo.models.hub import HubModel, model_directory
 from fuligo.planner import conversion
 
 _TORCHRUN_TIMEOUT_S = 7200.0
-"""Seconds that a process waits for the others, until the last one has written its share."""
+"""Seconds that a process waits for the others, the slowest of which may still write its share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,8 @@ def _parser(name: str, description: str, *positional: tuple[str, str], save: boo
 
     Args:
         positional: names and help texts of the positional arguments.
-        model: help of `--hf-checkpoint`.
+        save: add `--save`.
+        model: help text of `--hf-checkpoint`.
     """
     made = argparse.ArgumentParser(f"fuligo convert {name}", description=description, allow_abbrev=False)
     for argument, text in positional:
@@ -219,7 +220,9 @@ def merge_adapter(arguments: Sequence[str]) -> int:
     adapter = adapter_directory(weights_directory(options.adapter))
     base = options.hf_checkpoint or Path(AdapterConfig.read(adapter).base)
     if not (base / "config.json").is_file():
-        raise ConfigError(f"cannot merge {adapter}: its base model {base} is not a directory here; name it with --hf-checkpoint")
+        raise ConfigError(
+            f"cannot merge {adapter}: its base model {base} is not a model directory on this machine; name one with --hf-checkpoint"
+        )
     rounding = merge_adapter(base, adapter, options.save)
     print(f"{base} + {adapter} -> {options.save}")
     if (quantised := QuantisedBase.read(adapter)) is not None:

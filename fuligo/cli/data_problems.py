@@ -18,7 +18,7 @@ from fuligo.rollout.rewards.rows import unjudged
 
 
 def data_problems(config: Config, *, missing_is_fine: bool = False) -> Iterator[str]:
-    """Yield the problems of prompts and evaluation data. `missing_is_fine`: check the files that are on this machine."""
+    """Yield the problems of prompts and evaluation data. `missing_is_fine`: skip files that are not on this machine."""
     is_here = _on_this_machine if missing_is_fine else lambda paths: True
     if config.data.prompt_data and not config.debug.debug_train_only and is_here(config.data.prompt_data):
         yield from _file("--prompt-data", config.data.prompt_data, config.data)

@@ -1,4 +1,4 @@
-"""Permission errors of the operating system, explained."""
+"""Explanation of paths that the operating system refuses to open."""
 
 import errno
 import os
@@ -11,10 +11,10 @@ _ERRNOS = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG)
 
 
 def denied(error: OSError, arguments: Sequence[str]) -> str | None:
-    """Describe a permission error with the flag that gave the path, what denies access to it, and the fix; None for other errors.
+    """Explain why a path cannot be used: the flag that gave it, the directory that denies access, and the fix; None for other errors.
 
     Args:
-        arguments: command line.
+        arguments: command line, in which the flag is looked up.
     """
     if error.errno not in _ERRNOS or not isinstance(error.filename, str | bytes):
         return None
@@ -36,7 +36,7 @@ def _flag_of(path: Path, arguments: Sequence[str]) -> str:
 
 
 def _barrier(path: Path) -> str:
-    """Return the directory that this user may not enter: ` (/data is drwx------, owned by root)`."""
+    """Describe the directory that this user may not enter: ` (/data is drwx------, owned by root)`; empty if there is none."""
     for directory in [*reversed(path.parents), path]:
         if not os.access(directory, os.X_OK):
             try:

@@ -21,7 +21,7 @@ _MODEL_OPTIONS = ("--hf-checkpoint", "--load", "--ref-load", "--critic-load", "-
 
 
 def destination_problems(config: Config) -> Iterator[str]:
-    """Yield the reasons why the run cannot or must not write to the paths that the flags name."""
+    """Yield a problem for each path of a flag that the run cannot write to, or must not overwrite."""
     observability = config.observability
     run_directory = Path(observability.run_dir) if observability.run_dir is not None else Path("runs") / (observability.name or "")
     # {rollout_id} is in the last parts of these paths: the directory before it must be writable.
@@ -39,7 +39,7 @@ def destination_problems(config: Config) -> Iterator[str]:
 
 
 def _export(config: Config, target: Path) -> Iterator[str]:
-    """Yield a problem if an export would replace anything that the run reads or writes, under whatever name."""
+    """Yield a problem if an export to --save-hf would replace a file of another flag, or cannot be written; links are followed."""
     for option, path in _named_paths(config):
         if _would_replace(target, path, whole=option in _MODEL_OPTIONS):
             yield f"--save-hf {target} would replace {path} of {option}; use another directory"
@@ -74,7 +74,7 @@ def _would_replace(target: Path, path: Path, *, whole: bool) -> bool:
     """Return whether an export to `target`, which may hold {rollout_id}, replaces `path` or a directory above it.
 
     Args:
-        whole: also if it replaces a part of the directory `path`.
+        whole: also return True if the export replaces something inside the directory `path`.
     """
     named = re.compile(re.escape(str(target.resolve())).replace(re.escape("{rollout_id}"), r"\d+"))
     pattern = glob.escape(str(target.absolute())).replace("{rollout_id}", "[0-9]*")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fuligo.job.evaluation import Evaluated
 
 TRAINING_RULES = {"CFG-DATA-MISSING", "CFG-MAX-TOKENS", "CFG-ROLLOUT-GPUS", "CFG-RUN-LENGTH"}
-"""Rules that an evaluation need not meet: training prompts, size of micro-batches, GPUs beside a trainer's, run length."""
+"""Rules that apply to training only: its prompts, the size of micro-batches, GPUs for engines besides the trainer's, run length."""
 _USAGE = """\
 fuligo eval [--config FILE] [--load DIR [--ckpt-step N]] [--flag VALUE ...]
 
@@ -91,7 +91,7 @@ def check(config: Config, places: Mapping[str, str] | None = None) -> None:
 
 
 def without_training(config: Config) -> Config:
-    """Return the config without the settings that only training uses."""
+    """Return the config without training data and --save, and with --debug-rollout-only, so that no trainer is needed."""
     return config.model_copy(
         update={
             "data": config.data.model_copy(update={"prompt_data": [], "prompt_data_weights": []}),

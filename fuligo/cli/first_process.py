@@ -1,4 +1,4 @@
-"""Process 1 of a container, which reaps orphans and forwards signals; and waiting for the end of a parent process."""
+"""Duties of process 1 in a container (reaping orphans, forwarding signals), and waiting for the end of a parent process."""
 
 import os
 import select
@@ -13,13 +13,13 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signa
 def continue_below_init() -> None:
     """Fork if this is process 1 and return in the child; process 1 waits for the child and exits with its exit code.
 
-    Process 1 becomes the parent of every orphan, and an engine or a program of a reward may leave some: without a parent that waits for
-    them, they would fill the process table.
+    Process 1 becomes the parent of every orphan, such as those of an engine or of a reward's programs. Unless it waits for them, ended
+    orphans fill the process table.
     """
     if os.getpid() != 1:
         return
     signals = {number: signal.getsignal(number) for number in FORWARDED}
-    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # none is lost before the handlers are set
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # signals that arrive before the handlers are set stay pending
     child = os.fork()
     if child == 0:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)

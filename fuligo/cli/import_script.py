@@ -14,7 +14,7 @@ are stand-ins that record how they are called; the training job that the script 
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the YAML, or write it; notes on what was not run go to stderr.
+    """Print the config as YAML, or write it to --output; warnings go to stderr.
 
     Raises ConfigError if the script cannot be run, starts no training, or its flags are wrong.
     """
@@ -68,10 +68,13 @@ def parser() -> argparse.ArgumentParser:
         "--nvlink",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="tell a script that asks nvidia-smi whether the GPUs have NVLink",
+        help="whether nvidia-smi reports NVLink to the script (default: it does)",
     )
     made.add_argument(
-        "--slime", action=argparse.BooleanOptionalAction, default=True, help="fill in slime's defaults and translate its flags"
+        "--slime",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="fill in slime's defaults and translate its flags (default: on)",
     )
     made.add_argument("--trust", action="store_true", help="run the script without a sandbox if none can be built")
     return made

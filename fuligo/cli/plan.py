@@ -65,8 +65,8 @@ def main(arguments: Sequence[str]) -> int:
     """Print the plan; return 0 if the job could start, 2 if its config has errors.
 
     Raises:
-        ConfigError: a flag is unknown or its value has the wrong type (then there is no config to plan), no such GPU, no model facts,
-            or a file cannot be written.
+        ConfigError: there is nothing to plan (a flag is unknown or has a value of the wrong type, --gpu is not a known GPU, or the model
+            cannot be read), or a file cannot be written.
     """
     topic = asked_for_help(arguments)
     if topic is not None:
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _refused_at_start(config: Config) -> Iterator[Finding]:
-    """Yield what `fuligo train` refuses beyond the rules: unread arguments of Megatron, and problems of prompt files on this machine."""
+    """Yield an error for what `fuligo train` refuses beyond the rules: Megatron arguments without effect, faulty prompt files."""
     for problem in unread_arguments(config):
         yield Finding("PLAN-MEGATRON-ARGUMENTS", Severity.ERROR, problem, ())
     if any(Path(path.partition("@")[0]).is_file() for path in config.data.prompt_data):
@@ -109,7 +109,7 @@ def _refused_at_start(config: Config) -> Iterator[Finding]:
 
 
 def _short_of_disk(plan: Plan, config: Config) -> Iterator[Finding]:
-    """Yield a warning if checkpoints do not fit on this machine's disk; only if the model is also on it."""
+    """Yield a warning if checkpoints do not fit on the disk; skipped if the model is not here, since the run then starts elsewhere."""
     model = config.model.hf_checkpoint
     if plan.disk is None or model is None or not Path(model).is_dir():
         return
@@ -123,7 +123,7 @@ def _short_of_disk(plan: Plan, config: Config) -> Iterator[Finding]:
 
 
 def split_options(arguments: Sequence[str]) -> Options:
-    """Separate the options of `fuligo plan` from the arguments of the job, in any order; the last of two options wins.
+    """Separate the options of `fuligo plan` from the arguments of the job, in any order; a repeated option keeps its last value.
 
     Raises ConfigError if an option lacks its value, or the value is not a number.
     """

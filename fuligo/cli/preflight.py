@@ -61,7 +61,7 @@ def _hooks(config: Config) -> Iterator[str]:
 
 
 def _trainer(config: Config) -> Iterator[str]:
-    """Yield the trainer's missing packages (with Ray, only the nodes need them), or that it does not know the names of the weights."""
+    """Yield a problem for each missing package of the trainer (on Ray only its nodes need them), and if it does not know the model."""
     name, trainer = config.resolved_train_backend, config.trainer_capabilities
     for package in trainer.packages if config.trains and chosen_launcher(config) == "local" else ():
         if package_version(package) is None:
@@ -82,7 +82,7 @@ def _trainer(config: Config) -> Iterator[str]:
 
 
 def _engines(config: Config) -> Iterator[str]:
-    """Yield what SGLang engines lack in the `config.json` of their models and, without a cluster, on this machine."""
+    """Yield a problem if a model's `config.json` lacks what SGLang needs, or if SGLang is not installed where engines start locally."""
     for path in sorted({group.model_path for group in engine_groups(config) if group.model_path is not None}):
         if (Path(path) / "config.json").is_file() and not _names_its_class(Path(path)):
             yield (

@@ -78,7 +78,7 @@ def _flags(run_dir: Path, seed: int) -> list[str]:
 
 
 def _write_report(run_dir: Path) -> Path:
-    """Write curves, samples, time and health as one page, small enough for the quickstart's minute."""
+    """Write curves, samples, time and health as one page and return its path; a small report, because the whole command takes a minute."""
     from fuligo.observability.viewer.report import ReportSize, write_report
     from fuligo.observability.viewer.run import RunReader
 

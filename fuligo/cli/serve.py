@@ -20,14 +20,15 @@ from fuligo.limits import collector_paused
 from fuligo.models.hub import HubModel
 
 GRACE_S = 10.0
-"""Seconds between SIGTERM and exit after the parent died."""
+"""Seconds from SIGTERM to a forced exit after the parent process has ended."""
 
 
 def main(argv: list[str]) -> int:
-    """Serve until SIGTERM, SIGINT or the end of the parent.
+    """Serve until SIGTERM, SIGINT or the end of --parent-pid; return the exit code.
 
     Raises:
-        ConfigError: there is no such model, or the address is taken.
+        ConfigError: there is no such model, or the address cannot be used.
+        CheckpointError: the adapter cannot be read.
     """
     args = _parser().parse_args(argv)
     if args.parent_pid is not None:
@@ -71,10 +72,12 @@ def _parser() -> argparse.ArgumentParser:
         "--max-running-requests", type=_positive, default=256, help="maximum number of running requests (default: %(default)s)"
     )
     parser.add_argument(
-        "--max-total-tokens", type=_positive, help="capacity of the KV cache in tokens (default: what fits into free memory)"
+        "--max-total-tokens",
+        type=_positive,
+        help="capacity of the KV cache in tokens (default: --max-running-requests of full length, as far as memory is free)",
     )
     parser.add_argument("--num-threads", type=_positive, help="CPU threads (default: one fewer than cores)")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code from the directory if its tokenizer needs it")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the Python code in the directory that its tokenizer needs")
     parser.add_argument(
         "--batch-invariant",
         dest="is_batch_invariant",
@@ -92,8 +95,8 @@ def _parser() -> argparse.ArgumentParser:
         help="directory from which new weights may be loaded, besides the model's own and the scratch directories of runs on this machine; "
         "repeatable",
     )
-    parser.add_argument("--parent-pid", type=int, help="exit when this process exits")
-    parser.add_argument("--ready-file", type=Path, help='write {"port": ...} here once requests are accepted')
+    parser.add_argument("--parent-pid", type=int, help="exit when the process with this id ends, however it ends")
+    parser.add_argument("--ready-file", type=Path, help='file to which {"port": ...} is written once requests are accepted')
     return parser
 
 

@@ -15,7 +15,7 @@ from fuligo.limits import collector_paused
 from fuligo.models.hub import located, with_weights
 
 PRINT_CONFIG = "--print-config"
-"""Option that prints the final config, as `--config` reads it, and starts nothing."""
+"""Option that prints the final config in the format of `--config` files and starts nothing."""
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""`fuligo train-many`: several LoRA runs at once over one trainer and one engine."""
+"""`fuligo train-many`: several LoRA runs at once on one trainer and one engine."""
 
 import re
 from collections import Counter
@@ -113,7 +113,7 @@ def _require_fit(configs: Mapping[str, Config], started: datetime) -> None:
 
 
 def _require_usable_directory(config: Config, started: datetime, *, resumes: bool) -> None:
-    """Refuse a run directory that the run's own process would refuse, which it opens only after the trainer and the engine have started."""
+    """Check that the run can use its directory, before the shared trainer and engine start. Raises ConfigError if it cannot."""
     from fuligo.job.origin import Origin
     from fuligo.observability.run_directory import require_usable
 
@@ -122,7 +122,7 @@ def _require_usable_directory(config: Config, started: datetime, *, resumes: boo
 
 
 def _with_directories(configs: Mapping[str, Config], started: datetime) -> dict[str, Config]:
-    """Return the configs, with a run directory set for each run that names none; otherwise its process would use its own start time."""
+    """Return the configs, each with a run directory; the default, named after the start time, would differ in the run's own process."""
     return {
         name: _changed(config, "observability", run_dir=str(config.run_directory(started)) + re.sub(r"[^\w.]+", "-", f"-{name}"))
         if config.observability.run_dir is None and config.observability.name is None
@@ -144,14 +144,14 @@ def _resumed(configs: Mapping[str, Config]) -> dict[str, Config]:
     left: dict[str, Config] = {}
     for name, config in configs.items():
         if config.observability.run_dir is None and config.observability.name is None:
-            raise ConfigError(f"{name}: {RESUME} cannot find a run directory that is named after its start time; give it with --run-dir")
+            raise ConfigError(f"{name}: {RESUME} cannot find a run directory that is named after its start time; name it with --run-dir")
         saved = save_directory(config, config.run_directory(datetime.now()))
         loaded = config.checkpoint.load
         # With another --load, --ckpt-step belongs to the weights that the run began with.
         step = config.checkpoint.ckpt_step if loaded is None or Path(loaded).resolve() == saved.resolve() else None
         iteration = step if step is not None else newest_iteration(saved) if saved.is_dir() else None
         if iteration is not None and iteration >= (num_rollout := _num_rollout(config)):
-            show_choice(f"{name} is left out: it is complete ({iteration} of {num_rollout} rollouts)")
+            show_choice(f"{name}: skipped, because it is complete ({iteration} of {num_rollout} rollouts)")
         elif iteration is not None:
             left[name] = _changed(config, "checkpoint", load=str(saved), ckpt_step=step)
         else:

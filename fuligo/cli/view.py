@@ -13,7 +13,7 @@ from fuligo.errors import ConfigError
 DEFAULT_PORT = 6780
 BACKLOG = 128
 TOKEN_VARIABLE = "FULIGO_VIEW_TOKEN"
-"""Environment variable with the token: other users of the machine can read command lines, but not environments."""
+"""Environment variable with the token. Other users of the machine can read command lines, but not environments."""
 _DESCRIPTION = "Show curves, samples, step time and health of runs, live or finished, on a local page."
 
 
@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--port", type=int, help=f"port to listen on; 0 takes a free one (default: {DEFAULT_PORT}, or a free one if it is taken)"
     )
-    parser.add_argument("--token", help=f"token that visitors must present (default: the environment variable {TOKEN_VARIABLE}, or random)")
+    parser.add_argument("--token", help=f"token that requests must carry (default: the environment variable {TOKEN_VARIABLE}, or random)")
     parser.add_argument("--export", type=Path, metavar="FILE", help="write the report to this file instead of serving")
     return parser
 

@@ -1,4 +1,4 @@
-"""Checks of the weights that a config names, before a model loads: initial weights, checkpoint to resume, teacher and its tokens."""
+"""Checks of the weights that a config names, before a model loads: initial weights, checkpoint, value model, teacher, engines' models."""
 
 import json
 from collections.abc import Iterator
@@ -43,9 +43,8 @@ _SHOWN = 3
 def vocabulary_difference(teacher: Path, student: Path) -> str | None:
     """Return why a teacher cannot score the student's samples, or None.
 
-    With equal tokenizers the teacher's matrices may be padded beyond the student's, because the padding is never sampled. If a
-    tokenizer.json is missing, as for a model with its own tokenizer code, only the sizes are compared. Raises DamagedFileError if a
-    config.json is missing or unreadable.
+    With equal tokenizers the teacher's vocabulary may be larger, because its padding is never sampled. If a tokenizer.json is missing, as
+    for a model with its own tokenizer code, only the sizes are compared. Raises DamagedFileError if a config.json is missing or unreadable.
     """
     size, needed = (read_model_config(directory).get("vocab_size") for directory in (teacher, student))
     same = _differing(teacher / _TOKENIZER, student / _TOKENIZER)
@@ -59,7 +58,7 @@ def vocabulary_difference(teacher: Path, student: Path) -> str | None:
 
 
 def _differing(first: Path, second: Path) -> list[str] | None:
-    """Return the ids whose tokens differ, with both tokens; None if a file is missing."""
+    """Return a text for each id whose tokens differ, such as `7 is 'a' and 'b'`; None if a file is missing."""
     if not (first.is_file() and second.is_file()):
         return None
     texts = first.read_bytes(), second.read_bytes()
@@ -74,7 +73,7 @@ def _differing(first: Path, second: Path) -> list[str] | None:
 
 
 def _tokens(tokenizer: dict[str, Any]) -> dict[int, str]:
-    """Return the tokens by id. A unigram model has a list of (token, score)."""
+    """Return the tokens by id. A unigram model lists (token, score); other models map tokens to ids."""
     vocabulary = tokenizer.get("model", {}).get("vocab", {})
     known = {i: entry[0] for i, entry in enumerate(vocabulary)} if isinstance(vocabulary, list) else {i: t for t, i in vocabulary.items()}
     return known | {token["id"]: token["content"] for token in tokenizer.get("added_tokens") or []}
@@ -299,7 +298,9 @@ def _loaded_teacher(config: Config, path: Path, student: Path | None) -> Iterato
     swapped = config.trainer_capabilities.swaps_models
     difference = architecture_difference(directory, student) if swapped else vocabulary_difference(directory, student)
     if difference is not None:
-        instead = "; the Megatron trainer swaps it with the policy: let an engine serve another one (--opd-teacher-url)" if swapped else ""
+        instead = (
+            "; the Megatron trainer swaps it with the policy; let an engine serve another teacher (--opd-teacher-url)" if swapped else ""
+        )
         yield f"{option}: {difference}{instead}"
 
 
@@ -368,7 +369,7 @@ def _other_training(checkpoint: Path, *, holds_adapter: bool) -> str:
 
 
 def _served(config: Config) -> Iterator[str]:
-    """Yield the problems of the weights to evaluate."""
+    """Yield the problems of the weights to evaluate: those of --load, and the model of --hf-checkpoint."""
     flags, model = config.checkpoint, config.model.hf_checkpoint
     if model is not None:
         yield from (f"--hf-checkpoint: {text}" for text in checkpoint_problems(Path(model)))
@@ -378,7 +379,7 @@ def _served(config: Config) -> Iterator[str]:
         yield str(error)
         return
     if found is None and flags.load is not None:
-        yield f"--load {flags.load} holds no checkpoint to evaluate; remove it to evaluate --hf-checkpoint"
+        yield f"--load {flags.load} holds no checkpoint to evaluate; drop the flag to evaluate --hf-checkpoint"
     if found is not None:
         weights = weights_of(found.directory) if isinstance(found, Checkpoint) else found.directory
         if not is_distributed(weights) and not is_adapter(weights):

@@ -32,14 +32,14 @@ class Machine:
     """Operating system and architecture, such as `Linux x86_64`."""
     torch: Torch | None
     torch_problem: str | None
-    """Reason why torch cannot be imported."""
+    """Reason why torch cannot be imported; None if it can."""
     gpus: Gpus = field(default_factory=Gpus)
     num_cores: int = 1
     """Number of cores that this process may use, by its CPU affinity and its container's quota."""
     memory_bytes: int = 0
-    """Memory of the machine, or the limit of its container."""
+    """Memory of the machine, or the limit of the container if that is less."""
     available_memory_bytes: int = 0
-    """Memory that is not in use."""
+    """Memory that can be allocated without swapping, within the limit of the container."""
     shared_memory_bytes: int | None = None
     """Free bytes in /dev/shm; None if it does not exist."""
     num_open_files: int = 1024
@@ -47,7 +47,7 @@ class Machine:
 
 
 def read_machine() -> Machine:
-    """Collect the facts about this machine; imports torch, which takes seconds."""
+    """Collect the facts about this machine. Imports torch, which takes seconds, and raises this process's limit of open files."""
     torch, problem = _torch()
     return Machine(
         python=platform.python_version(),

@@ -30,7 +30,7 @@ class Finding:
 
 
 def machine_findings(machine: Machine) -> list[Finding]:
-    """Return the findings about this machine that concern all runs, or runs with certain features."""
+    """Return the findings that need no config: Python, torch, packages, GPUs, cores, memory, directories and the sandbox."""
     return [_python(machine), _torch(machine), *_packages(), *_devices(machine), *_system(machine), *_places(), _sandbox()]
 
 

@@ -18,9 +18,9 @@ from fuligo.quantities import amount
 
 Versions = Callable[[Sequence[str], str, Mapping[str, str]], Mapping[str, str | None]]
 NCCL_SHARED_MEMORY_BYTES = 1024**3
-"""Size of NCCL's buffers between the GPUs of a node; with a container's default of 64 MiB a run fails at its first collective."""
+"""Size of NCCL's buffers between the GPUs of a node. Containers have 64 MiB by default, with which the first collective fails."""
 OWN_FILES = 256
-"""Number of files that a process has open in addition to its connections: libraries, data, logs."""
+"""Number of open files of a process, without its connections: libraries, data, logs."""
 
 
 def needs(config: Config, machine: Machine, versions: Versions = package_versions) -> list[Finding]:
@@ -104,9 +104,9 @@ def _gpus(config: Config, machine: Machine) -> Iterator[Finding]:
 def _links(config: Config, machine: Machine) -> Iterator[Finding]:
     """Yield a finding on the links between the GPUs of a tensor-parallel group, which exchange activations in every layer."""
     here = num_gpus_of_node(config, machine)
-    sizes = [("an engine", group.tp_size) for group in engine_groups(config)]
-    sizes.append(("--tensor-model-parallel-size", config.parallel.tensor_model_parallel_size))
-    whose, size = max(sizes, key=lambda entry: entry[1], default=("", 1))
+    sizes = [(group.tp_size, "an engine", "--rollout-num-gpus-per-engine") for group in engine_groups(config)]
+    sizes.append((config.parallel.tensor_model_parallel_size, "the trainer", "--tensor-model-parallel-size"))
+    size, whose, option = max(sizes, key=lambda entry: entry[0])
     if min(size, here) < 2 or len(machine.gpus.devices) < 2:
         return
     value = f"{size} GPUs of {whose} share each matrix"
@@ -114,10 +114,13 @@ def _links(config: Config, machine: Machine) -> Iterator[Finding]:
     no_link = machine.gpus.without_nvlink(here)
     if no_access:
         warning = (
-            f"GPUs {no_access[0][0]} and {no_access[0][1]} cannot access each other's memory and copy through the host; lower the size"
+            f"GPUs {no_access[0][0]} and {no_access[0][1]} cannot access each other's memory and copy through the host; lower {option}"
         )
     elif no_link:
-        warning = f"GPUs {no_link[0][0]} and {no_link[0][1]} have no NVLink, so every layer waits for PCIe; a size within NVLink is faster"
+        warning = (
+            f"GPUs {no_link[0][0]} and {no_link[0][1]} have no NVLink, so every layer waits for PCIe; lower {option} to the number of GPUs "
+            "that NVLink connects"
+        )
     else:
         warning = None
     yield Finding("peer access", value, warning=warning)
@@ -131,12 +134,12 @@ def _shared_memory(config: Config, machine: Machine) -> Iterator[Finding]:
     if free is None:
         yield Finding("shared memory", "no /dev/shm", "weights and NCCL need it: mount a tmpfs there")
         return
-    fix = None if free >= needed else "make it larger (docker run --shm-size), or lower --update-weight-buffer-size"
+    fix = None if free >= needed else "make it larger (docker run --shm-size); on a CPU a smaller --update-weight-buffer-size also helps"
     yield Finding("shared memory", f"{amount(free)} free; the run may need {amount(needed)}", fix)
 
 
 def _shared_bytes(config: Config, machine: Machine) -> int:
-    """Return the peak use of /dev/shm: NCCL's buffers, and either two weight buckets (one read, one filled) or all weights."""
+    """Return the peak use of /dev/shm in bytes: NCCL's buffers, and either two weight buckets (one read, one filled) or all weights."""
     gpus = num_gpus_of_node(config, machine)
     nccl = NCCL_SHARED_MEMORY_BYTES if gpus > 1 else 0
     if not config.needs_engine or config.debug.debug_rollout_only:

@@ -13,7 +13,7 @@ PEERS_QUERY = ("topo", "-p2p", "r")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 GIB = 1024**3
 IDLE_BYTES = 2 * GIB
-"""Maximum memory in use on a GPU on which no process computes: a display, contexts of idle processes."""
+"""Memory in use up to which a GPU counts as free: a display and the contexts of idle processes need some."""
 _MIB = 1024**2
 
 
@@ -30,7 +30,7 @@ class Gpu:
 
     @property
     def occupied_warning(self) -> str | None:
-        """Warning that processes compute on the GPU already, before the run has started any; None if they do not."""
+        """Warning that other processes already use more than `IDLE_BYTES` of the GPU; None if they do not. Read it before a run starts."""
         if self.used_bytes <= IDLE_BYTES:
             return None
         return (
@@ -48,7 +48,7 @@ class Gpus:
     links: tuple[tuple[str, ...], ...] = ()
     """[n][n] matrix of `nvidia-smi topo -m`: NV18 is 18 NVLinks; SYS, NODE, PHB, PXB, PIX are paths over PCIe."""
     peers: tuple[tuple[str, ...], ...] = ()
-    """[n][n] matrix of `nvidia-smi topo -p2p r`: OK if the pair has peer access."""
+    """[n][n] matrix of `nvidia-smi topo -p2p r`: OK if the pair has peer access (one GPU can read the other's memory)."""
 
     def without_nvlink(self, count: int) -> list[tuple[int, int]]:
         """Return the pairs among the first `count` GPUs that are connected only over PCIe."""
@@ -60,7 +60,7 @@ class Gpus:
 
 
 def read_gpus() -> Gpus:
-    """Return the GPUs and their connections; empty without a driver."""
+    """Return the GPUs and their connections; without a driver, no GPUs, and with fewer than two, no connections."""
     devices = parse_devices(nvidia_smi(*GPU_QUERY))
     if len(devices) < 2:
         return Gpus(devices)

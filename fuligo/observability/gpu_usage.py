@@ -1,4 +1,4 @@
-"""Memory and utilization of this machine's GPUs over time: `perf/gpu*` of a step, read by one `nvidia-smi` process during the run."""
+"""Metrics `perf/gpu*`: memory and utilization of this machine's GPUs during a step, read by one `nvidia-smi` process."""
 
 import logging
 import os
@@ -25,7 +25,7 @@ class GpuReading:
     index: int
     uuid: str
     utilization: float | None
-    """Share of the last moments in which a kernel ran; None if the driver does not report it, as for a MIG device."""
+    """Share of the driver's last sample period (at most 1 s) in which a kernel ran; None if it is not reported, as for a MIG device."""
     memory: float
     """Share of the memory in use, by all processes."""
 
@@ -46,7 +46,10 @@ def is_visible(reading: GpuReading, visible: str | None) -> bool:
 
 
 def usage_metrics(readings: Sequence[GpuReading]) -> dict[str, float]:
-    """Return the metrics of all GPUs together and, if there are several, of each."""
+    """Return `perf/gpu_utilization` (mean) and `perf/gpu_memory` (maximum) of all GPUs, and with several GPUs also of each.
+
+    Empty without readings; without the utilization if the driver does not report it.
+    """
     if not readings:
         return {}
     metrics = _known({"perf/gpu_utilization": _utilization(readings), "perf/gpu_memory": _memory(readings)})
@@ -73,7 +76,7 @@ def _known(metrics: Mapping[str, float | None]) -> dict[str, float]:
 class GpuMonitor:
     """One `nvidia-smi` process that prints a reading of every GPU at an interval, and a thread that collects them.
 
-    If this process dies, the next print fails, which also ends `nvidia-smi`.
+    If the Python process dies, the next print of `nvidia-smi` fails and ends it.
     """
 
     def __init__(self, process: subprocess.Popen[str], visible: str | None) -> None:
@@ -86,7 +89,7 @@ class GpuMonitor:
 
     @classmethod
     def open(cls, interval_s: int = INTERVAL_S) -> Self | None:
-        """Start `nvidia-smi`; None on a machine without NVIDIA's driver."""
+        """Start `nvidia-smi`; return None if it is not installed or cannot be run."""
         program = shutil.which("nvidia-smi")
         if program is None:
             return None

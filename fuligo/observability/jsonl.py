@@ -1,4 +1,4 @@
-"""Files with one JSON object per line that survive a crash, which damages at most the last line."""
+"""Files with one JSON object per line. A crash damages at most the last line, which is removed when the file is opened again."""
 
 import os
 from collections.abc import Callable

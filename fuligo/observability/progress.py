@@ -207,7 +207,7 @@ class LiveProgress(Progress):
 
 @dataclass(slots=True)
 class Panel:
-    """Rendering of the panel at the available width."""
+    """Panel, which Rich renders at the available width, at most 100 columns."""
 
     curves: Curves
 
@@ -268,7 +268,7 @@ def _field(record: Record, name: str, key: str, spec: str, unit: str = "") -> st
 
 
 def _evaluated(metrics: Record, first: Record | None) -> dict[str, str]:
-    """Return `mean@4 0.350 -> 0.960` for each dataset, with the number of failed samples if there are any."""
+    """Return a text such as `mean@4 0.350 -> 0.960 (2 failed)` for each dataset, by its name."""
     texts = {}
     for key, value in metrics.items():
         name, _, metric = key.removeprefix("eval/").rpartition("/")
@@ -291,7 +291,7 @@ def _duration(seconds: float) -> str:
 
 
 def sparkline(values: Sequence[float], width: int, *, low: float | None = None, high: float | None = None) -> str:
-    """Return the curve of `values` in at most `width` characters; more values are averaged over equal intervals.
+    """Return `values` as a line of bar characters, at most `width` long; if there are more values, averages over equal intervals.
 
     Args:
         values: finite numbers, oldest first.
@@ -319,7 +319,7 @@ def _shorten(values: Sequence[float], width: int) -> list[float]:
 
 @dataclass(slots=True, frozen=True)
 class Answer:
-    """A response and whether it is right."""
+    """Response, and whether it is correct."""
 
     text: str
     right: bool
@@ -327,7 +327,7 @@ class Answer:
 
 @dataclass(slots=True, frozen=True)
 class BeforeAfter:
-    """A held-out prompt with the responses before and after training."""
+    """Held-out prompt with a response from before and one from after training."""
 
     prompt: str
     label: str
@@ -338,7 +338,7 @@ class BeforeAfter:
 def before_after_table(rows: Sequence[BeforeAfter]) -> Table:
     """Return a table of answers before and after training.
 
-    Right ones are green with a check mark, wrong ones red with a cross, to be readable without colors.
+    Correct answers are green with a check mark, wrong ones red with a cross, so that the table is readable without colors.
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
     table.add_column("prompt", overflow="fold", ratio=3)

@@ -1,4 +1,4 @@
-"""Directory of a run, and the only module that knows its file names."""
+"""Writer of a run directory: creation, lock, and the files that a run writes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ class RunDirectory:
     """
 
     def __init__(self, path: Path) -> None:
-        """Open an existing directory; use `create` for a run."""
+        """Open an existing directory, lock it, and send fuligo's log to its `log.txt`; `create` also checks and creates it.
+
+        Raises ConfigError if another process holds the lock.
+        """
         self.path = path
         self.checkpoints = path / CHECKPOINTS
         self.samples = path / "samples"
@@ -64,7 +67,7 @@ class RunDirectory:
             resume: allow recorded steps to be cut back to where a checkpoint resumes; otherwise they are never overwritten.
 
         Raises:
-            ConfigError: it is not writable, has other files, has a run that would be overwritten, or is in use.
+            ConfigError: the directory is not writable, has files of something else, has recorded steps without `resume`, or is in use.
         """
         require_usable(path, resume=resume)
         try:
@@ -124,7 +127,10 @@ class RunDirectory:
         return path
 
     def cut_back(self, step: int) -> None:
-        """Remove `step` and all later ones, because the run resumes there. The evaluation before `step` stays unless `step` is 0."""
+        """Remove the records, samples and trace of `step` and later steps, because the run resumes there.
+
+        The evaluation of the weights before `step` stays, unless `step` is 0.
+        """
         self.metrics.cut_back(lambda record: record["step"] < step)
         self.evaluations.cut_back(lambda record: step > 0 and record["num_rollouts"] <= step)
         self.trace.cut_back(step)
@@ -150,9 +156,9 @@ class RunDirectory:
 
 
 def require_usable(path: Path, *, resume: bool) -> None:
-    """Check that a path is new, empty, or a run directory that no job uses; one with recorded steps only if `resume`.
+    """Check that a path is new, empty, or a run directory that no job uses; recorded steps are accepted only with `resume`.
 
-    Raises ConfigError with the fix.
+    Raises ConfigError if not.
     """
     if not path.exists():
         return
@@ -168,7 +174,7 @@ def require_usable(path: Path, *, resume: bool) -> None:
             "remove the links, or use another directory"
         )
     if names and "metrics.jsonl" not in names:
-        raise ConfigError(f"--run-dir {path} has files that are not a run's ({', '.join(names[:3])}); use a new or empty directory")
+        raise ConfigError(f"--run-dir {path} has files that do not belong to a run ({', '.join(names[:3])}); use a new or empty directory")
     if names and not resume and (path / "metrics.jsonl").stat().st_size > 0:
         raise ConfigError(
             f"--run-dir {path} already has recorded steps; use a new directory, or continue that run with --load {path / CHECKPOINTS}"

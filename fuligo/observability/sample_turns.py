@@ -26,10 +26,11 @@ _ENTRY = pa.struct(
     ]
 )
 TURNS = pa.list_(_ENTRY)
-"""`turn`: number of the model's answer that the message is or follows; 0 before the first answer. `name`, `failed`: name of a tool and
-whether its call failed. `seconds`: time to sample an answer or to run a tool. Only answers have a `reward`, `environment_s` (time until the
-next answer was requested) and the position of their tokens: `response_ids[first_token : first_token + num_tokens]` of the episode's sample
-number `sample`. Only the last sample of an unfinished episode is recorded; answers in its earlier samples have no position."""
+"""`turn`: number (1-based) of the answer that the message is, or that it follows; 0 before the first answer. `name`, `failed`: name of a
+tool and whether its call failed. `seconds`: time to sample an answer or to run a tool. Only answers have a `reward`, `environment_s` (time
+until the next answer was requested) and the position of their tokens: `response_ids[first_token : first_token + num_tokens]` of the
+episode's sample number `sample`. Only the last sample of an unfinished episode is recorded; answers in its earlier samples have no
+position."""
 
 
 def turns_column(samples: Sequence[Sample], as_text: Callable[[Any], str | None]) -> pa.Array:

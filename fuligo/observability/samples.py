@@ -1,7 +1,8 @@
 """Sample files (`samples/rollout_000123.parquet`): every sample of a rollout with everything known about it, token by token.
 
-Columns are built from flat arrays, so that a rollout of thousands of samples takes milliseconds. Row groups of at most 64 let a reader
-fetch one sample without reading the file. Properties to search by have their own columns, so that a search reads no tokens.
+Columns are built from flat arrays, so that a rollout of thousands of samples takes milliseconds. Row groups of at most 64
+rows let a reader fetch one sample without reading the whole file. Properties to search by have their own columns, so that a search reads
+no tokens.
 """
 
 import hashlib
@@ -46,9 +47,9 @@ _IMAGES = pa.list_(
         ]
     )
 )
-"""Source of each image of the prompt, a digest of its bytes (BLAKE2b of 16 bytes), and the place and grid of its tokens."""
+"""Images of the prompt: source, digest (as in `PromptImage`), position and grid of their tokens."""
 PARTS = pa.map_(pa.string(), pa.float64())
-"""Parts of a reward by name: the numbers of a dict, and what --extra-rm-path reported (`reward_main`, `reward_brief`)."""
+"""Parts of a reward by name: the numbers in a dict reward, and with --extra-rm-path the metrics `reward_<name>`."""
 SCHEMA = pa.schema(
     [
         ("index", pa.int64()),
@@ -87,7 +88,7 @@ SCHEMA = pa.schema(
         ("images", _IMAGES),
     ]
 )
-"""Chat messages, metadata, and labels other than strings are JSON. Values that the trainer did not see or compute are null."""
+"""Chat messages, metadata, and labels other than strings are JSON. Columns of the trainer are null for samples that it did not train on."""
 _REPETITIVE = ["prompt", "response", "label", "status", "finish_reason", "drop_reason", "error", "metadata"]
 """Columns written with a dictionary; for token arrays, building one costs more than it saves."""
 VERSIONS_IN_FOOTER = "versions.list.element"
@@ -117,8 +118,8 @@ def sample_table(
 ) -> pa.Table:
     """Return a table with one row per sample, in the order of the groups.
 
-    `reward` is the scalar that is trained on; a dict reward and the numbers that hooks reported are in the metadata (`reward`, `metrics`).
-    The value of a dict reward under `pass_key`, if it has one, decides `passed`.
+    `reward` is the scalar that is trained on: of a dict reward, the value under `reward_key`. The whole dict and the numbers that hooks
+    reported are in the metadata (`reward`, `metrics`). `passed` follows from the value of a dict reward under `pass_key`, if it has one.
     `trainer_logprobs` are the old log-probabilities if they were computed, else those of the training forward pass.
     """
     training = training or Training()
@@ -196,7 +197,7 @@ def write_table(path: Path, table: pa.Table) -> None:
 
 
 def _row_groups(table: pa.Table) -> Iterator[pa.Table]:
-    """Yield the rows of each row group: 64, or fewer if they have more than `BYTES_PER_GROUP`."""
+    """Yield the rows of each row group: `ROWS_PER_GROUP`, or fewer if these have more than `BYTES_PER_GROUP`."""
     for start in range(0, table.num_rows, ROWS_PER_GROUP):
         yield from _bounded(table.slice(start, ROWS_PER_GROUP))
 
@@ -253,7 +254,7 @@ def _reward_parts(sample: Sample) -> list[tuple[str, float]] | None:
 
 
 def _prompt_keys(groups: Sequence[SampleGroup]) -> list[int]:
-    """Return the key of each sample's prompt. Samples of a group that share a prompt object share the work."""
+    """Return the key of each sample's prompt; a prompt object that samples of a group share is hashed once."""
     keys: list[int] = []
     for group in groups:
         known: dict[int, int] = {}
@@ -307,7 +308,7 @@ def _storable(value: Any, depth: int) -> Any:
 
 
 def _lists(rows: Sequence[np.ndarray | None], dtype: type[np.generic]) -> pa.Array:
-    """Build a list column from one flat array."""
+    """Build a list column, null where a row is None, from one flat array."""
     present = [row for row in rows if row is not None]
     lengths = np.fromiter((0 if row is None else len(row) for row in rows), np.int32, len(rows))
     values = np.concatenate(present, dtype=dtype, casting="unsafe") if present else np.empty(0, dtype)

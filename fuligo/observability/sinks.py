@@ -39,7 +39,7 @@ def open_sinks(config: Config, run_dir: Path, *, start: int, kept: Sequence[Reco
         kept: evaluations of the weights at `start`, which a resume does not repeat: `num_rollouts` and `eval/*`.
 
     Raises:
-        ConfigError: a package is not installed, W&B rejects the run, or the user's class raised.
+        ConfigError: a package is not installed, or a sink cannot be opened, such as W&B without a login or a user's class that raises.
     """
     flags = config.observability
     missing = [
@@ -190,7 +190,9 @@ class MlflowSink:
 
 
 class GuardedSink:
-    """Sink that cannot end the run, because it depends on a server or on the user's code: after an exception it gets no more records.
+    """Wrapper of a sink that depends on a server or on the user's code, so that its failure does not end the run.
+
+    After an exception in `write`, the sink receives no more records. Raises HookError if its constructor raises.
 
     Args:
         name: flag that selects the sink.

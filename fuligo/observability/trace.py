@@ -1,4 +1,4 @@
-"""Trace of a run (`trace.json`): phases of the driver and the trainer ranks, spans of engines and samples; Chrome's format, for Perfetto.
+"""Trace of a run (`trace.json`) in Chrome's format, for Perfetto: phases of the driver, spans of the trainer ranks, engines and samples.
 
 The file is a JSON array without its closing bracket, which the format allows, so that it can be opened at any time, even after a kill.
 """
@@ -34,22 +34,22 @@ DOING = {
     "save": "saving a checkpoint",
     "record": "writing samples",
 }
-"""Names of the driver's phases in displays, by phase."""
+"""Display names of the driver's phases."""
 DRIVER_PID = 1
-SAMPLE_PIDS = {"generate": 2, "reward": 3, "wait": 4}
+SAMPLE_PIDS = {"generate": 2, "reward": 3}
 OTHER_PID = 5
 RANK_PID = 1_000
-"""Process of trainer rank 0; the other ranks follow."""
+"""Process id in the trace of trainer rank 0; the other ranks follow."""
 ENGINE_PID = 1_000_000
-"""Process of engine 0; the other engines follow. Spans whose engine is not known have their own process."""
+"""Process id in the trace of engine 0; the other engines follow. Spans without a known engine are under `SAMPLE_PIDS` or `OTHER_PID`."""
 BEGIN = "phase_begins"
-"""Event at the beginning of a phase, whose end is not known yet; trace viewers ignore it."""
+"""Name of the event that marks the beginning of a phase, since the phase itself is written at its end; trace viewers ignore it."""
 SEND = "send"
 """Span in which a rank sends weights to the engines."""
 MAX_RANKS = 32
 """Ranks written per step: rank 0 and those that computed longest."""
 MAX_LANES = 64
-"""Tracks per kind of span or engine; a large rollout would need thousands, which no viewer shows usefully."""
+"""Tracks per engine or kind of span; a large rollout would need thousands, too many to read in a trace viewer."""
 MAX_SPANS_PER_STEP = 512
 """Spans written per step: the longest, which show stragglers. All spans are in samples/."""
 
@@ -102,7 +102,7 @@ class Trace:
         self._open()
 
     def phase(self, name: str, step: int) -> Phase:
-        """Return a phase of rollout `step`; `name` is a word such as rollout, score, train, sync, eval, save."""
+        """Return a context manager that times a phase of rollout `step`; `name` is usually a key of `DOING`."""
         return Phase(self, name, step)
 
     def samples(self, step: int, samples: Iterable[Sample]) -> None:
@@ -111,7 +111,12 @@ class Trace:
             self._write_named(_sample_events(step, samples))
 
     def ranks(self, step: int, spans: Sequence[Sequence[Span]]) -> None:
-        """Write the spans of the trainer ranks since the previous training, each by the clock of its rank."""
+        """Write the spans of the trainer ranks since the previous training.
+
+        Args:
+            step: rollout that the ranks have just trained on
+            spans: spans by rank; their times are those of the rank's clock
+        """
         if self._num_bytes < self._max_bytes:
             self._write_named(_rank_events(step, spans))
 
@@ -233,7 +238,7 @@ def _process_name(pid: int, name: str) -> Event:
 
 
 def _sample_events(step: int, samples: Iterable[Sample]) -> list[Event]:
-    """Assign spans to lanes without overlaps; spans for which no lane is free are left out."""
+    """Return events for the longest spans, on tracks where they do not overlap; spans for which no track is free are left out."""
     spans = [(span, sample) for sample in samples for span in sample.spans]
     longest = sorted(spans, key=lambda pair: pair[0].start_s - pair[0].end_s)[:MAX_SPANS_PER_STEP]
     lane_ends: dict[int, list[float]] = defaultdict(list)

@@ -258,7 +258,7 @@ class TestHealth:
 
     def test_an_alarm_links_to_its_samples(self, open_view: OpenPage) -> None:
         page = open_view("health")
-        page.locator(".alarm.error").get_by_role("link", name="its samples").click()
+        page.locator(".alarm.error").get_by_role("link", name="samples of these steps").click()
         found(page, 16 * 4)
 
     def test_past_alarms_are_marked(self, open_view: OpenPage) -> None:

@@ -1,4 +1,4 @@
-"""Alarms of a run in plain words, as pure functions of its metrics."""
+"""Alarms of a run: faults that its metrics show, each with an explanation and a remedy. Pure functions."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ LASTING_STEPS = 3
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """Fault that a metric shows, with its first and last step."""
+    """Fault that a metric shows in consecutive steps."""
 
     key: str
     """Key of the metric."""
@@ -51,6 +51,7 @@ class _Watch:
     text: str
     """Template over the facts of `_facts`."""
     lasting: int = 1
+    """Minimum number of rows of a stretch."""
     excused: Callable[[MetricColumns], list[bool]] | None = None
     """Rows at which a bad value is not a fault; None: at none."""
 
@@ -205,13 +206,16 @@ _COLLAPSED = (
     "little left to learn from. Resume from an earlier checkpoint with a smaller learning rate, a higher temperature or --entropy-coef."
 )
 _GRADIENT_JUMPS = "It reaches {compared}. Look at the samples of that step for very long responses or rewards out of range."
-_TRUNCATED = "Up to {worst:.0%} are truncated at the maximum length and judged without their end."
+_TRUNCATED = (
+    "Up to {worst:.0%} are truncated at the maximum length and judged without their end. Read some: if they are not repetitive, raise "
+    "--rollout-max-response-len."
+)
 _EQUAL = (
     "In up to {worst:.0%} of the groups all rewards are equal. Try harder or easier prompts, or dynamic sampling; "
     "--skip-zero-advantages trains without them."
 )
 _WAITING = (
-    "Up to {worst:.0f} requests wait on average, more than run: the engines' KV caches hold too few. An engine sizes its cache by the "
+    "Up to {worst:.0f} requests wait on average, more than run: the engines' KV caches are too small. An engine sizes its cache by the "
     "memory that is free when it starts: look for other processes on its GPUs (nvidia-smi). Otherwise raise "
     "--sglang-mem-fraction-static or lower --rollout-concurrency."
 )
@@ -237,4 +241,4 @@ WATCHES = (
     _Watch("engine/num_waiting_mean", "warning", "Most requests wait in the engines", _above(0), _WAITING, LASTING_STEPS, _most_run),
     _Watch("rollout/num_failed", "warning", "Samples failed", _above(0), _FAILED),
 )
-"""Limits are rules of thumb, chosen so that ordinary runs raise no alarm."""
+"""Rules of all alarms. Their limits are rules of thumb, chosen so that ordinary runs raise no alarm."""

@@ -160,7 +160,7 @@ def _numbers(rows: pa.Table) -> list[Answer]:
 
 
 def _of_step(index: SampleIndex, step: int) -> pa.Table | None:
-    """Return a step's rows of the index, from its file if the index does not know it yet; None if this cannot be read."""
+    """Return a step's rows of the index, read from its file if it is not indexed yet; None if the file cannot be read."""
     known = index.table().filter(pc.field("step") == step)
     path = index.file(step)
     if known.num_rows or path is None:
@@ -281,7 +281,7 @@ def _metadata(text: Any) -> Any:
 
 
 def history_answer(run: RunReader, prompt_key: int, of: SampleSet = "train", dataset: str | None = None) -> Answer:
-    """Return the newest `MAX_HISTORY` samples of a prompt, oldest first, and the number of all."""
+    """Return the newest `MAX_HISTORY` samples of a prompt, oldest first, and the number of all its samples."""
     index = run.index(of)
     found = _of_prompt(index, prompt_key, dataset)
     return {"total": found.num_rows, "rows": _numbers(found)[-MAX_HISTORY:], "indexed": index.progress}

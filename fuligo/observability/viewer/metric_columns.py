@@ -11,7 +11,7 @@ import orjson
 from fuligo.observability.viewer.tail import Tail
 
 MAX_CHUNKS = 64
-"""Maximum number of chunks that one update reads, more than the file of a run has; a longer file takes several updates."""
+"""Maximum number of chunks (4 MiB each) that one update reads; a longer file takes several updates."""
 MAX_STEP = 2**31
 MAX_INTEGER = 2**53
 """Largest integer that is exact in a browser."""
@@ -74,7 +74,7 @@ class MetricColumns:
         return sums
 
     def row_of_step(self, step: int) -> int | None:
-        """Return the row of a step, which mostly equals the step; None if there is none."""
+        """Return the row of a step, usually the step itself; None if there is none."""
         steps = self.columns.get(self._step_key, [])
         if step < len(steps) and steps[step] == step:
             return step
@@ -103,7 +103,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _rounded(key: str, value: Any) -> float | None:
-    """Round to six digits, more than a curve shows, in a third of the bytes; None for a value that is not a finite number."""
+    """Round to six digits, which suffice for a curve and keep answers small; return None for a value that is not a finite number."""
     if not _is_number(value):
         return None
     if key == "time":

@@ -69,15 +69,15 @@ def explanation(step: int, parts: Sequence[Mismatch], expected: int | None) -> E
     """Explain the disagreement of a step; None if its tokens do not show a cause.
 
     Args:
-        expected: version of the weights from which the step was trained, if known.
+        expected: version that the step's newest tokens should have; None if unknown
     """
     if not parts:
         return None
     newest = max(part.version for part in parts)
     if expected is not None and newest < expected:
         served = _served_by({part.engine for part in parts})
-        late = f"the trainer was at {expected}, so the engines were not updated"
-        return Explanation(f"weight version {newest} still served by {served}", f"No token of step {step} is newer than that; {late}.")
+        late = f"No token of step {step} is newer, although version {expected} was due: the engines were not updated."
+        return Explanation(f"weight version {newest} still served by {served}", late)
     of_version = _outstanding(parts, lambda part: part.version)
     if of_version and of_version[0].version < newest:
         return _stale(step, parts, of_version, newest)
@@ -92,7 +92,7 @@ def explanation(step: int, parts: Sequence[Mismatch], expected: int | None) -> E
     versions = sorted({part.version for part in parts})
     those = f"of version {versions[0]}" if len(versions) == 1 else f"of all versions ({', '.join(map(str, versions))})"
     return Explanation(
-        "all tokens equally", f"In step {step} tokens {those} and of all engines differ equally, so the cause is {_NOT_AGE}."
+        "all tokens equally", f"In step {step} tokens {those} and of all engines disagree equally, so the cause is {_NOT_AGE}."
     )
 
 

@@ -13,11 +13,11 @@ State = Literal["finished", "running", "quiet", "stopped", "empty"]
 """State of a run. quiet: its process is alive, but has written nothing for long. stopped: it ended before its last rollout. empty: it ended
 before its first rollout was complete."""
 STALE_STEPS = 5
-"""Time without a write after which a run counts as stopped or hanging, in median step times."""
+"""Number of median step times without a write after which a run counts as stopped or hanging."""
 FRESH_S = 60.0
-"""Lower bound of that time, in seconds."""
+"""Seconds without a write up to which a run never counts as stopped or hanging, however fast its steps are."""
 START_S = 900.0
-"""That time before the end of the first step, in seconds: models load and engines capture graphs."""
+"""Seconds without a write after which a run without a complete step counts as stopped or hanging: models load, engines capture graphs."""
 WINDOW_STEPS = 20
 """Number of recent steps that determine the pace."""
 

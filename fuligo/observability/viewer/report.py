@@ -1,4 +1,4 @@
-"""Report: a run in one page that needs no server, with all curves and a selection of samples and timelines."""
+"""Report of `fuligo view --export`: a page that needs no server, with all curves and a selection of samples and timelines."""
 
 import os
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ class ReportSize:
     num_troubled: int = 24
     """Newest additional samples that failed, were truncated or were dropped."""
     num_prompts: int = 25
-    """Prompts with the lowest pass rate, with the highest, and with the largest changes: this many of each."""
+    """Number of prompts with the lowest and the highest pass rate, and with the largest decrease and increase of it: this many of each."""
     max_tokens: int = 200_000
     """Total response tokens, for training and evaluations each; samples beyond are listed without their tokens."""
 
@@ -106,7 +106,7 @@ def _timelines(run: RunReader, size: ReportSize) -> dict[str, Any]:
 
 
 def _prompts(run: RunReader, of: SampleSet, size: ReportSize) -> list[dict[str, Any]]:
-    """Return the prompts at both ends of every order, each once."""
+    """Return the first `num_prompts` prompts by pass rate and by change, in both directions, without duplicates."""
     orders: tuple[PromptOrder, ...] = ("pass_rate", "-pass_rate", "change", "-change")
     ends = [row for order in orders for row in answers.prompts_answer(run, order, 0, size.num_prompts, of)["rows"]]
     return list({(row["prompt_key"], row["dataset"]): row for row in ends}.values())

@@ -1,4 +1,4 @@
-"""Reader of a run directory for the page; files that have changed are read incrementally."""
+"""Reader of a run directory for `fuligo view`, which reads only what was added or changed since the last request."""
 
 import logging
 import threading
@@ -165,7 +165,7 @@ class RunReader:
         return self._explained[key]
 
     def _expected_version(self, step: int) -> int | None:
-        """Return the expected version of a step's newest tokens, None if unknown: that before its training minus the usual policy lag."""
+        """Return the version that a step's newest tokens should have: the one before its training, less the median lag; None if unknown."""
         row = self.metrics.row_of_step(step)
         before = self.metrics.column("policy_version")[row - 1] if row else None
         ahead = median(finite(self.metrics.column("rollout/staleness")[:row])) or 0.0

@@ -1,4 +1,4 @@
-"""Run directories and their files; no link leads outside them."""
+"""Run directories and their files. Links that lead out of a run directory are not read."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -48,7 +48,7 @@ def sample_path(run: Path, of: SampleSet, step: int) -> Path | None:
 
 
 def sample_files(run: Path, of: SampleSet = "train") -> Iterator[SampleFile]:
-    """Iterate over the sample files, in the order of the directory."""
+    """Yield the sample files of training or of the evaluations, in no particular order."""
     name, prefix = _FILES[of]
     directory = run / name
     try:

@@ -33,8 +33,9 @@ INDEX_SCHEMA = pa.schema(
     ]
 )
 """Columns of the index, null where the file of a step lacks the value. `row`: position in that file; `length`: response tokens;
-`advantage`: mean over the response; `staleness`: versions between the sample's oldest token and the newest token of its step; `engine`: the
-last one that sampled it; `prompt`: key of the prompt's text (`prompt_key`); `dataset`: its name, in evaluations."""
+`advantage`: mean over the response; `staleness`: versions between the sample's oldest token and the newest token of its step; `engine`:
+number of the engine that sampled the last tokens; `prompt`: key of the prompt's text (`prompt_key`); `dataset`: its name, in
+evaluations."""
 _STORED = {
     "index": "index",
     "group": "group_index",
@@ -84,7 +85,7 @@ class SampleIndex:
             table, problem = None, ""
             try:
                 table = read_index_table(file.path, file.step)
-            except Exception as error:  # files of others may hold anything
+            except Exception as error:  # a run directory of a stranger may hold anything
                 problem = " ".join(str(error).split())[:200]
             with self._lock:
                 self._known[file.step] = (file, table)
@@ -98,7 +99,7 @@ class SampleIndex:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Number of indexed files, and number of all files."""
+        """Number of indexed files and number of all files. A damaged file counts as indexed."""
         return len(self._known), self._num_files
 
     def table(self) -> pa.Table:

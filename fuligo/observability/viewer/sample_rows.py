@@ -27,7 +27,7 @@ MAX_TEXT = 300
 
 
 def number(value: Any) -> float | None:
-    """Return a number with the five digits that pages show; None for one that is missing or not finite."""
+    """Round a number to the five digits that pages show; return None if it is missing or not finite."""
     return float(f"{value:.5g}") if value is not None and np.isfinite(value) else None
 
 
@@ -59,7 +59,7 @@ def _group_sizes(path: Path, version: tuple[int, int]) -> list[int]:
 
 @lru_cache(maxsize=4)  # few, because long responses take megabytes
 def _row_group(path: Path, version: tuple[int, int], group: int, names: tuple[str, ...] | None) -> pa.Table:
-    """Read a row group, cached because the samples of a group are opened one after the other and mostly share one."""
+    """Read a row group; cached, because users open the samples of a prompt one after the other, and most are in one row group."""
     with pq.ParquetFile(path) as file:
         check_size(file.metadata, names, group)
         present = [name for name in names if name in file.schema_arrow.names] if names is not None else None
@@ -71,20 +71,20 @@ def _row_group(path: Path, version: tuple[int, int], group: int, names: tuple[st
 
 
 def check_size(metadata: pq.FileMetaData, names: Container[str] | None, group: int | None = None) -> None:
-    """Check that columns fit into memory once they are uncompressed. Raises ArrowInvalid if no run writes as many rows or bytes.
+    """Check that columns fit into memory once they are uncompressed. Raises ArrowInvalid above the limits, which no run reaches.
 
     Args:
         names: columns that are read; None reads all.
         group: row group that is read; None reads all.
     """
     if metadata.num_rows > MAX_ROWS:
-        raise pa.ArrowInvalid(f"it has {metadata.num_rows:,} samples; at most {MAX_ROWS:,} are read")
+        raise pa.ArrowInvalid(f"the file has {metadata.num_rows:,} samples; at most {MAX_ROWS:,} are read")
     most = MAX_BYTES if group is None else MAX_GROUP_BYTES
     read = [metadata.row_group(number) for number in (range(metadata.num_row_groups) if group is None else [group])]
     columns = [each.column(at) for each in read for at in range(each.num_columns)]
     size = sum(each.total_uncompressed_size for each in columns if names is None or each.path_in_schema.partition(".")[0] in names)
     if size > most:
-        raise pa.ArrowInvalid(f"its columns have {size:,} bytes uncompressed; at most {most:,} are read at once")
+        raise pa.ArrowInvalid(f"the columns have {size:,} bytes uncompressed; at most {most:,} are read at once")
 
 
 def message_texts(prompt: str | None) -> list[tuple[str, str]]:
@@ -112,7 +112,7 @@ def short(text: str | None) -> str:
 
 
 def short_prompt(prompt: str | None) -> str:
-    """Return the last message as one line: it is where prompts usually differ."""
+    """Return the last message, in which prompts usually differ, as one line."""
     return short(message_texts(prompt)[-1][1])
 
 

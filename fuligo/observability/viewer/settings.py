@@ -23,7 +23,7 @@ class SettingRow:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Return the settings by `group.name`, as written, even by another version of fuligo; empty if the file cannot be read."""
+    """Return the settings by `group.name`, without validation, so that files of other versions can be read; empty if the file cannot."""
     try:
         document = load(read_yaml_text(path))
     except (OSError, ValueError, yaml.YAMLError):

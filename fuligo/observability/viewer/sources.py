@@ -12,7 +12,7 @@ _ROLE = r"(?:system|developer|user|assistant|model|tool|ipython|observation|func
 _BETWEEN = re.compile(rf"\s*{_ROLE}?\s*")
 """Text between two markers that is not a message: a role's name, or space."""
 _HEADER = re.compile(rf"{_ROLE}\n+|\s+")
-"""Beginning, written by the template, of a text after a marker: `tool\\n`."""
+"""Beginning of a text after a marker that the template wrote: `tool\\n`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def token_sources(
 
     Args:
         texts: text of each token; None without a tokenizer, in which case tokens of the template count as appended.
-        markers: True for tokens that the vocabulary has for the template: <|im_start|>, <tool_response>.
+        markers: True for special tokens of the chat template, such as <|im_start|> and <tool_response>.
         sampled: True for tokens that an engine is known to have sampled.
         loss_mask: 1 on trained tokens, which are sampled in any case.
     """

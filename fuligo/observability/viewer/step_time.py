@@ -20,7 +20,7 @@ NUM_POINTS = 240
 """Points of the curve of concurrent samples."""
 TRAINER_PHASES = ("score", "train")
 NEIGHBOURS = 2
-"""Distance in steps of rollouts that may overlap a step, because rollouts run ahead of training."""
+"""Number of steps before and after a step whose phases may overlap it, because rollouts run ahead of training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class EngineTime:
 
     number: int
     in_flight: list[int]
-    """Concurrent requests over the window."""
+    """[NUM_POINTS] concurrent requests over the window."""
     idle: float
     """Share of the step without a request."""
 
@@ -58,7 +58,7 @@ class StepTime:
     phases: list[tuple[str, PhaseEvent]]
     """Track and phase, of all steps that overlap the window."""
     generating: list[int]
-    """Concurrent samples over the window."""
+    """[NUM_POINTS] concurrent samples over the window; empty if the samples have no times."""
     engines: list[EngineTime]
     """Load of each engine; empty if the samples do not record their engines."""
     longest: list[LongSample]
@@ -69,7 +69,7 @@ class StepTime:
 
 
 def step_window(metrics: MetricColumns, trace: TraceReader, step: int) -> Interval | None:
-    """Return the time from the end of the previous step to the end of this one, or of its phases if metrics lack it; None if unknown."""
+    """Return start and end of a step in seconds since the epoch, from the metrics or else from its phases; None if neither has them."""
     row = metrics.row_of_step(step)
     end, seconds = (None, None) if row is None else (metrics.column("time")[row], metrics.column("perf/step_s")[row])
     if end is not None and seconds:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 CHUNK_BYTES = 4 * 1024**2
 MAX_LINE_BYTES = 64 * 1024**2
-"""Length of a line after which the rest of the file is not read: no run writes such lines, and each request would read on."""
+"""Length of a line after which the rest of the file is not read. No run writes such lines, and skipping more would slow down every
+request."""
 DAMAGED = b"{"
-"""Placeholder for a line that is too long."""
+"""Placeholder for a line that is too long; invalid JSON, so that readers count it as damaged."""
 
 
 class Tail:

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 _BROKEN = "\ufffd"
-"""Replacement character, to which a part of a character is decoded."""
+"""Replacement character, which the tokenizer returns for an incomplete character."""
 MAX_TOKENIZER_BYTES = 128 * 2**20
-"""Largest tokenizer file that is loaded, since a hostile run may name one that fills the memory; the largest known has 35 MB."""
+"""Largest tokenizer file that is loaded, because the run directory of a stranger may name one that fills the memory; real ones have up to
+35 MB."""
 MAX_PARTS = 8
-"""Maximum number of tokens whose bytes are joined to a character."""
+"""Maximum number of tokens that are decoded together to complete a character."""
 
 
 class TokenTexts:
@@ -22,7 +23,7 @@ class TokenTexts:
         self._searched = False
 
     def texts(self, ids: Sequence[int]) -> list[str] | None:
-        """Return one text per token; None without a tokenizer. The first token of a character has its text, further ones are empty."""
+        """Return one text per token; None without a tokenizer. Of the tokens that form one character, only the first has a text."""
         tokenizer = self._found()
         if tokenizer is None:
             return None

@@ -106,7 +106,7 @@ def test_a_run_that_recorded_nothing_yet_may_be_started_again(tmp_path: Path) ->
 
 def test_foreign_files_are_not_touched(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("mine: true")
-    with pytest.raises(ConfigError, match=r"has files that are not a run's \(config\.yaml\)"):
+    with pytest.raises(ConfigError, match=r"has files that do not belong to a run \(config\.yaml\)"):
         create(tmp_path)
     assert names(tmp_path) == ["config.yaml"] and (tmp_path / "config.yaml").read_text() == "mine: true"
 

@@ -42,7 +42,7 @@ function turnCard(sample, number, messages, reveal) {
       typeof answer.reward === "number" ? element("span", { class: `pill ${answer.reward > 0 ? "good" : ""}` }, `reward ${signed(answer.reward)}`) : null,
       element("span", {}, count(answer.num_tokens ?? 0, "token")),
       element("span", {}, `sampled in ${fine(answer.seconds ?? 0)}`),
-      answer.environment_s ? element("span", {}, `then ${fine(answer.environment_s)}`) : null,
+      answer.environment_s ? element("span", {}, `environment ${fine(answer.environment_s)}`) : null,
       sample.num_parts > 1 ? element("span", {}, `sample ${(answer.sample ?? 0) + 1}`) : null,
       here ? element("button", { type: "button", class: "quiet", onclick: () => reveal(answer.first_token) }, "Tokens") : null,
     ),

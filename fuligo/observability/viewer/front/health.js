@@ -26,7 +26,7 @@ class Health {
     const health = await ask("health", { run: run.name });
     await updateCurves(run, ["perf/step_s", ...health.watched]);
     if (currentView !== this) return;
-    // The badge of the tab counts alarms without notes, and so does the heading.
+    // Notes are counted separately, because the badge of the tab leaves them out.
     const isNote = (alarm) => alarm.severity === "note";
     const ongoing = health.alarms.filter((alarm) => alarm.ongoing);
     const told = [
@@ -72,7 +72,7 @@ class Health {
     return element(
       "article",
       { class: `alarm ${alarm.severity} ${alarm.ongoing ? "" : "over"}` },
-      element("h3", {}, alarm.title, alarm.ongoing ? null : pill("over")),
+      element("h3", {}, alarm.title, alarm.ongoing ? null : pill("past")),
       element("p", {}, alarm.text),
       element(
         "p",
@@ -81,7 +81,7 @@ class Health {
         element(
           "a",
           { href: addressWith(steps, "samples"), onclick: (event) => (event.preventDefault(), go(steps, { view: "samples" })) },
-          "its samples",
+          "samples of these steps",
         ),
         element(
           "a",

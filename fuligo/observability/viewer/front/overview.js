@@ -49,7 +49,7 @@ class Overview {
     search.addEventListener("input", () => go({ find: search.value }, { quietly: true }));
     this.controls.replaceChildren(
       choice(
-        "Along",
+        "X axis",
         "x",
         [
           ["step", "Step"],

@@ -50,7 +50,7 @@ const alarmBadge = (run) =>
     String(numAlarms(run)),
   );
 
-// Ongoing alarms of all runs beside the tab Health and in the title of the browser's tab, whichever view is open.
+// Show the number of ongoing alarms of all runs next to the tab Health and in the title of the browser's tab.
 function drawBadge() {
   const all = { name: runs.map((run) => run.name).join(", "), alarms: { error: 0, warning: 0 } };
   for (const run of runs) for (const severity of ["error", "warning"]) all.alarms[severity] += run.alarms[severity];
@@ -68,7 +68,7 @@ const poll = oneAtATime(async () => {
     drawBadge();
     if (before !== fingerprint() || runs.some((run) => isLive(run))) currentView?.updated();
   } catch {
-    connection.textContent = "fuligo view has stopped; this is the last state";
+    connection.textContent = "no answer from fuligo view; showing the last state";
   }
 });
 

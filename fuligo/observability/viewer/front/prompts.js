@@ -1,4 +1,4 @@
-// Prompts by pass rate: which are solved, which never, and which change.
+// Prompts by pass rate: which are solved, which never are, and which change.
 
 const PROMPT_PAGE = 50;
 const PROMPT_COLUMNS = [
@@ -68,7 +68,7 @@ class Prompts {
     const answer = await ask("prompts", question);
     if (currentView !== this) return;
     const read = answer.indexed[0] < answer.indexed[1] ? ` · ${answer.indexed[0]} of ${answer.indexed[1]} steps read` : "";
-    // With a shaped reward, such as one less a penalty of length, right answers may stay below 1: a pass rate of 0% would mislead.
+    // With a shaped reward, such as one with a length penalty, correct answers may stay below 1: a pass rate of 0% would mislead.
     const rule = answer.any_passes ? "a response passes with a reward of at least 1" : "no pass rates, as no response has a reward of at least 1";
     this.found.textContent = answer.total ? `${count(answer.total, "prompt")}, ${rule}${read}` : `No judged samples recorded.${read}`;
     this.body.replaceChildren(...(answer.total ? [this.table(answer.rows)] : []));

@@ -152,6 +152,6 @@ function marksOf(row) {
     row.dataset ? pill(row.dataset) : null,
     row.status !== "completed" ? pill(row.status, row.status) : null,
     row.kept ? null : pill(row.drop_reason ? `dropped: ${row.drop_reason}` : "dropped", "dropped"),
-    row.staleness > 0 ? pill(`${row.staleness} behind`, "stale") : null,
+    row.staleness > 0 ? pill(`stale by ${row.staleness}`, "stale") : null,
   ].filter(Boolean);
 }

@@ -145,7 +145,7 @@ class Samples {
     this.head.replaceChildren(listHead(ofEvaluations, withEngines));
   }
 
-  // Shown if there is a choice.
+  // Draw the choice between training and evaluations; empty without evaluations.
   drawSets() {
     const shown = this.run.num_eval_samples > 0 || this.of === "eval";
     if (this.sets.childElementCount > 0 === shown && this.of === this.drawn) return;

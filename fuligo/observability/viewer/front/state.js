@@ -1,4 +1,4 @@
-// State shared by all views: the runs, their colours, and the selected run.
+// State shared by all views: the runs, their colors, and the selected run.
 
 const RUN_HUES = [265, 25, 155, 75, 320, 200, 110, 350];
 const POLL_MS = 1000;
@@ -25,7 +25,7 @@ const isLive = (run) => run.state === "running" || run.state === "quiet" || run.
 const STATE_WORDS = { finished: "finished", running: "running", quiet: "silent", stopped: "stopped", empty: "no step yet" };
 
 function stateText(run) {
-  if (run.state === "quiet") return `silent for ${duration(run.age_s)}`;
+  if (run.state === "quiet") return `no output for ${duration(run.age_s)}`;
   if (run.state === "stopped") return run.num_rollouts ? `stopped after ${run.num_done} of ${run.num_rollouts} steps` : "not running";
   return STATE_WORDS[run.state];
 }
@@ -38,7 +38,7 @@ function stateClass(run) {
 
 const numAlarms = (run) => run.alarms.error + run.alarms.warning;
 
-// Run one request at a time, so that slow answers do not pile up.
+// Wrap a function so that calls do not overlap; calls during a run cause one more run after it.
 function oneAtATime(work) {
   let running = null;
   let again = false;
@@ -61,7 +61,7 @@ function oneAtATime(work) {
   };
 }
 
-// Ignore answers to outdated requests.
+// Wrap requests so that answers to outdated ones become undefined.
 function latestOnly() {
   let newest = 0;
   return async (question) => {

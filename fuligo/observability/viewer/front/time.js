@@ -64,8 +64,8 @@ class Time {
     const total = sum(names.map((name) => sum(data.causes[name])));
     const longest = names[0];
     this.lead.textContent = longest
-      ? `${count(data.steps.length, "step")}, ${duration(total)}: ${share(sum(data.causes[longest]) / total)} of it ${longest}. Select a step by click or arrow keys.${data.trace_read < 1 ? ` ${share(data.trace_read)} of the trace is read.` : ""}`
-      : "The metrics have no times.";
+      ? `${count(data.steps.length, "step")} in ${duration(total)}; largest cause: ${longest} (${share(sum(data.causes[longest]) / total)}). Select a step with a click or the arrow keys.${data.trace_read < 1 ? ` ${share(data.trace_read)} of the trace is read.` : ""}`
+      : "The metrics contain no times.";
     this.legend.replaceChildren(
       ...names.map((name) => element("li", {}, swatchOf(causeColour(name)), `${name} ${share(sum(data.causes[name]) / total, 1)}`)),
     );
@@ -109,7 +109,7 @@ class Time {
       element(
         "table",
         { class: "causes" },
-        element("caption", {}, "Every instant has one cause, the first that applies of sync, train, score, save, eval, record, rollout"),
+        element("caption", {}, "Each instant counts for one cause: the first of sync, train, score, save, eval, record, rollout that is in progress"),
         tableHead(["Cause", "Time", "Share", "", "Meaning"], (at) => at === 1 || at === 2),
         element(
           "tbody",
@@ -153,7 +153,7 @@ class Time {
       "div",
       { class: "last-samples" },
       element("h3", {}, "Last samples to finish"),
-      element("p", { class: "lead" }, "Without the sample of a line and those above it, the rollout would have ended earlier by this time."),
+      element("p", { class: "lead" }, "Earlier by: time by which the rollout would have ended sooner without this sample and those above it."),
       element(
         "div",
         { class: "scroll" },

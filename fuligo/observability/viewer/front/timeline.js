@@ -18,16 +18,16 @@ const CAUSE_HUES = {
 };
 const CAUSE_TEXTS = {
   sampling: "engines are generating",
-  "last samples": "few samples are left; everything waits for the longest",
+  "last samples": "few samples are left; everything else waits for them",
   reward: "rewards are being computed, nothing is generated",
-  rollout: "part of the rollout without a sample in progress",
+  rollout: "the rollout runs, but no sample is in progress",
   train: "forward, backward, optimizer",
   score: "log-probabilities before the first optimizer step",
   sync: "weights are sent to the engines",
   save: "a checkpoint is being saved",
   eval: "evaluation on held-out prompts",
   record: "samples and metrics are written",
-  "between phases": "none of the above: time of the driver itself",
+  "between phases": "no phase in progress: the driver itself",
 };
 function causeColour(name) {
   if (name === "between phases") return { "--hue": 260, "--chroma": 0.005 };
@@ -189,7 +189,7 @@ function stepTimeline(step) {
     "div",
     { class: "timeline" },
     others.map(laneOf),
-    step.generating.length ? curveLane("samples", step.generating, Math.max(1, ...step.generating), step.duration_s, "samples generated") : null,
+    step.generating.length ? curveLane("samples", step.generating, Math.max(1, ...step.generating), step.duration_s, "samples in progress") : null,
     fewLanes(step.engines, "engine", ({ number, in_flight, idle }) =>
       curveLane(`engine ${number}`, in_flight, most, step.duration_s, "requests in flight", `${share(idle)} idle`),
     ),

@@ -1,7 +1,7 @@
-// Response token by token, coloured by values of the engine and the trainer.
+// Response token by token, colored by values of the engine and the trainer.
 
 const PARTS = 256; // tokens per paragraph; paragraphs out of sight are not laid out
-// least: lower bound of the value of full colour, so that noise stays pale.
+// least: lower bound of the value with full color, so that noise stays pale.
 const COLOURS = [
   {
     key: "diff",
@@ -25,7 +25,7 @@ const COLOURS = [
     needs: ["trainer_logprobs"],
     lead: "negative log-probability of the trainer, nats",
   },
-  { key: "entropy", title: "Entropy", least: 0.1, needs: ["entropy"], lead: "of the policy's distribution, nats" },
+  { key: "entropy", title: "Entropy", least: 0.1, needs: ["entropy"], lead: "entropy of the policy's distribution, nats" },
   { key: "advantages", title: "Advantage", least: 0.1, needs: ["advantages"], signed: true, lead: "advantage of the token" },
   { key: "values", title: "Value", least: 0.1, needs: ["values"], signed: true, lead: "expected return before the token" },
   {
@@ -128,16 +128,16 @@ class TokenView {
     return undefined;
   }
 
-  // Where the grey tokens come from: "grey, not trained: 12 of tools and users, 8 of the chat template".
+  // Describe the gray tokens: "gray, not trained: 12 tokens of tools and users, 8 tokens of the chat template".
   givenText(given) {
     const numbers = Object.keys(SOURCES).map((source) => [source, this.tokens.sources.filter((one, at) => given[at] && one === source).length]);
-    return `grey, not trained: ${numbers
+    return `gray, not trained: ${numbers
       .filter(([, number]) => number)
       .map(([source, number]) => `${count(number, "token")} ${SOURCES[source]}`)
       .join(", ")}`;
   }
 
-  // Values that are categories: one colour each.
+  // Color values that are categories, one color each.
   colourKinds(values, chosen, noun) {
     const kinds = [...new Set(values.filter((value) => value !== null))].sort((a, b) => a - b);
     const colour = (kind) => ({ "--hue": RUN_HUES[kinds.indexOf(kind) % RUN_HUES.length] });

@@ -156,7 +156,7 @@ def tokens(version: int, engine: int, abs_diff: float, num_tokens: int = 10) -> 
         (
             [tokens(41, 0, 0.2), tokens(41, 1, 0.25)],
             "all tokens equally",
-            "of version 41 and of all engines differ equally, so the cause is",
+            "of version 41 and of all engines disagree equally, so the cause is",
         ),
         ([tokens(40, 0, 0.2), tokens(41, 0, 0.25)], "all tokens equally", "of all versions (40, 41)"),
     ],

@@ -27,9 +27,11 @@ class Origin:
     step: int
     policy_version: int
     initial_weights: Path
+    """Weights that the trainer loads; it then restores `checkpoint`, if there is one."""
     checkpoint: Path | None
     """Directory of the resumed checkpoint; None at the beginning."""
     state: RunState | None
+    """State in the resumed checkpoint; None at the beginning."""
     rng: DriverRng = field(default_factory=DriverRng.capture)
     """Random state of the driver at this origin."""
 
@@ -50,7 +52,7 @@ class Origin:
         return cls(0, 0, weights, None, None)
 
     def after_saving_to(self, store: CheckpointStore) -> Origin:
-        """Return the newest checkpoint that this run has saved as an origin; this one if it has saved none.
+        """Return the origin at the newest checkpoint that the run has saved to `store`; this origin if it has saved none.
 
         Raises CheckpointError if the checkpoint is damaged.
         """
@@ -61,7 +63,7 @@ class Origin:
         return replace(self, step=state.step, policy_version=state.policy_version, checkpoint=found.directory, state=state, rng=state.rng)
 
     def may_cut_back(self, config: Config, run_dir: Path) -> bool:
-        """Return whether this run may replace recorded steps: those after its checkpoint, or all if nothing was saved.
+        """Return whether this run may replace recorded steps: those after its checkpoint, or all of them if nothing was saved.
 
         A run that starts from scratch because of another `--load`, perhaps a misspelled one, must not replace a finished run.
         """
@@ -70,9 +72,12 @@ class Origin:
         return load is not None and (self.checkpoint is not None or Path(load).resolve() == save.resolve())
 
     def weights_to_read(self, config: Config) -> list[Path]:
-        """Return the directories of all weights that the trainer loads: policy, teacher and value model."""
+        """Return the directories that the trainer reads: initial weights, checkpoint to resume, reference, teacher and value model."""
+        reference = config.initial_weights_path if config.needs_reference else None
         teacher, critic = config.algorithm.opd_teacher_load, config.checkpoint.critic_load
-        weights = [self.initial_weights]
+        weights = [self.initial_weights, *([] if self.checkpoint is None else [self.checkpoint])]
+        if reference is not None:
+            weights.append(weights_directory(Path(reference)))
         if teacher is not None:
             weights.append(Path(teacher))
         if critic is not None and config.trains_values:
@@ -81,6 +86,7 @@ class Origin:
 
 
 def save_directory(config: Config, run_dir: Path) -> Path:
+    """Return the directory of the run's checkpoints: --save, or `checkpoints/` in the run directory."""
     return Path(config.checkpoint.save or run_dir / CHECKPOINTS)
 
 

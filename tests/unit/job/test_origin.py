@@ -31,6 +31,15 @@ def test_recorded_steps_do_not_give_way_to_a_load_without_checkpoints(tmp_path: 
     assert not may_cut_back(begins, tmp_path, "--load", tmp_path / "model"), "weights alone"
 
 
+def test_weights_to_read_include_the_reference_and_the_checkpoint(tmp_path: Path) -> None:
+    flags = ["--hf-checkpoint", str(tmp_path / "model"), "--ref-load", str(tmp_path / "first")]
+    begins = Origin(0, 0, tmp_path / "loaded", None, None)
+    assert begins.weights_to_read(parse(flags).config) == [tmp_path / "loaded"]
+    resumes = replace(begins, checkpoint=tmp_path / "iter_0000004")
+    read = resumes.weights_to_read(parse([*flags, "--use-kl-loss"]).config)
+    assert read == [tmp_path / "loaded", tmp_path / "iter_0000004", tmp_path / "first"]
+
+
 async def test_a_restart_begins_at_what_this_run_saved(tmp_path: Path) -> None:
     async def write(directory: Path) -> None:
         (directory / "hf").mkdir()

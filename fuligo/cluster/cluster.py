@@ -81,7 +81,7 @@ class RayCluster:
         """Check that all nodes see the run's files.
 
         `read`: paths that every node must see. `written`: directories in which every node must see files that another node writes. Raises
-        ConfigError that names the node and the paths that it does not see.
+        ConfigError that names the first node that does not see a path, and the paths that it does not see.
         """
         with ExitStack() as stack:
             marks = {stack.enter_context(_mark(path)): f"files written to {path} on another node" for path in written}
@@ -164,7 +164,7 @@ async def open_cluster(config: Config, stack: AsyncExitStack, log_file: Path) ->
     """Connect to Ray, or start it on this machine, and reserve the run's nodes until the stack closes.
 
     `log_file`: log of Ray's processes if it is started here. Raises ConfigError if there is no cluster, it lacks the resources, or the run
-    needs none.
+    has no process to place on it.
     """
     placement = place(config)
     if not placement.node_sizes:
@@ -198,7 +198,7 @@ def ordinals(node: Node, slots: Sequence[int]) -> tuple[int, ...]:
 
 @contextmanager
 def _mark(directory: Path) -> Iterator[str]:
-    """Create a file with a unique name while the block runs, by which a node can tell whether it sees the same directory."""
+    """Create a file with a unique name during the block, which shows a node whether it sees the same directory; yield its path."""
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(prefix=".seen-by-all-nodes-", dir=directory.absolute()) as file:
         yield file.name

@@ -19,6 +19,7 @@ from fuligo.errors import ConfigError
 from fuligo.limits import num_cores
 
 ANSWER_TIMEOUT_S = 10.0
+"""Seconds in which the address must accept a connection."""
 LOOPBACK = "127.0.0.1"
 _RAY_OPTIONS: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "logging_level": logging.ERROR}
 """Options of `ray.init` that leave logging to fuligo: ranks and engines write to their own logs."""
@@ -32,7 +33,7 @@ async def connected(*, num_slots: int, device: str, several_nodes: bool, log_fil
     with this process.
 
     Args:
-        num_slots: number of processes for which a cluster started here has room
+        num_slots: number of processes that a cluster started here must have room for
         log_file: log of a cluster that is started here
 
     Raises:

@@ -16,7 +16,7 @@ from fuligo.errors import ConfigError
 LOOPBACK = "127.0.0.1"
 _LINE = re.compile(r"(?P<address>\S+)(?:\s+slots?\s*=\s*(?P<slots>\d+))?(?:\s+max_slots\s*=\s*\d+)?", re.ASCII)
 _HOST_NAME = re.compile(r"[A-Za-z0-9_:][A-Za-z0-9_.:-]*")
-"""Host name, ssh alias or IP address. It does not begin with `-`, so that no command takes it for an option."""
+"""Host name, ssh alias or IP address, without a leading `-`, so that no command takes it for an option."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -1,4 +1,4 @@
-"""Ray cluster for one run: the head on this machine, and a worker on every other host."""
+"""Ray cluster that `fuligo launch` starts for one run: the head on this machine, a worker on every other host."""
 
 import asyncio
 import logging
@@ -34,7 +34,7 @@ class LaunchSettings:
     ip: str
     """Address at which the workers reach this machine, the head."""
     num_slots: int
-    """Slots of this machine; 0: it runs only the driver."""
+    """Slots of this machine; 0 if it runs only the driver."""
     workers: tuple[Host, ...]
     port: int
     device: Device
@@ -76,7 +76,7 @@ class LaunchedCluster:
             ray.shutdown()
 
     async def stop(self) -> None:
-        """Stop the workers that were started here, then the head."""
+        """Stop the workers, then the head."""
         for worker in self._workers.values():
             assert worker.stdin is not None
             with suppress(BrokenPipeError):

@@ -18,7 +18,7 @@ AGENT_PORTS = ("dashboard-agent-grpc-port", "dashboard-agent-listen-port", "metr
 """Options for the ports of Ray's agents. If agents choose their own ports, Ray ends the node unless they report them within 15 s, and on a
 busy machine or a slow disk their imports alone take longer."""
 MAX_ROOT_LENGTH = 8
-"""Longest path of a temporary directory, in characters, with which the paths of Ray's sockets have at most 107 characters."""
+"""Longest path of a temporary directory, in characters; with a longer one, paths of Ray's sockets exceed the limit of 107 characters."""
 
 
 def head_command(port: int, claims: PortClaims, *, num_cpus: int, num_gpus: int | None, host: str | None = None) -> list[str]:

@@ -23,6 +23,7 @@ from fuligo.limits import raise_open_files
 
 POLL_S = 0.5
 APPEARANCE_TIMEOUT_S = 10.0
+"""Seconds to wait for new files of another node to appear on a network disk."""
 
 
 class NodeAgent:
@@ -52,7 +53,7 @@ class NodeAgent:
         return ServerPorts.claim(self._claims)
 
     async def missing(self, paths: list[str]) -> list[str]:
-        """Return the paths that this node does not see; waits up to `APPEARANCE_TIMEOUT_S`, as a network disk may show new files late."""
+        """Return the paths that do not exist on this node, after waiting for them for up to `APPEARANCE_TIMEOUT_S`."""
         deadline = time.monotonic() + APPEARANCE_TIMEOUT_S
         while True:
             unseen = [path for path in paths if not Path(path).exists()]  # noqa: ASYNC240  # nothing else runs in this event loop
@@ -99,6 +100,7 @@ def in_physical_order(gpu_ids: Iterable[int | str]) -> tuple[str, ...]:
 
 
 RESERVE_TIMEOUT_S = 120.0
+"""Seconds for the cluster to provide the nodes of a run."""
 AGENT_TIMEOUT_S = 120.0
 """Seconds for an actor to start on a reserved node."""
 Device = Literal["cpu", "cuda"]
@@ -168,7 +170,7 @@ async def reserve(node_sizes: Sequence[int], device: Device, *, timeout_s: float
 
 
 def physical_order(bundles: Sequence[Bundle]) -> list[Bundle]:
-    """Sort the bundles of equal size by address, and keep the order of sizes."""
+    """Sort the bundles of each size by address; the sequence of sizes stays, since it is the plan's."""
     by_size = {size: sorted((b for b in bundles if b.size == size), key=_physical) for size in {bundle.size for bundle in bundles}}
     return [by_size[bundle.size].pop(0) for bundle in bundles]
 

@@ -27,8 +27,8 @@ T = TypeVar("T")
 def run_job(config: Config) -> int:
     """Run `fuligo train` and return the exit code 0. Under torchrun, rank 0 drives the run and the other ranks follow it.
 
-    Raises ConfigError if torchrun started ranks on several hosts without a common key, or ranks that --max-restarts would have to replace,
-    and FuligoError if the run failed.
+    Raises ConfigError under torchrun if --max-restarts is set, or the ranks of several hosts have no common key, and FuligoError if the run
+    failed.
     """
     from rich.console import Console
 
@@ -57,6 +57,10 @@ def run_to_end(config: Config, lent: LentParts | None = None) -> Outcome:
 
     Args:
         lent: trainer and engine that several runs share; None: the run starts its own
+
+    Raises:
+        FuligoError: the run failed
+        KeyboardInterrupt: a signal ended the run
     """
     with collector_paused():
         from fuligo.job.run import run_config
@@ -108,7 +112,7 @@ def run_many_to_end(configs: Mapping[str, Config], *, resume: bool = False) -> l
 
 
 def evaluate(config: Config, run_dir: Path) -> Evaluated:
-    """Run `fuligo eval`. Signals end it as they end a run."""
+    """Run `fuligo eval` and return its result. Signals end it like a run; see `run_to_end`."""
     from fuligo.job.evaluation import evaluate_config
 
     _keep_private(config)

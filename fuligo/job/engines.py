@@ -101,7 +101,7 @@ def _reaching(config: Config, cluster: RayCluster | None) -> Transport:
 
 
 def _served_by_rank_0(config: Config) -> list[int]:
-    """Return the numbers of the policy's engines on GPUs that the trainer does not use."""
+    """Return the numbers of the engines to which rank 0 sends the weights: those of the policy on GPUs that the trainer does not use."""
     policy = policy_model(config)
     models = [group.model for group in engine_groups(config) for _ in range(group.num_engines)]
     beside = ranks_beside_engines(config)
@@ -123,8 +123,8 @@ PROBE_IDS = (1, 2, 3)
 """Token ids that exist in every vocabulary."""
 FP32_TOLERANCE, BF16_TOLERANCE, COARSE_TOLERANCE = 1e-3, 0.05, 0.2
 """Tolerances, in nats, of the mean difference of log-probabilities between two implementations of a model (bf16: 0.01 to 0.03 measured).
-The coarse one is for FP8 (quickstart model: 0.06) and, in bf16, for mixtures of experts, where rounding changes the routing, and linear
-attention (0.08 to 0.14 with random weights, docs/benchmarks-gpu.md)."""
+COARSE_TOLERANCE is for FP8 (quickstart model: 0.06) and, in bf16, for mixtures of experts, where rounding changes the routing, and for
+linear attention (0.08 to 0.14 with random weights, docs/benchmarks-gpu.md)."""
 
 
 @dataclass(slots=True)

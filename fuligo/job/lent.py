@@ -20,7 +20,7 @@ class LentParts:
         control: connection over which the engines are sent once they serve
         trainer: connection to the run's rank
         num_runs: number of runs that share the trainer and the engines
-        resume: the run may replace the steps that it has recorded, even without a checkpoint
+        resume: the run may replace recorded steps in its directory, even without a checkpoint
     """
 
     def __init__(self, control: Connection, trainer: Connection, num_runs: int, *, resume: bool = False) -> None:
@@ -33,7 +33,7 @@ class LentParts:
     async def engines(self) -> LentEngines:
         """Wait until the engines serve, and return them. Raises EngineError if the process of `fuligo train-many` has ended.
 
-        The wait is in a daemon thread: at its end, asyncio waits for threads of `to_thread`, and an interrupted run would never end.
+        The wait is in a daemon thread, because `asyncio.run` joins the threads of `to_thread` and an interrupted run would never end.
         """
         if self._engines is None:
             try:

@@ -1,4 +1,4 @@
-"""Several runs at once over one copy of the base weights: a trainer in this process, one engine, and a process for each run.
+"""Several runs at once on one copy of the base weights: a trainer in this process, one engine, and a process for each run.
 
 Each run has its own driver, with its configuration, data, rewards, records and checkpoints, so that a failed run does not disturb the
 others. It differs from a single run only in that its trainer rank and its engine are shared (`job.lent`).
@@ -30,11 +30,11 @@ from fuligo.trainer.ranks.connected import answer_commands
 from fuligo.trainer.ranks.shared import SharedTrainer
 
 COMPLETE = 100
-"""Exit code of the process of a run that is complete. 0 would also be that of a hook that calls `os._exit(0)` or `sys.exit()`."""
+"""Exit code of the process of a run that is complete. Not 0, which a hook that calls `os._exit(0)` or `sys.exit()` also causes."""
 INTERRUPTED = 130
 """Exit code of a run that a signal ended; the same as that of `fuligo train`."""
 LAST_OUTPUT_S = 1.0
-"""Seconds to show the last output of a run that has ended; a process that a hook left running may keep the pipes open for longer."""
+"""Seconds to wait for the last output of a run that has ended; a process that a hook left running may keep the pipes open for longer."""
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class RunProcess:
     name: str
     process: asyncio.subprocess.Process
     control: Connection
-    """Connection over which the process receives the configuration, then the engines."""
+    """Connection over which the process receives the configuration, then its access to the engines."""
     output: asyncio.StreamReader
     errors: asyncio.StreamReader
 

@@ -74,7 +74,7 @@ class SaveCheckpoint:
     """State after the last rollout, unless it is saved."""
     _writing: asyncio.Task[Path] | None = None
     _saving: asyncio.Task[None] | None = None
-    """Task of the write and the export after it."""
+    """Task that waits for `_writing` and then exports the checkpoint."""
 
     def due(self, step: int) -> bool:
         return self.keeps_last or self.schedule.due(step) or (self._saving is not None and self._saving.done())

@@ -75,7 +75,7 @@ _OPTIONS = {"of_rollout": "--custom-rollout-log-function-path", "of_evaluation":
 
 @dataclass(slots=True)
 class Logged:
-    """Metrics after a log function, and whether trackers receive them."""
+    """Metrics as a log function left them, and whether trackers receive them."""
 
     metrics: dict[str, float]
     tracked: bool = True
@@ -110,7 +110,7 @@ class LogHooks:
         )
 
     def _logged(self, name: str, *arguments: Any, metrics: dict[str, Any]) -> Logged:
-        """Call a function, which may change `metrics` and returns whether trackers should skip them."""
+        """Call a log function, which may change `metrics` and returns True if trackers should skip them."""
         hook, given = getattr(self, name), dict(metrics)
         if hook is None:
             return Logged(given)
@@ -179,7 +179,7 @@ class RunRecorder:
         self._last_step_end_s = time.perf_counter()
 
     def record(self, rollout: Rollout, batch: TrainBatch | None, result: StepResult | None, version: int) -> None:
-        """Write everything about a completed step to disk. Without training, `batch` and `result` are None."""
+        """Write a completed step to disk, sinks and console, and log new alarms. Without training, `batch` and `result` are None."""
         step = rollout.step
         if warning := failure_warning(step, rollout.groups):
             logger.warning("%s", warning)

@@ -39,6 +39,7 @@ class RunData:
     source: PromptSource | ConversationSource | None
     """Prompts or conversations of the run; None with `--data-source-path` and with saved rollouts."""
     num_rollout: int
+    """Rollouts of the whole run, from --num-rollout or --num-epoch."""
 
     @classmethod
     def open(cls, config: Config, state: RolloutState | None = None) -> RunData:

@@ -51,7 +51,8 @@ class Outcome:
 
     run_dir: Path
     evaluations: list[Evaluation]
-    """Evaluations since the last restart, in order. Unless skipped, the first one of a run is of the untrained policy."""
+    """Evaluations since the run started or resumed, or its trainer was last restarted, in order. The first evaluation of a new run is of
+    the untrained policy, unless --skip-eval-before-train is set."""
 
 
 async def run_config(config: Config, termination: Termination, lent: LentParts | None = None) -> Outcome:
@@ -274,7 +275,7 @@ async def _load_trainer(begun: Begun, stack: AsyncExitStack) -> Trainer | None:
     await trainer.load()
     if origin.checkpoint is not None:
         await trainer.restore(origin.checkpoint)
-    # Nothing is gained where no engine is starting meanwhile. One beside the trainer would find less free memory for its KV cache.
+    # Compiling now gains time only while an engine starts. On a shared GPU it would leave the engine less memory for its KV cache.
     if not begun.opened.launching.done() and not config.engine_capabilities.beside_trainer:
         await trainer.warm_up()
     return trainer

@@ -1,4 +1,4 @@
-"""Stages of a run. Each holds the parts that exist from then on, and is built once from the stage before."""
+"""Stages of a run. Each holds the parts that exist from then on, and is built from the stage before it."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Wired:
 
     started: Started
     trainer: Trainer | None
-    """Trainer, which takes turns with the engines if they share devices."""
+    """Trainer, which takes turns with the engines if they share devices; None with --debug-rollout-only."""
     weights: WeightSyncing
     rollouts: PacedRollouts
     evaluate: Evaluate | None
@@ -114,6 +114,7 @@ async def join_cluster(config: Config, weights: Sequence[Path], directory: RunDi
 
     Args:
         weights: directories that the nodes must read, in addition to the models of the engines
+        directory: run directory; holds Ray's log, and every node must see it
         stack: leaves the cluster when it closes
 
     Raises:

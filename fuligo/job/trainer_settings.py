@@ -36,7 +36,7 @@ from fuligo.trainer.settings import loss_settings
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 
 DEFAULT_MAX_TOKENS = 8192
-"""Tokens of a micro-batch if no flag limits it; the loss does not depend on it."""
+"""Maximum tokens per micro-batch and GPU if no flag sets a limit; the loss does not depend on it."""
 
 
 def trainer_settings(
@@ -216,7 +216,7 @@ def _lora(config: Config, initial_weights: Path) -> LoraSettings | None:
 
 
 def _capacity(config: Config, max_tokens: int | None) -> Capacity:
-    """Return the capacity of a micro-batch. Token limits are per GPU, so ranks that share a sequence hold a multiple."""
+    """Return the capacity of a micro-batch. Token limits are per GPU, so context-parallel ranks together hold a multiple of them."""
     num_sharing = config.parallel.context_parallel_size
     if config.train.use_dynamic_batch_size:
         return Capacity(max_tokens=None if max_tokens is None else max_tokens * num_sharing)

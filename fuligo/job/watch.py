@@ -101,7 +101,7 @@ def stalls_reported(limit_s: float = LIMIT_S) -> Iterator[None]:
 
 
 def _user_frame(thread: int) -> traceback.FrameSummary | None:
-    """Return the first frame that the event loop or fuligo called in the thread; None if it belongs to an installed package."""
+    """Return the frame of the user's function that the event loop or fuligo called in the thread; None if none of the user's code runs."""
     stack = traceback.extract_stack(sys._current_frames()[thread])
     ours = [place for place, frame in enumerate(stack) if frame.filename.startswith((_OURS, _EVENT_LOOP))]
     beyond = stack[ours[-1] + 1 :] if ours else []

@@ -40,7 +40,7 @@ class HookError(ConfigError):
 
 
 class RolloutError(FuligoError):
-    """Raised if sampling as a whole cannot continue, for instance because every group was dropped. One bad sample is data, not an error."""
+    """Raised if sampling as a whole cannot continue, for instance because every group was dropped; a failed sample is only recorded."""
 
 
 class EngineError(FuligoError):

@@ -22,14 +22,18 @@ class WeightSyncing(Protocol):
     """Sync of the engines to the trainer's weights; see `weights.sync.WeightSync`."""
 
     @property
-    def version(self) -> int: ...
+    def version(self) -> int:
+        """Version of the weights in the engines."""
+        ...
 
     @property
     def metrics(self) -> Mapping[str, float]:
         """Metrics of the last sync."""
         ...
 
-    async def sync(self) -> int: ...
+    async def sync(self) -> int:
+        """Sync the weights and return their version."""
+        ...
 
 
 class Recorder(Protocol):
@@ -41,9 +45,11 @@ class Recorder(Protocol):
 
 
 class Periodic(Protocol):
-    """Task that runs after some of the rollouts (evaluation, checkpoint); see `job.periodic`."""
+    """Task that runs after certain rollouts (evaluation, checkpoint); see `job.periodic`."""
 
-    def due(self, step: int) -> bool: ...
+    def due(self, step: int) -> bool:
+        """Return whether the task runs after rollout `step`."""
+        ...
 
     async def run(self, rollout: Rollout, version: int) -> None: ...
 

@@ -255,7 +255,7 @@ class Sample:
     def passes(self, reward_key: str | None = None, pass_key: str | None = None) -> bool:
         """Return whether the reward that evaluations report is at least `PASS_REWARD`.
 
-        That is the number under `pass_key` in a dict reward; the rewards of --extra-rm-path do not count.
+        That is the number under `pass_key` of a dict reward, otherwise the reward without those of --extra-rm-path.
 
         Raises:
             ValueError: see `reward_value`

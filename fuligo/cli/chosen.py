@@ -137,7 +137,10 @@ def with_installed_engine(config: Config, num_gpus: int) -> tuple[Config, list[s
 
 
 def _with_shared_gpus(config: Config, num_gpus: int) -> tuple[Config, list[str]]:
-    """Return the config with --colocate if this machine has too few GPUs to separate trainer and engines and no flag decides otherwise."""
+    """Return the config, with --colocate if the GPUs of this machine are too few to separate trainer and engines, and a console line.
+
+    The config is unchanged if a flag has decided, or --colocate would break a rule.
+    """
     flags = config.cluster
     enough = config.total_num_gpus <= num_gpus or config.num_train_gpus > num_gpus
     if enough or flags.colocate or flags.rollout_num_gpus is not None or not config.engine_capabilities.releases_memory:
@@ -154,13 +157,13 @@ def _breaks_rules(config: Config, changed: Config) -> bool:
 
 
 def lines(choices: tuple[Choice, ...], config: Config) -> Iterator[str]:
-    """Yield a line for the console per choice."""
+    """Yield a console line for each choice: the flags and the reason."""
     for choice in choices:
         yield f"{as_typed(change_text(change, config) for change in choice.changes)}: {choice.reason}"
 
 
 def trainer_choice(config: Config) -> Iterator[str]:
-    """Yield a line that names the flags by which a run got the Megatron trainer without asking for it."""
+    """Yield a console line with the flags that selected the Megatron trainer, unless --train-backend did."""
     given = config.given_options(MEGATRON_FLAGS, ["megatron"])
     if config.cluster.train_backend != "auto" or not given:
         return

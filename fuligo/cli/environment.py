@@ -7,7 +7,7 @@ from fuligo.config import Config
 
 
 def apply_environment(config: Config) -> None:
-    """Set the variables of `--env`, and search the directories of its PYTHONPATH for modules, as Python does when it starts.
+    """Set the variables of `--env` in this process, and add the directories of its PYTHONPATH to `sys.path`, as Python does at its start.
 
     A value that refers to an unset variable is left out here; the checks before the start report it.
     """

@@ -102,7 +102,7 @@ def without_training(config: Config) -> Config:
 
 
 def run_directory(config: Config, started: datetime) -> Path:
-    """Return `--run-dir`, else a new directory; `--name` is the name of the training run, not of its evaluation."""
+    """Return `--run-dir`, or `runs/eval-<start time>`. `--name` is ignored, because it names the training run."""
     given = config.observability.run_dir
     return Path(given) if given is not None else Path("runs") / f"eval-{started:%Y-%m-%d-%H%M%S}"
 

@@ -12,7 +12,7 @@ _SHOWN = 3
 
 
 def unread_arguments(config: Config) -> Iterator[str]:
-    """Yield the problem of arguments that would have no effect, if there are any."""
+    """Yield one problem that names the given Megatron arguments without effect, if there are any."""
     options = schema("megatron").options
     given = [f"{options.get(name, option_name(name))} {value}" for name, value, _ in not_taken(config.megatron)]
     if given:
@@ -21,6 +21,6 @@ def unread_arguments(config: Config) -> Iterator[str]:
 
 
 def require_read_arguments(config: Config) -> None:
-    """Check that the trainer reads all of Megatron's arguments that are given. Raises ConfigError if it does not read some of them."""
+    """Check that no given Megatron argument is without effect. Raises ConfigError that names those that are."""
     if problems := list(unread_arguments(config)):
         raise ConfigError(*problems)

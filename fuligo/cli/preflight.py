@@ -32,13 +32,13 @@ def preflight(config: Config) -> None:
 
 
 def preflight_problems(config: Config) -> list[str]:
-    """Return the problems on disk, one text each."""
+    """Return the problems of the files, hooks and packages that a training run needs, one text each."""
     checks = (_secrets, weight_problems, _trainer, _engines, data_problems, destination_problems, _hooks, _rewards, _stop_tokens)
     return [problem for check in checks for problem in check(config)]
 
 
 def evaluation_problems(config: Config) -> list[str]:
-    """Return the problems on disk for `fuligo eval`, which trains nothing."""
+    """Return the problems of the files, hooks and packages that `fuligo eval` needs, one text each."""
     checks = (_secrets, evaluated_weight_problems, _engines, data_problems, destination_problems, _hooks, _rewards, _stop_tokens)
     return [problem for check in checks for problem in check(config)]
 

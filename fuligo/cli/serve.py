@@ -101,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _shapes(text: str) -> dict[str, AdapterConfig]:
-    """Parse JSON with the JSON of an `AdapterConfig` for each run."""
+    """Parse a JSON object that maps the name of each run to the JSON text of its `AdapterConfig`."""
     return {name: AdapterConfig.from_json(shape) for name, shape in json.loads(text).items()}
 
 

@@ -107,7 +107,7 @@ def _weights(config: Config) -> Iterator[str]:
     if len(sound) == len(given):
         difference = architecture_difference(*sound.values())
         if difference is not None:
-            yield f"--ref-load: {difference}"
+            yield f"--ref-load: {difference}; use weights of one architecture"
     first = "--hf-checkpoint" if config.checkpoint.ref_load is None else "--ref-load"
     if first in sound and not is_trainable(sound[first]):
         yield f"{first} {sound[first]} is quantized, and training cannot start from it; use the unquantized weights with --ref-load"
@@ -268,7 +268,7 @@ def _value_model(config: Config) -> Iterator[str]:
     except DamagedFileError:
         return  # other checks report the damaged --hf-checkpoint
     if difference is not None:
-        yield f"--critic-load: {difference}"
+        yield f"--critic-load: {difference}; use a value model of the policy's architecture"
 
 
 def _teacher(config: Config) -> Iterator[str]:
@@ -357,7 +357,7 @@ def _resume(config: Config) -> Iterator[str]:
     except DamagedFileError:
         return  # other checks report the damaged --hf-checkpoint
     if difference is not None:
-        yield f"--load: {difference}"
+        yield f"--load: {difference}; name the trained model with --hf-checkpoint"
 
 
 def _other_training(checkpoint: Path, *, holds_adapter: bool) -> str:

@@ -22,7 +22,7 @@ MAX_ROOT_LENGTH = 8
 
 
 def head_command(port: int, claims: PortClaims, *, num_cpus: int, num_gpus: int | None, host: str | None = None) -> list[str]:
-    """Return the command that starts the head.
+    """Return the command that starts Ray's head on this machine.
 
     Args:
         claims: port claims that stay open while the head runs
@@ -34,7 +34,7 @@ def head_command(port: int, claims: PortClaims, *, num_cpus: int, num_gpus: int 
 
 
 def worker_command(address: str, claims: PortClaims, *, name: str, num_cpus: int | None, num_gpus: int | None, host: str) -> list[str]:
-    """Return the command that starts a worker.
+    """Return the command that starts a Ray worker on this machine.
 
     Args:
         address: `host:port` of the head

@@ -51,7 +51,7 @@ def run_job(config: Config) -> int:
 
 
 def run_to_end(config: Config, lent: LentParts | None = None) -> Outcome:
-    """Run a configuration to its end.
+    """Run a configuration to its end and return the outcome.
 
     SIGTERM ends it like Ctrl-C: engines and ranks are stopped, and all records are kept. --save-on-sigterm saves a checkpoint first.
 
@@ -71,7 +71,10 @@ def run_to_end(config: Config, lent: LentParts | None = None) -> Outcome:
 
 
 async def run_in_loop(config: Config) -> Outcome:
-    """Run a configuration to its end in the running event loop; canceling it ends the run like Ctrl-C. Signals are left to the caller."""
+    """Run a configuration to its end in the running event loop and return the outcome; canceling it ends the run like Ctrl-C.
+
+    Signals are left to the caller. Raises FuligoError if the run failed.
+    """
     from fuligo.job.run import run_config
 
     _keep_private(config)

@@ -110,7 +110,7 @@ class Joined:
 
 
 async def join_cluster(config: Config, weights: Sequence[Path], directory: RunDirectory, stack: AsyncExitStack) -> Joined:
-    """Join the Ray cluster if the run uses one.
+    """Join the Ray cluster if the run uses one, and check that its nodes see the run's files.
 
     Args:
         weights: directories that the nodes must read, in addition to the models of the engines

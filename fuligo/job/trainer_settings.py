@@ -82,7 +82,10 @@ def _mtp(train: TrainFlags) -> MTPTraining | None:
 
 
 def _is_exact(config: Config, device: Device, checkpoint: Path) -> bool:
-    """Return whether the torch trainer computes the engine's log-probabilities bit for bit. Raises ConfigError if it should, but cannot."""
+    """Return whether the torch trainer computes the engine's log-probabilities bit for bit (--exact-on-policy).
+
+    Raises ConfigError if the flag is set, but the engine or the model does not support it on the device.
+    """
     if not config.train.exact_on_policy:
         return False
     if config.needs_engine and device != config.engine_capabilities.exact_on:
@@ -97,7 +100,7 @@ def _is_exact(config: Config, device: Device, checkpoint: Path) -> bool:
 def _shares_prefixes(config: Config, checkpoint: Path, teacher: Path | None) -> bool:
     """Return whether the trainer computes shared prefixes once, in the teacher's passes too.
 
-    Raises ConfigError if it must, but the layers of one of the models cannot.
+    Raises ConfigError with `--share-prefixes on` if the layers of the policy or the teacher do not support it.
     """
     if not config.shares_prefixes:
         return False

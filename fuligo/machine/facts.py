@@ -19,6 +19,7 @@ class Torch:
     cuda: str | None = None
     """CUDA version of the build; None for a CPU build."""
     nccl: str | None = None
+    """NCCL version; None for a build without it."""
     num_devices: int = 0
     num_threads: int = 1
 

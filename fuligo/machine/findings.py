@@ -19,7 +19,7 @@ GIB = 1024**3
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report."""
+    """Line of the report of `fuligo doctor`."""
 
     name: str
     value: str

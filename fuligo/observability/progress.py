@@ -136,7 +136,7 @@ class PlainProgress(Progress):
 
 @dataclass(slots=True)
 class Curves:
-    """State that the panel shows."""
+    """State of a run that the panel shows."""
 
     title: str
     num_rollouts: int

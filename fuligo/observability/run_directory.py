@@ -29,7 +29,7 @@ _NUMBERED = re.compile(r"(?:rollout|eval)_(\d+)\.parquet")
 class RunDirectory:
     """Writer of a run directory: `config.yaml`, `metrics.jsonl`, `samples/`, `eval/`, `trace.json`, `log.txt`, `checkpoints/`.
 
-    A lock ensures that only one process writes to it.
+    A lock ensures that only one process writes to it. Methods that write raise FuligoError if a file cannot be written.
     """
 
     def __init__(self, path: Path) -> None:

@@ -98,7 +98,7 @@ _IN_FOOTER = (
 )  # fmt: skip
 """Columns whose minimum and maximum in each row group are stored in the file's footer."""
 _DEEPEST = 100
-"""Levels of nested values that are stored; orjson writes no more than 254."""
+"""Maximum depth of nested values that is stored; orjson writes at most 254 levels."""
 _DECIMAL_BITS = 14_000
 """Integers of more bits are stored in hexadecimal, because Python writes no more than 4,300 decimal digits."""
 _JSON_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS

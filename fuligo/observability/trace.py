@@ -45,7 +45,7 @@ ENGINE_PID = 1_000_000
 BEGIN = "phase_begins"
 """Name of the event that marks the beginning of a phase, since the phase itself is written at its end; trace viewers ignore it."""
 SEND = "send"
-"""Span in which a rank sends weights to the engines."""
+"""Name of the span in which a rank sends weights to the engines."""
 MAX_RANKS = 32
 """Ranks written per step: rank 0 and those that computed longest."""
 MAX_LANES = 64

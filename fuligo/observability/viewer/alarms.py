@@ -48,16 +48,19 @@ class _Watch:
     severity: Literal["error", "warning", "note"]
     title: str
     bad: Callable[[Values], list[bool]]
+    """Returns for each row whether its value is bad."""
     text: str
     """Template over the facts of `_facts`."""
     lasting: int = 1
     """Minimum number of rows of a stretch."""
     excused: Callable[[MetricColumns], list[bool]] | None = None
-    """Rows at which a bad value is not a fault; None: at none."""
+    """Returns for each row whether a bad value is no fault there; None if it always is one."""
 
 
 def alarms(metrics: MetricColumns) -> list[Alarm]:
-    """Return the latest alarm of each kind, which counts earlier ones in its text: ongoing alarms first, then by severity and step."""
+    """Return the latest alarm of each kind, with the number of earlier ones in its text. Ongoing alarms come first, then by severity and
+    the newest first.
+    """
     found = [*_watched(metrics), *_not_finite(metrics)]
     severities = ("error", "warning", "note")
     return sorted(found, key=lambda alarm: (not alarm.ongoing, severities.index(alarm.severity), -alarm.last_step))

@@ -50,12 +50,12 @@ _STORED = {
     "prompt": "prompt_key",
     "dataset": "dataset",
 }
-"""Columns of the index that are columns of the file."""
+"""Column of the index -> column of the file from which it is read."""
 _READ = {*_STORED.values(), "oldest_version"}
 
 
 class SampleIndex:
-    """Index of the files read so far, newest steps first. One thread calls `update`; `table` never reads a file."""
+    """Index of the sample files, which are read newest first. One thread calls `update`; `table` never reads a file."""
 
     def __init__(self, run: Path, of: SampleSet = "train") -> None:
         self._run = run
@@ -67,7 +67,7 @@ class SampleIndex:
         self._version = 0
         """Incremented with every change."""
         self.damaged: dict[int, str] = {}
-        """Step -> why its file cannot be read."""
+        """Step -> reason why its file cannot be read."""
 
     def update(self, budget_s: float = float("inf")) -> bool:
         """Read new and changed files until all are known or `budget_s` is used up; return whether anything changed."""

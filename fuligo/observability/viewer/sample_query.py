@@ -1,4 +1,4 @@
-"""Search for samples: filters and orders over the index; text is searched file by file, for a bounded time per call."""
+"""Search for samples: filters and orders on the index; text is searched file by file, for a bounded time per call."""
 
 import functools
 import operator
@@ -109,7 +109,7 @@ class TextSearch:
     def __init__(self, text: str) -> None:
         self._text = text
         self._hits: dict[int, Hits] = {}
-        """By step."""
+        """Hits by step."""
 
     def advance(self, index: SampleIndex, table: pa.Table, budget_s: float) -> tuple[pa.Table, float]:
         """Search the files of the rows in `table`, newest first: at least one file, then further ones until `budget_s` is used up.

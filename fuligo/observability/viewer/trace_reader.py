@@ -28,7 +28,7 @@ class PhaseEvent:
 
 
 class TraceReader:
-    """Phases of the driver by step, in the order in which they ended, and those of other processes such as trainer ranks."""
+    """Reader of the driver's phases, by step and in the order in which they ended, and of those of the trainer ranks."""
 
     def __init__(self, path: Path) -> None:
         self._tail = Tail(path)
@@ -42,7 +42,7 @@ class TraceReader:
         self.num_damaged = 0
 
     def update(self, max_chunks: int = 1_000_000) -> bool:
-        """Read the events that were added; return whether there were any."""
+        """Read the events that were added, at most `max_chunks` chunks (4 MiB each); return whether there were any."""
         anything = False
         for _ in range(max_chunks):
             lines = self._tail.read()

@@ -22,7 +22,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     config = parse(arguments).config
     if not any(given_hooks(config)):
-        raise ConfigError("there is nothing to check: the arguments name no hook, such as --custom-rm-path file.py:function")
+        raise ConfigError("cannot check hooks: the arguments name none; add one, such as --custom-rm-path file.py:function")
     apply_environment(config)
     from fuligo.data.dataset import PromptDataset
     from fuligo.job.hook_checks import CALLED_IN_A_RUN_ALONE, check_hooks

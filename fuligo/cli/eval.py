@@ -81,7 +81,7 @@ def check(config: Config, places: Mapping[str, str] | None = None) -> None:
     found = [finding for finding in findings(config) if finding.id not in TRAINING_RULES]
     require_no_errors(with_places(found, places or {}), config)
     if not config.has_eval:
-        raise ConfigError("there is nothing to evaluate: use --eval-prompt-data, --eval-config or --eval-function-path")
+        raise ConfigError("cannot evaluate: no dataset is given; use --eval-prompt-data, --eval-config or --eval-function-path")
     if config.engine.rollout_external_engine_addrs and config.checkpoint.load is not None:
         raise ConfigError(
             f"--load {config.checkpoint.load}: external engines (--rollout-external-engine-addrs) are evaluated with the weights "

@@ -53,8 +53,8 @@ def _launch(options: argparse.Namespace, train: list[str], logs: Path) -> int:
         return run(train)
     elif NODES_VARIABLE not in os.environ:
         raise ConfigError(
-            f"fuligo launch has no hosts: use --hostfile F, start it in a Slurm job ({NODES_VARIABLE}), or set {ADDRESS_VARIABLE} to use "
-            "a running cluster; on one machine use fuligo train"
+            f"cannot launch: there are no hosts; use --hostfile F, start it in a Slurm job ({NODES_VARIABLE}), or set {ADDRESS_VARIABLE} "
+            "to use a running cluster; on one machine use fuligo train"
         )
     elif number := task_number(os.environ):
         print(f"Slurm task {number}: task 0 starts the run and a worker on every node")

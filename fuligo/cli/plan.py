@@ -11,7 +11,7 @@ from pathlib import Path
 from fuligo.cli.chosen import find_devices, trainer_choice, with_installed_engine
 from fuligo.cli.megatron_arguments import unread_arguments
 from fuligo.config import Config
-from fuligo.config.command_line import parse
+from fuligo.config.command_line import parse, read_command_line
 from fuligo.config.findings import Finding, Severity
 from fuligo.config.help import asked_for_help, help_text
 from fuligo.config.validate import with_places
@@ -169,10 +169,11 @@ def plan_name(config: Config, job: Sequence[str]) -> str:
     """Return `--name`, else the config file's name (`glm4-9b` for `glm4-9b.yaml` and for `glm4-9b/config.yaml`), else `plan`."""
     if config.observability.name:
         return config.observability.name
-    if "--config" in job[:-1]:
-        file = Path(job[job.index("--config") + 1])
-        return file.absolute().parent.name if file.stem == "config" else file.stem
-    return "plan"
+    file = read_command_line(job).config_file
+    if file is None:
+        return "plan"
+    path = Path(file)
+    return path.absolute().parent.name if path.stem == "config" else path.stem
 
 
 def _write(plan: Plan, config: Config, notes: Sequence[str], options: Options) -> None:
@@ -191,17 +192,11 @@ def _write(plan: Plan, config: Config, notes: Sequence[str], options: Options) -
 
         from fuligo.planner.report import print_report
 
-        written = list(_written(options))
         console = Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
         print_report(plan, config, console, notes)
-        for line in written:
-            console.print(line, markup=False, soft_wrap=True)
-
-
-def _written(options: Options) -> Iterator[str]:
-    for file in (options.json_file, options.html_file):
-        if file is not None:
-            yield f"wrote {file}"
+        for file in (options.json_file, options.html_file):
+            if file is not None:
+                console.print(f"wrote {file}", markup=False, soft_wrap=True)
 
 
 def _write_text(option: str, file: str, text: str) -> None:

@@ -126,4 +126,4 @@ def _stop_tokens(config: Config) -> Iterator[str]:
         return  # other checks report the damaged --hf-checkpoint
     problem = unknown_tokens(config.rollout.rollout_stop_token_ids, vocab_size) if isinstance(vocab_size, int) else None
     if problem is not None:
-        yield f"{problem}; correct them"
+        yield f"{problem}; use ids of the vocabulary"

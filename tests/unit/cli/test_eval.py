@@ -45,13 +45,13 @@ def test_help_says_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_nothing_to_evaluate(checkpoint: Path) -> None:
     said = refused("--hf-checkpoint", checkpoint, "--rm-type", "random")
-    assert said == "there is nothing to evaluate: use --eval-prompt-data, --eval-config or --eval-function-path"
+    assert said == "cannot evaluate: no dataset is given; use --eval-prompt-data, --eval-config or --eval-function-path"
 
 
 def test_settings_of_micro_batches_are_not_asked_for(checkpoint: Path) -> None:
     """Packing by tokens needs --max-tokens-per-gpu only in training, so the next problem is reported."""
     said = refused("--hf-checkpoint", checkpoint, "--rm-type", "random", "--use-dynamic-batch-size")
-    assert said.startswith("there is nothing to evaluate")
+    assert said.startswith("cannot evaluate: no dataset is given")
 
 
 def test_what_a_run_of_training_would_be_refused_for_is_refused(given: list[str]) -> None:

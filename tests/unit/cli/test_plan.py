@@ -160,7 +160,7 @@ def test_own_options_need_values(arguments: list[str]):
 
 @pytest.mark.parametrize(
     ("job", "name"),
-    [(["--config", "glm4-9b/config.yaml"], "glm4-9b"), (["--config", "a/colocated.yaml"], "colocated"), ([], "plan")],
+    [(["--config", "glm4-9b/config.yaml"], "glm4-9b"), (["--config=a/colocated.yaml"], "colocated"), ([], "plan")],
 )
 def test_a_plan_is_named_after_its_config_file(job: list[str], name: str):
     assert plan_name(parse([]).config, job) == name

@@ -82,8 +82,8 @@ def stalls_reported(limit_s: float = LIMIT_S) -> Iterator[None]:
             culprit = _user_frame(loop_thread)
             if culprit is not None:
                 logger.warning(
-                    "event loop blocked for %g s in %s (%s:%s); await slow work in async functions, make a reward a plain function, which "
-                    "runs in a thread, and run an environment without --environment-isolation none and `isolated = False`",
+                    "event loop blocked for %g s in %s (%s:%s); await slow work in async functions, write a reward as a plain function "
+                    "(it runs in a thread), and let environments run isolated (no --environment-isolation none, no `isolated = False`)",
                     limit_s,
                     culprit.name,
                     culprit.filename,

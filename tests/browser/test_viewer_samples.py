@@ -124,11 +124,11 @@ def test_tokens_show_values_of_engine_and_trainer(open_view: OpenPage) -> None:
     expect(facts).to_contain_text("entropy0.25")
     expect(facts).to_contain_text("value0.5")
     expect(facts).to_contain_text("teacher-2.75")
-    expect(facts).to_contain_text("trainedno")
+    expect(facts).to_contain_text("trained onno")
     expect(facts).to_contain_text("version8")
     expect(facts).to_contain_text("served byengine 1")
     page.keyboard.press("ArrowRight")
-    expect(facts).to_contain_text("trainedyes")
+    expect(facts).to_contain_text("trained onyes")
     shown = "".join(page.locator(".token").all_text_contents())
     assert shown == "<think>step 9, row 12</think>\\boxed{7}"
 
@@ -143,7 +143,7 @@ def test_tokens_are_coloured(open_view: OpenPage, colour: str) -> None:
     background = "token => getComputedStyle(token).backgroundColor"
     colours = page.locator(".token").evaluate_all(f"tokens => tokens.map({background})")
     graded = len(colours) - 1  # the two strongest have full colour
-    # The first token is not trained, and grey; the values of the others are equal.
+    # The first token is gray, because it is not trained on; the values of the others are equal.
     assert len(set(colours)) == {"engine_logprobs": graded, "trainer_logprobs": graded, "versions": 1, "engines": 1}.get(colour, 2)
     assert page.locator(".token.given").count() == (0 if colour in ("mask", "versions", "engines") else 1)
 

@@ -2,10 +2,6 @@
 
 const curvesOf = new Map(); // run -> {generation, step, time, tokens, values: Map(key -> list), evaluations}
 
-function forgetCurves() {
-  curvesOf.clear();
-}
-
 // Fetch new values of these keys; keys that are not cached are fetched from the start.
 async function updateCurves(run, keys) {
   let known = curvesOf.get(run.name);

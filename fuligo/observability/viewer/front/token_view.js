@@ -36,7 +36,7 @@ const COLOURS = [
     signed: true,
     lead: "teacher minus trainer log-probability, nats",
   },
-  { key: "mask", title: "Mask", least: 1, needs: ["mask"], lead: "tokens that are trained" },
+  { key: "mask", title: "Mask", least: 1, needs: ["mask"], lead: "tokens that are trained on" },
   { key: "versions", title: "Version", needs: ["versions"], lead: "policy version that sampled the token" },
   { key: "engines", title: "Served by", needs: ["engines"], lead: "engine that sampled the token" },
 ];
@@ -117,7 +117,7 @@ class TokenView {
     });
     const text =
       key === "mask"
-        ? `${known.filter((value) => value > 0).length} of ${known.length} tokens are trained`
+        ? `${known.filter((value) => value > 0).length} of ${known.length} tokens are trained on`
         : `${chosen.lead}; full color at ${figure(most, 3)}`;
     this.legend.replaceChildren(
       key === "mask" ? "" : element("span", { class: `ramp ${chosen.signed ? "signed" : ""}` }),
@@ -128,10 +128,10 @@ class TokenView {
     return undefined;
   }
 
-  // Describe the gray tokens: "gray, not trained: 12 tokens of tools and users, 8 tokens of the chat template".
+  // Describe the gray tokens: "gray, not trained on: 12 tokens of tools and users, 8 tokens of the chat template".
   givenText(given) {
     const numbers = Object.keys(SOURCES).map((source) => [source, this.tokens.sources.filter((one, at) => given[at] && one === source).length]);
-    return `gray, not trained: ${numbers
+    return `gray, not trained on: ${numbers
       .filter(([, number]) => number)
       .map(([source, number]) => `${count(number, "token")} ${SOURCES[source]}`)
       .join(", ")}`;
@@ -212,7 +212,7 @@ class TokenView {
       ["reference", tokens.ref_logprobs ? value("ref_logprobs") : null],
       ["teacher", tokens.teacher_logprobs ? value("teacher_logprobs") : null],
       ["from", { sampled: "policy", appended: "tool or user", template: "chat template" }[tokens.sources[at]]],
-      ["trained", tokens.mask ? (tokens.mask[at] ? "yes" : "no") : NOTHING],
+      ["trained on", tokens.mask ? (tokens.mask[at] ? "yes" : "no") : NOTHING],
       ["version", value("versions")],
       ["served by", tokens.engines ? (tokens.engines[at] === null ? NOTHING : `engine ${tokens.engines[at]}`) : null],
     ];

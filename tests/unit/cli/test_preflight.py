@@ -254,7 +254,7 @@ def test_stop_tokens_are_the_models(model: Path):
     size = json.loads((model / "config.json").read_text())["vocab_size"]
     assert problems(model, "--rollout-stop-token-ids", size - 1) == []
     (problem,) = problems(model, "--rollout-stop-token-ids", 0, size)
-    assert problem == f"--rollout-stop-token-ids {size}: the model's token ids end at {size - 1}; correct them"
+    assert problem == f"--rollout-stop-token-ids {size}: the model's token ids end at {size - 1}; use ids of the vocabulary"
 
 
 def test_a_teacher_is_read_before_anything_starts(model: Path, dist: Path, tmp_path: Path):

@@ -25,7 +25,7 @@ UNKNOWN_TOOL = "unknown"
 
 @dataclass(slots=True, frozen=True)
 class Tool:
-    """Tool that the model may call, as its chat template shows it."""
+    """Tool that the model may call, as the chat template shows it."""
 
     name: str
     description: str
@@ -52,7 +52,7 @@ class ToolCall:
 
 @dataclass(slots=True, frozen=True)
 class AssistantTurn:
-    """One answer of the model."""
+    """Turn of the model, parsed into content, thinking and tool calls."""
 
     content: str
     """Text without thinking and tool calls. If a call cannot be parsed, the text includes all calls."""
@@ -80,14 +80,14 @@ class AssistantTurn:
 
 @dataclass(slots=True, frozen=True)
 class Row:
-    """Row of the data for one episode."""
+    """Row of the prompt file, for one episode."""
 
     prompt: str | Messages
     label: Any
     metadata: dict[str, Any]
-    """Copy, which the environment may change."""
+    """Copy of the row's metadata, which the environment may change."""
     index: int
-    """Number of the sample in the run."""
+    """Number of the sample in the run, from 0."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -226,7 +226,7 @@ def _is_metric(item: tuple[Any, Any]) -> bool:
 
 
 def json_copy(value: Any) -> Any:
-    """Copy JSON data. Raises TypeError if it is not JSON data."""
+    """Return a deep copy of JSON data, with NumPy values as numbers and lists. Raises TypeError if `value` holds anything else."""
     try:
         return orjson.loads(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY))
     except orjson.JSONEncodeError as error:

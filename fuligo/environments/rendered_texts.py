@@ -1,4 +1,4 @@
-"""Cache of rendered conversations, so that each turn is rendered once: the text up to the end of one turn begins the next."""
+"""Cache of rendered conversations, so that each turn is rendered once: the text rendered for one turn is the prefix of the next one's."""
 
 import threading
 from collections import OrderedDict
@@ -11,7 +11,7 @@ from fuligo.environments.environment import Tool
 from fuligo.types import Messages
 
 MAX_CHARS = 32 * 2**20
-"""Limit of all cached texts together, in characters. Texts of ended conversations stay until newer ones need the space."""
+"""Limit of all cached texts together, in characters. Texts of ended conversations stay until newer texts need the space."""
 
 
 class RenderedTexts:
@@ -25,11 +25,11 @@ class RenderedTexts:
         self._max_chars = max_chars
         self._num_chars = 0
         self._texts: OrderedDict[bytes, tuple[str, int]] = OrderedDict()
-        """Text, and the number of times it was added and not taken: samples of one prompt begin alike."""
+        """Text by key, with the number of conversations that still need it: samples of one prompt begin with the same text."""
         self._lock = threading.Lock()
 
     def add(self, messages: Messages, tools: Sequence[Tool], text: str) -> None:
-        """Remember the text of a conversation, unless its messages cannot be written as JSON."""
+        """Remember the text of a conversation, unless it is longer than the cache, or its messages cannot be written as JSON."""
         key = _key(messages, tools)
         if key is None or len(text) > self._max_chars:
             return
@@ -47,7 +47,7 @@ class RenderedTexts:
             return None if key is None or key not in self._texts else self._texts[key][0]
 
     def take(self, messages: Messages, tools: Sequence[Tool]) -> str | None:
-        """Return and forget the text of a conversation that continues; None if it is not known."""
+        """Return the text of a conversation that continues, and forget it if no other sample needs it; None if it is not known."""
         key = _key(messages, tools)
         with self._lock:
             known = None if key is None else self._texts.pop(key, None)

@@ -174,7 +174,7 @@ class Renderer:
         Args:
             prompt: ids before the turn, which may end with `<think>`; None: the prompt of a plain question
             tools: offered tools, whose schemas give the types of arguments that the format writes as text
-            recorded: report a call whose arguments the sample's record cannot hold as a problem
+            recorded: treat a call as a problem if the sample's record cannot hold its arguments
             text: the text of `sampled`, if it is known
         """
         body, end = self._split_end(sampled)
@@ -229,7 +229,7 @@ class Renderer:
                 call = replace(call, id=_own_id(number, call.name, call.arguments))
             if recorded and not _fits_record(call):
                 problems.append(
-                    f"tool call {number}: the arguments have a number that is too large or not finite, or are nested too deeply"
+                    f"tool call {number}: the arguments contain a number that is too large or not finite, or are nested too deeply"
                 )
             else:
                 calls.append(call)
@@ -351,7 +351,7 @@ def _own_id(number: int, name: str, arguments: Mapping[str, Any]) -> str:
 
 
 def _fits_record(call: ToolCall) -> bool:
-    """Return whether a record holds the arguments: integers of 64 bits, finite numbers, no deep nesting."""
+    """Return whether a sample's record can hold the arguments: integers of 64 bits, finite numbers, no deep nesting."""
     try:
         return json_copy(call.arguments) == call.arguments
     except TypeError:

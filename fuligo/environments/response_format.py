@@ -1,6 +1,6 @@
 """Formats in which model families write thinking and tool calls, as response schemas of transformers.
 
-If a tokenizer has a `response_schema`, it is used. For the others, the schema follows from the markers in the chat template.
+A tokenizer's own `response_schema` takes precedence. Otherwise a marker in the chat template selects the format.
 """
 
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ def _schema(calls: str, items: dict[str, Any], removed: str | None = None) -> di
 
     Args:
         calls: regular expression of one tool call
-        items: schema of what it captures
-        removed: regular expression of what is not content; `calls` if None
+        items: schema of the text that `calls` captures
+        removed: regular expression of the text that is not content; None: `calls`
     """
     without_thinking = [[THINKING, ""]]
     return {
@@ -48,15 +48,15 @@ def _tagged(name: str, argument: str, frame: tuple[str, ...]) -> dict[str, Any]:
 
 @dataclass(slots=True, frozen=True)
 class ResponseFormat:
-    """One format, found by a marker in the chat template."""
+    """Format of a model family, recognized by a marker in the chat template."""
 
     name: str
     marker: str
     schema: dict[str, Any]
     has_text_arguments: bool = False
-    """Arguments are written as text, whose types the tool declares."""
+    """True if the model writes arguments as text, to be converted to the types that the tool declares."""
     is_tagged: bool = True
-    """Thinking and calls are in tags: a text without `<` is content."""
+    """True if thinking and calls are in tags, so that a text without `<` is all content."""
 
 
 _QWEN_CODER = ResponseFormat(

@@ -20,8 +20,8 @@ class Rubric:
         self.weights = weights
 
     def score(self, **parts: float) -> Score:
-        """Weigh the parts. Raises ValueError if parts and weights differ in their names."""
+        """Return the weighted sum of the parts, and each part as a metric. Raises ValueError if the names are not those of the weights."""
         if parts.keys() != self.weights.keys():
-            raise ValueError(f"cannot score: the parts are {sorted(parts)}, but the rubric has {sorted(self.weights)}; give each part once")
+            raise ValueError(f"cannot score: the parts are {sorted(parts)}, but the rubric has {sorted(self.weights)}; pass exactly these")
         total = sum(weight * parts[name] for name, weight in self.weights.items())
         return Score(total, {f"reward/{name}": float(value) for name, value in parts.items()})

@@ -44,13 +44,15 @@ class ToolFunction:
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        """Read the signature. Raises TypeError if a parameter has no type, or the function takes `*args` or `**kwargs`."""
+        """Read the signature. Raises TypeError if a parameter has no type annotation or cannot be passed by name (such as `*args`)."""
         self.name: str = function.__name__
         self.description = inspect.getdoc(function) or ""
         fields: dict[str, Any] = {}
         for parameter in inspect.signature(function, eval_str=True).parameters.values():
             if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY) or parameter.annotation is parameter.empty:
-                raise TypeError(f"cannot make a tool of {self.name}: the parameter {parameter.name} needs a name and a type")
+                raise TypeError(
+                    f"cannot make a tool of {self.name}: the parameter {parameter.name} needs a type annotation, and must be passed by name"
+                )
             fields[parameter.name] = (parameter.annotation, ... if parameter.default is parameter.empty else parameter.default)
         self._arguments = create_model(self.name, __config__=ConfigDict(extra="forbid"), **fields)
         schema = self._arguments.model_json_schema()

@@ -25,28 +25,28 @@ if TYPE_CHECKING:
 
 
 class McpSettings(BaseModel):
-    """MCP server: a command to start, or a URL."""
+    """Command that starts an MCP server, or the URL of a running one."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     command: str | None = None
     args: tuple[str, ...] = ()
     env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of the command. It inherits only basic variables such as PATH and HOME from fuligo."""
+    """Environment variables of the command, in addition to the few that it inherits, such as PATH and HOME."""
     url: str | None = None
-    """Address of a server that speaks streamable HTTP."""
+    """URL of a server with the Streamable HTTP transport."""
     timeout_s: float = Field(default=30.0, gt=0)
-    """Timeout of the connection, and of each call."""
+    """Timeout of connecting, and of each call."""
 
     @model_validator(mode="after")
     def _names_one_server(self) -> "McpSettings":
         if (self.command is None) == (self.url is None):
-            raise ValueError("an MCP server has either a `command` or a `url`")
+            raise ValueError("an MCP server needs either a `command` or a `url`, not both")
         return self
 
 
 class McpTool:
-    """Tool of a server, for `ToolEnvironment`."""
+    """Tool of an MCP server, for `ToolEnvironment`."""
 
     def __init__(self, server: "McpServer", tool: Tool) -> None:
         self._server = server
@@ -63,7 +63,7 @@ class McpTool:
 
 
 class McpServer:
-    """Connection to a server. A dedicated task holds it, because the library requires that one task opens and closes it."""
+    """Connection to an MCP server. A dedicated task holds it, because the mcp package requires that the same task opens and closes it."""
 
     def __init__(self, settings: McpSettings) -> None:
         self._settings = settings
@@ -74,7 +74,7 @@ class McpServer:
 
     @classmethod
     async def connect(cls, settings: McpSettings) -> "McpServer":
-        """Connect and read the list of tools.
+        """Connect and read the list of tools, which becomes `tools`.
 
         Raises ConfigError if mcp is not installed, and RolloutError if the server does not start or answer.
         """
@@ -86,7 +86,8 @@ class McpServer:
         except BaseException as error:
             await server.close()
             if isinstance(error, Exception) and not isinstance(error, ConfigError):
-                text = f"it did not answer within {settings.timeout_s:g} s" if isinstance(error, TimeoutError) else _reason(error)
+                is_late = isinstance(error, TimeoutError)
+                text = f"it did not answer within `timeout_s` = {settings.timeout_s:g} s" if is_late else _reason(error)
                 raise RolloutError(f"cannot use the MCP server {settings.command or settings.url}: {text}") from None
             raise
         return server
@@ -106,7 +107,7 @@ class McpServer:
         return text
 
     async def close(self) -> None:
-        """Close the connection, and end a server that was started."""
+        """Close the connection; a server that was started by a command ends."""
         self._closing.set()
         await asyncio.wait({self._task})
 
@@ -147,7 +148,7 @@ def _text(result: "CallToolResult") -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the text of an exception; for an exception group of a task group, that of its first cause."""
+    """Return the message of an exception or, if it is a group, of the first exception in it; if that is empty, the name of its type."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return str(error) or type(error).__name__

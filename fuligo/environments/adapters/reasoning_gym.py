@@ -1,7 +1,8 @@
-"""Tasks of reasoning-gym: rows for the prompt file, and its verifiers as a reward.
+r"""Tasks of reasoning-gym: rows for the prompt file, and its verifiers as a reward.
 
     python -m fuligo.environments.adapters.reasoning_gym leg_counting --size 1000 --seed 1 > train.jsonl
-    fuligo train --prompt-data train.jsonl --custom-rm-path fuligo.environments.adapters.reasoning_gym.reward ...
+    fuligo train --prompt-data train.jsonl --input-key prompt --metadata-key metadata --apply-chat-template \
+        --custom-rm-path fuligo.environments.adapters.reasoning_gym.reward ...
 
 A row's metadata holds its task (dataset, configuration, index); the reward generates the task again, because the verifier needs types that
 JSON does not preserve.
@@ -43,16 +44,16 @@ def rows(dataset: str, config: Mapping[str, Any], *, style: str = "default") -> 
     Args:
         dataset: name, such as `leg_counting`
         config: arguments of the dataset, such as `size` and `seed`
-        style: system prompt that asks for <answer> tags, one of `reasoning_gym.utils.SYSTEM_PROMPTS`
+        style: key of `reasoning_gym.utils.SYSTEM_PROMPTS`; each of these system prompts asks for <answer> tags
 
     Raises:
-        ConfigError: the package is not installed, the dataset or the style does not exist, or the configuration is invalid.
+        ConfigError: reasoning-gym is not installed, the dataset or the style does not exist, or the configuration is invalid
     """
     text = orjson.dumps(dict(config), option=orjson.OPT_SORT_KEYS).decode()
     generated = _dataset(dataset, text)
     prompts = importlib.import_module("reasoning_gym.utils").SYSTEM_PROMPTS
     if style not in prompts:
-        raise ConfigError(f"cannot write prompts in the style {style!r}: the styles are {', '.join(prompts)}")
+        raise ConfigError(f"cannot write prompts: there is no style {style!r}; choose {', '.join(prompts)}")
     for index in range(len(generated)):
         entry = generated[index]
         task = Task(dataset=dataset, config=text, index=index)
@@ -97,8 +98,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("dataset", help="name of the dataset, such as leg_counting")
     parser.add_argument("--size", type=int, default=1000, help="number of tasks (default: 1000)")
     parser.add_argument("--seed", type=int, default=1, help="seed of the tasks; use another one for evaluation (default: 1)")
-    parser.add_argument("--config", type=orjson.loads, default={}, metavar="JSON", help="additional arguments of the dataset")
-    parser.add_argument("--style", default="default", help="system prompt: default, simple, direct, ...")
+    parser.add_argument(
+        "--config", type=orjson.loads, default={}, metavar="JSON", help="further arguments of the dataset, as a JSON object"
+    )
+    parser.add_argument("--style", default="default", help="system prompt, such as default, simple or direct (default: default)")
     chosen = parser.parse_args(arguments)
     try:
         seed = chosen.seed * SEED_STRIDE

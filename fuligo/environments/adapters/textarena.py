@@ -1,6 +1,7 @@
-"""Single-player games of TextArena.
+r"""Single-player games of TextArena.
 
-    fuligo train --environment fuligo.environments.adapters.textarena.TextArena --environment-settings '{game: GuessTheNumber-v0}' ...
+    fuligo train --environment fuligo.environments.adapters.textarena.TextArena --environment-settings '{game: GuessTheNumber-v0}' \
+        --metadata-key metadata ...
 
 A row's metadata holds the game's `seed`, so that the samples of one prompt play the same game. The model does not see the row's prompt; the
 game provides one.
@@ -28,7 +29,7 @@ class TextArenaSettings(EnvironmentSettings):
 
 
 class TextArena(Environment):
-    """Environment of one game, with a reward at its end. The metric `game/invalid_move` is 1 if an invalid move ended the game."""
+    """Environment of one game, which gives a reward at its end. The metric `game/invalid_move` is 1 if an invalid move ended it."""
 
     Settings: ClassVar[type[EnvironmentSettings]] = TextArenaSettings
 
@@ -41,7 +42,9 @@ class TextArena(Environment):
             raise ConfigError("cannot play: textarena is not installed; pip install 'fuligo[textarena]'") from None
         seed = row.metadata.get("seed")
         if not isinstance(seed, int):
-            raise ConfigError(f"cannot play {settings.game}: the row's metadata has no integer `seed`; add it")
+            raise ConfigError(
+                f"cannot play {settings.game}: the row's metadata has no integer `seed`; add it to the prompt file, and set --metadata-key"
+            )
         self._random = random.Random(seed).getstate()
         self._seed = seed
         name = settings.game if settings.game.endswith("-raw") else f"{settings.game}-raw"

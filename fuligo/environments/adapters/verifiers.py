@@ -1,7 +1,8 @@
-"""Agent for environments of the verifiers library: the harness talks to the policy through the gateway, and the taskset gives the reward.
+r"""Agent for environments of the verifiers library: the harness talks to the policy through the gateway, and the taskset gives the reward.
 
     python -m fuligo.environments.adapters.verifiers my-taskset --env '{"agent": {"harness": {"id": "null"}, ...}}' > train.jsonl
-    fuligo train --agent fuligo.environments.adapters.verifiers.play --prompt-data train.jsonl --metadata-key metadata ...
+    fuligo train --agent fuligo.environments.adapters.verifiers.play --prompt-data train.jsonl \
+        --input-key prompt --metadata-key metadata ...
 
 A row's metadata holds the configuration of verifiers' environment and the number of the task in its taskset.
 """
@@ -26,7 +27,7 @@ _KEY = "verifiers"
 
 
 class Endpoint(Protocol):
-    """Address and key of a session of the gateway."""
+    """URL and API key of a session of the gateway."""
 
     @property
     def base_url(self) -> str: ...
@@ -35,17 +36,18 @@ class Endpoint(Protocol):
 
 
 class Task(BaseModel):
-    """Task of a taskset."""
+    """Task of a row, as stored in its metadata."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     config: str
-    """Configuration of the environment, JSON."""
+    """Configuration of verifiers' environment, as JSON."""
     index: int
+    """Number of the task in its taskset, from 0."""
 
 
 async def play(session: Endpoint, row: Row) -> float:
-    """Run the task of a row with verifiers and return its reward; for --agent.
+    """Run the task of a row with verifiers and return the sum of its traces' rewards; for --agent.
 
     Raises ConfigError if the row was not written by `rows`, or verifiers is not installed, and RuntimeError if the harness, the tools or
     the scoring failed.
@@ -82,11 +84,11 @@ def rows(config: dict[str, Any], first: int = 0, count: int | None = None) -> It
 
     Args:
         config: configuration of verifiers' environment; `taskset.id` names the taskset
-        first: number of the first task
-        count: number of rows; None takes all tasks
+        first: number of the first task, from 0
+        count: largest number of rows; None: all tasks from `first` on
 
     Raises:
-        ConfigError: verifiers is not installed, the taskset does not exist, or the configuration is invalid
+        ConfigError: verifiers is not installed, the taskset does not exist or is infinite, or the configuration is invalid
     """
     text = orjson.dumps(config, option=orjson.OPT_SORT_KEYS).decode()
     for index in itertools.islice(range(len(_tasks(text))), first, None if count is None else first + count):
@@ -96,7 +98,10 @@ def rows(config: dict[str, Any], first: int = 0, count: int | None = None) -> It
 
 
 def _environment(config: str) -> Any:
-    """Create an environment of verifiers from its JSON configuration. Raises ConfigError if the configuration is invalid."""
+    """Create an environment of verifiers from its JSON configuration.
+
+    Raises ConfigError if verifiers is not installed, or the configuration is invalid.
+    """
     loaders, generic = _library("verifiers.v1.utils.loaders"), _library("verifiers.v1.utils.generic")
     verifiers, given = _library("verifiers.v1"), orjson.loads(config)
     try:
@@ -127,10 +132,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m fuligo.environments.adapters.verifiers", description=main.__doc__)
     parser.add_argument("taskset", help="id of an installed taskset")
     parser.add_argument(
-        "--env", type=orjson.loads, default={}, metavar="JSON", help="configuration of the environment: harness, runtime, ..."
+        "--env", type=orjson.loads, default={}, metavar="JSON", help="configuration of the environment (harness, runtime, ...), as JSON"
     )
-    parser.add_argument("--first", type=int, default=0, help="number of the first task (default: 0)")
-    parser.add_argument("--count", type=int, help="number of tasks (default: all)")
+    parser.add_argument("--first", type=int, default=0, help="number of the first task, from 0 (default: 0)")
+    parser.add_argument("--count", type=int, help="largest number of tasks (default: all from --first on)")
     chosen = parser.parse_args(arguments)
     try:
         config = {**chosen.env, "taskset": {**chosen.env.get("taskset", {}), "id": chosen.taskset}}

@@ -80,7 +80,7 @@ def is_isolated(path: str, kind: type[Environment], isolation: Isolation) -> boo
         return True
     if isolation == "process":
         raise ConfigError(f"cannot isolate the environment {path}: {reason}; set --environment-isolation none")
-    logger.info("environments run in the process of the run: %s", reason)
+    logger.info("environments are not isolated: %s", reason)
     return False
 
 
@@ -90,12 +90,12 @@ def _obstacle(path: str, kind: type[Environment]) -> str | None:
     if path.startswith(f"{callables.MODULE}."):
         return "other processes cannot import its class; move it to a module"
     if sys.platform != "linux":
-        return f"processes of environments need Linux, not {sys.platform}"
+        return f"environment processes need Linux, not {sys.platform}"
     return None
 
 
 def environment_problems(config: Config) -> list[str]:
-    """Return the problem of a config's environment, or an empty list. Imports the environment's module."""
+    """Check --environment and its settings, importing the class; return the problem as a list of one text, or an empty list."""
     path = config.rollout.environment
     if path is None:
         return []

@@ -16,7 +16,7 @@ import orjson
 from fuligo.environments.environment import AssistantTurn, Row, Start, Step, Tool, ToolResult, start_problem, step_problem
 
 HEADER = struct.Struct("<Q")
-"""Length of the message that follows, in bytes."""
+"""Header of a message: the length of its body in bytes."""
 MAX_MESSAGE_BYTES = 1 << 30
 CallName = Literal["reset", "restore", "step", "close", "cancel"]
 
@@ -51,11 +51,13 @@ class Reply:
     number: int
     """Number of the request."""
     result: Mapping[str, Any]
-    """JSON of a Start or Step; `is_reusable` after `close`."""
+    """JSON of a Start or Step; `is_reusable` after `close`; `pid` in the first reply; otherwise empty."""
     failure: str | None = None
+    """Error of the call, which becomes the sample's error; None if the call succeeded."""
     state: Any = None
-    """State after the call; None if the environment is not resumable."""
+    """State after the call; None if the environment is not resumable, or the episode is over."""
     state_failure: str | None = None
+    """Error of the environment's `state()`; None if it succeeded or was not called."""
 
     def encode(self) -> bytes:
         """Return the message with its header. Raises TypeError if the result is not JSON data."""

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 
 _SECRET = re.compile("SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|APIKEY|(^|_)(KEYS?|TOKENS?)(_|$)", re.IGNORECASE)
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""One thread per math library: they start threads at import, which a fork does not copy, and thousands of processes need no more."""
+"""Limit of math libraries to one thread: a fork does not copy the threads that they start at import, and thousands of processes share
+the cores anyway."""
 
 
 def variables(handed_over: tuple[str, ...], environment: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:

@@ -59,7 +59,7 @@ class Workers:
         self._busy: set[Worker] = set()
         self._num_starting = 0
         self._most = _most()
-        """Largest number of processes that leaves enough open files to the run."""
+        """Largest number of processes; when one cannot be started, lowered to half of those that exist."""
         self._has_warned = False
 
     def start(self) -> None:
@@ -109,7 +109,7 @@ class Workers:
             logger.info("withheld from environments: %s (--environment-variables hands them over)", ", ".join(sorted(self._withheld)))
 
     async def take(self) -> "Worker":
-        """Return a process for an episode: an idle one, or a new one. If no more can be started, wait for an episode that ends.
+        """Return an idle process or start one for an episode. If no more can be started, wait until another episode ends.
 
         Raises FailureError if none can be started and none is in use.
         """
@@ -121,7 +121,7 @@ class Workers:
                 self._busy.add(worker)
                 return worker
             if not self._has_warned:
-                logger.warning("episodes wait for others to end: at most %d have processes; raise ulimit -n or -u for more", self._most)
+                logger.warning("at most %d environment processes can run; further episodes wait; raise ulimit -n or -u", self._most)
                 self._has_warned = True
             await asyncio.sleep(_RETRY_S)
 
@@ -147,7 +147,7 @@ class Workers:
         if not (self._busy or self._idle):
             raise failure
         if not self._has_warned:
-            logger.warning("episodes wait for %d others to end: %s", len(self._busy), failure)
+            logger.warning("%d episodes run and further ones wait: %s", len(self._busy), failure)
             self._has_warned = True
         return None
 
@@ -326,7 +326,7 @@ class Worker:
         return True
 
     def is_idle(self) -> bool:
-        """Return whether the process waits for requests."""
+        """Return whether the process is alive and waits for requests: its connection is open and has no unread reply."""
         try:
             self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -391,6 +391,6 @@ class Worker:
 
 
 def _most() -> int:
-    """Return the number of processes whose connections take a third of the open files (ulimit -n) and leave the rest to the run."""
+    """Return the largest number of processes: their connections may take a third of the open files (ulimit -n); the run needs the rest."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return sys.maxsize if limit == resource.RLIM_INFINITY else max(1, limit // 3)

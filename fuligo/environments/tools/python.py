@@ -78,7 +78,7 @@ class PythonResult(BaseModel):
 
 
 class Interpreters:
-    """Helper process that serves the sessions with one `PythonSettings`, from this process and its forks.
+    """Helper process that serves all sessions with the same `PythonSettings`, in this process and its forks.
 
     It ends when it is closed, or when the last of these processes ends.
     """

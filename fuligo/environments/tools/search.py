@@ -38,7 +38,7 @@ class SearchSettings(BaseModel):
     result_chars: int = Field(default=1000, ge=1)
     """Longest passage [characters]; longer ones are cut."""
     stopwords: str | None = "en"
-    """Language whose frequent words are ignored (en, de, fr, es, it, nl, pt, sv, ...), or null."""
+    """Language whose most frequent words are ignored (en, de, fr, es, it, nl, pt, sv, ...); null ignores none."""
     cache: Path | None = None
     """Folder of stored indices; by default $XDG_CACHE_HOME/fuligo/search."""
 
@@ -120,7 +120,7 @@ class SearchIndex:
 
 
 def _read(source: Path) -> Iterator[Document]:
-    """Yield the documents of a file or folder, in a fixed order. Raises DataError if there is none, or a document is malformed."""
+    """Yield the documents of a file or folder, in a fixed order. Raises DataError if it does not exist, or a document is malformed."""
     if source.is_dir():
         for path in sorted(path for path in source.rglob("*") if path.suffix in _TEXT_FILES and path.is_file()):
             yield Document(str(path.relative_to(source)), _text(path))
@@ -136,18 +136,19 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(f"cannot search {path}: it is not UTF-8 at byte {error.start:,}; convert it") from None
+        raise DataError(f"cannot search {path}: it is not UTF-8 at byte {error.start:,}; convert it to UTF-8") from None
 
 
 def _document(line: str, place: str) -> Document:
     try:
         row: Any = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        raise DataError(f"{place}: not JSON ({error}); write one object per line") from None
+        raise DataError(f"cannot search {place}: it is not JSON ({error}); write one object per line") from None
     text = row.get("text", row.get("contents")) if isinstance(row, dict) else None
     if not isinstance(text, str) or not isinstance(title := row.get("title", ""), str):
         raise DataError(
-            f"{place}: a document must be an object with a string `text` or `contents` and optionally a string `title`, not {row!r:.80}"
+            f"cannot search {place}: a document is an object with a string `text` or `contents` and optionally a string `title`, "
+            f"not {row!r:.80}"
         )
     return Document(title, text)
 

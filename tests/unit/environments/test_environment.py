@@ -48,7 +48,7 @@ async def test_a_tool_function_checks_its_arguments() -> None:
 
 
 def test_a_tool_function_needs_types() -> None:
-    with pytest.raises(TypeError, match="cannot make a tool of <lambda>: the parameter a needs a name and a type"):
+    with pytest.raises(TypeError, match="cannot make a tool of <lambda>: the parameter a needs a type annotation"):
         ToolFunction(lambda a: a)
 
 

@@ -52,5 +52,5 @@ async def test_server_that_does_not_start_is_refused(command: str, reason: str):
 
 def test_settings_name_one_server():
     for settings in ({}, {"command": "x", "url": "http://x"}):
-        with pytest.raises(ValidationError, match="either a `command` or a `url`"):
+        with pytest.raises(ValidationError, match="either a `command` or a `url`, not both"):
             McpSettings.model_validate(settings)

@@ -46,7 +46,7 @@ def test_mistakes_are_refused_with_the_fix():
         next(adapter.rows("leg_countin", {}))
     with pytest.raises(ConfigError, match=r"cannot create the reasoning-gym dataset 'leg_counting' with .*legs"):
         next(adapter.rows("leg_counting", {"legs": 1}))
-    with pytest.raises(ConfigError, match="the styles are DeepSeekZero, default"):
+    with pytest.raises(ConfigError, match="choose DeepSeekZero, default"):
         next(adapter.rows("leg_counting", {"size": 1}, style="x"))
     with pytest.raises(RewardError, match="its metadata holds no reasoning-gym task"):
         adapter.reward(None, sample({"prompt": "", "label": "", "metadata": {}}, ""))

@@ -48,7 +48,7 @@ def test_a_class_that_cannot_have_processes_is_refused_if_it_must(
     monkeypatch.setattr(sys, "platform", "darwin")
     caplog.set_level(logging.INFO)
     assert not is_isolated(f"{PATH}.Misbehaving", Misbehaving, "auto")
-    assert "environments run in the process of the run: processes of environments need Linux" in caplog.text
+    assert "environments are not isolated: environment processes need Linux" in caplog.text
 
 
 async def test_the_flags_reach_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,9 +96,9 @@ def test_folder_is_searched(tmp_path: Path, cache: Path):
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b'{"text": "a"}\n{"text": 1}\n', "line 2: a document must be an object with a string `text`"),
-        (b"[1]\n", "line 1: a document must be an object"),
-        (b'{"text": "a"\n', "line 1: not JSON"),
+        (b'{"text": "a"}\n{"text": 1}\n', "line 2: a document is an object with a string `text`"),
+        (b"[1]\n", "line 1: a document is an object"),
+        (b'{"text": "a"\n', "line 1: it is not JSON"),
         (b"\n", "it holds no document"),
         (b"\xff", "it is not UTF-8 at byte 0"),
     ],

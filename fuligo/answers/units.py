@@ -44,7 +44,7 @@ _NAMES = {
     "£": "gbp",
 }
 KNOWN = {name: unit for unit, names in _NAMES.items() for name in (unit, *names.split())}
-"""Canonical units, by each of their names."""
+"""Canonical name of a unit, by each of its names."""
 _SINGLE = frozenset("mgshlLdNJWV")
 """Units of one letter, which need a space before them: `7m` is a product."""
 _NUMBER_PART = (
@@ -123,7 +123,7 @@ def _one_unit(text: str) -> str:
         return KNOWN[base] + caret + power
     word = base.casefold().split(" ")[-1].strip(".") if base.strip() else ""
     singular = word[:-1] if word.endswith("s") and not word.endswith("ss") else word
-    return KNOWN.get(word) or KNOWN.get(singular, singular) + caret + power
+    return (KNOWN.get(word) or KNOWN.get(singular, singular)) + caret + power
 
 
 def units_agree(first: str, second: str) -> bool:

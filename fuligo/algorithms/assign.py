@@ -28,7 +28,8 @@ def assign_advantages(samples: list[TrainSample], settings: AdvantageSettings) -
             policy's log-probabilities (`rewards.old_logprobs`); an estimator with `uses_values` needs `values`.
 
     Raises:
-        TrainerError: the samples do not fit the steps, or the custom function returned invalid advantages.
+        TrainerError: the samples do not fit the steps, a sample lacks log-probabilities or turn rewards that the settings need, or the
+            custom function returned invalid advantages
     """
     steps, num_rollouts = cut_into_steps(samples, samples_per_step=settings.samples_per_step, num_steps=settings.num_steps)
     estimator = ESTIMATORS[settings.estimator]
@@ -51,8 +52,8 @@ def cut_into_steps(samples: list[TrainSample], *, samples_per_step: int, num_ste
     """Return each step's positions in `samples`, and each step's number of trajectories.
 
     Steps are consecutive ranges of trajectories; the parts of a split trajectory stay together. If some trajectories were lost, the
-    number of steps does not change, because the learning-rate schedule depends on it, and the rest is spread evenly over the steps. With
-    fewer trajectories than steps, each trajectory becomes a step. Raises TrainerError if there are no trajectories, or more than
+    number of steps does not change, because the learning-rate schedule depends on it; the remaining ones are spread evenly over the steps.
+    With fewer trajectories than steps, each trajectory becomes a step. Raises TrainerError if there are no trajectories, or more than
     `samples_per_step * num_steps`.
     """
     positions: dict[int, list[int]] = {}
@@ -115,7 +116,8 @@ def distillation_penalty(sample: TrainSample, settings: AdvantageSettings) -> Fl
     if student is None or sample.teacher_logprobs is None:
         missing = "student" if student is None else "teacher"
         raise TrainerError(
-            f"cannot distil (--use-opd) from sample {sample.index}: it has no {missing} log-probabilities; score the rollout first"
+            f"cannot compute the penalty of --use-opd for sample {sample.index}: it has no {missing} log-probabilities; score the rollout "
+            "first"
         )
     # Masked tokens may hold anything, including -inf and NaN.
     trained = sample.loss_mask != 0

@@ -1,6 +1,6 @@
-"""Probability ratios and PPO's clipped surrogate, per token. Axes: N response tokens of a packed micro-batch, S samples. Imports no torch.
+"""Probability ratios and PPO's clipped surrogate, per token. Axes: N response tokens of a packed micro-batch, S samples.
 
-Advantages carry no gradient. The weights that average the loss over tokens come from `assign.token_weights`.
+Does not import torch. Advantages carry no gradient. The weights that average the loss over tokens come from `assign.token_weights`.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class AdvantageSettings:
     rewards_by_turn: bool = False
     """Place each reward in `TrainSample.turn_rewards` at the end of its turn, for estimators with `uses_gamma` (--turn-rewards)."""
     lambd: float = 1.0
-    """Lambda of generalized advantage estimation: 1 is Monte Carlo returns, 0 one-step temporal differences."""
+    """Lambda of generalized advantage estimation: 1 gives Monte Carlo returns, 0 one-step temporal differences."""
     kl_coef: float = 0.0
     """Weight of the KL penalty on rewards, for estimators with `uses_kl_coef`."""
     kl_type: KlType = "k1"

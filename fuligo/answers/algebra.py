@@ -20,7 +20,8 @@ _POINTS = 4
 def equal_expressions(first: str, second: str) -> bool:
     """Return whether two expressions are equal; False if sympy cannot compute one, such as a power of a matrix that is not square.
 
-    If `second` ends with `=0`, return whether `first` is proportional to its left side.
+    If `second` ends with `=0`, return whether `first` is a constant, nonzero multiple of its left side. Raises RecursionError if an
+    expression is nested too deeply.
     """
     try:
         proportional = second.endswith("=0")

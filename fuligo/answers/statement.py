@@ -78,7 +78,7 @@ def _closing(text: str, start: int) -> int | None:
 
 
 def _boxed(text: str) -> str | None:
-    """Return the content of the last boxes; None if the last one is never closed."""
+    """Return the content of the last box, after that of the boxes that belong to the same answer; None if the last box is never closed."""
     starts = list(_BOX.finditer(text))
     end = _closing(text, starts[-1].end())
     if end is None:
@@ -148,5 +148,5 @@ def _last_term(text: str) -> str | None:
 
 
 def _last_side(text: str) -> str:
-    """Return the result of a plain calculation: 14 of `7 * 2 = 14`."""
+    """Return the right side of a calculation without LaTeX, such as 14 for `7 * 2 = 14`; any other text unchanged."""
     return text if "$" in text or "\\" in text else text.rpartition("=")[2].strip()

@@ -76,7 +76,7 @@ class AssistantTurns:
         ]
 
     def _span(self, turn: int) -> tuple[str, str]:
-        """Return the rendering before a turn, as the model sees it, and up to its end, as the model writes it."""
+        """Return two renderings: the messages before a turn with the generation prompt, and the conversation up to the end of the turn."""
         opened = self._template.prompt(self._messages[:turn], self._tools)
         closed = self._template.transcript(self._messages[: turn + 1], self._tools)
         if closed.startswith(opened):
@@ -100,7 +100,7 @@ class AssistantTurns:
                 )
 
     def _rewritten_turn(self, whole: str, spans: list[tuple[str, str]]) -> int | None:
-        """Return the first turn that the whole conversation renders differently; None if there is none."""
+        """Return the message number, from 0, of the first turn that is rendered differently in the whole conversation; None without one."""
         position = 0
         for turn, (opened, closed) in zip(self._turns, spans, strict=True):
             if position > len(opened) or not whole.startswith(closed) or not closed.startswith(opened):
@@ -130,7 +130,12 @@ class AssistantTurns:
         return spans
 
     def _segments(self, text: str, spans: list[tuple[int, int]], last: list[int]) -> list[Segment]:
-        """Tokenize a rendering piece by piece; the spans are trained, each with the token that ends it."""
+        """Tokenize a rendering piece by piece; the turns are trained, each with the token that ends it.
+
+        Args:
+            spans: positions of the turns in `text`, [start, end) in characters
+            last: message number of the last turn; empty without turns
+        """
         segments: list[Segment] = []
         position = 0
         for start, end in spans:
@@ -141,7 +146,7 @@ class AssistantTurns:
         return self._with_ends([*segments, (rest, False)])
 
     def _with_ends(self, segments: list[Segment]) -> list[Segment]:
-        """Train the token after a turn if the model stops at it and the turn has no such token itself."""
+        """Return the segments, with the token after a turn trained too if the model stops at it and the turn has no such token itself."""
         segments = [segment for segment in segments if segment[0]]
         done: list[Segment] = []
         for number, (ids, trained) in enumerate(segments):
@@ -153,8 +158,9 @@ class AssistantTurns:
         return done
 
     def _reply(self, turn: int) -> list[int]:
-        """Return the first id that the template writes after a turn when an answer to it follows; empty if `end_ids` is empty.
+        """Return the first id that the template writes after a turn when an answer to it follows.
 
+        Empty if the template rejects the answer or renders the turn differently before it, or `end_ids` is empty.
         The turn is rendered alone and without thinking, because many templates drop all earlier thinking once the user answers.
         """
         if not self._end_ids:

@@ -37,7 +37,10 @@ class ColumnarFile:
             present, sizes = self._open()
             missing = [column for column in columns if column not in present]
             if missing:
-                raise DataError(f"{path}: no column {', '.join(map(repr, missing))}; it has {', '.join(present)}")
+                names = ", ".join(map(repr, missing))
+                raise DataError(
+                    f"cannot use {path}: no column {names}; set --input-key, --label-key, ... to columns of {', '.join(present)}"
+                )
         except (pa.ArrowException, UnicodeDecodeError, csv.Error) as error:
             raise DataError(f"{path} is not {self.format} file: {error}") from error
         self._group_starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
@@ -71,7 +74,7 @@ class ColumnarFile:
             table = self._read(group)
         except (pa.ArrowException, EOFError, OSError) as error:
             self.content.check()
-            raise DataError(f"{self.path}: cannot read row group {group}: {error}") from error
+            raise DataError(f"cannot read row group {group} of {self.path}: {error}") from error
         self.content.check()
         self._cached[group] = table
         while len(self._cached) > 1 and sum(cached.nbytes for cached in self._cached.values()) > _CACHE_BYTES:

@@ -109,7 +109,7 @@ class ConversationSource(RowSource[Conversation]):
 
 
 def join_segments(segments: list[Segment]) -> MaskedTokens:
-    """Join segments, cut after the last trained token.
+    """Join the segments of a sequence, and cut it after the last trained token.
 
     Raises DataError if no token is trained on, or the first one is, which has no context.
     """

@@ -183,7 +183,7 @@ class Dataset(Generic[Item]):
             raise DataError(f"cannot use {self.rows.place(row)}: {error}") from error
         limit = self.settings.rollout_max_prompt_len
         if limit is not None and num_tokens > limit:
-            raise PromptTooLongError(f"{self.rows.place(row)}: {num_tokens} tokens, more than --rollout-max-prompt-len {limit}")
+            raise PromptTooLongError(f"{self.rows.place(row)}: {num_tokens} tokens, more than --rollout-max-prompt-len {limit}; raise it")
         return item
 
     def _make(self, row: int, fields: Fields) -> tuple[Item, int]:
@@ -230,7 +230,7 @@ class Dataset(Generic[Item]):
                 reason = reason or str(error)
         if not usable:
             shown = paths if isinstance(paths, str | Path) else " ".join(paths)
-            raise DataError(f"{shown}: none of its {len(self)} rows is usable; the first: {reason}")
+            raise DataError(f"cannot use {shown}: none of its {len(self)} rows is usable; the first: {reason}")
 
 
 class PromptDataset(Dataset[Prompt]):
@@ -254,7 +254,7 @@ class PromptDataset(Dataset[Prompt]):
 
 
 def check_file(paths: str | Path | Sequence[str], settings: DataFlags) -> int:
-    """Check prompt files without a tokenizer (readable, not empty, the first rows have the keys) and count their selected rows.
+    """Check prompt files without a tokenizer (readable, not empty, the first rows have the keys) and return how many rows are selected.
 
     Raises DataError if a file is unusable, naming the file, the line and the fix.
     """

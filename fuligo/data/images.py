@@ -128,7 +128,9 @@ def check_texts(messages: Messages, image_token: str) -> None:
         if image_token in text:
             raise DataError(f"message {number} contains {image_token}, the token of an image; write {PLACEHOLDER} where an image belongs")
         if message["role"] == "assistant" and PLACEHOLDER in text:
-            raise DataError(f"message {number} is the assistant's and has {PLACEHOLDER}; models write text: move it to another message")
+            raise DataError(
+                f"message {number} is an assistant message with {PLACEHOLDER}, but the model writes only text; move it to another message"
+            )
 
 
 def with_image_parts(messages: Messages) -> Messages:

@@ -16,10 +16,11 @@ SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet", ".pq", ".arrow", ".csv")
 
 
 def locate(text: str) -> list[Path]:
-    """Return the files of an entry without its slice, in the order of their rows.
+    """Return the files of an entry without its slice, in the order of their rows. A dataset on the Hub is downloaded first.
 
     Raises:
-        DataError: there is no such file, no file matches the pattern, `datasets` did not save the folder, or the Hub lacks the data
+        DataError: there is no such file, no file matches the pattern, the folder was not saved by `datasets`, or the dataset cannot be
+            loaded from the Hub
     """
     path = Path(text)
     if path.is_dir():

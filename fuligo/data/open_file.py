@@ -29,7 +29,7 @@ class OpenFile:
         self._digest: str | None = None
 
     def read(self, start: int, stop: int) -> bytes:
-        """Read the bytes from `start` up to `stop`, at most the size when it was opened.
+        """Return the bytes from `start` up to `stop`, which is at most `num_bytes`.
 
         Raises DataChangedError if the content has changed or cannot be read any more.
         """

@@ -42,7 +42,7 @@ class RowFile(Protocol):
 
 
 def open_rows(path: Path, columns: list[str]) -> RowFile:
-    """Open a prompt file of any supported format; only `columns` of a columnar file are ever read.
+    """Open a prompt file of any supported format; of a columnar file, only `columns` are read.
 
     Raises DataError if the file is missing, unreadable, empty, of an unknown format, or lacks a column.
     """
@@ -72,7 +72,7 @@ def _open(path: Path, columns: list[str]) -> RowFile:
 
 @dataclass(slots=True, frozen=True)
 class PromptPath:
-    """Entry of --prompt-data and slice of its rows, with Python's meaning of negative and open ends."""
+    """Entry of --prompt-data, with a slice of its rows; negative and omitted bounds mean the same as in Python."""
 
     path: str
     """File, pattern, folder or dataset on the Hub; see `locate`."""

@@ -53,7 +53,7 @@ class PromptOrder:
         self._current: tuple[int, NDArray[np.integer]] | None = None
 
     def next(self) -> int:
-        """Draw the next row; after the last row of an epoch, the next epoch starts."""
+        """Return the number of the next row; after the last row of an epoch, the next epoch starts."""
         row = int(self._rows()[self.offset]) if self._shuffle or self._drawn != self._sizes else self.offset
         self.offset += 1
         if self.offset == self.num_rows:
@@ -124,6 +124,7 @@ class RowSource(Generic[Item]):
         self._returned.extendleft(reversed([item.row for item in items]))
 
     def state(self) -> SourceState:
+        """Return the position in the data, for a checkpoint; `restore` continues from it."""
         images = self._dataset.image_digests.dump()
         return {
             "num_rows": self._order.num_rows,

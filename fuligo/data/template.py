@@ -52,6 +52,7 @@ class ChatTemplate:
 
     @property
     def source(self) -> str:
+        """Jinja source of the template."""
         return str(self._kwargs.get("chat_template", self._tokenizer.chat_template))
 
     def prompt(self, messages: Messages, tools: list[Any] | None = None) -> str:

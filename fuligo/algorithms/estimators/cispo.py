@@ -2,7 +2,7 @@
 
 Advantages: GRPO's.
 Loss: -sg[clip(r, 1 - low, 1 + high)] A logprobs with r = exp(logprobs - old_logprobs). This is REINFORCE with a clipped weight, so every
-token keeps its gradient. The paper sets no lower bound: low = 1. `Clip.dual` is not used.
+token keeps its gradient. The paper sets no lower bound, which is low = 1. `Clip.dual` is not used.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ def test_text_that_spells_an_image_token_is_refused(tmp_path, images, row):
     ("texts", "reason"),
     [
         (["<image> and <|image_pad|>", "price", "<image>"], "message 1 contains"),
-        (["<image>", "price <image>"], "message 2 is the assistant's and has <image>"),
+        (["<image>", "price <image>"], "message 2 is an assistant message with <image>"),
     ],
 )
 def test_conversations_with_images_in_the_wrong_place_are_refused(tmp_path, images, texts, reason):

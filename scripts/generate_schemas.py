@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> int:
         elif file.read_text(encoding="utf-8") != text:
             stale.append(name)
     if stale:
-        print(f"differ from the installed packages: {', '.join(stale)}; run scripts/generate_schemas.py", file=sys.stderr)
+        print(f"schemas differ from the installed packages: {', '.join(stale)}; run scripts/generate_schemas.py", file=sys.stderr)
     return 1 if stale else 0
 
 

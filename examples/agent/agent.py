@@ -9,7 +9,7 @@ _client = AsyncOpenAI(api_key="set per sample", base_url="http://127.0.0.1")
 
 
 async def solve(session: Any, row: Any) -> dict[str, float]:
-    """Ask for the sum; if the answer is wrong, say so and ask once more. The second try is worth half."""
+    """Ask for the sum, and once more if the answer is wrong. The score is 1 for a right first answer, 0.5 for a right second one."""
     client = _client.with_options(base_url=session.base_url, api_key=session.api_key)
     messages: list[Any] = list(row.prompt)
     for number in (1, 2):

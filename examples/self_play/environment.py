@@ -16,6 +16,7 @@ class Settings(EnvironmentSettings):
     opponent: Literal["self", "perfect", "random"] = "self"
     """Opponent, unless the row's metadata names another one."""
     illegal: float = -0.25
+    """Reward of an answer that is not a legal move; one stone is taken instead."""
 
 
 @dataclass
@@ -32,7 +33,7 @@ class Nim:
 
     @property
     def best(self) -> int:
-        """Return the number of stones to take so that the opponent gets a multiple of four and cannot win; 0 if there is no such move."""
+        """Number of stones to take so that a multiple of four is left, with which the opponent loses; 0 if there is no such move."""
         return self.stones % (MOST + 1)
 
 
@@ -40,7 +41,7 @@ MATCHES = Matches[Nim]()
 
 
 class NimPlayer(Environment):
-    """One player of a match, or player 0 against a scripted opponent. The reward is 1 for a win."""
+    """Player of a match, or player 0 against a scripted opponent. The reward is 1 for a win, and `illegal` for every illegal move."""
 
     Settings = Settings
     isolated = False  # both players of a match change one game

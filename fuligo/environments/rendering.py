@@ -37,11 +37,11 @@ class _CallForm:
     """Form in which a template reads tool calls."""
 
     empty: str | None = ""
-    """Content of a message with nothing but calls."""
+    """Content of a message that has only calls."""
     arguments_as_text: bool = False
-    """True: arguments are JSON text, not an object."""
+    """True if arguments are JSON text, not an object."""
     in_content: bool = False
-    """True: the template does not read calls; they are written into the content, in the format of Hermes."""
+    """True if the template does not read calls; they are then written into the content, in the format of Hermes."""
 
     def fields(self, message: dict[str, Any]) -> dict[str, Any]:
         calls = [call["function"] for call in message["tool_calls"]]
@@ -82,9 +82,9 @@ class Renderer:
         self._reasoning_key = next((key for key in _REASONING_KEYS if self._reads_thinking(key)), None)
         question: Messages = [{"role": "user", "content": "q"}]
         self.shows_tools = _PROBE.name in self._text(question, [_PROBE])
-        """False: the template does not show the model its tools; an environment must describe them itself."""
+        """False if the template does not show the model its tools; an environment must then describe them itself."""
         self.reads_calls = not self._call_form.in_content or HERMES.marker in template.source
-        """False: the template does not show the model a format of tool calls that can be parsed."""
+        """False if the template does not show the model a format of tool calls that can be parsed."""
         self._opens_thinking = _opens_thinking(template.prompt(question))
         """True if the generation prompt of a plain question opens the thinking."""
         pieces = [*rendered_ids(tokenizer, "one"), *rendered_ids(tokenizer, "\ntwo")]
@@ -97,7 +97,8 @@ class Renderer:
     def prompt(self, messages: Messages, tools: Sequence[Tool] = ()) -> list[int]:
         """Return the ids of a conversation, with the generation prompt.
 
-        Raises DataError if the template rejects the messages, or tools are given and it does not show them.
+        Raises DataError if the template rejects the messages, or if tools are given and the template does not show them, or shows a format
+        of calls that cannot be parsed.
         """
         if tools and not self.shows_tools:
             raise DataError(

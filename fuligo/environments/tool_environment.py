@@ -33,7 +33,7 @@ class RunsTool(Protocol):
         ...
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
-        """Run the tool. An exception is reported to the model and counted as a failed call."""
+        """Run the tool and return its result for the model. An exception is reported to the model and counted as a failed call."""
         ...
 
 
@@ -64,10 +64,10 @@ class ToolFunction:
         self._function = function
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
-        """Check the arguments and call the function.
+        """Check the arguments, call the function, and return its result as text.
 
         Raises:
-            ValueError: the arguments do not fit
+            ValueError: the arguments do not fit the signature
             Exception: whatever the function raises
         """
         try:
@@ -103,7 +103,10 @@ class ToolEnvironment(Environment):
         return Start(self.messages(), tuple(Tool(tool.name, tool.description, tool.parameters) for tool in self._tools.values()))
 
     async def step(self, turn: AssistantTurn) -> Step:
-        """Run the calls of a turn concurrently and return their results in order, or judge a turn without calls."""
+        """Run the calls of a turn concurrently and return their results in order; judge a turn that is the last or has no calls.
+
+        If a call cannot be parsed, no call runs, and the model gets the reasons.
+        """
         if turn.last or not (turn.tool_calls or turn.problems):
             return await self.judge(turn)
         if turn.problems:

@@ -81,7 +81,7 @@ def find_submission(words: Sequence[str]) -> Submission | None:
         option, equals, value = rest.pop(0).partition("=")
         if option not in _RAY_SWITCHES and not equals:
             if not rest:
-                raise ConfigError(f"ray job submit: {option} has no value")
+                raise ConfigError(f"cannot read `ray job submit`: {option} has no value; add one")
             value = rest.pop(0)
         if option == "--runtime-env-json":
             environment = declared_environment(value)
@@ -89,29 +89,29 @@ def find_submission(words: Sequence[str]) -> Submission | None:
             file = value
     entrypoint = tuple(rest[1:] if rest[:1] == ["--"] else rest)
     if not entrypoint:
-        raise ConfigError("ray job submit has no command after `--`; add the training command")
+        raise ConfigError("cannot read `ray job submit`: there is no command after `--`; add the training command")
     return Submission(environment, file, entrypoint)
 
 
 def declared_environment(text: str) -> dict[str, str]:
-    """Return `env_vars` of a runtime environment, JSON or YAML. Raises ConfigError if it is malformed."""
+    """Return `env_vars` of Ray's runtime environment, given as JSON or YAML. Raises ConfigError if it is malformed."""
     if not text.strip():
         return {}
     try:
         parsed = json.loads(text) if text.lstrip().startswith("{") else load(text)
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(
-            f"the runtime environment is not valid ({' '.join(str(error).split())}): {' '.join(text.split())[:200]}"
+            f"cannot read the runtime environment {' '.join(text.split())[:200]}: {' '.join(str(error).split())}; write valid JSON or YAML"
         ) from None
     variables = parsed.get("env_vars", {}) if isinstance(parsed, dict) else None
     if not isinstance(variables, dict):
-        raise ConfigError("the runtime environment must hold env_vars, an object that maps names to strings")
+        raise ConfigError("cannot read the runtime environment: its env_vars must be an object that maps names to strings")
     return {str(name): str(value) for name, value in variables.items()}
 
 
 _MAX_SHOWN = 100
 _SILENT = frozenset({"sleep", "pgrep", "pidof", "lsof", "fuser", "hostname", "kill", "sudo", "clear"})
-"""Commands that are not worth a note."""
+"""Commands without a note, because they have no effect on the training job."""
 _SHELL_VARIABLES = frozenset({"_", "SHLVL", "PWD", "OLDPWD", "BASH_ENV", "PATH", "COLUMNS", "LINES"})
 _OWN_PREFIX = "IMPORT_SCRIPT_"
 
@@ -160,12 +160,12 @@ class Call:
 
     @property
     def unset_arrays(self) -> list[str]:
-        """Names of the arrays that its line expands and that are not set."""
+        """Names of the unset arrays that the calling line of the script expands."""
         return self.environment.get(_OWN_PREFIX + "UNSET", "").split()
 
     @property
     def submission(self) -> str | None:
-        """Number of the `ray job submit` that runs it; None if it does not run under one."""
+        """Number of the `ray job submit` call that runs this command; None if none does."""
         return self.environment.get(_OWN_PREFIX + "SUBMISSION")
 
     def __str__(self) -> str:
@@ -175,11 +175,11 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch(Training):
-    """A training job that the script starts."""
+    """Training job that the script starts."""
 
     place: str
     environment: dict[str, str]
-    """Variables declared for the job: its runtime environment, what the script exports, assignments before the command."""
+    """Variables that the script sets for the job: in its runtime environment, by `export`, or by assignments before the command."""
     files: dict[str, str]
     """Texts of the files that its arguments name, by path."""
 
@@ -217,7 +217,7 @@ def _read(call: Call, calls: Mapping[str, Call], initial: Mapping[str, str], fin
     if call.is_unknown and len(call.words) > 1 and call.words[1].startswith(("=", "+=")):
         sign, _, value = " ".join(call.words[1:]).partition("=")
         raise ConfigError(
-            f"`{call}` is run as a command: an assignment has no spaces around its sign; write `{call.name}{sign}={value.strip()}`"
+            f"`{call}` is run as a command: an assignment has no spaces around `{sign}=`; write `{call.name}{sign}={value.strip()}`"
         )
     submitted = find_submission(call.words)
     training = find_training(submitted.entrypoint if submitted else call.words)

@@ -26,7 +26,7 @@ _OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 
 @dataclass(frozen=True, slots=True)
 class ImportedConfig:
-    """A config, and which of its values were given."""
+    """Config of a launch, and which of its values the script gives."""
 
     config: Config
     given: tuple[tuple[str, str], ...]
@@ -34,7 +34,7 @@ class ImportedConfig:
     warnings: tuple[str, ...]
 
     def yaml(self) -> str:
-        """Return the given values in the order of the groups; read by `--config`, they make an equal config."""
+        """Return the given values as YAML, in the order of the groups; `--config` reads it as an equal config."""
         plain = self.config.model_dump(mode="json")
         chosen = {group: {name: value for name, value in values.items() if (group, name) in self.given} for group, values in plain.items()}
         filled = {group: _without_none(values) for group, values in chosen.items() if values}
@@ -42,7 +42,7 @@ class ImportedConfig:
 
 
 def _without_none(value: Any) -> Any:
-    """Remove the keys of a topology that were not given."""
+    """Return a value without the keys of a topology that were not given, which are None."""
     if isinstance(value, dict):
         return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
     return [_without_none(entry) for entry in value] if isinstance(value, list) else value
@@ -95,9 +95,7 @@ def _imported(script: ImportedScript, *, slime_defaults: bool) -> ImportedConfig
     given = dict.fromkeys((assignment.flag.group, assignment.flag.name) for assignment in line.assignments)
     config, idle, left_out = _without_idle_flags(config)
     names = sorted({secret.variable for _, secret in config.secrets()})
-    hidden = [
-        f"not written, since they may be keys or passwords: the values of {', '.join(names)}; set these variables where the run starts"
-    ]
+    hidden = [f"the values of {', '.join(names)} are not written, because they may be secrets; set these variables where the run starts"]
     return ImportedConfig(
         config, tuple(each for each in given if each not in left_out), (*notes, *line.warnings, *idle, *(hidden if names else []))
     )

@@ -38,9 +38,8 @@ _INTERPRETER = re.compile(r"(?<![\w.$}~-])/[\w./+-]*/(?:python[\d.]*|torchrun|ra
 _NOT_EXECUTED = re.compile(r"^(.+): line (\d+): (.+): Permission denied$", re.MULTILINE)
 _MISSING = re.compile(r"^.+: line \d+: (.+): No such file or directory$", re.MULTILINE)
 _ADVICE = (
-    "Without one, bash runs the script itself; python3, ray, ssh, pkill, kill, rm, mkdir and every unknown command are stand-ins that only"
-    " record their arguments, but redirections and programs given by an absolute path take effect on this machine."
-    " Read the script, then use --trust"
+    "Read the script, then use --trust to run it without one: python3, ray, ssh, pkill, kill, rm, mkdir and every unknown command are"
+    " stand-ins that only record their arguments, but redirections and programs given by an absolute path take effect on this machine"
 )
 _SPACED_ASSIGNMENT = re.compile(r"^\s*(\w+)\s*(\+?=)\s*(.*)$")
 
@@ -63,7 +62,7 @@ class ImportedScript:
     path: Path
 
     def place_of(self, option: str) -> str:
-        """Return the place of an option in the script, `run.sh line 34`, or that of the job's start if the script does not contain it."""
+        """Return the last place of an option in the script, such as `run.sh line 34`; without one, the line that starts the job."""
         word = re.compile(rf"(?<![\w-]){re.escape(option)}(?![\w-])")
         lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines()
         found = [
@@ -72,7 +71,7 @@ class ImportedScript:
         return f"{self.path.name} line {found[-1]}" if found else self.launch.place
 
     def file_text(self, path: str) -> str:
-        """Return the text of a file that the job's arguments name, as of the start of the job. Raises ConfigError if there was none."""
+        """Return the text that a file named by the job's arguments had when the job started. Raises ConfigError if it did not exist."""
         if path not in self.launch.files:
             raise ConfigError(f"{self.launch.place}: there is no file {path}; check the path, or map its directory with --map")
         return self.launch.files[path]
@@ -80,7 +79,7 @@ class ImportedScript:
 
 @dataclass(slots=True)
 class _Script:
-    """A script, and what it may see."""
+    """Script, with its arguments, what it may see, and its time limit."""
 
     path: Path
     arguments: tuple[str, ...]
@@ -142,7 +141,7 @@ def import_script(
         raise ConfigError(_no_launch(report, task, [*unset, *(note for note in findings.notes if "taken as empty" in note)]))
     if len(findings.launches) > 1:
         places = ", ".join(launch.place for launch in findings.launches)
-        raise ConfigError(f"{script.name} starts train.py {len(findings.launches)} times ({places}); keep one")
+        raise ConfigError(f"cannot import {script.name}: it starts {len(findings.launches)} training jobs ({places}); keep one")
     notes = [*findings.notes, *unset, *_missing_files(report, task)]
     if report["stopped"]:
         notes.append(f"{_end(report, task)}, after it started the job")
@@ -245,7 +244,7 @@ def _start(job: Mapping[str, Any], task: _Script) -> dict[str, Any]:
     try:
         result = subprocess.run(command, input=text, capture_output=True, check=False, env=own, timeout=deadline)
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"cannot run {task.path}: its sandbox did not respond within {deadline:g} s; repeat the command") from None
+        raise ConfigError(f"cannot run {task.path}: its sandbox did not respond within {deadline:g} s; run the command again") from None
     try:
         report = json.loads(result.stdout)
     except ValueError:
@@ -309,13 +308,13 @@ def _check(report: Mapping[str, Any]) -> None:
 
 
 def _spacing_hint(file: Path, line: int) -> str:
-    """Return a fix where a line has spaces around the sign of an assignment."""
+    """Return a fix for a line with spaces around the `=` of an assignment; empty for any other line."""
     try:
         text = file.read_text(encoding="utf-8", errors="replace").splitlines()[line - 1]
     except (OSError, IndexError):
         return ""
     match = _SPACED_ASSIGNMENT.match(text)
-    return f"; an assignment has no spaces around its sign: write `{match[1]}{match[2]}{match[3]}`" if match else ""
+    return f"; an assignment has no spaces around `{match[2]}`: write `{match[1]}{match[2]}{match[3]}`" if match else ""
 
 
 def _missing_files(report: Mapping[str, Any], task: _Script) -> list[str]:
@@ -326,7 +325,7 @@ def _missing_files(report: Mapping[str, Any], task: _Script) -> list[str]:
         f"{Path(file).name} line {line}: the sandbox does not execute {program}; if it is a bash script, write `bash {program}`"
         for file, line, program in _NOT_EXECUTED.findall(report["output"])
     ]
-    return notes + [f"{task.path.name} printed: {line[:200]}; --map shows a folder of this machine at such a path" for line in lines]
+    return notes + [f"{task.path.name} printed: {line[:200]}; use --map to show a folder of this machine at that path" for line in lines]
 
 
 def _missing_text(missing: re.Match[str]) -> str:
@@ -335,7 +334,7 @@ def _missing_text(missing: re.Match[str]) -> str:
         fix = "--root DIR, a folder that holds it and the script"
     else:
         folder = re.split(r"/(?=scripts/|examples/|models/)", path)[0] if path.startswith("/") else str(Path(path).parent)
-        fix = f"--map {folder if folder != path else Path(path).parent}=DIR, the folder of this machine that stands for it"
+        fix = f"--map {folder if folder != path else Path(path).parent}=DIR, where DIR is that folder on this machine"
     place = re.sub(r"^(.*): line (\d+): .*$", lambda match: f"{Path(match[1]).name} line {match[2]}", missing[0])
     return f"{place}: {path} does not exist in the sandbox; use {fix}"
 
@@ -355,7 +354,7 @@ def _end(report: Mapping[str, Any], task: _Script) -> str:
     if report["status"] == -signal.SIGXFSZ:
         return f"{place}: the script writes more than {sandbox.MAX_FILE_BYTES >> 20} MiB"
     if report["status"] < 0:
-        return f"{place}: signal {-report['status']} ends the script (a function that calls itself?)"
+        return f"{place}: signal {-report['status']} ends the script (endless recursion?)"
     return f"{place}: the script ends with status {report['status']}"
 
 

@@ -40,7 +40,7 @@ MAX_OUTPUT_BYTES = 64 << 10
 """Number of bytes of the script's output that are reported, counted from its end."""
 MAX_PROCESSES = 256
 MAX_MEMORY_BYTES = 512 << 20
-"""Resident memory of all processes together, and address space of each."""
+"""Limit of the resident memory of all processes together, and of the address space of each."""
 
 
 def main() -> None:
@@ -141,7 +141,7 @@ def _start(job: dict[str, Any]) -> NoReturn:
 
 
 def _wait(script: int, seconds: float) -> tuple[int, str | None]:
-    """Wait for the script and its background jobs; return its exit status, and which limit stopped it."""
+    """Wait for the script and its background jobs; return its exit status, and the limit that stopped it (None if none did)."""
     status = 0
     deadline = time.monotonic() + seconds
     settle: float | None = None
@@ -173,7 +173,7 @@ def _wait(script: int, seconds: float) -> tuple[int, str | None]:
 
 
 def _records(folder: Path) -> dict[str, str] | None:
-    """Return what the stand-ins wrote, file name -> text; None if it is more than MAX_RECORD_BYTES."""
+    """Return the text of each file that the stand-ins wrote, by file name; None if they exceed MAX_RECORD_BYTES together."""
     found: dict[str, str] = {}
     left = MAX_RECORD_BYTES
     for record in sorted(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else []:

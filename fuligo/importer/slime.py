@@ -1,4 +1,4 @@
-"""Translation of slime's command lines to fuligo's: other names, functions of slime that are settings here, and defaults that differ."""
+"""Translation of slime's command lines to fuligo's: flags with other names, functions that are flags here, and defaults that differ."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ LEFT_OUT = {
     for name, advice in (moved() | _OF_OBSERVERS).items()
     if advice.startswith(_LEAVE_IT_OUT) or name in _OF_OBSERVERS
 }
-"""Flat name -> why a flag of slime is left out."""
+"""Flags of slime that are left out, by flat name, each with the reason."""
 
 _DEFAULT_FUNCTIONS = {
     "rollout_function_path": ("slime.rollout.sglang_rollout.generate_rollout",),
     "eval_function_path": ("slime.rollout.sglang_rollout.generate_rollout",),
     "data_source_path": ("slime.rollout.data_source.RolloutDataSource", "slime.rollout.data_source.RolloutDataSourceWithBuffer"),
 }
-"""Flat name -> functions of slime that do what fuligo does without the flag."""
+"""Flags that name a function, by flat name, each with the functions of slime whose work fuligo does without the flag."""
 
 
 @dataclass(slots=True)
@@ -97,7 +97,7 @@ def _sft(line: _Line) -> None:
         if not _is_sft(line):
             line.remove("loss_type")
             line.add("loss_type", "sft_loss")
-        line.notes.append("slime's SFT rollout is --loss-type sft_loss")
+        line.notes.append("slime's SFT rollout function is replaced by --loss-type sft_loss")
     if _is_sft(line) and line.has("debug_train_only") and not line.has("load_debug_rollout_data"):
         line.remove("debug_train_only")
         line.notes.append("--debug-train-only is left out: --loss-type sft_loss starts no engines")
@@ -109,7 +109,7 @@ def _fully_async(line: _Line) -> None:
         line.remove("async_mode")
         line.add("async_mode", "full")
         line.notes.append(
-            "slime's fully asynchronous rollout is --async-mode full; use --max-staleness, the policy versions that a sample may lag"
+            "slime's fully asynchronous rollout function is replaced by --async-mode full; limit the policy lag with --max-staleness"
         )
 
 
@@ -121,11 +121,11 @@ def _distillation(line: _Line) -> None:
         line.remove(name)
     if address.netloc:
         line.add("opd_teacher_url", f"{address.scheme}://{address.netloc}")
-    line.notes.append("slime's distillation functions are --opd-type sglang with --opd-teacher-url, the server of --rm-url")
+    line.notes.append("slime's distillation functions are replaced by --opd-teacher-url, the server of --rm-url")
 
 
 def _concurrency(line: _Line) -> None:
-    """Multiply slime's limit of requests, which is per engine, by the number of engines; leave it out if a wave does not exceed it."""
+    """Translate slime's limit of concurrent requests per engine to one for all engines; leave it out if a rollout never exceeds it."""
     if _is_sft(line) or line.has("rollout_concurrency"):
         return
     given = line.number("sglang_server_concurrency", 0)
@@ -136,14 +136,14 @@ def _concurrency(line: _Line) -> None:
         return
     limit = given * max(1, gpus // line.number("rollout_num_gpus_per_engine", 1))
     prompts = line.number("over_sampling_batch_size", line.number("rollout_batch_size", 1))
-    wave = prompts * line.number("n_samples_per_prompt", 1)
-    if limit < wave:
+    num_requests = prompts * line.number("n_samples_per_prompt", 1)
+    if limit < num_requests:
         line.add("rollout_concurrency", str(limit))
         line.notes.append(
-            f"--sglang-server-concurrency {given} counts requests per engine: --rollout-concurrency {limit} counts those of all engines"
+            f"--sglang-server-concurrency {given}, which is per engine, is replaced by --rollout-concurrency {limit} for all engines"
         )
     else:
-        line.notes.append(f"--sglang-server-concurrency {given} is left out: a rollout has {wave} requests at most")
+        line.notes.append(f"--sglang-server-concurrency {given} is left out: a rollout has {num_requests} requests at most")
 
 
 def _warmup(line: _Line) -> None:
@@ -156,10 +156,10 @@ def _warmup(line: _Line) -> None:
     if rollouts:
         line.add("lr_warmup_iters", str(round(fraction * rollouts * steps)))
         line.notes.append(
-            f"--lr-warmup-fraction {fraction} is --lr-warmup-iters {line.value('lr_warmup_iters')} of {rollouts * steps} steps"
+            f"--lr-warmup-fraction {fraction} is replaced by --lr-warmup-iters {line.value('lr_warmup_iters')} of {rollouts * steps} steps"
         )
     else:
-        line.notes.append(f"--lr-warmup-fraction {fraction} is left out: use --lr-warmup-iters, {fraction} of the run's optimizer steps")
+        line.notes.append(f"--lr-warmup-fraction {fraction} is left out; set --lr-warmup-iters to {fraction} of the run's optimizer steps")
 
 
 def _leave_out(line: _Line) -> None:
@@ -181,7 +181,7 @@ _DEFAULTS: Mapping[str, tuple[str, Callable[[_Line], bool]]] = {
     "micro_batch_size": ("1", lambda line: not line.has("use_dynamic_batch_size")),
     "metadata_key": ("metadata", _needs_metadata),
 }
-"""Flat name -> slime's default, and whether a command line relies on it."""
+"""Flags by flat name, each with slime's default and a function that returns whether a command line relies on it."""
 
 
 def _fill_defaults(line: _Line) -> None:
@@ -221,7 +221,7 @@ def _limit_responses(line: _Line) -> None:
 
 
 def _name_functions(line: _Line) -> None:
-    """Drop functions of slime that do what fuligo does by itself, and name those that must be ported."""
+    """Remove functions of slime whose work fuligo does by itself, and note the ones that must be ported."""
     for name, defaults in _DEFAULT_FUNCTIONS.items():
         if line.value(name) in defaults:
             line.remove(name)

@@ -43,7 +43,7 @@ _RECURSION_LIMIT = 1000
 
 
 def run_cells(requests: int, done: int) -> None:
-    """Run programs from one pipe, and write a byte to another one after each, until the first pipe closes."""
+    """Run the programs that arrive on the pipe `requests`, and write a byte to the pipe `done` after each, until `requests` closes."""
     random.seed(0)  # so that the same program prints the same output
     os.environ.clear()
     os.environ.update(HOME="/tmp", TMPDIR="/tmp", LANG="C.UTF-8", USER="nobody", OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1")
@@ -114,7 +114,7 @@ class Limits:
 
     timeout_s: float
     cpu_s: float
-    """CPU time of one call, of all processes together."""
+    """CPU time of one call, over all processes."""
     memory_bytes: int
     """Limit on the memory of all processes together, and on the address space of each, in addition to a fresh interpreter's."""
     disk_bytes: int
@@ -179,7 +179,7 @@ def _answer(session: socket.socket, report: dict[str, Any]) -> None:
 
 
 class _Running:
-    """Limit on the programs that run at once, shared by all forks: a pipe with one byte for each program that may still begin."""
+    """Semaphore that limits how many programs run at once, shared by all forks: a pipe with one byte for each free place."""
 
     def __init__(self, count: int) -> None:
         self._free, self._freed = os.pipe()
@@ -187,7 +187,7 @@ class _Running:
         os.write(self._freed, b"." * min(count, select.PIPE_BUF))
 
     def begin(self, session: socket.socket) -> bool:
-        """Wait until a program may run; return False if the session closed."""
+        """Wait until a program may run and return True; return False if the session closed."""
         poll = select.poll()
         for descriptor in (session.fileno(), self._free):
             poll.register(descriptor, select.POLLIN)

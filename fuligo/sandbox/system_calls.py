@@ -33,7 +33,7 @@ _SOCKET = (41, 198)
 _FAMILIES = (1, 2, 10)
 """Allowed socket families AF_UNIX, AF_INET and AF_INET6, which the network namespace isolates. AF_VSOCK could reach a VM's host."""
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""Machine -> index into the numbers, and value of AUDIT_ARCH."""
+"""Index into the numbers of `_DENIED` and `_SOCKET`, and value of AUDIT_ARCH, by machine."""
 _X32_BIT = 0x40000000
 
 _LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06

@@ -223,7 +223,7 @@ class Workers:
                 await asyncio.sleep(_PAUSE_S)
 
     def request_kill(self, pid: int, *, shows_stack: bool) -> None:
-        """Have a process killed, with the processes that it started. With `shows_stack`, it first prints its Python stack."""
+        """Ask the spawner to kill a process and the processes that it started. With `shows_stack`, it first prints its Python stack."""
         if self._control is not None:
             try:
                 self._control.send(json.dumps({"name": "kill", "pid": pid, "shows_stack": shows_stack}).encode())

@@ -163,7 +163,7 @@ _shared: dict[PythonSettings, Interpreters] = {}
 
 
 def shared_interpreters(settings: PythonSettings) -> Interpreters:
-    """Return the interpreters that all episodes with these settings share."""
+    """Return the interpreters that all episodes with these settings share; the first session or `start` starts them."""
     return _shared.setdefault(settings, Interpreters(settings))
 
 
@@ -175,9 +175,9 @@ class PythonSession:
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def run(self, code: str) -> PythonResult:
-        """Run a program. If the call is canceled, the session ends.
+        """Run a program and return its outcome. If the call is canceled, the session ends.
 
-        Raises RolloutError if no sandbox can be built on this machine, or it was lost.
+        Raises RolloutError if no sandbox can be built on this machine, or it was lost, and ConfigError if a module cannot be imported.
         """
         try:
             report = await self._ask(code)
@@ -223,7 +223,7 @@ class PythonSession:
 
 
 class PythonTool:
-    """The tool `python` of one episode."""
+    """Tool `python` of one episode."""
 
     def __init__(self, settings: PythonSettings, *, keeps_variables: bool = False) -> None:
         """Create the tool.

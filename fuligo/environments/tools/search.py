@@ -158,7 +158,7 @@ _lock = threading.Lock()
 
 
 def shared_index(settings: SearchSettings) -> SearchIndex:
-    """Return the index that all episodes with these settings share."""
+    """Return the index that all episodes with these settings share. The first call builds it, and raises as `SearchIndex` does."""
     with _lock:
         if settings not in _shared:
             _shared[settings] = SearchIndex(settings)
@@ -166,7 +166,7 @@ def shared_index(settings: SearchSettings) -> SearchIndex:
 
 
 class SearchTool:
-    """The tool `search`."""
+    """Tool `search`."""
 
     def __init__(self, settings: SearchSettings) -> None:
         self._settings = settings

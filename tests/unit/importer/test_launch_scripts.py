@@ -209,7 +209,7 @@ def test_an_unset_array_is_noted(imported: Import):
 
 
 def test_two_launches_are_refused(imported: Import):
-    with pytest.raises(ConfigError, match=r"2 times \(run.sh line 1, run.sh line 2\)"):
+    with pytest.raises(ConfigError, match=r"2 training jobs \(run.sh line 1, run.sh line 2\)"):
         imported("python3 train.py --a 1\npython3 train.py --a 2")
 
 

@@ -37,7 +37,7 @@ def test_a_complete_command_line_is_unchanged():
         (
             "--sglang-server-concurrency 64 --colocate --rollout-num-gpus-per-engine 2 --rollout-batch-size 128",
             "--colocate --rollout-num-gpus-per-engine 2 --rollout-batch-size 128 --rollout-concurrency 256",
-            "counts those of all engines",
+            "for all engines",
         ),
         ("--sglang-server-concurrency 1024 --rollout-batch-size 16", "--rollout-batch-size 16", "a rollout has 128 requests at most"),
         ("--rollout-num-gpus 16 --rollout-batch-size 128", "--rollout-num-gpus 16 --rollout-batch-size 128", ""),
@@ -51,7 +51,7 @@ def test_a_complete_command_line_is_unchanged():
         (
             "--rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async",
             "--async-mode full",
-            "use --max-staleness",
+            "limit the policy lag with --max-staleness",
         ),
         (
             "--use-opd --custom-rm-path slime.rollout.on_policy_distillation.reward_func --rm-url http://h:13141/generate"
@@ -64,7 +64,7 @@ def test_a_complete_command_line_is_unchanged():
             "--num-rollout 100 --rollout-batch-size 32 --global-batch-size 128 --lr-warmup-iters 20",
             "--lr-warmup-iters 20 of 200 steps",
         ),
-        ("--lr-warmup-fraction 0.1 --num-epoch 3", "--num-epoch 3", "use --lr-warmup-iters"),
+        ("--lr-warmup-fraction 0.1 --num-epoch 3", "--num-epoch 3", "set --lr-warmup-iters to 0.1"),
         ("--eval-function-path slime.rollout.x.y", "--eval-function-path slime.rollout.x.y", "port it to fuligo's hook"),
         (
             "--dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",

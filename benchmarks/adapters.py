@@ -3,12 +3,12 @@
     python benchmarks/adapters.py [--runs 2 4] [--alone N] [--steps 8] [--rounds 1] [--directory DIR] [-- FLAGS of fuligo train]
 
 Without further flags: the quickstart's task and model on a CPU, 32 prompts x 8 samples. Response lengths are fixed, with a long tail
-(8 tokens plus an exponential part), so that both ways do the same work. The runs differ in rank and seed. Flags
-after `--` go to all runs and override those of the job, for example on one GPU:
+(8 tokens plus an exponential part), so that both ways do the same work. The runs differ in rank and seed. Flags after `--` go to all runs
+and override those of the job, for example on one GPU:
 
     python benchmarks/adapters.py --runs 8 -- --hf-checkpoint MODEL --device cuda --rollout-backend embedded
 
-or with SGLang on a second one (`--rollout-backend sglang --lora-sync adapter`).
+or with SGLang on a second GPU (`--rollout-backend sglang --lora-sync adapter`).
 
 samples/s excludes the first two steps of each run. For runs at once, it counts the steps between the time at which every run has made its
 first two steps and the end of the first run: no run compiles then, and all of them work. "with start" is the total time of the commands.
@@ -41,7 +41,7 @@ PARTS = ("rollout", "score", "train", "sync", "step")
 
 
 async def generate(args, sample, sampling_params):
-    """Generate the fixed number of tokens of the sample (hook of fuligo)."""
+    """Generate the number of tokens that is fixed for the sample (`--custom-generate-function-path`)."""
     from fuligo.rollout.custom_generate import continue_sample
 
     tail = np.random.default_rng(sample.index).exponential(MEAN - SHORTEST)
@@ -49,7 +49,7 @@ async def generate(args, sample, sampling_params):
 
 
 async def reward(args, sample) -> float:
-    """Return a reward that differs within groups and costs nothing (hook of fuligo)."""
+    """Return a reward that differs within groups and costs nothing (`--custom-rm-path`)."""
     return int(sum(sample.response_ids)) % 7 / 7
 
 

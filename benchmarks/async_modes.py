@@ -4,8 +4,8 @@
 
 Without further flags: 32 prompts x 8 samples of the quickstart's task and model on a CPU, one thread for the engine and one for the
 trainer. Response lengths are fixed, with a long tail (8 tokens plus an exponential part), so that every mode does the same work. Choose
-them such that sampling and training take about equally long (the output shows both, measured in sync mode), because sampling ahead then
-gains most. Flags after `--` go to `fuligo train` and override those of the job, for example on GPUs:
+--mean and --longest so that sampling and training take about equally long (the output shows both, measured in sync mode), because sampling
+ahead then gains most. Flags after `--` go to `fuligo train` and override those of the job, for example on GPUs:
 
     python benchmarks/async_modes.py -- --hf-checkpoint MODEL --device cuda --rollout-backend sglang --rollout-num-gpus 1
 
@@ -34,7 +34,7 @@ LENGTHS_VARIABLE = "ASYNC_BENCHMARK_LENGTHS"
 
 
 async def generate(args, sample, sampling_params):
-    """Generate the fixed number of tokens of the sample (hook of fuligo)."""
+    """Generate the number of tokens that is fixed for the sample (`--custom-generate-function-path`)."""
     from fuligo.rollout.custom_generate import continue_sample
 
     mean, longest = map(int, os.environ[LENGTHS_VARIABLE].split())
@@ -43,7 +43,7 @@ async def generate(args, sample, sampling_params):
 
 
 async def reward(args, sample) -> float:
-    """Return a reward that differs within groups and costs nothing (hook of fuligo)."""
+    """Return a reward that differs within groups and costs nothing (`--custom-rm-path`)."""
     return int(sum(sample.response_ids)) % 7 / 7
 
 

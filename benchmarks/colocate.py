@@ -1,7 +1,7 @@
 """Time to offload a trainer to host memory and to load it back: through pinned host memory, compared with `tensor.to`, in one process.
 
-python benchmarks/colocate.py --gib 40                    on a GPU
-python benchmarks/colocate.py --device cpu --gib 0.25     copies within host memory, as a functional check
+python benchmarks/colocate.py --gib 40                    # on a GPU
+python benchmarks/colocate.py --device cpu --gib 0.25     # copies within host memory, as a functional check
 """
 
 import argparse
@@ -31,7 +31,7 @@ class Round:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--gib", type=float, default=8.0, help="weights, reference and optimizer states together")
+    parser.add_argument("--gib", type=float, default=8.0, help="size of weights, reference and optimizer states together")
     parser.add_argument("--rounds", type=int, default=4, help="at least 2; the first round allocates memory and is not counted")
     options = parser.parse_args()
     device = torch.device(options.device)
@@ -42,7 +42,7 @@ def main() -> None:
     print(f"{num_bytes / GIB:.2f} GiB in {len(tensors)} tensors on {device}, {_held(device) / GIB:.2f} GiB of the device held")
     first, *pinned = _rounds(options.rounds, device, *_through_host_memory(tensors, device))
     _, *plain = _rounds(options.rounds, device, *_through_to(tensors, device))
-    assert sum(float(tensor.double().sum()) for tensor in tensors) == checksum, "contents are as before"
+    assert sum(float(tensor.double().sum()) for tensor in tensors) == checksum, "the contents have changed"
     for name, rounds in (("host memory", pinned), ("tensor.to", plain)):
         offload, onload = (min(getattr(one, part) for one in rounds) for part in ("offload_s", "onload_s"))
         away = max(one.device_bytes_away for one in rounds)

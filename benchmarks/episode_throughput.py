@@ -4,7 +4,7 @@ r"""Tokens per second of episodes of several turns, compared with a bare client 
     python benchmarks/episode_throughput.py --engine-python python3 --device cuda --model models/smollm2 --prompts 64 --samples 8 \
         --tokens 512 --sglang '{"attention_backend": "triton", "sampling_backend": "pytorch", "dtype": "bfloat16"}'
 
-With one or more engines behind one router, these two alternate `--repeats` times, in an order that is exchanged every time:
+With one or more engines behind one router, these two run `--repeats` times, in an order that alternates:
 
 - fuligo: a rollout of the real runner. An environment answers each turn with the same message; the model's turns end at its end token or
   after `--tokens`. Parsing, rendering, records and rewards are those of a run.
@@ -235,7 +235,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=2, help="episodes of a prompt")
     parser.add_argument("--concurrency", type=int, help="episodes at a time (default: all)")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=32, help="most tokens of a turn")
+    parser.add_argument("--tokens", type=int, default=32, help="maximum number of tokens of a turn")
     parser.add_argument("--isolation", choices=("process", "none"), default="process", help="--environment-isolation")
     parser.add_argument("--repeats", type=int, default=4, help="rounds; an even number balances the orders")
     args = parser.parse_args()

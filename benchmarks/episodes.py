@@ -1,4 +1,4 @@
-"""CPU time of a turn in an environment, above the engine's own.
+"""CPU time that an environment adds to a turn, beyond that of the request to the engine.
 
     python benchmarks/episodes.py [--episodes 2000] [--concurrency 1000] [--turns 8] [--tokens 64] [--family qwen2_5] [--isolation none]
 

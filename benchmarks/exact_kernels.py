@@ -25,7 +25,7 @@ HEADS, KEY_HEADS, SIZE = 32, 8, 128
 PRODUCTS = ((2560, 19456), (9728, 2560), (2560, 6144), (4096, 2560))
 """Inputs and outputs of a layer's matrix products; gate and up are fused, and so are queries, keys and values, as in SGLang."""
 EXPERTS, CHOSEN, HIDDEN, INNER = 128, 8, 2048, 768
-"""Experts per layer, experts per token, size of their inputs, and columns of gate and up projection together."""
+"""Experts per layer, experts per token, hidden size, and intermediate size of an expert."""
 
 
 def main() -> None:

@@ -42,7 +42,8 @@ wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
 peak = next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM'))
 print(f'\\n{{wall}} {{cpu}} {{peak}}')
 """
-"""Code that prints the peak resident set of its process; `ru_maxrss` would include that of the process that started it."""
+"""Code that runs `program` and prints wall time, CPU time and peak resident set (KiB) of its process; `ru_maxrss` would include that of the
+process that started it."""
 
 
 class Usage(NamedTuple):
@@ -54,7 +55,7 @@ class Usage(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=800, help="approximate size of the checkpoint")
     parser.add_argument("--files", type=int, default=4)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])

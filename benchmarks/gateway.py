@@ -1,4 +1,4 @@
-"""CPU time of the gateway per turn, compared with the same requests to the same engine without it.
+"""CPU time of the gateway per turn, compared with a bare HTTP server that gets the same requests.
 
     python benchmarks/gateway.py [--episodes 1000] [--turns 8] [--concurrency 64] [--tokens 64]
 

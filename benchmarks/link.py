@@ -47,7 +47,8 @@ def main() -> None:
     options = parser.parse_args()
     if not 2 <= options.gpus <= torch.cuda.device_count():
         parser.error(
-            f"cannot measure with --gpus {options.gpus}: this machine has {torch.cuda.device_count()} GPUs; give a number from 2 to that"
+            f"cannot measure with --gpus {options.gpus}: this machine has {torch.cuda.device_count()} GPUs, and a broadcast needs at least "
+            "2; choose a number from 2 to all GPUs, or a machine with more"
         )
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # Multicast may not work on shared hosts.
     spawn(measure, (options.gpus, int(options.gib * GIB), options.port), nprocs=options.gpus)

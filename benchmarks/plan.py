@@ -15,7 +15,7 @@ CONFIG = Path(__file__).parents[1] / "examples" / "glm5.2-744b" / "config.yaml"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--config", type=Path, default=CONFIG, help="config to plan (default: a run on 256 GPUs)")
     options = parser.parse_args()

@@ -1,6 +1,6 @@
 """Latency and throughput of the Python tool: programs in fresh sandboxes, and the next program of a session.
 
-python benchmarks/python_tool.py --calls 200
+python benchmarks/python_tool.py [--calls 200] [--modules numpy sympy]
 """
 
 import argparse
@@ -42,7 +42,7 @@ async def measure(settings: PythonSettings, calls: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=200)
     parser.add_argument("--modules", nargs="*", default=[], help="modules to import beforehand, such as numpy sympy")
     arguments = parser.parse_args()

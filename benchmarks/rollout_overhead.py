@@ -20,65 +20,20 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import numpy as np
-from synthetic_rollout import ASSETS, TIMEOUT_S, build_runner, check_complete
+from rollout_waves import fleet, variables
+from synthetic_rollout import ASSETS, build_runner, check_complete
 from transformers import AutoTokenizer
 
-from fuligo.config.secret import Environment
+from fuligo.engines.client import EngineClient
 from fuligo.engines.group import EngineGroup
-from fuligo.engines.host import PortClaims
-from fuligo.engines.sglang.fleet import Fleet, FleetSettings
-from fuligo.engines.sglang.router import RouterSettings
-from fuligo.engines.sglang.server import ServerPorts, ServerSettings
 from fuligo.types import IntArray
 
-TORCHVISION_STUB = Path(__file__).parents[1] / "tests" / "sglang" / "stubs"
-"""Stub of torchvision, which SGLang imports; the published one does not load with a CPU build of torch."""
-HOST = "127.0.0.1"
 Turn = Callable[[int], Awaitable[float]]
 """Function that takes the number of the measurement and returns tokens per second."""
-
-
-@asynccontextmanager
-async def fleet(args: argparse.Namespace, directory: Path) -> AsyncIterator[Fleet]:
-    environment = Environment({"PYTHONPATH": str(TORCHVISION_STUB)} if args.device == "cpu" else {})
-    with PortClaims() as claims:
-        server = ServerSettings(
-            name="engine 0",
-            model_path=args.model,
-            tp_size=args.tp,
-            pp_size=1,
-            arguments={"max_running_requests": args.requests, **args.sglang},
-            worker_type="regular",
-            device=args.device,
-            host=HOST,
-            ports=ServerPorts.claim(claims),
-            log_file=directory / "engine.txt",
-            gpu_ids=tuple(range(args.tp)) if args.device == "cuda" else (),
-            python=args.engine_python,
-            environment=environment,
-        )
-        router = RouterSettings(
-            directory / "router.txt", HOST, claims.claim(), claims.claim(), python=args.engine_python, environment=environment
-        )
-        settings = FleetSettings(
-            (server,),
-            router,
-            restart=False,
-            health_interval_s=60.0,
-            health_timeout_s=60.0,
-            request_retries=0,
-            request_timeout_s=TIMEOUT_S,
-        )
-        running = await Fleet.launch(settings)
-        try:
-            yield running
-        finally:
-            await running.stop()
 
 
 def prompts(args: argparse.Namespace, vocab_size: int, turn: int) -> list[IntArray]:
@@ -102,22 +57,21 @@ def through(engines: EngineGroup, args: argparse.Namespace) -> Turn:
     return turn
 
 
-def bench_serving(url: str, args: argparse.Namespace, directory: Path) -> Turn:
-    environment = os.environ | ({"PYTHONPATH": str(TORCHVISION_STUB)} if args.device == "cpu" else {}) | {"HF_HUB_OFFLINE": "1"}
+def bench_serving(engine: EngineClient, args: argparse.Namespace) -> Turn:
+    """Return a measurement of SGLang's client, which takes the engine's key from OPENAI_API_KEY."""
+    environment = os.environ | variables(args) | {"HF_HUB_OFFLINE": "1", "OPENAI_API_KEY": engine.keys.requests}
 
     async def turn(number: int) -> float:
-        result = directory / f"bench-{number}.jsonl"
-        flags = (
-            f"--backend sglang --base-url {url} --model {args.model} --tokenizer {args.model} --dataset-name random-ids --tokenize-prompt"
-        )
-        flags += f" --num-prompts {args.requests} --random-input-len {args.prompt_tokens} --random-output-len {args.tokens}"
+        result = args.logs / f"bench-{number}.jsonl"
+        flags = f"--backend sglang --base-url {engine.url} --model {args.model} --tokenizer {args.model}"
+        flags += f" --dataset-name random-ids --tokenize-prompt --num-prompts {args.requests} --random-input-len {args.prompt_tokens} --random-output-len {args.tokens}"
         flags += " --random-range-ratio 1 --temperature 1 --return-logprob --logprob-start-len -1 --disable-stream --disable-tqdm"
         flags += f" --warmup-requests 0 --seed {number} --output-file {result}"
         command = [args.engine_python, "-m", "sglang.bench_serving", *flags.split()]
-        with (directory / "bench.txt").open("ab") as log:
+        with (args.logs / "bench.txt").open("ab") as log:
             process = await asyncio.create_subprocess_exec(*command, env=environment, stdout=log, stderr=log)
         if await process.wait():
-            raise RuntimeError((directory / "bench.txt").read_text(errors="replace")[-3000:])
+            raise RuntimeError((args.logs / "bench.txt").read_text(errors="replace")[-3000:])
         answer = json.loads(result.read_text().splitlines()[-1])
         if answer["completed"] != args.requests or answer["total_output_tokens"] != args.requests * args.tokens:
             raise RuntimeError(f"bench_serving completed {answer['completed']} requests, {answer['total_output_tokens']} tokens")
@@ -126,11 +80,11 @@ def bench_serving(url: str, args: argparse.Namespace, directory: Path) -> Turn:
     return turn
 
 
-async def measure(args: argparse.Namespace, directory: Path) -> None:
-    async with fleet(args, directory) as running:
+async def measure(args: argparse.Namespace) -> None:
+    async with fleet(args, tp=args.tp) as running:
         engine = running.group.clients[0]
         turns: dict[str, Turn] = {
-            "bench_serving": bench_serving(engine.url, args, directory),
+            "bench_serving": bench_serving(engine, args),
             "stack": through(running.group, args),
             "no router": through(EngineGroup([engine]), args),
         }
@@ -164,8 +118,11 @@ def main() -> None:
         "--sglang", type=json.loads, default={}, help="additional arguments of SGLang's server, as JSON, names with underscores"
     )
     args = parser.parse_args()
+    args.engines, args.gpu = 1, 0
+    args.sglang = {"max_running_requests": args.requests, **args.sglang}
     with tempfile.TemporaryDirectory(prefix="fuligo-bench-") as directory:
-        asyncio.run(measure(args, Path(directory)))
+        args.logs = Path(directory)
+        asyncio.run(measure(args))
 
 
 if __name__ == "__main__":

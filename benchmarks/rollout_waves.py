@@ -61,13 +61,14 @@ def variables(args: argparse.Namespace) -> dict[str, str]:
 
 
 @asynccontextmanager
-async def fleet(args: argparse.Namespace) -> AsyncIterator[Fleet]:
+async def fleet(args: argparse.Namespace, *, tp: int = 1) -> AsyncIterator[Fleet]:
+    """Start `args.engines` engines on `tp` GPUs each, and a router; stop them at the end of the block."""
     with PortClaims() as claims:
         servers = tuple(
             ServerSettings(
                 name=f"engine {number}",
                 model_path=args.model,
-                tp_size=1,
+                tp_size=tp,
                 pp_size=1,
                 arguments=args.sglang,
                 worker_type="regular",
@@ -75,7 +76,7 @@ async def fleet(args: argparse.Namespace) -> AsyncIterator[Fleet]:
                 host=HOST,
                 ports=ServerPorts.claim(claims),
                 log_file=args.logs / f"engine-{number}.txt",
-                gpu_ids=(args.gpu + number,) if args.device == "cuda" else (),
+                gpu_ids=tuple(range(args.gpu + number * tp, args.gpu + (number + 1) * tp)) if args.device == "cuda" else (),
                 python=args.engine_python,
                 environment=Environment(variables(args)),
             )

@@ -1,7 +1,8 @@
 """Throughput of SGLang's offline engine, called as in `python -m sglang.bench_offline_throughput`; run by `rollout_waves.py`.
 
 Reads one JSON object from the file named on the command line: `engine` (arguments of `sglang.Engine`), `prompts` (token ids of every
-request), `sampling_params`, `return_logprob` (one round for each), `rounds`. Prints one JSON object per round: seconds, tokens, logprobs.
+request), `sampling_params`, `return_logprob` (list of the values to measure in every round), `rounds` (after a warm-up round). Prints one
+JSON object per measurement: round, seconds, tokens, logprobs.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Speed and exactness of shared prefixes in the torch trainer: the same optimizer step with samples laid end to end and as trees.
+"""Speed and exactness of shared prefixes: the same optimizer step with samples laid end to end ("plain") and as trees ("shared").
 
     python benchmarks/shared_prefixes.py                          # all cases: Qwen3-4B's shape on CUDA, a tiny model on a CPU
     python benchmarks/shared_prefixes.py group --compile          # one case, layers compiled
@@ -108,7 +108,7 @@ SMALL_TOKENS = 16384
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)} (default: all)")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"cases to measure, of {', '.join(CASES)} (default: all)")
     parser.add_argument("--model", default="qwen3-4b" if DEVICE == "cuda" else "tiny-dense", help="shape, a key of training_cases.MODELS")
     parser.add_argument("--num-layers", type=int, help="layers of the model (default: as published)")
     parser.add_argument("--max-tokens", type=int, default=12288, help="tokens of a row")
@@ -142,7 +142,7 @@ def main() -> None:
     flags = ("--precision", "bf16", *([] if options.compile else ["--no-torch-compile"])) if DEVICE == "cuda" else ()
     case = Case(options.model, num_layers=options.num_layers, max_tokens=options.max_tokens, flags=flags, backend="torch")
     worker = build_worker(case, TorchRankWorker)
-    titles = ["case", "tokens", "saved", "rows", "tokens/s today", "shared", "x", "scoring today", "shared", "x", "GiB today", "shared"]
+    titles = ["case", "tokens", "saved", "rows", "tokens/s plain", "shared", "x", "scoring plain", "shared", "x", "GiB plain", "shared"]
     print_row([*titles, "max, mean difference of log p", "gradient norms"])
     print_row(["---"] * (len(titles) + 2))
     for name, trees in cases.items():
@@ -167,7 +167,7 @@ def measure_megatron(cases: dict[str, Trees], options: argparse.Namespace) -> No
     if options.way is not None:
         measure_megatron_way(cases, options)
         return
-    titles = ["case", "tokens", "rows", "tokens/s today", "shared", "x", "scoring today", "shared", "x", "GiB today", "shared"]
+    titles = ["case", "tokens", "rows", "tokens/s plain", "shared", "x", "scoring plain", "shared", "x", "GiB plain", "shared"]
     print_row(titles)
     print_row(["---"] * len(titles))
     for name in cases:
@@ -318,7 +318,7 @@ def measure_way(worker: TorchRankWorker, to_score: ScoreShare, to_train: list[St
 
 def measure_kernels(cases: dict[str, Trees]) -> None:
     """Print the milliseconds of one layer's attention on one tree, forward and backward, with Qwen3-4B's heads."""
-    print_row(["case", "today", "varlen", "flex", "mask of flex"])
+    print_row(["case", "plain", "varlen", "flex", "mask of flex"])
     print_row(["---"] * 5)
     for name, trees in cases.items():
         samples = replace(trees, num_trees=1).samples(np.random.default_rng(0))

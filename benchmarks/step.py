@@ -9,8 +9,8 @@
 
 fuligo runs `fuligo train` as a user would, with the engine over HTTP and recorded metrics and samples; a custom generate function requests
 each sample's length and ignores the end token. TRL generates with transformers' `generate`, its method on a CPU; a logits processor forbids
-the end token before a row's length and forces it there. The time of a step is that from the end of one step to the end of the next; the
-median counts. The programs run alternately, `--rounds` times each.
+the end token before a row's length and forces it there. The time of a step is that from the end of the previous step to its own. The
+programs run alternately, `--rounds` times each; the lowest of a program's median step times counts.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def score(token_ids) -> float:
 
 
 async def generate(args, sample, sampling_params):
-    """Generate the fixed number of tokens of the sample (hook of fuligo)."""
+    """Generate the number of tokens that is fixed for the sample (`--custom-generate-function-path`)."""
     from fuligo.rollout.custom_generate import continue_sample
 
     lengths = response_lengths(os.environ[LENGTHS_VARIABLE])
@@ -57,7 +57,7 @@ async def generate(args, sample, sampling_params):
 
 
 async def reward(args, sample) -> float:
-    """Score a sample (hook of fuligo)."""
+    """Score a sample (`--custom-rm-path`)."""
     return score(sample.response_ids)
 
 

@@ -54,7 +54,7 @@ class Story(Environment):
 
 
 def made_environments(name: str, settings: dict[str, Any], isolation: str) -> MakesEnvironments:
-    """Return the factory for an environment class of this module, with or without processes."""
+    """Return the factory for an environment class of this module. `isolation`: as in `--environment-isolation`."""
     path = f"{__name__}.{name}"
     loaded = load_environment(path, settings)
     if isolation == "none":

@@ -162,7 +162,7 @@ def case_config(case: Case, extra: list[str]) -> Config:
 
 
 def rollout(case: Case, num_rows: int, context_parallel: int, vocab_size: int) -> TrainBatch:
-    """Build the batch of one optimizer step: `num_rows` full rows of samples of 256 to 4,096 tokens, an eighth of each the prompt."""
+    """Build the batch of one optimizer step: `num_rows` full rows of samples, whose first eighth is the prompt."""
     rng = np.random.default_rng(0)
     samples: list[TrainSample] = []
     for _ in range(num_rows):

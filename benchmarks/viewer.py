@@ -1,10 +1,9 @@
 """Performance of `fuligo view` on a long run: time and bytes of requests, indexing time, memory.
 
-python benchmarks/viewer.py [--steps 2000] [--samples 256] [--tokens 64]
+    python benchmarks/viewer.py [--steps 2000] [--samples 256] [--tokens 64]
 
 The script writes a synthetic run (some minutes and gigabytes at full size), then serves it with `fuligo view` in its own process. A request
-that costs nothing is timed as a baseline. CPU time of the server covers all its threads (Linux), and is also comparable
-on a busy machine.
+that costs nothing is timed as a baseline. CPU time of the server covers all its threads (Linux), and is also comparable on a busy machine.
 """
 
 import argparse
@@ -139,7 +138,7 @@ def processor_s(pid: int) -> float:
 
 
 def show(pid: int, what: str, address: str, *paths: str) -> None:
-    """Print the time of the first request and the median of several."""
+    """Send the requests several times; print the first and the median time, CPU time of the server, and the bytes received."""
     runs = []
     for _ in range(REPEATS):
         before_s = processor_s(pid)
@@ -148,7 +147,7 @@ def show(pid: int, what: str, address: str, *paths: str) -> None:
     first_s, first_processor_s, num_bytes = runs[0]
     median_s, median_processor_s = (sorted(run[at] for run in runs)[REPEATS // 2] for at in range(2))
     print(
-        f"{what:44} {1000 * first_s:8.1f} ms at first {1000 * median_s:8.1f} ms then; processor {1000 * first_processor_s:8.1f} and "
+        f"{what:44} {1000 * first_s:8.1f} ms at first {1000 * median_s:8.1f} ms then; CPU {1000 * first_processor_s:8.1f} and "
         f"{1000 * median_processor_s:6.1f} ms; {num_bytes / 1024:9.1f} KiB",
         flush=True,
     )
@@ -172,7 +171,7 @@ def measure(path: Path, num_steps: int) -> None:
             time.sleep(0.2)
         known_s = time.perf_counter() - begin_s
         what = "all samples and the trace known after"
-        print(f"{what:44} {known_s:8.1f} s, processor {processor_s(pid):.1f} s, {memory_mib(pid):.0f} MiB, {known['num_samples']} samples")
+        print(f"{what:44} {known_s:8.1f} s, CPU {processor_s(pid):.1f} s, {memory_mib(pid):.0f} MiB, {known['num_samples']} samples")
         show(pid, "filter: reward, status", address, f"api/samples?run={name}&limit=40&reward_min=1&status=truncated")
         show(pid, "filter: one engine", address, f"api/samples?run={name}&limit=40&engine=3")
         show(pid, "order: longest of all", address, f"api/samples?run={name}&limit=40&order=-length")

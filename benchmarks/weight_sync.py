@@ -65,7 +65,7 @@ async def measure_adapter(args: argparse.Namespace) -> None:
         print(f"{args.engines} engines ready; adapter of rank {config.rank}: {len(trained)} tensors, {num_bytes / 1e6:.1f} MB", flush=True)
         group, times, copies = running.group, [], SharedCopies()
         tensors: NamedTensors = []
-        took.clear()  # of the start
+        took.clear()  # discards the calls of the start
         engines = tuple(EngineAddress(c.url, c.num_ranks, c.start, c.number, c.keys, ()) for c in group.clients)
         for version in range(1, args.repeats + 2):
             start_s = time.perf_counter()
@@ -149,7 +149,7 @@ def parts_alone(tensors: NamedTensors, copies: SharedCopies) -> list[dict[str, f
 
 @contextmanager
 def timed_calls() -> Iterator[dict[str, float]]:
-    """Yield the seconds of the engines' control calls by path, the longest of concurrent calls; they are added during the block."""
+    """Time the engines' control calls inside the block. Yield the seconds by path, of the longest call since the caller cleared them."""
     took: dict[str, float] = {}
     call = EngineClient._call
 
@@ -175,7 +175,7 @@ async def measure(args: argparse.Namespace) -> None:
     device = "cuda:0" if args.device == "cuda" else "cpu"
     if args.device == "cuda":
         torch.cuda.set_device(0)
-        os.environ["NCCL_CUMEM_ENABLE"] = "0"  # as SGLang sets it, and the trainer
+        os.environ["NCCL_CUMEM_ENABLE"] = "0"  # as SGLang and the trainer set it
     weights = {name: tensor.to(device) for file in args.files for name, tensor in load_file(file).items()}
     num_bytes = sum(tensor.nbytes for tensor in weights.values())
     started_s = time.perf_counter()

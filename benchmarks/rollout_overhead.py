@@ -63,10 +63,10 @@ def bench_serving(engine: EngineClient, args: argparse.Namespace) -> Turn:
 
     async def turn(number: int) -> float:
         result = args.logs / f"bench-{number}.jsonl"
-        flags = f"--backend sglang --base-url {engine.url} --model {args.model} --tokenizer {args.model}"
-        flags += f" --dataset-name random-ids --tokenize-prompt --num-prompts {args.requests} --random-input-len {args.prompt_tokens} --random-output-len {args.tokens}"
-        flags += " --random-range-ratio 1 --temperature 1 --return-logprob --logprob-start-len -1 --disable-stream --disable-tqdm"
-        flags += f" --warmup-requests 0 --seed {number} --output-file {result}"
+        flags = f"--backend sglang --base-url {engine.url} --model {args.model} --tokenizer {args.model} --dataset-name random-ids"
+        flags += f" --tokenize-prompt --num-prompts {args.requests} --random-input-len {args.prompt_tokens}"
+        flags += f" --random-output-len {args.tokens} --random-range-ratio 1 --temperature 1 --return-logprob --logprob-start-len -1"
+        flags += f" --disable-stream --disable-tqdm --warmup-requests 0 --seed {number} --output-file {result}"
         command = [args.engine_python, "-m", "sglang.bench_serving", *flags.split()]
         with (args.logs / "bench.txt").open("ab") as log:
             process = await asyncio.create_subprocess_exec(*command, env=environment, stdout=log, stderr=log)

@@ -21,7 +21,7 @@ from fuligo.types import FloatArray, TrainSample
 class PackedTokens:
     """Samples packed into one row, each without its last token, which predicts nothing. Axes: T tokens, S samples, N response tokens.
 
-    With a tree, the row stores a prefix that several samples share only once, and one position may predict several response tokens.
+    With a tree, the row stores shared prefixes only once, and one position may predict several response tokens.
     """
 
     input_ids: Tensor

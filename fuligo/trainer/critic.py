@@ -28,11 +28,11 @@ class BaseCritic(ABC):
 
     @abstractmethod
     def values(self, share: ScoreShare) -> dict[int, FloatArray]:
-        """Return the replica's [R] values by position in the whole list of samples; empty on ranks that do not report."""
+        """Return [R] values by position in the whole list of samples; empty except on the rank that reports for its replica."""
 
     @abstractmethod
     def gradients(self, step: StepShare) -> StepGradients | None:
-        """Compute the gradients of the step's value loss; return None on ranks that do not report."""
+        """Compute the gradients of the step's value loss; return None except on the rank that reports for its replica."""
 
     def step(self, gradients: StepGradients | None, num_micro_batches: int) -> dict[str, float]:
         """Call `Learner.step` and return the learning rate and gradient norm under the critic's metric names."""
@@ -41,7 +41,7 @@ class BaseCritic(ABC):
 
     @property
     def learns_alone(self) -> bool:
-        """True while only the value model is trained. Rollouts are counted from its start, which may be at a resume."""
+        """True in the first `num_only_rollouts` rollouts after the value model was started, in which only it is trained."""
         return self.learner.progress.num_rollouts < self.settings.num_only_rollouts
 
     def end_rollout(self) -> None:

@@ -148,7 +148,7 @@ def objective(inputs: LossInputs, settings: LossSettings) -> Objective:
 
 
 def _trained(inputs: LossInputs) -> LossInputs:
-    """Set the values of masked tokens to 0, because any of them may be NaN, which must not reach the loss even multiplied by 0."""
+    """Return the inputs with 0 at masked tokens, because values there may be NaN, which must not reach the loss even multiplied by 0."""
     mask = inputs.loss_mask != 0
     names = ("logprobs", "entropy", "advantages", "weights", "engine_logprobs", "old_logprobs", "ref_logprobs", "teacher_logprobs")
     given = {name: values for name in names if (values := getattr(inputs, name)) is not None}

@@ -149,7 +149,7 @@ def pack(
 
 
 def sequence_flops(linear: float, attention: float) -> Cost:
-    """Return the cost of a sequence: `linear` FLOPs for each token, `attention` FLOPs for each pair of tokens that attend."""
+    """Return the cost function of a sequence: `linear` FLOPs for each token, `attention` FLOPs for each pair of tokens that attend."""
     return partial(_sequence_flops, linear, attention)
 
 

@@ -75,7 +75,7 @@ def _matching(pattern: str, names: Iterable[str], flag: str) -> list[str]:
     try:
         matching = [name for name in names if re.search(pattern, name)]
     except re.error as error:
-        raise ConfigError(f"{flag}: {pattern!r} is not a regular expression: {error}") from error
+        raise ConfigError(f"{flag}: {pattern!r} is not a regular expression ({error}); correct the pattern") from error
     if not matching:
         examples = ", ".join(sorted(names)[:3])
         raise ConfigError(f"{flag}: {pattern!r} matches no parameter of the model; its parameters are named {examples}, ...")

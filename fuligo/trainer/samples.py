@@ -152,7 +152,7 @@ class DataPostProcess:
     hook: Callable[[list[list[TrainSample]]], object]
 
     def __call__(self, samples: list[TrainSample]) -> None:
-        """Call the hook with the samples of each prompt; it may change them in place, loss masks for instance.
+        """Call the hook with the samples of each prompt, which it may change in place, and recompute `mask_sum` from the loss masks.
 
         Raises TrainerError if the hook raised, or left samples that cannot be trained on.
         """

@@ -65,10 +65,7 @@ def loss_settings(config: Config) -> LossSettings:
 
 
 class BoundHook:
-    """Hook with `args` already bound. It is pickled as configuration and flag name, and each rank loads it again.
-
-    Hooks in a file therefore work on all ranks.
-    """
+    """Hook with `args` already bound. It is pickled as configuration and flag name, and each rank loads it again, from a file too."""
 
     def __init__(self, config: Config, flag_name: str, hook: Hook) -> None:
         self._config, self._flag_name, self._hook = config, flag_name, hook

@@ -92,7 +92,7 @@ def _worthwhile(shared: list[int], min_saved: int) -> list[int]:
 
 
 def lay_out(lengths: Sequence[int], shared: Sequence[int]) -> RowLayout:
-    """Lay out samples in a row that stores the prefix each sample shares with the previous one only once.
+    """Lay out samples in a row that stores only once the prefix that a sample shares with the previous one.
 
     Args:
         lengths: [S] number of tokens of each sample, at least 1.

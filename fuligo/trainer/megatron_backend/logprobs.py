@@ -36,7 +36,7 @@ def vocab_parallel_logprobs(
 
 
 def gather_predictions(local: TokenLogprobs, local_ids: Tensor, num_total: int, cp_group: dist.ProcessGroup) -> TokenLogprobs:
-    """Call `gather_tokens` for log-probabilities and entropies."""
+    """Gather log-probabilities and entropies like `gather_tokens`, in one collective."""
     if cp_group.size() == 1:
         return local
     return TokenLogprobs(*_GatherTokens.apply(torch.stack(local), local_ids, num_total, cp_group).unbind())

@@ -116,7 +116,7 @@ def _shape(flags: Mapping[str, Any], activation: Activation) -> Fields:
 
 
 def _windows(flags: Mapping[str, Any]) -> Fields:
-    """Return the fields of layers with a sliding window, (tokens before, tokens after)."""
+    """Return the fields of layers with a sliding window, given as (tokens before, tokens after); empty if there are none."""
     if flags.get("window_size") is None:
         return {}
     layers = flags.get("window_attn_skip_freq")

@@ -109,7 +109,7 @@ class RecordedPart:
     """Router choices for one sample on one rank."""
 
     num_tokens: int
-    """Number of tokens of the whole sample, without its last, which goes to no expert."""
+    """Number of tokens of the whole sample, without its last token, which does not go through the model."""
     positions: np.ndarray
     """[n] positions of the rank's tokens in the sample."""
     layers: tuple[int, ...]
@@ -178,7 +178,7 @@ def row_choices(row: PackedRow, tokens: PackedTokens, samples: Sequence[TrainSam
     """Return the [L, m, K] int16 recorded choices for m of the M layers, on the row's device.
 
     The choice is `UNKNOWN` for padding, for tokens without a record and in repeated micro-batches. Samples that share a token have the same
-    record for it, because the schedule shares no other tokens.
+    record for it, because the schedule shares only such tokens.
 
     Raises:
         TrainerError: a sample's `routed_experts` has the wrong shape.

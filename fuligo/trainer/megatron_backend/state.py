@@ -364,7 +364,7 @@ def _agreed(world: World, work: Callable[[], T]) -> T:
     """Run `work` on every rank, and return its result if it succeeded on all. A collective.
 
     Raises:
-        CheckpointError: `work` raised on a rank; every rank raises the error of the first such rank.
+        CheckpointError: `work` raised CheckpointError or OSError on a rank; every rank raises the error of the first such rank.
     """
     result: list[T] = []
     problem: str | None = None

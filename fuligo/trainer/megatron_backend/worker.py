@@ -126,7 +126,7 @@ class MegatronRankWorker(RankWorker[MegatronTrainerSettings, Critic, HostWeights
             self._adapter_sender = AdapterSender(self._adapted, self._sender, world, merges=settings.lora.is_merged)
 
     def gradients(self, step: StepShare) -> StepGradients | None:
-        """Compute the gradients of the step's loss in the stages' buffers; return this replica's results on the reporting rank."""
+        """Compute the gradients of the step's loss in the stages' buffers. Return None except on the rank that reports for its replica."""
         zero_gradients(self.chunks)
         with dropout_on(self.chunks):
             return compute_gradients(self.chunks, step, self.settings, self.world.device)

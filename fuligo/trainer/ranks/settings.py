@@ -53,7 +53,10 @@ class OptimizerSettings:
 
 @dataclass(slots=True, frozen=True)
 class TrainedParameters:
-    """Regular expressions (`re.search`) that select the parameters to train: those that match `only`, or do not match `frozen`, or all."""
+    """Regular expressions (`re.search`) that select the parameters to train.
+
+    These are the ones that match `only`, or the ones that do not match `frozen`; all if both are empty.
+    """
 
     only: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
@@ -118,7 +121,7 @@ class TrainerSettings:
     score_capacity: Capacity = field(default_factory=Capacity)
     """Limits of a micro-batch in passes without gradients."""
     shares_prefixes: bool = False
-    """Store and compute a prefix that several samples of a micro-batch share only once."""
+    """Store and compute only once a prefix that several samples of a micro-batch share."""
     chunk_tokens: int = 4096
     """Number of tokens whose logits are in memory at a time."""
     balance_data: bool = False
@@ -145,7 +148,7 @@ class TrainerSettings:
     profile: ProfileSettings | None = None
     """Rollouts and ranks to profile; None: no profiling."""
     command_timeout_s: float = 1800.0
-    """Seconds that all ranks have for each command, such as loading, training on a rollout or a save."""
+    """Seconds that all ranks have for each command, such as loading, training on a rollout or saving."""
 
     def with_absolute_paths(self) -> Self:
         """Return a copy in which all paths are absolute, for ranks in other working directories."""
@@ -171,8 +174,8 @@ class TrainerSettings:
     def environment(self) -> Mapping[str, str]:
         """Environment variables that a rank sets, unless they are already set, before it uses its device.
 
-        Pinning 10 GiB of host memory at the first offload from a shared GPU takes 5.9 s in one thread and 2.2 s with the variable for
-        pinned memory (docs/benchmarks-gpu.md).
+        Pinning 10 GiB of host memory at the first offload from a shared GPU takes 5.9 s by default and 2.2 s with the
+        PYTORCH_CUDA_ALLOC_CONF set here (docs/benchmarks-gpu.md).
         """
         if self.shares_device and self.device == "cuda":
             pinned = {"PYTORCH_CUDA_ALLOC_CONF": "pinned_use_cuda_host_register:True,pinned_num_register_threads:16"}

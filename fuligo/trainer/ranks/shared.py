@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 PHASES = ("score", "train")
-"""Commands that another command of the same step follows immediately: `train` follows `score`, and `send_weights` follows `train`."""
+"""Commands that the next command of the step follows immediately: `train` after `score`, and `send_weights` after `train`."""
 KEEP_TURN_S = 1.0
 """Seconds that the trainer waits for the next phase of a step while other runs wait; a driver takes less between two phases."""
 
@@ -35,7 +35,7 @@ class SharedTrainer:
     """Trainer of several runs in this process, whose commands run one at a time.
 
     Args:
-        max_threads: limit of the computation's CPU threads; None: no limit beyond that of an unshared trainer.
+        max_threads: maximum number of CPU threads for computation; None: as many as an unshared trainer uses.
     """
 
     def __init__(self, max_threads: int | None = None) -> None:

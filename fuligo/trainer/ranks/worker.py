@@ -127,7 +127,10 @@ class RankWorker(ABC, Generic[SettingsT, CriticT, ModelT]):
 
     @abstractmethod
     def gradients(self, step: StepShare) -> StepGradients | None:
-        """Compute the gradients of the step's loss, which stay with the parameters. Return None on ranks that do not report."""
+        """Compute the gradients of the step's loss, which stay with the parameters.
+
+        Return None except on the rank that reports for its replica.
+        """
 
     def send_weights(self, target: WeightTarget) -> WeightManifest | Undelivered | None:
         """Gather the policy's weights on all ranks, and send them from rank 0 and from every rank that shares its GPU with an engine.
@@ -174,7 +177,7 @@ class RankWorker(ABC, Generic[SettingsT, CriticT, ModelT]):
 
     @abstractmethod
     def _policy_logprobs(self, share: ScoreShare) -> dict[int, FloatArray]:
-        """Return the policy's [R] log-probabilities by position in the whole list of samples; empty on ranks that do not report."""
+        """Return [R] log-probabilities by position in the whole list of samples; empty except on the rank that reports for its replica."""
 
     @abstractmethod
     def _logprobs_of(self, model: ModelT, share: ScoreShare) -> dict[int, FloatArray]:

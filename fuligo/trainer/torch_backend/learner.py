@@ -98,7 +98,7 @@ def _build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.opt
     if not trained:
         raise ConfigError(
             "cannot train: --only-train-params-name-list and --freeze-params-name-list leave only parameters that are frozen anyway (an "
-            "MTP layer without --enable-mtp-training, a vision tower without images); choose others"
+            "MTP layer without --enable-mtp-training, a vision tower without images); select other parameters"
         )
     decays = {name: parameter.dim() >= 2 and not name.endswith("bias") for name, parameter in trained.items()}
     groups = [

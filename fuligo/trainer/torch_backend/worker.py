@@ -250,7 +250,7 @@ class TorchRankWorker(RankWorker[TorchTrainerSettings, Critic, Policy]):
 
 
 def _cost(policy: Policy) -> Cost:
-    """Return the forward FLOPs of a sequence: 2 per weight and token, 4 per hidden unit, layer and pair of tokens."""
+    """Return the cost function of a sequence in forward FLOPs: 2 per weight and token, 4 per hidden unit, layer and pair of tokens."""
     config = text_config(policy.model.config)
     num_weights = sum(parameter.numel() for parameter in policy.model.parameters())
     num_weights += sum(layer.num_elements for layer in quantised_weights(policy.model).values())

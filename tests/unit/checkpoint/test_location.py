@@ -64,6 +64,12 @@ def test_a_tracker_without_its_checkpoint_is_an_error(load: Path) -> None:
         resolve(load)
 
 
+def test_a_tracker_without_any_checkpoint_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / TRACKER).write_text("30")
+    with pytest.raises(CheckpointError, match=r"cannot load iteration 30 from .*: it has no checkpoint; use another directory"):
+        resolve(tmp_path)
+
+
 def test_a_run_killed_before_it_wrote_its_first_tracker_resumes(tmp_path: Path, load: Path) -> None:
     (load / TRACKER).unlink()
     with pytest.raises(CheckpointError, match=f"has no {TRACKER}"):

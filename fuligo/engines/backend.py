@@ -184,7 +184,7 @@ def engine_backend(config: Config) -> EngineBackend:
 async def stopped_at_exit(process: StartedProcess) -> AsyncIterator[None]:
     """Stop the process at the end of the block.
 
-    If the block raises a FuligoError and the process has died, the process's error is raised, followed by the message of the block's.
+    If the block raises a FuligoError and the process has died, raise the process's error with the block's message below it.
     """
     try:
         yield

@@ -27,7 +27,7 @@ class SamplingParams:
     """Number of most likely tokens to sample from; -1: all."""
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
-    """Strings that end the response. The text ends before the stop string, the token ids include it."""
+    """Strings that end the response. The text ends before the stop string; the token ids include it."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     sampling_seed: int | None = None

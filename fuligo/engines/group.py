@@ -26,7 +26,7 @@ DIRECT_TIMEOUT_S = 600.0
 WAIT_S = 0.1
 """Seconds between checks for a restarted engine."""
 MAX_AHEAD = 8
-"""Number of requests in flight that an engine may have more than the least busy one and still get the requests of its affinity."""
+"""Largest excess of an engine's requests in flight over the least busy engine's; beyond it, requests ignore affinity."""
 
 
 class Membership(Protocol):

@@ -154,7 +154,7 @@ def append(sample: Sample, generation: Generation) -> None:
 
 
 def sampling_params(flags: RolloutFlags) -> SamplingParams:
-    """Return the sampling parameters of training samples."""
+    """Return the sampling parameters that the rollout flags set."""
     return SamplingParams(
         max_new_tokens=flags.rollout_max_response_len,
         temperature=flags.rollout_temperature,

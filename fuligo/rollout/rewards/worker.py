@@ -1,8 +1,8 @@
 """Reward worker: a process that answers requests with one judge (`symbolic_judge.py`, `instructions.py`), in JSON lines.
 
-It is run by path and imports only what its judge needs, so not torch. A judge can compute forever in a single C call that Python cannot
-interrupt (sympy, a regular expression). The kernel's alarm therefore ends the process, even if its parent is gone, and the parent starts
-another.
+It is run by path, so that it imports only what its judge needs, and not torch. A judge can compute forever in a single C call that Python
+cannot interrupt (sympy, a regular expression). The kernel's alarm therefore ends the process, even if its parent is gone, and the parent
+starts another.
 """
 
 import json

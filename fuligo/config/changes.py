@@ -44,7 +44,7 @@ def change_text(change: Change, config: Config | None = None) -> str:
     if name == "sglang_config" and inner:
         return f"sglang_config: {_place(inner, config)} {_plain(change.value)}"
     if (group, name) == ("cluster", "env") and inner and change.value is not None:
-        return f"--env {_plain({inner[0]: change.value})}"  # Adds to the environment of a file.
+        return f"--env {_plain({inner[0]: change.value})}"  # --env adds to the environment of the config file
     if inner:
         where = ".".join(map(str, inner))
         return f"{group}.{name}: drop {where}" if change.value is None else f"{group}.{name}: {where} {_plain(change.value)}"

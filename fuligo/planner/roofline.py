@@ -48,7 +48,7 @@ def assumptions(subject: Subject, layout: ClusterLayout) -> tuple[str, ...]:
     """Return the assumptions of the estimates, in addition to each phase's note."""
     config = subject.config
     stated = [
-        f"Responses average {average_response(config)} tokens, {AVERAGE_OF_LONGEST:.0%} of the longest, spread evenly; "
+        f"Responses average {average_response(config)} tokens, {AVERAGE_OF_LONGEST:.0%} of the longest, uniformly distributed; "
         f"prompts {average_prompt(config)} tokens.",
         "Experts get equal shares of the tokens.",
         "Rewards and evaluation take no time; no prompt is dropped by a filter.",

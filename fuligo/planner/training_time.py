@@ -63,7 +63,7 @@ def optimizer_phase(subject: Subject, layout: ClusterLayout) -> Phase:
     if not subject.is_megatron:
         share = subject.num_trained_parameters / shape.num_ranks
         seconds = num_steps * share * speeds.ADAM_TRAFFIC_BYTES / gpu.memory_bytes_per_s
-        return Phase("optimizer", "trainer", 0.0, seconds, 0.0, f"{share / 1e9:.2f} B parameters per GPU at its memory bandwidth")
+        return Phase("optimizer", "trainer", 0.0, seconds, 0.0, f"{share / 1e9:.2f} B parameters per GPU at the GPU's memory bandwidth")
     slowest, note = 0.0, ""
     for rank in range(shape.pp):
         state = trainer_state(subject, shape, [stage for stage in layout.stages if stage.pipeline_rank == rank])
@@ -78,7 +78,7 @@ def optimizer_phase(subject: Subject, layout: ClusterLayout) -> Phase:
         seconds = on_gpu_s + copies_s + reduced_s
         if seconds >= slowest:
             slowest = seconds
-            note = f"{sharded / 1e9:.2f} B parameters per GPU; gradients and weights {reduced_s:.2f} s"
+            note = f"{sharded / 1e9:.2f} B parameters per GPU; communication of gradients and weights {reduced_s:.2f} s"
             if on_host:
                 speed = speeds.HOST_ADAM_BYTES_PER_S / 1e9
                 note += f"; CPU Adam {on_host_s:.1f} s at {speed:.0f} GB/s of host memory, copies {copied_s:.1f} s"

@@ -35,7 +35,8 @@ class AlgorithmFlags(FlagGroup):
     use_tis: bool = slime(False, "correct the difference between engine and trainer by truncated importance sampling")
     tis_mode: Literal["truncate", "icepop", "sequence-mask"] = flag(
         "truncate",
-        "truncate clamps weights to the bounds; icepop masks tokens outside; sequence-mask masks whole responses by geometric mean",
+        "truncate: clamp weights to the bounds; icepop: mask tokens outside of them; sequence-mask: mask responses whose geometric mean is "
+        "outside",
     )
     tis_clip: float = slime(2.0, "upper bound of the importance weight", gt=0)
     tis_clip_low: float = slime(0.0, "lower bound of the importance weight", ge=0)

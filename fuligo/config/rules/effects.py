@@ -69,7 +69,7 @@ EFFECTS = (
         custom_advantage_function_path custom_reward_post_process_path extra_rm_path over_sampling_batch_size dynamic_sampling_filter_path
         partial_rollout exact_on_policy data_source_path agent rollout_function_path rollout_sample_filter_path
         rollout_all_samples_process_path custom_pg_loss_reducer_function_path
-        """, lambda config: not config.is_sft, "with --loss-type sft_loss", "use --loss-type policy_loss"),
+        """, lambda config: not config.is_sft, "with --loss-type sft_loss", "choose --loss-type policy_loss"),
     _effect("EXACT", "exact_on_policy", lambda config: config.trains and config.needs_engine, "without both a trainer and an engine",
         "remove --debug-rollout-only or --debug-train-only"),
     _needs("SFT-TURNS", "sft_rewritten_turns", "loss_type", "sft_loss"),
@@ -92,7 +92,7 @@ EFFECTS = (
         "take the engine's log-probabilities as the old policy's (--use-rollout-logprobs), "
         "or take several steps (--num-steps-per-rollout)"),
     _effect("LOSS-REDUCER", "custom_pg_loss_reducer_function_path", lambda config: config.algorithm.loss_type != "custom_loss",
-        "with --loss-type custom_loss, which has no policy-gradient term", "use --loss-type policy_loss"),
+        "with --loss-type custom_loss, which has no policy-gradient term", "choose --loss-type policy_loss"),
     _effect("ZERO-ADVANTAGES", "skip_zero_advantages", lambda config: config.learns_from_advantages_alone,
         "because samples whose advantages are all 0 also have a gradient",
         "remove the source of that gradient: another --loss-type, --entropy-coef, --kl-loss-coef, --advantage-estimator ppo, "
@@ -110,7 +110,7 @@ EFFECTS = (
         "without --partial-rollout or --async-mode full", "add one of them"),
     _effect("CONTINUOUS", "over_sampling_batch_size buffer_filter_path mask_offpolicy_in_partial_rollout",
         lambda config: config.rollout.async_mode != "full", "with --async-mode full, which never aborts surplus samples",
-        "use --async-mode sync or one-step"),
+        "choose --async-mode sync or one-step"),
     _effect("BUFFER", "buffer_filter_path max_staleness",
         lambda config: config.data.data_source_path is None or config.rollout.async_mode == "full",
         "with --data-source-path, which has its own buffer", "remove --data-source-path"),
@@ -118,7 +118,7 @@ EFFECTS = (
     _effect("AGENT-REWARD", "rm_type custom_rm_path", lambda config: config.rollout.agent is None,
         "with --agent, whose function returns the reward", "remove --agent"),
     _effect("TURN-REWARDS", "turn_rewards", lambda config: config.rollout.environment or config.debug.load_debug_rollout_data,
-        "without an environment that rewards turns", "add --environment, or remove --turn-rewards"),
+        "without an environment that rewards turns", "add --environment"),
     _needs("ENVIRONMENT", "environment_settings environment_isolation max_turns turn_timeout_s episode_timeout_s", "environment"),
     _effect("ENVIRONMENT-PROCESS", "environment_variables environment_memory_mb",
         lambda config: config.rollout.environment is not None and config.rollout.environment_isolation != "none",
@@ -136,12 +136,12 @@ EFFECTS = (
         "choose a reward that returns a dict"),
     _needs("EXTRA-REWARDS", "extra_rm_weights", "extra_rm_path"),
     _needs("GROUP-REWARD", "group_rm", "custom_rm_path"),
-    # --no-eval runs a config without its evaluation, whose reward key stays.
+    # With --no-eval, the reward key of evaluations may stay in the config: it is a flag of the group `reward`.
     _effect("EVAL", """
         eval_interval n_samples_per_eval_prompt eval_max_response_len eval_temperature eval_top_p eval_top_k skip_eval_before_train
         eval_reward_key
         """, lambda config: config.has_eval or not config.eval.eval, "without evaluation data",
-        "add --eval-prompt-data, --eval-config or --eval-function-path; to train without an evaluation all the same, use --no-eval"),
+        "add --eval-prompt-data, --eval-config or --eval-function-path; to train without evaluation, use --no-eval"),
     _needs("DYNAMIC-BATCH", "max_tokens_per_gpu log_probs_max_tokens_per_gpu", "use_dynamic_batch_size"),
     _effect("LR-DECAY", "min_lr lr_decay_iters", lambda config: config.optimizer.lr_decay_style != "constant",
         "with --lr-decay-style constant", "choose --lr-decay-style linear or cosine"),
@@ -154,7 +154,7 @@ EFFECTS = (
         "remove --debug-rollout-only"),
     _effect("EXTERNAL", "embedded_max_running_requests embedded_max_total_tokens embedded_dtype embedded_num_threads",
         lambda config: not config.engine.rollout_external_engine_addrs, "on external engines",
-        "start the external engines with the same setting"),
+        "start the external engines with this setting"),
     _effect("TRACKING-PROJECT", "tracking_project", lambda config: config.observability.use_trackio or config.observability.use_mlflow,
         "without --use-trackio or --use-mlflow", "add one of them (W&B: --wandb-project)"),
     _needs("WANDB", "wandb_project wandb_group wandb_mode", "use_wandb"),

@@ -67,7 +67,7 @@ def routing_record(spec: EngineGroupSpec, architecture: Architecture, settings: 
     held = (kv_tokens + (spec.arguments.get("page_size") or 1)) * choices * CHOICE_BYTES
     columns = experts.num_experts_per_token
     if spec.ep_size == 1 and not spec.arguments.get("disable_shared_experts_fusion"):
-        columns += experts.num_shared_experts  # `determine_num_fused_shared_experts`
+        columns += experts.num_shared_experts  # as SGLang's `determine_num_fused_shared_experts` decides
     requests = (settings.max_running_requests or 0) // spec.dp_size
     if settings.max_running_requests is None:
         context = spec.arguments.get("context_length") or architecture.max_position_embeddings
@@ -180,8 +180,8 @@ def engine_items(spec: EngineGroupSpec, memory: EngineMemory, trainer_bytes: int
         MemoryItem(
             "kv_cache",
             memory.kv_tokens * memory.cached_bytes_per_token,
-            f"{memory.kv_tokens} tokens x {memory.cached_bytes_per_token} bytes: what --sglang-mem-fraction-static "
-            f"{settings.mem_fraction_static:g} ({amount(memory.static)}) leaves after the weights",
+            f"{memory.kv_tokens} tokens x {memory.cached_bytes_per_token} bytes: the rest of --sglang-mem-fraction-static "
+            f"{settings.mem_fraction_static:g} ({amount(memory.static)}) after the weights",
         )
     )
     if memory.states:
@@ -192,7 +192,11 @@ def engine_items(spec: EngineGroupSpec, memory: EngineMemory, trainer_bytes: int
     graphs = decode_graph_bytes(settings) + prefill_graph_bytes(settings, architecture)
     if graphs:
         items.append(
-            MemoryItem("graphs", graphs, f"CUDA graphs up to batch {settings.graph_batch}, {settings.num_prefill_graphs} for prefill")
+            MemoryItem(
+                "graphs",
+                graphs,
+                f"CUDA graphs for decoding up to batch {settings.graph_batch}, and {settings.num_prefill_graphs} for prefill",
+            )
         )
     if memory.record.gpu_bytes:
         items.append(MemoryItem("routing_record", memory.record.gpu_bytes, "experts of the largest batch's tokens, all layers, int32"))
@@ -316,9 +320,9 @@ def _activations(spec: EngineGroupSpec, memory: EngineMemory) -> MemoryItem:
     chunk = tokens * _forward_bytes(spec, architecture, tokens)
     rows = settings.graph_batch * settings.draft_tokens
     sampling = 3 * 4 * rows * architecture.vocab_size
-    scored = f", or fp32 log-probabilities of a scored chunk ({amount(memory.scored)})" if memory.scored else ""
-    larger = f"a prefill chunk of {tokens} tokens ({amount(chunk)}) or fp32 logits of {rows} rows ({amount(sampling)}){scored}"
-    return MemoryItem("activations", round(max(chunk, sampling, memory.scored)) + WORKSPACE_BYTES, f"{larger}, and attention's workspace")
+    scored = f", fp32 log-probabilities of a scored chunk ({amount(memory.scored)})" if memory.scored else ""
+    note = f"maximum of a prefill chunk of {tokens} tokens ({amount(chunk)}), fp32 logits of {rows} rows ({amount(sampling)}){scored}"
+    return MemoryItem("activations", round(max(chunk, sampling, memory.scored)) + WORKSPACE_BYTES, f"{note}; and attention's workspace")
 
 
 def _forward_bytes(spec: EngineGroupSpec, architecture: Architecture, tokens: int) -> float:

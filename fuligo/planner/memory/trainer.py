@@ -180,10 +180,10 @@ def _state_items(subject: Subject, shape: Layout, state: TrainerState) -> Iterat
     spread = f"{billions(sharded)} of {billions(trained.total)} parameters"
     if subject.config.optimizer.use_distributed_optimizer:
         spread += f" (dense over DP x CP {shape.shards_dense_optimizer}" + (
-            f", experts over {shape.expert_dp})" if trained.experts else ")"
+            f", experts over expert DP {shape.expert_dp})" if trained.experts else ")"
         )
     share = offloaded_share(subject)
-    where = f", {share:.0%} of it on the CPU" if share else ""
+    where = f", {share:.0%} of the state on the CPU" if share else ""
     yield MemoryItem("optimizer", state.optimizer, f"{spread} x {adam_bytes(subject)} bytes{where}")
 
 
@@ -215,7 +215,7 @@ def _activations(subject: Subject, shape: Layout, stages: list[Stage], pipeline_
         MemoryItem(
             "activations",
             round((tokens * stored + copies) * in_flight),
-            f"{each} x {in_flight} micro-batches in flight; {recompute} recomputation",
+            f"{each} x {in_flight} micro-batch{'' if in_flight == 1 else 'es'} in flight; {recompute} recomputation",
         )
     ]
     layer_work = tokens * max((_working(chunk, config) for chunk in chunks if chunk), default=0.0)

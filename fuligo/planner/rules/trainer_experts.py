@@ -112,7 +112,7 @@ def dispatcher_scales(subject: Subject) -> Iterator[Violation]:
     """The allgather dispatcher sends every token to every expert rank and rejects micro-batches of varying length in a pipeline."""
     config, experts = subject.config, subject.architecture.experts
     ep, pp = config.parallel.expert_model_parallel_size, config.parallel.pipeline_model_parallel_size
-    deepep = config.parallel.moe_enable_deepep  # PLAN-DEEPEP-FLEX
+    deepep = config.parallel.moe_enable_deepep  # PLAN-DEEPEP-FLEX reports the dispatcher
     if not subject.is_megatron or experts is None or ep == 1 or deepep or config.parallel.moe_token_dispatcher_type != "allgather":
         return
     lengths = f", and it rejects the micro-batches of varying length of --pipeline-model-parallel-size {pp}" if pp > 1 else ""

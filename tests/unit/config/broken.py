@@ -422,7 +422,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
     ],
     "CFG-STEP-SIZES": [({"global_batch_size": 64, "num_steps_per_rollout": 2}, "= 128, but")],
     "CFG-EMPTY-RANK": [
-        ({"global_batch_size": 2, "actor_num_gpus_per_node": 4}, "2 samples, but each of the 4 data-parallel ranks"),
+        ({"global_batch_size": 2, "actor_num_gpus_per_node": 4}, "a sample for each of 4 data-parallel ranks, but has only 2"),
         ({"rollout_batch_size": 1, "actor_num_nodes": 2, "actor_num_gpus_per_node": 8}, "; use --rollout-batch-size 2; or train on fewer"),
         (
             {

@@ -12,27 +12,9 @@ from typing import Any
 FOLDER = Path(__file__).parent
 NUM_TOWNS = 200
 BEGINNINGS = [
-    "Al",
-    "Bren",
-    "Cor",
-    "Dun",
-    "El",
-    "Fal",
-    "Gor",
-    "Hal",
-    "Ist",
-    "Kel",
-    "Lor",
-    "Mar",
-    "Nor",
-    "Os",
-    "Pel",
-    "Quen",
-    "Ros",
-    "Sel",
-    "Tor",
-    "Wen",
-]
+    "Al", "Bren", "Cor", "Dun", "El", "Fal", "Gor", "Hal", "Ist", "Kel",
+    "Lor", "Mar", "Nor", "Os", "Pel", "Quen", "Ros", "Sel", "Tor", "Wen",
+]  # fmt: skip
 ENDINGS = ["bury", "dale", "ford", "gate", "ham", "leigh", "mere", "ness", "stow", "wick"]
 RIVERS = ["Ambra", "Belisk", "Corvane", "Drusk", "Esmer", "Fallow", "Grent", "Hollin"]
 GOODS = ["bells", "cheese", "cloth", "glass", "honey", "paper", "salt", "violins"]

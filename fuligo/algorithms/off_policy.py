@@ -27,10 +27,10 @@ class Correction:
 
 @dataclass(slots=True)
 class ImportanceWeights:
-    """Factors of the policy-gradient term, detached."""
+    """Importance weights after the correction, without gradient."""
 
     weights: Tensor
-    """[N]"""
+    """[N] factor of each token's policy-gradient loss."""
     cut: Tensor
     """[N] bool; True where a bound or 0 replaces the token's ratio."""
 

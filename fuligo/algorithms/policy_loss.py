@@ -63,7 +63,7 @@ class PolicyTerms:
     ratio: Tensor
     """[N] detached; the ratio before clipping: the token's, or its sequence's (GSPO)."""
     clipped: Tensor
-    """[N] bool; the token has no gradient (PPO, GSPO) or a clipped weight (CISPO)."""
+    """[N] bool; True where the token has no gradient (PPO, GSPO) or a clipped weight (CISPO)."""
 
 
 def ppo_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip: Clip) -> PolicyTerms:

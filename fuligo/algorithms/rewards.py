@@ -26,7 +26,7 @@ class TokenSequence:
     positions: list[int]
     """Positions of the samples in the rollout."""
     loss_mask: MaskArray
-    """[L]"""
+    """[L] 0 or 1."""
     rewards: Float64Array
     """[L] token rewards minus KL penalties."""
 

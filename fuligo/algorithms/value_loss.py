@@ -18,7 +18,7 @@ class ValueTerms:
     loss: Tensor
     """[N] with gradient."""
     clipped: Tensor
-    """[N] bool; the bound applies, so the token has no gradient."""
+    """[N] bool; True where the bound applies, so that the token has no gradient."""
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> ValueTerms:

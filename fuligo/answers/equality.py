@@ -9,7 +9,7 @@ from fuligo.answers.spelling import normalise
 from fuligo.answers.units import units_agree
 
 MAX_CHARS = 2000
-"""Longer answers are compared only as plain numbers or as text."""
+"""Limit of an answer's length, in characters; longer answers are compared only as plain numbers or as identical text."""
 
 Algebra = Callable[[str, str], bool]
 """Function that decides whether two normalized expressions are equal."""

@@ -83,7 +83,7 @@ class Rows:
         return piece.file.place(number)
 
     def first_rows(self) -> Iterator[int]:
-        """Yield the rows to check before anything expensive starts: the first of every file."""
+        """Yield the rows to check before anything expensive starts: the first `_ROWS_CHECKED` selected rows of every file."""
         for piece, end in zip(self._pieces, self._ends, strict=True):
             start = end - len(piece.selected)
             yield from range(start, min(end, start + _ROWS_CHECKED))

@@ -34,7 +34,7 @@ def no_chat_template(model: str) -> str:
 
 
 class ChatTemplate:
-    """Chat template of a tokenizer, with the user's arguments."""
+    """Chat template of a tokenizer, with the user's arguments. Rendering raises DataError if the template rejects the messages."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any]) -> None:
         """Check template and arguments.

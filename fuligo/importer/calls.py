@@ -14,7 +14,7 @@ from fuligo.config.yaml_text import load
 from fuligo.errors import ConfigError
 
 _TRAINING_MODULES = {"train": False, "train_async": True}
-"""slime's training programs -> whether they train asynchronously, one rollout behind the engines."""
+"""slime's training programs, and whether each trains asynchronously, while the engines generate the next rollout."""
 _INTERPRETERS = re.compile(r"(python(3(\.\d+)?)?|torchrun)$")
 _NO_LAUNCHERS = frozenset({"ssh", "pdsh", "scp", "rsync", "pkill", "killall", "pgrep", "git"})
 """Commands whose arguments may name a program that they do not run on this machine."""
@@ -30,7 +30,7 @@ class Training:
     is_async: bool = False
     """True if the program is `train_async.py`."""
     is_slime: bool = True
-    """True if slime's defaults apply; false for `fuligo train`."""
+    """True if slime's defaults apply; False for `fuligo train`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class Call:
     number: str
     """File name of its record."""
     place: str
-    """`run.sh line 120`."""
+    """Line of the script that makes the call, such as `run.sh line 120`."""
     words: tuple[str, ...]
     environment: dict[str, str]
     files: dict[str, str]

@@ -1,4 +1,5 @@
 #!@BIN@/bash -p
+# Stand-in for a command: it records the call and the files that its arguments name, and prints what scripts read from the command.
 name=${0##*/} unknown=
 if [ "$0" = @STATE@/unknown ]; then name=$1 unknown=1; shift; fi
 record=@STATE@/records/$EPOCHREALTIME-$$

@@ -54,7 +54,7 @@ class UnavailableError(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class ImportedScript:
-    """The training job of a launch script."""
+    """Training job that a launch script starts, and notes for the user."""
 
     launch: Launch
     notes: tuple[str, ...]
@@ -85,7 +85,7 @@ class _Script:
     arguments: tuple[str, ...]
     environment: dict[str, str]
     folders: list[tuple[str, str]]
-    """(folder or file of this machine, path in the sandbox)."""
+    """Pairs (folder or file of this machine, path in the sandbox)."""
     has_nvlink: bool
     seconds: float
     sandboxed: bool = True
@@ -109,13 +109,13 @@ def import_script(
 
     Args:
         arguments: the script's `$1`, `$2`, ...
-        environment: variables of the caller; only `CALLERS_VARIABLES` are taken from it.
+        environment: variables of the caller; the script sees only `CALLERS_VARIABLES` of them.
         given: additional variables that the script sees.
         root: folder that the script sees (default: its own).
-        maps: path in the sandbox -> folder shown there.
+        maps: folders that the script sees elsewhere, by path in the sandbox.
         has_nvlink: whether the `nvidia-smi` stand-in reports NVLink.
-        trusted: where no sandbox can be built, run with stand-ins and limits only.
-        seconds: time limit.
+        trusted: if no sandbox can be built, run the script with stand-ins and limits only.
+        seconds: time limit of each run of the script.
 
     Raises:
         ConfigError: the script cannot be run, fails, or does not start exactly one training job.
@@ -152,8 +152,9 @@ def import_script(
 
 
 def _run_all(task: _Script, *, trusted: bool, has_maps: bool) -> dict[str, Any]:
-    """Run the script until every interpreter that it names by path has a stand-in; without a sandbox only if it is trusted.
+    """Run the script until every interpreter that it names by path has a stand-in, and return the last report.
 
+    Without a sandbox, only a trusted script runs.
     Raises ConfigError if the script cannot be run, or no sandbox can be built and the script is not trusted or has --map.
     """
     try:
@@ -238,7 +239,7 @@ def _job(task: _Script, state: str, folder: str, options: Sequence[str]) -> dict
 
 
 def _start(job: Mapping[str, Any], task: _Script) -> dict[str, Any]:
-    """Run `sandbox.py` with a job; return its report. Raises ConfigError if there is none, and UnavailableError without a sandbox."""
+    """Run `sandbox.py` with a job; return its report. Raises ConfigError without a report; UnavailableError if no sandbox can be built."""
     command, own = processes.command(sandbox.__name__), processes.environment()
     text, deadline = json.dumps(job).encode(), task.seconds + _GRACE_SECONDS
     try:

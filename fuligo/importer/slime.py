@@ -35,7 +35,7 @@ _DEFAULT_FUNCTIONS = {
 
 @dataclass(slots=True)
 class _Line:
-    """A command line while it is translated: flat name -> values; a flag given twice keeps both."""
+    """Command line while it is translated: pairs (flat name, values) in order; a flag that is given twice has two entries."""
 
     given: list[tuple[str, list[str]]]
     notes: list[str] = field(default_factory=list)

@@ -42,7 +42,7 @@ class Commands:
     """Commands on a script's PATH."""
 
     tools: Mapping[str, str]
-    """Name -> resolved path of a real tool, including bash."""
+    """Resolved path of each real tool, by name; bash is one of them."""
     recorded: tuple[str, ...]
     libraries: tuple[str, ...]
     """Files that the tools load; none without a sandbox, where the script sees the whole machine."""

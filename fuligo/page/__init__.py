@@ -47,7 +47,7 @@ class Page:
         return "".join(pieces)
 
     def _content_security_policy(self, style: str, script: str) -> str:
-        """Return a policy that admits only this page's style, script and requests to its own server: a second barrier behind escaping."""
+        """Return a policy that admits only this page's style, script and requests to its server, in case escaping misses a character."""
         own = f"style-src '{_digest(style)}'; script-src '{_digest(script)}'"
         connect = "connect-src 'self'" if self.asks_server else "connect-src 'none'"
         return f"default-src 'none'; img-src data:; {own}; {connect}; base-uri 'none'; form-action 'none'"

@@ -85,7 +85,7 @@ def _stream(descriptor: int) -> io.TextIOWrapper:
 
 
 def _compile(code: str) -> tuple[CodeType, CodeType | None]:
-    """Compile all statements but a last expression, and that expression."""
+    """Return the compiled program without an expression at its end, and that expression (None if there is none)."""
     tree = ast.parse(code, _NAME)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     expression = compile(ast.Expression(last.value), _NAME, "eval") if isinstance(last, ast.Expr) else None

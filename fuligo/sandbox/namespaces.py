@@ -23,7 +23,7 @@ _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = 0x10000000, 0x20000000, 0x4000000
 _MS_BIND, _MS_REC, _MS_PRIVATE = 4096, 16384, 1 << 18
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
 PRIVATE = MS_NOSUID | MS_NODEV | MS_NOEXEC
-"""Mount flags of all that a program can write; files there cannot be executed."""
+"""Mount flags of the file systems that a program can write to; files there cannot be executed."""
 _MNT_DETACH = 2
 _SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE = 442, -100, 0x8000
 
@@ -35,7 +35,8 @@ class Root:
     binds: Sequence[tuple[str, str]]
     """Pairs (file or folder on this machine, path in the sandbox), read-only."""
     folders: Sequence[tuple[str, str]] = ()
-    """Pairs as in `binds`, of folders. Writes go into a layer that is lost with the sandbox; read-only if the kernel lacks overlays."""
+    """Pairs (folder on this machine, path in the sandbox). Writes go into a layer that is lost with the sandbox; if the kernel lacks
+    overlays, the folders are read-only."""
     disk_bytes: int = 64 << 20
     """Size of the file system in memory that takes all writes."""
 
@@ -139,7 +140,7 @@ def build_root(root: Root) -> None:
 
 
 def make_read_only(path: str, *, executable: bool) -> None:
-    """Make a file of the sandbox read-only for the programs in it."""
+    """Make a file of the sandbox read-only for the programs in it; with `executable`, they can run it."""
     _mount(path, path, None, _MS_BIND)
     _set_mount_flags(path, MS_RDONLY, unset=MS_NOEXEC if executable else 0)
 

@@ -30,7 +30,7 @@ def environment() -> dict[str, str]:
 def run_first() -> None:
     """Give this process and its children real-time priority, so that a program with many processes cannot starve them.
 
-    The number of processes is not limited for root.
+    RLIMIT_NPROC does not limit the processes of root.
     """
     with suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))

@@ -84,7 +84,7 @@ def make_tokenizer(conversations: Iterable[Row], vocab_size: int) -> PreTrainedT
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, folder: Path, num_layers: int = 2) -> Path:
-    """Write a model of about 0.1 million random parameters."""
+    """Write a model of about 0.1 million random parameters, with its tokenizer, to `folder`; return `folder`."""
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(
         Qwen3Config(
@@ -108,7 +108,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, folder: Path, num_layers: int
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> Path:
-    """Write rows as JSON lines."""
+    """Write rows as JSON lines; return `path`."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 

@@ -1,7 +1,7 @@
 """Make model and data of the self-play example: python -m examples.self_play.make_assets --work-dir /tmp/self-play
 
-The model is trained on games of players who make the best move, then briefly on games of players who mostly make random legal moves (the
-habit that self-play has to break).
+The model is trained on games of players who make the best move, then briefly on games of players who make random legal moves (the habit
+that self-play has to break).
 """
 
 import argparse
@@ -18,7 +18,7 @@ NUM_SKILL, NUM_HABIT = 25_600, 1_920
 
 
 def one_side(rng: random.Random, share_best: float) -> dict[str, Any]:
-    """Return a game as one of its players sees it. If there is a best move, this player makes it with probability `share_best`."""
+    """Return a game as one of its players sees it. Where there is a best move, both players make it with probability `share_best`."""
     game, player = Nim(rng.choice(HEAPS)), rng.randrange(2)
     messages: list[dict[str, str]] = []
     mover = 0

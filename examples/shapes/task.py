@@ -17,7 +17,7 @@ QUESTIONS = {
 
 
 def picture(circles: int, squares: int, rng: random.Random) -> bytes:
-    """Draw shapes of random colors in random cells, as a PNG file."""
+    """Return a PNG file with shapes of random colors in random cells."""
     from PIL import Image, ImageDraw
 
     image = Image.new("RGB", (SIDE, SIDE), "#16181d")

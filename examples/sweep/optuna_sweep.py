@@ -33,7 +33,7 @@ def evaluations(run_dir: Path) -> list[tuple[int, float]]:
 
 
 def objective(trial: optuna.Trial, folder: Path, rollouts: int) -> float:
-    """Run one trial, and return its last accuracy."""
+    """Run one trial and return its last accuracy. Raises TrialPruned if the pruner stops it early."""
     run_dir = folder / f"trial-{trial.number:03d}"
     flags = {
         "--config": ASSETS / "config.yaml",

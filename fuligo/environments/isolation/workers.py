@@ -109,7 +109,7 @@ class Workers:
             logger.info("withheld from environments: %s (--environment-variables hands them over)", ", ".join(sorted(self._withheld)))
 
     async def take(self) -> "Worker":
-        """Return an idle process or start one for an episode. If no more can be started, wait until another episode ends.
+        """Return a process for an episode: an idle one, or a new one. If no more can be started, wait until another episode ends.
 
         Raises FailureError if none can be started and none is in use.
         """

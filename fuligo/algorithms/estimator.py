@@ -35,7 +35,7 @@ class Estimator(ABC):
     needs_whitening: ClassVar[bool] = False
     """Requires --normalize-advantages."""
     has_dual_clip: ClassVar[bool] = True
-    """Its policy loss honors `Clip.dual` (--eps-clip-c)."""
+    """Applies `Clip.dual` in its policy loss (--eps-clip-c)."""
     ratio_level: ClassVar[Literal["token", "sequence"]] = "token"
     """Level of the probability ratio that the policy loss clips: one per token, or one per sequence."""
 

@@ -30,9 +30,9 @@ class AdvantageSettings:
     estimator: str = "grpo"
     """Key of `ESTIMATORS`."""
     normalize_rewards: bool = True
-    """False: no baseline and no division by the standard deviation."""
+    """Subtract the group's baseline, for estimators with `has_group_baseline`. If False, nothing is divided by the standard deviation."""
     divide_by_std: bool = True
-    """False: no division by the group's standard deviation."""
+    """Divide by the group's standard deviation, for estimators with `divides_by_std`."""
     std_epsilon: float = STD_EPSILON
     """Constant that is added to every standard deviation before dividing by it; same unit as the reward."""
     whiten: bool = False

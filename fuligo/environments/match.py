@@ -58,7 +58,7 @@ class Seat(Generic[Game]):
             match.changed.notify_all()
 
     async def leave(self) -> None:
-        """Leave for good, and notify the other player."""
+        """Leave the match for good, and notify the other player."""
         match = self._match
         if self._open.get(match.pair) is match:
             del self._open[match.pair]

@@ -23,7 +23,7 @@ _POOL = "asyncio"
 
 
 def set_mark() -> None:
-    """Mark this process as one of an episode."""
+    """Mark this process as the process of an episode."""
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(MARK)
 

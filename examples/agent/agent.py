@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-_client = AsyncOpenAI(api_key="set per sample", base_url="http://127.0.0.1")
+_client = AsyncOpenAI(api_key="set per sample", base_url="http://127.0.0.1", http_client=DefaultAsyncHttpxClient())
 """Client with the connections of all samples; a separate client for each sample would cost more than the requests."""
 
 

@@ -63,6 +63,13 @@ class EngineFleet(Protocol):
         """Restart dead engines until canceled. Raises EngineError if an engine died and must not be restarted, or died too often."""
 
 
+class WatchedProcess(Protocol):
+    """Process of engines that are not restarted."""
+
+    async def watch(self) -> None:
+        """Wait until the process has ended. Raises EngineError with the last lines of its log."""
+
+
 @dataclass(slots=True, frozen=True)
 class LaunchedEngines:
     """Engines that a backend started."""
@@ -74,6 +81,8 @@ class LaunchedEngines:
     """Fleets of the other models, by name; their weights are never synced."""
     served: Mapping[str, ServedModel] = field(default_factory=dict)
     """Router of each model by the model's name, for hooks."""
+    process: WatchedProcess | None = None
+    """Process of engines that are not restarted; None if a fleet or another process watches the engines."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -167,6 +167,8 @@ class Engines:
                     fleet.sync_restarted = fleet.serve_as_loaded
                 fleet.devices = self.devices
                 await stack.enter_async_context(while_watching(fleet.watch()))
+            if self.launched.process is not None:
+                await stack.enter_async_context(while_watching(self.launched.process.watch()))
             self.are_watched = True
             yield
 

@@ -95,8 +95,7 @@ def test_a_killed_run_repeats_the_episodes_of_its_rollout(mode: dict[str, object
 def test_an_engine_that_dies_under_episodes_ends_the_run_which_resumes(played: str, job: Job, tmp_path: Path) -> None:
     """The run names the engine; started again, it plays the episodes that were in flight anew and loses none."""
     kinds = {"environment": "tests.e2e.worlds.LosesEngine", "agent": "tests.e2e.agents.loses_engine"}
-    # Without a limit, the run ends after ten waves of failed episodes.
-    flags = command(job, tmp_path, "Resumable", **{"environment": None, played: kinds[played]}, num_rollout=2, max_sampling_waves=2)
+    flags = command(job, tmp_path, "Resumable", **{"environment": None, played: kinds[played]}, num_rollout=2)
     error = fail(1, *flags, KILL_AT="engine:1")
     assert "engine http://127.0.0.1:" in error and "was killed (out of memory" in error
     assert [record["step"] for record in metrics(tmp_path)] == [0]

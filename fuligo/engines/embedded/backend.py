@@ -36,7 +36,8 @@ class EmbeddedBackend:
         settings = _settings(config, directory / "engine.txt")
         engine = await launch_embedded(replace(settings, adapter=adapter, is_batch_invariant=config.train.exact_on_policy))
         await stack.enter_async_context(stopped_at_exit(engine))
-        return self.connect(config, LentEngines("", (LentEngine(engine.url, engine.keys),)), stack)
+        launched = self.connect(config, LentEngines("", (LentEngine(engine.url, engine.keys),)), stack)
+        return replace(launched, process=engine)
 
     async def launch_shared(self, configs: Sequence[Config], directory: Path, stack: AsyncExitStack) -> SharedEngines:
         """Start one process with an engine for each run, over one copy of the base weights."""

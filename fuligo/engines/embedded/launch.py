@@ -87,6 +87,11 @@ class EmbeddedEngineProcess:
         """Check that the process is running. Raises EngineError with the last lines of its log if it has ended."""
         self.process.check_alive("\nResume from the last checkpoint.")
 
+    async def watch(self) -> None:
+        """Wait until the process has ended. Raises EngineError with the last lines of its log."""
+        await self.process.ended()
+        await self.check_alive()
+
     async def stop(self) -> None:
         await self.process.terminate()
 

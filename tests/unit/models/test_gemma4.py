@@ -70,7 +70,10 @@ def test_the_guides_script_saves_the_language_model_alone(tmp_path: Path, family
     tiny.tokenizer().save_pretrained(tmp_path / "whole")
     guide = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
     script = guide.partition("this script does:\n\n```python\n")[2].partition("```")[0]
-    exec(script.replace('"A"', repr(str(tmp_path / "whole"))).replace('"B"', repr(str(tmp_path / "alone"))), {})
+    places = {"google/gemma-3-4b-it": tmp_path / "whole", "gemma-3-4b-text": tmp_path / "alone"}
+    for name, place in places.items():
+        script = script.replace(f'"{name}"', repr(str(place)))
+    exec(script, {})
     ids = torch.tensor([[5, 6, 7]])
     with torch.no_grad():
         expected = whole.model.language_model(ids).last_hidden_state

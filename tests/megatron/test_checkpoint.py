@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -203,6 +204,39 @@ def test_random_numbers_continue_only_under_the_same_layout(pool: RankPool, mode
     elsewhere = settings_of(models["dense"], LAYOUTS["dp2"])
     own, kept = (pool.run(2, draw_after_restore, elsewhere, load=load, save=None) for load in (None, tmp_path))
     assert torch.equal(own[0][1], kept[0][1])
+
+
+def kept_after_a_restore(world: World, settings: MegatronTrainerSettings, *, directory: Path) -> tuple[int, int]:
+    """Return the tensors kept before and after the restore of a checkpoint from before the first step."""
+    from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
+
+    worker = MegatronRankWorker(settings, world)
+    worker.save(directory)
+    held = len(worker._kept_tensors())
+    worker.restore(directory)
+    return held, len(worker._kept_tensors())
+
+
+def test_moments_exist_after_a_restore_from_before_the_first_step(pool: RankPool, models, tmp_path: Path):
+    """As after a run in which only the value model has learned so far: engines start next and take all memory that is free."""
+    settings = settings_of(models["dense"], Layout())
+    (stayed,) = pool.run(1, kept_after_a_restore, replace(settings, stays_on_device=True), directory=tmp_path / "stays")
+    (left,) = pool.run(1, kept_after_a_restore, settings, directory=tmp_path / "leaves")
+    assert stayed[0] == stayed[1] > left[0] == left[1]
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_moments_of_the_part_that_is_not_on_the_cpu_are_allocated(on_gpu: bool):
+    """Stands in for Megatron's optimizer with --optimizer-offload-fraction, which needs a GPU."""
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+    from fuligo.trainer.megatron_backend.parts import allocate_state
+
+    adam = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))])
+    hybrid = HybridDeviceOptimizer.__new__(HybridDeviceOptimizer)
+    hybrid.gpu_optimizer = adam if on_gpu else None
+    allocate_state(SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=hybrid)]))
+    assert [state["exp_avg"].numel() for state in adam.state.values()] == ([3] if on_gpu else [])
 
 
 def train_beside_the_save(world: World, settings: MegatronTrainerSettings, *, save: Path) -> None:

@@ -202,12 +202,17 @@ def set_step(optimizer: MegatronOptimizer, num_steps: int) -> None:
 
 
 def allocate_state(optimizer: MegatronOptimizer) -> None:
-    """Allocate the moments, which Adam otherwise does in the first step, so that engines find only the memory that will stay free."""
+    """Allocate moments that do not exist yet, so that engines find only the memory that stays free; Adam does so in its first step.
+
+    Of an optimizer that is partly on the CPU, only the moments on the GPU are allocated.
+    """
     for part in _parts(optimizer):
-        adam: Any = part.optimizer
+        adam: Any = part.optimizer.gpu_optimizer if isinstance(part.optimizer, HybridDeviceOptimizer) else part.optimizer
+        if adam is None or adam.state:
+            continue
         if isinstance(adam, torch.optim.Adam):
             _set_step(adam, 0)
-        elif not isinstance(adam, HybridDeviceOptimizer):  # TransformerEngine's FusedAdam
+        else:  # TransformerEngine's FusedAdam
             for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
                 adam.initialize_state(parameter, adam.store_param_remainders and parameter.dtype == torch.bfloat16)
 

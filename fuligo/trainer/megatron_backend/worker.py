@@ -113,9 +113,7 @@ class MegatronRankWorker(RankWorker[MegatronTrainerSettings, Critic, HostWeights
         self._learner = Learner(chunks, settings, world)
         self.chunks = self._learner.chunks
         self.critic = None if settings.critic is None else Critic(settings.critic, settings, self.names, world)
-        if settings.stays_on_device:
-            for learner in self._learners():
-                allocate_state(learner.optimizer)
+        self._allocate_states()
         checkpoint_dtype = getattr(torch, config_json.get("dtype") or config_json.get("torch_dtype") or "float32")
         self.export_dtype = sync_dtype(settings, checkpoint_dtype)
         self.balance_by = forward_flops(architecture_of(config_json)).whole_sequence if settings.balance_data else None
@@ -149,6 +147,7 @@ class MegatronRankWorker(RankWorker[MegatronTrainerSettings, Critic, HostWeights
             del states[directory / VALUE_MODEL]
         for place, state in states.items():
             restore_state(place, state, self.world)
+        self._allocate_states()  # a checkpoint from before a model's first step has none
 
     def close(self) -> None:
         leave_megatron()
@@ -231,6 +230,11 @@ class MegatronRankWorker(RankWorker[MegatronTrainerSettings, Critic, HostWeights
 
     def _learners(self) -> list[Learner]:
         return [self._learner] if self.critic is None else [self._learner, self.critic.learner]
+
+    def _allocate_states(self) -> None:
+        """Allocate the optimizers' states before engines start, if they stay on the device."""
+        for learner in self._learners() if self.settings.stays_on_device else ():
+            allocate_state(learner.optimizer)
 
     def _states(self, directory: Path) -> dict[Path, MegatronState]:
         """Return the states by directory: the checkpoint of the value model is a subdirectory of the policy's."""

@@ -67,9 +67,11 @@ class Learner:
 
     @torch.no_grad()
     def allocate_state(self) -> None:
-        """Allocate the moments, which AdamW otherwise does in the first step, so that engines find only the memory that will stay free."""
+        """Allocate moments that do not exist yet, so that engines find only the memory that stays free; AdamW does so in its first step."""
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
+                if self.optimizer.state.get(parameter):
+                    continue
                 moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
                 self.optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
 

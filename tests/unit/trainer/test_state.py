@@ -84,6 +84,16 @@ def test_a_worker_that_stays_on_the_device_trains_as_one_that_leaves_it(settings
     assert train(resumed, 2) == train(alone, 2)
 
 
+def test_moments_exist_after_a_restore_from_before_the_first_step(settings, tmp_path):
+    """As after a run in which only the value model has learned so far: engines start next and take all memory that is free."""
+    alone, stays = worker_of(settings), worker_of(replace(settings, stays_on_device=True))
+    alone.save(tmp_path)
+    held = len(list(stays._kept_tensors()))
+    stays.restore(tmp_path)
+    assert len(list(stays._kept_tensors())) == held
+    assert train(stays, 0) == train(alone, 0)
+
+
 def test_random_numbers_resume(settings, tmp_path):
     worker = worker_of(settings)
     torch.rand(3)

@@ -10,7 +10,7 @@ from typing import Any
 
 from fuligo.config import Config
 from fuligo.config.config import ServedModel
-from fuligo.config.secret import reveal
+from fuligo.config.secret import Environment, reveal
 from fuligo.config.topology import EngineGroupSpec, engine_groups, keeps_draft, policy_model
 from fuligo.engines.backend import EngineHosts, LaunchedEngines, LentEngine, LentEngines, SharedEngines, stopped_at_exit
 from fuligo.engines.client import POLICY_ADAPTER
@@ -39,6 +39,10 @@ _DTYPES: Mapping[str, Precision] = {"float32": "fp32", "float": "fp32", "bfloat1
 POLICY_ON_GPU: Mapping[str, Any] = {"dtype": "bfloat16"}
 """Arguments of the policy's engines on GPUs. By default SGLang runs float32 checkpoints, such as those that a run saved, in float16; the
 trainer computes in bf16, which rounds away small updates that float16 keeps, so their weights would differ."""
+UNEVEN_MEMORY: Mapping[str, str] = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
+"""Environment beside a trainer that is not offloaded. SGLang 0.5.15 otherwise ends if the GPUs of an engine differ by 10% in free memory:
+pipeline stages have states of different sizes, and some of an engine's GPUs may have no trainer. The GPU with the least free memory
+determines the size of the KV cache anyway."""
 
 
 class SGLangBackend:
@@ -193,6 +197,8 @@ def _servers(
     config: Config, directory: Path, places: Sequence[EnginePlace], adapters: Sequence[AdapterConfig]
 ) -> Iterator[tuple[EngineGroupSpec, ServerSettings]]:
     groups = [group for group in engine_groups(config) for _ in range(group.num_engines)]
+    trainer_stays = config.takes_turns and not config.offloads_trainer
+    environment = Environment(UNEVEN_MEMORY if trainer_stays else {}).merged(config.engine_environment)
     for number, (group, place) in enumerate(zip(groups, places, strict=True)):
         assert group.model_path is not None, "validated"
         assert group.worker_type != "placeholder", "a placeholder has no engines"
@@ -215,7 +221,7 @@ def _servers(
             gpu_ids=place.gpu_ids,
             num_nodes=place.num_nodes,
             python=config.engine.interpreter,
-            environment=config.engine_environment,
+            environment=environment,
             is_exact=config.train.exact_on_policy and group.model == policy_model(config),
             start_timeout_s=config.engine.engine_start_timeout_s,
         )

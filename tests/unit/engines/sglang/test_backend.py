@@ -98,6 +98,19 @@ def test_on_shared_gpus_memory_is_released_and_models_that_are_never_synced_keep
     assert "--enable-weights-cpu-backup" in judge and "--enable-weights-cpu-backup" not in actor
 
 
+def test_gpus_may_differ_in_free_memory_beside_a_trainer_that_stays(fleets) -> None:
+    """SGLang otherwise refuses an engine on two GPUs of which only one has a trainer."""
+    check = "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"
+
+    def environment(**cluster: Any) -> dict[str, str]:
+        config = config_of(None, colocate=True, rollout_num_gpus=2, rollout_num_gpus_per_engine=2, **cluster)
+        return fleets(config, device="cuda")["default"].servers[0].full_environment()
+
+    assert environment(offload_train=False)[check] == "0"
+    assert environment(offload_train=False, env={check: "1"})[check] == "1", "a given variable wins"
+    assert check not in environment(offload_train=True)
+
+
 def test_engines_of_the_policy_compute_in_the_trainers_precision_on_gpus(fleets) -> None:
     """By itself, SGLang takes float16 for a checkpoint in float32, such as the checkpoint of a run."""
     models = [JUDGE, {"name": "actor", "server_groups": [{"num_gpus": 1}]}]

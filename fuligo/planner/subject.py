@@ -91,8 +91,8 @@ class Subject:
 
     @property
     def value_model(self) -> Self:
-        """Subject with the value model in place of the policy."""
-        return replace(self, architecture=value_architecture(self.architecture))
+        """Subject with the value model, all of whose weights are trained even with LoRA, in place of the policy."""
+        return replace(self, architecture=value_architecture(self.architecture), adapter_config=None)
 
     def served_by(self, spec: EngineGroupSpec) -> Architecture | None:
         """Return the model of a group's servers, or None if unknown; servers that receive weights have the trained model."""

@@ -171,9 +171,14 @@ def moved_bytes(subject: Subject) -> int:
     if not subject.is_megatron:
         return sum(item.num_bytes for item in torch_offloaded_items(subject, num_ranks=1))
     shape, placed = layout_of(subject.config), stages(subject)
-    states = [trainer_state(subject, shape, [stage for stage in placed if stage.pipeline_rank == rank]) for rank in range(shape.pp)]
-    num_models = 1 + subject.config.trains_values
-    return num_models * max(state.weights + state.adapter + state.optimizer for state in states)
+    models = [subject, subject.value_model] if subject.config.trains_values else [subject]
+
+    def moved(pipeline_rank: int) -> int:
+        own = [stage for stage in placed if stage.pipeline_rank == pipeline_rank]
+        states = [trainer_state(model, shape, own) for model in models]
+        return sum(state.weights + state.adapter + state.optimizer for state in states)
+
+    return max(map(moved, range(shape.pp)))
 
 
 def _states(subject: Subject, layout: ClusterLayout) -> list[TrainerState]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.layout.megatron import layout_of
 from fuligo.planner.estimate import estimate
 from fuligo.planner.gpus import GIB
@@ -258,6 +259,15 @@ def test_a_value_model_needs_what_the_policy_does_but_for_its_head() -> None:
     host, without = (bars_of(subject_of(f"{QWEN3_4B} {more}", "qwen3-4b"))[-1] for more in (PPO, ""))
     assert item(host, "value_model") == pytest.approx(item(without, "weights") + item(without, "offloaded_optimizer"), rel=0.01)
     assert item(without, "value_model") == 0
+
+
+def test_a_value_model_is_trained_whole_beside_an_adapter() -> None:
+    subject = subject_of(f"{QWEN3_4B} {PPO} --no-offload-train", "qwen3-4b")
+    adapter = AdapterConfig(8, 16.0, ("q_proj", "v_proj"))
+    (trainer, engine, *_), (adapted, beside, *_) = bars_of(subject), bars_of(replace(subject, adapter_config=adapter))
+    assert item(adapted, "value_model") == item(trainer, "value_model")
+    saved = sum(item(trainer, name) - item(adapted, name) for name in ("weights", "adapter", "optimizer"))
+    assert item(engine, "trainer") - item(beside, "trainer") == pytest.approx(saved, rel=1e-6)
 
 
 def test_host_memory_is_as_given() -> None:

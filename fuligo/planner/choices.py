@@ -18,7 +18,7 @@ from fuligo.planner.gpus import GIB
 from fuligo.planner.layout import make_layout
 from fuligo.planner.lengths import DEFAULT_PACKED_TOKENS, average_prompt, average_response, longest_sample
 from fuligo.planner.memory.bars import memory_bars, planned_engines
-from fuligo.planner.memory.engine import EngineMemory
+from fuligo.planner.memory.engine import EngineMemory, state_bytes_per_request
 from fuligo.planner.memory.torch_trainer import compiles_layers
 from fuligo.planner.plan import Choice
 from fuligo.planner.subject import Subject
@@ -35,6 +35,8 @@ MIN_REQUESTS = 256
 graphs up to this batch size on GPUs of 60 to 160 GiB."""
 KEPT_MARGIN_BYTES = 4 * GIB
 """Memory that must be free beside a trainer that is not offloaded: PyTorch's allocator may hold parts of blocks between kept tensors."""
+STATES_PER_REQUEST = 5
+"""States of linear attention per request that an engine runs, at most: SGLang 0.5.15 keeps further ones for its prefix cache."""
 GRAPH_ARGUMENTS = ("cuda_graph_max_bs_decode", "cuda_graph_bs_decode", "cuda_graph_config", "disable_decode_cuda_graph")
 """Arguments of SGLang that set its CUDA graphs for decoding."""
 SMALLEST_COMPILED = 50_000_000
@@ -99,8 +101,19 @@ def _offload_choices(subject: Subject) -> Iterator[Choice]:
     longest, sampling = longest_sample(config), _sampling(kept)
     num_engines = sum(spec.num_engines for spec, _ in sampling)
     shares = [min(ceil(requests_wanted(kept) / num_engines), MAX_REQUESTS * spec.dp_size) for spec, _ in sampling]
-    if all(memory.kv_tokens * spec.dp_size >= share * longest for (spec, memory), share in zip(sampling, shares, strict=True)):
+    if all(_holds(spec, memory, share, longest) for (spec, memory), share in zip(sampling, shares, strict=True)):
         yield Choice((change,), f"beside the trainer, the KV cache still holds all requests, at {longest} tokens each")
+
+
+def _holds(spec: EngineGroupSpec, memory: EngineMemory, num_requests: int, num_tokens: int) -> bool:
+    """Return whether one engine of a group runs this many requests at a time without evicting any, each of `num_tokens`."""
+    if memory.kv_tokens * spec.dp_size < num_requests * num_tokens:
+        return False
+    if not memory.states:
+        return True
+    num_states = memory.states // state_bytes_per_request(spec, memory.architecture)
+    per_request = 1 if spec.arguments.get("disable_radix_cache") else STATES_PER_REQUEST
+    return num_states * spec.dp_size >= num_requests * per_request
 
 
 def _engine_choices(subject: Subject) -> Iterator[Choice]:

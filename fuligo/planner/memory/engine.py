@@ -185,7 +185,7 @@ def engine_items(spec: EngineGroupSpec, memory: EngineMemory, trainer_bytes: int
         )
     )
     if memory.states:
-        per_request = _state_bytes_per_request(spec, architecture)
+        per_request = state_bytes_per_request(spec, architecture)
         note = f"{memory.states // per_request} requests x {amount(per_request)} of linear attention (--sglang-mamba-full-memory-ratio)"
         items.append(MemoryItem("states", memory.states, note))
     items.append(_activations(spec, memory))
@@ -301,11 +301,11 @@ def _states_bytes(spec: EngineGroupSpec, architecture: Architecture, rest: int) 
     if architecture.linear_attention is None:
         return 0
     ratio = spec.arguments.value("mamba_full_memory_ratio")
-    per_request = _state_bytes_per_request(spec, architecture)
+    per_request = state_bytes_per_request(spec, architecture)
     return int(rest * ratio / (1 + ratio)) // per_request * per_request
 
 
-def _state_bytes_per_request(spec: EngineGroupSpec, architecture: Architecture) -> int:
+def state_bytes_per_request(spec: EngineGroupSpec, architecture: Architecture) -> int:
     """Return the bytes per rank of a request's linear attention: states in float32, inputs of the convolution in bf16, split by heads."""
     linear = architecture.linear_attention
     assert linear is not None

@@ -46,6 +46,13 @@ def test_a_trainer_stays_where_its_memory_costs_the_engines_no_request(flags: st
     assert "offload_train" not in chosen(f"{SHARED} {flags} --offload-train", gpu=gpu)
 
 
+@pytest.mark.parametrize(("num_prompts", "stays"), [(128, True), (256, False)])
+def test_a_trainer_stays_only_where_all_states_of_linear_attention_fit(num_prompts: int, stays: bool) -> None:
+    sizes = "--actor-num-gpus-per-node 8 --rollout-num-gpus-per-engine 2 --n-samples-per-prompt 4 --rollout-max-response-len 512"
+    found = chosen(f"{SHARED} {sizes} --rollout-batch-size {num_prompts}", "qwen3.5-35b", "b200")
+    assert found.get("offload_train") is (False if stays else None)
+
+
 def test_a_trainer_that_stays_takes_memory_of_the_engines_and_no_time() -> None:
     flags = f"{SHARED} {WAVE} 512 --sglang-mem-fraction-static 0.7"
     away, stays = (

@@ -8,6 +8,7 @@ The loop is not aware of this: it gets a trainer and a weight sync that take the
     weight sync       loaded                   weights, to be overwritten
     save, logprobs    loaded                   weights, which they keep
 
+With --no-offload-train, an offloaded trainer still holds its weights and optimizer state on the devices.
 With --update-weight-mode delta, the engines keep their weights in every phase.
 
 An engine that died (--use-fault-tolerance) restarts while the trainer is offloaded; the trainer is loaded again when the engine is up.

@@ -37,10 +37,10 @@ class Trainer(WeightSource, Protocol):
         """Load a checkpoint that `save` wrote. Raises CheckpointError if it is incomplete or belongs to another architecture."""
 
     async def offload(self) -> None:
-        """Move the tensors to the host, to free device memory for engines that share the device."""
+        """Free device memory for engines that share the device; without --no-offload-train, weights and optimizer too."""
 
     async def onload(self) -> None:
-        """Move the tensors back to the device after `offload`."""
+        """Restore what `offload` freed."""
 
     async def close(self) -> None:
         """Stop all ranks."""

@@ -34,10 +34,10 @@ class ClusterFlags(FlagGroup):
     rollout_num_gpus_per_engine: int | None = slime(
         None, "GPUs per engine (default 1); SGLang's tensor-parallel size is this divided by --sglang-pp-size", ge=1
     )
-    colocate: bool = slime(False, "trainer and engines share GPUs and take turns; each is offloaded while the other works")
+    colocate: bool = slime(False, "trainer and engines share GPUs and take turns; engines release their memory while the trainer works")
     offload_train: bool | None = slime(
         None,
-        "with --colocate, move the trainer to host memory while the engines sample (default: unless the KV cache needs no more memory)",
+        "with --colocate, move the trainer to host memory while the engines sample (default: unless there is room beside the KV cache)",
     )
     hostfile: str | None = slime(None, "file with the nodes of the cluster for fuligo launch, one `address slots=8` per line", path=True)
     env: Environment = slime(

@@ -43,7 +43,7 @@ const ITEM_LABELS = {
   graphs: "CUDA graphs",
   deepep: "DeepEP buffers",
   engine: "offloaded engine",
-  trainer: "offloaded trainer",
+  trainer: "kept by the trainer",
 };
 const itemLabel = (name) => (Object.hasOwn(ITEM_LABELS, name) ? ITEM_LABELS[name] : spoken(name));
 const swatch = (colour) => element("span", { class: "swatch", ...colour });

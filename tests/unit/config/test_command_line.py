@@ -194,7 +194,7 @@ def test_any_value_of_any_flag_is_taken_or_refused_by_name(flag, text: str) -> N
         ("--lora", "use --lora-rank"),
         ("--output", "use --run-dir"),
         ("--model", "ORG/NAME on the Hub"),
-        ("--offload", "remove it: --colocate offloads each side"),
+        ("--offload", "use --offload-train; --colocate offloads the engines"),
         ("--ref-ckpt-step", "use --ref-load with the directory of that iteration"),
         ("--per_device_train_batch_size", "use --global-batch-size"),
         ("actor_rollout_ref.rollout.n=8", "use --n-samples-per-prompt"),

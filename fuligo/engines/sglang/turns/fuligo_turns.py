@@ -10,7 +10,7 @@ from pathlib import Path
 
 VARIABLE = "FULIGO_TURN"
 """Environment variable with the path of a file that exists once the engine may use its GPUs."""
-WAITING = "Imported. Waiting until the trainer has loaded and left the GPUs."
+WAITING = "Imported. Waiting for the GPUs until the trainer has loaded."
 """Line of the engine's log."""
 POLL_S = 0.05
 

@@ -16,7 +16,9 @@ class ClusterFlags(FlagGroup):
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "device to compute on; auto uses CUDA if available")
     train_backend: Literal["auto", "torch", "megatron"] = flag("auto", "trainer; auto: torch unless a Megatron flag is given")
     rollout_backend: Literal["auto", "embedded", "sglang"] = flag(
-        "auto", "engine; auto: embedded unless the trainer is megatron or you give an SGLang flag, --rollout-num-gpus* or external engines"
+        "auto",
+        "engine; auto: sglang with the Megatron trainer, an SGLang flag, --rollout-num-gpus* or external engines, and on a GPU if SGLang "
+        "is installed; else embedded",
     )
     launcher: Literal["auto", "local", "ray"] = flag(
         "auto", "launcher of ranks and engines; auto: ray in a Ray job, with RAY_ADDRESS set, or for several nodes, else local"

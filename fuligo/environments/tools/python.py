@@ -30,8 +30,8 @@ _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
 _FIX = (
     "Programs that a model writes run only where Linux permits user namespaces: on a host,"
     " `sysctl kernel.unprivileged_userns_clone=1` (Debian) or `sysctl kernel.apparmor_restrict_unprivileged_userns=0` (Ubuntu 24.04);"
-    " in Docker, --security-opt seccomp=unconfined --security-opt systempaths=unconfined; in Kubernetes, seccompProfile Unconfined and"
-    " procMount Unmasked. See docs/tools.md"
+    " in Docker, --security-opt seccomp=unconfined --security-opt systempaths=unconfined --security-opt apparmor=unconfined; in Kubernetes,"
+    " seccompProfile Unconfined and procMount Unmasked. See docs/tools.md"
 )
 
 

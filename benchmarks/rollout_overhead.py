@@ -28,7 +28,7 @@ from rollout_waves import fleet, variables
 from synthetic_rollout import ASSETS, build_runner, check_complete
 from transformers import AutoTokenizer
 
-from fuligo.engines.client import EngineClient
+from fuligo.engines.engine import InferenceEngine
 from fuligo.engines.group import EngineGroup
 from fuligo.types import IntArray
 
@@ -57,7 +57,7 @@ def through(engines: EngineGroup, args: argparse.Namespace) -> Turn:
     return turn
 
 
-def bench_serving(engine: EngineClient, args: argparse.Namespace) -> Turn:
+def bench_serving(engine: InferenceEngine, args: argparse.Namespace) -> Turn:
     """Return a measurement of SGLang's client, which takes the engine's key from OPENAI_API_KEY."""
     environment = os.environ | variables(args) | {"HF_HUB_OFFLINE": "1", "OPENAI_API_KEY": engine.keys.requests}
 

@@ -259,7 +259,7 @@ def _metric(name: str, value: Tensor | float) -> Tensor:
 
 def _needed(logprobs: Tensor | None, flag: str, whose: str) -> Tensor:
     if logprobs is None:
-        raise TrainerError(f"{flag} needs the {whose}'s log-probabilities, but the batch has none; drop the flag or provide them")
+        raise TrainerError(f"{flag} needs the {whose}'s log-probabilities, but the batch has none; drop {flag}")
     return logprobs
 
 

@@ -95,5 +95,5 @@ def require_weights(path: str, chunks: Sequence[nn.Module], settings: MegatronTr
             more = f" and {len(found) - _NUM_LISTED} more" if len(found) > _NUM_LISTED else ""
             raise ConfigError(
                 f"{_OPTION} {path}: the model {problem}: {', '.join(found[:_NUM_LISTED])}{more}; "
-                "the modules of a provider must have weights of the same names and shapes"
+                "give the provider's modules weights of the same names and shapes"
             )

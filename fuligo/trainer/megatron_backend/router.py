@@ -216,7 +216,7 @@ def refuse_unsupported_routing(config: TransformerConfig) -> None:
     if groups > 1 and top_k // top_groups != 2:
         raise ConfigError(
             f"cannot train num_experts_per_tok {top_k} with topk_group {top_groups}: Megatron ranks groups by their best "
-            f"{top_k // top_groups} experts, but the model by their best 2; only num_experts_per_tok = 2 * topk_group is supported"
+            f"{top_k // top_groups} experts, but the model by their best 2; choose a model with num_experts_per_tok = 2 * topk_group"
         )
     if top_k == 1 and config.moe_router_score_function == "sigmoid":
         raise ConfigError(

@@ -77,7 +77,10 @@ class Rank:
             world.set_environment(settings)
             worker.import_worker(settings)
         if torch.cuda.is_initialized():
-            raise TrainerError("cannot start a standby rank: an import initialized CUDA, which takes GPU memory; initialize CUDA lazily")
+            raise TrainerError(
+                "cannot start a standby rank: an imported module, such as a hook's, initialized CUDA, which takes GPU memory; make it "
+                "initialize CUDA lazily"
+            )
 
     def load(self, settings: TrainerSettings, rendezvous: Rendezvous | None) -> Cost | None:
         """Form the process group and build the worker; return the worker's `balance_by`.

@@ -147,7 +147,8 @@ class Connection:
             earlier = f"; last error: {cause}" if cause else ""
             longer = f"; raise {within.flag} to allow more" if within.flag else ""
             raise Overdue(f"engine {self.url}: {what}: no answer within {within.seconds:g} s{longer}{earlier}") from error
-        raise EngineError(f"engine {self.url}: {what}: failed {retries + 1} times; last error: {cause}") from cause
+        times = f"{retries + 1} times; last error" if retries else "once"
+        raise EngineError(f"engine {self.url}: {what}: failed {times}: {cause}") from cause
 
     async def give_up(self) -> None:
         """Fail pending requests now and later ones at once, because the engine is lost."""

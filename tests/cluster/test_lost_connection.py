@@ -50,4 +50,4 @@ def test_the_wait_ends(network: Network) -> None:
         far.plug_in()
         far.kill()
         engine.wait()
-    assert "/update_weights_from_disk: failed 1 times" in said, "the lost connection failed the request, not its deadline"
+    assert "/update_weights_from_disk: failed once" in said, "the lost connection failed the request, not its deadline"

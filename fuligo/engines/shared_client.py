@@ -107,7 +107,8 @@ class SharedEngineClient(EngineClient):
         labels = await self._labels()
         if len(labels) > 1:
             raise EngineError(
-                f"engine {self.url} holds {len(labels)} adapters of run {self.run}: {', '.join(map(str, labels))}; restart the engine"
+                f"engine {self.url} holds {len(labels)} adapters of run {self.run} ({', '.join(map(str, labels))}), but a run may have "
+                "only one; restart the engine"
             )
         self._requests.label = label = labels[0] if labels else None
         try:

@@ -151,13 +151,14 @@ def _experts(model: PreTrainedModel) -> dict[str, nn.Module]:
         widths, largest = [matrix.shape[-1] for matrix in matrices], max(matrix.numel() for matrix in matrices)
         if largest > LARGEST:
             raise ConfigError(
-                f"--lora-base-precision: {name} of {type(model).__name__} has {largest:,} elements in a matrix, but bitsandbytes quantizes "
-                f"at most {LARGEST:,} at a time; use --lora-base-precision full"
+                f"--lora-base-precision cannot quantize {name} of {type(model).__name__}: a matrix has {largest:,} elements, but "
+                f"bitsandbytes quantizes at most {LARGEST:,} at a time; use --lora-base-precision full"
             )
         if not has_plain_matrices(experts) or any(width % BLOCK_SIZE for width in widths):
             raise ConfigError(
-                f"--lora-base-precision: {name} of {type(model).__name__} has transposed matrices, biases, or rows of {widths} elements "
-                f"instead of multiples of {BLOCK_SIZE}, which cannot be quantized; use --lora-base-precision full"
+                f"--lora-base-precision cannot quantize {name} of {type(model).__name__}: it needs matrices that are not transposed, "
+                f"without biases, with rows of a multiple of {BLOCK_SIZE} elements (here {' and '.join(map(str, widths))}); use "
+                "--lora-base-precision full"
             )
     return found
 

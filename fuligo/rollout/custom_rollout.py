@@ -74,7 +74,9 @@ async def call(hook: Callable[..., Any], args: Any, rollout_id: int, data_source
 def _checked(result: Any) -> list[list[Sample]]:
     fits = isinstance(result, list) and result and all(isinstance(group, list) and group for group in result)
     if not fits or not all(isinstance(sample, Sample) for group in result for sample in group):
-        raise RolloutError(f"--rollout-function-path must return a non-empty list of groups, each a list of Sample; got {result!r:.200}")
+        raise RolloutError(
+            f"--rollout-function-path must return a non-empty list of groups, each a non-empty list of Sample; got {result!r:.200}"
+        )
     return result
 
 

@@ -83,7 +83,9 @@ class RolloutFlags(FlagGroup):
         None, "hook: (args, rollout_id, buffer, num_samples) -> interrupted groups to continue (default: those that have waited longest)"
     )
     mask_offpolicy_in_partial_rollout: bool = slime(False, "mask tokens that were sampled in an earlier rollout")
-    max_staleness: int | None = flag(None, "drop samples that started more than this many versions ago", unit="versions", ge=0)
+    max_staleness: int | None = flag(
+        None, "discard groups with a token more than this many versions old; their prompts are sampled again", unit="versions", ge=0
+    )
     async_mode: Literal["sync", "one-step", "full"] = flag(
         "sync", "one-step: sample rollout k+1 while training on k; full: sample continuously, at most --max-staleness versions behind"
     )

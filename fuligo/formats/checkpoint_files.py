@@ -54,7 +54,7 @@ _STATED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 def copy_model_files(source: Path, target: Path) -> None:
-    """Copy the files of a Hugging Face directory except weights to `target`, and record the names and dtypes of the weights there.
+    """Copy the files of a Hugging Face directory except weights to `target`, and record the weights' names and dtypes (`record_dtypes`).
 
     The copied config.json has no `quantization_config`: a trainer saves unquantized weights even if engines use FP8.
 
@@ -73,6 +73,9 @@ def copy_model_files(source: Path, target: Path) -> None:
 
 def record_dtypes(source: Path, target: Path) -> None:
     """Write the names and dtypes of a Hugging Face directory's weights to `tensors.json` in `target`, or copy it if `source` has one.
+
+    For FP8 and MXFP4 weights, the names and dtypes are those before quantization. Nothing is written if `source` has neither
+    `tensors.json` nor safetensors files.
 
     Raises CheckpointError if the weights are damaged.
     """

@@ -20,8 +20,9 @@ from fuligo.formats.disk import free_space
 def private_directory(prefix: str, root: Path | None = None) -> Iterator[Path]:
     """Yield a new directory under `root` (default: the temporary directory) that no other user can enter, and delete it at the end.
 
-    A lock marks the directory as in use by this process, so directories that killed processes left behind are recognized and deleted first.
-    Links of other users under `root` are not followed, and their pipes do not block. Raises OSError if `root` cannot be written.
+    Directories with the same prefix that killed processes left behind are deleted first: they are not locked, unlike those in use. This
+    clean-up neither follows links that other users planted under `root`, nor blocks on their pipes. Raises OSError if `root` cannot be
+    written.
     """
     root = root or Path(tempfile.gettempdir())
     for abandoned in root.glob(f"{prefix}*"):

@@ -12,7 +12,7 @@ BITS: dict[BasePrecision, int] = {"nf4": 4, "8bit": 8}
 BLOCK_SIZE = 64
 """Number of elements that share one float32 scale."""
 BASE_PRECISION = "base_precision.json"
-"""File next to `adapter_config.json`; PEFT does not read it."""
+"""Name of the JSON file with the fields of `QuantisedBase`, next to `adapter_config.json`; PEFT ignores it."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -1,4 +1,4 @@
-"""Shards of tensors and their writer to a distributed checkpoint.
+"""Tensor shards, and the functions that write them to a distributed checkpoint.
 
 The format is that of `torch.distributed.checkpoint` (torch_dist in Megatron-Core): every rank writes its shards to its own files, and
 `.metadata` indexes them. Readers may split tensors differently: a part is read from all shards that it overlaps.

@@ -1,4 +1,4 @@
-"""Rules on numbers that must agree."""
+"""Rules on numbers that must agree or stay within bounds: batch and cache sizes, sampling, importance weights, learning rate."""
 
 from fuligo.config import Config
 from fuligo.config.flag import option_name

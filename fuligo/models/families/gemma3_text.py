@@ -12,11 +12,12 @@ from fuligo.models.name_parts import dense_table, grouped_attention, norm
 from fuligo.models.names import NameTable
 from fuligo.models.parts import dense_architecture
 
+# Defaults of keys that config.json may lack.
 HEAD_DIM = 256
 QUERY_SCALAR = 256
 WINDOW = 4096
 WINDOW_PATTERN = 6
-"""Every sixth layer attends to all tokens (`sliding_window_pattern`)."""
+"""Default of `sliding_window_pattern`: every sixth layer attends to all tokens, the others to a window of `WINDOW` tokens."""
 ROTARY_BASE, WINDOW_ROTARY_BASE = 1e6, 1e4
 FULL, SLIDING = "full_attention", "sliding_attention"
 

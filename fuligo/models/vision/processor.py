@@ -29,7 +29,7 @@ PROCESSOR_FILE = "preprocessor_config.json"
 WHOLE_PROCESSOR_FILE = "processor_config.json"
 """Settings of all processors of a model, as transformers 5 saves them; its image settings take precedence over PROCESSOR_FILE."""
 PROCESSOR_TYPES = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
-"""`image_processor_type` of Qwen3-VL's checkpoints, by the version of transformers that wrote them."""
+"""Accepted values of `image_processor_type`. Which one a checkpoint has depends on the version of transformers that wrote it."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """Accepted formats; for some others, Pillow starts external programs."""
 MAX_IMAGE_BYTES = 32 * 2**20

@@ -36,16 +36,22 @@ ADAM_BYTES_ON_HOST = 16
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """Persistent state of a trainer rank, in bytes."""
+    """Persistent state of a trainer rank: numbers of parameters, and bytes."""
 
     trained: LocalParameters
+    """Number of trained parameters: those of the adapter in a LoRA run."""
     frozen: LocalParameters
+    """Number of frozen parameters."""
     weights: int
-    """Weights of the model without the adapter."""
+    """Bytes of the model's weights without the adapter."""
     adapter: int
+    """Bytes of the adapter's weights."""
     gradients: int
+    """Bytes of the gradient buffer."""
     optimizer: int
+    """Bytes of the optimizer state on the GPU."""
     optimizer_on_host: int
+    """Bytes of the optimizer state on the CPU."""
 
 
 def trainer_state(subject: Subject, shape: Layout, stages: list[Stage]) -> TrainerState:

@@ -89,9 +89,10 @@ def local_parts(weight: Weight, tensor: Tensor, index: int, count: int) -> tuple
 
 
 def local_experts_parts(factor: ExpertsFactor, tensor: Tensor, first_expert: int, index: int, count: int) -> tuple[LocalPart, ...]:
-    """Split this rank's part of an experts' adapter into rectangular parts of the factor.
+    """Split a rank's share of the experts' A or B into rectangular parts of `factor`, which covers all experts of the layer.
 
     Args:
+        tensor: the rank's rows of A or B, expert after expert.
         first_expert: index of the rank's first expert.
         index: index of the rank among the `count` ranks that share each expert.
     """

@@ -208,7 +208,7 @@ class RankWorker(ABC, Generic[SettingsT, CriticT, ModelT]):
     def _optimizer_steps(self, step: StepShare) -> tuple[list[StepGradients | None], dict[str, float]]:
         """Take an optimizer step of the value model, then of the policy unless only the value model is trained.
 
-        Return the results (the policy's last) and metrics.
+        Return what `gradients` returned for each trained model, with the policy last, and the step's metrics (`lr`, `grad_norm`, ...).
         """
         num_micro_batches = len(step.schedule.plans)
         found: list[StepGradients | None] = []

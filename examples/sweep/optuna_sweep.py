@@ -5,8 +5,8 @@ Each trial is a run, and runs that fall behind the others are stopped early.
     pip install optuna
     python examples/sweep/optuna_sweep.py --trials 6
 
-The study is `runs/sweep/study.db`: the same command continues it, and several commands may share it. `fuligo view runs/sweep` shows the
-runs.
+The study is stored in `runs/sweep/study.db`: the same command adds trials to it, and several commands may share it.
+`fuligo view runs/sweep` shows the runs.
 """
 
 import argparse

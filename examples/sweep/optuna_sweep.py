@@ -79,7 +79,7 @@ def main() -> None:
         direction="maximize",
         storage=f"sqlite:///{options.folder / 'study.db'}",
         load_if_exists=True,
-        sampler=optuna.samplers.TPESampler(seed=0),
+        sampler=optuna.samplers.TPESampler(constant_liar=True),  # without a seed: commands that share the study draw different values
         pruner=optuna.pruners.MedianPruner(n_startup_trials=2),
     )
     study.optimize(lambda trial: objective(trial, options.folder, options.rollouts), n_trials=options.trials)

@@ -118,9 +118,9 @@ def sample_table(
 ) -> pa.Table:
     """Return a table with one row per sample, in the order of the groups.
 
-    `reward` is the scalar that is trained on: of a dict reward, the value under `reward_key`. The whole dict and the numbers that hooks
-    reported are in the metadata (`reward`, `metrics`). `passed` follows from the value of a dict reward under `pass_key`, if it has one.
-    `trainer_logprobs` are the old log-probabilities if they were computed, else those of the training forward pass.
+    `reward` is the scalar that is trained on: of a dict reward, the value under `reward_key`. `passed` follows from the value under
+    `pass_key`, if there is one. The whole dict and the numbers of hooks are in the metadata (`reward`, `metrics`). `trainer_logprobs` are
+    the old log-probabilities if they were computed, else those of the training forward pass.
     """
     training = training or Training()
     samples = [sample for group in groups for sample in group.samples]

@@ -309,6 +309,8 @@ async def test_a_trainer_that_stays_on_the_device_trains_as_one_that_leaves_it(t
     found = []
     for place in ("--offload-train", "--no-offload-train"):
         async with trainer(checkpoint, "--colocate", place, *flags) as megatron:
+            await megatron.offload()
+            await megatron.onload()
             started = torch.cuda.memory_allocated()
             await megatron.train(batch)
             grown = torch.cuda.memory_allocated() - started

@@ -219,60 +219,40 @@ def test_scores_and_steps_are_those_of_the_torch_trainer(
         torch.testing.assert_close(got.weights[name], weight, atol=2e-5, rtol=0, msg=name)
 
 
-def away(world: World, settings: TrainerSettings, samples: list[TrainSample]) -> Course | None:
-    """Run `course` with everything offloaded to host memory between its parts."""
+def sharing(world: World, settings: TrainerSettings, samples: list[TrainSample]) -> Course | None:
+    """Run `course` with an offload before training and one in the middle."""
     from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
 
     class Sharing(MegatronRankWorker):
         def train(self, steps: Sequence[StepShare]) -> StepResult:
             self.offload()
-            assert not any(parameter.untyped_storage().nbytes() for chunk in self.chunks for parameter in chunk.parameters())
+            weights = [parameter for chunk in self.chunks for parameter in chunk.parameters()]
+            assert all(bool(tensor.untyped_storage().nbytes()) == settings.stays_on_device for tensor in weights)
+            assert not any(tensor.untyped_storage().nbytes() for tensor in self._dropped_tensors())
+            held = [tensor.data_ptr() for tensor in self._kept_tensors()]
             self.onload()
             super().train(steps[:2])
             self.offload()
             self.onload()
+            if settings.stays_on_device:
+                assert len(held) > 1.5 * len(weights), "two moments of this rank's share exist before the first step"
+                assert [tensor.data_ptr() for tensor in self._kept_tensors()] == held
             return super().train(steps[2:])
 
     return course(world, settings, samples, Sharing)
 
 
-def test_nothing_is_lost_while_engines_have_the_memory(pool: RankPool, checkpoint: Path) -> None:
+@pytest.mark.parametrize("stays", [False, True])
+def test_nothing_is_lost_while_engines_have_the_memory(pool: RankPool, checkpoint: Path, stays: bool) -> None:
     samples = train_batches.samples(LENGTHS * 2)
     limits = {"capacity": CAPACITY, "score_capacity": CAPACITY}
     settings = settings_of(checkpoint, LAYOUTS["dp2"], **limits, needs_old_logprobs=True, optimizer=ADAM, precision="bf16")
-    (stayed, _), (went, _) = pool.run(2, course, settings, samples), pool.run(2, away, settings, samples)
-    assert stayed is not None and went is not None
-    assert all(torch.equal(weight, went.weights[name]) for name, weight in stayed.weights.items())
-
-
-def beside_engines(world: World, settings: TrainerSettings, samples: list[TrainSample]) -> Course | None:
-    """Run `course` with gradients freed between its parts; weights and optimizer state stay where they were allocated."""
-    from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
-
-    class Staying(MegatronRankWorker):
-        def train(self, steps: Sequence[StepShare]) -> StepResult:
-            held = [tensor.data_ptr() for tensor in self._kept_tensors()]
-            assert len(held) > 3 * len(list(self.chunks[0].parameters())) / 2, "weights, and two moments of this rank's share"
-            self.offload()
-            assert not any(tensor.untyped_storage().nbytes() for tensor in self._dropped_tensors())
-            self.onload()
-            super().train(steps[:2])
-            self.offload()
-            self.onload()
-            assert [tensor.data_ptr() for tensor in self._kept_tensors()] == held
-            return super().train(steps[2:])
-
-    return course(world, settings, samples, Staying)
-
-
-def test_a_trainer_that_stays_on_the_device_trains_as_if_it_were_alone(pool: RankPool, checkpoint: Path) -> None:
-    samples = train_batches.samples(LENGTHS * 2)
-    limits = {"capacity": CAPACITY, "score_capacity": CAPACITY}
-    settings = settings_of(checkpoint, LAYOUTS["dp2"], **limits, needs_old_logprobs=True, optimizer=ADAM, precision="bf16")
-    staying = replace(settings, stays_on_device=True)
-    (alone, _), (stayed, _) = pool.run(2, course, settings, samples), pool.run(2, beside_engines, staying, samples)
-    assert alone is not None and stayed is not None
-    assert all(torch.equal(weight, stayed.weights[name]) for name, weight in alone.weights.items())
+    (alone, _), (shared, _) = (
+        pool.run(2, course, settings, samples),
+        pool.run(2, sharing, replace(settings, stays_on_device=stays), samples),
+    )
+    assert alone is not None and shared is not None
+    assert all(torch.equal(weight, shared.weights[name]) for name, weight in alone.weights.items())
 
 
 def failed_step(world: World, settings: MegatronTrainerSettings, batch: TrainBatch) -> tuple[str, bool]:

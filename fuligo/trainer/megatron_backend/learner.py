@@ -15,6 +15,7 @@ from fuligo.config.flag import option_name
 from fuligo.errors import ConfigError, TrainerError
 from fuligo.models.names import EMBEDDING, HEAD, Weight
 from fuligo.trainer.megatron_backend.model import PolicyModel
+from fuligo.trainer.megatron_backend.parts import allocate_state
 from fuligo.trainer.megatron_backend.router import move_corrections
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.megatron_backend.weights.local import local_weights
@@ -169,6 +170,10 @@ class Learner:
         self.optimizer.zero_grad()
         self.progress.num_optimizer_steps += 1
         return lr, grad_norm
+
+    def allocate_state(self) -> None:
+        """Allocate moments that do not exist yet; Adam does so in its first step."""
+        allocate_state(self.optimizer)
 
 
 def wrap(chunks: Sequence[PolicyModel], settings: MegatronTrainerSettings) -> list[DistributedDataParallel]:

@@ -187,11 +187,9 @@ def parameter_states(optimizer: MegatronOptimizer) -> Iterator[ParameterState]:
 def set_step(optimizer: MegatronOptimizer, num_steps: int) -> None:
     """Allocate the optimizer's state and set its step counters to `num_steps`; clear the state if that is 0."""
     for part in _parts(optimizer):
-        if num_steps == 0 or not isinstance(part.optimizer, HybridDeviceOptimizer):  # whose state on the CPU cannot be allocated again
-            part.optimizer.state.clear()
         if num_steps == 0:
-            continue
-        if isinstance(part, DistributedOptimizer):
+            part.optimizer.state.clear()
+        elif isinstance(part, DistributedOptimizer):
             groups = [{key: value for key, value in group.items() if key != "params"} for group in part.optimizer.param_groups]
             part.load_state_dict({"optimizer": {"param_groups": [{**group, "step": num_steps} for group in groups]}})
             # Megatron lets all parameters share one step tensor, which torch's Adam would increment once per parameter.
@@ -203,7 +201,7 @@ def set_step(optimizer: MegatronOptimizer, num_steps: int) -> None:
 
 
 def allocate_state(optimizer: MegatronOptimizer) -> None:
-    """Allocate moments that do not exist yet, so that engines find only the memory that stays free; Adam does so in its first step.
+    """Allocate moments that do not exist yet; Adam does so in its first step.
 
     Of an optimizer that is partly on the CPU, only the moments on the GPU are allocated.
     """

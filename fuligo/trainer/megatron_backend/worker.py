@@ -28,7 +28,6 @@ from fuligo.trainer.megatron_backend.host_memory import HostWeights, gradient_te
 from fuligo.trainer.megatron_backend.learner import Learner, freeze_parameters, gather_parameters, zero_gradients
 from fuligo.trainer.megatron_backend.lora import adapter_off, add_adapters, dropout_on
 from fuligo.trainer.megatron_backend.model import PolicyModel, build_chunks
-from fuligo.trainer.megatron_backend.parts import allocate_state
 from fuligo.trainer.megatron_backend.routing_replay import RecordedPart, assemble
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.megatron_backend.state import CheckpointWriter, MegatronState, SavedAdapter, load_weights, restore_state
@@ -113,7 +112,6 @@ class MegatronRankWorker(RankWorker[MegatronTrainerSettings, Critic, HostWeights
         self._learner = Learner(chunks, settings, world)
         self.chunks = self._learner.chunks
         self.critic = None if settings.critic is None else Critic(settings.critic, settings, self.names, world)
-        self._allocate_states()
         checkpoint_dtype = getattr(torch, config_json.get("dtype") or config_json.get("torch_dtype") or "float32")
         self.export_dtype = sync_dtype(settings, checkpoint_dtype)
         self.balance_by = forward_flops(architecture_of(config_json)).whole_sequence if settings.balance_data else None
@@ -147,7 +145,6 @@ class MegatronRankWorker(RankWorker[MegatronTrainerSettings, Critic, HostWeights
             del states[directory / VALUE_MODEL]
         for place, state in states.items():
             restore_state(place, state, self.world)
-        self._allocate_states()  # a checkpoint from before a model's first step has none
 
     def close(self) -> None:
         leave_megatron()
@@ -227,14 +224,6 @@ class MegatronRankWorker(RankWorker[MegatronTrainerSettings, Critic, HostWeights
 
     def _dropped_tensors(self) -> list[Tensor]:
         return [tensor for learner in self._learners() for tensor in gradient_tensors(learner.chunks)]
-
-    def _learners(self) -> list[Learner]:
-        return [self._learner] if self.critic is None else [self._learner, self.critic.learner]
-
-    def _allocate_states(self) -> None:
-        """Allocate the optimizers' states before engines start, if they stay on the device."""
-        for learner in self._learners() if self.settings.stays_on_device else ():
-            allocate_state(learner.optimizer)
 
     def _states(self, directory: Path) -> dict[Path, MegatronState]:
         """Return the states by directory: the checkpoint of the value model is a subdirectory of the policy's."""

@@ -160,13 +160,18 @@ class RankWorker(ABC, Generic[SettingsT, CriticT, ModelT]):
     def restore(self, directory: Path) -> None: ...
 
     def offload(self) -> None:
-        """Free the device memory of what training keeps between rollouts, or only of what it does not, with `stays_on_device`."""
+        """Free device memory for engines: that of all tensors, or with `stays_on_device` that of gradients and temporary tensors.
+
+        Optimizer state that stays is allocated now, because engines take the free memory when they start, which is before the first step.
+        """
+        stays = self.settings.stays_on_device
         with self._timeline.span("offload"):
             self._release_gathered()
-            moved = () if self.settings.stays_on_device else self._kept_tensors()
-            self._host_memory.take(moved, dropped=self._dropped_tensors())
+            self._host_memory.take(() if stays else self._kept_tensors(), dropped=self._dropped_tensors())
             if self.world.device.type == "cuda":
                 torch.cuda.empty_cache()
+            for learner in self._learners() if stays else ():
+                learner.allocate_state()
 
     def onload(self) -> None:
         with self._timeline.span("onload"):
@@ -245,6 +250,10 @@ class RankWorker(ABC, Generic[SettingsT, CriticT, ModelT]):
     def _changed_reference(self) -> ModelT | None:
         """Reference model to save in checkpoints; None if there is none or it never changes."""
         return None if self.settings.ref_update_interval is None else self.reference
+
+    def _learners(self) -> list[Any]:
+        """Return the backend's `Learner` of each trained model, the policy's first."""
+        return [self._learner] if self.critic is None else [self._learner, self.critic.learner]
 
     def _release_gathered(self) -> None:
         """Free weights that a pass has gathered from other ranks."""

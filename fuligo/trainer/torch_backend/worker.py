@@ -80,7 +80,6 @@ class TorchRankWorker(RankWorker[TorchTrainerSettings, Critic, Policy]):
             value_model = ValueModel(load_value_model(settings.critic.initial_weights, self.policy.model), self._images)
             self.critic = Critic(self._placed(value_model, trained=True), settings.critic, world)
         self._learner = Learner(self.policy.model, settings.optimizer, world)
-        self._allocate_states()
         keeps_mtp = world.rank == 0 and settings.lora is None and not settings.has_mtp
         self._carried = stored_mtp(settings.initial_weights, settings.hf_checkpoint) if keeps_mtp else {}
         self.balance_by = _cost(self.policy) if settings.balance_data else None
@@ -130,7 +129,6 @@ class TorchRankWorker(RankWorker[TorchTrainerSettings, Critic, Policy]):
 
     def restore(self, directory: Path) -> None:
         restore_state(directory, self._state(), self.world)
-        self._allocate_states()  # a checkpoint from before a model's first step has none
 
     def close(self) -> None:
         if self._adapter_sender is not None:
@@ -229,11 +227,6 @@ class TorchRankWorker(RankWorker[TorchTrainerSettings, Critic, Policy]):
         model = None if reference is None else reference.model
         return TrainingState(self._learner, model, self.critic, self._base_digest, self._quantised_base(), self._carried)
 
-    def _allocate_states(self) -> None:
-        """Allocate the optimizers' states before engines start, if they stay on the device."""
-        for learner in self._learners() if self.settings.stays_on_device else ():
-            learner.allocate_state()
-
     def _models(self) -> list[PackedModel]:
         value_model = None if self.critic is None else self.critic.value_model
         return [model for model in (self.policy, self.reference, self.teacher, value_model) if model is not None]
@@ -248,9 +241,6 @@ class TorchRankWorker(RankWorker[TorchTrainerSettings, Critic, Policy]):
             yield from model.buffers()
         for learner in self._learners():
             yield from learner.tensors()
-
-    def _learners(self) -> list[Learner]:
-        return [self._learner] if self.critic is None else [self._learner, self.critic.learner]
 
 
 def _cost(policy: Policy) -> Cost:

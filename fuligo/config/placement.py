@@ -119,7 +119,12 @@ class Placement(TypedFlags):
     @property
     def offloads_trainer(self) -> bool:
         """True if weights and optimizer state of the trainer move to host memory while the engines sample."""
-        return self.takes_turns and self.cluster.offload_train is not False
+        return self.takes_turns and not self.trainer_stays
+
+    @property
+    def trainer_stays(self) -> bool:
+        """True if weights and optimizer state of the trainer stay on GPUs that engines use in turns with it."""
+        return self.takes_turns and self.cluster.offload_train is False
 
     @property
     def resolved_actor_num_gpus_per_node(self) -> int:

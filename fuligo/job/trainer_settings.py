@@ -146,7 +146,7 @@ def _common_settings(config: Config, device: Device, initial_weights: Path, num_
         trained=TrainedParameters(tuple(train.only_train_params_name_list), _frozen(config)),
         device=device,
         shares_device=device == "cuda" and (config.cluster.colocate or config.engine_capabilities.beside_trainer),
-        stays_on_device=config.takes_turns and not config.offloads_trainer,
+        stays_on_device=config.trainer_stays,
         precision=resolve_precision(config.model.precision, device),
         sync_dtype=None if engine_format.quantisation is not None else backend.weight_dtype(config, device),
         engine_format=engine_format,

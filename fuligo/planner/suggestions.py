@@ -150,7 +150,7 @@ def _engine_candidates(subject: Subject) -> Iterator[Changes]:
     if config.engine_capabilities.beside_trainer:
         yield (Change(("engine", "embedded_max_total_tokens"), 8 * longest_sample(config)),)
         return
-    if config.takes_turns and not config.offloads_trainer:
+    if config.trainer_stays:
         yield (Change(("cluster", "offload_train"), True),)
     for percent in range(90, 25, -5):
         yield tuple(dict.fromkeys(set_argument(subject, spec, "mem_fraction_static", percent / 100) for spec in running(subject)))

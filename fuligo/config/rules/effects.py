@@ -198,7 +198,8 @@ def _rule(effect: Effect, earlier: Sequence[Effect]) -> Rule[Config, Change]:
         for flag in idle:
             value = config.value_of(flag.name)
             text = "" if flag.kind is Kind.BOOL else f" {' '.join(map(str, value)) if isinstance(value, list) else value}"
-            shown.append(flag.option + text)
+            option = flag.option.replace("--", "--no-", 1) if value is False else flag.option
+            shown.append(option + text)
         have, them = ("has", "it") if len(idle) == 1 else ("have", "them")
         text = f"{' and '.join(shown)} {have} no effect {effect.otherwise}"
         fix, options = tuple(unset_flag(flag.name) for flag in idle), tuple(flag.option for flag in idle)

@@ -197,8 +197,7 @@ def _servers(
     config: Config, directory: Path, places: Sequence[EnginePlace], adapters: Sequence[AdapterConfig]
 ) -> Iterator[tuple[EngineGroupSpec, ServerSettings]]:
     groups = [group for group in engine_groups(config) for _ in range(group.num_engines)]
-    trainer_stays = config.takes_turns and not config.offloads_trainer
-    environment = Environment(UNEVEN_MEMORY if trainer_stays else {}).merged(config.engine_environment)
+    environment = Environment(UNEVEN_MEMORY if config.trainer_stays else {}).merged(config.engine_environment)
     for number, (group, place) in enumerate(zip(groups, places, strict=True)):
         assert group.model_path is not None, "validated"
         assert group.worker_type != "placeholder", "a placeholder has no engines"

@@ -32,7 +32,7 @@ def memory_bars(subject: Subject, layout: ClusterLayout, host_memory_bytes: int 
             owner=f"engines: {spec.worker_type}" if spec.model == "default" else f"engines: {spec.model} {spec.worker_type}",
             num_gpus=spec.num_gpus,
             capacity_bytes=subject.gpu.memory_bytes,
-            items=engine_items(spec, memory, left_over, is_offloaded=subject.config.offloads_trainer),
+            items=engine_items(spec, memory, left_over, stays=subject.config.trainer_stays),
             engine_group=group,
         )
         for group, spec, memory in planned
@@ -101,7 +101,7 @@ def _engines_left_over(subject: Subject) -> tuple[MemoryItem, ...]:
 
 def _trainer_bytes(subject: Subject) -> int:
     """Return the bytes that a colocated trainer has on a GPU before its first step, when engines start."""
-    kept = 0 if subject.config.offloads_trainer else moved_bytes(subject)
+    kept = moved_bytes(subject) if subject.config.trainer_stays else 0
     return trainer_resident_bytes(subject) + kept
 
 

@@ -168,8 +168,8 @@ def engine_memory(spec: EngineGroupSpec, architecture: Architecture, gpu: Gpu, r
     )
 
 
-def engine_items(spec: EngineGroupSpec, memory: EngineMemory, trainer_bytes: int, *, is_offloaded: bool = True) -> tuple[MemoryItem, ...]:
-    """Return the parts of the peak memory of a GPU of the group `spec`, with the `trainer_bytes` that a colocated trainer keeps there."""
+def engine_items(spec: EngineGroupSpec, memory: EngineMemory, trainer_bytes: int, *, stays: bool = False) -> tuple[MemoryItem, ...]:
+    """Return the parts of the peak memory of a GPU of the group `spec`; a trainer, which is offloaded or `stays`, has `trainer_bytes`."""
     settings, architecture = memory.settings, memory.architecture
     sizes = f"TP {spec.tp_size}" + (f", DP attention {spec.dp_size}" if spec.dp_size > 1 else "") + f", EP {spec.ep_size}"
     stored = "FP8 where quantized" if is_fp8(spec, architecture) else "experts in MXFP4" if architecture.is_mxfp4 else "bf16"
@@ -207,7 +207,7 @@ def engine_items(spec: EngineGroupSpec, memory: EngineMemory, trainer_bytes: int
     items.append(MemoryItem("runtime", CUDA_CONTEXT_BYTES, "CUDA context, kernels, cuBLAS workspace"))
     if trainer_bytes:
         kept = "CUDA context, NCCL and DeepEP buffers, allocator"
-        whose = "kept by the offloaded trainer:" if is_offloaded else "the trainer's weights and optimizer state,"
+        whose = "the trainer's weights and optimizer state," if stays else "kept by the offloaded trainer:"
         items.append(MemoryItem("trainer", trainer_bytes, f"{whose} {kept}"))
     return tuple(items)
 

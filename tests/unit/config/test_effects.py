@@ -177,5 +177,10 @@ def test_several_flags_without_effect_are_one_finding_for_each_cause() -> None:
     assert evaluation.id == "CFG-NO-EFFECT-EVAL"
 
 
+def test_a_switch_without_effect_is_named_as_it_was_given() -> None:
+    (finding,) = findings(config_with(offload_train=False))
+    assert finding.text.startswith("--no-offload-train has no effect")
+
+
 def test_every_flag_with_a_condition_is_tested() -> None:
     assert set(NO_EFFECT) == {name for effect in effects.EFFECTS for name in effect.names}

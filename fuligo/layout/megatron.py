@@ -76,8 +76,17 @@ class Layout:
         return rank // (self.tp * self.cp) % self.dp
 
 
+class IndivisibleRanksError(ConfigError):
+    """Raised if parallel sizes do not divide the trainer's number of GPUs."""
+
+    def __init__(self, sizes: str, num_ranks: int) -> None:
+        super().__init__(f"{sizes} does not divide the trainer's {num_ranks} GPUs; change a size or the number of GPUs")
+        self.sizes = sizes
+        """Flags with their values, and the product: `--tensor-model-parallel-size 3 x ... = 3`."""
+
+
 def layout_of(config: Config) -> Layout:
-    """Return the trainer's layout. Raises ConfigError if the sizes do not divide the trainer's number of GPUs."""
+    """Return the trainer's layout. Raises IndivisibleRanksError if the sizes do not divide the trainer's number of GPUs."""
     num_ranks, sizes = config.num_train_gpus, config.parallel
     tp, cp, pp = sizes.tensor_model_parallel_size, sizes.context_parallel_size, sizes.pipeline_model_parallel_size
     ep, etp = sizes.expert_model_parallel_size, sizes.expert_tensor_parallel_size or tp
@@ -88,7 +97,7 @@ def layout_of(config: Config) -> Layout:
         product = math.prod(named.values())
         if num_ranks % product:
             shown = " x ".join(f"{flag} {size}" for flag, size in named.items())
-            raise ConfigError(f"{shown} = {product} does not divide the trainer's {num_ranks} GPUs; change a size or the number of GPUs")
+            raise IndivisibleRanksError(f"{shown} = {product}", num_ranks)
     return Layout(
         tp=tp,
         pp=pp,

@@ -11,7 +11,7 @@ from fuligo.config.changes import apply_changes
 from fuligo.config.command_line import parse, read_command_line
 from fuligo.config.findings import Change
 from fuligo.errors import ConfigError
-from fuligo.layout.megatron import Layout, layout_of
+from fuligo.layout.megatron import IndivisibleRanksError, Layout, layout_of
 from fuligo.models.architecture import Architecture
 from fuligo.models.find import find_trainer_config_json
 from fuligo.models.hub import located
@@ -124,9 +124,10 @@ def _chosen_layout(architecture: Architecture, world_size: int) -> list[Change]:
 def _checked_shape(subject: Subject, world_size: int) -> Layout:
     try:
         shape = layout_of(subject.config)
-    except ConfigError as error:
-        text = str(error).replace(f"the trainer's {world_size} GPUs", f"the {world_size} processes of the conversion")
-        raise ConfigError(text) from None
+    except IndivisibleRanksError as error:
+        raise ConfigError(
+            f"{error.sizes} does not divide the {world_size} processes of the conversion; change a size or the number of processes"
+        ) from None
     heads, experts = subject.architecture.attention.num_heads, subject.architecture.experts
     if heads % shape.tp:
         raise ConfigError(

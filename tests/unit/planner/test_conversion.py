@@ -54,7 +54,10 @@ def test_more_processes_than_layers_need_a_layout():
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        ("--tensor-model-parallel-size 3", "= 3 does not divide the 32 processes"),
+        (
+            "--tensor-model-parallel-size 3",
+            "= 3 does not divide the 32 processes of the conversion; change a size or the number of processes",
+        ),
         (
             "--expert-model-parallel-size 16 --expert-tensor-parallel-size 1 --pipeline-model-parallel-size 4",
             "does not divide the 32 processes",

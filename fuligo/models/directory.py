@@ -17,13 +17,13 @@ def load_config(path: str) -> Any:
     Raises ConfigError if there is no config.json, transformers does not know its model, or the directory has files that cannot be read.
     """
     if not (Path(path) / "config.json").is_file():
-        raise ConfigError(f"--model-path {path} has no config.json; use the directory of a Hugging Face checkpoint")
+        raise ConfigError(f"cannot load {path}: it has no config.json; use the directory of a Hugging Face checkpoint")
     _require_plain_files(Path(path))
     try:
         return read_config(path)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).partition("\n\n")[0]  # the rest is advice to upgrade transformers
-        raise ConfigError(f"cannot load config.json of --model-path {path}: {reason}; use a model that transformers supports") from error
+        raise ConfigError(f"cannot load {path}/config.json: {reason}; use a model that transformers supports") from error
 
 
 def load_tokenizer(path: str | Path, *, runs_its_code: bool) -> PreTrainedTokenizerBase:

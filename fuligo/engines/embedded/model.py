@@ -199,13 +199,13 @@ class EngineModel:
         difference = _mean_difference(ours, theirs)
         if not difference <= MEAN_DIFFERENCE[self.dtype] and not difference <= NOISE_FACTOR * self._noise(ids, theirs):
             raise EngineError(
-                f"cannot serve --model-path {self.path} ({type(self.module).__name__}): log-probabilities with the embedded engine's "
+                f"cannot serve {self.path} ({type(self.module).__name__}): log-probabilities with the embedded engine's "
                 f"attention differ from those with the model's own by {difference:.2g} on average; use --rollout-backend sglang"
             )
         layers = [*plan.seen, *(self._recurrent.layers if self._recurrent is not None else ())]
         if not plan.seen or sorted(layers) != list(range(len(layers))):
             raise EngineError(
-                f"cannot serve --model-path {self.path} ({type(self.module).__name__}): each layer's attention must go through "
+                f"cannot serve {self.path} ({type(self.module).__name__}): each layer's attention must go through "
                 f"transformers' interface, but only layers {sorted(layers)} did; use --rollout-backend sglang"
             )
         cached = sorted(plan.seen)
@@ -230,20 +230,19 @@ def servable_config(path: str) -> Any:
     """
     config = load_config(path)
     if has_unknown_tower(config):
-        raise EngineError(f"cannot serve --model-path {path} ({config.model_type}): {LANGUAGE_MODEL_ALONE}")
+        raise EngineError(f"cannot serve {path} ({config.model_type}): {LANGUAGE_MODEL_ALONE}")
     if (reason := REFUSED.get(config.model_type)) is not None:
-        raise EngineError(f"cannot serve --model-path {path} ({config.model_type}): {reason}; choose another model")
+        raise EngineError(f"cannot serve {path} ({config.model_type}): {reason}; choose another model")
     language = text_config(config)
     kind = (getattr(language, "rope_parameters", None) or {}).get("rope_type")
     if kind in BATCH_DEPENDENT_ROPE:
         raise EngineError(
-            f"cannot serve --model-path {path}: the embedded engine does not support rope_type {kind!r}, which depends on the longest "
+            f"cannot serve {path}: the embedded engine does not support rope_type {kind!r}, which depends on the longest "
             "sequence of a batch"
         )
     if layers := unpackable_layers(language):
         raise EngineError(
-            f"cannot serve --model-path {path} ({config.model_type}): the embedded engine does not support layers of type "
-            f"{', '.join(layers)}"
+            f"cannot serve {path} ({config.model_type}): the embedded engine does not support layers of type {', '.join(layers)}"
         )
     return config
 
@@ -272,7 +271,7 @@ def _require_batch_invariant(path: str, config: Any, device: torch.device, adapt
     if because is None and device.type != "cpu":
         because = f"batch-invariant operations are verified only on CPUs, not on {device.type}"
     if because is not None:
-        raise EngineError(f"cannot serve --model-path {path} with --batch-invariant: {because}; remove --batch-invariant")
+        raise EngineError(f"cannot serve {path} with --batch-invariant: {because}; remove --batch-invariant")
 
 
 def _load(path: str, config: Any, dtype: torch.dtype) -> Any:
@@ -283,10 +282,10 @@ def _load(path: str, config: Any, dtype: torch.dtype) -> Any:
         module, report = cast(Any, model_class(config).from_pretrained(path, config=config, trust_remote_code=False, **given))
         take_dtype(module, config, dtype)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ConfigError(f"cannot load --model-path {path}: {error}") from error
+        raise ConfigError(f"cannot load {path}: {error}") from error
     if missing := sorted(report["missing_keys"]):
         raise ConfigError(
-            f"--model-path {path}: {len(missing)} weights are missing: {', '.join(missing[:8])}; download the checkpoint again"
+            f"cannot load {path}: {len(missing)} weights are missing: {', '.join(missing[:8])}; download the checkpoint again"
         )
     if prefixes := prediction_prefixes(config.to_dict()):
         logger.info("skipping the weights of %d MTP layers, which this engine does not use (%s)", len(prefixes), ", ".join(prefixes))

@@ -1,6 +1,6 @@
 """Checks of the files that a config names, before any model loads: weights, data, hooks, output directories."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from fuligo.cli.data_problems import data_problems
@@ -15,6 +15,7 @@ from fuligo.environments.isolation.factory import environment_problems
 from fuligo.errors import ConfigError
 from fuligo.formats.hugging_face import DamagedFileError, read_config_json, read_model_config
 from fuligo.machine.packages import package_version, package_versions
+from fuligo.machine.temporary import temporary_problem
 from fuligo.models.registry import architecture_of, is_supported, names_of
 from fuligo.planner.rules.model import unknown_tokens
 from fuligo.rollout.rewards.check import check_reward
@@ -34,12 +35,19 @@ def preflight(config: Config) -> None:
 def preflight_problems(config: Config) -> list[str]:
     """Return the problems of the files, hooks and packages that a training run needs, one text each."""
     checks = (_secrets, weight_problems, _trainer, _engines, data_problems, destination_problems, _hooks, _rewards, _stop_tokens)
-    return [problem for check in checks for problem in check(config)]
+    return _problems(config, checks)
 
 
 def evaluation_problems(config: Config) -> list[str]:
     """Return the problems of the files, hooks and packages that `fuligo eval` needs, one text each."""
     checks = (_secrets, evaluated_weight_problems, _engines, data_problems, destination_problems, _hooks, _rewards, _stop_tokens)
+    return _problems(config, checks)
+
+
+def _problems(config: Config, checks: Sequence[Callable[[Config], Iterator[str]]]) -> list[str]:
+    """Return the problems that the checks find; only that of the temporary directory if it cannot be used, since checks write to it."""
+    if (problem := temporary_problem()) is not None:
+        return [problem]
     return [problem for check in checks for problem in check(config)]
 
 

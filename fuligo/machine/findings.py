@@ -1,5 +1,6 @@
 """Findings of `fuligo doctor` that do not depend on a config: Python, packages, devices, memory, writable directories."""
 
+import os
 import shutil
 import sys
 import tempfile
@@ -11,6 +12,7 @@ from fuligo.environments.tools.python import PythonSettings, check_sandbox, shar
 from fuligo.errors import ConfigError
 from fuligo.machine.facts import SHARED_MEMORY, Machine
 from fuligo.machine.packages import package_version
+from fuligo.machine.temporary import temporary_problem
 
 PACKAGES = ("transformers", "safetensors", "pydantic", "pyarrow", "aiohttp", "fastapi", "uvicorn", "math-verify")
 OPTIONAL_PACKAGES = ("tensorboard", "wandb", "sglang", "sglang-router", "megatron-core", "transformer-engine", "ray")
@@ -82,6 +84,8 @@ def _system(machine: Machine) -> list[Finding]:
 
 def _places() -> list[Finding]:
     found = [_place("working directory", Path.cwd(), "run directories are written there: change to another, or use --run-dir")]
+    problem = temporary_problem()
+    found.append(Finding("temporary files", os.environ.get("TMPDIR") or "/tmp" if problem else tempfile.gettempdir(), problem))
     if SHARED_MEMORY.is_dir():
         found.append(_place("shared memory", SHARED_MEMORY, "weights are passed through it: mount it writable"))
     return found

@@ -39,6 +39,14 @@ def test_what_a_run_lacks_ends_with_code_1_and_its_fix(capsys: pytest.CaptureFix
     assert "/no/such/python -m pip install sglang==0.5.15.post1" in shown
 
 
+def test_a_temporary_directory_that_cannot_be_used_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "missing"))
+    assert cli.main(["doctor"]) == 1
+    assert "No such file or directory; create it, free space there" in " ".join(capsys.readouterr().out.split())
+
+
 def test_arguments_that_train_refuses_end_with_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", *RUN, "--rollout-batch-size", "0"]) == 2
     assert "--rollout-batch-size" in capsys.readouterr().err

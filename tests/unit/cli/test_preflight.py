@@ -42,6 +42,13 @@ def problems(model: Path, *more: object) -> list[str]:
     return preflight_problems(parse(["--hf-checkpoint", str(model), *sound, *map(str, more)]).config)
 
 
+def test_a_temporary_directory_that_cannot_be_used_is_the_only_problem(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Other checks write to it."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "missing"))
+    (problem,) = problems(model, "--ref-load", "nowhere")
+    assert problem.startswith(f"cannot use TMPDIR {tmp_path / 'missing'}: No such file or directory")
+
+
 @pytest.mark.parametrize("option", ["--ref-load", "--load"])
 def test_distributed_checkpoints_are_the_megatron_trainers(model: Path, dist: Path, option: str):
     assert problems(model, option, dist, "--train-backend", "megatron") == []

@@ -154,6 +154,11 @@ class Config(Placement):
         return ESTIMATORS[self.algorithm.advantage_estimator].uses_values and not self.is_sft
 
     @property
+    def saves(self) -> bool:
+        """True if the run saves checkpoints even if no signal ends it."""
+        return self.trains and (self.checkpoint.save_last or self.checkpoint.save_interval is not None)
+
+    @property
     def learns_from_advantages_alone(self) -> bool:
         """True if a sample whose advantages are all 0 adds nothing to the gradient: every term of the loss is weighted by advantages."""
         flags = self.algorithm

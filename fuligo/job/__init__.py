@@ -46,7 +46,10 @@ def run_job(config: Config) -> int:
         follow(place)
         return 0
     outcome = run_to_end(config)
-    Console(highlight=False, soft_wrap=True).print(f"run directory: {outcome.run_dir}", markup=False)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"run directory: {outcome.run_dir}", markup=False)
+    if config.trains and not config.saves:
+        console.print("no checkpoint saved: --no-save-last without --save-interval")
     return 0
 
 

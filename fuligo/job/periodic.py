@@ -21,10 +21,12 @@ class Schedule:
 
     interval: int | None
     num_rollout: int
+    includes_last: bool = True
+    """False: the last rollout is like any other."""
 
     def due(self, step: int) -> bool:
         done = step + 1
-        return done == self.num_rollout or (self.interval is not None and done % self.interval == 0)
+        return (self.includes_last and done == self.num_rollout) or (self.interval is not None and done % self.interval == 0)
 
 
 @dataclass(slots=True)

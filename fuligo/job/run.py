@@ -333,7 +333,7 @@ def _save_checkpoint(begun: Begun, trainer: Trainer, stack: AsyncExitStack) -> S
     save = SaveCheckpoint(
         opened.store,
         trainer,
-        Schedule(flags.save_interval, begun.data.num_rollout),
+        Schedule(flags.save_interval, begun.data.num_rollout, includes_last=flags.save_last),
         begun.recorder,
         config_text=opened.directory.config_file.read_text(),
         export_to=flags.save_hf,

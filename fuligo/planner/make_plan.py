@@ -92,7 +92,7 @@ def _errors_first(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
 def disk_of_checkpoints(subject: Subject) -> Disk | None:
     """Return the space of checkpoints and exports; None if the run saves none."""
     config, model = subject.config, subject.architecture
-    if config.debug.debug_rollout_only:
+    if not config.saves:
         return None
     saved = config.trainer_capabilities.saved_bytes
     if subject.adapter is not None:
@@ -115,8 +115,10 @@ def _disk(config: Config, checkpoint_bytes: int, export_bytes: int) -> Disk:
 
 
 def _num_saves(config: Config) -> int | None:
-    """Return the number of saves; None if it depends on the number of prompts."""
-    interval, num_rollouts = config.checkpoint.save_interval, config.data.num_rollout
-    if interval is None:
+    """Return the number of saves of a run that saves; None if it depends on the number of prompts."""
+    flags, num_rollouts = config.checkpoint, config.data.num_rollout
+    if flags.save_interval is None:
         return 1
-    return None if num_rollouts is None else math.ceil(num_rollouts / interval)
+    if num_rollouts is None:
+        return None
+    return math.ceil(num_rollouts / flags.save_interval) if flags.save_last else num_rollouts // flags.save_interval

@@ -85,7 +85,12 @@ class CheckpointFlags(FlagGroup):
     ref_load: str | None = slime(None, "initial weights and reference model (default --hf-checkpoint)", path=True)
     critic_load: str | None = slime(None, "initial weights of the value model (default: the policy's)", path=True)
     save: str | None = slime(None, "directory for checkpoints (default: checkpoints/ in the run directory)", path=True)
-    save_interval: int | None = slime(None, "rollouts between checkpoints; the last rollout is always saved", unit="rollouts", ge=1)
+    save_interval: int | None = slime(
+        None, "rollouts between checkpoints (none: only after the last rollout, see --save-last)", unit="rollouts", ge=1
+    )
+    save_last: bool = flag(
+        True, "save a checkpoint after the last rollout; with --no-save-last, only --save-interval and --save-on-sigterm save one"
+    )
     save_on_sigterm: float | None = flag(
         None,
         "on SIGTERM, finish the step in progress and save the last complete rollout if both take at most this long (default: exit at once)",

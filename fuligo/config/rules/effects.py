@@ -150,6 +150,8 @@ EFFECTS = (
         lambda config: config.data.apply_chat_template or config.rollout.environment is not None, "without --apply-chat-template",
         "add --apply-chat-template"),
     _needs("CKPT-STEP", "ckpt_step", "load"),
+    _effect("SAVES", "save_hf push_to_hub async_save", lambda config: config.saves or not config.trains,
+        "with --no-save-last and without --save-interval", "add --save-interval or remove --no-save-last"),
     _effect("RESTARTS", "max_restarts", lambda config: config.trains, "without a trainer (--debug-rollout-only)",
         "remove --debug-rollout-only"),
     _effect("EXTERNAL", "embedded_max_running_requests embedded_max_total_tokens embedded_dtype embedded_num_threads",

@@ -71,6 +71,14 @@ def saved(tmp_path: Path) -> list[str]:
     return sorted(path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.startswith("iter_"))
 
 
+@pytest.mark.parametrize(
+    ("interval", "includes_last", "expected"), [(2, True, [1, 3, 4]), (2, False, [1, 3]), (None, True, [4]), (None, False, [])]
+)
+def test_the_last_of_five_rollouts_is_due_unless_it_is_left_out(interval: int | None, includes_last: bool, expected: list[int]) -> None:
+    schedule = Schedule(interval, 5, includes_last=includes_last)
+    assert [step for step in range(5) if schedule.due(step)] == expected
+
+
 async def test_the_run_continues_while_a_checkpoint_is_written(tmp_path: Path, saves: SaveCheckpoint, trainer: SlowTrainer) -> None:
     await saves.run(rollout(1), version=1)
     assert saved(tmp_path) == [] and not saves.due(2)

@@ -31,6 +31,7 @@ def test_a_checkpoint_holds_weights_and_optimizer(flags: str, bytes_per_paramete
     ("flags", "checkpoints", "exports"),
     [
         ("", 1, 0),  # the last rollout is always saved
+        ("--num-rollout 95 --save-interval 10 --keep-checkpoints none --no-save-last", 9, 0),
         (SAVES, 3, 0),
         (f"{SAVES} --keep-checkpoints none", 10, 0),
         ("--num-rollout 95 --save-interval 10 --keep-checkpoints none", 10, 0),
@@ -46,5 +47,6 @@ def test_old_checkpoints_are_removed_and_exports_stay(flags: str, checkpoints: i
     assert found.used_bytes == checkpoints * 14 * GLM4 + exports * 2 * GLM4
 
 
-def test_a_run_that_trains_nothing_saves_nothing() -> None:
-    assert disk("--debug-rollout-only") is None
+@pytest.mark.parametrize("flags", ["--debug-rollout-only", "--no-save-last"])
+def test_a_run_that_saves_nothing_needs_no_space(flags: str) -> None:
+    assert disk(flags) is None

@@ -1,5 +1,6 @@
 """Settings of the trainer, from the configuration."""
 
+import math
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -65,6 +66,7 @@ def torch_settings(config: Config, common: TrainerSettings) -> TorchTrainerSetti
 
     Raises ConfigError if exact log-probabilities are not available on this device.
     """
+    longest = config.max_sample_tokens
     return TorchTrainerSettings(
         **{each.name: getattr(common, each.name) for each in fields(common)},
         gradient_checkpointing=config.model.gradient_checkpointing,
@@ -74,6 +76,7 @@ def torch_settings(config: Config, common: TrainerSettings) -> TorchTrainerSetti
         takes_images=bool(config.data.multimodal_keys),
         has_mtp=bool(config.train.mtp_num_layers),
         mtp=_mtp(config.train),
+        max_step_tokens=None if longest is None else longest * math.ceil(config.resolved_global_batch_size / common.num_replicas),
     )
 
 

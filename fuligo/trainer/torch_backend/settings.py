@@ -20,6 +20,8 @@ class TorchTrainerSettings(TrainerSettings):
     """Load the policy's MTP layer, and save and send it with the rest of the model. False: checkpoints keep its tensors unchanged."""
     mtp: MTPTraining | None = None
     """Training of the MTP layer; None: the layer is frozen."""
+    max_step_tokens: int | None = None
+    """Largest number of tokens that the samples of an optimizer step can have on one rank, which bounds a row; None: unknown."""
 
     @property
     def compiles_dense_layers(self) -> bool:

@@ -98,12 +98,13 @@ class TorchRankWorker(RankWorker[TorchTrainerSettings, Critic, Policy]):
         max_tokens = self.settings.capacity.max_tokens
         if not self.policy.is_compiled or max_tokens is None:  # without a limit, made-up rows may need more memory than the run's
             return
+        num_tokens = min(max_tokens, self.settings.max_step_tokens or max_tokens, MAX_ROW_TOKENS)
         try:
-            self._rehearse(max_tokens)
+            self._rehearse(num_tokens)
         except torch.OutOfMemoryError as error:
             raise TrainerError(
-                f"cannot train on rows of {min(max_tokens, MAX_ROW_TOKENS):,} tokens: {error}; lower --max-tokens-per-gpu (with "
-                "--use-dynamic-batch-size), or use --gradient-checkpointing"
+                f"cannot train on rows of {num_tokens:,} tokens: {error}; lower --max-tokens-per-gpu (with --use-dynamic-batch-size), or "
+                "use --gradient-checkpointing"
             ) from error
 
     def gradients(self, step: StepShare) -> StepGradients:
@@ -190,12 +191,12 @@ class TorchRankWorker(RankWorker[TorchTrainerSettings, Critic, Policy]):
             model.vision.is_frozen = not any(parameter.requires_grad for parameter in model.vision.base.visual.parameters())
         return model.to(self.world.device)
 
-    def _rehearse(self, max_tokens: int) -> None:
-        """Run each kind of pass of a step once. `max_tokens`: limit of a training row."""
+    def _rehearse(self, num_tokens: int) -> None:
+        """Run each kind of pass of a step once with a row of at most `num_tokens`."""
         settings = self.settings
 
         def row(model: Policy) -> PackedTokens:
-            return made_up_row(model, max_tokens, self.world.device, shares_prefixes=settings.shares_prefixes)
+            return made_up_row(model, num_tokens, self.world.device, shares_prefixes=settings.shares_prefixes)
 
         set_dropout(self.policy.model, on=True)
         try:

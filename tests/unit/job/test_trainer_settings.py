@@ -62,6 +62,14 @@ def test_prefixes_are_shared_if_the_layers_of_policy_and_teacher_can(bf16: Path,
         settings_of(bf16, bf16, *distilled, str(teacher), "--share-prefixes", "on")
 
 
+def test_a_step_has_no_more_tokens_than_its_longest_samples(bf16: Path):
+    size = ("--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--num-steps-per-rollout", "2", "--rollout-max-response-len", "50")
+    for flags, expected in (((), None), (("--rollout-max-prompt-len", "100"), 4 * 150), (("--rollout-max-context-len", "90"), 4 * 90)):
+        settings = settings_of(bf16, bf16, *size, *flags)
+        assert isinstance(settings, TorchTrainerSettings)
+        assert settings.max_step_tokens == expected
+
+
 def test_the_torch_trainer_knows_the_gpus_of_an_engine(bf16: Path):
     engines = ("--rollout-backend", "sglang", "--train-backend", "torch", "--rollout-num-gpus", "4", "--rollout-num-gpus-per-engine")
     for size in (1, 2):

@@ -190,6 +190,18 @@ def test_a_warmed_up_trainer_compiles_nothing_more(checkpoint, case: str) -> Non
     assert counters["stats"]["unique_graphs"] == 0
 
 
+@pytest.mark.parametrize(("max_step_tokens", "expected"), [(None, 1024), (5000, 1024), (300, 300)])
+def test_a_warm_up_row_is_no_longer_than_the_runs(
+    checkpoint, max_step_tokens: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[int] = []
+    worker = make_worker(checkpoint, capacity=Capacity(max_tokens=1024), max_step_tokens=max_step_tokens)
+    worker.policy.is_compiled = True
+    monkeypatch.setattr(worker, "_rehearse", lengths.append)
+    worker.warm_up()
+    assert lengths == [expected]
+
+
 def test_a_run_without_a_token_limit_is_not_warmed_up(checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """With --micro-batch-size, a made-up row could need more memory than the run's."""
     worker = make_worker(checkpoint, capacity=Capacity(max_samples=1))

@@ -71,6 +71,5 @@ def test_two_ranks_add_up_to_the_trainers_bits() -> None:
 def test_only_exact_engines_get_it(tmp_path: Path) -> None:
     with PortClaims() as claims:
         exact, usual = (server_settings("engine 0", tmp_path, claims, tmp_path / "log", is_exact=each) for each in (True, False))
-    assert exact.full_environment()["PYTHONPATH"].split(os.pathsep)[:2] == [str(EXACT_PLUGIN), str(STUBS)]
-    assert usual.full_environment()["PYTHONPATH"] == str(STUBS)
-    assert "triton" in exact.command() and "triton" not in usual.command()
+    for name in (repr(str(EXACT_PLUGIN)), "triton"):
+        assert name in " ".join(exact.command()) and name not in " ".join(usual.command())

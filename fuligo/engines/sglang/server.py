@@ -64,7 +64,7 @@ CPU_ARGUMENTS: dict[str, Any] = {
 }
 """Arguments with which SGLang 0.5.15 serves on a CPU without its kernels; the user's flags override them."""
 EXACT_PLUGIN = Path(__file__).parent / "exact"
-"""Directory with the plugin for --exact-on-policy; it is added to the PYTHONPATH of engines, where SGLang finds the plugin."""
+"""Directory with the plugin for --exact-on-policy, among the directories in which engines look for modules; SGLang finds it there."""
 EXACT_ARGUMENTS: dict[str, Any] = {
     "attention_backend": "triton",
     "moe_runner_backend": "triton",
@@ -74,7 +74,7 @@ EXACT_ARGUMENTS: dict[str, Any] = {
 }
 """Arguments that the plugin needs. Compiled prefill graphs and the all-reduce fused with a norm would skip intermediate rounding."""
 TURN_PLUGIN, TURN_VARIABLE = Path(__file__).parent / "turns", "FULIGO_TURN"
-"""Directory with the plugin that makes engines wait for their GPUs, added to their PYTHONPATH, and the plugin's environment variable."""
+"""Directory with the plugin that makes engines wait for their GPUs, found in the same way, and the plugin's environment variable."""
 OWN_ARGUMENTS: dict[str, Any] = {"grammar_backend": "none", "skip_server_warmup": True, "log_level_http": "warning"}
 """Arguments of every engine: no grammars, no warm-up (the first rollout does it), and no log line per request."""
 
@@ -170,7 +170,7 @@ class ServerSettings:
         if self.worker_type != "regular":
             placed |= {"disaggregation_mode": self.worker_type, "disaggregation_bootstrap_port": self.ports.bootstrap}
         defaults = OWN_ARGUMENTS | (CPU_ARGUMENTS if self.device == "cpu" else {}) | (EXACT_ARGUMENTS if self.is_exact else {})
-        return [self.python, "-c", LAUNCH, *command_line("sglang", {**defaults, **self.arguments, **placed})]
+        return [self.python, "-c", self._program, *command_line("sglang", {**defaults, **self.arguments, **placed})]
 
     def full_environment(self) -> dict[str, str]:
         """Return the variables that the engine's processes get in addition to the driver's."""
@@ -182,15 +182,27 @@ class ServerSettings:
         if is_loopback(self.host) and "GLOO_SOCKET_IFNAME" not in os.environ:
             use_loopback_interface(chosen)
         own = {**chosen, **self.environment.reveal(), **self.keys.environment}
-        plugins = {EXACT_PLUGIN: "fuligo_exact"} if self.is_exact else {}
         if self.turn is not None:
             own[TURN_VARIABLE] = str(self.turn)
-            plugins[TURN_PLUGIN] = "fuligo_turns"
-        if plugins:
-            own["PYTHONPATH"] = os.pathsep.join(filter(None, (*map(str, plugins), own.get("PYTHONPATH", os.environ.get("PYTHONPATH")))))
-            if chosen_plugins := own.get("SGLANG_PLUGINS", os.environ.get("SGLANG_PLUGINS")):  # SGLang loads no others
-                own["SGLANG_PLUGINS"] = ",".join((chosen_plugins, *plugins.values()))
+        chosen_plugins = own.get("SGLANG_PLUGINS", os.environ.get("SGLANG_PLUGINS"))
+        if chosen_plugins and self._plugins:  # SGLang loads no others
+            own["SGLANG_PLUGINS"] = ",".join((chosen_plugins, *self._plugins.values()))
         return own
+
+    @property
+    def _plugins(self) -> dict[Path, str]:
+        """Directories and names of the plugins that the engine loads."""
+        exact = {EXACT_PLUGIN: "fuligo_exact"} if self.is_exact else {}
+        return exact if self.turn is None else exact | {TURN_PLUGIN: "fuligo_turns"}
+
+    @property
+    def _program(self) -> str:
+        """Program that starts the engine.
+
+        It adds the plugins to `sys.path`, which the engine's child processes inherit. An --engine-python that is a script may unset
+        PYTHONPATH, and SGLang would start without the plugins and without a message.
+        """
+        return f"import sys\nsys.path[:0] = {[str(directory) for directory in self._plugins]}\n{LAUNCH}" if self._plugins else LAUNCH
 
 
 class Server(Protocol):

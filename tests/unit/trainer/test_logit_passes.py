@@ -3,7 +3,9 @@
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
+from fuligo.trainer import logit_passes
 from fuligo.trainer.logit_passes import grad_of_logits, row_sums
 
 N, V = 7, 31
@@ -58,3 +60,12 @@ def test_the_target_of_a_certain_token_is_rounded_once() -> None:
     left = -torch.expm1(6.0 - log_total.double())
     grad = grad_of_logits(logits, torch.tensor([1]), log_total, torch.zeros(1), torch.ones(1), None, torch.bfloat16)
     torch.testing.assert_close(grad[0].double(), torch.stack([-left[0], left[0]]), rtol=0.03, atol=0.0)
+
+
+@pytest.mark.parametrize(("num_rows", "is_compiled"), [(1, False), (2, True)])
+def test_a_single_row_is_not_compiled(num_rows: int, is_compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other numbers of rows share one graph."""
+    monkeypatch.setattr(logit_passes, "_compiled", lambda pass_: "compiled")
+    with FakeTensorMode():
+        chosen = logit_passes._compiled_on_gpu(logit_passes._row_sums, torch.empty(num_rows, V, device="cuda"))
+    assert (chosen == "compiled") == is_compiled

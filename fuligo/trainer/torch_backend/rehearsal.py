@@ -1,13 +1,16 @@
 """Passes over made-up samples, which compile a step's kernels while engines start, before there is a rollout."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fuligo.models.transformers_types import text_config
 from fuligo.trainer.batch import PackedTokens, pack_tokens
-from fuligo.trainer.torch_backend.model import Policy, unscored_sample
+from fuligo.trainer.mtp import MTPTraining, later_tokens
+from fuligo.trainer.torch_backend.model import PackedModel, Policy, unscored_sample
 
 MAX_ROW_TOKENS = 8192
 """Maximum length of the row in tokens. The compiler tunes kernels for the size of their first input, so a short row gives slow kernels."""
@@ -19,7 +22,7 @@ def made_up_row(policy: Policy, max_tokens: int, device: torch.device, *, shares
     """Return a row of at least two random samples with the same prompt, packed as in training.
 
     Args:
-        max_tokens: limit of a training row, which the row also respects. Samples do not exceed the model's positions.
+        max_tokens: length of the longest row of the run, which the row does not exceed. Samples do not exceed the model's positions.
         shares_prefixes: store the prompt only once.
     """
     config = text_config(policy.model.config)
@@ -32,25 +35,35 @@ def made_up_row(policy: Policy, max_tokens: int, device: torch.device, *, shares
     return pack_tokens([unscored_sample(of_sample, num_prompt) for of_sample in ids], device, shared=shared)
 
 
-def rehearse_training(policy: Policy, row: PackedTokens, *, uses_entropy: bool) -> None:
-    """Run the forward and backward pass, and discard the gradients.
-
-    `uses_entropy`: the loss has an entropy term, so the entropies have gradients too.
-    """
+def rehearse_training(model: PackedModel, loss_of: Callable[[PackedTokens], Tensor], row: PackedTokens) -> None:
+    """Run the forward and backward pass of a loss, and discard the gradients."""
     with _random_state_kept(row.input_ids.device):
-        outputs = policy(row)
-        loss = outputs.logprobs.mean()
-        (loss + outputs.entropy.mean() if uses_entropy else loss).backward()
-    for parameter in policy.parameters():
+        loss_of(row).backward()
+    for parameter in model.parameters():
         parameter.grad = None
 
 
 @torch.no_grad()
-def rehearse_scoring(policy: Policy, row: PackedTokens) -> None:
-    """Run the pass without gradients that computes old or reference log-probabilities."""
+def rehearse_scoring(model: PackedModel, row: PackedTokens) -> None:
+    """Run the pass without gradients that computes values, or old or reference log-probabilities."""
     with _random_state_kept(row.input_ids.device):
-        policy(row)
-    policy.release_gathered()
+        model(row)
+    model.release_gathered()
+
+
+def policy_loss(policy: Policy, row: PackedTokens, *, uses_entropy: bool, mtp: MTPTraining | None) -> Tensor:
+    """Return a loss with the gradients of a training step's.
+
+    Args:
+        uses_entropy: the loss has an entropy term, so the entropies have gradients too.
+        mtp: training of the MTP layer, which then has gradients too; None: the layer is not run.
+    """
+    if mtp is None:
+        outputs, further = policy(row), None
+    else:
+        outputs, further = policy.with_mtp(row, later_tokens(row, 1), is_joint=mtp.is_joint)
+    loss = outputs.logprobs.mean() if further is None else outputs.logprobs.mean() + further.mean()
+    return loss + outputs.entropy.mean() if uses_entropy else loss
 
 
 def _random_state_kept(device: torch.device) -> AbstractContextManager[None]:

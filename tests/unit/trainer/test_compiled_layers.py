@@ -20,8 +20,9 @@ from fuligo.models import attention, tree_attention
 from fuligo.models.adapter import adapter_tensors
 from fuligo.models.sink_attention import VarlenKernel
 from fuligo.trainer.packing import Capacity
-from fuligo.trainer.ranks.settings import LearningRateSchedule, LoraSettings, OptimizerSettings
+from fuligo.trainer.ranks.settings import CriticSettings, LearningRateSchedule, LoraSettings, OptimizerSettings
 from fuligo.trainer.ranks.world import World
+from fuligo.trainer.torch_backend.learner import compute_value_gradients
 from fuligo.trainer.torch_backend.rehearsal import made_up_row
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 from fuligo.trainer.torch_backend.worker import TorchRankWorker
@@ -117,7 +118,13 @@ def scores_and_gradients(worker: TorchRankWorker, lengths: Sequence[tuple[int, i
     scored = shares.scored(worker, samples)
     assert scored is not None
     worker.optimizer.zero_grad()
-    worker.gradients(shares.to_train(worker, train_batches.batch(scored))[0])
+    if worker.critic is not None:
+        scored = train_batches.with_returns(scored, noise=0.1)
+    step = shares.to_train(worker, train_batches.batch(scored))[0]
+    assert step is not None
+    worker.gradients(step)
+    if worker.critic is not None:
+        compute_value_gradients(worker.critic.value_model, step, clip=0.2, device=worker.world.device)
     found = {name: p.grad.clone() for name, p in worker.policy.model.named_parameters() if p.grad is not None}
     return np.concatenate([each.old_logprobs for each in scored if each.old_logprobs is not None]), found
 
@@ -165,17 +172,24 @@ def test_one_graph_serves_all_lengths(checkpoint, case: str) -> None:
     assert num_graphs[1:] == [0, 0, 0], "a length, or a number of sequences, was a constant of the graphs"
 
 
-@pytest.mark.parametrize("case", ["adapter", "shared prefixes", "reference and teacher"])
+LATER_ROWS = [*ROWS, [(30, 170)], [(1, 1), (2, 3)], [(7, 9)] * 40, [(20, 1000)], [(20, 1500)]]
+"""Rows of a sample that shares no prefix, with a sample of two tokens, of many samples, full, and longer than all before."""
+
+
+@pytest.mark.parametrize("case", ["adapter", "shared prefixes", "reference and teacher", "value model beside an adapter"])
 def test_a_warmed_up_trainer_compiles_nothing_more(checkpoint, case: str) -> None:
     settings: dict[str, dict[str, object]] = {
         "adapter": {"lora": LoraSettings(AdapterConfig(rank=4, alpha=64.0)), "reference_weights": checkpoint},
         "shared prefixes": {"shares_prefixes": True},
         "reference and teacher": {"reference_weights": checkpoint, "teacher_weights": checkpoint},
+        "value model beside an adapter": {
+            "lora": LoraSettings(AdapterConfig(rank=4, alpha=64.0)),
+            "critic": CriticSettings(checkpoint, OptimizerSettings(LearningRateSchedule(peak=1e-3))),
+        },
     }
     worker = make_worker(checkpoint, capacity=Capacity(max_tokens=1024), **settings[case])
-    for model in (worker.policy, worker.reference, worker.teacher):
-        if model is not None:
-            model.compile_layers()
+    for model in worker._models():
+        model.compile_layers()
     before = {name: parameter.detach().clone() for name, parameter in worker.policy.named_parameters()}
     random_state = torch.get_rng_state()
 
@@ -186,8 +200,9 @@ def test_a_warmed_up_trainer_compiles_nothing_more(checkpoint, case: str) -> Non
         assert torch.equal(parameter, before[name]) and parameter.grad is None, name
     assert not worker.optimizer.state
     counters.clear()
-    scores_and_gradients(worker, ROWS[0])
-    assert counters["stats"]["unique_graphs"] == 0
+    for lengths in LATER_ROWS:
+        scores_and_gradients(worker, lengths)
+        assert counters["stats"]["unique_graphs"] == 0, lengths
 
 
 @pytest.mark.parametrize(("max_step_tokens", "expected"), [(None, 1024), (5000, 1024), (300, 300)])

@@ -163,6 +163,24 @@ def test_a_warmed_up_trainer_compiles_nothing_more_and_is_unchanged(checkpoint, 
         assert (found[name] - gradient).abs().max() <= 1e-2 * scale, name  # the embedding's are summed in no fixed order
 
 
+@pytest.mark.parametrize("shares_prefixes", [False, True])
+def test_a_warmed_up_trainer_compiles_nothing_more_for_short_rows(tmp_path: Path, shares_prefixes: bool) -> None:
+    """The compiler fuses the reductions of a norm's backward pass in long rows of wide layers; its limits must not be guards."""
+    wide = tiny.save_checkpoint(tmp_path, "qwen3", hidden_size=1024)
+    rank = worker(wide, "cuda", "bf16", torch_compile=True, shares_prefixes=shares_prefixes, capacity=Capacity(max_tokens=8192))
+    rank.warm_up()
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for samples in (
+        train_batches.samples(LENGTHS),
+        group_of_six(),
+        train_batches.samples([(30, 500)] * 15),
+        train_batches.samples(LENGTHS[:1]),
+    ):
+        gradients(rank, train_batches.batch(shares.scored(rank, samples)))
+        rank.optimizer.zero_grad()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
+
+
 @pytest.mark.parametrize(("kernel", "torch_compile"), [("varlen", False), ("varlen", True), ("flex", False)])
 def test_shared_prefixes_do_not_change_scores_and_gradients(checkpoint, monkeypatch, kernel, torch_compile):
     """Both are bfloat16; the float32 worker says how much noise that is."""

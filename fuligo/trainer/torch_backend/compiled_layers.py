@@ -42,8 +42,13 @@ def allow_compiled_kinds(num_runs: int) -> None:
 
 def compile_layers(layers: Iterable[nn.Module]) -> None:
     """Compile the forward pass of every layer at its first call; layers of the same kind share the compiled code."""
+    from torch._inductor import config as inductor  # not at import time: it takes over a second, also where nothing is compiled
+
     if torch._dynamo.config.recompile_limit < COMPILED_KINDS:
         allow_compiled_kinds(num_runs=1)
+    # By default the compiler fuses the two reductions in a norm's backward pass only if rows have at least 4,096 tokens, twice the hidden
+    # size and 5 Mi elements, and compiles a layer again for a row on the other side of one of these limits.
+    inductor.triton.mix_order_reduction_non_strict_mode = True
     for layer in layers:
         layer.forward = _compiled(layer.forward)
 

@@ -205,6 +205,11 @@ def test_a_warmed_up_trainer_compiles_nothing_more(checkpoint, case: str) -> Non
         assert counters["stats"]["unique_graphs"] == 0, lengths
 
 
+def test_layers_are_compiled_without_limits_on_a_rows_length(checkpoint) -> None:
+    make_worker(checkpoint).policy.compile_layers()
+    assert torch._inductor.config.triton.mix_order_reduction_non_strict_mode
+
+
 @pytest.mark.parametrize(("max_step_tokens", "expected"), [(None, 1024), (5000, 1024), (300, 300)])
 def test_a_warm_up_row_is_no_longer_than_the_runs(
     checkpoint, max_step_tokens: int | None, expected: int, monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,4 @@
-"""Comparison of fuligo, TRL and verl on the same reinforcement learning: speed, memory, and seconds to a reward.
+"""Comparison of fuligo, TRL, verl and SkyRL on the same reinforcement learning: speed, memory, and seconds to a reward.
 
     python examples/fetch_model.py smollm2 models/smollm2
     python benchmarks/race.py                                              # one GPU: fuligo and TRL with `generate`
@@ -8,10 +8,11 @@
 
 Every competitor gets the same model, questions (those of examples/smollm2), prompts and answers per step, length limit, precision
 (bfloat16 with float32 master weights on a GPU, float32 on a CPU), loss and learning rate, one optimizer step per batch, and otherwise
-its defaults. Each runs from its command line in its own environment (`--python`), one after the other. FULIGO_RACE_FLAGS and
-VERL_RACE_FLAGS add flags to the commands of fuligo and verl, for machines whose SGLang lacks the kernels of its defaults. verl also gets
-the settings that its documentation recommends for speed, see `verl_trainer` and `verl_engine`. This script records when each step appears
-in the competitor's own log. `race_work.py` computes the rewards, without any package.
+its defaults. Each runs from its command line in its own environment (`--python`), one after the other; `race_competitors.py` has the
+commands. FULIGO_RACE_FLAGS, VERL_RACE_FLAGS and SKYRL_RACE_FLAGS add flags to the commands of fuligo, verl and SkyRL, for machines whose
+engines lack the kernels of their defaults. verl and SkyRL also get the settings that their documentation recommends for speed, see
+`verl_trainer`, `verl_engine`, `skyrl_trainer` and `skyrl_engine`. This script records when each step appears in the competitor's own log.
+`race_work.py` computes the rewards, without any package.
 
 Per competitor: seconds from the command to the end of the first step; median seconds, samples and sampled tokens per second of the
 steps after the first two; peak of the GPUs' memory (nvidia-smi); seconds from the command to the first step with a mean reward of at
@@ -21,27 +22,22 @@ least --target.
 import argparse
 import json
 import os
-import shlex
 import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from race_competitors import COMPETITORS, Competitor
 from race_work import Work
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent
-FLAGS_VARIABLE = "FULIGO_RACE_FLAGS"
 MARK = "RACE_COMPETITOR"
 """Environment variable of all processes of a competitor; its value is the competitor's directory."""
-VERL_FLAGS_VARIABLE = "VERL_RACE_FLAGS"
-LORA_RANK = 16
-LORA_LR_FACTOR = 10
 NUM_WARM_UP = 2
 POLL_S = 0.1
 MEMORY_POLL_S = 1.0
@@ -53,166 +49,6 @@ class Step:
     """Seconds after the command was started."""
     reward: float
     tokens: float
-
-
-Command = Callable[[Work, Path, str], list[str]]
-"""Function that returns a competitor's command line, given the work, the directory for its files, and its Python."""
-
-
-@dataclass
-class Competitor:
-    """Program that does the work and writes a line of JSON per step."""
-
-    command: Command
-    steps: str
-    """Name of the file with its steps in the competitor's directory."""
-    read: Callable[[dict, Work], tuple[float, float]]
-    """Function that returns the mean reward and the number of sampled tokens in a line."""
-    environment: dict[str, str] = field(default_factory=dict)
-
-
-def fuligo(work: Work, directory: Path, python: str) -> list[str]:
-    flags: dict[str, object] = {
-        "hf-checkpoint": work.model,
-        "prompt-data": work.prompts,
-        "input-key": "prompt",
-        "label-key": "label",
-        "rollout-batch-size": work.num_prompts,
-        "n-samples-per-prompt": work.num_samples,
-        "rollout-max-response-len": work.max_tokens,
-        "num-rollout": work.num_steps,
-        "custom-rm-path": f"{HERE / 'race_work.py'}:fuligo_reward",
-        "lr": work.lr,
-        "num-steps-per-rollout": 1,
-        "run-dir": directory / "run",
-    }
-    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))] + shlex.split(os.environ.get(FLAGS_VARIABLE, ""))
-    if work.lora_rank:
-        words += ["--lora-rank", str(work.lora_rank), "--lora-alpha", str(2 * work.lora_rank)]
-    sizes = ["--actor-num-gpus-per-node", str(work.num_gpus), "--colocate"] if work.num_gpus > 1 else []
-    return [python, "-m", "fuligo", "train", *words, "--apply-chat-template", "--rollout-shuffle", "--device", work.device, *sizes]
-
-
-def with_lora(command: Command) -> Command:
-    """Return the command that trains LoRA adapters instead, with the higher learning rate that they need."""
-
-    def adapted(work: Work, directory: Path, python: str) -> list[str]:
-        return command(replace(work, lora_rank=LORA_RANK, lr=work.lr * LORA_LR_FACTOR), directory, python)
-
-    return adapted
-
-
-def trl(engine: str) -> Command:
-    def command(work: Work, directory: Path, python: str) -> list[str]:
-        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={work.num_gpus}"] if work.num_gpus > 1 else []
-        return [python, *launch, str(HERE / "race_trl.py"), str(work.save(directory / "work.json")), str(directory / "steps.jsonl"), engine]
-
-    return command
-
-
-def verl(engine: str, recomputes: bool) -> Command:
-    """Return the command of verl 0.9.1 with the settings that its documentation recommends for speed, as far as the GPU has room.
-
-    `recomputes`: compute the old policy's log-probabilities with the trainer before each step, which is verl's default. Without it,
-    `bypass_mode` takes the engine's, which saves a forward pass; fuligo and TRL also save it if a batch is one optimizer step.
-    """
-
-    def command(work: Work, directory: Path, python: str) -> list[str]:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        rows = [
-            {
-                "data_source": "race",
-                "prompt": row["prompt"],
-                "reward_model": {"style": "rule", "ground_truth": row["label"]},
-                "extra_info": {"index": index},
-            }
-            for index, row in enumerate(work.rows())
-        ]
-        pq.write_table(pa.Table.from_pylist(rows), directory / "prompts.parquet")
-        settings: dict[str, object] = {
-            "algorithm.adv_estimator": "grpo",
-            "algorithm.rollout_correction.bypass_mode": not recomputes,
-            "data.train_files": directory / "prompts.parquet",
-            "data.val_files": directory / "prompts.parquet",
-            "data.train_batch_size": work.num_prompts,
-            "data.max_prompt_length": work.max_prompt_tokens,
-            "data.max_response_length": work.max_tokens,
-            "reward.custom_reward_function.path": HERE / "race_work.py",
-            "reward.custom_reward_function.name": "verl_reward",
-            "trainer.logger": "[file]",
-            "trainer.total_training_steps": work.num_steps,
-            "trainer.n_gpus_per_node": work.num_gpus,
-            "trainer.val_before_train": False,
-            "trainer.default_local_dir": directory / "checkpoints",
-            "hydra.run.dir": directory / "hydra",
-            **verl_trainer(work),
-            **verl_engine(work, engine),
-        }
-        words = [f"{name}={value}" for name, value in settings.items()]
-        return [python, "-m", "verl.trainer.main_ppo", *words, *shlex.split(os.environ.get(VERL_FLAGS_VARIABLE, ""))]
-
-    return command
-
-
-def verl_trainer(work: Work) -> dict[str, object]:
-    """Return the settings of verl's trainer: packed rows of up to 32,768 tokens, without recomputation, since a small model leaves room."""
-    return {
-        "actor_rollout_ref.model.path": work.model,
-        "actor_rollout_ref.model.use_remove_padding": True,
-        "actor_rollout_ref.model.enable_gradient_checkpointing": False,
-        "actor_rollout_ref.model.use_liger": work.device == "cuda",
-        "actor_rollout_ref.actor.strategy": "fsdp2",
-        "actor_rollout_ref.actor.ppo_mini_batch_size": work.num_prompts,
-        "actor_rollout_ref.actor.use_dynamic_bsz": True,
-        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": max(32768, work.max_prompt_tokens + work.max_tokens),
-        "actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-mean",
-        "actor_rollout_ref.actor.optim.lr": work.lr,
-    }
-
-
-def verl_engine(work: Work, engine: str) -> dict[str, object]:
-    """Return the settings of verl's engine: all requests of a step at once, with CUDA graphs; it keeps its memory during training."""
-    requests = work.batch // work.num_gpus
-    settings: dict[str, object] = {
-        "actor_rollout_ref.rollout.name": engine,
-        "actor_rollout_ref.rollout.n": work.num_samples,
-        "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
-        "actor_rollout_ref.rollout.gpu_memory_utilization": 0.4,
-        "actor_rollout_ref.rollout.free_cache_engine": False,
-        "actor_rollout_ref.rollout.max_num_seqs": requests + 1,  # SGLang counts a request whose prompt is in chunks twice
-    }
-    if engine == "sglang":
-        settings["+actor_rollout_ref.rollout.engine_kwargs.sglang.cuda_graph_max_bs_decode"] = requests
-    return settings
-
-
-def read_fuligo(line: dict, work: Work) -> tuple[float, float]:
-    return line["rollout/reward_mean"], line["rollout/num_tokens"]
-
-
-def read_trl(line: dict, work: Work) -> tuple[float, float]:
-    return line["reward"], line["tokens"]
-
-
-def read_verl(line: dict, work: Work) -> tuple[float, float]:
-    return line["data"]["critic/score/mean"], line["data"]["response_length/mean"] * work.batch
-
-
-VERL_ENVIRONMENT = {"VERL_FILE_LOGGER_PATH": "{directory}/steps.jsonl"}
-COMPETITORS = {
-    "fuligo": Competitor(fuligo, "run/metrics.jsonl", read_fuligo),
-    "fuligo-lora": Competitor(with_lora(fuligo), "run/metrics.jsonl", read_fuligo),
-    "trl-generate": Competitor(trl("generate"), "steps.jsonl", read_trl),
-    "trl-generate-lora": Competitor(with_lora(trl("generate")), "steps.jsonl", read_trl),
-    "trl-vllm": Competitor(trl("vllm"), "steps.jsonl", read_trl),
-    "trl-vllm-lora": Competitor(with_lora(trl("vllm")), "steps.jsonl", read_trl),
-    "verl-sglang": Competitor(verl("sglang", recomputes=True), "steps.jsonl", read_verl, VERL_ENVIRONMENT),
-    "verl-sglang-bypass": Competitor(verl("sglang", recomputes=False), "steps.jsonl", read_verl, VERL_ENVIRONMENT),
-    "verl-vllm": Competitor(verl("vllm", recomputes=True), "steps.jsonl", read_verl, VERL_ENVIRONMENT),
-    "verl-vllm-bypass": Competitor(verl("vllm", recomputes=False), "steps.jsonl", read_verl, VERL_ENVIRONMENT),
-}
 
 
 class GpuMemory:

@@ -5,7 +5,7 @@
     python benchmarks/weight_sync.py --engine-python python3 --model MODEL --lora-rank 16     # an adapter of all linear layers, on GPU 0
 
 The sender is the trainer's (`fuligo/weights/senders.py`) with the checkpoint's tensors on its device, so gathering costs nothing. A sync is
-paused and resumed as in a run. `--link-gb-per-s` is the bandwidth that `benchmarks/link.py` reports for as many GPUs.
+paused and resumed as in a run: by one call that receives all buckets, then by a call per bucket. `--link-gb-per-s` is the bandwidth that `benchmarks/link.py` reports for as many GPUs.
 
 With `--lora-rank`, a LoRA adapter of random values replaces the previous one in the engines (`fuligo/weights/adapter.py`). The trainer's
 copy is float32 on GPU 0; the first engine is on GPU 1, or on GPU 0 if there is no other. The time of a load is printed by its parts: the
@@ -183,7 +183,7 @@ async def measure(args: argparse.Namespace) -> None:
         print(f"{args.engines} engines ready after {time.perf_counter() - started_s:.0f} s; {num_bytes / 1e9:.2f} GB", flush=True)
         group, sender, version = running.group, WeightSender(), 0
         engines = tuple(EngineAddress(c.url, c.num_ranks, c.start, c.number, c.keys, ()) for c in group.clients)
-        for bucket_mib in args.bucket_mib:
+        for bucket_mib, streams in [(size, streams) for streams in (True, False) for size in args.bucket_mib]:
             parts: list[tuple[float, float, float]] = []
             for _ in range(args.repeats + 1):
                 version += 1
@@ -196,20 +196,21 @@ async def measure(args: argparse.Namespace) -> None:
                 await group.resume()
                 if not isinstance(sent, WeightManifest):
                     raise RuntimeError(sent.reason if isinstance(sent, Undelivered) else "nothing was sent")
+                assert sender._group is not None
+                sender._group.streams = streams
                 parts.append((paused_s - start_s, sent_s - paused_s, time.perf_counter() - sent_s))
-            report(bucket_mib, num_bytes, parts[1:], args.link_gb_per_s)
+            report(f"{'one call' if streams else 'a call per bucket'}, {bucket_mib} MiB", num_bytes, parts[1:], args.link_gb_per_s)
         await asyncio.to_thread(sender.close)
 
 
-def report(bucket_mib: int, num_bytes: int, parts: list[tuple[float, float, float]], link_gb_per_s: float | None) -> None:
+def report(how: str, num_bytes: int, parts: list[tuple[float, float, float]], link_gb_per_s: float | None) -> None:
     """Print medians without the first sync, which joins the process group."""
     pause, send, resume = (statistics.median(values) for values in zip(*parts))
     total = statistics.median(map(sum, parts))
     rate = num_bytes / total / 1e9
     share = f", {rate / link_gb_per_s:.2f} of the link" if link_gb_per_s else ""
     print(
-        f"buckets of {bucket_mib} MiB: {1e3 * total:.1f} ms (pause {1e3 * pause:.1f}, send {1e3 * send:.1f}, resume {1e3 * resume:.1f}), "
-        f"{rate:.1f} GB/s{share}",
+        f"{how}: {1e3 * total:.1f} ms (pause {1e3 * pause:.1f}, send {1e3 * send:.1f}, resume {1e3 * resume:.1f}), {rate:.1f} GB/s{share}",
         flush=True,
     )
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, Unpack
 import numpy as np
 
 from fuligo.engines.answers import Retryable, WeightLabel, parse_generation, parse_load, parse_routing, parse_scores, scoring_body
-from fuligo.engines.connection import DEFAULT, Connection, ControlDeadlines, Deadline, Overdue
+from fuligo.engines.connection import DEFAULT, UNLIMITED, Connection, ControlDeadlines, Deadline, Overdue
 from fuligo.engines.engine import MemoryTag, PauseMode
 from fuligo.engines.generation import EngineLoad, Generation, ModelInfo, RequestOptions, RoutingQuery, SamplingParams
 from fuligo.engines.image_data import encoded_images
@@ -209,6 +209,10 @@ class EngineClient:
         bucket = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": group_name, "load_format": "flattened_bucket"}
         body = {**bucket, **self._of_bucket(version)}
         await self._call("POST", "/update_weights_from_distributed", body, within=self.deadlines.bucket, retries=0)
+
+    async def receive_weight_stream(self, *, stream: int, group_name: str, version: int) -> None:
+        body = {"names": [str(stream)], "dtypes": [], "shapes": [], "group_name": group_name, "load_format": "fuligo_stream"}
+        await self._call("POST", "/update_weights_from_distributed", body | self._of_bucket(version), within=UNLIMITED, retries=0)
 
     async def destroy_weights_update_group(self, group_name: str) -> None:
         await self._call("POST", "/destroy_weights_update_group", {"group_name": group_name}, retries=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import sys
 from collections.abc import Awaitable, Callable
@@ -35,6 +36,9 @@ WEIGHTS = Deadline(600.0)
 """Default of `ControlDeadlines.weights`: the default start timeout of an engine."""
 BUCKET = Deadline(300.0)
 """Default of `ControlDeadlines.bucket`: far shorter than the deadline of the trainer's ranks, which wait for the call."""
+
+UNLIMITED = Deadline(math.inf)
+"""For calls whose caller limits the time of each step."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -114,6 +114,16 @@ class InferenceEngine(Protocol):
             version: see `update_weights_from_tensor`
         """
 
+    async def receive_weight_stream(self, *, stream: int, group_name: str, version: int) -> None:
+        """Receive all buckets of a sync, whose names are in the group's store; return when all are loaded. The caller limits the time.
+
+        Only if all ranks of the engine announced in the store that they receive streams.
+
+        Args:
+            stream: number of the sync in the group
+            version: see `update_weights_from_tensor`
+        """
+
     async def destroy_weights_update_group(self, group_name: str) -> None:
         """Leave a process group."""
 

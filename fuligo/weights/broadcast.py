@@ -1,16 +1,19 @@
 """Weight sync by broadcast in a process group of the sending rank (rank 0) and all ranks of the engines.
 
 The group is created like SGLang's (`init_custom_process_group` in 0.5.15: a TCPStore with the group's name as prefix, and torch's helper),
-so that both sides use the same keys. A bucket is broadcast as one byte tensor; names, data types and shapes are sent by HTTP
+so that both sides use the same keys. A bucket is broadcast as one byte tensor. If all engines have the plugin `fuligo_stream`, one call per
+engine receives all buckets, and names, data types and shapes are sent through the group's store; otherwise each bucket is a call
 (`/update_weights_from_distributed`, load_format `flattened_bucket`).
 """
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate, count
 from traceback import clear_frames
@@ -33,10 +36,27 @@ TIMEOUT = timedelta(seconds=BUCKET.seconds)
 """Timeout of joining a group and of one broadcast, if no engine reports a failure."""
 LEAVE_TIMEOUT_S = 15.0
 """Seconds for an engine to leave a group. With NCCL, an engine that waits for a dead peer waits forever and must be restarted."""
+POLL_S = 5e-5
+"""Seconds between checks of a broadcast, which takes about 1.5 ms over NVLink (512 MiB)."""
+POLL_FREE_S = 0.05
 IDLE_S = 2.0
 """Idle seconds after which HTTP connections are reopened: engines close idle ones after 5 s, and a blocked event loop does not notice."""
 _numbers = count()
 T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Stream:
+    """Buckets of one sync that engines receive in one call."""
+
+    number: int
+    """Index among the streams of the group."""
+    num_buckets: int = 0
+    in_flight: dist.Work | None = None
+    """Broadcast of the latest bucket."""
+
+    def key(self, bucket: int) -> str:
+        return f"{self.number}/{bucket}"
 
 
 class BroadcastGroup:
@@ -60,15 +80,41 @@ class BroadcastGroup:
         self._loop = asyncio.Runner()
         self._last_call_s = time.monotonic()
         self._loading: asyncio.Task[None] | None = None
-        """Requests for the previous bucket, which engines load while the next one is prepared."""
+        """Requests for the previous bucket, which engines load while the next one is prepared, or for the stream."""
+        self._stream: Stream | None = None
+        """Stream that engines are receiving."""
+        self._num_streams = 0
+        self._old_keys: list[str] = []
+        """Keys of earlier streams that are still in the store."""
         self._device = torch.device("cuda" if backend == "nccl" else "cpu")
         self._group: dist.ProcessGroup | None = None
         self._store: TCPStore | None = listening_store(host, timeout=TIMEOUT)
+        self._names: PrefixStore | None = None
+        """Part of the store with the names, data types and shapes of streamed tensors."""
+        self.streams = False
+        """True if engines receive all buckets of a sync in one call."""
         try:
             self._group = self._join(backend, host, self._store.port)
+            self._names = PrefixStore(f"{self.name}/stream", self._store)
+            self.streams = self._all_stream(self._names)
         except EngineError:
             self.close()
             raise
+
+    def _all_stream(self, store: PrefixStore) -> bool:
+        """Return whether every rank of every engine receives streams; an engine's ranks have the same plugins."""
+        first = 1
+        keys: list[list[str]] = []
+        for engine in self.engines:
+            keys.append([f"rank/{rank}" for rank in range(first, first + engine.num_ranks)])
+            first += engine.num_ranks
+        if not all(store.check(of_engine[:1]) for of_engine in keys):
+            return False
+        try:
+            store.wait([key for of_engine in keys for key in of_engine], TIMEOUT)
+        except dist.DistError as error:
+            raise EngineError(f"not all ranks of the engines joined: {error}") from error
+        return True
 
     def _join(self, backend: Literal["gloo", "nccl"], host: str, port: int) -> dist.ProcessGroup:
         sizes = [engine.num_ranks for engine in self.engines]
@@ -104,46 +150,79 @@ class BroadcastGroup:
 
         return self._together(join, engines_join(), f"join the {backend} group")
 
-    def broadcast(self, bucket: Bucket, version: int | None) -> None:
-        """Send one bucket to all engines; return when they have received it, or have loaded it if it is the last bucket.
-
-        An engine receives a bucket only after it has loaded the previous one.
+    def broadcast(self, bucket: Bucket, version: int, *, is_last: bool) -> None:
+        """Send one bucket to all engines; return when they receive it, or have loaded all buckets if it is the last one.
 
         Args:
-            version: version of the weights for the last bucket; None for the other buckets.
+            version: version of the weights, which engines report once they have loaded the last bucket.
 
         Raises:
             EngineError: an engine refused this or the previous bucket, or died. Other engines may have loaded the bucket, and some may wait
                 in the group until `close`.
         """
         row = torch.cat([as_bytes(tensor) for _, tensor in bucket]).to(self._device)
-
-        async def engines_receive() -> None:
-            await asyncio.gather(
-                *(
-                    client.update_weights_from_distributed(
-                        names=[name for name, _ in bucket],
-                        dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
-                        shapes=[list(tensor.shape) for _, tensor in bucket],
-                        group_name=self.name,
-                        version=version,
-                    )
-                    for client in self._clients
-                )
-            )
-
-        def send() -> None:
-            dist.broadcast(row, src=0, group=self._group)
-            if row.is_cuda:
-                torch.cuda.synchronize(row.device)
-
-        what = f"load a bucket of {row.numel()} bytes" + (" or the previous one" if self._loading else "")
-        self._together(send, engines_receive(), what, waits_for_engines=version is not None)
-        if version is not None:
+        what = f"load a bucket of {row.numel()} bytes"
+        if self.streams:
+            if self._stream is None:
+                self._stream, self._num_streams = Stream(self._num_streams), self._num_streams + 1
+                engines_part = self._receive_stream(self._stream, version)
+            else:
+                what, engines_part = f"{what} or a previous one", None
+            self._together(lambda: self._extend(bucket, row, is_last=is_last), engines_part, what, waits_for_engines=is_last)
+        else:
+            receive = self._receive_bucket(bucket, version if is_last else None)
+            what += " or the previous one" if self._loading else ""
+            self._together(lambda: self._send(row), receive, what, waits_for_engines=is_last)
+        if is_last:
+            if self._stream is not None:
+                self._old_keys += map(self._stream.key, range(self._stream.num_buckets + 1))
+                self._stream = None
             self._loop.run(self._close_connections())
 
+    @property
+    def is_streaming(self) -> bool:
+        """True while engines wait for further buckets of a stream."""
+        return self._stream is not None
+
+    async def _receive_bucket(self, bucket: Bucket, version: int | None) -> None:
+        names = [name for name, _ in bucket]
+        dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket]
+        shapes = [list(tensor.shape) for _, tensor in bucket]
+        await asyncio.gather(
+            *(
+                client.update_weights_from_distributed(names=names, dtypes=dtypes, shapes=shapes, group_name=self.name, version=version)
+                for client in self._clients
+            )
+        )
+
+    async def _receive_stream(self, stream: Stream, version: int) -> None:
+        await asyncio.gather(
+            *(client.receive_weight_stream(stream=stream.number, group_name=self.name, version=version) for client in self._clients)
+        )
+
+    def _send(self, row: torch.Tensor) -> None:
+        dist.broadcast(row, src=0, group=self._group)
+        if row.is_cuda:
+            torch.cuda.synchronize(row.device)
+
+    def _extend(self, bucket: Bucket, row: torch.Tensor, *, is_last: bool) -> None:
+        """Start the broadcast of the stream's next bucket, and wait for the previous broadcast; both if it is the last bucket."""
+        stream, names = self._stream, self._names
+        assert stream is not None and names is not None
+        tensors = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), tensor.nbytes) for name, tensor in bucket]
+        names.set(stream.key(stream.num_buckets), json.dumps(tensors))
+        previous, stream.in_flight = stream.in_flight, dist.broadcast(row, src=0, group=self._group, async_op=True)
+        stream.num_buckets += 1
+        if is_last:
+            names.set(stream.key(stream.num_buckets), json.dumps(None))
+        for _ in range(min(2, len(self._old_keys))):
+            names.delete_key(self._old_keys.pop())
+        for work in (previous, stream.in_flight) if is_last else (previous,):
+            if work is not None:
+                _wait_until_sent(work)
+
     def _together(
-        self, own_part: Callable[[], T], engines_part: Coroutine[Any, Any, None], what: str, *, waits_for_engines: bool = True
+        self, own_part: Callable[[], T], engines_part: Coroutine[Any, Any, None] | None, what: str, *, waits_for_engines: bool = True
     ) -> T:
         """Run both parts concurrently, because each waits for the other, and return the result of `own_part`.
 
@@ -151,8 +230,10 @@ class BroadcastGroup:
         interrupted.
 
         Args:
+            engines_part: None if engines are still busy with their part of the previous call, a stream.
             what: verb phrase for the error message, such as "join the group".
-            waits_for_engines: wait for the engines' part too; otherwise it may continue until the next call, which waits for it.
+            waits_for_engines: wait for the engines' part too; otherwise it may continue until the next call, which waits for it unless it
+                is a stream.
 
         Raises:
             EngineError: one of the parts failed or timed out.
@@ -169,14 +250,16 @@ class BroadcastGroup:
                 mine.set_exception(error)
 
         async def both() -> T:
-            own, theirs = asyncio.wrap_future(mine), asyncio.create_task(engines_part)
-            before, self._loading = self._loading, None
-            tasks = [theirs] if before is None else [before, theirs]
+            own = asyncio.wrap_future(mine)
+            tasks = [] if self._loading is None else [self._loading]
+            self._loading = None
+            if engines_part is not None:
+                tasks.append(asyncio.create_task(engines_part))
             try:
                 async with asyncio.timeout(TIMEOUT.total_seconds()):
                     await _first_failure([own, *tasks], until=[own, *tasks] if waits_for_engines else [own, *tasks[:-1]])
                 if not waits_for_engines:
-                    self._loading = theirs
+                    self._loading = tasks[-1]
                 return own.result()
             finally:
                 own.cancel()  # does not wait for the thread
@@ -185,7 +268,7 @@ class BroadcastGroup:
 
         threading.Thread(target=work, name="weights-broadcast", daemon=True).start()
         try:
-            if time.monotonic() - self._last_call_s > IDLE_S:
+            if time.monotonic() - self._last_call_s > IDLE_S and engines_part is not None:
                 self._loop.run(self._renew_connections())
             self._last_call_s = time.monotonic()  # the start of the call, because an engine that answers first is idle until the end
             return self._loop.run(both())
@@ -199,10 +282,12 @@ class BroadcastGroup:
         if self._group is not None:
             self._group.abort()  # unlike shutdown, abort does not wait for peers, which may be dead
             dist.destroy_process_group(self._group)
-            self._group = None
+            if self._stream is not None and self._stream.in_flight is not None:
+                _free_when_sent(self._group, self._stream.in_flight)
+            self._group = self._stream = None
 
         async def engines_leave() -> None:
-            self._store = None  # engines that still wait for others to join then get an error
+            self._store = self._names = None  # engines that still wait for others to join, or for a bucket, then get an error
             await asyncio.gather(*(self._leave(client) for client in self._clients), return_exceptions=True)
 
         with self._loop:  # closes the loop
@@ -221,6 +306,24 @@ class BroadcastGroup:
 
     async def _close_connections(self) -> None:
         await asyncio.gather(*(client.close() for client in self._clients))
+
+
+def _wait_until_sent(broadcast: dist.Work) -> None:
+    """Wait for a broadcast alone; waiting for the device would include the kernels that gather the next bucket."""
+    while not broadcast.is_completed():
+        time.sleep(POLL_S)
+    broadcast.wait()  # raises its error
+
+
+def _free_when_sent(group: dist.ProcessGroup, broadcast: dist.Work) -> None:
+    """Keep the group until the broadcast has ended: gloo frees a group only then, and would block the caller for a peer that hangs."""
+
+    def keep(kept: list[dist.ProcessGroup]) -> None:
+        while not broadcast.is_completed():
+            time.sleep(POLL_FREE_S)
+        kept.clear()
+
+    threading.Thread(target=keep, args=([group],), name="weights-broadcast-end", daemon=True).start()
 
 
 async def _first_failure(futures: Sequence[asyncio.Future[Any]], until: Sequence[asyncio.Future[Any]]) -> None:

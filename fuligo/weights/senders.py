@@ -85,6 +85,8 @@ class WeightSender:
             return Undelivered(str(error))
         except BaseException:
             self._changes.forget()
+            if self._group is not None and self._group.is_streaming:
+                self.close()  # engines wait for the next bucket
             raise
         return counted.manifest(target.version)
 
@@ -101,7 +103,7 @@ class WeightSender:
         """
         if target.transport != "tensor":
             # Join the group with the first bucket, so that an engine that fails to join does not interrupt the gathering of weights.
-            return lambda bucket, is_last: self._group_with(target).broadcast(bucket, target.version if is_last else None)
+            return lambda bucket, is_last: self._group_with(target).broadcast(bucket, target.version, is_last=is_last)
         # Each rank shares a bucket's memory with the engine on its GPU, and rank 0 also with engines that have separate GPUs.
         own = own_engine(target.engines, self._ranks)
         apart = tuple(engine for engine in target.engines if not engine.trainer_ranks) if self._ranks.rank == 0 else ()

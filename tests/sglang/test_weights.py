@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fuligo.engines.group import EngineGroup
-from fuligo.formats.weight_manifest import EngineAddress, Transport, WeightManifest, WeightTarget
+from fuligo.formats.weight_manifest import EngineAddress, Transport, Undelivered, WeightManifest, WeightTarget
 from fuligo.weights.senders import WeightSender
 from tests.sglang import oracle
 from tests.sglang.conftest import KEYS
@@ -71,6 +71,33 @@ async def test_each_transport(sender: WeightSender, engines: EngineGroup, checkp
         manifest = await sync(sender, engines, model, transport, version, directory)
         assert manifest.num_bytes == manifest.num_bytes_sent == sum(parameter.nbytes for parameter in model.parameters())
         await assert_engines_hold(engines, model, version)
+
+
+async def test_engines_without_the_plugin_receive_each_bucket_by_a_call(
+    sender: WeightSender, engines: EngineGroup, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engines of this run have it: they receive all buckets in one call."""
+    model = oracle.perturbed(oracle.load(checkpoint), seed=15)
+    await sync(sender, engines, model, "gloo", 15, tmp_path)
+    assert sender._group is not None and sender._group.streams
+    monkeypatch.setattr(sender._group, "streams", False)
+    oracle.perturbed(model, seed=16)
+    await sync(sender, engines, model, "gloo", 16, tmp_path)
+    await assert_engines_hold(engines, model, 16)
+
+
+async def test_an_engine_that_cannot_load_a_stream_says_why(
+    sender: WeightSender, engines: EngineGroup, checkpoint: Path, tmp_path: Path
+) -> None:
+    """It takes the next sync, although it received a part of this one."""
+    model = oracle.perturbed(oracle.load(checkpoint), seed=17)
+    wrong = WeightTarget("gloo", 17, BUCKET_BYTES, tuple(EngineAddress(url, keys=KEYS) for url in engines.urls))
+    await engines.pause("abort")
+    weights = [(name, weight[:-1] if name.endswith("1.mlp.down_proj.weight") else weight) for name, weight in model.named_parameters()]
+    refused = await asyncio.to_thread(sender.send, weights, wrong)
+    assert isinstance(refused, Undelivered) and "cannot load the stream of weights" in refused.reason
+    await sync(sender, engines, model, "gloo", 18, tmp_path)
+    await assert_engines_hold(engines, model, 18)
 
 
 @pytest.mark.parametrize("transport", ["tensor", "gloo"])

@@ -73,6 +73,8 @@ EXACT_ARGUMENTS: dict[str, Any] = {
     "enforce_disable_flashinfer_allreduce_fusion": True,
 }
 """Arguments that the plugin needs. Compiled prefill graphs and the all-reduce fused with a norm would skip intermediate rounding."""
+STREAM_PLUGIN = Path(__file__).parent / "stream"
+"""Directory with the plugin that makes an engine receive all weights of a sync in one call, found in the same way; for every engine."""
 TURN_PLUGIN, TURN_VARIABLE = Path(__file__).parent / "turns", "FULIGO_TURN"
 """Directory with the plugin that makes engines wait for their GPUs, found in the same way, and the plugin's environment variable."""
 OWN_ARGUMENTS: dict[str, Any] = {"grammar_backend": "none", "skip_server_warmup": True, "log_level_http": "warning"}
@@ -184,8 +186,7 @@ class ServerSettings:
         own = {**chosen, **self.environment.reveal(), **self.keys.environment}
         if self.turn is not None:
             own[TURN_VARIABLE] = str(self.turn)
-        chosen_plugins = own.get("SGLANG_PLUGINS", os.environ.get("SGLANG_PLUGINS"))
-        if chosen_plugins and self._plugins:  # SGLang loads no others
+        if chosen_plugins := own.get("SGLANG_PLUGINS", os.environ.get("SGLANG_PLUGINS")):  # SGLang loads no others
             own["SGLANG_PLUGINS"] = ",".join((chosen_plugins, *self._plugins.values()))
         return own
 
@@ -193,7 +194,8 @@ class ServerSettings:
     def _plugins(self) -> dict[Path, str]:
         """Directories and names of the plugins that the engine loads."""
         exact = {EXACT_PLUGIN: "fuligo_exact"} if self.is_exact else {}
-        return exact if self.turn is None else exact | {TURN_PLUGIN: "fuligo_turns"}
+        turns = {} if self.turn is None else {TURN_PLUGIN: "fuligo_turns"}
+        return {STREAM_PLUGIN: "fuligo_stream"} | exact | turns
 
     @property
     def _program(self) -> str:
@@ -202,7 +204,7 @@ class ServerSettings:
         It adds the plugins to `sys.path`, which the engine's child processes inherit. An --engine-python that is a script may unset
         PYTHONPATH, and SGLang would start without the plugins and without a message.
         """
-        return f"import sys\nsys.path[:0] = {[str(directory) for directory in self._plugins]}\n{LAUNCH}" if self._plugins else LAUNCH
+        return f"import sys\nsys.path[:0] = {[str(directory) for directory in self._plugins]}\n{LAUNCH}"
 
 
 class Server(Protocol):

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import multiprocessing
 import os
 import signal
+import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from traceback import clear_frames
 from typing import Any, Literal
 
 import torch
@@ -20,9 +24,12 @@ from safetensors.torch import load_file
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
-from fuligo.engines.sglang.server import ServerSettings, answers
+from fuligo.engines.sglang.server import STREAM_PLUGIN, ServerSettings, answers
 from fuligo.errors import EngineError
 from fuligo.formats.payload import decode_named_tensors
+
+sys.path.append(str(STREAM_PLUGIN))
+fuligo_stream: Any = importlib.import_module("fuligo_stream")
 
 
 @dataclass(slots=True, frozen=True)
@@ -30,10 +37,13 @@ class Fault:
     """Fault that happens once: a restarted engine works."""
 
     path: str
-    """Path of the call that fails."""
+    """Path of the call that fails, or `STREAMED` for a tensor of a stream."""
     how: Literal["dies", "hangs", "refuses"]
     call: int = 1
     """Number of the failing call to this path, from 1."""
+
+
+STREAMED = "tensor of a stream"
 
 
 class DyingServer:
@@ -43,7 +53,9 @@ class DyingServer:
         self.settings = settings
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
-        self._process = context.Process(target=_serve, args=(settings.ports.http, fault_file(settings)), daemon=True)
+        self._process = context.Process(
+            target=_serve, args=(settings.ports.http, fault_file(settings), streams_file(settings)), daemon=True
+        )
         self._process.start()
 
     @property
@@ -91,6 +103,8 @@ class Held:
     """Total number of tensors received."""
     released: list[str]
     """Memory that it has released."""
+    num_calls: int = 0
+    """Number of calls that brought weights through a process group."""
     joining: str = ""
     """Process group that it is joining: it has connected to the sender, but others are missing."""
 
@@ -104,21 +118,28 @@ def fault_file(settings: ServerSettings) -> Path:
     return settings.log_file.with_suffix(".fault")
 
 
+def streams_file(settings: ServerSettings) -> Path:
+    """File that exists if the engine has the plugin that receives streams."""
+    return settings.log_file.with_suffix(".streams")
+
+
 def plan(settings: ServerSettings, fault: Fault) -> None:
     """Write the fault of the next start."""
     fault_file(settings).write_text(json.dumps(asdict(fault)))
 
 
-def _serve(port: int, fault: Path) -> None:
+def _serve(port: int, fault: Path, streams: Path) -> None:
     torch.set_num_threads(1)
     planned = Fault(**json.loads(fault.read_text())) if fault.exists() else None
     fault.unlink(missing_ok=True)
-    web.run_app(_Engine(planned).application(), host="127.0.0.1", port=port, print=None, handle_signals=False)
+    web.run_app(_Engine(planned, streams=streams.exists()).application(), host="127.0.0.1", port=port, print=None, handle_signals=False)
 
 
 class _Engine:
-    def __init__(self, fault: Fault | None) -> None:
+    def __init__(self, fault: Fault | None, *, streams: bool) -> None:
         self.fault = fault
+        self.streams = streams
+        self.stores: dict[str, Any] = {}
         self.num_calls = 0
         self.scheduler = ThreadPoolExecutor(1)
         """Thread that executes calls one after another, and none while it waits in a process group."""
@@ -151,6 +172,7 @@ class _Engine:
         try:
             found = await asyncio.get_running_loop().run_in_executor(self.scheduler, getattr(self, f"on_{path.lstrip('/')}"), body)
         except RuntimeError as error:  # a process group that broke, memory that is not there
+            clear_frames(error.__traceback__)
             return web.json_response({"success": False, "message": str(error)}, status=400)
         if "weight_version" in body:
             self.held.version = int(body["weight_version"].partition("@")[0])
@@ -197,8 +219,18 @@ class _Engine:
         _world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
         self.groups[name] = group
         self.held.joining = ""
+        if self.streams:
+            self.stores[name] = store = fuligo_stream.connect(body["master_address"], body["master_port"], name)
+            fuligo_stream.announce(store, rank)
 
     def on_update_weights_from_distributed(self, body: dict[str, Any]) -> None:
+        self.held.num_calls += 1
+        if body["load_format"] == fuligo_stream.LOAD_FORMAT:
+            name = body["group_name"]
+            for tensor in fuligo_stream.received(self.stores[name], body["names"][0], self.groups[name], "cpu"):
+                self.fail_at_tensor()
+                self.take(dict([tensor]))
+            return
         tensors = {
             name: torch.empty(shape, dtype=getattr(torch, dtype))
             for name, dtype, shape in zip(body["names"], body["dtypes"], body["shapes"])
@@ -208,7 +240,19 @@ class _Engine:
         pieces = row.split([tensor.nbytes for tensor in tensors.values()])
         self.take({name: piece.view(tensor.dtype).view(tensor.shape) for piece, (name, tensor) in zip(pieces, tensors.items())})
 
+    def fail_at_tensor(self) -> None:
+        if self.fault is None or self.fault.path != STREAMED:
+            return
+        self.num_calls += 1
+        if self.num_calls == self.fault.call:
+            if self.fault.how == "refuses":
+                raise RuntimeError("no room")
+            if self.fault.how == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            threading.Event().wait()
+
     def on_destroy_weights_update_group(self, body: dict[str, Any]) -> None:
+        self.stores.pop(body["group_name"], None)
         if (group := self.groups.pop(body["group_name"], None)) is not None:
             dist.destroy_process_group(group)
 

@@ -75,6 +75,7 @@ def joined_group(engine: RefusingEngine) -> BroadcastGroup:
     group.engines, group.name = (EngineAddress(engine.url),), "g"
     group._clients, group._device = [EngineClient(engine.url, retries=0)], torch.device("cpu")
     group._group, group._loop, group._last_call_s, group._loading = None, asyncio.Runner(), time.monotonic(), None
+    group.streams, group._stream = False, None
     return group
 
 
@@ -84,7 +85,7 @@ def test_an_engine_that_does_not_receive_is_named(engine: RefusingEngine, monkey
     group = joined_group(engine)
     monkeypatch.setattr(dist, "broadcast", lambda *_, **__: threading.Event().wait())
     with pytest.raises(EngineError, match=r"did not load a bucket of 16 bytes: .*no /update_weights_from_distributed here"):
-        group.broadcast([("weight", torch.zeros(4))], version=1)
+        group.broadcast([("weight", torch.zeros(4))], version=1, is_last=True)
     group.close()  # as the sender does after an error; it closes the connections that a bucket leaves open
 
 
@@ -94,10 +95,10 @@ def test_a_bucket_is_sent_while_engines_load_the_one_before(engine: RefusingEngi
     group = joined_group(engine)
     monkeypatch.setattr(dist, "broadcast", lambda *_, **__: None)
     engine.may_answer.clear()
-    group.broadcast([("weight", torch.zeros(4))], version=None)
+    group.broadcast([("weight", torch.zeros(4))], version=1, is_last=False)
     engine.may_answer.set()
     with pytest.raises(EngineError, match=r"did not load a bucket of 32 bytes or the previous one: .*no /update_weights_from_distributed"):
-        group.broadcast([("other", torch.zeros(8))], version=1)
+        group.broadcast([("other", torch.zeros(8))], version=1, is_last=True)
     group.close()
 
 
@@ -148,7 +149,7 @@ async def test_a_new_sender_joins_an_engine_that_a_lost_one_left_in_its_group(
     monkeypatch.setattr(broadcast, "_numbers", count())
     group = await asyncio.to_thread(BroadcastGroup, engines, "gloo", "127.0.0.1")
     assert group.name == lost.name
-    await asyncio.to_thread(group.broadcast, [("a", torch.full((4,), 7.0))], version=3)
+    await asyncio.to_thread(group.broadcast, [("a", torch.full((4,), 7.0))], version=3, is_last=True)
     held = await Held.of(receiver.url)
     assert (held.weights, held.version) == ({"a": [7.0] * 4}, 3)
     await asyncio.to_thread(group.close)
@@ -169,6 +170,7 @@ def test_a_group_is_left_without_waiting_for_peers(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(dist, "destroy_process_group", destroy)
     group = object.__new__(BroadcastGroup)
     group.engines, group.name, group._clients, group._loop = (), "g", [], asyncio.Runner()
+    group._stream = None
     group._group = Group()  # pyright: ignore[reportAttributeAccessIssue]
     group.close()
     assert group._group is None

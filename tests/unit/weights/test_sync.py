@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from functools import partial
@@ -31,7 +31,7 @@ from fuligo.weights.broadcast import BroadcastGroup
 from fuligo.weights.senders import WeightSender
 from fuligo.weights.sync import WeightSync, WeightSyncSettings
 from tests.unit.engines.test_fleet import ScriptedRouter
-from tests.unit.weights.dying_engine import DyingServer, Fault, Held, plan
+from tests.unit.weights.dying_engine import DyingServer, Fault, Held, plan, streams_file
 
 pytestmark = pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="needs a POSIX shared memory file system")
 CALL = {
@@ -163,6 +163,7 @@ def open_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
         changes_only: bool = False,
         call_timeout_s: float = 60.0,
         health_timeout_s: float = 60.0,
+        streaming: Sequence[int] = (),
     ) -> AsyncIterator[World]:
         before = set(SHARED_MEMORY.glob("*fuligo*"))
         with PortClaims() as claims:
@@ -171,6 +172,8 @@ def open_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
             if any(fault.how == "hangs" for fault in faults.values()):
                 # An engine that works must leave even where the machine is busy, since others may wait for it in the group.
                 monkeypatch.setattr(broadcast, "LEAVE_TIMEOUT_S", 2.0)
+            for number in streaming:
+                streams_file(settings.servers[number]).touch()
             for number, fault in faults.items():
                 plan(settings.servers[number], fault)
             fleet = await Fleet.launch(settings, DyingServer)

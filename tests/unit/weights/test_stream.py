@@ -1,0 +1,122 @@
+"""Engines with the plugin `fuligo_stream` receive all weights of a sync in one call."""
+
+import json
+import weakref
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+
+from fuligo.errors import EngineError, WeightSyncError
+from fuligo.weights import broadcast
+from tests.unit.weights.dying_engine import STREAMED, Fault, fuligo_stream
+from tests.unit.weights.test_sync import Open, open_world  # noqa: F401  # a fixture
+
+EVERY = (0, 1, 2)
+
+
+async def test_a_sync_is_one_call(open_world: Open) -> None:  # noqa: F811
+    async with open_world("gloo", {}, streaming=EVERY) as world:
+        for version in (1, 2, 3):
+            world.trainer.set(a=float(version), b=2.0, c=-float(version))
+            assert await world.weight_sync.sync() == version
+            await world.assert_all_serve(version)
+            assert [(held.num_calls, held.num_taken) for held in await world.held()] == [(version, 3 * version)] * 3
+
+
+async def test_the_store_does_not_grow(open_world: Open) -> None:  # noqa: F811
+    async with open_world("gloo", {}, streaming=(0,), num_engines=1) as world:
+        num_keys = []
+        for _ in range(4):
+            await world.weight_sync.sync()
+            num_keys.append(world.trainer.sender._group._store.num_keys())
+        assert num_keys[1:] == num_keys[1:2] * 3
+
+
+async def test_one_engine_without_the_plugin_makes_every_bucket_a_call(open_world: Open) -> None:  # noqa: F811
+    async with open_world("gloo", {}, streaming=(0, 2)) as world:
+        world.trainer.set(a=1.0)
+        assert await world.weight_sync.sync() == 1
+        await world.assert_all_serve(1)
+        assert [held.num_calls for held in await world.held()] == [3, 3, 3]
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 3])
+async def test_an_engine_that_dies_in_a_stream_comes_back_and_all_have_the_weights(open_world: Open, tensor: int) -> None:  # noqa: F811
+    async with open_world("gloo", {1: Fault(STREAMED, "dies", tensor)}, streaming=EVERY) as world:
+        world.trainer.set(a=1.0, b=2.0, c=3.0)
+        assert await world.weight_sync.sync() == 1
+        await world.assert_all_serve(1)
+        assert all(held.served_unpaused[0] == 1 for held in await world.held()), "none samples with a part of the weights"
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 3])
+async def test_an_engine_that_cannot_load_ends_the_sync(open_world: Open, tensor: int) -> None:  # noqa: F811
+    async with open_world("gloo", {0: Fault(STREAMED, "refuses", tensor)}, streaming=EVERY) as world:
+        with pytest.raises(EngineError, match=r"did not load a bucket of 16 bytes.*no room"):
+            await world.weight_sync.sync()
+        assert [held.served_unpaused for held in await world.held()] == [[], [], []]
+        world.trainer.set(a=1.0)
+        assert await world.weight_sync.sync() == 1
+        await world.assert_all_serve(1)
+
+
+async def test_an_engine_that_hangs_in_a_stream_is_restarted(open_world: Open, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    monkeypatch.setattr(broadcast, "TIMEOUT", timedelta(seconds=3))
+    async with open_world("gloo", {0: Fault(STREAMED, "hangs", 2)}, num_engines=1, streaming=(0,), health_timeout_s=2.0) as world:
+        world.trainer.set(a=1.0)
+        assert await world.weight_sync.sync() == 1
+        await world.assert_all_serve(1)
+        assert [client.start for client in world.fleet.group.clients] == [1]
+
+
+async def test_engines_stop_waiting_for_a_trainer_that_cannot_gather(open_world: Open) -> None:  # noqa: F811
+    """Their schedulers are free again for the next sync."""
+    async with open_world("gloo", {}, streaming=EVERY) as world:
+        weights = world.trainer.weights
+
+        class Failing(dict[str, torch.Tensor]):
+            def items(self) -> Iterator[tuple[str, torch.Tensor]]:  # pyright: ignore[reportIncompatibleMethodOverride]
+                yield from list(weights.items())[:2]
+                raise WeightSyncError("a weight is not finite")
+
+        world.trainer.weights = Failing(weights)
+        with pytest.raises(WeightSyncError, match="not finite"):
+            await world.weight_sync.sync()
+        world.trainer.weights = weights
+        world.trainer.set(c=5.0)
+        assert await world.weight_sync.sync() == 1
+        await world.assert_all_serve(1)
+
+
+def test_two_buckets_are_in_memory_and_tensors_are_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
+    buckets = [
+        [("a", torch.arange(3, dtype=torch.uint8)), ("b", torch.randn(2, 3)), ("c", torch.randn(5).to(torch.float8_e4m3fn))],
+        [("d", torch.randn(4, dtype=torch.bfloat16))],
+        [("e", torch.ones(1, dtype=torch.int8)), ("f", torch.randn((), dtype=torch.float64))],
+        [("g", torch.randn(0, 2)), ("h", torch.randn(7))],
+    ]
+    store, rows = HashStore(), list[weakref.ref[torch.Tensor]]()
+    for number, bucket in enumerate(buckets):
+        tensors = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), tensor.nbytes) for name, tensor in bucket]
+        store.set(f"7/{number}", json.dumps(tensors))
+    store.set(f"7/{len(buckets)}", "null")
+
+    class Arrived:
+        def wait(self) -> None: ...
+
+    def receive(row: torch.Tensor, **_: Any) -> Arrived:
+        row.copy_(torch.cat([tensor.reshape(-1).view(torch.uint8) for _, tensor in buckets[len(rows)]]))
+        rows.append(weakref.ref(row))
+        return Arrived()
+
+    monkeypatch.setattr(dist, "broadcast", receive)
+    expected = {name: tensor for bucket in buckets for name, tensor in bucket}
+    for name, tensor in fuligo_stream.received(store, "7", None, "cpu"):
+        assert tensor.dtype == expected[name].dtype and torch.equal(tensor.double(), expected.pop(name).double())
+        assert sum(row() is not None for row in rows) <= 2
+    assert not expected and len(rows) == len(buckets)

@@ -4,8 +4,9 @@
     python benchmarks/weight_sync.py --engine-python .venv-sglang/bin/python --device cpu     # the quickstart's model, by gloo
     python benchmarks/weight_sync.py --engine-python python3 --model MODEL --lora-rank 16     # an adapter of all linear layers, on GPU 0
 
-The sender is the trainer's (`fuligo/weights/senders.py`) with the checkpoint's tensors on its device, so gathering costs nothing. A sync is
-paused and resumed as in a run: by one call that receives all buckets, then by a call per bucket. `--link-gb-per-s` is the bandwidth that `benchmarks/link.py` reports for as many GPUs.
+The sender is the trainer's (`fuligo/weights/senders.py`) with the checkpoint's tensors on its device, so gathering costs nothing. Engines
+pause and resume as in a run. They receive all buckets by one call, then, for comparison, by a call per bucket. `--link-gb-per-s` is the
+bandwidth that `benchmarks/link.py` reports for as many GPUs.
 
 With `--lora-rank`, a LoRA adapter of random values replaces the previous one in the engines (`fuligo/weights/adapter.py`). The trainer's
 copy is float32 on GPU 0; the first engine is on GPU 1, or on GPU 0 if there is no other. The time of a load is printed by its parts: the

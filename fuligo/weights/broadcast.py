@@ -39,6 +39,7 @@ LEAVE_TIMEOUT_S = 15.0
 POLL_S = 5e-5
 """Seconds between checks of a broadcast, which takes about 1.5 ms over NVLink (512 MiB)."""
 POLL_FREE_S = 0.05
+"""Seconds between checks whether a group that was left can be freed."""
 IDLE_S = 2.0
 """Idle seconds after which HTTP connections are reopened: engines close idle ones after 5 s, and a blocked event loop does not notice."""
 _numbers = count()
@@ -217,6 +218,7 @@ class BroadcastGroup:
             names.set(stream.key(stream.num_buckets), json.dumps(None))
         for _ in range(min(2, len(self._old_keys))):
             names.delete_key(self._old_keys.pop())
+        del names  # engines that wait for a bucket get an error only when the store is freed
         for work in (previous, stream.in_flight) if is_last else (previous,):
             if work is not None:
                 _wait_until_sent(work)
@@ -266,7 +268,8 @@ class BroadcastGroup:
                 if self._loading is None:
                     await _end(tasks)
 
-        threading.Thread(target=work, name="weights-broadcast", daemon=True).start()
+        self._worker = threading.Thread(target=work, name="weights-broadcast", daemon=True)
+        self._worker.start()
         try:
             if time.monotonic() - self._last_call_s > IDLE_S and engines_part is not None:
                 self._loop.run(self._renew_connections())
@@ -282,8 +285,8 @@ class BroadcastGroup:
         if self._group is not None:
             self._group.abort()  # unlike shutdown, abort does not wait for peers, which may be dead
             dist.destroy_process_group(self._group)
-            if self._stream is not None and self._stream.in_flight is not None:
-                _free_when_sent(self._group, self._stream.in_flight)
+            if self._stream is not None:
+                _free_when_sent(self._group, self._stream, self._worker)
             self._group = self._stream = None
 
         async def engines_leave() -> None:
@@ -315,12 +318,17 @@ def _wait_until_sent(broadcast: dist.Work) -> None:
     broadcast.wait()  # raises its error
 
 
-def _free_when_sent(group: dist.ProcessGroup, broadcast: dist.Work) -> None:
-    """Keep the group until the broadcast has ended: gloo frees a group only then, and would block the caller for a peer that hangs."""
+def _free_when_sent(group: dist.ProcessGroup, stream: Stream, worker: threading.Thread) -> None:
+    """Keep the group until its broadcasts have ended. gloo frees a group only then: a peer that hangs would block the caller.
+
+    `worker`: thread that may be starting a broadcast.
+    """
 
     def keep(kept: list[dist.ProcessGroup]) -> None:
-        while not broadcast.is_completed():
+        worker.join()
+        while stream.in_flight is not None and not stream.in_flight.is_completed():
             time.sleep(POLL_FREE_S)
+        stream.in_flight = None  # it keeps connections open, and tracebacks may keep the stream
         kept.clear()
 
     threading.Thread(target=keep, args=([group],), name="weights-broadcast-end", daemon=True).start()

@@ -207,6 +207,15 @@ async def test_each_control_call_has_the_deadline_of_its_kind(server: Misbehavin
     await asyncio.gather(*map(fails, CONTROL_CALLS))
 
 
+async def test_the_sender_limits_the_time_of_a_stream(server: Misbehaving) -> None:
+    """A stream takes as long as its buckets, each of which has the sender's deadline."""
+    client = EngineClient(server.url, deadlines=ControlDeadlines(STEP, WEIGHTS, BUCKET))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(client.receive_weight_stream(stream=3, group_name="group", version=7), 5 * BUCKET.seconds)
+    assert not client.is_overdue
+    await client.close()
+
+
 async def test_what_waits_for_an_engine_that_is_given_up_fails_at_once(server: Misbehaving) -> None:
     """A lost machine sends nothing; without a probe its calls would wait until their deadlines."""
     client = EngineClient(server.url)

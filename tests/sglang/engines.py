@@ -6,13 +6,13 @@ from pathlib import Path
 
 from fuligo.config.secret import Environment
 from fuligo.engines.host import PortClaims
-from fuligo.engines.sglang.server import PORTS_PER_ENGINE, ServerPorts, ServerSettings
+from fuligo.engines.sglang.server import AHEAD_VARIABLE, PORTS_PER_ENGINE, ServerPorts, ServerSettings
 
 ROOT = Path(__file__).parents[2]
 STUBS = Path(__file__).parent / "stubs"
 SPAWNING = {"PYTHONPATH": str(STUBS)}
 """Environment of a server that starts its processes as on a GPU: each imports SGLang again, for 7 s of CPU time."""
-ENVIRONMENT = {**SPAWNING, "FULIGO_TEST_FORKED_ENGINE": "1"}
+ENVIRONMENT = {**SPAWNING, "FULIGO_TEST_FORKED_ENGINE": "1", AHEAD_VARIABLE: ""}
 """Environment of a server that forks its processes, which takes 7 s of CPU time in all instead of 21 s."""
 
 MEMORY = {"mem_fraction_static": 0.5}

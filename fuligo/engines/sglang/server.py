@@ -26,9 +26,13 @@ PORTS_PER_ENGINE = 64
 """Consecutive ports for torch.distributed and, under DP attention, for messages between SGLang's processes, counted up from
 `dist_init_addr`."""
 LAUNCH = f"""
-import os, runpy
-from sglang.srt.utils import auth
+import os, runpy, sys
 keys = dict(api_key=os.environ.pop("{REQUESTS_VARIABLE}"), admin_api_key=os.environ.pop("{CONTROL_VARIABLE}"))
+sys.path.insert(0, {str(Path(__file__).parent / "ahead")!r})
+import fuligo_ahead
+del sys.path[0]
+fuligo_ahead.start()
+from sglang.srt.utils import auth
 add_api_key_middleware = auth.add_api_key_middleware
 def protect(app, **_):
     for route in app.routes:
@@ -41,7 +45,10 @@ runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 """
 """Program that starts `sglang.launch_server` with keys from the environment. If they were arguments (`--api-key`), other users could read
 them, SGLang 0.5.15 would write them to its log, and `/server_info` would return the control key to every holder of the request key. The
-program also restricts loading adapters to the control key, which SGLang permits with either key."""
+program also restricts loading adapters to the control key, which SGLang permits with either key. First it starts the processes of
+`AHEAD_VARIABLE`, without the keys."""
+AHEAD_VARIABLE = "FULIGO_AHEAD"
+"""Environment variable with the modules of SGLang's processes that start together with its main process (`ahead/fuligo_ahead.py`)."""
 OWN_ENVIRONMENT = {
     # With SGLang's default of 5 s, requests after a training step would hit closing connections, which the router counts as failures.
     "SGLANG_TIMEOUT_KEEP_ALIVE": "600",
@@ -183,6 +190,7 @@ class ServerSettings:
             chosen["TORCHINDUCTOR_CACHE_DIR"] = str(kernel_cache())
         if is_loopback(self.host) and "GLOO_SOCKET_IFNAME" not in os.environ:
             use_loopback_interface(chosen)
+        chosen[AHEAD_VARIABLE] = " ".join(self._processes())
         own = {**chosen, **self.environment.reveal(), **self.keys.environment}
         if self.turn is not None:
             own[TURN_VARIABLE] = str(self.turn)
@@ -205,6 +213,14 @@ class ServerSettings:
         PYTHONPATH, and SGLang would start without the plugins and without a message.
         """
         return f"import sys\nsys.path[:0] = {[str(directory) for directory in self._plugins]}\n{LAUNCH}"
+
+    def _processes(self) -> list[str]:
+        """Return the modules of the processes that SGLang starts on this node; none if a controller starts the schedulers."""
+        if self.arguments.get("dp_size") not in (None, 1):
+            return []
+        num_schedulers = self.tp_size * self.pp_size // self.num_nodes
+        detokenizer = ["sglang.srt.managers.detokenizer_manager"] if self.node_rank == 0 else []
+        return ["sglang.srt.managers.scheduler"] * num_schedulers + detokenizer
 
 
 class Server(Protocol):

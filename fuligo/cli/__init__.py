@@ -1,5 +1,6 @@
 """The command `fuligo`, also run as `python -m fuligo`."""
 
+import atexit
 import importlib
 import importlib.metadata
 import os
@@ -37,10 +38,10 @@ INTERRUPTED = 130
 
 
 def program(argv: Sequence[str] | None = None) -> NoReturn:
-    """Run `main` and exit.
+    """Run `main` and exit without finalizing the interpreter.
 
-    After an error or Ctrl-C a daemon thread may still be inside a long computation or a reward that hangs. Finalizing the interpreter would
-    abort the process while that thread is in C++ code, so the process exits without finalization.
+    After an error or Ctrl-C a daemon thread may still be inside a long computation or a reward that hangs. Finalization would abort the
+    process while that thread is in C++ code. Without such a thread, it would spend 0.2 s on the objects of torch and transformers.
     """
     continue_below_init()
     # Engine and trainer take turns on the same cores. GNU OpenMP's idle threads spin for milliseconds by default, which takes cores from
@@ -50,15 +51,19 @@ def program(argv: Sequence[str] | None = None) -> NoReturn:
     try:
         code = main(argv)
         print(end="", flush=True)
+        threads = threading.enumerate()
+        if not any(thread.daemon for thread in threads):
+            if len(threads) > 1:
+                sys.exit(code)  # which waits for the others
+            atexit._run_exitfuncs()
+            print(end="", flush=True)
     except BrokenPipeError:
         if not _reader_left():
             raise
         print("error: standard output was closed by its reader (as `| head` does); stopped", file=sys.stderr, flush=True)
         os._exit(1)  # skips flushing the buffer, which would fail again
-    if any(thread.daemon for thread in threading.enumerate()):
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _reader_left() -> bool:

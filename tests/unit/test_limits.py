@@ -101,9 +101,9 @@ def test_open_files_are_raised_for_this_process_and_its_children(hard: int, most
 
 def test_every_command_raises_open_files() -> None:
     script = (
-        "import resource; from fuligo.cli import program\n"
-        "try: program(['--help'])\n"
-        "except SystemExit: print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+        "import atexit, resource; from fuligo.cli import program\n"
+        "atexit.register(lambda: print(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))\n"
+        "program(['--help'])"
     )
     low = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 3000))  # noqa: E731
     done = subprocess.run([sys.executable, "-c", script], preexec_fn=low, capture_output=True, text=True, check=True, timeout=240)

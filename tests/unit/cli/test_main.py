@@ -121,6 +121,37 @@ def test_a_python_without_the_packages_is_named():
     assert ended.stderr.startswith(f"error: {sys.executable} has no package pydantic") and "Traceback" not in ended.stderr
 
 
+ENDING = """
+import atexit, sys, threading, time
+from fuligo import cli
+
+class Kept:
+    def __del__(self):
+        print("destroyed")
+
+kept = Kept()
+atexit.register(print, "handled")
+
+def work():
+    time.sleep(0.1)
+    print("worked")
+
+if sys.argv[1:]:
+    threading.Thread(target=work, daemon=sys.argv[1] == "daemon").start()
+cli.main = len
+cli.program(["a", "b", "c"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("thread", "printed"), [((), ["handled"]), (("waited for",), ["worked", "handled", "destroyed"]), (("daemon",), [])], ids=str
+)
+def test_the_process_ends_after_exit_handlers_without_destroying_objects(thread: tuple[str, ...], printed: list[str]) -> None:
+    """Other threads are waited for, but for daemons, which may never end."""
+    ended = subprocess.run([sys.executable, "-c", ENDING, *thread], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout.split(), ended.stderr) == (3, printed, "")
+
+
 def test_output_that_nobody_reads_ends_the_command_without_a_traceback() -> None:
     """As `fuligo schema | head`."""
     reading, writing = os.pipe()

@@ -30,7 +30,7 @@ def head_command(port: int, claims: PortClaims, *, num_cpus: int, num_gpus: int 
         host: address at which the other nodes reach this machine; None: Ray chooses one
     """
     options: dict[str, object] = {"port": port, "include-dashboard": "false", "node-ip-address": host}
-    return _ray_start(["--head"], {**options, "num-cpus": num_cpus, "num-gpus": num_gpus}, claims)
+    return _ray_start(["--head", "--no-monitor"], {**options, "num-cpus": num_cpus, "num-gpus": num_gpus}, claims)
 
 
 def worker_command(address: str, claims: PortClaims, *, name: str, num_cpus: int | None, num_gpus: int | None, host: str) -> list[str]:
@@ -88,5 +88,6 @@ async def head_is_open(head: ServerProcess, host: str, port: int) -> None:
 
 def _ray_start(switches: list[str], options: Mapping[str, object], claims: PortClaims) -> list[str]:
     agents = {name: claims.claim() for name in AGENT_PORTS}
-    given = [f"--{name}={value}" for name, value in {**options, **agents}.items() if value is not None]
+    # Neither Ray's autoscaler (the head's monitor) nor its copies of the actors' output has a reader here.
+    given = [f"--{name}={value}" for name, value in {**options, **agents, "include-log-monitor": "false"}.items() if value is not None]
     return [sys.executable, "-m", "ray.scripts.scripts", "start", *switches, *given, "--block", "--disable-usage-stats"]

@@ -12,7 +12,7 @@ import pytest
 from tests.e2e import warm_start
 from tests.e2e.command import REPOSITORY, environment, fuligo
 from tests.e2e.processes import SHARED_MEMORY, alive, descendants, interrupt, nothing_left_in_shared_memory, wait_until
-from tests.e2e.warm_children import read_by_imports, same_for_imports
+from tests.e2e.warm_children import same_for_imports
 from tests.e2e.warm_start import WarmStart
 
 
@@ -175,11 +175,11 @@ def test_children_with_other_variables_for_imports_are_fresh(forking: WarmStart,
 def test_variables_that_a_test_leaves_for_imports_are_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "mine")
     monkeypatch.setenv("HF_HOME", "here")
-    before = read_by_imports(os.environ)
+    before = dict(os.environ)
     with same_for_imports():
         os.environ |= {"RAY_AUTH_MODE": "token", "PYTHONBREAKPOINT": "ray.util.rpdb._driver_set_trace"}
         del os.environ["HF_HOME"]
-    assert read_by_imports(os.environ) == before
+    assert dict(os.environ) == before
 
 
 OTHER = """

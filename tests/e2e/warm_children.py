@@ -23,12 +23,20 @@ from typing import Any, Protocol
 
 SERVED = ("fuligo", "fuligo.trainer.ranks.rank_process", "tests.e2e.train_many", "tests.parity.rank_driver")
 """Modules that are started with `python -m`."""
-STARTING_OTHERS = (["fuligo", "train"], ["fuligo", "train-many"], ["tests.e2e.train_many"], ["tests.parity.rank_driver"])
+STARTING_OTHERS = (
+    ["fuligo", "train"],
+    ["fuligo", "launch"],
+    ["fuligo", "train-many"],
+    ["tests.e2e.train_many"],
+    ["tests.parity.rank_driver"],
+)
 """Modules, and commands of theirs, that start an engine and ranks."""
-READ_BY_IMPORTS = ("CUDA_", "GOMP_", "HF_", "LD_", "MKL_", "OMP_", "PYTHON", "RAY_", "TOKENIZERS_", "TORCH", "TRANSFORMERS_")
+READ_BY_IMPORTS = ("CUDA_", "GOMP_", "HF_", "LD_", "MKL_", "OMP_", "PYTHON", "TOKENIZERS_", "TORCH", "TRANSFORMERS_")
 """Beginnings of the names of environment variables that packages read while they are imported."""
-SET_BY_FULIGO = {"GOMP_SPINCOUNT", "RAY_DEDUP_LOGS_SKIP_REGEX"}
-"""Variables that fuligo sets in its own process, so that they depend on which tests have run before."""
+READ_BY_RAY = "RAY_"
+"""Beginning of the names of variables that Ray reads, which the warm imports leave out."""
+NOT_READ = {"GOMP_SPINCOUNT", "PYTHONBREAKPOINT"}
+"""Variables that fuligo and Ray set in their own processes, and that no import reads."""
 ROOM = "-" * 4096
 """Argument that reserves memory for the command lines of children."""
 PR_SET_CHILD_SUBREAPER = 36
@@ -38,8 +46,13 @@ FIRST_FREE_DESCRIPTOR = 512
 
 
 def read_by_imports(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that decide what an import does, without those that fuligo sets itself."""
-    return {name: value for name, value in environment.items() if name.startswith(READ_BY_IMPORTS) and name not in SET_BY_FULIGO}
+    """Return the variables that decide what the warm imports do."""
+    return {name: value for name, value in environment.items() if name.startswith(READ_BY_IMPORTS) and name not in NOT_READ}
+
+
+def read_by_tests(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that decide what imports of tests, commands and Ray do."""
+    return {name: value for name, value in environment.items() if name.startswith((*READ_BY_IMPORTS, READ_BY_RAY))}
 
 
 @contextmanager
@@ -48,11 +61,11 @@ def same_for_imports() -> Iterator[None]:
 
     `ray.init` and other calls leave such variables behind; the commands, engines and ranks of later tests would no longer fork.
     """
-    before = read_by_imports(os.environ)
+    before = read_by_tests(os.environ)
     try:
         yield
     finally:
-        for name in read_by_imports(os.environ).keys() - before.keys():
+        for name in read_by_tests(os.environ).keys() - before.keys():
             del os.environ[name]
         os.environ.update(before)
 
@@ -238,10 +251,11 @@ def import_all(modules: Sequence[str]) -> None:
     """Import modules in a process that will fork.
 
     Raises:
-        AssertionError: imports have started threads, which a fork loses.
+        AssertionError: imports have started threads, which a fork loses, or have imported Ray.
     """
     for module in modules:
         importlib.import_module(module)
+    assert "ray" not in sys.modules, "Ray would keep the variables of this process"
     threads = sorted(task.joinpath("comm").read_text().strip() for task in Path("/proc/self/task").iterdir())
     # The allocator of pyarrow has a thread, and handlers that stop and start it around a fork.
     assert len(threads) == 1 or threads[:-1] == ["jemalloc_bg_thd"], f"cannot fork: imports have started threads: {threads}"

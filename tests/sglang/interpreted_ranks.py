@@ -1,10 +1,14 @@
 """Run the plugin's operations as the two ranks of an engine would, in Triton's interpreter, and compare their bits with the trainer's.
 
 The trainer holds whole matrices. In float16, and without communication: the sum of two ranks' numbers has one value.
+
+Prints the exit code of a process that loads the plugin where SGLang lacks an operation, then the module of each operation that the plugin
+replaces.
 """
 
 # pyright: reportMissingImports=false
 
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +21,17 @@ sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 from interpreted_kernels import half
 from sglang.srt.layers.moe import topk
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod, UnquantizedLinearMethod
+from sglang.srt.layers.sampler import Sampler
 from sglang.srt.plugins import load_plugins
 
 from fuligo.models import gpu_invariant
 
+lacking = os.fork()
+if lacking == 0:
+    del Sampler._attach_logprobs_to_output
+    load_plugins()
+    os._exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(lacking, 0)[1]))
 load_plugins()
 kernels: Any
 expert_kernels: Any
@@ -28,6 +39,31 @@ kernels, expert_kernels = (sys.modules[f"fuligo_invariant_{name}"] for name in (
 kernels._num_processors = lambda device: 5
 gpu_invariant.kernels, gpu_invariant.expert_kernels = lambda: kernels, lambda: expert_kernels
 RANKS = range(2)
+
+
+def show_replaced() -> None:
+    from sglang.srt.layers.activation import SiluAndMul
+    from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+    from sglang.srt.layers.layernorm import RMSNorm
+    from sglang.srt.layers.logits_processor import LogitsProcessor
+    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+    from sglang.srt.models import qwen3_moe, utils
+
+    for operation in (
+        UnquantizedLinearMethod.apply,
+        RMSNorm.forward_cuda,
+        RotaryEmbedding.forward_cuda,
+        SiluAndMul.forward_cuda,
+        UnquantizedFusedMoEMethod.forward_cuda,
+        topk.fused_topk,
+        qwen3_moe.enable_fused_set_kv_buffer,
+        utils.can_use_fused_inplace_qknorm,
+        TritonAttnBackend.__init__,
+        LogitsProcessor._compute_lm_head,
+        Sampler.forward,
+        Sampler._attach_logprobs_to_output,
+    ):
+        print(operation.__module__)
 
 
 def on_rank(rank: int, tensor: Tensor, axis: int) -> Tensor:
@@ -126,6 +162,7 @@ def check_gradients() -> None:
             assert (own.double() - wanted).norm() < 2e-3 * wanted.norm()
 
 
+show_replaced()
 check_row_parallel_layers()
 check_column_parallel_layers()
 check_heads()

@@ -7,29 +7,11 @@ import os
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from fuligo.engines.host import PortClaims
 from fuligo.engines.sglang.server import EXACT_PLUGIN
 from tests.sglang.engines import STUBS, server_settings, sglang_python
-
-LOAD = """
-from sglang.srt.plugins import load_plugins
-load_plugins()
-from sglang.srt.layers.activation import SiluAndMul
-from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
-from sglang.srt.layers.layernorm import RMSNorm
-from sglang.srt.layers.logits_processor import LogitsProcessor
-from sglang.srt.layers.moe import topk
-from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod, UnquantizedLinearMethod
-from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
-from sglang.srt.layers.sampler import Sampler
-from sglang.srt.models import qwen3_moe, utils
-for each in (UnquantizedLinearMethod.apply, RMSNorm.forward_cuda, RotaryEmbedding.forward_cuda, SiluAndMul.forward_cuda,
-             UnquantizedFusedMoEMethod.forward_cuda, topk.fused_topk, qwen3_moe.enable_fused_set_kv_buffer,
-             utils.can_use_fused_inplace_qknorm, TritonAttnBackend.__init__,
-             LogitsProcessor._compute_lm_head, Sampler.forward, Sampler._attach_logprobs_to_output):
-    print(each.__module__)
-"""
-"""Prints the module of each operation that the plugin replaces."""
 
 
 def run(*arguments: str, path: Path) -> subprocess.CompletedProcess[str]:
@@ -39,18 +21,22 @@ def run(*arguments: str, path: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([str(python), *arguments], capture_output=True, text=True, timeout=300, env=variables, check=False)
 
 
-def test_sglang_loads_it_and_has_what_it_replaces() -> None:
-    done = run("-c", LOAD, path=EXACT_PLUGIN)
-    assert done.returncode == 0, done.stderr
-    assert set(done.stdout.split()) == {"fuligo_exact"}
+@pytest.fixture(scope="module")
+def loaded() -> subprocess.CompletedProcess[str]:
+    """Return the output of a process that loads the plugin, also where SGLang lacks an operation, and computes with it."""
+    return run(str(Path(__file__).parent / "interpreted_ranks.py"), path=EXACT_PLUGIN)
 
 
-def test_an_engine_ends_where_it_cannot_replace_an_operation() -> None:
+def test_sglang_loads_it_and_has_what_it_replaces(loaded: subprocess.CompletedProcess[str]) -> None:
+    _, *modules = loaded.stdout.split()
+    assert set(modules) == {"fuligo_exact"}, loaded.stderr
+
+
+def test_an_engine_ends_where_it_cannot_replace_an_operation(loaded: subprocess.CompletedProcess[str]) -> None:
     """SGLang itself would log the error and sample with its own kernels."""
-    broken = "import sglang.srt.layers.sampler as s; del s.Sampler._attach_logprobs_to_output\n" + LOAD
-    done = run("-c", broken, path=EXACT_PLUGIN)
-    assert done.returncode != 0
-    assert "fuligo cannot replace SGLang's operations for --exact-on-policy" in done.stderr
+    exit_code, *_ = loaded.stdout.split()
+    assert int(exit_code) != 0
+    assert "fuligo cannot replace SGLang's operations for --exact-on-policy" in loaded.stderr
 
 
 def test_kernels_compute_the_right_values() -> None:
@@ -63,9 +49,8 @@ def test_kernels_compile_for_hopper() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_two_ranks_add_up_to_the_trainers_bits() -> None:
-    done = run(str(Path(__file__).parent / "interpreted_ranks.py"), path=EXACT_PLUGIN)
-    assert done.returncode == 0, done.stderr
+def test_two_ranks_add_up_to_the_trainers_bits(loaded: subprocess.CompletedProcess[str]) -> None:
+    assert loaded.returncode == 0, loaded.stderr
 
 
 def test_only_exact_engines_get_it(tmp_path: Path) -> None:

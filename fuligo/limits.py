@@ -3,6 +3,7 @@
 import gc
 import os
 import resource
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,8 @@ MAX_OPEN_FILES = 2**20
 descriptor would then take minutes."""
 OBJECTS_PER_COLLECTION = 10_000
 """Net allocations of objects that start a garbage collection; Python's default is 700."""
+MANY_MODULES = 30
+"""New modules that tell imports of a package such as torch, which has hundreds, from a second run of the same code."""
 UNLIMITED_BYTES = 2**60
 """Limits of cgroup v1 above this mean that there is no limit."""
 
@@ -72,14 +75,19 @@ def freeze_garbage_collector() -> None:
 def collector_paused() -> Iterator[None]:
     """Disable garbage collection in the block, for imports.
 
-    torch and transformers create millions of objects that are never freed; scanning them takes a fifth of the time of their imports.
+    torch and transformers create millions of objects that are never freed. Scanning them takes a fifth of the time of their imports, so a
+    block that has imported such packages excludes all existing objects from later collections as well. Others do not: a dead model that
+    awaits its collection would stay in memory.
     """
     was_enabled = gc.isenabled()
+    num_modules = len(sys.modules)
     gc.disable()
     try:
         yield
     finally:
         if was_enabled:
+            if len(sys.modules) >= num_modules + MANY_MODULES:
+                gc.freeze()
             gc.enable()
 
 

@@ -30,9 +30,10 @@ def run_job(config: Config) -> int:
     Raises ConfigError under torchrun if --max-restarts is set, or the ranks of several hosts have no common key, and FuligoError if the run
     failed.
     """
-    from rich.console import Console
+    with collector_paused():
+        from rich.console import Console
 
-    from fuligo.trainer.ranks.torchrun import follow, torchrun_place
+        from fuligo.trainer.ranks.torchrun import follow, torchrun_place
 
     place = torchrun_place()
     if place is not None:

@@ -16,6 +16,7 @@ from fuligo.data.source import PromptSource
 from fuligo.engines.group import EngineGroup
 from fuligo.engines.profiling import EngineProfiler
 from fuligo.job.engines import Engines
+from fuligo.limits import collector_paused
 from fuligo.models.vision.prompts import prompt_images
 from fuligo.rollout.build import build_generators, build_sampling, vocab_size
 from fuligo.rollout.build_evaluation import build_evaluator
@@ -48,10 +49,11 @@ class RunData:
         `state` is the rollout state of the resumed checkpoint. Raises DataError if the data are missing or malformed, or differ from those
         of the checkpoint.
         """
-        from fuligo.models.directory import load_tokenizer
-
         assert config.model.hf_checkpoint is not None, "validated"
-        tokenizer = load_tokenizer(config.model.hf_checkpoint, runs_its_code=config.model.trust_remote_code)
+        with collector_paused():
+            from fuligo.models.directory import load_tokenizer
+
+            tokenizer = load_tokenizer(config.model.hf_checkpoint, runs_its_code=config.model.trust_remote_code)
         source = cls._open_source(config, tokenizer)
         if source is not None and state is not None:
             source.check(state.source)

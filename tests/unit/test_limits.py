@@ -6,11 +6,12 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from fuligo import limits
-from fuligo.limits import available_memory_bytes, freeze_garbage_collector, memory_bytes, num_cores, raise_open_files
+from fuligo.limits import available_memory_bytes, collector_paused, freeze_garbage_collector, memory_bytes, num_cores, raise_open_files
 
 GIB = 1024**3
 PLAIN = {"proc/meminfo": f"MemTotal: {64 * 1024**2} kB\nMemFree: 1024 kB\nMemAvailable: {48 * 1024**2} kB\n"}
@@ -117,12 +118,22 @@ def test_a_high_limit_of_open_files_stays() -> None:
 
 
 def test_a_frozen_heap_is_not_collected_and_collections_are_rarer() -> None:
-    thresholds = gc.get_threshold()
+    thresholds, num_frozen = gc.get_threshold(), gc.get_freeze_count()
     gc.set_threshold(700, 10, 10)  # Python's own; a run in this process may have changed it
     try:
         freeze_garbage_collector()
-        assert gc.get_freeze_count() > 0
+        assert gc.get_freeze_count() > num_frozen
         assert gc.get_threshold()[0] > 700
     finally:
-        gc.unfreeze()
         gc.set_threshold(*thresholds)
+
+
+@pytest.mark.parametrize(("num_modules", "are_frozen"), [(limits.MANY_MODULES, True), (limits.MANY_MODULES - 1, False)])
+def test_only_blocks_of_many_imports_freeze_what_there_is(num_modules: int, monkeypatch: pytest.MonkeyPatch, *, are_frozen: bool) -> None:
+    num_frozen = gc.get_freeze_count()
+    with collector_paused():
+        assert not gc.isenabled()
+        for number in range(num_modules):
+            monkeypatch.setitem(sys.modules, f"new_{number}", ModuleType(f"new_{number}"))
+    assert gc.isenabled()
+    assert (gc.get_freeze_count() > num_frozen) == are_frozen

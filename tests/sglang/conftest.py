@@ -17,6 +17,7 @@ from fuligo.formats.engine_keys import EngineKeys
 from tests import tiny
 from tests.e2e.command import HAS_CUDA
 from tests.e2e.conftest import warm_commands
+from tests.e2e.processes import nothing_left_in_shared_memory
 from tests.e2e.warm_children import patch_popen
 from tests.e2e.warm_servers import Servers
 from tests.sglang.engines import ENVIRONMENT, server_settings, sglang_python
@@ -42,6 +43,12 @@ def warm_servers() -> None:
     """Let SGLang's servers fork from a process that has imported SGLang."""
     if not HAS_CUDA:
         patch_popen(Servers())
+
+
+@pytest.fixture
+def nothing_shared_stays() -> Iterator[None]:
+    with nothing_left_in_shared_memory():
+        yield
 
 
 @pytest.fixture(scope="session")

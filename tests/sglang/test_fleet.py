@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -14,19 +14,13 @@ from fuligo.engines.generation import SamplingParams
 from fuligo.engines.host import PortClaims
 from fuligo.engines.sglang.fleet import Fleet
 from fuligo.errors import EngineError
-from tests.e2e.processes import alive, descendants, nothing_left_in_shared_memory
+from tests.e2e.processes import alive, descendants
 from tests.sglang.conftest import SEEN_S, fleet_settings
 from tests.sglang.engines import SPAWNING
 
 PROMPT = list(range(20, 60))
 LONG = SamplingParams(max_new_tokens=300, ignore_eos=True)
 SHORT = SamplingParams(max_new_tokens=4, ignore_eos=True)
-
-
-@pytest.fixture
-def nothing_shared_stays() -> Iterator[None]:
-    with nothing_left_in_shared_memory():
-        yield
 
 
 @pytest_asyncio.fixture
@@ -125,20 +119,6 @@ async def test_an_engine_whose_guard_is_killed_restarts_when_its_processes_are_g
         assert len(below) > 1 and not alive(below)
         await fleet.servers[0].wait_ready()
         watch.cancel()
-    finally:
-        await fleet.stop()
-
-
-async def test_without_fault_tolerance_the_end_names_the_engine(
-    nothing_shared_stays: None, checkpoint: Path, claims: PortClaims, tmp_path: Path
-) -> None:
-    settings = fleet_settings(checkpoint, claims, tmp_path, num_engines=1, restart=False, environment=SPAWNING)
-    fleet = await Fleet.launch(settings)
-    try:
-        await asyncio.sleep(SEEN_S)
-        os.kill(next(iter(descendants(fleet.servers[0].process.pid))), signal.SIGKILL)
-        with pytest.raises(EngineError, match=r"engine 0 was killed \(.*engine-0\.txt"):
-            await asyncio.wait_for(fleet.watch(), 120)
     finally:
         await fleet.stop()
 

@@ -122,7 +122,7 @@ def test_the_reward_rises_and_an_engine_that_dies_comes_back(start, tmp_path: Pa
 
 @pytest.mark.slow
 def test_without_fault_tolerance_the_run_ends_and_names_the_engine(start, tmp_path: Path) -> None:
-    """make test covers its halves: the fleet's error (test_fleet.py) and the end of the run (tests/e2e/test_failures.py)."""
+    """make test covers its halves: the fleet's error (test_turns.py) and the end of the run (tests/e2e/test_failures.py)."""
     run = start(num_rollout=8, save_interval=1)
     for line in run.stdout:
         if re.match("step 2/", line):

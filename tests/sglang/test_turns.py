@@ -3,6 +3,7 @@
 import asyncio
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,16 +17,22 @@ from fuligo.engines.sglang.fleet import Fleet
 from fuligo.engines.sglang.server import TURN_PLUGIN, TURN_VARIABLE
 from fuligo.engines.sglang.turns import fuligo_turns
 from fuligo.errors import EngineError
-from tests.sglang.conftest import fleet_settings
+from tests.e2e.processes import descendants
+from tests.sglang.conftest import SEEN_S, fleet_settings
 from tests.sglang.engines import SPAWNING, STUBS, server_settings, sglang_python
 
 
-async def test_an_engine_loads_weights_once_it_has_its_turn(checkpoint: Path, claims: PortClaims, tmp_path: Path) -> None:
-    """Also if --engine-python is a script that replaces PYTHONPATH."""
+async def test_an_engine_loads_weights_once_it_has_its_turn_and_is_named_when_it_dies(
+    nothing_shared_stays: None, checkpoint: Path, claims: PortClaims, tmp_path: Path
+) -> None:
+    """It starts its processes as on a GPU, by an --engine-python script that replaces PYTHONPATH.
+
+    Without fault tolerance, its end is that of the run, and leaves nothing behind.
+    """
     turn, log, script = tmp_path / "turn", tmp_path / "engine-0.txt", tmp_path / "python"
     script.write_text(f'#!/bin/sh\nexport PYTHONPATH={STUBS}\nexec {sglang_python()} "$@"\n')
     script.chmod(0o700)
-    settings = fleet_settings(checkpoint, claims, tmp_path, num_engines=1, environment=SPAWNING)
+    settings = fleet_settings(checkpoint, claims, tmp_path, num_engines=1, restart=False, environment=SPAWNING)
     settings = replace(settings, servers=tuple(replace(server, turn=turn, python=str(script)) for server in settings.servers))
     launching = asyncio.create_task(Fleet.launch(settings))
     async with asyncio.timeout(200):
@@ -37,6 +44,10 @@ async def test_an_engine_loads_weights_once_it_has_its_turn(checkpoint: Path, cl
     try:
         assert "Load weight begin" in log.read_text()
         assert (await fleet.group.generate([1, 2, 3], SamplingParams(max_new_tokens=2), rid="0", timeout_s=60)).output_ids.size
+        await asyncio.sleep(SEEN_S)
+        os.kill(next(iter(descendants(fleet.servers[0].process.pid))), signal.SIGKILL)
+        with pytest.raises(EngineError, match=r"engine 0 was killed \(.*engine-0\.txt"):
+            await asyncio.wait_for(fleet.watch(), 120)
     finally:
         await fleet.stop()
 
@@ -85,7 +96,7 @@ def test_the_plugin_is_among_those_that_the_user_chose(tmp_path: Path, claims: P
     """SGLang loads no plugins but those in SGLANG_PLUGINS, if it is set."""
     given = {"environment": {"SGLANG_PLUGINS": "mine"}, "turn": tmp_path / "turn", "is_exact": True}
     found = server_settings("engine 0", tmp_path, claims, tmp_path / "log", **given).full_environment()
-    assert found["SGLANG_PLUGINS"] == "mine,fuligo_exact,fuligo_turns"
+    assert found["SGLANG_PLUGINS"] == "mine,fuligo_stream,fuligo_exact,fuligo_turns"
     assert (
         "SGLANG_PLUGINS" not in server_settings("engine 0", tmp_path, claims, tmp_path / "log", turn=tmp_path / "turn").full_environment()
     )

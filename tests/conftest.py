@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
+from fuligo.limits import freeze_garbage_collector
 from tests.e2e.command import warm_start
 from tests.e2e.warm_children import ForkServer, same_for_imports
 from tests.small_disk import SmallDisk, mounted
@@ -34,7 +35,7 @@ settings.load_profile("fuligo")
 def pytest_collection_finish() -> None:
     """Leave all modules out of garbage collections: with torch, transformers and Ray, a full one takes a tenth of a second."""
     gc.enable()
-    gc.freeze()
+    freeze_garbage_collector()
 
 
 @pytest.hookimpl(wrapper=True)

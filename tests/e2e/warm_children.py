@@ -253,6 +253,7 @@ def import_all(modules: Sequence[str]) -> None:
     Raises:
         AssertionError: imports have started threads, which a fork loses, or have imported Ray.
     """
+    gc.disable()
     for module in modules:
         importlib.import_module(module)
     assert "ray" not in sys.modules, "Ray would keep the variables of this process"
@@ -260,6 +261,7 @@ def import_all(modules: Sequence[str]) -> None:
     # The allocator of pyarrow has a thread, and handlers that stop and start it around a fork.
     assert len(threads) == 1 or threads[:-1] == ["jemalloc_bg_thd"], f"cannot fork: imports have started threads: {threads}"
     gc.freeze()  # collections in a child would copy the memory that it shares
+    gc.enable()
 
 
 def serve_others(connection: socket.socket) -> str:

@@ -10,7 +10,7 @@ TEST_WORKERS ?= 2
 # Tests start many processes, which would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart install install-dev install-sglang install-verifiers install-gpu browser ready check unit test test-main test-sglang test-verifiers test-full test-gpu chaos format lint licenses lock types imports
+.PHONY: quickstart install install-dev install-sglang install-verifiers install-gpu browser ready check unit test test-main test-servers test-verifiers test-full test-gpu chaos format lint licenses lock types imports
 
 quickstart: install
 	.venv/bin/fuligo quickstart $(ARGS)
@@ -84,15 +84,16 @@ unit: install-dev
 ready:
 	+@$(MAKE) --no-print-directory --jobs 2 --output-sync install-sglang install-verifiers browser lint imports
 
-# The other tests leave a core idle at times: the type checker runs beside them, then SGLang's tests, whose engines do so too.
+# The other tests leave a core idle at times: beside them run the type checker, then the tests of Ray and SGLang, which wait for one
+# another's processes, and together take as long as the others.
 test: ready
-	+@$(MAKE) --no-print-directory --jobs 2 --output-sync=line --keep-going test-main types test-sglang test-verifiers
+	+@$(MAKE) --no-print-directory --jobs 2 --output-sync=line --keep-going test-main types test-servers test-verifiers
 
 test-main: install-dev
-	.venv/bin/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m "not gpu and not slow and not sglang"
+	.venv/bin/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m "not gpu and not slow" --ignore tests/sglang --ignore tests/cluster
 
-test-sglang: install-sglang install-dev
-	.venv/bin/python -m pytest tests/sglang tests/cluster -m "sglang and not slow"
+test-servers: install-sglang install-dev
+	.venv/bin/python -m pytest tests/sglang tests/cluster -m "not slow"
 
 test-verifiers: install-verifiers
 	.venv-verifiers/bin/python -m pytest -q tests/unit/environments/adapters/test_verifiers.py

@@ -15,6 +15,11 @@ DEFAULT_PREFILL_TOKENS = 16384
 SPECULATIVE_REQUESTS = 48
 """Default of `max_running_requests` with speculative decoding, shared by the attention replicas."""
 
+LLAMA_TREE, CHAIN = (5, 4, 8), (3, 1, 4)
+"""Defaults of speculative decoding: steps, branches and draft tokens, for LlamaForCausalLM and for other models."""
+NGRAM_TOKENS, NGRAM_BREADTH, DFLASH_TOKENS = 12, 10, 16
+"""Defaults of draft tokens, and of the branches of NGRAM."""
+
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
@@ -30,6 +35,8 @@ class ServerSettings:
     """Limit of the whole server; None: limited only by its memory."""
     uses_deepep: bool
     drafts_with_own_layers: bool
+    draft_steps: int
+    """Depth of the drafts: the most that one decoding step accepts; 0 without speculative decoding."""
     draft_tokens: int
     """Tokens verified per decoding step; 1 without speculative decoding."""
 
@@ -62,7 +69,7 @@ def server_settings(spec: EngineGroupSpec, architecture: Architecture, gpu: Gpu)
     if chunk < 0:  # no chunks: one prefill of up to max_prefill_tokens
         chunk = arguments.get("max_prefill_tokens") or DEFAULT_PREFILL_TOKENS
     batch = _graph_batch(spec, size)
-    algorithm = arguments.get("speculative_algorithm")
+    draft_steps, draft_tokens = _drafts(spec, architecture)
     num_prefill_graphs = 0
     if spec.worker_type != "decode" and not arguments.get("disable_prefill_cuda_graph"):
         # As `_generate_prefill_cuda_graph_batch_sizes` captures them, up to a chunk.
@@ -76,11 +83,30 @@ def server_settings(spec: EngineGroupSpec, architecture: Architecture, gpu: Gpu)
         max_running_requests=max_running_requests(spec),
         uses_deepep=arguments.get("moe_a2a_backend") == "deepep",
         drafts_with_own_layers=spec.drafts_with_own_layers,
-        draft_tokens=1 if algorithm is None else arguments.get("speculative_num_draft_tokens") or 1,
+        draft_steps=draft_steps,
+        draft_tokens=draft_tokens,
     )
     given = arguments.get("mem_fraction_static")
     fraction = _default_fraction(spec, architecture, gpu, settings, chunk) if given is None else float(given)
     return replace(settings, mem_fraction_static=fraction)
+
+
+def _drafts(spec: EngineGroupSpec, architecture: Architecture) -> tuple[int, int]:
+    """Return the depth of the drafts and the number of tokens to verify (`_auto_choose_speculative_params`, `_handle_ngram`)."""
+    arguments, algorithm = spec.arguments, str(spec.arguments.get("speculative_algorithm") or "").upper()
+    if not algorithm:
+        return 0, 1
+    steps, branches, tokens = (arguments.get(f"speculative_{name}") for name in ("num_steps", "eagle_topk", "num_draft_tokens"))
+    if algorithm == "NGRAM":
+        tokens = tokens or NGRAM_TOKENS
+        return steps or max(1, tokens // (arguments.get("speculative_ngram_max_bfs_breadth") or NGRAM_BREADTH)), tokens
+    if algorithm == "DFLASH":
+        tokens = tokens or DFLASH_TOKENS
+        return tokens - 1, tokens
+    if steps is None:
+        has_tree = architecture.model_type == "llama" and algorithm != "STANDALONE"
+        steps, branches, tokens = LLAMA_TREE if has_tree else CHAIN
+    return steps, steps + 1 if branches in (None, 1) else tokens or steps + 1
 
 
 def max_running_requests(spec: EngineGroupSpec) -> int | None:
@@ -115,9 +141,9 @@ def _default_fraction(spec: EngineGroupSpec, architecture: Architecture, gpu: Gp
     """Return SGLang's default of --mem-fraction-static: the share of the GPU left after a reserve."""
     reserve = 512.0
     if spec.worker_type == "decode":
-        # SGLang computes this before it limits the requests of speculative decoding.
+        # SGLang computes this before it sets the defaults of speculative decoding.
         running = spec.arguments.get("max_running_requests") or settings.graph_batch or 1
-        reserve += max(running * settings.draft_tokens, 2048) * 1.5
+        reserve += max(running * (spec.arguments.get("speculative_num_draft_tokens") or 1), 2048) * 1.5
     else:
         reserve += max(chunk, 2048) * 1.5
     reserve += settings.graph_batch * 2 + spec.tp_size * spec.pp_size / 8 * 1024

@@ -61,3 +61,23 @@ def test_a_server_that_drafts_runs_48_requests_unless_told_otherwise(arguments: 
     assert settings.max_running_requests == requests
     settings = server_settings(spec_of(1, max_running_requests=256, **arguments), facts(GROUPED), gpu("h100-80"))
     assert settings.max_running_requests == 256
+
+
+@pytest.mark.parametrize(
+    ("model", "tree", "depth", "num_tokens"),
+    [
+        ("qwen3-4b", {}, 0, 1),
+        ("qwen3-4b", {"algorithm": "EAGLE"}, 3, 4),
+        ("llama", {"algorithm": "EAGLE3"}, 5, 8),
+        ("llama", {"algorithm": "STANDALONE"}, 3, 4),
+        ("llama", {"algorithm": "EAGLE", "num_steps": 2, "eagle_topk": 1, "num_draft_tokens": 5}, 2, 3),
+        ("llama", {"algorithm": "EAGLE", "num_steps": 2, "eagle_topk": 2, "num_draft_tokens": 5}, 2, 5),
+        ("qwen3-4b", {"algorithm": "NGRAM"}, 1, 12),
+        ("qwen3-4b", {"algorithm": "NGRAM", "num_draft_tokens": 40}, 4, 40),
+        ("qwen3-4b", {"algorithm": "DFLASH"}, 15, 16),
+    ],
+)
+def test_drafts_have_sglangs_depth_and_size(model: str, tree: dict[str, Any], depth: int, num_tokens: int) -> None:
+    shapes = replace(facts("qwen3-4b"), model_type="llama") if model == "llama" else facts(model)
+    settings = server_settings(spec_of(1, **{f"speculative_{name}": value for name, value in tree.items()}), shapes, gpu("h100-80"))
+    assert (settings.draft_steps, settings.draft_tokens) == (depth, num_tokens)

@@ -3,7 +3,7 @@
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -18,27 +18,33 @@ from fuligo.config.validate import with_places
 from fuligo.errors import ConfigError
 from fuligo.models.from_flags import architecture_from_flags
 from fuligo.models.hub import located
+from fuligo.planner import speeds
 from fuligo.planner.choices import apply_choices
 from fuligo.planner.gpus import GPUS, known_gpu
 from fuligo.planner.make_plan import make_plan
 from fuligo.planner.plan import Plan
+from fuligo.planner.subject import Assumed
 from fuligo.quantities import amount
 
 DEFAULT_GPU = "h100-80"
 STANDARD_OUTPUT = "-"
-OWN_OPTIONS = ("--gpu", "--host-memory", "--json", "--html")
+OWN_OPTIONS = ("--gpu", "--host-memory", "--kept-share", "--accept-length", "--json", "--html")
 """Options of `fuligo plan` itself; all other arguments belong to the job."""
 _GIB = 1024**3
 _PLAIN_WIDTH = 100
 """Width of the report without a terminal."""
 _USAGE = f"""\
-fuligo plan [--gpu NAME] [--host-memory GIB] [--json [FILE]] [--html FILE] [--config FILE] [--flag VALUE ...]
+fuligo plan [--gpu NAME] [--host-memory GIB] [--kept-share SHARE] [--accept-length TOKENS] [--json [FILE]] [--html FILE]
+            [--config FILE] [--flag VALUE ...]
 
 Reports what the job would do on a cluster: violated rules with fixes, placement of every process, memory, time of a step.
 Takes the arguments of fuligo train, starts nothing, needs no GPU. Exit code: 2 if there are errors, else 0.
 
   --gpu NAME           GPU to plan for (default: this machine's, else {DEFAULT_GPU}): {", ".join(GPUS)}
   --host-memory GIB    memory of one node (default: that of the vendor's servers with this GPU)
+  --kept-share SHARE   share of the groups that the dynamic sampling filter keeps (default: {speeds.KEPT_SHARE:g}, assumed)
+  --accept-length TOKENS
+                       tokens per verification with speculative decoding, from 1 (default: assumed from the drafts' depth)
   --json [FILE]        write everything as JSON to FILE, or print it instead of the report
   --html FILE          write everything as one HTML page
 
@@ -54,6 +60,8 @@ class Options:
     """Value of --gpu; None: the GPU of this machine, or `DEFAULT_GPU` if it has none that the planner knows."""
     host_memory_bytes: int | None = None
     """Memory of one node; None: as in the vendor's servers."""
+    assumed: Assumed = field(default_factory=Assumed)
+    """Figures of a run in place of the planner's assumptions."""
     json_file: str | None = None
     """File to write; `-` for standard output."""
     html_file: str | None = None
@@ -87,7 +95,7 @@ def main(arguments: Sequence[str]) -> int:
         else:
             config, engine = with_installed_engine(config, len(devices))
             notes += engine
-    plan = make_plan(config, gpu, plan_name(config, options.job), host_memory_bytes=options.host_memory_bytes)
+    plan = make_plan(config, gpu, plan_name(config, options.job), host_memory_bytes=options.host_memory_bytes, assumed=options.assumed)
     plan = replace(plan, findings=(*_refused_at_start(config), *plan.findings, *_short_of_disk(plan, config)))
     plan = replace(plan, findings=with_places(plan.findings, parsed.places))
     is_broken = any(finding.severity is Severity.ERROR for finding in plan.findings)
@@ -125,7 +133,7 @@ def _short_of_disk(plan: Plan, config: Config) -> Iterator[Finding]:
 def split_options(arguments: Sequence[str]) -> Options:
     """Separate the options of `fuligo plan` from the arguments of the job, in any order; a repeated option keeps its last value.
 
-    Raises ConfigError if an option lacks its value, or the value is not a number.
+    Raises ConfigError if an option lacks its value, or the value is not a number within its bounds.
     """
     given: dict[str, str] = {}
     job: list[str] = []
@@ -146,20 +154,52 @@ def split_options(arguments: Sequence[str]) -> Options:
     return Options(
         gpu=given.get("--gpu"),
         host_memory_bytes=_bytes_of_gib(given["--host-memory"]) if "--host-memory" in given else None,
+        assumed=_assumed(given),
         json_file=given.get("--json"),
         html_file=given.get("--html"),
         job=tuple(job),
     )
 
 
-_EXAMPLES = {"--gpu": "--gpu h200-141", "--host-memory": "--host-memory 2048", "--html": "--html plan.html"}
+_EXAMPLES = {
+    "--gpu": "--gpu h200-141",
+    "--host-memory": "--host-memory 2048",
+    "--kept-share": "--kept-share 0.6",
+    "--accept-length": "--accept-length 2.4",
+    "--html": "--html plan.html",
+}
+
+
+def _assumed(given: Mapping[str, str]) -> Assumed:
+    """Return the assumptions, with the figures that are given as options. Raises ConfigError if one is out of its bounds."""
+    assumed = Assumed()
+    if "--kept-share" in given:
+        share = _number(given["--kept-share"])
+        if not 0 < share <= 1:
+            raise ConfigError(
+                f"--kept-share {given['--kept-share']}: must be a share above 0 and at most 1, such as {_EXAMPLES['--kept-share']}"
+            )
+        assumed = replace(assumed, kept_share=share)
+    if "--accept-length" in given:
+        length = _number(given["--accept-length"])
+        if not 1 <= length < float("inf"):
+            raise ConfigError(
+                f"--accept-length {given['--accept-length']}: must be a number of tokens from 1, such as {_EXAMPLES['--accept-length']}"
+            )
+        assumed = replace(assumed, accept_length=length)
+    return assumed
+
+
+def _number(text: str) -> float:
+    """Return the number, or not-a-number, which is within no bounds."""
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")
 
 
 def _bytes_of_gib(text: str) -> int:
-    try:
-        gib = float(text)
-    except ValueError:
-        gib = 0.0
+    gib = _number(text)
     if not 0 < gib < float("inf"):
         raise ConfigError(f"--host-memory {text}: must be a number of GiB above 0, such as --host-memory 2048")
     return int(gib * _GIB)

@@ -16,23 +16,32 @@ from fuligo.planner.estimate import HOST, estimate, memory_findings
 from fuligo.planner.memory.activations import BF16, FP32
 from fuligo.planner.plan import Disk, Plan
 from fuligo.planner.roofline import assumptions
-from fuligo.planner.subject import Subject, read_subject
+from fuligo.planner.subject import Assumed, Subject, read_subject
 from fuligo.planner.suggestions import Remedy, remedies
 
 LAYOUT = "PLAN-LAYOUT"
 
 
-def make_plan(config: Config, gpu_name: str, name: str, *, host_memory_bytes: int | None = None, sharing: Sequence[Config] = ()) -> Plan:
+def make_plan(
+    config: Config,
+    gpu_name: str,
+    name: str,
+    *,
+    host_memory_bytes: int | None = None,
+    sharing: Sequence[Config] = (),
+    assumed: Assumed | None = None,
+) -> Plan:
     """Plan a run on GPUs of the model `gpu_name`, a key of `gpus.GPUS`.
 
     Args:
         host_memory_bytes: memory of each node; None: that of the vendor's own servers with this GPU.
         sharing: other runs that use the same engines, as in `Subject`.
+        assumed: figures of another run; None: the planner's own assumptions.
 
     Raises:
         ConfigError: the GPU or the model's shape is unknown; includes other errors of the config.
     """
-    subject, choices = choose(_read_subject(config, gpu_name, sharing))
+    subject, choices = choose(_read_subject(config, gpu_name, sharing, assumed))
     model, rules = subject.architecture, check(subject)
     findings = (*rules, *hook_findings(config))
     plan = Plan(
@@ -69,9 +78,9 @@ def make_plan(config: Config, gpu_name: str, name: str, *, host_memory_bytes: in
     )
 
 
-def _read_subject(config: Config, gpu_name: str, sharing: Sequence[Config]) -> Subject:
+def _read_subject(config: Config, gpu_name: str, sharing: Sequence[Config], assumed: Assumed | None) -> Subject:
     try:
-        return read_subject(config, gpu_name, sharing=sharing)
+        return read_subject(config, gpu_name, sharing=sharing, assumed=assumed)
     except ConfigError as error:
         errors = [each for each in config_findings(config) if each.severity is Severity.ERROR and each.id != "CFG-MODEL-MISSING"]
         raise ConfigError(*error.problems, *(described(each, config) for each in errors)) from None

@@ -2,13 +2,18 @@
 
 from dataclasses import dataclass, replace
 
+from fuligo.config import Config
 from fuligo.config.topology import EngineGroupSpec, policy_model
 from fuligo.layout.flops import forward_flops
+from fuligo.models.architecture import Architecture
 from fuligo.planner import speeds
 from fuligo.planner.lengths import average_prompt, average_response
+from fuligo.planner.memory.activations import BF16
 from fuligo.planner.memory.bars import planned_engines
 from fuligo.planner.memory.engine import EngineMemory, embedded_items, is_fp8, serves_teacher
 from fuligo.planner.plan import ClusterLayout, Phase
+from fuligo.planner.sampled_groups import SampledGroups, sampled_groups
+from fuligo.planner.server_settings import ServerSettings
 from fuligo.planner.subject import Subject
 from fuligo.planner.training_time import rollout_forward_flops
 from fuligo.quantities import magnitude
@@ -22,30 +27,41 @@ class _Decoding:
     batch: float
     """Requests that one engine decodes at once, on average."""
     step_s: float
+    accept_length: float = 1.0
+    """Tokens per request and step."""
 
 
 def rollout_phase(subject: Subject, layout: ClusterLayout) -> Phase:
-    """Estimate the rollout: all kept responses, all engines in parallel."""
-    config = subject.config
-    requests = config.samples_per_rollout
-    flops = _flops(subject, requests)
+    """Estimate the rollout: all sampled responses, kept or not, all engines in parallel."""
+    config, sampled = subject.config, sampled_groups(subject)
+    flops = _flops(subject, sampled)
+    groups_note = ""
+    if sampled.started > config.rollout.rollout_batch_size:
+        groups_note = f"; {sampled.started:.0f} groups started for the {config.rollout.rollout_batch_size} to keep"
     if config.engine_capabilities.beside_trainer:
-        decoding = _embedded(subject, requests)
-        note = f"{decoding.batch:.0f} requests decoded at once, {decoding.step_s * 1e3:.1f} ms per step, embedded engine"
+        decoding = _embedded(subject, sampled)
+        note = f"{decoding.batch:.0f} requests decoded at once, {decoding.step_s * 1e3:.1f} ms per step, embedded engine{groups_note}"
         return Phase("rollout", "engines", 0.0, decoding.seconds, flops, note)
-    engines = planned_engines(subject)
-    policy = policy_model(config) if engines else None
-    groups = [(spec, memory) for _, spec, memory in engines if spec.model == policy]
+    groups = policy_servers(subject)
     decoders = [(spec, memory) for spec, memory in groups if spec.worker_type != "prefill"]
     if not decoders:
         return Phase("rollout", "engines", 0.0, 0.0, flops, "external engines: not estimated")
     num_gpus = sum(spec.num_gpus for spec, _ in decoders)
     slowest = max(
-        (_decoding(subject, spec, memory, requests * spec.num_gpus / num_gpus) for spec, memory in decoders), key=lambda each: each.seconds
+        (_decoding(subject, spec, memory, sampled, spec.num_gpus / num_gpus) for spec, memory in decoders), key=lambda each: each.seconds
     )
-    prefill_s, prefill_note = _prefill(subject, groups)
-    note = f"{slowest.batch:.0f} requests decoded at once per engine, {slowest.step_s * 1e3:.1f} ms per step; {prefill_note}"
+    prefill_s, prefill_note = _prefill(subject, groups, sampled)
+    drafts = "" if slowest.accept_length == 1.0 else f" for {slowest.accept_length:.2f} tokens"
+    step = f"{slowest.step_s * 1e3:.1f} ms per step{drafts}"
+    note = f"{slowest.batch:.0f} requests decoded at once per engine, {step}; {prefill_note}{groups_note}"
     return Phase("rollout", "engines", 0.0, slowest.seconds + prefill_s, flops, note)
+
+
+def policy_servers(subject: Subject) -> list[tuple[EngineGroupSpec, EngineMemory]]:
+    """Return the groups of servers of the policy, and the memory of one GPU of each; empty with external engines."""
+    engines = planned_engines(subject)
+    policy = policy_model(subject.config) if engines else None
+    return [(spec, memory) for _, spec, memory in engines if spec.model == policy]
 
 
 def teacher_phase(subject: Subject, rollout_s: float) -> Phase | None:
@@ -57,76 +73,124 @@ def teacher_phase(subject: Subject, rollout_s: float) -> Phase | None:
     found = [(spec, memory.architecture) for _, spec, memory in planned_engines(subject) if serves_teacher(spec, config)]
     if not found:
         return None
-    flops = rollout_forward_flops(replace(subject, architecture=found[0][1]))
+    scored = sampled_groups(subject).finished  # before a filter sees them
+    per_kept = scored / config.rollout.rollout_batch_size
+    flops = per_kept * rollout_forward_flops(replace(subject, architecture=found[0][1]))
     num_gpus = sum(spec.num_gpus for spec, _ in found)
     seconds = flops / (num_gpus * subject.gpu.bf16_flops * speeds.PREFILL)
-    last_s = seconds / config.rollout.rollout_batch_size
-    tokens = config.samples_per_rollout * (average_prompt(config) + average_response(config))
+    last_s = seconds / scored
+    tokens = round(per_kept * config.samples_per_rollout * (average_prompt(config) + average_response(config)))
     note = f"{magnitude(tokens)} tokens at {speeds.PREFILL:.0%} of the peak, during the rollout; only the last group comes after it"
     return Phase("prefill", "teacher", max(0.0, rollout_s + last_s - seconds), seconds, flops, note)
 
 
-def _decoding(subject: Subject, spec: EngineGroupSpec, memory: EngineMemory, requests: float) -> _Decoding:
-    """Estimate the decoding of `requests` by the engines of one group."""
-    config, architecture = subject.config, subject.rollout_architecture
-    response = average_response(config)
-    context = average_prompt(config) + response
-    replicas = spec.dp_size
-    per_engine = requests / spec.num_engines
+def accept_length(subject: Subject, settings: ServerSettings) -> float:
+    """Return the tokens per request and decoding step: one, and the drafts before the first rejected one."""
+    if settings.draft_steps and subject.assumed.accept_length is not None:
+        return min(subject.assumed.accept_length, settings.draft_steps + 1.0)
+    return sum(speeds.DRAFT_ACCEPTANCE**k for k in range(settings.draft_steps + 1))
+
+
+def _decoding(subject: Subject, spec: EngineGroupSpec, memory: EngineMemory, sampled: SampledGroups, share: float) -> _Decoding:
+    """Estimate the decoding of a `share` of the sampled groups by the engines of one group."""
+    config, settings, replicas = subject.config, memory.settings, spec.dp_size
+    context = average_prompt(config) + average_response(config)
+    per_engine = share * config.rollout.n_samples_per_prompt / spec.num_engines
+    wave = sampled.wave_size * per_engine
     room = memory.kv_tokens / context * replicas
-    running = max(1.0, min(per_engine, room, memory.settings.max_running_requests or per_engine))
-    # One token, and the draft tokens before the first rejected one.
-    tokens_per_step = sum(speeds.DRAFT_ACCEPTANCE**k for k in range(memory.settings.draft_tokens))
-    tokens = per_engine * response
-    longest = config.rollout.rollout_max_response_len
-    steps = (longest if running >= per_engine else max(longest, tokens / running + longest / 2)) / tokens_per_step
-    batch = tokens / tokens_per_step / steps
-    experts = architecture.experts
-    touched = 1.0 if experts is None else 1 - (1 - experts.num_experts_per_token / experts.num_experts) ** (batch * tokens_per_step)
-    weights = memory.weights - memory.expert_weights * (1 - touched)
-    cached = batch / replicas * context * memory.cached_bytes_per_token
-    peak = subject.gpu.fp8_flops if is_fp8(spec, architecture) else subject.gpu.bf16_flops
-    computed = (
-        forward_flops(architecture).per_token * batch * memory.settings.draft_tokens / (spec.num_gpus_per_engine * peak * speeds.PREFILL)
-    )
+    running = max(1.0, min(wave, room, settings.max_running_requests or wave))
+    tokens_per_step = accept_length(subject, settings)
+    tokens = sampled.decoded * per_engine * average_response(config)
+    steps = _steps(config, sampled, wave, running, tokens) / tokens_per_step
+    batch = min(running, tokens / tokens_per_step / steps)
     bytes_per_s = subject.gpu.memory_bytes_per_s * speeds.DECODE_BANDWIDTH
-    has_graph = running / replicas <= memory.settings.graph_batch
-    layer_s = speeds.DECODE_LAYER_S if has_graph else speeds.EAGER_LAYER_S
+    # Slots beyond the requests in flight stay empty, and need no graph.
+    in_flight = min(running, config.resolved_rollout_concurrency * share / spec.num_engines)
+    layer_s = speeds.DECODE_LAYER_S if in_flight / replicas <= settings.graph_batch else speeds.EAGER_LAYER_S
     # Matrix products read the weights while they compute; attention, which reads the cache, is not hidden behind them.
-    step_s = max(weights / bytes_per_s, computed) + cached / bytes_per_s
-    step_s += layer_s * architecture.num_layers + speeds.DECODE_REQUEST_S * batch / replicas
-    return _Decoding(steps * step_s + speeds.ARRIVAL_S * running, batch, step_s)
+    step_s = _forward_s(subject, spec, memory, batch) + batch / replicas * context * memory.cached_bytes_per_token / bytes_per_s
+    step_s += layer_s * subject.rollout_architecture.num_layers + speeds.DECODE_REQUEST_S * batch / replicas
+    if settings.draft_steps:
+        step_s += speeds.SPECULATIVE_STEP_S + _draft_s(subject, spec, memory, batch, layer_s)
+    arrivals_s = speeds.ARRIVAL_S * running * sampled.num_waves
+    return _Decoding(steps * step_s + arrivals_s, batch, step_s, tokens_per_step)
 
 
-def _prefill(subject: Subject, groups: list[tuple[EngineGroupSpec, EngineMemory]]) -> tuple[float, str]:
+def _steps(config: Config, sampled: SampledGroups, wave: float, running: float, tokens: float) -> float:
+    """Return the decoding steps without drafts of an engine that runs up to `running` of a wave's requests at a time."""
+    longest = config.rollout.rollout_max_response_len
+    if running >= wave:
+        return longest * sampled.duration
+    return max(longest * sampled.duration, tokens / running + longest / 2)
+
+
+def _forward_s(subject: Subject, spec: EngineGroupSpec, memory: EngineMemory, batch: float) -> float:
+    """Return the seconds of the matrix products that compute, or verify, the next tokens of `batch` requests."""
+    architecture, num_tokens = subject.rollout_architecture, batch * memory.settings.draft_tokens
+    untouched = memory.expert_weights * (1 - _touched_experts(architecture, num_tokens))
+    read_s = (memory.weights - untouched) / (subject.gpu.memory_bytes_per_s * speeds.DECODE_BANDWIDTH)
+    flops = forward_flops(architecture).per_token * num_tokens
+    return max(read_s, flops / _engine_flops_per_s(subject, spec))
+
+
+def _draft_s(subject: Subject, spec: EngineGroupSpec, memory: EngineMemory, batch: float, layer_s: float) -> float:
+    """Return the seconds in which the model's own MTP layers draft: as many passes as the drafts are deep, each through the head.
+
+    Returns 0 for a draft model of its own, whose sizes are unknown, and for drafts without a model.
+    """
+    architecture = subject.rollout_architecture
+    if not memory.settings.drafts_with_own_layers:
+        return 0.0
+    head_tp = spec.tp_size // spec.dp_size if spec.arguments.get("enable_dp_lm_head") else spec.tp_size
+    head = BF16 * architecture.vocab_size * architecture.hidden_size / head_tp
+    read_s = (memory.draft_weights + head) / (subject.gpu.memory_bytes_per_s * speeds.DECODE_BANDWIDTH)
+    matrices = sum(architecture.active(part) for layer in architecture.mtp_layers for part in layer.parts if part.is_matmul)
+    flops = (2.0 * matrices + forward_flops(architecture).per_logit) * batch
+    pass_s = max(read_s, flops / _engine_flops_per_s(subject, spec)) + layer_s * len(architecture.mtp_layers)
+    return memory.settings.draft_steps * pass_s
+
+
+def _touched_experts(architecture: Architecture, num_tokens: float) -> float:
+    """Return the share of the routed experts that `num_tokens` tokens use."""
+    experts = architecture.experts
+    return 1.0 if experts is None else 1 - (1 - experts.num_experts_per_token / experts.num_experts) ** num_tokens
+
+
+def _engine_flops_per_s(subject: Subject, spec: EngineGroupSpec) -> float:
+    """Return the FLOP/s that one engine reaches in matrix products of many tokens."""
+    peak = subject.gpu.fp8_flops if is_fp8(spec, subject.rollout_architecture) else subject.gpu.bf16_flops
+    return spec.num_gpus_per_engine * peak * speeds.PREFILL
+
+
+def _prefill(subject: Subject, groups: list[tuple[EngineGroupSpec, EngineMemory]], sampled: SampledGroups) -> tuple[float, str]:
     """Return the seconds of the prefill, and a note. Each prompt is computed once, since its other samples hit the prefix cache."""
     config = subject.config
     workers = [spec for spec, _ in groups if spec.worker_type == "prefill"] or [spec for spec, _ in groups if spec.worker_type == "regular"]
     num_gpus = sum(spec.num_gpus for spec in workers)
     if not num_gpus:
         return 0.0, "no engine prefills"
-    tokens = config.rollout.rollout_batch_size * average_prompt(config)
+    tokens = round(sampled.started * average_prompt(config))
     flops = tokens * forward_flops(subject.rollout_architecture).per_token
     seconds = flops / (num_gpus * subject.gpu.bf16_flops * speeds.PREFILL)
     return seconds, f"{tokens} prompt tokens in {seconds:.1f} s at {speeds.PREFILL:.0%} of the peak"
 
 
-def _embedded(subject: Subject, requests: int) -> _Decoding:
+def _embedded(subject: Subject, sampled: SampledGroups) -> _Decoding:
     config, architecture = subject.config, subject.rollout_architecture
     weights, cache, _ = embedded_items(subject)
-    response = average_response(config)
-    running = min(requests, config.engine.embedded_max_running_requests, config.resolved_rollout_concurrency)
-    longest = 2 * response
-    steps = longest if running >= requests else max(longest, requests * response / running + longest / 2)
+    wave = sampled.wave_size * config.rollout.n_samples_per_prompt
+    running = min(wave, config.engine.embedded_max_running_requests, config.resolved_rollout_concurrency)
+    tokens = sampled.decoded * config.rollout.n_samples_per_prompt * average_response(config)
+    steps = _steps(config, sampled, wave, running, tokens)
     read_s = (weights.num_bytes + cache.num_bytes / 2) / (subject.gpu.memory_bytes_per_s * speeds.DECODE_BANDWIDTH)
     step_s = read_s + speeds.EAGER_LAYER_S * architecture.num_layers
-    return _Decoding(steps * step_s, requests * response / steps, step_s)
+    return _Decoding(steps * step_s, min(running, tokens / steps), step_s)
 
 
-def _flops(subject: Subject, requests: int) -> float:
-    """Return the FLOPs of all tokens, counting each prompt once."""
+def _flops(subject: Subject, sampled: SampledGroups) -> float:
+    """Return the FLOPs of all tokens without drafts, counting each prompt once."""
     config, forward = subject.config, forward_flops(subject.rollout_architecture)
     prompt, response = average_prompt(config), average_response(config)
     square = 2 * prompt * response + (2 * response) ** 2 / 3
-    prompts = config.rollout.rollout_batch_size * forward.sequence(prompt, prompt**2, 0)
-    return prompts + requests * forward.sequence(response, square, response)
+    prompts = sampled.started * forward.sequence(prompt, prompt**2, 0)
+    return prompts + sampled.decoded * config.rollout.n_samples_per_prompt * forward.sequence(response, square, response)

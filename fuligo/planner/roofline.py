@@ -9,7 +9,8 @@ from fuligo.planner.lengths import AVERAGE_OF_LONGEST, average_prompt, average_r
 from fuligo.planner.memory.activations import BF16, FP32
 from fuligo.planner.memory.host import moved_bytes
 from fuligo.planner.plan import ClusterLayout, Phase
-from fuligo.planner.rollout_time import rollout_phase, teacher_phase
+from fuligo.planner.rollout_time import accept_length, policy_servers, rollout_phase, teacher_phase
+from fuligo.planner.sampled_groups import has_filter, sampled_groups
 from fuligo.planner.subject import Subject
 from fuligo.planner.training_time import optimizer_phase, score_phase, train_phase
 from fuligo.quantities import amount, magnitude
@@ -51,7 +52,8 @@ def assumptions(subject: Subject, layout: ClusterLayout) -> tuple[str, ...]:
         f"Responses average {average_response(config)} tokens, {AVERAGE_OF_LONGEST:.0%} of the longest, uniformly distributed; "
         f"prompts {average_prompt(config)} tokens.",
         "Experts get equal shares of the tokens.",
-        "Rewards and evaluation take no time; no prompt is dropped by a filter.",
+        "Rewards and evaluation take no time.",
+        *_sampling_assumptions(subject),
     ]
     if subject.architecture.vision_tower is not None:
         tower = magnitude(subject.architecture.vision_tower.num_parameters)
@@ -67,6 +69,27 @@ def assumptions(subject: Subject, layout: ClusterLayout) -> tuple[str, ...]:
     if config.teacher_from == "engine" and config.algorithm.opd_teacher_url is not None:
         stated.append("The teacher at --opd-teacher-url takes no time.")
     return tuple(stated)
+
+
+def _sampling_assumptions(subject: Subject) -> Iterator[str]:
+    """Yield what is assumed of groups that are not trained on, and of drafts."""
+    config, target = subject.config, subject.config.rollout.rollout_batch_size
+    if not config.needs_engine or config.is_sft:
+        return
+    sampled = sampled_groups(subject)
+    started = f"a rollout starts {sampled.started:.0f} groups, of which {sampled.finished:.0f} finish, to keep {target}"
+    if has_filter(config):
+        yield f"--dynamic-sampling-filter-path keeps {subject.assumed.kept_share:.0%} of the groups (--kept-share): {started}."
+    elif sampled.started > target:
+        yield f"With --over-sampling-batch-size {config.rollout.over_sampling_batch_size}, {started}."
+    for spec, memory in policy_servers(subject):
+        if not (depth := memory.settings.draft_steps):
+            continue
+        tokens = f"{accept_length(subject, memory.settings):.2f} tokens per verification of drafts (--accept-length)"
+        if subject.assumed.accept_length is None:
+            tokens += f": each of the {depth} drafts in a row is accepted with probability {speeds.DRAFT_ACCEPTANCE:g}"
+        own = "" if memory.settings.drafts_with_own_layers else "; the draft model's time and memory are not counted"
+        yield f"Engines {'' if spec.model is None else f'of model {spec.model} '}sample {tokens}{own}."
 
 
 def _one_after_another(chain: list[Phase], start_s: float) -> Iterator[Phase]:

@@ -37,6 +37,12 @@ with their log-probabilities, fitted to whole rollouts of SmolLM2 in `fuligo tra
 DRAFT_ACCEPTANCE = 0.85
 """Acceptance rate of each drafted token, given those before it: the lower figure for DeepSeek-V3's MTP layer (arXiv 2412.19437, section
 5.4.3)."""
+SPECULATIVE_STEP_S = 11e-3
+"""Time by which speculative decoding lengthens a step of SGLang 0.5.15, mostly CPU work between drafting and verification. Measured in
+one run: GLM-4.7-Flash with 8 layers, two drafts, 64 requests per replica, DP attention over four H100s; a step took 15 ms, of which the
+other terms explain 4 (docs/benchmarks-gpu.md). It is not known how much of this is due to DP attention."""
+KEPT_SHARE = 0.5
+"""Share of the groups that a filter keeps: 44 to 62% with SmolLM2 on GSM8K and `check_reward_nonzero_std` (docs/real-runs.md)."""
 
 SYNC_BYTES_PER_S = 12e9
 """Weight sync through CUDA IPC on an H200: 1.2 GB in 0.10 s (docs/benchmarks-gpu.md). Each GPU of an engine receives every tensor."""

@@ -22,7 +22,18 @@ from fuligo.models.find import (
     find_trainer_config_json,
 )
 from fuligo.models.registry import architecture_of, family_of, unshareable_because
+from fuligo.planner import speeds
 from fuligo.planner.gpus import Gpu, gpu
+
+
+@dataclass(frozen=True, slots=True)
+class Assumed:
+    """Figures that only a run can tell; estimates of time depend on them."""
+
+    kept_share: float = speeds.KEPT_SHARE
+    """Share of the finished groups that `--dynamic-sampling-filter-path` keeps, above 0 and at most 1."""
+    accept_length: float | None = None
+    """Tokens per verification of drafts, as in `engine/spec_accept_length`; None: follows from `speeds.DRAFT_ACCEPTANCE`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +60,7 @@ class Subject:
     """LoRA adapter that is trained instead of the weights; None without one."""
     sharing: tuple[Config, ...] = ()
     """Other runs that sample from the same engines at the same time (`fuligo train-many`)."""
+    assumed: Assumed = Assumed()
 
     @property
     def adapter(self) -> AdapterShape | None:
@@ -102,8 +114,8 @@ class Subject:
         return self.other_served.get(path, self.rollout_architecture if spec.update_weights else None)
 
 
-def read_subject(config: Config, gpu_name: str, *, sharing: Sequence[Config] = ()) -> Subject:
-    """Return the subject of a config, whose engines the runs `sharing` also use.
+def read_subject(config: Config, gpu_name: str, *, sharing: Sequence[Config] = (), assumed: Assumed | None = None) -> Subject:
+    """Return the subject of a config, whose engines the runs `sharing` also use. `assumed` is None for the planner's own assumptions.
 
     Raises ConfigError if the GPU or the model's shape is unknown, or `--lora-adapter` cannot be read.
     """
@@ -124,6 +136,7 @@ def read_subject(config: Config, gpu_name: str, *, sharing: Sequence[Config] = (
         find_served_architectures(config),
         _adapter_config(config),
         tuple(sharing),
+        assumed or Assumed(),
     )
 
 

@@ -15,6 +15,7 @@ from fuligo import cli
 from fuligo.cli.plan import STANDARD_OUTPUT, Options, plan_name, split_options
 from fuligo.config.command_line import parse
 from fuligo.errors import ConfigError
+from fuligo.planner.subject import Assumed
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SMALL = ("--config", str(EXAMPLES / "qwen3-4b" / "config.yaml"))
@@ -149,10 +150,19 @@ def test_help_on_a_flag_of_the_job(run_plan: RunPlan):
 
 def test_own_options_may_stand_anywhere():
     arguments = ["--gpu", "b200", "--config", "run.yaml", "--json", "--lr", "1e-6", "--html=p.html", "--host-memory", "512"]
-    assert split_options(arguments) == Options("b200", 512 * 1024**3, STANDARD_OUTPUT, "p.html", ("--config", "run.yaml", "--lr", "1e-6"))
+    assumed, given = Assumed(kept_share=0.6, accept_length=2.4), ["--kept-share", "0.6", "--accept-length=2.4"]
+    job = ("--config", "run.yaml", "--lr", "1e-6")
+    assert split_options([*arguments, *given]) == Options("b200", 512 * 1024**3, assumed, STANDARD_OUTPUT, "p.html", job)
 
 
-@pytest.mark.parametrize("arguments", [["--gpu"], ["--html", "--lr", "1e-6"], ["--host-memory", "much"], ["--host-memory", "-1"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(["--gpu"], ["--html", "--lr", "1e-6"], ["--host-memory", "much"], ["--host-memory", "-1"]),
+        *(["--kept-share"], ["--kept-share", "0"], ["--kept-share", "1.2"], ["--kept-share", "half"]),
+        *(["--accept-length"], ["--accept-length", "0.9"], ["--accept-length", "inf"], ["--accept-length", "nan"]),
+    ],
+)
 def test_own_options_need_values(arguments: list[str]):
     with pytest.raises(ConfigError, match=arguments[0]):
         split_options(arguments)

@@ -9,6 +9,7 @@ from fuligo.layout.megatron import layout_of
 from fuligo.planner.estimate import Estimate, estimate
 from fuligo.planner.lengths import average_prompt, average_response, longest_sample, micro_batch_tokens, num_micro_batches
 from fuligo.planner.plan import Phase
+from fuligo.planner.subject import Assumed
 from fuligo.planner.training_time import pipeline_bubble, recomputed_passes, rollout_forward_flops
 from tests.unit.planner.subjects import CPU_ADAM, FLASH_8, FLASH_16, GLM4_9B_COLOCATED, GLM4_9B_SEPARATE, PPO, facts, subject_of
 
@@ -106,6 +107,31 @@ def test_speculative_decoding_makes_rollouts_faster() -> None:
     plain, drafted, few = (estimate_of(f"{FLASH_8} {CPU_ADAM} {more}", "glm4.7-flash") for more in ("", f"{flags} {requests}", flags))
     assert phase(drafted, "rollout").duration_s < phase(plain, "rollout").duration_s
     assert phase(few, "rollout").duration_s > phase(drafted, "rollout").duration_s, "SGLang's 48 requests are too few"
+    assert "for 2.57 tokens" in phase(drafted, "rollout").note
+
+
+def test_rejected_drafts_make_rollouts_slower_than_none() -> None:
+    flags = f"{FLASH_8} {CPU_ADAM} --sglang-max-running-requests 256"
+    plain = subject_of(flags, "glm4.7-flash")
+    drafts = subject_of(f"{flags} --sglang-speculative-algorithm EAGLE", "glm4.7-flash")
+    lengths = (None, 1.0, 2.4, 9.0)
+    assumed, rejected, some, all_accepted = (
+        phase(estimate(replace(drafts, assumed=Assumed(accept_length=length))), "rollout").duration_s for length in lengths
+    )
+    assert rejected > phase(estimate(plain), "rollout").duration_s > assumed
+    assert some == pytest.approx(rejected / 2.4, rel=0.1)
+    assert all_accepted < assumed and all_accepted == pytest.approx(rejected / 4, rel=0.1), "three drafts by default"
+
+
+def test_a_filter_makes_rollouts_longer_and_not_training() -> None:
+    flags = f"{GLM4_9B_SEPARATE} --rollout-batch-size 64 --over-sampling-batch-size 96"
+    plain, half = (subject_of(f"{flags} {more}", "glm4-9b") for more in ("", "--dynamic-sampling-filter-path filters.keep"))
+    plans = [estimate(plain), *(estimate(replace(half, assumed=Assumed(kept_share=share))) for share in (1.0, 0.5, 0.2))]
+    rollouts = [phase(plan, "rollout") for plan in plans]
+    assert rollouts[0].duration_s == rollouts[1].duration_s, "the filter keeps all"
+    assert 1.5 * rollouts[1].duration_s < rollouts[2].duration_s < 0.7 * rollouts[3].duration_s
+    assert "192 groups started for the 64 to keep" in rollouts[2].note
+    assert len({phase(plan, "train").duration_s for plan in plans}) == 1
 
 
 def test_cpu_adam_is_slower() -> None:

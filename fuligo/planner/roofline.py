@@ -103,8 +103,9 @@ def _moves(subject: Subject) -> list[Phase]:
     if not subject.config.offloads_trainer:
         return []
     per_gpu = moved_bytes(subject)
-    seconds = per_gpu / subject.gpu.host_bytes_per_s
-    note = f"{per_gpu / 1e9:.1f} GB per GPU at {subject.gpu.host_bytes_per_s / 1e9:.0f} GB/s"
+    speed = speeds.HOST_COPY * subject.gpu.host_bytes_per_s
+    seconds = per_gpu / speed
+    note = f"{per_gpu / 1e9:.1f} GB per GPU at {speed / 1e9:.0f} GB/s"
     return [Phase("onload", "trainer", 0.0, seconds, 0.0, note), Phase("offload", "trainer", 0.0, seconds, 0.0, note)]
 
 

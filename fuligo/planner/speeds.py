@@ -19,6 +19,15 @@ TORCH_TRAINER = 450e12 / PEAK_MEASURED_ON
 """Efficiency of the torch trainer on an H200 with compiled layers, in the same case as the Megatron trainer."""
 TORCH_EAGER = 170e12 / PEAK_MEASURED_ON
 """Efficiency of the torch trainer without compiled layers: Qwen3-0.6B, packed rows of 13.3k tokens."""
+LAUNCH_EXPERTS_S = 1.14 / 35 / 2
+"""Shortest time of a forward or backward pass of a Megatron layer with experts, bound by the CPU's kernel launches. On four H100s
+with EP 4, both passes of 7 layers over 5 micro-batches take 1.14 s, and just as long with TP 2, where kernels are half as large
+(docs/benchmarks-gpu.md). The two passes are assumed to take equally long."""
+LAUNCH_LAYER_S = 5.5e-3 / 2
+"""The same for other layers that are not compiled: SmolLM2 with the torch trainer in rows of 8,192 tokens, both passes of a layer over a
+row take 6.7-7.7 ms in one run and 4.5-5.5 in another. Assumed for Megatron's dense layers, too."""
+LAUNCH_COMPILED_S = 3.5e-3 / 2
+"""The same for compiled layers, 3.5-4.8 ms. This includes GPU time that the FLOPs of such a small model do not show."""
 PREFILL = DENSE_ONE_GPU
 """Efficiency of an engine's prefill, assumed equal to a dense trainer's."""
 
@@ -46,7 +55,12 @@ KEPT_SHARE = 0.5
 
 SYNC_BYTES_PER_S = 12e9
 """Weight sync through CUDA IPC on an H200: 1.2 GB in 0.10 s (docs/benchmarks-gpu.md). Each GPU of an engine receives every tensor."""
+HOST_COPY = 0.8
+"""Share of the PCIe bandwidth that copies between GPU and pinned host memory reach: 47-55 GB/s of 64 on H200s (docs/benchmarks-gpu.md)."""
 HOST_ADAM_BYTES_PER_S = 300e9
 """Assumed memory bandwidth of Adam on a node's CPUs: half the peak of two sockets with eight channels of DDR5-4800 (614 GB/s)."""
+HOST_ADAM_RANK_BYTES_PER_S = 46e9
+"""Memory bandwidth that Adam reaches on the CPU cores of one rank, copies included. With 16 cores, a step of Qwen3-4B on one H200 took
+2.5 s longer than with Adam on the GPU: 73k tokens at 287 and 456 TFLOP/s (docs/benchmarks-gpu.md)."""
 ADAM_TRAFFIC_BYTES = 28
 """Memory traffic per parameter update: weight, gradient and moments read (16), weight and moments written (12)."""

@@ -2,6 +2,7 @@
 
 from fuligo.layout.flops import forward_flops
 from fuligo.layout.megatron import Layout, layout_of
+from fuligo.models.architecture import Layer
 from fuligo.planner import speeds
 from fuligo.planner.lengths import average_prompt, average_response, computed_tokens, num_micro_batches, samples_per_tree
 from fuligo.planner.memory.torch_trainer import compiles_layers
@@ -20,8 +21,13 @@ def train_phase(subject: Subject, layout: ClusterLayout) -> Phase:
     bubble = pipeline_bubble(subject, shape)
     exchange = _expert_exchange_s(subject, shape, layout, passes=1 + 1 + min(1.0, recomputed_passes(subject)))
     exchange *= num_trained_models(subject)
-    seconds = flops / (shape.num_ranks * subject.gpu.bf16_flops * efficiency) / (1 - bubble) + exchange
+    computed_s = flops / (shape.num_ranks * subject.gpu.bf16_flops * efficiency)
+    launched_s = num_trained_models(subject) * (2 + recomputed_passes(subject)) * launch_s(subject, shape, subject.loaded_mtp_layers)
+    seconds = max(computed_s, launched_s) / (1 - bubble) + exchange
     note = f"{passes:g} x forward FLOPs at {efficiency:.0%} of {subject.gpu.bf16_flops / 1e12:.0f} TFLOP/s per GPU"
+    if launched_s > computed_s:
+        num = num_micro_batches(subject, shape)
+        note += f" would take {computed_s:.1f} s, but kernel launches for {num} micro-batch{'' if num == 1 else 'es'} take longer"
     if config.trains_values:
         note += ", of policy and value model"
     if (num_samples := samples_per_tree(config, shape)) > 1:
@@ -49,11 +55,22 @@ def score_phase(subject: Subject, layout: ClusterLayout) -> Phase | None:
         return None
     flops = sum(trainer_forward_flops(model, shape) for model in wanted.values())
     efficiency = trainer_efficiency(subject, shape)
-    seconds = flops / (shape.num_ranks * subject.gpu.bf16_flops * efficiency) / (1 - pipeline_bubble(subject, shape))
+    computed_s = flops / (shape.num_ranks * subject.gpu.bf16_flops * efficiency)
+    launched_s = sum(launch_s(model, shape) for model in wanted.values())
+    seconds = max(computed_s, launched_s) / (1 - pipeline_bubble(subject, shape))
     seconds += _expert_exchange_s(subject, shape, layout, passes=len(wanted))
     *others, last = wanted
     listed = f"{', '.join(others)} and {last}" if others else last
-    return Phase("score", "trainer", 0.0, seconds, flops, f"forward passes of {listed} at {efficiency:.0%} of the peak")
+    note = f"forward passes of {listed} at {efficiency:.0%} of the peak"
+    if launched_s > computed_s:
+        note += f" would take {computed_s:.1f} s, but kernel launches take longer"
+    # Without an adapter, the reference's weights are others than the policy's.
+    swapped = [model for name, model in wanted.items() if name == "teacher" or (name == "reference" and subject.adapter is None)]
+    if subject.is_megatron and swapped:
+        swaps_s = sum(_swaps_s(model, shape, layout) for model in swapped)
+        seconds += swaps_s
+        note += f", {swaps_s:.1f} s for swaps of weights with the host"
+    return Phase("score", "trainer", 0.0, seconds, flops, note)
 
 
 def optimizer_phase(subject: Subject, layout: ClusterLayout) -> Phase:
@@ -64,15 +81,17 @@ def optimizer_phase(subject: Subject, layout: ClusterLayout) -> Phase:
         share = subject.num_trained_parameters / shape.num_ranks
         seconds = num_steps * share * speeds.ADAM_TRAFFIC_BYTES / gpu.memory_bytes_per_s
         return Phase("optimizer", "trainer", 0.0, seconds, 0.0, f"{share / 1e9:.2f} B parameters per GPU at the GPU's memory bandwidth")
+    num_ranks_on_node = min(shape.num_ranks, layout.num_gpus_per_node)
+    host_adam_bytes_per_s = min(speeds.HOST_ADAM_BYTES_PER_S, num_ranks_on_node * speeds.HOST_ADAM_RANK_BYTES_PER_S)
     slowest, note = 0.0, ""
     for rank in range(shape.pp):
         state = trainer_state(subject, shape, [stage for stage in layout.stages if stage.pipeline_rank == rank])
         sharded = optimizer_parameters(subject, shape, state.trained)
         on_host = offloaded_share(subject)
         on_gpu_s = sharded * (1 - on_host) * speeds.ADAM_TRAFFIC_BYTES / gpu.memory_bytes_per_s
-        on_node = sharded * on_host * min(shape.num_ranks, layout.num_gpus_per_node)
-        on_host_s = on_node * speeds.ADAM_TRAFFIC_BYTES / speeds.HOST_ADAM_BYTES_PER_S
-        copied_s = sharded * on_host * (gradient_bytes(subject) + 2) / gpu.host_bytes_per_s
+        on_node = sharded * on_host * num_ranks_on_node
+        on_host_s = on_node * speeds.ADAM_TRAFFIC_BYTES / host_adam_bytes_per_s
+        copied_s = sharded * on_host * (gradient_bytes(subject) + 2) / (speeds.HOST_COPY * gpu.host_bytes_per_s)
         reduced_s = _reduction_s(subject, shape, layout, state.trained.dense, state.trained.experts)
         copies_s = max(copied_s, on_host_s) if config.optimizer.overlap_cpu_optimizer_d2h_h2d else copied_s + on_host_s
         seconds = on_gpu_s + copies_s + reduced_s
@@ -80,8 +99,7 @@ def optimizer_phase(subject: Subject, layout: ClusterLayout) -> Phase:
             slowest = seconds
             note = f"{sharded / 1e9:.2f} B parameters per GPU; communication of gradients and weights {reduced_s:.2f} s"
             if on_host:
-                speed = speeds.HOST_ADAM_BYTES_PER_S / 1e9
-                note += f"; CPU Adam {on_host_s:.1f} s at {speed:.0f} GB/s of host memory, copies {copied_s:.1f} s"
+                note += f"; CPU Adam {on_host_s:.1f} s at {host_adam_bytes_per_s / 1e9:.0f} GB/s of host memory, copies {copied_s:.1f} s"
     return Phase("optimizer", "trainer", 0.0, num_steps * slowest, 0.0, note)
 
 
@@ -148,6 +166,25 @@ def trainer_efficiency(subject: Subject, shape: Layout) -> float:
     ):
         factor *= share if applies else 1
     return factor
+
+
+def launch_s(subject: Subject, shape: Layout, extra_layers: tuple[Layer, ...] = ()) -> float:
+    """Return the least seconds of a forward or backward pass over a rollout: the CPU launches the kernels of a stage's layers, also of
+    `extra_layers`, for each micro-batch.
+    """
+    layers = (*subject.architecture.layers, *extra_layers)
+    num_experts_layers = sum(layer.is_moe for layer in layers) if subject.is_megatron else 0
+    other = speeds.LAUNCH_COMPILED_S if not subject.is_megatron and compiles_layers(subject) else speeds.LAUNCH_LAYER_S
+    per_micro_batch = num_experts_layers * speeds.LAUNCH_EXPERTS_S + (len(layers) - num_experts_layers) * other
+    num_passes = num_micro_batches(subject, shape) * subject.config.resolved_num_steps_per_rollout
+    return num_passes * per_micro_batch / shape.pp
+
+
+def _swaps_s(subject: Subject, shape: Layout, layout: ClusterLayout) -> float:
+    """Return the seconds in which Megatron swaps another model's weights in and out: four copies between GPU and host."""
+    stages_of = [[stage for stage in layout.stages if stage.pipeline_rank == rank] for rank in range(shape.pp)]
+    num_bytes = 4 * max(trainer_state(subject, shape, stages).weights for stages in stages_of)
+    return num_bytes / (speeds.HOST_COPY * subject.gpu.host_bytes_per_s)
 
 
 def _expert_exchange_s(subject: Subject, shape: Layout, layout: ClusterLayout, passes: float) -> float:

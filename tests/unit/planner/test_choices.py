@@ -10,6 +10,7 @@ from fuligo.planner import lengths
 from fuligo.planner.choices import MAX_REQUESTS, SPARE_SLOTS, choose
 from fuligo.planner.estimate import estimate
 from fuligo.planner.gpus import GIB, GPUS
+from fuligo.planner.speeds import HOST_COPY
 from fuligo.planner.subject import Subject
 from tests.unit.planner.subjects import GLM45_FP8, facts, subject_of
 
@@ -65,7 +66,7 @@ def test_a_trainer_that_stays_takes_memory_of_the_engines_and_no_time() -> None:
     assert before["kv_cache"] - after["kv_cache"] == pytest.approx(0.7 * state, rel=1e-4)
     assert "offloaded_optimizer" in used[0]["host"] and "offloaded_optimizer" not in used[1]["host"]
     moves = [sum(phase.duration_s for phase in plan.phases if phase.name in ("onload", "offload")) for plan in (away, stays)]
-    assert moves[0] == pytest.approx(2 * state / GPUS["h200-141"].host_bytes_per_s, rel=1e-6) and moves[1] == 0
+    assert moves[0] == pytest.approx(2 * state / (HOST_COPY * GPUS["h200-141"].host_bytes_per_s), rel=1e-6) and moves[1] == 0
 
 
 @pytest.mark.parametrize("num_engines, each", [(1, 1024), (2, 1024), (4, 512)])

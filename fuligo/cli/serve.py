@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_positive,
         help="capacity of the KV cache in tokens (default: --max-running-requests of full length, as far as memory is free)",
     )
-    parser.add_argument("--num-threads", type=_positive, help="CPU threads (default: one fewer than cores)")
+    parser.add_argument("--num-threads", type=_positive, help="CPU threads (default: one fewer than the CPU cores)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the Python code in the directory that its tokenizer needs")
     parser.add_argument(
         "--batch-invariant",

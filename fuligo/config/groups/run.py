@@ -86,7 +86,7 @@ class CheckpointFlags(FlagGroup):
     critic_load: str | None = slime(None, "initial weights of the value model (default: the policy's)", path=True)
     save: str | None = slime(None, "directory for checkpoints (default: checkpoints/ in the run directory)", path=True)
     save_interval: int | None = slime(
-        None, "rollouts between checkpoints (none: only after the last rollout, see --save-last)", unit="rollouts", ge=1
+        None, "rollouts between checkpoints (default: only after the last rollout, see --save-last)", unit="rollouts", ge=1
     )
     save_last: bool = flag(
         True, "save a checkpoint after the last rollout; with --no-save-last, only --save-interval and --save-on-sigterm save one"
@@ -123,14 +123,14 @@ class EngineFlags(FlagGroup):
     use_fault_tolerance: bool = slime(False, "restart a dead engine with the current weights and retry its requests on other engines")
     rollout_health_check_interval: float = slime(30.0, "time between health checks of an engine", unit="s", gt=0)
     rollout_health_check_timeout: float = slime(
-        30.0, "deadline of a health check, and, if above 120 s, of control calls that an engine answers between two steps", unit="s", gt=0
+        30.0, "deadline of a health check; control calls that an engine answers between two steps get at least 120 s", unit="s", gt=0
     )
     embedded_max_running_requests: int = flag(256, "maximum number of requests in a decoding batch", unit="requests", ge=1)
     embedded_max_total_tokens: int | None = flag(
         None, "capacity of the KV cache (default: enough for the longest requests)", unit="tokens", ge=1
     )
     embedded_dtype: Literal["auto", "fp32", "bf16"] = flag("auto", "compute dtype; auto: bf16 on CUDA, fp32 on a CPU")
-    embedded_num_threads: int | None = flag(None, "CPU threads of the engine (default: one fewer than cores)", ge=1)
+    embedded_num_threads: int | None = flag(None, "CPU threads of the engine (default: one fewer than the CPU cores)", ge=1)
     engine_start_timeout_s: float = flag(
         600.0, "deadline for starting an engine, and for calls that load, release or restore all of its weights or memory", unit="s", gt=0
     )

@@ -65,7 +65,9 @@ class RolloutFlags(FlagGroup):
     rollout_batch_size: int = slime(32, "prompts per rollout", unit="prompts", ge=1)
     n_samples_per_prompt: int = slime(8, "responses per prompt", unit="samples", ge=1)
     rollout_max_response_len: int = slime(1024, "maximum response length", unit="tokens", ge=1)
-    rollout_max_context_len: int | None = slime(None, "maximum length of prompt + response", unit="tokens", ge=2)
+    rollout_max_context_len: int | None = slime(
+        None, "maximum length of prompt + response (default: the engine's context)", unit="tokens", ge=2
+    )
     rollout_temperature: float = slime(1.0, "sampling temperature", gt=0)
     rollout_top_p: float = slime(1.0, "nucleus sampling: cumulative probability", gt=0, le=1)
     rollout_top_k: int = slime(-1, "sample from the k most likely tokens; -1 keeps all", ge=-1)
@@ -84,10 +86,15 @@ class RolloutFlags(FlagGroup):
     )
     mask_offpolicy_in_partial_rollout: bool = slime(False, "mask tokens that were sampled in an earlier rollout")
     max_staleness: int | None = flag(
-        None, "discard groups with a token more than this many versions old; their prompts are sampled again", unit="versions", ge=0
+        None,
+        "discard groups with a token more than this many versions old, and sample their prompts again (default: no limit)",
+        unit="versions",
+        ge=0,
     )
     async_mode: Literal["sync", "one-step", "full"] = flag(
-        "sync", "one-step: sample rollout k+1 while training on k; full: sample continuously, at most --max-staleness versions behind"
+        "sync",
+        "sync: sample and train in turn; one-step: sample rollout k+1 while training on k; full: sample continuously, at most "
+        "--max-staleness versions behind",
     )
     rollout_concurrency: int | None = flag(
         None, "maximum number of requests in flight (default: the number that the engines run at a time)", unit="requests", ge=1
@@ -116,7 +123,7 @@ class RolloutFlags(FlagGroup):
         [], "environment variables to pass to the processes of environments although their names suggest a key or token"
     )
     environment_memory_mb: int | None = flag(
-        None, "memory limit of an episode's process, including the Python interpreter", unit="MiB", ge=128
+        None, "memory limit of an episode's process, including the Python interpreter (default: none)", unit="MiB", ge=128
     )
     max_turns: int = flag(16, "maximum number of model turns in an episode", unit="turns", ge=1)
     turn_timeout_s: float = flag(60.0, "deadline for each call of the environment", unit="s", gt=0)
@@ -137,7 +144,7 @@ class RewardFlags(FlagGroup):
     rm_url: Url | None = slime(None, "URL of the remote reward model")
     rm_timeout_s: float = flag(30.0, "deadline per reward", unit="s", gt=0)
     rm_retries: int = flag(3, "retries of a remote reward", ge=0)
-    rm_num_workers: int | None = flag(None, "processes that compute rewards (default: up to 4, depending on cores)", ge=1)
+    rm_num_workers: int | None = flag(None, "processes that compute rewards (default: up to 4, depending on the CPU cores)", ge=1)
     custom_rm_path: str | None = slime(None, "hook: async (args, sample) -> float | dict")
     extra_rm_path: list[str] = flag([], "hook: functions (args, sample) -> float whose values are added to the training reward")
     extra_rm_weights: list[float] = flag([], "weight of each additional reward (default 1; the main reward has weight 1)")
@@ -154,17 +161,19 @@ EVAL_NAME = r"^[^/\s]+$"
 class EvalFlags(FlagGroup):
     """Evaluation on held-out prompts. Settings that are not given follow the rollout's."""
 
-    eval_interval: int | None = slime(None, "rollouts between evaluations; the last rollout is always evaluated", unit="rollouts", ge=1)
+    eval_interval: int | None = slime(
+        None, "rollouts between evaluations (default: only after the last, which is always evaluated)", unit="rollouts", ge=1
+    )
     eval_prompt_data: list[str] = slime([], "evaluation datasets as NAME PATH pairs; a single PATH gets the name aime", path=True)
     eval_config: str | None = slime(None, "YAML file of datasets, each with its own sampling settings and reward", path=True)
     eval_function_path: str | None = slime(
         None, "hook: (args, rollout_id, data_source, evaluation=True) -> {name: samples}, replaces the evaluation"
     )
     n_samples_per_eval_prompt: int = slime(1, "responses per prompt", unit="samples", ge=1)
-    eval_max_response_len: int | None = slime(None, "longest response", unit="tokens", ge=1)
-    eval_temperature: float | None = slime(None, "sampling temperature; 0 is greedy", ge=0)
-    eval_top_p: float | None = slime(None, "nucleus sampling", gt=0, le=1)
-    eval_top_k: int | None = slime(None, "top-k sampling", ge=-1)
+    eval_max_response_len: int | None = slime(None, "maximum response length (default --rollout-max-response-len)", unit="tokens", ge=1)
+    eval_temperature: float | None = slime(None, "sampling temperature; 0 is greedy (default --rollout-temperature)", ge=0)
+    eval_top_p: float | None = slime(None, "nucleus sampling: cumulative probability (default --rollout-top-p)", gt=0, le=1)
+    eval_top_k: int | None = slime(None, "sample from the k most likely tokens; -1 keeps all (default --rollout-top-k)", ge=-1)
     eval: bool = flag(
         True, "evaluate if there is data for it; --no-eval drops all other evaluation flags, including those in a config file"
     )

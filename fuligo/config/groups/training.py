@@ -24,19 +24,19 @@ class AlgorithmFlags(FlagGroup):
     num_critic_only_steps: int = slime(0, "rollouts at the start in which only the value model learns", unit="rollouts", ge=0)
     eps_clip: float = slime(0.2, "lower clip distance of the ratio", ge=0)
     eps_clip_high: float | None = slime(None, "upper clip distance (default --eps-clip)", ge=0)
-    eps_clip_c: float | None = slime(None, "dual clip: upper bound of the ratio for negative advantages", gt=1)
+    eps_clip_c: float | None = slime(None, "dual clip: upper bound of the ratio for negative advantages (default: no dual clip)", gt=1)
     entropy_coef: float = slime(0.0, "weight of the entropy bonus")
     use_kl_loss: bool = slime(False, "add the KL to the reference model as a term of the loss")
     kl_loss_coef: float = slime(0.0, "weight of the KL loss", ge=0)
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = slime("k1", "estimator of the KL")
     use_unbiased_kl: bool = slime(False, "multiply the KL estimate by pi/pi_old")
     kl_coef: float = slime(0.0, "weight of the KL subtracted from the rewards", ge=0)
-    calculate_per_token_loss: bool = slime(False, "average over all tokens of the global batch instead of per sample first")
+    calculate_per_token_loss: bool = slime(False, "average the loss over all tokens of the global batch, instead of over each sample first")
     use_tis: bool = slime(False, "correct the difference between engine and trainer by truncated importance sampling")
     tis_mode: Literal["truncate", "icepop", "sequence-mask"] = flag(
         "truncate",
-        "truncate: clamp weights to the bounds; icepop: mask tokens outside of them; sequence-mask: mask responses whose geometric mean is "
-        "outside",
+        "truncate: clamp weights to the bounds; icepop: mask tokens outside of them; sequence-mask: mask responses whose geometric mean "
+        "of the weights is outside",
     )
     tis_clip: float = slime(2.0, "upper bound of the importance weight", gt=0)
     tis_clip_low: float = slime(0.0, "lower bound of the importance weight", ge=0)
@@ -83,8 +83,12 @@ class AlgorithmFlags(FlagGroup):
 class TrainFlags(FlagGroup):
     """Batches, micro-batches, seeds and trained parameters."""
 
-    global_batch_size: int | None = slime(None, "samples per optimizer step", unit="samples", ge=1)
-    num_steps_per_rollout: int | None = slime(None, "optimizer steps per rollout", ge=1)
+    global_batch_size: int | None = slime(
+        None, "samples per optimizer step (default: a rollout's, divided by its steps)", unit="samples", ge=1
+    )
+    num_steps_per_rollout: int | None = slime(
+        None, "optimizer steps per rollout (default: as many as --global-batch-size allows, else 1)", ge=1
+    )
     micro_batch_size: int | None = megatron(
         None, "samples per micro-batch, without --use-dynamic-batch-size (default: packed up to 8192 tokens)", unit="samples", ge=1
     )
@@ -112,14 +116,14 @@ class TrainFlags(FlagGroup):
     only_train_params_name_list: list[str] = slime(
         [], "regexes of parameters to train, by their names in the checkpoint (or in Megatron); all others are frozen"
     )
-    freeze_params_name_list: list[str] = slime([], "regexes of parameters to freeze, by the same names")
+    freeze_params_name_list: list[str] = slime([], "regexes of parameters to freeze, by their names in the checkpoint (or in Megatron)")
     freeze_vision_tower: bool = flag(False, "freeze the vision tower of a vision-language model (default: train it if prompts have images)")
-    mtp_num_layers: int | None = megatron(None, "layers for multi-token prediction (MTP) to load", unit="layers", ge=0)
+    mtp_num_layers: int | None = megatron(None, "layers for multi-token prediction (MTP) to load (default 0)", unit="layers", ge=0)
     enable_mtp_training: bool = slime(False, "train the MTP layers; otherwise they stay frozen")
     mtp_loss_scaling_factor: float = megatron(0.2, "weight of the MTP loss", ge=0)
     mtp_joint_training: bool = flag(False, "let the MTP loss also train the model, embedding and head instead of only the MTP layers")
     ref_update_interval: int | None = slime(
-        None, "rollouts between copies of the policy's weights into the reference", unit="rollouts", ge=1
+        None, "rollouts between copies of the policy's weights into the reference (default: it never changes)", unit="rollouts", ge=1
     )
     rollout_data_postprocess_path: str | None = slime(
         None, "hook: (args, groups), may change the samples to train on after their log-probabilities are computed"
@@ -135,7 +139,7 @@ class LoraFlags(FlagGroup):
     lora_dropout: float = flag(0.0, "dropout on the adapter's inputs (supervised fine-tuning only)", ge=0, lt=1)
     lora_target_modules: list[str] = flag([], "layers to adapt, such as q_proj v_proj (default: all linear layers except the output layer)")
     lora_experts: bool = flag(False, "also adapt all experts of an MoE model, each with its own A and B")
-    lora_use_rslora: bool = flag(False, "scale by alpha / sqrt(rank) instead (rsLoRA)")
+    lora_use_rslora: bool = flag(False, "scale the adapter's output by alpha / sqrt(rank) instead of alpha / rank (rsLoRA)")
     lora_adapter: str | None = flag(
         None, "adapter to start from, a PEFT directory, which also gives rank, alpha and layers; fuligo eval applies it", path=True
     )
@@ -156,10 +160,10 @@ class ParallelFlags(FlagGroup):
     pipeline_model_parallel_size: int = megatron(1, "pipeline stages (PP)", ge=1)
     virtual_pipeline_model_parallel_size: int | None = megatron(None, "interleaved stages per pipeline rank (VPP; default: one)", ge=1)
     decoder_first_pipeline_num_layers: int | None = megatron(
-        None, "layers of the first stage; the middle stages share the rest equally", unit="layers", ge=1
+        None, "layers of the first stage (default: an equal share); the middle stages share the rest equally", unit="layers", ge=1
     )
     decoder_last_pipeline_num_layers: int | None = megatron(
-        None, "layers of the last stage; the middle stages share the rest equally", unit="layers", ge=1
+        None, "layers of the last stage (default: an equal share); the middle stages share the rest equally", unit="layers", ge=1
     )
     context_parallel_size: int = megatron(1, "context-parallel size (CP): GPUs that share each sequence", ge=1)
     allgather_cp: bool = slime(False, "gather keys and values for context parallelism (required by sparse attention)")
@@ -168,7 +172,9 @@ class ParallelFlags(FlagGroup):
         None, "tensor-parallel size within an expert (ETP; default --tensor-model-parallel-size)", ge=1
     )
     recompute_granularity: Literal["full", "selective"] | None = megatron(
-        None, "recompute activations in the backward pass: of whole layers (full), or of --recompute-modules (selective)"
+        None,
+        "recompute activations in the backward pass: of whole layers (full), or of --recompute-modules (selective); default: "
+        "no recomputation",
     )
     recompute_method: Literal["uniform", "block"] | None = megatron(
         None, "full recomputation in chunks of layers (uniform), or of the first layers of each stage (block)"
@@ -206,6 +212,6 @@ class OptimizerFlags(FlagGroup):
     use_distributed_optimizer: bool = megatron(True, "shard the optimizer state over the data-parallel ranks")
     optimizer_cpu_offload: bool = megatron(False, "keep the optimizer state and run the step on the CPU")
     overlap_cpu_optimizer_d2h_h2d: bool = megatron(
-        False, "overlap copies of gradients and weights with the CPU step; with --optimizer-cpu-offload"
+        False, "with --optimizer-cpu-offload, overlap copies of gradients and weights with the CPU step"
     )
     use_precision_aware_optimizer: bool = megatron(False, "let the optimizer hold the fp32 weights and keep its state in lower precision")

@@ -213,7 +213,7 @@ def _has_weights(directory: Path) -> bool:
 def _suggestion(load: Path) -> str:
     """Return the fix for an error message: the directory that the user probably meant."""
     if (iteration := _ITERATION.fullmatch(load.name)) is not None:
-        return f"it is a single checkpoint: use --load {load.parent} --ckpt-step {int(iteration[1])}"
+        return f"it is a single checkpoint; use --load {load.parent} --ckpt-step {int(iteration[1])}"
     if (inside := next(load.glob(f"*/{TRACKER}"), None)) is not None:
         return f"use --load {inside.parent}, which holds the checkpoints"
     return "use a directory of checkpoints, or an empty one for a fresh start"

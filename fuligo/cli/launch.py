@@ -57,7 +57,7 @@ def _launch(options: argparse.Namespace, train: list[str], logs: Path) -> int:
             "to use a running cluster; on one machine use fuligo train"
         )
     elif number := task_number(os.environ):
-        print(f"Slurm task {number}: task 0 starts the run and a worker on every node")
+        print(f"Slurm task {number} has nothing to do: task 0 starts the run, and a worker on every node")
         return 0
     else:
         hosts, connection = slurm_hosts(os.environ, default_slots=default_slots), SRUN

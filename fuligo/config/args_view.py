@@ -86,7 +86,7 @@ def custom_entries(config: Config) -> dict[str, Any]:
     try:
         entries = yaml.safe_load(Path(given).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"cannot read {option}: {error.strerror}; use a file that exists and can be read") from error
+        raise ConfigError(f"cannot read {option}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{option} is not valid YAML: {yaml_problem(error)}") from error
     if not isinstance(entries, dict) or not all(isinstance(name, str) and name.isidentifier() for name in entries):

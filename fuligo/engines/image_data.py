@@ -33,4 +33,6 @@ def _decoded(text: str, number: int) -> bytes:
     try:
         return base64.b64decode(encoded, validate=True)
     except ValueError as error:
-        raise ValueError(f"image_data[{number}] is not base64 or a base64 data URI; paths and URLs are not read") from error
+        raise ValueError(
+            f"image_data[{number}] is not base64 or a base64 data URI; send the image itself, since paths and URLs are not read"
+        ) from error

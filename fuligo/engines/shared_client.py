@@ -144,7 +144,9 @@ class SharedEngineClient(EngineClient):
             await requests.may_start.wait()
             label = requests.label
             if label is None:
-                raise EngineError(f"engine {self.url}: cannot send request {rid}: run {self.run} has not synced an adapter yet")
+                raise EngineError(
+                    f"engine {self.url}: cannot send request {rid}: run {self.run} has not synced an adapter yet; sync the weights first"
+                )
             requests.in_flight.add(body["rid"])
             try:
                 answer = await attempt({**body, "lora_path": str(label)})

@@ -183,7 +183,7 @@ def _folders(script: Path, root: Path | None, maps: Mapping[str, Path], host_fil
         raise ConfigError(f"--root {root}: must be a folder on this machine")
     for target, source in sorted(maps.items()):
         if not Path(target).is_absolute() or not source.is_dir():
-            raise ConfigError(f"--map {target}={source}: must be PATH=DIR, an absolute path and a folder on this machine")
+            raise ConfigError(f"--map {target}={source}: must be PATH=DIR, where PATH is absolute and DIR is a folder on this machine")
         folders.append((str(source.resolve()), os.path.normpath(target)))
     if host_file and Path(host_file).is_file():
         folders.append((str(Path(host_file).resolve()), os.path.normpath(Path(host_file).absolute())))

@@ -57,7 +57,7 @@ def choose_transport(config: Config, cluster: RayCluster | None) -> Transport:
     if transport == "tensor" and stages > 1:
         raise ConfigError(
             f"--sglang-pp-size {stages}: SGLang hands the memory of a tensor-parallel rank to all its pipeline stages, but memory can be "
-            "handed over only once: use --update-weight-transport disk, or --sglang-pp-size 1"
+            "handed over only once; use --update-weight-transport disk, or --sglang-pp-size 1"
         )
     return transport
 
@@ -73,14 +73,14 @@ def _reaching(config: Config, cluster: RayCluster | None) -> Transport:
         if transport == "disk" and cluster is not None and not cluster.sender_is_here:
             raise ConfigError(
                 "--rollout-external-engine-addrs: the disk transport goes through a directory on the driver's machine, but rank 0 is on "
-                "another: use --update-weight-transport nccl (gloo on a CPU)"
+                "another; use --update-weight-transport nccl (gloo on a CPU)"
             )
         return transport
     beside = config.engine_capabilities.beside_trainer
     one_machine = cluster is None or (cluster.sender_is_here if beside else cluster.sender_shares_machine_with(_served_by_rank_0(config)))
     if config.syncs_adapter and config.engine_capabilities.names_adapters and not one_machine:
         raise ConfigError(
-            "--lora-sync adapter goes through the memory of one machine, but trainer rank 0 and the engines are on several: use "
+            "--lora-sync adapter goes through the memory of one machine, but trainer rank 0 and the engines are on several; use "
             "--lora-sync merged"
         )
     if asked != "auto":
@@ -93,7 +93,7 @@ def _reaching(config: Config, cluster: RayCluster | None) -> Transport:
         return asked
     if beside and not one_machine:
         raise ConfigError(
-            "the embedded engine runs on the driver's node, but trainer rank 0 is on another node: use --rollout-backend sglang"
+            "the embedded engine runs on the driver's node, but trainer rank 0 is on another node; use --rollout-backend sglang"
         )
     if not beside and resolve_device(config) == "cuda" and not config.cluster.colocate and not config.syncs_adapter:
         return "nccl"

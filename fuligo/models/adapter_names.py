@@ -126,7 +126,7 @@ class AdapterNames(ModelNames):
         """
         model_type = model.architecture.model_type
         if adapter.adapts_experts and model.architecture.experts is None:
-            raise ConfigError(f"{model_type} has no experts to adapt")
+            raise ConfigError(f"{model_type} has no experts to adapt; remove --lora-experts")
         _require_plain_attention(model, num_tensor_ranks)
         every = list(_linear_layers(model))
         layers = [matrix.layer for matrix in every]

@@ -109,9 +109,11 @@ def add_experts_adapter(model: PreTrainedModel, config: AdapterConfig) -> None:
     """
     found = list(stacked_experts(model).values())
     if not found:
-        raise ConfigError(f"{type(model).__name__} has no experts to adapt")
+        raise ConfigError(f"{type(model).__name__} has no experts to adapt; remove --lora-experts")
     if not all(map(has_plain_matrices, found)):
-        raise ConfigError(f"cannot adapt the experts of {type(model).__name__}: they have transposed matrices and biases")
+        raise ConfigError(
+            f"cannot adapt the experts of {type(model).__name__}: they have transposed matrices and biases; remove --lora-experts"
+        )
     for experts in found:
         experts.add_module("adapter", ExpertsAdapter(experts, config))
     use_own_experts(model)

@@ -106,7 +106,7 @@ def test_a_slurm_job_gives_the_hosts_and_srun_starts_the_workers(job: Job, start
     assert step.startswith("--overlap --nodes=1 --ntasks=1 ") and " --nodelist=127.0.0.3 sh -c " in step
 
     other = fuligo("launch", "--", *train[1:], SLURM_PROCID="1", **slurm)
-    assert (other.returncode, other.stdout) == (0, "Slurm task 1: task 0 starts the run and a worker on every node\n")
+    assert (other.returncode, other.stdout) == (0, "Slurm task 1 has nothing to do: task 0 starts the run, and a worker on every node\n")
 
 
 def test_launch_without_hosts_names_where_they_may_come_from(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -238,11 +238,12 @@ def servable_config(path: str) -> Any:
     if kind in BATCH_DEPENDENT_ROPE:
         raise EngineError(
             f"cannot serve {path}: the embedded engine does not support rope_type {kind!r}, which depends on the longest "
-            "sequence of a batch"
+            "sequence of a batch; use --rollout-backend sglang"
         )
     if layers := unpackable_layers(language):
         raise EngineError(
-            f"cannot serve {path} ({config.model_type}): the embedded engine does not support layers of type {', '.join(layers)}"
+            f"cannot serve {path} ({config.model_type}): the embedded engine does not support layers of type {', '.join(layers)}; "
+            "use --rollout-backend sglang"
         )
     return config
 

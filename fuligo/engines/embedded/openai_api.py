@@ -94,7 +94,7 @@ class OpenAiApi:
     def _prompt_ids(self, body: dict[str, Any], is_chat: bool) -> list[int]:
         tokenizer = self._engine.model.tokenizer
         if tokenizer is None:
-            raise ValueError("the model's directory has no tokenizer: call /generate with input_ids")
+            raise ValueError("the model's directory has no tokenizer; call /generate with input_ids")
         if is_chat:
             template = ChatTemplate(tokenizer, body.get("chat_template_kwargs") or {})
             return rendered_ids(tokenizer, template.prompt(check_messages(body.get("messages"), "messages"), body.get("tools")))

@@ -55,7 +55,7 @@ class Patches(NamedTuple):
     """One image, ready for the vision tower."""
 
     values: FloatArray
-    """[patches, channels * temporal patch size * patch size * patch size]"""
+    """Normalized pixels: [patches, channels * temporal patch size * patch size * patch size]"""
     num_rows: int
     num_columns: int
 
@@ -170,7 +170,9 @@ def read_settings(directory: Path) -> dict[str, Any]:
         settings = _read_json(file)
     kind = settings.get("image_processor_type") if isinstance(settings, dict) else None
     if kind not in PROCESSOR_TYPES:
-        raise ConfigError(f"{file}: image_processor_type is {kind!r}; supported are {', '.join(PROCESSOR_TYPES)}")
+        raise ConfigError(
+            f"cannot process images: image_processor_type of {file} is {kind!r}; use a model with {' or '.join(PROCESSOR_TYPES)}"
+        )
     return settings
 
 

@@ -145,7 +145,7 @@ def test_anything_else_is_an_error(tmp_path: Path) -> None:
 def test_the_error_for_a_wrong_directory_names_the_right_one(load: Path) -> None:
     with pytest.raises(CheckpointError, match=f"use --load {load}, which holds the checkpoints$"):
         resolve(load.parent)
-    with pytest.raises(CheckpointError, match=f"it is a single checkpoint: use --load {load} --ckpt-step 20$"):
+    with pytest.raises(CheckpointError, match=f"it is a single checkpoint; use --load {load} --ckpt-step 20$"):
         resolve(load / "iter_0000020")
 
 

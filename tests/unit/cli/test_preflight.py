@@ -332,7 +332,10 @@ def test_images_need_a_model_that_sees_them_and_what_reads_them(model: Path, tmp
     file = seeing / "preprocessor_config.json"
     file.write_text(json.dumps({"image_processor_type": "CLIPImageProcessor"}))
     (problem,) = problems(seeing, *given)
-    assert f"{file}: image_processor_type is 'CLIPImageProcessor'; supported are Qwen2VLImageProcessor," in problem
+    assert (
+        f"cannot process images: image_processor_type of {file} is 'CLIPImageProcessor'; use a model with Qwen2VLImageProcessor or"
+        in problem
+    )
     file.unlink()
     (problem,) = problems(seeing, *given)
     assert f"cannot read {file}" in problem

@@ -73,9 +73,9 @@ class Loop:
     requires_exact: bool = False
     """Fail if the trainer's log-probabilities differ from the engine's (--exact-on-policy)."""
     post_process: Callable[[list[TrainSample]], None] | None = None
-    """Hook that receives the scored samples, and may change them, before advantages are computed."""
+    """Hook that receives the scored samples, and may change them, before advantages are computed; None: no hook."""
     before_train_step: Callable[[int, TrainBatch], None] | None = None
-    """Hook that receives the step and its batch, and may change the batch, before training."""
+    """Hook that receives the step and its batch, and may change the batch, before training; None: no hook."""
 
     async def run(self) -> None:
         async for rollout in self.rollouts:

@@ -201,19 +201,21 @@ class Sample:
 
     status: SampleStatus = SampleStatus.PENDING
     finish_reason: str | None = None
-    """Finish reason of the engine: `stop`, `length` or `abort`."""
+    """Finish reason of the engine (`stop`, `length` or `abort`); None before its first answer."""
     error: str | None = None
-    """Cause of the failure of a failed sample."""
+    """Cause of the failure of a failed sample; None for other samples."""
     reward: float | dict[str, Any] | None = None
     judge_error: str | None = None
-    """Reason why a built-in judge gave no verdict (its time or memory ran out), so that the answer counts as wrong."""
+    """Reason why a built-in judge gave no verdict (its time or memory ran out), so that the answer counts as wrong; None if
+    it gave one."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Numbers that a hook reports for this sample, by name; their means are the metrics `rollout/sample/<name>`."""
     response: str = ""
     """Text of `response_ids`, all decoded at once."""
     spans: list[Span] = field(default_factory=list)
     episode: Episode | None = None
-    """Turns of an episode in an environment (--environment), on its last sample only; with --agent, the agent's turns in this sample."""
+    """Turns of an episode in an environment (--environment), on its last sample only; with --agent, the agent's turns in this sample.
+    None without either."""
 
     @property
     def tokens(self) -> IntArray:
@@ -278,6 +280,7 @@ class SampleGroup:
     kept: bool = True
     """False: recorded but not trained on (dropped by a filter, surplus, aborted)."""
     drop_reason: str | None = None
+    """Reason why the group was dropped, such as a filter's; None if it was kept."""
 
     @property
     def finished(self) -> bool:

@@ -21,6 +21,6 @@ def unread_arguments(config: Config) -> Iterator[str]:
 
 
 def require_read_arguments(config: Config) -> None:
-    """Check that no given Megatron argument is without effect. Raises ConfigError that names those that are."""
+    """Check that no given Megatron argument is without effect. Raises ConfigError, which names those that are."""
     if problems := list(unread_arguments(config)):
         raise ConfigError(*problems)

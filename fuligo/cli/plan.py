@@ -63,8 +63,9 @@ class Options:
     assumed: Assumed = field(default_factory=Assumed)
     """Figures of a run in place of the planner's assumptions."""
     json_file: str | None = None
-    """File to write; `-` for standard output."""
+    """File for the plan as JSON; `-`: standard output; None: no file."""
     html_file: str | None = None
+    """File for the plan as HTML; None: no file."""
     job: tuple[str, ...] = field(default=())
     """Arguments of `fuligo train`."""
 

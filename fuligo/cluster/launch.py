@@ -65,7 +65,7 @@ class LaunchedCluster:
         self._workers = {host: self._start_worker(host, token) for host in settings.workers}
 
     async def wait_ready(self) -> None:
-        """Wait until all nodes have joined. Raises EngineError that names the node if one did not start or did not join in time."""
+        """Wait until all nodes have joined. Raises EngineError, which names the node, if one did not start or did not join in time."""
         await head_is_open(self._head, self._settings.ip, self._settings.port)
         import ray
 

@@ -34,6 +34,7 @@ class CommandLine(Given):
     """Assignments, problems and warnings of a command line."""
 
     config_file: str | None = None
+    """Value of `--config`; None if it is not given."""
 
 
 @dataclass(slots=True)
@@ -65,6 +66,7 @@ class _Meaning:
     value: Any = None
     """Value of the bare option, if it stands for one: False for `--no-name`."""
     warning: str | None = None
+    """Warning to show when the option is used; None if there is none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,8 +86,9 @@ class Flag:
     default: Any
     doc: str
     unit: str | None
+    """Unit of the value; None for a value without one."""
     source: str | None = None
-    """Project whose name and meaning the flag keeps."""
+    """Project whose name and meaning the flag keeps; None for fuligo's own."""
     is_path: bool = False
     """True for a path or a list of paths."""
 

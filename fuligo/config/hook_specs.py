@@ -16,7 +16,9 @@ class HookShape:
     is_async: bool | None
     """True for a coroutine function; None if unknown."""
     methods: Collection[str] | None
+    """Names of its methods; None if unknown."""
     signature: inspect.Signature | None
+    """Signature of a function or constructor; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ class EngineGroupSpec:
     model: str
     """Name of the model, which one router serves."""
     model_path: str | None
+    """Checkpoint that the engines load; None if --hf-checkpoint is not set."""
     worker_type: WorkerType
     num_gpus: int
     """GPUs of all engines of the group."""

@@ -20,6 +20,7 @@ class Fields:
     label: Any
     metadata: dict[str, Any]
     tools: list[Any] | None
+    """Tool definitions for the chat template; None without --tool-key."""
     images: tuple[RawImage, ...] = ()
 
 

@@ -105,6 +105,7 @@ class LentEngines:
     """Name of the run; part of its adapter's name and of its requests' ids."""
     engines: tuple[LentEngine, ...]
     router: LentEngine | None = None
+    """Router in front of the engines; None if requests go to the engines themselves."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -37,7 +37,7 @@ class _CallForm:
     """Form in which a template reads tool calls."""
 
     empty: str | None = ""
-    """Content of a message that has only calls."""
+    """Content of a message that has only calls; None: a null content."""
     arguments_as_text: bool = False
     """True if arguments are JSON text, not an object."""
     in_content: bool = False

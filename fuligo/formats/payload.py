@@ -192,7 +192,7 @@ class _Pages:
 
     file: _File
     content: torch.Tensor
-    """[num_bytes] uint8"""
+    """[num_bytes] uint8 content of the buffer."""
     close: Callable[[], None]
 
     @classmethod

@@ -110,7 +110,7 @@ class EngineAddress:
     start: int = 0
     """Number of restarts; a restarted engine has lost the weights that it received before."""
     number: int | None = None
-    """Index among the engines of the run; see `InferenceEngine`."""
+    """Index among the engines of the run (see `InferenceEngine`); None if it has none."""
     keys: EngineKeys = NO_KEYS
     trainer_ranks: tuple[int, ...] = ()
     """tensor transport: trainer ranks on the GPUs of the engine's ranks, in the order of these ranks; empty if no GPU is shared."""
@@ -167,7 +167,7 @@ class WeightManifest:
     merged: MergeRounding = MergeRounding()
     """Elements that a merged adapter changed, after rounding."""
     adapter: str | None = None
-    """Digest of an adapter that was sent unmerged, for comparison with the digest that an engine reports."""
+    """Digest of an adapter that was sent unmerged, for comparison with the digest that an engine reports; None if none was."""
     trained: WeightsDigest | None = None
     """Digest of the adapter that was sent or merged, in the data type of the sync; None without one."""
 

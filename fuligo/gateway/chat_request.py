@@ -51,6 +51,7 @@ class ChatRequest:
     num_replaced: int
     """Number of the request's parameters that were replaced by the rollout's."""
     model: str | None
+    """Model that the request names, which the answer repeats; None if it names none."""
     stream: bool
     with_usage: bool
     """True to send the usage at the end of a stream."""

@@ -79,9 +79,9 @@ class Session:
     num_replaced: int = field(default=0, init=False)
     """Requests with sampling parameters that were replaced by the rollout's."""
     last_request_s: float | None = field(default=None, init=False)
-    """`time.monotonic()` when the last request arrived."""
+    """`time.monotonic()` when the last request arrived; None before the first."""
     failure: str | None = field(default=None, init=False)
-    """Last engine error that was reported to the agent."""
+    """Last engine error that was reported to the agent; None if there was none."""
     num_in_flight: int = field(default=0, init=False)
     interrupted: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     """Set while the session is suspended and none of its requests is in an engine."""

@@ -40,7 +40,7 @@ class Submission:
     environment: dict[str, str]
     """`env_vars` of `--runtime-env-json`."""
     environment_file: str | None
-    """Value of `--runtime-env`: a file of YAML or JSON."""
+    """Value of `--runtime-env`, a file of YAML or JSON; None if it is not given."""
     entrypoint: tuple[str, ...]
 
 

@@ -56,7 +56,7 @@ class Evaluated:
     weights: EvaluatedWeights
     evaluation: Evaluation
     adapter: Path | None = None
-    """Adapter of `--lora-adapter` that the engines applied to the weights."""
+    """Adapter of `--lora-adapter` that the engines applied to the weights; None without one."""
 
 
 async def evaluate_config(config: Config, run_dir: Path) -> Evaluated:

@@ -65,9 +65,9 @@ class SaveCheckpoint:
     recorder: RunRecorder
     config_text: str
     export_to: str | None
-    """Path of an additional Hugging Face directory; `{rollout_id}` is replaced."""
+    """Path of an additional Hugging Face directory, in which `{rollout_id}` is replaced; None: no export."""
     push_to: str | None = None
-    """Repository on the Hub to upload every export to."""
+    """Repository on the Hub to upload every export to; None: no upload."""
     in_background: bool = False
     """--async-save: training continues while a copy is written; the next save or the end of the run waits for it."""
     keeps_last: bool = False

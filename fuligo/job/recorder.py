@@ -86,8 +86,11 @@ class LogHooks:
     """Log functions of a run. A function that raises is reported and not called again: logging must not end a run."""
 
     args: ArgsView | None = None
+    """First argument of the functions; None if there are none."""
     of_rollout: Hook | None = None
+    """--custom-rollout-log-function-path, if set."""
     of_evaluation: Hook | None = None
+    """--custom-eval-rollout-log-function-path, if set."""
 
     @classmethod
     def of(cls, config: Config) -> Self:

@@ -81,6 +81,7 @@ class RolloutBuilder:
     engines: Engines | None
     """Engines to sample from; None if nothing is sampled."""
     teacher: ServedTeacher | None
+    """Teacher on an engine; None without one."""
     policy_version: Callable[[], int]
     stack: AsyncExitStack
     run_dir: Path

@@ -48,6 +48,7 @@ class Opened:
     standbys: StandbyRanks | None
     """Processes for trainers after the first; None without --max-restarts, and on a cluster."""
     store: CheckpointStore | None
+    """Checkpoints of the run; None if nothing is trained."""
     engines_may_start: asyncio.Event
     """Set once no trainer holds memory of the engines' devices."""
     launching: asyncio.Task[Engines | None]
@@ -95,7 +96,9 @@ class Wired:
     weights: WeightSyncing
     rollouts: PacedRollouts
     evaluate: Evaluate | None
+    """Evaluation; None without evaluation data."""
     save: SaveCheckpoint | None
+    """Saving of checkpoints; None if nothing is trained."""
     periodic: list[Periodic]
 
 

@@ -32,6 +32,7 @@ class Machine:
     system: str
     """Operating system and architecture, such as `Linux x86_64`."""
     torch: Torch | None
+    """Installed torch; None if it cannot be imported."""
     torch_problem: str | None
     """Reason why torch cannot be imported; None if it can."""
     gpus: Gpus = field(default_factory=Gpus)

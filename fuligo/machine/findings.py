@@ -26,9 +26,9 @@ class Finding:
     name: str
     value: str
     problem: str | None = None
-    """Reason why a run cannot work, and the fix."""
+    """Reason why a run cannot work, and the fix; None if nothing prevents it."""
     warning: str | None = None
-    """Reason why a run may be slow or fail later, and the fix."""
+    """Reason why a run may be slow or fail later, and the fix; None if there is none."""
 
 
 def machine_findings(machine: Machine) -> list[Finding]:

@@ -26,7 +26,7 @@ class Gpu:
     memory_bytes: int
     driver: str
     used_bytes: int = 0
-    """Memory that all processes use; 0 if the driver does not tell."""
+    """Memory that all processes use; 0 if the driver does not report it."""
 
     @property
     def occupied_warning(self) -> str | None:

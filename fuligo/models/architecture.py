@@ -110,6 +110,7 @@ class LatentAttention:
 
     num_heads: int
     q_lora_rank: int | None
+    """Size of the latent queries; None if queries are computed directly from the hidden state."""
     kv_lora_rank: int
     qk_nope_head_dim: int
     qk_rope_head_dim: int
@@ -253,7 +254,9 @@ class Architecture:
     tied_embeddings: bool
     attention: GroupedAttention | LatentAttention
     experts: Experts | None
+    """Experts of the MoE layers; None for a dense model."""
     sparse_index: SparseIndex | None
+    """Indexer of sparse attention (DSA); None without one."""
     layers: tuple[Layer, ...]
     mtp_layers: tuple[Layer, ...]
     """MTP layers of the checkpoint; not part of `num_parameters`."""

@@ -15,13 +15,13 @@ class Filter:
     """Rows of a batch to filter before sampling, with their top-p, top-k and min-p."""
 
     rows: torch.Tensor
-    """[F] int64"""
+    """[F] int64 rows that are filtered."""
     top_p: torch.Tensor
-    """[F, 1]"""
+    """[F, 1] cumulative probability to keep; 1 means no limit."""
     top_k: torch.Tensor
-    """[F, 1] int64; the vocabulary size means no limit."""
+    """[F, 1] int64 number of tokens to keep; the vocabulary size means no limit."""
     min_p: torch.Tensor
-    """[F, 1]"""
+    """[F, 1] smallest probability to keep, as a fraction of the highest; 0 means no limit."""
 
 
 def filtered(probs: torch.Tensor, cut: Filter) -> torch.Tensor:

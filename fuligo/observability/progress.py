@@ -148,7 +148,7 @@ class Curves:
     evaluated: dict[str, str] = field(default_factory=dict)
     """Latest evaluation as text, by name of the dataset."""
     doing: tuple[str, int] | None = None
-    """Current phase and its step."""
+    """Current phase and its step; None between phases."""
     doing_since_s: float = 0.0
     """Time of `clock` at which the current phase began."""
     begun_s: float = 0.0

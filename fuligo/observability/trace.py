@@ -69,6 +69,7 @@ class Phase:
     lane: int = 0
     start_s: float = 0.0
     parent: Phase | None = field(default=None, repr=False)
+    """Phase inside which this one began; None if there is none."""
 
     def __enter__(self) -> Phase:
         self.trace._enter(self)

@@ -22,9 +22,13 @@ class Cut:
     num_extra: int
     """Number of extra layers: the embedding and the loss, if they count as layers."""
     pp: int
+    """Pipeline-parallel size."""
     vpp: int
+    """Virtual stages per pipeline rank."""
     first: int | None
+    """Layers of the first pipeline rank; None: an equal share."""
     last: int | None
+    """Layers of the last pipeline rank; None: an equal share."""
 
     def counts(self) -> list[int] | None:
         """Return the layers of each pipeline rank, extra ones included, or None if they cannot be split this way."""

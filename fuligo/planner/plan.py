@@ -199,6 +199,7 @@ class Disk:
     export_bytes: int
     """One export of `--save-hf`: 16 bits per parameter of the model, 32 of an adapter; 0 without exports."""
     num_exports: int | None
+    """Exports on disk at the end of the run; None if their number depends on the number of prompts."""
 
     @property
     def is_known(self) -> bool:

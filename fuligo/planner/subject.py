@@ -53,7 +53,7 @@ class Subject:
     own_teacher: Architecture | None = None
     """Model of `--opd-teacher-load`, if its config.json is on this machine."""
     teacher_config_json: FoundConfigJson | None = None
-    """Source of `own_teacher`."""
+    """Source of `own_teacher`; None if that is None."""
     other_served: Mapping[str, Architecture] = field(default_factory=dict)
     """Path -> model, for models of `--sglang-config` with their own `model_path`, if their config.json is on this machine."""
     adapter_config: AdapterConfig | None = None

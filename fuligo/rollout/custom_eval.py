@@ -47,8 +47,9 @@ class CustomEvaluator:
     _: KW_ONLY
     policy_version: Callable[[], int]
     reward_key: str | None
-    """Key of dict rewards to report for datasets that the function adds to `sets`."""
+    """Key of dict rewards to report for datasets that the function adds to `sets`; None if rewards are numbers."""
     vocab_size: int | None
+    """Upper bound of valid token ids; None: ids are not checked."""
 
     async def evaluate(self, rollout_id: int) -> Evaluation:
         """Call the function and compute the metrics of the samples that it returns.

@@ -35,10 +35,11 @@ class CustomRollout:
     params: SamplingParams
     policy_version: Callable[[], int]
     reward_key: str | None = None
-    """Key of dict rewards that the metrics report."""
+    """Key of dict rewards that the metrics report; None if rewards are numbers."""
     pass_key: str | None = None
-    """Key of dict rewards that decides whether a sample passes, as in evaluations."""
+    """Key of dict rewards that decides whether a sample passes, as in evaluations; None if rewards are numbers."""
     vocab_size: int | None = None
+    """Upper bound of valid token ids; None: ids are not checked."""
     teacher: ServedTeacher | None = None
     """Teacher that scores the returned samples; None without one."""
 

@@ -34,6 +34,7 @@ class EvalSet:
     params: SamplingParams
     reward: RewardFn
     reward_key: str | None = None
+    """Key of dict rewards to report; None if rewards are numbers."""
 
 
 @dataclass(slots=True)

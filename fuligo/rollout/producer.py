@@ -23,7 +23,7 @@ PhaseTimer = Callable[[str, int], AbstractContextManager[object]]
 
 @dataclass(eq=False)
 class RolloutProducer:
-    """Producer of rollouts by one method, which adds engine measurements to their metrics."""
+    """Producer that obtains rollouts from one method and adds engine measurements to their metrics."""
 
     method: RolloutMethod
     _: KW_ONLY

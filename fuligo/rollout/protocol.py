@@ -42,7 +42,7 @@ class Interruptible(Protocol):
     """GenerateFn whose calls may run for long without an engine request, so that aborting all requests does not stop them."""
 
     def interrupt(self) -> None:
-        """Make every call return an aborted sample as soon as possible, because generation is being aborted."""
+        """Abort generation: make every running call return an aborted sample as soon as possible."""
 
 
 class RewardFn(Protocol):

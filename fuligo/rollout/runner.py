@@ -39,15 +39,15 @@ class RunnerParts:
     concurrency: int
     """Largest number of samples generated at a time."""
     reward_key: str | None = None
-    """Key of dict rewards that the metrics report."""
+    """Key of dict rewards that the metrics report; None if rewards are numbers."""
     pass_key: str | None = None
-    """Key of dict rewards that decides whether a sample passes, as in evaluations."""
+    """Key of dict rewards that decides whether a sample passes, as in evaluations; None if rewards are numbers."""
     group_filter: GroupFilter | None = None
-    """Filter that keeps or drops a finished group (dynamic sampling)."""
+    """Filter that keeps or drops a finished group (dynamic sampling); None: keep all."""
     sample_filter: SampleFilter | None = None
-    """Hook that sees the kept groups of a rollout and changes their samples in place."""
+    """Hook that sees the kept groups of a rollout and changes their samples in place; None: no hook."""
     all_samples: AllSamples | None = None
-    """Hook that sees all groups of a rollout, including dropped ones, after the sample filter."""
+    """Hook that sees all groups of a rollout, including dropped ones, after the sample filter; None: no hook."""
     policy_version: Callable[[], int] = lambda: 0
 
     def finish(self, step: int, version: int, groups: list[SampleGroup]) -> None:

@@ -98,6 +98,7 @@ class LossSettings:
     clip: Clip = field(default_factory=Clip)
     entropy_coef: float = 0.0
     kl_loss: KlLoss | None = None
+    """KL to the reference model as a term of the loss; None: no term."""
     correction: Correction | None = None
     """Importance weights between engine and trainer; None: no correction."""
     opsm_delta: float | None = None
@@ -108,10 +109,12 @@ class LossSettings:
     per_token: bool = False
     """Average over all tokens of the step instead of over each sample first; the caller builds `weights` accordingly."""
     custom_loss: CustomLoss | None = None
+    """Hook that computes the loss; None unless `loss_type` is custom_loss."""
     custom_weights: CustomWeights | None = None
-    """Hook that replaces `correction`."""
+    """Hook that replaces `correction`; None: no hook."""
     reducer: LossReducer | None = None
-    """Hook that replaces the mean over each sample's tokens in the policy-gradient term; the mean over trajectories (or tokens) remains."""
+    """Hook that replaces the mean over each sample's tokens in the policy-gradient term; the mean over trajectories (or tokens) remains.
+    None: no hook."""
 
 
 @dataclass(slots=True)

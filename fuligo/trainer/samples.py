@@ -21,9 +21,10 @@ class SampleSettings:
     has_rewards: bool = True
     """False: rewards are ignored (SFT), and a group is trained even if only one of its samples is usable."""
     reward_key: str | None = None
-    """Key of the value to learn from if a reward is a dict."""
+    """Key of the value to learn from if a reward is a dict; None if rewards are numbers."""
     post_process: RewardPostProcess | None = None
-    """Hook whose second list replaces the rewards. The estimator does not normalize that list; whitening of advantages still applies."""
+    """Hook whose second list replaces the rewards. The estimator does not normalize that list; whitening of advantages still applies.
+    None: no hook."""
     needs_routing: bool = False
     """Require the recorded experts of every token that a trained token depends on."""
     needs_teacher: bool = False

@@ -34,7 +34,7 @@ class Segment:
     slots: torch.Tensor
     """[(end - start) * blocks] int64, `KVPool.slots` of the tokens."""
     positions: torch.Tensor
-    """[end - start] int64"""
+    """[end - start] int64 position of each token in its request."""
     longest: int
     """Tokens of the longest row, including this step's."""
     equal: bool

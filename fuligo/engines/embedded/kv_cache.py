@@ -77,7 +77,7 @@ class KVPool:
         self.requests: list[Request] = []
         """Request that owns each row."""
         self.store = torch.empty(2 * shape.num_layers, 0, shape.num_blocks, capacity, shape.block_width, dtype=dtype, device=device)
-        """[2 * layers (keys and values alternate), rows, blocks, capacity, width of a block]"""
+        """Keys and values: [2 * layers (keys and values alternate), rows, blocks, capacity, width of a block]"""
         self.recurrent = None if shape.recurrent is None else RecurrentRows(shape.recurrent, dtype, device)
 
     def keys(self, layer: int) -> torch.Tensor:

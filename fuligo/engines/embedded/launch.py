@@ -30,9 +30,12 @@ class EmbeddedEngineSettings:
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     max_running_requests: int = 256
     max_total_tokens: int | None = None
+    """Capacity of the KV cache, in tokens; None: enough for the longest requests."""
     num_threads: int | None = None
+    """CPU threads; None: one fewer than the CPU cores."""
     trust_remote_code: bool = False
     adapter: AdapterSource | None = None
+    """LoRA adapter to apply; None: no adapter."""
     shapes_of_runs: Mapping[str, AdapterConfig] = field(default_factory=dict)
     """Adapter shapes of several runs that share the process, by run name; each run's engine is served below `run_path`. Exclusive with
     `adapter`; empty: one engine at the root.
@@ -40,7 +43,7 @@ class EmbeddedEngineSettings:
     is_batch_invariant: bool = False
     """True if log-probabilities must depend, bit for bit, only on a request's own tokens."""
     ready_file: Path | None = None
-    """File to which the engine writes its port once it accepts requests."""
+    """File to which the engine writes its port once it accepts requests; None: no file."""
     host: str = LOOPBACK
     """Host name or address that the engine listens on, for access control."""
     weight_directories: tuple[Path, ...] = ()

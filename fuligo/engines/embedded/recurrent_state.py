@@ -30,9 +30,9 @@ class RecurrentRows:
         self.shape = shape
         num_layers = len(shape.layers)
         self.windows = torch.zeros(num_layers, 0, shape.num_channels, shape.num_inputs, dtype=dtype, device=device)
-        """[layers, rows, C, inputs]"""
+        """Latest inputs of the convolutions: [layers, rows, C, inputs]"""
         self.states = torch.zeros(num_layers, 0, shape.num_heads, shape.key_dim, shape.value_dim, device=device)
-        """[layers, rows, H, Dk, Dv] float32"""
+        """Recurrent states: [layers, rows, H, Dk, Dv] float32"""
 
     def window(self, layer: int) -> Tensor:
         """Return a view [rows, C, inputs] of a layer's convolution inputs."""

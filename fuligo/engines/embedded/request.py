@@ -18,7 +18,7 @@ class Request:
 
     rid: str
     input_ids: list[int]
-    """[P]"""
+    """[P] token ids of the prompt."""
     params: SamplingParams
     end_ids: frozenset[int]
     """Tokens that end the response: end of text (unless ignored) and stop_token_ids."""
@@ -38,7 +38,8 @@ class Request:
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: dict[str, Any] | None = None
-    """SGLang's object: `{"type": "stop", "matched": ...}`, `{"type": "length", ...}` or `{"type": "abort", ...}`."""
+    """SGLang's object: `{"type": "stop", "matched": ...}`, `{"type": "length", ...}` or `{"type": "abort", ...}`; None until the
+    request ends."""
     error: str | None = None
     """Reason why the request failed and has no answer; None if it did not fail."""
     weight_version: int = 0

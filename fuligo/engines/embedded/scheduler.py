@@ -30,10 +30,11 @@ class SamplingBatch:
     """Sampling parameters of a batch's rows, as tensors."""
 
     seeds: NDArray[np.uint64]
-    """[N]"""
+    """[N] seed of each row's sampling stream."""
     temperature: torch.Tensor | None
-    """[N, 1]; None if all are 1."""
+    """[N, 1] sampling temperature of each row; None if all are 1."""
     filter: Filter | None
+    """Limits by top-k, top-p and min-p; None if no row has any."""
     suppressed: list[tuple[int, list[int]]]
     """(row, end tokens that it must not sample yet) of rows below their `min_new_tokens`."""
 

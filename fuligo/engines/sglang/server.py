@@ -135,7 +135,7 @@ class ServerSettings:
     ports: ServerPorts
     log_file: Path
     number: int | None = None
-    """Index among the engines of the run; the engine labels its answers with it."""
+    """Index among the engines of the run; the engine labels its answers with it. None: no label."""
     gpu_ids: tuple[int, ...] = ()
     """Consecutive indices among the visible GPUs. The run's other GPUs stay visible, since NCCL needs to see the GPUs of its peers on this
     host."""

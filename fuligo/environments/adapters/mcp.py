@@ -30,11 +30,12 @@ class McpSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     command: str | None = None
+    """Command that starts a server on its standard input and output; None: use `url`."""
     args: tuple[str, ...] = ()
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the command, in addition to the few that it inherits, such as PATH and HOME."""
     url: str | None = None
-    """URL of a server with the Streamable HTTP transport."""
+    """URL of a server with the Streamable HTTP transport; None: start `command`."""
     timeout_s: float = Field(default=30.0, gt=0)
     """Timeout of connecting, and of each call."""
 

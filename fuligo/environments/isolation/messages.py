@@ -32,11 +32,11 @@ class Request:
     number: int
     name: CallName
     row: Row | None = None
-    """Row of the episode that begins, for `reset` and `restore`."""
+    """Row of the episode that begins, for `reset` and `restore`; None for other calls."""
     state: Any = None
     """State to continue from, for `restore`."""
     turn: AssistantTurn | None = None
-    """Turn of the model, for `step`."""
+    """Turn of the model, for `step`; None for other calls."""
 
     def encode(self) -> bytes:
         """Return the message with its header."""

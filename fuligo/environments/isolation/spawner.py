@@ -90,7 +90,7 @@ def main() -> None:
 
 @contextmanager
 def _ends_with_run(control: socket.socket) -> Iterator[None]:
-    """End this process, and those that it started, if the run ends during the block: importing a module may take forever."""
+    """End this process, and those that it started, if the run ends during the block; otherwise a hanging import would outlive the run."""
     watched = select.poll()
     watched.register(control, 0)  # hang-ups are always reported
 

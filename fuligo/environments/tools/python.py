@@ -72,7 +72,7 @@ class PythonResult(BaseModel):
     end: End
     """`ok`: it ran to its end or to an exception. `exit`: its process ended. Otherwise the limit that stopped it."""
     status: int = 0
-    """Status of the process after `exit`; negative: the signal that ended it."""
+    """Exit status of the process if `end` is `exit`; -N if signal N ended it."""
     keeps_variables: bool = False
     """True if the next program of the session sees the variables of this one."""
 

@@ -35,5 +35,5 @@ def row_positions(lengths: Sequence[int], images: Sequence[Sequence[PromptImage]
 
 
 def rotary_shift(images: Sequence[PromptImage]) -> int:
-    """Return the rotary position minus the index of a token after all images."""
+    """Return the difference between rotary position and index, for tokens after all images."""
     return sum(max(image.num_rows, image.num_columns) - image.num_tokens for image in images)

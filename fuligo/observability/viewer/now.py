@@ -29,12 +29,13 @@ class Now:
     doing: str | None
     """Current activity; None if unknown."""
     doing_step: int | None
+    """Step of the activity; None if unknown."""
     since_s: float | None
-    """Start of the activity, seconds since the epoch."""
+    """Start of the activity, seconds since the epoch; None if unknown."""
     step_s: float | None
-    """Median seconds of recent steps."""
+    """Median seconds of recent steps; None before the first step."""
     left_s: float | None
-    """Seconds until the end of the run at this pace."""
+    """Seconds until the end of the run at this pace; None if unknown."""
 
 
 def current_activity(metrics: MetricColumns, num_rollouts: int | None, trace: TraceReader) -> Now:

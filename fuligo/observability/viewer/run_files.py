@@ -21,7 +21,7 @@ class SampleFile:
     """Sample file of one rollout or one evaluation."""
 
     step: int
-    """Rollout id; for an evaluation, complete rollouts before it."""
+    """Rollout id; for an evaluation, the number of complete rollouts before it."""
     path: Path
     version: tuple[int, int]
     """Modification time and size, which change if the file is replaced."""

@@ -100,6 +100,7 @@ class Hits:
     """Rows of one file whose text matches."""
 
     version: tuple[int, int] | None
+    """Version of the file when it was searched; None if it was missing."""
     rows: np.ndarray
 
 

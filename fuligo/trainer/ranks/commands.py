@@ -62,6 +62,7 @@ class Answer(Generic[R]):
     """Outcome of a command on one rank. A command's error is returned in `error`; only the loss of the rank is raised."""
 
     value: R | None = None
+    """Result of the command; None if it failed, and in answers to the driver from ranks other than 0."""
     error: BaseException | None = None
 
     def for_driver(self, rank: int) -> Answer[R]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 PHASES = ("score", "train")
-"""Commands that the next command of the step follows immediately: `train` after `score`, and `send_weights` after `train`."""
+"""Commands that are followed immediately by the next command of the step: `score` by `train`, and `train` by `send_weights`."""
 KEEP_TURN_S = 1.0
 """Seconds that the trainer waits for the next phase of a step while other runs wait; a driver takes less between two phases."""
 

@@ -47,9 +47,11 @@ class RankWorker(ABC, Generic[SettingsT, CriticT, ModelT]):
     _learner: Any
     """The backend's `Learner` of the policy."""
     critic: CriticT | None
+    """Value model with its learner; None without one."""
     reference: ModelT | None
     """Reference model; None if there is none, or it is the policy without its adapter."""
     teacher: ModelT | None
+    """Teacher of on-policy distillation; None if the trainer has none."""
     balance_by: Cost | None
     """Cost to balance over the replicas; None: do not balance."""
     _adapter_sender: AdapterSender | None
@@ -193,7 +195,7 @@ class RankWorker(ABC, Generic[SettingsT, CriticT, ModelT]):
         return self._policy_logprobs(share), {}
 
     def _with_routing(self, scores: list[SampleScores], parts_of_ranks: Sequence[Mapping[int, Any]]) -> list[SampleScores]:
-        """Return the scores with the routing that the ranks recorded, if any."""
+        """Return the scores with the routing that the ranks recorded; unchanged unless the backend records routing."""
         del parts_of_ranks
         return scores
 

@@ -55,6 +55,7 @@ class TrainingState:
     reference: PreTrainedModel | None
     """Reference model; None if training does not change it."""
     critic: Critic | None = None
+    """Value model; None without one."""
     base_digest: str | None = None
     """Digest of the base weights of an adapter; None without an adapter."""
     base: QuantisedBase | None = None

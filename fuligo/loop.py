@@ -71,7 +71,7 @@ class Loop:
     update_interval: int = 1
     """Rollouts between weight syncs."""
     requires_exact: bool = False
-    """Fail if the trainer's log-probabilities differ from the engine's (--exact-on-policy)."""
+    """True to fail if the trainer's log-probabilities differ from the engine's (--exact-on-policy)."""
     post_process: Callable[[list[TrainSample]], None] | None = None
     """Hook that receives the scored samples, and may change them, before advantages are computed; None: no hook."""
     before_train_step: Callable[[int, TrainBatch], None] | None = None

@@ -23,19 +23,19 @@ class Estimator(ABC):
     """
 
     has_group_baseline: ClassVar[bool] = False
-    """Compares a response with the others of its group, so a group of one gives no advantage."""
+    """True if it compares a response with the others of its group, so that a group of one gives no advantage."""
     divides_by_std: ClassVar[bool] = False
-    """Divides by the group's standard deviation, unless --disable-grpo-std-normalization."""
+    """True if it divides by the group's standard deviation, unless --disable-grpo-std-normalization."""
     uses_kl_coef: ClassVar[bool] = False
-    """Subtracts the KL to the reference from the rewards or advantages (--kl-coef)."""
+    """True if it subtracts the KL to the reference from the rewards or advantages (--kl-coef)."""
     uses_gamma: ClassVar[bool] = False
-    """Discounts rewards from token to token (--gamma)."""
+    """True if it discounts rewards from token to token (--gamma)."""
     uses_values: ClassVar[bool] = False
-    """Needs a value model; `advantages` also sets `returns` of every sample."""
+    """True if it needs a value model; `advantages` also sets `returns` of every sample."""
     needs_whitening: ClassVar[bool] = False
-    """Requires --normalize-advantages."""
+    """True if it requires --normalize-advantages."""
     has_dual_clip: ClassVar[bool] = True
-    """Applies `Clip.dual` in its policy loss (--eps-clip-c)."""
+    """True if it applies `Clip.dual` in its policy loss (--eps-clip-c)."""
     ratio_level: ClassVar[Literal["token", "sequence"]] = "token"
     """Level of the probability ratio that the policy loss clips: one per token, or one per sequence."""
 

@@ -30,17 +30,18 @@ class AdvantageSettings:
     estimator: str = "grpo"
     """Key of `ESTIMATORS`."""
     normalize_rewards: bool = True
-    """Subtract the group's baseline, for estimators with `has_group_baseline`. If False, nothing is divided by the standard deviation."""
+    """True to subtract the group's baseline, for estimators with `has_group_baseline`. If False, nothing is divided by the standard
+    deviation."""
     divide_by_std: bool = True
-    """Divide by the group's standard deviation, for estimators with `divides_by_std`."""
+    """True to divide by the group's standard deviation, for estimators with `divides_by_std`."""
     std_epsilon: float = STD_EPSILON
     """Constant that is added to every standard deviation before dividing by it; same unit as the reward."""
     whiten: bool = False
-    """Whiten the advantages over all unmasked tokens of the rollout (after distillation)."""
+    """True to whiten the advantages over all unmasked tokens of the rollout (after distillation)."""
     gamma: float = 1.0
     """Discount per token, for estimators with `uses_gamma`."""
     rewards_by_turn: bool = False
-    """Place each reward in `TrainSample.turn_rewards` at the end of its turn, for estimators with `uses_gamma` (--turn-rewards)."""
+    """True to place each reward in `TrainSample.turn_rewards` at the end of its turn, for estimators with `uses_gamma` (--turn-rewards)."""
     lambd: float = 1.0
     """Lambda of generalized advantage estimation: 1 gives Monte Carlo returns, 0 one-step temporal differences."""
     kl_coef: float = 0.0
@@ -48,7 +49,7 @@ class AdvantageSettings:
     kl_type: KlType = "k1"
     """Estimator of the KL in the penalty (--kl-loss-type)."""
     old_from_engine: bool = False
-    """Take the engine's log-probabilities as the old policy's (--use-rollout-logprobs)."""
+    """True to take the engine's log-probabilities as the old policy's (--use-rollout-logprobs)."""
     custom: AdvantageFn | None = None
     """Function whose advantages replace the estimator's. Distillation and whitening still apply; a value model keeps the estimator's
     returns."""

@@ -22,23 +22,24 @@ class TrainerCapabilities:
     """Properties of a trainer."""
 
     loads_distributed: bool
-    """Checkpoints are distributed, a format that the trainer also loads; otherwise it saves and loads Hugging Face directories only."""
+    """True if checkpoints are distributed, a format that the trainer also loads; otherwise it saves and loads Hugging Face directories
+    only."""
     keeps_published_names: bool
-    """Weights are sent to engines under the names of the checkpoint; otherwise under the names of transformers' model."""
+    """True if weights are sent to engines under the names of the checkpoint; otherwise under the names of transformers' model."""
     sends_adapters: bool
-    """Adapters are sent separately to engines that know them by name; otherwise they are merged into the weights."""
+    """True if adapters are sent separately to engines that know them by name; otherwise they are merged into the weights."""
     swaps_models: bool
-    """Policy, reference and teacher take turns in one model, so they must have the same architecture."""
+    """True if policy, reference and teacher take turns in one model, so they must have the same architecture."""
     quantises_base: bool
-    """Frozen base weights of an adapter may be held in 8 or 4 bits (--lora-base-precision)."""
+    """True if frozen base weights of an adapter may be held in 8 or 4 bits (--lora-base-precision)."""
     splits_model: bool
-    """Flags of the group `parallel` split the model over ranks; otherwise each rank computes all layers of its rows."""
+    """True if flags of the group `parallel` split the model over ranks; otherwise each rank computes all layers of its rows."""
     pads_rows: bool
-    """Rows are padded to a multiple of --data-pad-size-multiplier tokens."""
+    """True if rows are padded to a multiple of --data-pad-size-multiplier tokens."""
     shares_prefixes: bool
-    """`--share-prefixes auto` means on: sharing was never slower where it was measured (docs/trainer.md)."""
+    """True if `--share-prefixes auto` means on: sharing was never slower where it was measured (docs/trainer.md)."""
     needs_gpus: bool
-    """The trainer is made for GPUs; on a CPU it runs only for tests, with --device cpu."""
+    """True if the trainer is made for GPUs; on a CPU it runs only for tests, with --device cpu."""
     packages: tuple[str, ...]
     """Packages that the trainer imports, besides those that fuligo installs."""
     gpu_packages: tuple[str, ...]
@@ -88,29 +89,31 @@ class EngineCapabilities:
     """Properties of a backend's engines."""
 
     beside_trainer: bool
-    """One engine in a process on the driver's node, on the trainer's first GPU; otherwise servers in groups, each with its own GPUs."""
+    """True for one engine in a process on the driver's node, on the trainer's first GPU; otherwise servers in groups, each with its own
+    GPUs."""
     releases_memory: bool
-    """With --colocate, engines free their GPU memory while the trainer works; otherwise they are small enough to stay."""
+    """True if engines with --colocate free their GPU memory while the trainer works; otherwise they are small enough to stay."""
     reports_checksum: bool
-    """Engines hold tensors with the names and types in which they are sent, and report a checksum of them."""
+    """True if engines hold tensors with the names and types in which they are sent, and report a checksum of them."""
     serves_quantised: bool
-    """Engines on an FP8 checkpoint accept FP8 weights; otherwise they load and accept dequantized weights."""
+    """True if engines on an FP8 checkpoint accept FP8 weights; otherwise they load and accept dequantized weights."""
     records_routing: bool
-    """Engines report the experts of every token (--use-rollout-routing-replay)."""
+    """True if engines report the experts of every token (--use-rollout-routing-replay)."""
     is_reproducible: bool
-    """Tokens depend only on the requests, not on when they arrive, so that rollouts can be repeated exactly."""
+    """True if tokens depend only on the requests, not on when they arrive, so that rollouts can be repeated exactly."""
     writes_profiles: bool
-    """Engines have their own profiler (--profile)."""
+    """True if engines have their own profiler (--profile)."""
     applies_adapters: bool
-    """Engines accept a LoRA adapter by itself and apply it to each token; otherwise they need weights with the adapter merged in."""
+    """True if engines accept a LoRA adapter by itself and apply it to each token; otherwise they need weights with the adapter merged
+    in."""
     names_adapters: bool
-    """Engines know adapters by name: each request names its adapter, and engines load base weights only from --hf-checkpoint."""
+    """True if engines know adapters by name: each request names its adapter, and engines load base weights only from --hf-checkpoint."""
     has_own_models: bool
-    """Engines have their own model implementations, which do not cover all families; otherwise they run transformers' models."""
+    """True if engines have their own model implementations, which do not cover all families; otherwise they run transformers' models."""
     resizes_images: bool
-    """Engines would resize images differently than the trainer, so images are resized before they are sent."""
+    """True if engines would resize images differently than the trainer, so images are resized before they are sent."""
     takes_changes: bool
-    """Engines keep weights that a sync omits (--update-weight-mode delta); otherwise each sync must send all weights."""
+    """True if engines keep weights that a sync omits (--update-weight-mode delta); otherwise each sync must send all weights."""
     exact_on: Literal["cpu", "cuda"]
     """Device on which the engine computes log-probabilities that equal the torch trainer's bit for bit (--exact-on-policy)."""
     weight_transports: tuple[str, ...]

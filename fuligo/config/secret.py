@@ -80,7 +80,7 @@ def reveal(value: str | Secret) -> str:
 
 
 def hide_credentials(text: str) -> str:
-    """Replace users, passwords and keys in the URLs of a text."""
+    """Replace users, passwords and keys in the URLs of a text by `***`."""
     if "://" not in text:
         return text
     return _KEY_IN_URL.sub(r"\1***", _USER_IN_URL.sub("***@", text))

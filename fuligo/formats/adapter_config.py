@@ -93,10 +93,11 @@ class AdapterConfig:
     target_modules: tuple[str, ...] = ()
     """Names of the adapted layers, or last parts of them such as `q_proj`; empty: all linear layers except the output layer."""
     rank_stabilised: bool = False
-    """Scale by alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732) instead of alpha / rank."""
+    """True to scale by alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732) instead of alpha / rank."""
     dropout: float = 0.0
     adapts_experts: bool = False
-    """Every expert's matrices also have their own A and B: `gate_up_proj`, gate and up projection as one matrix, and `down_proj`."""
+    """True if every expert's matrices also have their own A and B: `gate_up_proj`, gate and up projection as one matrix, and
+    `down_proj`."""
     base: str = ""
     """Name or path of the model that the adapter was trained on; empty if unknown."""
 

@@ -132,9 +132,9 @@ class WeightTarget:
     directory: str = ""
     """disk: directory to write to, which already has the model's JSON files."""
     changes_only: bool = False
-    """Skip tensors whose bytes are unchanged since the previous sync to the same engines."""
+    """True to skip tensors whose bytes are unchanged since the previous sync to the same engines."""
     with_checksum: bool = False
-    """Compute the manifest's checksum, which reads every byte on the CPU."""
+    """True to compute the manifest's checksum, which reads every byte on the CPU."""
 
 
 @dataclass(slots=True, frozen=True)

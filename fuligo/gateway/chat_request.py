@@ -14,7 +14,7 @@ from fuligo.types import Messages
 
 _READ = {"model", "messages", "tools", "max_tokens", "max_completion_tokens", "stop", "stream", "stream_options", "logprobs"}
 _IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls", "seed"}
-"""Parameters that are accepted and ignored; `seed`, because the run derives the seeds."""
+"""Parameters that are accepted and ignored, `seed` because the run derives the seeds."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "top_logprobs": (0,),

@@ -62,7 +62,7 @@ class _Line:
         return any(given == name for given, _ in self.given)
 
     def value(self, name: str, default: str = "") -> str:
-        """Return the last value of a flag."""
+        """Return the first value of the last occurrence of a flag; `default` if it does not occur or has no value."""
         values = [values for given, values in self.given if given == name]
         return values[-1][0].removeprefix("=") if values and values[-1] else default
 

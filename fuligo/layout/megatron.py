@@ -28,7 +28,7 @@ class Layout:
     etp: int = 1
     """Expert tensor-parallel size: ranks that share each expert's matrices."""
     sequence_parallel: bool = False
-    """Split norms and residuals along the sequence over the TP group; only with tp > 1."""
+    """True to split norms and residuals along the sequence over the TP group; only with tp > 1."""
     num_layers_first_stage: int | None = None
     """Number of layers of the first stage; None: as many as in a middle stage."""
     num_layers_last_stage: int | None = None

@@ -48,9 +48,9 @@ class Part:
     num_parameters: int
     split: Split
     quantisable: bool
-    """Stored in FP8 in a block-quantized checkpoint (norms, embeddings, heads, routers, `eh_proj` are not)."""
+    """True if it is stored in FP8 in a block-quantized checkpoint (norms, embeddings, heads, routers, `eh_proj` are not)."""
     is_matmul: bool = True
-    """Each parameter costs two FLOPs per token in the forward pass (norms and the embedding lookup do not)."""
+    """True if each parameter costs two FLOPs per token in the forward pass (norms and the embedding lookup do not)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,22 +61,22 @@ class GroupedAttention:
     num_kv_heads: int
     head_dim: int
     has_qkv_bias: bool = False
-    """Queries, keys and values have biases."""
+    """True if queries, keys and values have biases."""
     has_output_bias: bool = False
     has_head_norms: bool = False
-    """Queries and keys are normalized, each head separately unless `norms_span_heads`."""
+    """True if queries and keys are normalized, each head separately unless `norms_span_heads`."""
     has_output_gate: bool = False
-    """The query projection also computes a gate for each head's output."""
+    """True if the query projection also computes a gate for each head's output."""
     has_sinks: bool = False
-    """Each head has a learned logit in the denominator of its softmax."""
+    """True if each head has a learned logit in the denominator of its softmax."""
     norms_span_heads: bool = False
-    """Queries and keys are normalized over all heads together."""
+    """True if queries and keys are normalized over all heads together."""
     norms_values: bool = False
-    """Values are normalized too, each head separately and without weights."""
+    """True if values are normalized too, each head separately and without weights."""
     has_value_projection: bool = True
     """False: the keys before their norm are also the values."""
     borrows_keys: bool = False
-    """The layer reads the keys and values of an earlier layer, and neither projects nor caches its own."""
+    """True if the layer reads the keys and values of an earlier layer, and neither projects nor caches its own."""
 
     @property
     def kv_elements_per_token(self) -> int:
@@ -132,7 +132,7 @@ class LinearAttention:
     value_dim: int
     conv_width: int
     has_fused_inputs: bool
-    """Two projections of the input, `in_proj_qkvz` and `in_proj_ba`, instead of four."""
+    """True for two projections of the input, `in_proj_qkvz` and `in_proj_ba`, instead of four."""
 
     @property
     def num_channels(self) -> int:
@@ -158,7 +158,7 @@ class SparseIndex:
     head_dim: int
     top_k: int
     rotary_interleaved: bool = False
-    """Rotary pairs are adjacent elements of a head; False: elements i and i + head_dim / 2."""
+    """True if rotary pairs are adjacent elements of a head; False: elements i and i + head_dim / 2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +171,9 @@ class Experts:
     intermediate_size: int
     """Width of one routed expert."""
     has_shared_gate: bool = False
-    """The output of the shared expert is scaled by a gate."""
+    """True if the output of the shared expert is scaled by a gate."""
     has_softmax_router: bool = False
-    """The router's scores are a softmax over the experts; False: sigmoids."""
+    """True if the router's scores are a softmax over the experts; False: sigmoids."""
 
 
 class Activation(StrEnum):
@@ -189,11 +189,11 @@ class Numerics:
 
     activation: Activation = Activation.SILU
     norms_outputs: bool = False
-    """The outputs of attention and MLP are also normalized, before the residual addition."""
+    """True if the outputs of attention and MLP are also normalized, before the residual addition."""
     norms_around_zero: bool = False
-    """Norms multiply by one plus their weight."""
+    """True if norms multiply by one plus their weight."""
     scales_in_float32: bool = False
-    """Norms multiply by their weight in float32, before the result is rounded."""
+    """True if norms multiply by their weight in float32, before the result is rounded."""
     embedding_scale: float = 1.0
     """Factor by which embeddings are multiplied before the first layer."""
     softmax_scale: float | None = None
@@ -201,7 +201,8 @@ class Numerics:
     rotary_share: float = 1.0
     """Rotated fraction of a head if config.json has no partial_rotary_factor."""
     rotary_interleaved: bool = False
-    """Rotary pairs are adjacent elements of the rotated part of a head; False: one element of its first half and one of its second half."""
+    """True if rotary pairs are adjacent elements of the rotated part of a head; False: one element of its first half and one of its second
+    half."""
     rotary_base: float = 10_000
     """Rotary base if config.json has none."""
     window_rotary_base: float | None = None
@@ -217,7 +218,8 @@ class Layer:
     parts: tuple[Part, ...]
     is_moe: bool
     computes_index: bool = False
-    """The layer has an indexer for sparse attention. Layers without one reuse the token choice of the nearest layer below that has one."""
+    """True if the layer has an indexer for sparse attention. Layers without one reuse the token choice of the nearest layer below that has
+    one."""
     num_buffer_elements: int = 0
     """Number of float32 elements that are stored but have no gradients: the router's correction bias, one per routed expert. Not part of
     `num_parameters`, as in transformers."""
@@ -265,11 +267,11 @@ class Architecture:
     """Output layer; None where it is tied to the embedding."""
     final_norm: Part
     is_quantised: bool
-    """The checkpoint's matrices are quantized. FP8 is assumed for every quantization_config in config.json but MXFP4."""
+    """True if the checkpoint's matrices are quantized. FP8 is assumed for every quantization_config in config.json but MXFP4."""
     linear_attention: LinearAttention | None = None
     """Sizes of the layers with linear attention; None: all layers have `attention`."""
     is_mxfp4: bool = False
-    """The checkpoint stores the routed experts in MXFP4: four bits per weight, and an eight-bit scale per 32 weights."""
+    """True if the checkpoint stores the routed experts in MXFP4: four bits per weight, and an eight-bit scale per 32 weights."""
     numerics: Numerics = Numerics()
     layer_inputs: tuple[Part, ...] = ()
     """Per-layer embeddings (Gemma 4) of all layers together, with their projection and norm."""

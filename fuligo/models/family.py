@@ -20,14 +20,14 @@ class ModelArgs:
     precedence: int = 0
     """Priority if `told_by` of several families matches: the highest wins, and among equals the first in the registry."""
     is_latent: bool = False
-    """The family has latent attention."""
+    """True if the family has latent attention."""
     needs_experts: bool = False
-    """Every model of the family has experts."""
+    """True if every model of the family has experts."""
     num_experts_key: str = "n_routed_experts"
     """Key of config.json with the number of routed experts per layer."""
     lists_dense_layers: bool = False
-    """config.json lists the dense layers of an MoE model (`mlp_only_layers`), and there are no shared experts; False: the dense layers come
-    first."""
+    """True if config.json lists the dense layers of an MoE model (`mlp_only_layers`), and there are no shared experts; False: the dense
+    layers come first."""
     specs: tuple[str, ...] = ()
     """Values of `--spec` in public slime scripts for the family, as dotted paths."""
     incomplete_because: str | None = None
@@ -53,33 +53,34 @@ class Family:
     vision_tower: Callable[[ConfigJson], Part] | None = None
     """Function that returns the parameters of a `whole_type` model's towers, given its whole config.json; None without `whole_type`."""
     sees_images: bool = True
-    """Models of `whole_type` accept images, with the forward pass of `models.vision.forward` and the positions of
+    """True if models of `whole_type` accept images, with the forward pass of `models.vision.forward` and the positions of
     `models.vision.positions`. False: their towers are neither run nor trained."""
     loaded_as: str | None = None
     """Model type whose transformers classes load the checkpoints; None: transformers has classes for the family."""
     stored_experts: StoredExperts = StoredExperts.APART
     """Layout of experts in checkpoints that transformers writes."""
     stores_either_experts: bool = False
-    """Checkpoints may hold experts `APART` or `WHOLE`, and SGLang loads both."""
+    """True if checkpoints may hold experts `APART` or `WHOLE`, and SGLang loads both."""
     has_plain_experts: bool = True
-    """Experts in transformers are matrices [E, outputs, inputs] without biases, which adapters and quantized bases need."""
+    """True if experts in transformers are matrices [E, outputs, inputs] without biases, which adapters and quantized bases need."""
     unwritten_keys: tuple[str, ...] = ()
     """Keys of config.json that SGLang needs and transformers reads but does not write."""
     fuses_gate_up: bool = False
-    """transformers' dense MLP has one layer for gate and up projection."""
+    """True if transformers' dense MLP has one layer for gate and up projection."""
     has_gated_delta: bool = False
-    """`models.gated_delta` computes the layers of type `linear_attention`."""
+    """True if `models.gated_delta` computes the layers of type `linear_attention`."""
     has_mtp_module: bool = False
-    """Checkpoints hold one MTP layer, under `mtp.`, that `models.mtp` computes: the torch trainer trains it, and exports keep it."""
+    """True if checkpoints hold one MTP layer, under `mtp.`, that `models.mtp` computes: the torch trainer trains it, and exports keep
+    it."""
     batch_invariant_on: tuple[Literal["cpu", "cuda"], ...] = ()
     """Devices on which all of the family's layers have batch-invariant implementations (`models.invariant_modules`), as
     `--exact-on-policy` needs them."""
     sglang_attention: tuple[str, ...] = ()
     """SGLang attention backends that can serve the family; empty: any backend for its kind of attention."""
     has_window_pool: bool = False
-    """SGLang keeps the KV cache of layers with windows in a separate pool; False: all layers cache all tokens."""
+    """True if SGLang keeps the KV cache of layers with windows in a separate pool; False: all layers cache all tokens."""
     writes_harmony: bool = False
-    """Responses use the channels of the harmony format, not `</think>`."""
+    """True if responses use the channels of the harmony format, not `</think>`."""
     model_args: ModelArgs = ModelArgs()
 
     def __post_init__(self) -> None:

@@ -48,9 +48,9 @@ class Weight:
     expert: int | None = None
     """Index of the expert; None: not an expert's weight, or an entry of a `NameTable` for all experts."""
     is_vocabulary: bool = False
-    """Rows are token ids; Megatron's tensor may be padded with more, so that ranks can split it evenly."""
+    """True if rows are token ids; Megatron's tensor may be padded with more, so that ranks can split it evenly."""
     is_float32: bool = False
-    """Stored and sent in float32, whatever the dtype of the weights."""
+    """True if it is stored and sent in float32, whatever the dtype of the weights."""
 
     def at(self, megatron_prefix: str, checkpoint_prefix: str) -> Weight:
         """Return a copy with a layer's prefixes before the names."""

@@ -44,7 +44,7 @@ class Subject:
     architecture: Architecture
     """Trained model, from `--hf-checkpoint`'s config.json, `--model-config-file`, or the MODEL_ARGS flags."""
     rollout_architecture: Architecture
-    """Model that the engines load from `--hf-checkpoint`, which may be quantized; the same as `architecture` otherwise."""
+    """Model that the engines load from `--hf-checkpoint`; it differs from `architecture` only if that checkpoint is quantized."""
     gpu: Gpu
     trainer_config_json: FoundConfigJson | None = None
     """Source of `architecture`; None if only MODEL_ARGS describe it."""

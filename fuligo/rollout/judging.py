@@ -69,7 +69,7 @@ def equal_rewards(groups: Iterable[SampleGroup], reward_key: str | None) -> str:
 
 
 class FailureWatch:
-    """Watch over the last groups, which ends the run if nearly all of them fail, before it uses up the data.
+    """Watch over the last finished groups that ends the run if nearly all of them failed, before the data is used up.
 
     Args:
         batch_size: groups of a rollout; the watch covers the last `max(batch_size, MIN_EVIDENCE)` groups

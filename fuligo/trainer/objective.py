@@ -85,7 +85,7 @@ class KlLoss:
     coef: float
     kind: KlType = "k1"
     unbiased: bool = False
-    """Multiply the estimate by pi / pi_old."""
+    """True to multiply the estimate by pi / pi_old."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -105,9 +105,9 @@ class LossSettings:
     """Off-policy sequence masking (OPSM): largest distance from the old policy, in nats per token, at which a sample with negative
     advantage is still trained; None: no masking."""
     old_from_engine: bool = False
-    """Use the engine's log-probabilities as the old policy's (--use-rollout-logprobs)."""
+    """True to use the engine's log-probabilities as the old policy's (--use-rollout-logprobs)."""
     per_token: bool = False
-    """Average over all tokens of the step instead of over each sample first; the caller builds `weights` accordingly."""
+    """True to average over all tokens of the step instead of over each sample first; the caller builds `weights` accordingly."""
     custom_loss: CustomLoss | None = None
     """Hook that computes the loss; None unless `loss_type` is custom_loss."""
     custom_weights: CustomWeights | None = None

@@ -26,9 +26,9 @@ class SampleSettings:
     """Hook whose second list replaces the rewards. The estimator does not normalize that list; whitening of advantages still applies.
     None: no hook."""
     needs_routing: bool = False
-    """Require the recorded experts of every token that a trained token depends on."""
+    """True to require the recorded experts of every token that a trained token depends on."""
     needs_teacher: bool = False
-    """Require the teacher's log-probabilities, computed by an engine, of every response token."""
+    """True to require the teacher's log-probabilities, computed by an engine, of every response token."""
 
 
 def train_samples(groups: list[SampleGroup], settings: SampleSettings) -> list[TrainSample]:

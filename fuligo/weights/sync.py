@@ -29,7 +29,7 @@ class WeightSyncSettings:
     transport: Transport
     bucket_bytes: int
     changes_only: bool
-    """Send only tensors that changed since the last sync."""
+    """True to send only tensors that changed since the last sync."""
     model_files: Path
     """Hugging Face directory whose JSON files (config, tokenizer) are copied next to the weights (disk transport)."""
     scratch: Path

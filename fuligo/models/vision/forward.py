@@ -116,9 +116,10 @@ class VisionTower:
         self.base = base
         self.processor = processor
         self.is_frozen = False
-        """The tower has no gradients, so its activations are not kept for a backward pass."""
+        """True if the tower has no gradients, so its activations are not kept for a backward pass."""
         self.runs_always = False
-        """The tower also runs for rows without images, on an empty image, since all ranks must take part in gathering sharded weights."""
+        """True if the tower also runs for rows without images, on an empty image, since all ranks must take part in gathering sharded
+        weights."""
 
     def hidden_states(self, input_ids: Tensor, positions: Tensor, images: RowImages | None, **kwargs: Any) -> Tensor:
         """Run tower and language model on a row; see `hidden_states` of this module.

@@ -56,7 +56,7 @@ class MegatronTrainerSettings(TrainerSettings):
     deepep: bool = False
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = "auto"
     gradients_in_fp32: bool = True
-    """Accumulate and reduce gradients in float32 (`--accumulate-allreduce-grads-in-fp32`)."""
+    """True to accumulate and reduce gradients in float32 (`--accumulate-allreduce-grads-in-fp32`)."""
     routing: RoutingShape | None = None
     """Shape of the recorded experts that training replays; None: the routers choose in every pass."""
     records_routing: bool = False

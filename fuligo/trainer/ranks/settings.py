@@ -91,7 +91,7 @@ class CriticSettings:
     num_only_rollouts: int = 0
     """Number of rollouts, counted from the value model's start, in which only the value model is trained."""
     may_begin_at_resume: bool = False
-    """Allow a resume from a checkpoint without a value model; the value model then starts from `initial_weights`."""
+    """True to allow a resume from a checkpoint without a value model; the value model then starts from `initial_weights`."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -113,7 +113,8 @@ class TrainerSettings:
     critic: CriticSettings | None = None
     """Settings of the value model; None if advantages need no values."""
     needs_old_logprobs: bool = False
-    """Compute the old log-probabilities in `score`: a rollout has several optimizer steps, or rewards include the KL to the reference."""
+    """True to compute the old log-probabilities in `score`, because a rollout has several optimizer steps or rewards include the KL to the
+    reference."""
     temperature: float = 1.0
     """Sampling temperature; log-probabilities are those of the distribution that was sampled from."""
     capacity: Capacity = field(default_factory=Capacity)
@@ -121,23 +122,22 @@ class TrainerSettings:
     score_capacity: Capacity = field(default_factory=Capacity)
     """Limits of a micro-batch in passes without gradients."""
     shares_prefixes: bool = False
-    """Store and compute only once a prefix that several samples of a micro-batch share."""
+    """True to store and compute only once a prefix that several samples of a micro-batch share."""
     chunk_tokens: int = 4096
     """Number of tokens whose logits are in memory at a time."""
     balance_data: bool = False
-    """Balance the FLOPs of micro-batches over the data-parallel replicas."""
+    """True to balance the FLOPs of micro-batches over the data-parallel replicas."""
     skips_zero_advantages: bool = False
-    """Skip samples whose advantages are all 0, and optimizer steps that have only such samples."""
+    """True to skip samples whose advantages are all 0, and optimizer steps that have only such samples."""
     trained: TrainedParameters = field(default_factory=TrainedParameters)
     lora: LoraSettings | None = None
     """Adapter to train, whose reference is the policy with the adapter off; None: the weights themselves are trained."""
     device: Literal["cpu", "cuda"] = "cpu"
     shares_device: bool = False
-    """Engines use the same GPUs, so the trainer returns memory that it does not need. Otherwise it keeps freed memory, because returning
-    and allocating it again costs a tenth of a second per step.
-    """
+    """True if engines use the same GPUs, so the trainer returns memory that it does not need. Otherwise it keeps freed memory, because
+    returning and allocating it again costs a tenth of a second per step. """
     stays_on_device: bool = False
-    """Keep weights and optimizer state on the device while engines use it (--no-offload-train); gradients and caches are freed."""
+    """True to keep weights and optimizer state on the device while engines use it (--no-offload-train); gradients and caches are freed."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Data type of computation. The optimizer's weights and state, and accumulated gradients, are float32 by default."""
     sync_dtype: Literal["fp32", "bf16"] | None = None

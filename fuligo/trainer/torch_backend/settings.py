@@ -11,13 +11,14 @@ class TorchTrainerSettings(TrainerSettings):
     gradient_checkpointing: bool = False
     torch_compile: bool = False
     exact_on_policy: bool = False
-    """Compute policy and reference with `models.batch_invariant`, as the engine does."""
+    """True to compute policy and reference with `models.batch_invariant`, as the engine does."""
     engine_tp_size: int = 1
     """Number of tensor-parallel GPUs of an engine, whose rounding exact log-probabilities reproduce."""
     takes_images: bool = True
-    """Prompts may have images. False: a vision tower is neither run nor trained, but saved and sent with the rest of the model."""
+    """True if prompts may have images. False: a vision tower is neither run nor trained, but saved and sent with the rest of the model."""
     has_mtp: bool = False
-    """Load the policy's MTP layer, and save and send it with the rest of the model. False: checkpoints keep its tensors unchanged."""
+    """True to load the policy's MTP layer, and save and send it with the rest of the model. False: checkpoints keep its tensors
+    unchanged."""
     mtp: MTPTraining | None = None
     """Training of the MTP layer; None: the layer is frozen."""
     max_step_tokens: int | None = None

@@ -206,8 +206,8 @@ class Sample:
     """Cause of the failure of a failed sample; None for other samples."""
     reward: float | dict[str, Any] | None = None
     judge_error: str | None = None
-    """Reason why a built-in judge gave no verdict (its time or memory ran out), so that the answer counts as wrong; None if
-    it gave one."""
+    """Reason why a built-in judge gave no verdict (its time or memory ran out), so that the answer counts as wrong; None
+    otherwise."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Numbers that a hook reports for this sample, by name; their means are the metrics `rollout/sample/<name>`."""
     response: str = ""
@@ -229,7 +229,7 @@ class Sample:
 
     @property
     def engine(self) -> int | None:
-        """Number of the engine that sampled the last tokens, if known; a continued response may have several."""
+        """Number of the engine that sampled the last tokens (a continued response may have several); None if unknown."""
         return next((span.engine for span in reversed(self.spans) if span.engine is not None), None)
 
     @property

@@ -25,9 +25,9 @@ class Segments:
     """Sample boundaries in a packed micro-batch."""
 
     loss_mask: Tensor
-    """[N] 0 or 1."""
+    """[N] 1 on tokens to train, else 0."""
     sample_ids: Tensor
-    """[N] int64 in [0, num_samples). A sample's tokens are all in one micro-batch."""
+    """[N] int64 index of each token's sample, 0 to num_samples - 1. A sample's tokens are all in one micro-batch."""
     num_samples: int
     """Number of samples S."""
 
@@ -59,9 +59,9 @@ class PolicyTerms:
     """Policy loss of every token."""
 
     loss: Tensor
-    """[N] with gradient."""
+    """[N] loss of each token, with gradient."""
     ratio: Tensor
-    """[N] detached; the ratio before clipping: the token's, or its sequence's (GSPO)."""
+    """[N] ratio before clipping, detached: the token's, or its sequence's (GSPO)."""
     clipped: Tensor
     """[N] bool; True where the token has no gradient (PPO, GSPO) or a clipped weight (CISPO)."""
 

@@ -26,7 +26,7 @@ class TokenSequence:
     positions: list[int]
     """Positions of the samples in the rollout."""
     loss_mask: MaskArray
-    """[L] 0 or 1."""
+    """[L] 1 on tokens to train, else 0."""
     rewards: Float64Array
     """[L] token rewards minus KL penalties."""
 

@@ -16,7 +16,7 @@ class ValueTerms:
     """Value loss of every token."""
 
     loss: Tensor
-    """[N] with gradient."""
+    """[N] loss of each token, with gradient."""
     clipped: Tensor
     """[N] bool; True where the bound applies, so that the token has no gradient."""
 

@@ -114,7 +114,8 @@ def hf_to_dist(arguments: Sequence[str]) -> int:
 
 
 def _small_model(path: Path | None) -> Path | None:
-    """Return the directory of `--hf-checkpoint`, which may be a name on the Hub, with config.json and tokenizer but without weights."""
+    """Return the directory of `--hf-checkpoint`, which may be a name on the Hub, with config.json and tokenizer but without weights;
+    None without the flag."""
     return None if path is None else model_directory(path, weights=False)
 
 

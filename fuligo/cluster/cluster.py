@@ -81,7 +81,7 @@ class RayCluster:
         """Check that all nodes see the run's files.
 
         `read`: paths that every node must see. `written`: directories in which every node must see files that another node writes. Raises
-        ConfigError that names the first node that does not see a path, and the paths that it does not see.
+        ConfigError, which names the first node that does not see a path and these paths.
         """
         with ExitStack() as stack:
             marks = {stack.enter_context(_mark(path)): f"files written to {path} on another node" for path in written}

@@ -238,7 +238,8 @@ class Config(Placement):
 
     @property
     def initial_weights_path(self) -> str | None:
-        """Path of initial weights and reference (Hugging Face directory, distributed checkpoint, or directory of checkpoints), if given."""
+        """Path of initial weights and reference (Hugging Face directory, distributed checkpoint, or directory of checkpoints); None if
+        not given."""
         return self.checkpoint.ref_load or self.model.hf_checkpoint
 
     @property
@@ -281,7 +282,7 @@ class Config(Placement):
 
     @property
     def resolved_eval_reward_key(self) -> str | None:
-        """Key of the reward that an evaluation reports, if rewards are dicts."""
+        """Key of the reward that an evaluation reports; None if rewards are numbers."""
         return self.reward.eval_reward_key or self.reward.reward_key
 
     def resolved_num_rollout(self, num_prompts: int) -> int:

@@ -82,7 +82,7 @@ class Flag:
     optional: bool
     """True if None is a value."""
     bounds: str
-    """`>= 1`, or empty."""
+    """Bounds of the value as text, such as `>= 1`; empty if it has none."""
     default: Any
     doc: str
     unit: str | None

@@ -127,7 +127,7 @@ def _import_module(name: str) -> ModuleType:
 
 
 def _import_file(file: Path) -> ModuleType:
-    """Import a file once, so that its hooks share their state. Raises what the import raises, FileNotFoundError without a file."""
+    """Import a file once, so that its hooks share their state. Raises what the import raises, and FileNotFoundError if there is no file."""
     file = file.expanduser().resolve()
     if not file.is_file():
         raise FileNotFoundError(f"{file} does not exist; correct the path")

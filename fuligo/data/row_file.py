@@ -47,7 +47,7 @@ def open_rows(path: Path, columns: list[str]) -> RowFile:
     Raises DataError if the file is missing, unreadable, empty, of an unknown format, or lacks a column.
     """
     if not path.is_file():
-        raise DataError(f"{path} is not a regular file; rows are read out of order, which a pipe or device does not allow")
+        raise DataError(f"{path} is not a regular file, but rows are read out of order; copy the content of a pipe or device to a file")
     try:
         rows = _open(path, columns)
     except OSError as error:

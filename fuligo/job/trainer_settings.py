@@ -199,7 +199,7 @@ def _critic(config: Config, policy_weights: Path, num_rollout: int) -> CriticSet
 
 
 def _lora(config: Config, initial_weights: Path) -> LoraSettings | None:
-    """Build the settings of the adapter.
+    """Build the settings of the adapter; None if the run trains no adapter.
 
     Raises CheckpointError if `--lora-adapter` cannot be read, and ConfigError if the reference model is not the policy without its adapter.
     """

@@ -127,7 +127,7 @@ def quantised_weights(model: nn.Module) -> dict[str, QuantisedWeight]:
 
 
 def quantisable_weights(model: PreTrainedModel) -> list[str]:
-    """Return the names of the weights that `quantise_base` replaces, as in a model without an adapter.
+    """Return the names of the weights that `quantise_base` replaces; they are those in a model without an adapter.
 
     Raises ConfigError like `quantise_base`.
     """

@@ -189,7 +189,10 @@ def _reward(episode: Episode) -> Reward | None:
 
 
 async def _called(call: Callable[[Session, Row], Awaitable[Reward | None]], session: Session, row: Row) -> Reward | None:
-    """Call the agent. Turn exceptions that a task cannot hold, or that would end the event loop, into RuntimeError."""
+    """Call the agent and return its result, which may be None.
+
+    Exceptions that a task cannot hold, or that would end the event loop, become RuntimeError.
+    """
     try:
         return await call(session, row)
     except (StopIteration, SystemExit, KeyboardInterrupt) as error:

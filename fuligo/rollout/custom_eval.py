@@ -49,7 +49,7 @@ class CustomEvaluator:
     reward_key: str | None
     """Key of dict rewards to report for datasets that the function adds to `sets`; None if rewards are numbers."""
     vocab_size: int | None
-    """Upper bound of valid token ids; None: ids are not checked."""
+    """Number of token ids that the model has; None: ids are not checked."""
 
     async def evaluate(self, rollout_id: int) -> Evaluation:
         """Call the function and compute the metrics of the samples that it returns.

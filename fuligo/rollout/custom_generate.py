@@ -66,7 +66,7 @@ class CustomGenerate:
     """Version of the weights in the engines, for tokens without a version."""
     _: KW_ONLY
     vocab_size: int | None = None
-    """Upper bound of valid token ids; None: ids are not checked."""
+    """Number of token ids that the model has; None: ids are not checked."""
 
     async def __call__(self, sample: Sample, params: SamplingParams) -> list[Sample]:
         """Call the function and return its samples, completed.

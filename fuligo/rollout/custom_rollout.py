@@ -39,7 +39,7 @@ class CustomRollout:
     pass_key: str | None = None
     """Key of dict rewards that decides whether a sample passes, as in evaluations; None if rewards are numbers."""
     vocab_size: int | None = None
-    """Upper bound of valid token ids; None: ids are not checked."""
+    """Number of token ids that the model has; None: ids are not checked."""
     teacher: ServedTeacher | None = None
     """Teacher that scores the returned samples; None without one."""
 

@@ -126,7 +126,7 @@ def _table(groups: list[SampleGroup], meta: dict[str, Any]) -> pa.Table:
 
 
 def _npy(array: np.ndarray | None) -> bytes | None:
-    """Encode an array for which parquet has no column type."""
+    """Encode an array for which parquet has no column type; None stays None."""
     if array is None:
         return None
     sink = io.BytesIO()

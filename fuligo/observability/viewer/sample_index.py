@@ -114,7 +114,7 @@ class SampleIndex:
         return self._up_to_date()[3]
 
     def file(self, step: int) -> Path | None:
-        """Return the file of a step, even if it is not indexed yet."""
+        """Return the file of a step, even if it is not indexed yet; None if there is none."""
         known = self._known.get(step)
         return known[0].path if known is not None else sample_path(self._run, self._of, step)
 

@@ -120,7 +120,7 @@ class EngineMemory:
     """Part of `weights`: routed experts; a small batch reads only some of them."""
     draft_weights: int
     before: int
-    """In use before the server loads: CUDA, NCCL, and the remainder of a colocated trainer."""
+    """Memory in use before the server loads: CUDA, NCCL, and the remainder of a colocated trainer."""
     static: int
     """--mem-fraction-static of the memory free at that time: weights and KV cache."""
     bytes_per_token: int

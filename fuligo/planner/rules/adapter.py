@@ -77,7 +77,7 @@ def _not_plain(subject: Subject) -> str:
 
 
 def _adapter(subject: Subject) -> AdapterShape | None:
-    """Return the adapter of the subject's flags, which a fix may have changed since its directory was read."""
+    """Return the adapter of the subject's flags, which a fix may have changed since its directory was read; None without one."""
     if subject.adapter_config is None or subject.config.lora.lora_adapter is not None:
         return subject.adapter
     given = adapter_of(subject.config)

@@ -87,7 +87,8 @@ def build_value_chunks(settings: MegatronTrainerSettings) -> list[PolicyModel]:
 def compute_value_gradients(
     chunks: Sequence[nn.Module], step: StepShare, settings: MegatronTrainerSettings, device: torch.device, *, clip: float
 ) -> StepGradients | None:
-    """Sum the gradients of the value loss into the stages' buffers, like `gradients.compute_gradients`, without scores. A collective."""
+    """Sum the gradients of the value loss into the stages' buffers, and return what `gradients.compute_gradients` returns, without
+    scores. A collective."""
     samples = step.samples
     rows = rows_of(samples.samples, step.schedule, settings, device, inputs_of=lambda plan: samples.micro_batch(plan, device))
     results: list[Objective] = []

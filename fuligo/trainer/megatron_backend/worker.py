@@ -170,7 +170,8 @@ class MegatronRankWorker(RankWorker[MegatronTrainerSettings, Critic, HostWeights
         return SavedAdapter(names, digest)
 
     def _load_to_host(self, chunks: list[PolicyModel], directory: Path | None) -> HostWeights | None:
-        """Load the weights of a reference or teacher model into the stages, and copy them to host memory."""
+        """Load the weights of a reference or teacher model into the stages, and return a copy of them in host memory;
+        None without a `directory`."""
         if directory is None:
             return None
         self._load(chunks, directory)

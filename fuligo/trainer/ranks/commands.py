@@ -35,7 +35,7 @@ class Command(Generic[R_co]):
     """True: run in the rank's compute thread after earlier commands; False: run at once in a separate thread."""
 
     def run(self, rank: Rank) -> R_co | None:
-        """Execute the command in the rank's process."""
+        """Execute the command in the rank's process and return its result."""
         return getattr(rank.worker if self.of_worker else rank, self.name)(*self.arguments)
 
 

@@ -334,7 +334,7 @@ class TrainSample:
     turn_rewards: tuple[TurnReward, ...] | None = None
     """Rewards of the turns in this sample, in order; None if the episode was rewarded as a whole."""
     advantages: FloatArray = field(default_factory=_empty_floats)
-    """[R], set by `assign_advantages`."""
+    """[R] advantages, set by `assign_advantages`."""
 
     @property
     def response_length(self) -> int:

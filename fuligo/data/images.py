@@ -89,7 +89,7 @@ def _read(value: Any, name: str, directory: Path) -> RawImage:
         try:
             return RawImage(name, base64.b64decode(value.partition(",")[2], validate=True))
         except ValueError as error:
-            raise DataError(f"{name} is a data URI without valid base64") from error
+            raise DataError(f"{name} is a data URI without valid base64; encode the image's bytes in base64") from error
     if isinstance(value, str) and value and "://" not in value:
         path = directory / value
         try:

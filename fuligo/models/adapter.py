@@ -179,9 +179,9 @@ class LowRankUpdate:
     """Low-rank update of one matrix, or of the matrices of E experts, in the layout of PEFT's files."""
 
     a: Tensor
-    """[rank, inputs], or [E * rank, inputs] for experts."""
+    """A: [rank, inputs], or [E * rank, inputs] for experts."""
     b: Tensor
-    """[outputs, rank], or [outputs, rank * E] for experts, whose index varies fastest."""
+    """B: [outputs, rank], or [outputs, rank * E] for experts, whose index varies fastest."""
     scaling: float
 
     def added_to(self, weight: Tensor) -> Tensor:

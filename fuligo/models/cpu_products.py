@@ -62,7 +62,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """y = x W' + b; dx = dy W; dW = dy' x."""
+    """Linear layer: y = x W' + b; dx = dy W; dW = dy' x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -51,9 +51,9 @@ class Subject:
     engine_config_json: FoundConfigJson | None = None
     """Source of `rollout_architecture`; None if only MODEL_ARGS describe it."""
     own_teacher: Architecture | None = None
-    """Model of `--opd-teacher-load`, if its config.json is on this machine."""
+    """Model of `--opd-teacher-load`; None if it is not given, or its config.json is not on this machine."""
     teacher_config_json: FoundConfigJson | None = None
-    """Source of `own_teacher`; None if that is None."""
+    """Source of `own_teacher`; None without it."""
     other_served: Mapping[str, Architecture] = field(default_factory=dict)
     """Path -> model, for models of `--sglang-config` with their own `model_path`, if their config.json is on this machine."""
     adapter_config: AdapterConfig | None = None

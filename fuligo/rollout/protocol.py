@@ -72,7 +72,7 @@ GroupFilter = Callable[[list[Sample]], str | None]
 """Function that judges the usable samples of a group; returns the reason to drop the group, or None to keep it."""
 
 BufferFilter = Callable[[int, list[list[Sample]], int], list[list[Sample]]]
-"""`(rollout_id, buffer, num_groups)`: removes at most `num_groups` groups from the buffer and returns them."""
+"""Function `(rollout_id, buffer, num_groups)` that removes at most `num_groups` groups from the buffer and returns them."""
 
 
 @dataclass(slots=True)

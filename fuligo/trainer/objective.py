@@ -70,12 +70,12 @@ class LossInputs:
 
 
 CustomLoss = Callable[[LossInputs, Tensor], tuple[Tensor, Mapping[str, Tensor | float]]]
-"""(batch, logprobs [N]) -> (loss, metrics), both as the micro-batch's share of the step's values: (batch.weights * x).sum(). A metric
+"""Hook (batch, logprobs [N]) -> (loss, metrics), both as the micro-batch's share of the step's values: (batch.weights * x).sum(). A metric
 whose name ends in `_max` is the micro-batch's maximum instead."""
 LossReducer = Callable[[list[int], list[int], list[Tensor], bool], Callable[[Tensor], Tensor]]
-"""(total_lengths, response_lengths, loss_masks, calculate_per_token_loss) -> function that reduces [N] to a scalar."""
+"""Hook (total_lengths, response_lengths, loss_masks, calculate_per_token_loss) -> function that reduces [N] to a scalar."""
 CustomWeights = Callable[[LossInputs, Tensor], Tensor]
-"""(batch, old_logprobs [N]) -> [N] factors of the policy-gradient term."""
+"""Hook (batch, old_logprobs [N]) -> [N] factors of the policy-gradient term."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -11,7 +11,7 @@ from fuligo.rollout.judging import TOO_FEW_USABLE, usable
 from fuligo.types import Sample, SampleGroup, TrainBatch, TrainSample, TurnReward
 
 RewardPostProcess = Callable[[list[Sample]], tuple[Sequence[float], Sequence[float]]]
-"""Samples -> (raw rewards, rewards to learn from), one of each for every sample."""
+"""Hook: samples -> (raw rewards, rewards to learn from), one of each for every sample."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -173,7 +173,7 @@ class ObservabilityFlags(FlagGroup):
     shared_outputs: bool = flag(
         False, "let other users read the run's files, as far as the umask allows (default: private, since samples may be confidential)"
     )
-    save_samples: bool = flag(True, "write samples/rollout_*.parquet (true or false)")
+    save_samples: bool = flag(True, "write all samples to samples/rollout_*.parquet")
     use_tensorboard: bool = flag(False, "also write TensorBoard events to the run directory")
     use_wandb: bool = slime(False, "also report to Weights & Biases")
     wandb_project: str | None = slime(None, "W&B project")

@@ -151,7 +151,9 @@ class RewardFlags(FlagGroup):
     group_rm: bool = slime(False, "call the custom reward with the samples of a group; it returns a list")
     reward_key: str | None = slime(None, "key of the value to learn from, if the reward is a dict")
     eval_reward_key: str | None = slime(None, "key of the value to report in evaluations (default --reward-key)")
-    custom_reward_post_process_path: str | None = slime(None, "hook: (args, samples) -> (raw, rewards)")
+    custom_reward_post_process_path: str | None = slime(
+        None, "hook: (args, samples) -> (raw, rewards), replaces the rewards and their normalization"
+    )
 
 
 EVAL_NAME = r"^[^/\s]+$"

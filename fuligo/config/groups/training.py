@@ -179,7 +179,9 @@ class ParallelFlags(FlagGroup):
     recompute_method: Literal["uniform", "block"] | None = megatron(
         None, "full recomputation in chunks of layers (uniform), or of the first layers of each stage (block)"
     )
-    recompute_num_layers: int | None = megatron(None, "layers per chunk (uniform), or layers to recompute (block)", unit="layers", ge=1)
+    recompute_num_layers: int | None = megatron(
+        None, "layers per chunk (--recompute-method uniform), or layers of each stage to recompute (block)", unit="layers", ge=1
+    )
     recompute_modules: list[str] = megatron(
         [], "modules of selective recomputation: core_attn, moe_act, layernorm, mla_up_proj, mlp, moe, shared_experts (default core_attn)"
     )

@@ -157,7 +157,7 @@ def _are_spans(column: pa.DataType) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Spans:
-    """Spans of all samples of a file, [N] each."""
+    """Spans of all samples of a file, [N] each; times in seconds since the epoch."""
 
     row: np.ndarray
     name: np.ndarray

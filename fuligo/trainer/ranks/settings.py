@@ -135,7 +135,7 @@ class TrainerSettings:
     device: Literal["cpu", "cuda"] = "cpu"
     shares_device: bool = False
     """True if engines use the same GPUs, so the trainer returns memory that it does not need. Otherwise it keeps freed memory, because
-    returning and allocating it again costs a tenth of a second per step. """
+    returning and allocating it again costs a tenth of a second per step."""
     stays_on_device: bool = False
     """True to keep weights and optimizer state on the device while engines use it (--no-offload-train); gradients and caches are freed."""
     precision: Literal["fp32", "bf16"] = "fp32"

@@ -85,6 +85,6 @@ async def test_tau_bench_rewards_the_database_that_the_agent_leaves(number: str,
     sample, engine = await play("Airline", texts, replace(fresh("", {"A8": "Ada"}), metadata=task))
     assert sample.reward == reward and sample.episode is not None
     results = [turn.answers[0]["content"] for turn in sample.episode.turns[:4]]
-    assert results == ["I am Ada, cancel A7.", "A7, A8", "error: 'A9'", "cancelled the booking of Ada"]
+    assert results == ["I am Ada, cancel A7.", "A7, A8", "error: 'A9'", "canceled the booking of Ada"]
     assert task["bookings"] == {"A7": "Ada", "A8": "Ada"} and "You serve customers" in text(engine.seen[0])
     assert sample.metrics["failures/cancel_booking"] == 1

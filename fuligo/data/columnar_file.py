@@ -42,7 +42,7 @@ class ColumnarFile:
                     f"cannot use {path}: no column {names}; set --input-key, --label-key, ... to columns of {', '.join(present)}"
                 )
         except (pa.ArrowException, UnicodeDecodeError, csv.Error) as error:
-            raise DataError(f"{path} is not {self.format} file: {error}") from error
+            raise DataError(f"cannot read {path}: it is not {self.format} file ({error}); convert it, or correct its ending") from error
         self._group_starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
         self._cached: OrderedDict[int, pa.Table | pa.RecordBatch] = OrderedDict()
 
@@ -74,7 +74,7 @@ class ColumnarFile:
             table = self._read(group)
         except (pa.ArrowException, EOFError, OSError) as error:
             self.content.check()
-            raise DataError(f"cannot read row group {group} of {self.path}: {error}") from error
+            raise DataError(f"cannot read row group {group} of {self.path}: {error}; write the file again") from error
         self.content.check()
         self._cached[group] = table
         while len(self._cached) > 1 and sum(cached.nbytes for cached in self._cached.values()) > _CACHE_BYTES:

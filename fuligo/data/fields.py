@@ -130,7 +130,7 @@ def _tools(row: dict[str, Any], key: str | None) -> list[Any] | None:
         try:
             tools = json.loads(tools)
         except ValueError as error:
-            raise DataError(f"{key!r} (--tool-key) is not JSON: {error}") from error
+            raise DataError(f"{key!r} (--tool-key) is not JSON ({error}); correct the row") from error
     if tools is not None and not isinstance(tools, list):
         raise DataError(f"{key!r} (--tool-key) must be a list of tool definitions, not {tools!r:.80}")
     return tools or None

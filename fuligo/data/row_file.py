@@ -128,16 +128,16 @@ class JsonlFile:
             if b"\\ud" in line or b"\\uD" in line:
                 json.dumps(value, ensure_ascii=False).encode()  # raises if an escape leaves an unpaired surrogate
         except UnicodeDecodeError as error:
-            raise DataError(f"{self.place(row)}: not UTF-8: {error}") from error
+            raise DataError(f"{self.place(row)}: not UTF-8 ({error}); convert the file to UTF-8") from error
         except UnicodeEncodeError as error:
             half = f"\\u{ord(error.object[error.start]):04x}"
             raise DataError(f"{self.place(row)}: {half} is an unpaired surrogate, which is not valid text; remove it") from error
         except json.JSONDecodeError as error:
             if row == 0 and line.lstrip().startswith(b"["):
                 raise DataError(f"{self.path} is one JSON array over several lines; write one object per line") from error
-            raise DataError(f"{self.place(row)}: not JSON: {error.msg} at column {error.colno}") from error
+            raise DataError(f"{self.place(row)}: not JSON ({error.msg} at column {error.colno}); correct or remove the line") from error
         except (RecursionError, ValueError) as error:  # Python refuses integers of more than 4,300 digits
-            raise DataError(f"{self.place(row)}: not JSON that can be parsed: {error}") from error
+            raise DataError(f"{self.place(row)}: not JSON that can be parsed ({error}); correct or remove the line") from error
         if not isinstance(value, dict):
             name = {list: "a list", str: "a string", bool: "a boolean", type(None): "null"}.get(type(value), "a number")
             raise DataError(f"{self.place(row)}: a row must be a JSON object, not {name}")

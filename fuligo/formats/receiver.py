@@ -93,7 +93,10 @@ class WeightStore:
             f"{kind}: {sorted(map(str, found[kind]))[:8]}" for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if found[kind]
         ]
         if problems:
-            raise WeightSyncError(f"cannot load weights from {path}: it is not a checkpoint of this model ({'; '.join(problems)})")
+            raise WeightSyncError(
+                f"cannot load weights from {path}: it is not a checkpoint of this model ({'; '.join(problems)}); send weights "
+                "of the model that the engine serves"
+            )
         weights = checkpoint_weights(loaded.state_dict().items(), self._experts)
         self.load_tensors(list(weights), version, source=path)
 

@@ -88,7 +88,9 @@ def architecture_of(config_json: Mapping[str, Any], source: str = "config.json")
     if family is None and (reason := REFUSED.get(config.model_type)) is not None:
         raise ConfigError(f"{source}: model_type {config.model_type} is not supported: {reason}; choose another model")
     if family is None:
-        raise ConfigError(f"{source}: model_type {config.model_type} is not supported; supported are {', '.join(FAMILIES)}")
+        raise ConfigError(
+            f"{source}: model_type {config.model_type} is not supported; use a model of one of the types {', '.join(FAMILIES)}"
+        )
     architecture, model_type = family.architecture(config), config_json.get("model_type")
     if model_type not in WHOLE_TYPES:
         return architecture

@@ -283,7 +283,7 @@ def _load(path: str, config: Any, dtype: torch.dtype) -> Any:
         module, report = cast(Any, model_class(config).from_pretrained(path, config=config, trust_remote_code=False, **given))
         take_dtype(module, config, dtype)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ConfigError(f"cannot load {path}: {error}") from error
+        raise ConfigError(f"cannot load {path}: {error}; copy or download the checkpoint again") from error
     if missing := sorted(report["missing_keys"]):
         raise ConfigError(
             f"cannot load {path}: {len(missing)} weights are missing: {', '.join(missing[:8])}; download the checkpoint again"

@@ -89,7 +89,9 @@ def _dataset(name: str, config: str) -> Any:
     try:
         return reasoning_gym.create_dataset(name, **orjson.loads(config))
     except (ValueError, TypeError, AssertionError) as error:
-        raise ConfigError(f"cannot create the reasoning-gym dataset {name!r} with {config}: {error}") from None
+        raise ConfigError(
+            f"cannot create the reasoning-gym dataset {name!r} with {config}: {error}; correct its name or its arguments"
+        ) from None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -51,7 +51,7 @@ class TextArena(Environment):
         try:
             self._game = textarena.make(name, **settings.arguments)
         except (ValueError, TypeError, ImportError) as error:
-            raise ConfigError(f"cannot play {settings.game}: {error}") from None
+            raise ConfigError(f"cannot play {settings.game}: {error}; correct `game` or `arguments` of --environment-settings") from None
 
     async def reset(self) -> Start:
         with self._own_random():

@@ -109,7 +109,9 @@ def _environment(config: str) -> Any:
         settings = generic.concrete_type(kind, verifiers.EnvConfig, origin=verifiers.Env) or verifiers.EnvConfig
         return kind(settings.model_validate(given))
     except (ImportError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"cannot create the verifiers environment {config}: {type(error).__name__}: {error}") from None
+        raise ConfigError(
+            f"cannot create the verifiers environment {config}: {type(error).__name__}: {error}; correct it, or install its package"
+        ) from None
 
 
 @functools.lru_cache(maxsize=16)

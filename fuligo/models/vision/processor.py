@@ -107,7 +107,9 @@ class ImageProcessor:
                 try:
                     inputs = self._processor(images=[image], return_tensors="np")
                 except ValueError as error:
-                    raise DataError(f"the image processor rejects an image of {image.width} x {image.height} pixels: {error}") from error
+                    raise DataError(
+                        f"the image processor rejects an image of {image.width} x {image.height} pixels: {error}; resize or replace it"
+                    ) from error
                 _, num_rows, num_columns = (int(number) for number in inputs["image_grid_thw"][0])
                 found = Patches(np.ascontiguousarray(inputs["pixel_values"], np.float32), num_rows, num_columns)
                 with self._lock:
@@ -149,7 +151,9 @@ class ImageProcessor:
                 limits = {"min_pixels": processor.size["shortest_edge"], "max_pixels": processor.size["longest_edge"]}
                 height, width = smart_resize(height, width, factor=side * self.merge_size, **limits)
             except ValueError as error:
-                raise DataError(f"the image processor rejects an image of {width} x {height} pixels: {error}") from error
+                raise DataError(
+                    f"the image processor rejects an image of {width} x {height} pixels: {error}; resize or replace it"
+                ) from error
         return height // side, width // side
 
 

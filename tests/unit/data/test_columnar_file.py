@@ -76,7 +76,7 @@ def test_csv_values_are_text_and_empty_ones_null(tmp_path: Path) -> None:
     read = open_rows(path, ["input", "label"])
     assert [read[row] for row in range(3)] == [{"input": text, "label": label or None} for label, text in rows]
     path.write_text("input\na,b\n")
-    with pytest.raises(DataError, match=r"is not a CSV file: .*Expected 1 columns, got 2"):
+    with pytest.raises(DataError, match=r"is not a CSV file \(.*Expected 1 columns, got 2"):
         open_rows(path, ["input"])
 
 

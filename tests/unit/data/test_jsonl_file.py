@@ -49,13 +49,13 @@ def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ('{"a": 1', "not JSON: Expecting ',' delimiter at column 8"),
+        ('{"a": 1', "not JSON (Expecting ',' delimiter at column 8); correct or remove the line"),
         ("[1, 2]", "a row must be a JSON object, not a list"),
         ("null", "not null"),
         ('"text"', "not a string"),
         ("[" * 100_000, "not JSON"),
         ('{"a": "\xff"}', "not UTF-8"),
-        ('{"a": ' + "9" * 5000 + "}", "not JSON that can be parsed: Exceeds the limit"),
+        ('{"a": ' + "9" * 5000 + "}", "not JSON that can be parsed (Exceeds the limit"),
         (r'{"a": ["cut \ud83d"]}', r"\ud83d is an unpaired surrogate"),
         (r'{"\uDE00": 1}', r"\ude00 is an unpaired surrogate"),
     ],

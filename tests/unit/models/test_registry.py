@@ -80,7 +80,8 @@ def test_computing_layers_follow_a_pattern_or_a_schedule() -> None:
 
 def test_an_unknown_family_is_refused_with_the_known_ones() -> None:
     with pytest.raises(
-        ConfigError, match=r"model_type gpt2 is not supported; supported are deepseek_v3, deepseek_v32, gemma3_text, gemma4_text, glm4, .*"
+        ConfigError,
+        match=r"model_type gpt2 is not supported; use a model of one of the types deepseek_v3, deepseek_v32, gemma3_text, gemma4_text, .*",
     ):
         architecture_of({"model_type": "gpt2"})
     assert len(FAMILIES) == 21

@@ -7,7 +7,7 @@ from fuligo.config.passthrough import SglangArguments
 from fuligo.config.server_groups import ModelServers, WorkerType
 
 _A2A_BACKENDS_WITHOUT_EP = ("none",)
-"""With every other `moe_a2a_backend`, SGLang 0.5.15 spreads the experts over all of an engine's tensor-parallel GPUs."""
+"""Values of `moe_a2a_backend` with which SGLang 0.5.15 does not spread the experts over all tensor-parallel GPUs of an engine."""
 DRAFTS_OF_MODEL = ("EAGLE", "NEXTN")
 """Speculative algorithms that draft with the model's own MTP layer."""
 

@@ -11,7 +11,7 @@ class StoredExperts(StrEnum):
     WHOLE = "whole"
     """One tensor for all experts of a layer, per matrix (`experts.gate_up_proj`, `experts.down_proj`)."""
     MIXTRAL = "mixtral"
-    """Like `APART`, but with Mixtral's names (`block_sparse_moe.experts.0.w1`), which transformers' modules do not have."""
+    """Tensors as with `APART`, but with Mixtral's names (`block_sparse_moe.experts.0.w1`), which transformers' modules do not have."""
 
 
 _MIXTRAL_MODULE = {".mlp.": ".block_sparse_moe."}

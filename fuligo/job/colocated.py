@@ -56,7 +56,7 @@ class ColocatedDevices:
         self._engines_may_start = asyncio.Event()
         self._engines_may_start.set()
         self.work = asyncio.Lock()
-        """Held during each call of the trainer and each weight sync; a restarted engine gets its weights between them."""
+        """Lock held during each call of the trainer and each weight sync; a restarted engine gets its weights between them."""
 
     @property
     def engines_sample(self) -> bool:

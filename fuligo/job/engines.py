@@ -134,7 +134,7 @@ class Engines:
     launched: LaunchedEngines
     monitor: EngineMonitor
     devices: ColocatedDevices | None = None
-    """Shared with the trainer; None if the engines have their own."""
+    """Devices shared with the trainer; None if the engines have their own."""
     are_watched: bool = False
 
     @property

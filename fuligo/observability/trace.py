@@ -93,7 +93,7 @@ class Trace:
             max_bytes: size beyond which only phases are written.
         """
         self.on_phase: PhaseListener | None = None
-        """Called with name and step when a phase begins."""
+        """Function called with name and step when a phase begins; None: none."""
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._lanes: list[list[Phase]] = []

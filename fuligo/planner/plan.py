@@ -173,7 +173,7 @@ class Suggestion:
     """Change of flags that makes the run fit, and its cost."""
 
     flags: tuple[str, ...]
-    """As typed: `--recompute-granularity full`."""
+    """Flags as typed: `--recompute-granularity full`."""
     saved_bytes: int
     cost: str
     """Cost in words, such as `+33% of the trainer's FLOPs`."""
@@ -235,7 +235,7 @@ class Plan:
     """Phases of one step, in order."""
     step_s: float = 0.0
     suggestions: tuple[Suggestion, ...] = ()
-    """At most three, the cheapest first; empty if everything fits."""
+    """Changes that make the run fit: at most three, the cheapest first; empty if everything fits."""
     assumptions: tuple[str, ...] = ()
     """Assumptions of the estimates, one sentence each."""
     disk: Disk | None = None

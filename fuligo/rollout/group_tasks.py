@@ -36,8 +36,8 @@ class GroupTasks:
     params: SamplingParams
     _: KW_ONLY
     may_continue: Callable[[SampleGroup], bool] | None = None
-    """While it returns True for a group, interrupted samples of the group continue at once. If it returns False or is None,
-    `next_finished` returns the group unfinished."""
+    """Test of whether interrupted samples of a group continue at once. If it returns False or is None, `next_finished` returns the group
+    unfinished."""
     _snapshots: dict[int, list[list[Sample]]] = field(default_factory=dict, init=False)
     """Copies of the samples by group index, taken when their last request was sent or ended; empty without `may_continue`."""
     _running: dict[asyncio.Task[None], SampleGroup] = field(default_factory=dict, init=False)

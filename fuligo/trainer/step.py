@@ -38,7 +38,7 @@ class StepSamples:
     samples: list[TrainSample]
     denominators: StepDenominators
     per_token: bool
-    """See `LossSettings.per_token`."""
+    """`LossSettings.per_token`."""
     num_tokens: int
     """Number of tokens of the whole step that go through the model: all but the last of each trained sample."""
     num_choices: int

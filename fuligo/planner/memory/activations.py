@@ -25,9 +25,9 @@ class LayerBytes:
     """Activation bytes per token of one layer on one rank."""
 
     stored: float
-    """Kept from the forward pass for the backward pass, after selective recomputation."""
+    """Bytes kept from the forward pass for the backward pass, after selective recomputation."""
     whole: float
-    """Kept without recomputation; with it, in memory only while the layer's backward pass runs."""
+    """Bytes kept without recomputation; with it, in memory only while the layer's backward pass runs."""
     entry: float
     """The layer's input, which is all that full recomputation keeps."""
     passing: float

@@ -23,7 +23,7 @@ from fuligo.observability.trace import DOING
 
 REFRESH_PER_S = 4
 MAX_ALIKE = 3
-"""Warnings shown per call site; further ones are in log.txt only."""
+"""Maximum number of warnings shown per call site; further ones are in log.txt only."""
 _BARS = "▁▂▃▄▅▆▇█"
 _OF_A_STEP = ("rollout", "score", "train")
 

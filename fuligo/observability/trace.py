@@ -47,11 +47,11 @@ BEGIN = "phase_begins"
 SEND = "send"
 """Name of the span in which a rank sends weights to the engines."""
 MAX_RANKS = 32
-"""Ranks written per step: rank 0 and those that computed longest."""
+"""Maximum number of ranks written per step: rank 0 and those that computed longest."""
 MAX_LANES = 64
-"""Tracks per engine or kind of span; a large rollout would need thousands, too many to read in a trace viewer."""
+"""Maximum number of tracks per engine or kind of span; a large rollout would need thousands, too many to read in a trace viewer."""
 MAX_SPANS_PER_STEP = 512
-"""Spans written per step: the longest, which show stragglers. All spans are in samples/."""
+"""Maximum number of spans written per step: the longest, which show stragglers. All spans are in samples/."""
 
 _ARRAY_START = b"[\n"
 

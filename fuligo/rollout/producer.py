@@ -32,6 +32,7 @@ class RolloutProducer:
     activity: Activity | None = None
     """Counter of the requests of the rollouts; None if nothing is sampled."""
     monitor: EngineMonitor | None = None
+    """Monitor of the engines' load; None: no measurements."""
     profiler: EngineProfiler | None = None
     """Profiler of the engines in chosen rollouts; None without --profile."""
     _started: bool = field(default=False, init=False)

@@ -21,7 +21,7 @@ MAX_BYTES = 2**32
 MAX_GROUP_BYTES = 2**28
 """Largest uncompressed row group: 64 samples of 100,000 tokens with all of their columns take about half of it."""
 MAX_CHARACTERS = 2**20
-"""Characters of one text that are shown."""
+"""Maximum number of characters of one text that are shown."""
 MAX_TEXT = 300
 """Largest number of characters of a text in a list; longer ones are cut."""
 

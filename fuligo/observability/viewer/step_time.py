@@ -17,7 +17,7 @@ from fuligo.observability.viewer.trace_reader import PhaseEvent, TraceReader
 
 NUM_LONGEST = 12
 NUM_POINTS = 240
-"""Points of the curve of concurrent samples."""
+"""Number of points of the curve of concurrent samples."""
 TRAINER_PHASES = ("score", "train")
 NEIGHBOURS = 2
 """Number of steps before and after a step whose phases may overlap it, because rollouts run ahead of training."""

@@ -12,7 +12,7 @@ from fuligo.rollout.rewards.failure import FailureReason, RewardFailure
 from fuligo.types import Sample
 
 _MAX_THREADS = 64
-"""Synchronous rewards that run at the same time; abandoned ones do not count."""
+"""Maximum number of synchronous rewards that run at the same time; abandoned ones do not count."""
 
 
 class CustomReward:

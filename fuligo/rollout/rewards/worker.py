@@ -14,7 +14,7 @@ import sys
 from typing import TextIO
 
 _MAX_MEMORY_BYTES = 4 * 1024**3
-"""Address space that judging may allocate, so that a huge power fails instead of exhausting the machine's memory."""
+"""Maximum address space that judging may allocate, so that a huge power fails instead of exhausting the machine's memory."""
 
 
 def main(judge_file: str, replies: TextIO) -> None:

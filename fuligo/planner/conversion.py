@@ -48,7 +48,7 @@ class DistPlan:
     rank_parameters: tuple[int, ...]
     """[PP] parameters that a trainer rank of each stage would hold."""
     is_chosen: bool
-    """True if the layout was chosen because none was given."""
+    """True if the conversion chose the layout, because no flag gives one."""
     warnings: tuple[str, ...]
 
 

@@ -69,7 +69,7 @@ def _hooks(config: Config) -> Iterator[str]:
 
 
 def _trainer(config: Config) -> Iterator[str]:
-    """Yield a problem for each missing package of the trainer (on Ray only its nodes need them), and if it does not know the model."""
+    """Yield the missing packages of the trainer (on Ray only its nodes need them), and why it cannot train the model."""
     name, trainer = config.resolved_train_backend, config.trainer_capabilities
     for package in trainer.packages if config.trains and chosen_launcher(config) == "local" else ():
         if package_version(package) is None:

@@ -198,7 +198,7 @@ def ordinals(node: Node, slots: Sequence[int]) -> tuple[int, ...]:
 
 @contextmanager
 def _mark(directory: Path) -> Iterator[str]:
-    """Create a file with a unique name during the block, which shows a node whether it sees the same directory; yield its path."""
+    """Keep a file with a unique name during the block, by which nodes check that they see the same directory; yield its path."""
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(prefix=".seen-by-all-nodes-", dir=directory.absolute()) as file:
         yield file.name

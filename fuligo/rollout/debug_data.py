@@ -80,7 +80,7 @@ def load_rollout(template: str, step: int, *, vocab_size: int | None = None) -> 
         raise DataError(
             f"cannot read --load-debug-rollout-data {path} for rollout {step}: {error.strerror}; use files of --save-debug-rollout-data"
         ) from error
-    table, meta = _read(data, str(path))
+    table, meta = _read(data, str(path), "; use a file of --save-debug-rollout-data")
     if "step" not in meta:
         raise DataError(f"--load-debug-rollout-data: {path} holds groups, not a rollout; use a file of --save-debug-rollout-data")
     groups = _groups(table, meta)
@@ -171,7 +171,7 @@ def _to_bytes(table: pa.Table) -> bytes:
     return sink.getvalue()
 
 
-def _read(data: bytes, name: str) -> tuple[pa.Table, dict[str, Any]]:
+def _read(data: bytes, name: str, fix: str = "") -> tuple[pa.Table, dict[str, Any]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -179,7 +179,7 @@ def _read(data: bytes, name: str) -> tuple[pa.Table, dict[str, Any]]:
         table = pq.read_table(pa.BufferReader(data))
         meta = json.loads((table.schema.metadata or {})[META_KEY])
     except (pa.ArrowException, KeyError, ValueError) as error:
-        raise DataError(f"cannot read {name}: it is not a rollout file written by fuligo ({type(error).__name__}: {error})") from error
+        raise DataError(f"cannot read {name}: it is not a rollout file written by fuligo ({type(error).__name__}: {error}){fix}") from error
     if meta["format"] != FORMAT:
         raise DataError(
             f"cannot read {name}: it has format {meta['format']}, but this version of fuligo reads format {FORMAT}; use the version that "

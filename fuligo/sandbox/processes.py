@@ -63,7 +63,7 @@ class Process:
     """CPU time of the process and of the children for which it waited."""
     resident_bytes: int
     is_running: bool
-    """False if it ended and its parent has not waited for it yet."""
+    """True unless the process ended and its parent has not waited for it yet."""
 
 
 def children() -> list[int]:

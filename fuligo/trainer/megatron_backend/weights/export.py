@@ -61,11 +61,11 @@ class _Owners:
     """Ranks that hold a weight."""
 
     stage: int
-    """First pipeline rank that holds it."""
+    """First pipeline rank that holds the weight."""
     expert_rank: int | None
-    """Expert-parallel rank that holds it; None: all hold it."""
+    """Expert-parallel rank that holds the weight; None: all ranks hold it."""
     has_all_experts: bool = False
-    """True: it covers all experts, so the ranks that together hold all experts share it."""
+    """True if the weight covers all experts, so that the ranks that together hold all experts share it."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -48,7 +48,7 @@ class EngineError(FuligoError):
 
 
 class RewardError(FuligoError):
-    """Raised if a reward function raises, times out, or does not return a number."""
+    """Raised if a reward function raises, times out, or does not return a usable reward."""
 
 
 class TrainerError(FuligoError):

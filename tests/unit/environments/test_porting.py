@@ -80,7 +80,7 @@ async def test_tau_bench_rewards_the_database_that_the_agent_leaves(number: str,
         CALL.format("find_booking", '{"customer": "Ada"}'),
         CALL.format("cancel_booking", '{"number": "A9"}'),
         CALL.format("cancel_booking", f'{{"number": "{number}"}}'),
-        "It is cancelled" + END,
+        "It is canceled" + END,
     ]
     sample, engine = await play("Airline", texts, replace(fresh("", {"A8": "Ada"}), metadata=task))
     assert sample.reward == reward and sample.episode is not None

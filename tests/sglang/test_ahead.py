@@ -18,7 +18,11 @@ from tests.sglang.engines import SPAWNING, server_settings
 
 SET_BEFORE_SPAWN = b"SGLANG_RUN_ID="
 """Variable that SGLang sets in its main process: processes that it spawned had it from the beginning."""
-CHILDREN = {"sglang::scheduler": "scheduler", "sglang::detokenizer": "detokenizer"}
+CHILDREN = {
+    "scheduler": ("sglang::scheduler", "managers.scheduler'"),
+    "detokenizer": ("sglang::detokenizer", "managers.detokenizer_manager'"),
+}
+"""Title of each process, which SGLang sets if setproctitle is installed, and the end of its command's module."""
 
 
 @pytest_asyncio.fixture
@@ -34,7 +38,7 @@ async def server(checkpoint: Path, claims: PortClaims, tmp_path: Path) -> AsyncI
 def children_of(server: SGLangServer) -> dict[str, int]:
     """Return the pids of an engine's scheduler and detokenizer."""
     commands = descendants(server.process.pid)
-    return {name: pid for pid, command in commands.items() for title, name in CHILDREN.items() if command.startswith(title)}
+    return {name: pid for pid, command in commands.items() for name, parts in CHILDREN.items() if any(part in command for part in parts)}
 
 
 def was_spawned_by_sglang(pid: int) -> bool:
@@ -57,7 +61,7 @@ def copy_with_broken_weights(checkpoint: Path, to: Path) -> Path:
 async def test_its_processes_were_started_ahead_and_end_with_the_scheduler(server: SGLangServer) -> None:
     processes, children = descendants(server.process.pid), children_of(server)
     log = server.settings.log_file
-    assert set(children) == set(CHILDREN.values())
+    assert set(children) == set(CHILDREN)
     assert not any(was_spawned_by_sglang(pid) for pid in children.values())
     assert "fuligo:" not in log.read_text()
     os.kill(children["scheduler"], signal.SIGKILL)

@@ -84,6 +84,17 @@ def disagreements(config: Config, config_json: Mapping[str, Any], source: str = 
                 yield option_name(name), given, expected
 
 
+def describe_disagreement(option: str, given: object, expected: object, source: str) -> str:
+    """Return the sentence about one item of `disagreements`: "--rotary-base 5.0 contradicts config.json: the model has 10000.0"."""
+    if option == "--spec":
+        reason = "it is for models of another family"
+    elif expected is None:
+        reason = "the model has no such setting"
+    else:
+        reason = "the model does not use it" if expected is False else f"the model has {expected}"
+    return f"{option if given is True else f'{option} {given}'} contradicts {source}: {reason}"
+
+
 def _layers_of(name: str, frequency: int, num_layers: int) -> list[int]:
     """Return the per-layer pattern that Megatron derives from an integer frequency n.
 

@@ -15,7 +15,7 @@ from fuligo.layout.megatron import IndivisibleRanksError, Layout, layout_of
 from fuligo.models.architecture import Architecture
 from fuligo.models.find import find_trainer_config_json
 from fuligo.models.hub import located
-from fuligo.models.megatron_flags import disagreements
+from fuligo.models.megatron_flags import describe_disagreement, disagreements
 from fuligo.planner.layout import stages
 from fuligo.planner.memory.parameters import frozen_parameters, trained_parameters
 from fuligo.planner.plan import Stage
@@ -75,7 +75,7 @@ def plan_hf_to_dist(arguments: Sequence[str], world_size: int) -> DistPlan:
     found = None if config.model.override_model_config else find_trainer_config_json(config)
     if found is not None:
         problems = [
-            f"{option} {given_value} contradicts {found.source} ({expected}); correct it, or use --override-model-config"
+            f"{describe_disagreement(option, given_value, expected, found.source)}; correct it, or use --override-model-config"
             for option, given_value, expected in disagreements(config, found.values, found.source)
         ]
         if problems:

@@ -8,7 +8,7 @@ from fuligo.config.rules.rule import set_flag, unset_flag
 from fuligo.config.topology import policy_model
 from fuligo.errors import ConfigError
 from fuligo.models.architecture import LatentAttention
-from fuligo.models.megatron_flags import disagreements
+from fuligo.models.megatron_flags import describe_disagreement, disagreements
 from fuligo.models.registry import batch_variant_because, family_of, unshareable_because
 from fuligo.planner.rules.rule import Fix, Violation, rule
 from fuligo.planner.rules.servers import running
@@ -38,17 +38,9 @@ def flags_agree_with_config_json(subject: Subject) -> Iterator[Violation]:
         return
     for option, given, expected in differing:
         name = option.removeprefix("--").replace("-", "_")
-        said = f"{option} {given}" if given is not True else option
-        other = (
-            "the model has no such setting"
-            if expected is None
-            else "the model does not use it"
-            if expected is False
-            else f"the model has {expected}"
-        )
         right: Fix = (Change(("megatron", name), None if expected in (None, False) else expected),)
         yield Violation(
-            f"{said} contradicts {found.source}: {other}",
+            describe_disagreement(option, given, expected, found.source),
             (right, (Change(("megatron", name), None),), (set_flag("override_model_config", True),)),
             flags=(option, "--override-model-config"),
             advice="add --override-model-config to keep the flags",

@@ -1,6 +1,7 @@
 """Arguments of tools/convert_hf_to_torch_dist.py, and the resulting layout."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -88,7 +89,11 @@ def test_a_model_of_its_flags_alone_and_gathered_context(tmp_path: Path):
 
 
 def test_flags_that_disagree_with_the_checkpoint():
-    assert "--rotary-base 5.0 contradicts" in problems_of([*paths(GLM4), "--rotary-base", "5"])
+    problems = problems_of([*paths(GLM4), "--rotary-base", "5", "--qk-layernorm"])
+    assert re.search(r"--rotary-base 5\.0 contradicts \S+config\.json: the model has 10000(\.0)?; correct it, or use --override", problems)
+    assert re.search(r"--qk-layernorm contradicts \S+config\.json: the model does not use it; correct it", problems)
+    spec = ["slime_plugins.models.glm5.glm5", "get_glm5_spec"]
+    assert "contradicts" in (of_spec := problems_of([*paths(GLM4), "--spec", *spec])) and "another family" in of_spec
     assert plan_hf_to_dist([*paths(GLM4), "--rotary-base", "5", "--override-model-config"], 1).shape.num_ranks == 1
 
 

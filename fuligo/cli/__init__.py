@@ -121,7 +121,7 @@ def _run(arguments: list[str]) -> int:
             raise
         # Printed plainly: the packages that format other errors may also be missing.
         print(
-            f"error: {sys.executable} has no package {error.name}: use the Python that fuligo is installed in, or install the package",
+            f"error: {sys.executable} has no package {error.name}; use the Python that fuligo is installed in, or install the package",
             file=sys.stderr,
         )
         return 2

@@ -105,7 +105,7 @@ def hf_to_dist(arguments: Sequence[str]) -> int:
             model = HubModel.parse(plan.source)
             _convert_hf_to_dist(replace(plan, source=str(Path(plan.source) if model is None else model.download())))
             if is_first:
-                print(f"{plan.target} is complete: use it with --ref-load or --load", flush=True)
+                print(f"{plan.target} is complete; use it with --ref-load or --load", flush=True)
     except FuligoError as error:
         if is_first:
             raise

@@ -94,7 +94,7 @@ def _engines(config: Config) -> Iterator[str]:
     for path in sorted({group.model_path for group in engine_groups(config) if group.model_path is not None}):
         if (Path(path) / "config.json").is_file() and not _names_its_class(Path(path)):
             yield (
-                f"{path}/config.json does not name the class of the model, which SGLang needs: add "
+                f"{path}/config.json does not name the class of the model, which SGLang needs; add "
                 '"architectures": ["..."], as transformers writes it with save_pretrained (for qwen3: "Qwen3ForCausalLM")'
             )
     if chosen_launcher(config) != "local" or not any(group.num_engines for group in engine_groups(config)):

@@ -37,7 +37,7 @@ def writing(path: Path) -> Iterator[None]:
     except OSError as error:
         advice = "make the path writable" if error.errno in _NOT_FOR_SPACE else "free some space"
         raise FuligoError(
-            f"cannot write {path}: {_cause(error)} ({free_space(path)}); earlier records are intact: {advice}, then resume"
+            f"cannot write {path}: {_cause(error)} ({free_space(path)}); earlier records are intact; {advice}, then resume"
         ) from error
 
 

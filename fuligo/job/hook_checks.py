@@ -202,7 +202,7 @@ def _adds_up(option: str, settings: LossSettings) -> None:
     if abs(total - result.item()) > 1e-4 * max(1.0, abs(result.item())):
         raise HookError(
             f"{option}: the loss of {bounds[-1]} response tokens is {result.item():g} as one micro-batch, but {total:g} as the sum of two; "
-            "it must not depend on the split: use (batch.weights * x).sum() instead of a mean"
+            "it must not depend on the split; use (batch.weights * x).sum() instead of a mean"
         )
 
 

@@ -83,7 +83,7 @@ def _gpus(config: Config, machine: Machine) -> Iterator[Finding]:
         found = f"CPU, {processes}" + (" (--device auto finds no GPU)" if asked == "auto" else "")
         needs_gpus = config.trainer_capabilities.needs_gpus and asked == "auto"
         yield (
-            Finding("device", found, "the Megatron trainer needs GPUs: run fuligo doctor on a node of the cluster")
+            Finding("device", found, "the Megatron trainer needs GPUs; run fuligo doctor on a node of the cluster")
             if needs_gpus
             else Finding("device", found)
         )
@@ -173,7 +173,7 @@ def _open_files(config: Config, machine: Machine) -> Finding:
     needed = (config.resolved_rollout_concurrency if config.needs_engine else 0) + OWN_FILES
     short = machine.num_open_files < needed
     fix = (
-        f"each request in flight needs a connection: raise the hard limit (ulimit -Hn {needed}, docker run --ulimit nofile={needed}) or "
+        f"each request in flight needs a connection; raise the hard limit (ulimit -Hn {needed}, docker run --ulimit nofile={needed}) or "
         "lower --rollout-concurrency"
     )
     return Finding("open files", f"{machine.num_open_files} per process; the run may need {needed}", fix if short else None)

@@ -43,7 +43,7 @@ def open_sinks(config: Config, run_dir: Path, *, start: int, kept: Sequence[Reco
     """
     flags = config.observability
     missing = [
-        f"--use-{package} needs the package {package}, which is not installed: pip install 'fuligo[{package}]'"
+        f"--use-{package} needs the package {package}, which is not installed; pip install 'fuligo[{package}]'"
         for package in ("tensorboard", "wandb", "trackio", "mlflow")
         if getattr(flags, f"use_{package}") and importlib.util.find_spec(package) is None
     ]

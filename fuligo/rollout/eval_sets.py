@@ -47,7 +47,7 @@ class EvalSetSpec(FlagGroup):
     top_k: int | None = flag(None, "sample from the k most likely tokens; -1 keeps all", ge=-1)
     rm_type: str | None = flag(None, "built-in reward, as --rm-type takes it")
     custom_rm_path: str | None = flag(None, "hook: reward, as --custom-rm-path takes it")
-    reward_key: str | None = flag(None, "value of a dict reward to report")
+    reward_key: str | None = flag(None, "key of the value to report, if the reward is a dict")
     input_key: str | None = flag(None, "column with the prompt")
     label_key: str | None = flag(None, "column with the answer")
     metadata_key: str | None = flag(None, "column with an object that becomes sample.metadata")

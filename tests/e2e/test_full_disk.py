@@ -26,6 +26,6 @@ def test_what_cannot_be_recorded_ends_the_run(job: Job, small_disk: SmallDisk) -
     """The disk fills up in rollout 1; records of earlier rollouts stay intact."""
     run_dir = small_disk.path / "run"
     error = fail(1, *job(rm_type=None, custom_rm_path="tests.e2e.rewards.fills_the_disk", use_tensorboard=True, run_dir=run_dir))
-    assert f"(0 of 4 MiB are free on the file system {small_disk.path}); earlier records are intact: free some space, then resume" in error
+    assert f"(0 of 4 MiB are free on the file system {small_disk.path}); earlier records are intact; free some space, then resume" in error
     assert [record["step"] for record in json_lines(run_dir / "metrics.jsonl")] == [0]
     assert {row["step"] for row in sample_rows(run_dir, "index")} == {0}

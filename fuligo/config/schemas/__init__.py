@@ -89,7 +89,7 @@ class Schema:
         if self.canonical(name) in RESERVED[self.group]:
             return f"cannot be given; {RESERVED[self.group][self.canonical(name)]}"
         if name in self.hints:
-            return f"{self.backend} {self.version} has no such argument: {self.hints[name]}"
+            return f"{self.backend} {self.version} has no such argument; {self.hints[name]}"
         return None
 
     def unknown(self, name: str, elsewhere: Sequence[str] = ()) -> str:

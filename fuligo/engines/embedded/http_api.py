@@ -162,7 +162,7 @@ class Api:
         """Abort the request `rid`, or all with `abort_all`."""
         rid, everything = body.get("rid"), bool(body.get("abort_all"))
         if not rid and not everything:
-            raise ValueError("neither rid nor abort_all is given: use rid, or abort_all=true")
+            raise ValueError("neither rid nor abort_all is given; use rid, or abort_all=true")
         await _done(self._engine.abort(lambda request: everything or request.rid == rid))
 
     async def pause(self, body: dict[str, Any]) -> Any:

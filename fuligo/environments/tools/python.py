@@ -183,7 +183,11 @@ class PythonSession:
             report = await self._ask(code)
         except TimeoutError:
             self.close()
-            raise RolloutError("the sandbox of the Python tool did not answer; the machine may have too little memory") from None
+            limit_s = self._interpreters.settings.timeout_s + _GRACE_S
+            raise RolloutError(
+                f"the sandbox of the Python tool did not answer within {limit_s:g} s; if the machine lacks memory, lower max_running or "
+                "memory_mb"
+            ) from None
         except BaseException:
             self.close()
             raise

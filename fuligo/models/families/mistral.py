@@ -15,7 +15,7 @@ def architecture(config: ConfigJson) -> Architecture:
     """Return the shapes. Raises ConfigError for a model with windows, which SGLang would serve without them."""
     if (window := config.values.get("sliding_window", WINDOW)) is not None:
         raise config.contradiction(
-            f"sliding_window is {window!r:.80}; SGLang computes Mistral without windows, so only null is supported: set it to null if no "
+            f"sliding_window is {window!r:.80}; SGLang computes Mistral without windows, so only null is supported; set it to null if no "
             "sample is longer than the window, else choose another model"
         )
     return dense_architecture(config, qkv_bias=False)

@@ -19,7 +19,7 @@ def check_reward(flags: RewardFlags) -> None:
         raise ConfigError(f"--rm-type {flags.rm_type} needs --rm-url, the URL of the reward model")
     if flags.rm_type.removeprefix(BOXED_PREFIX) == "ifbench" and importlib.util.find_spec("if_verifiable") is None:
         raise ConfigError(
-            f"--rm-type {flags.rm_type} needs the package if-verifiable, which is not installed: pip install 'fuligo[ifbench]'"
+            f"--rm-type {flags.rm_type} needs the package if-verifiable, which is not installed; pip install 'fuligo[ifbench]'"
         )
     if rule.keys and flags.reward_key not in rule.keys and flags.custom_reward_post_process_path is None:
         given = "is not set" if flags.reward_key is None else f"({flags.reward_key}) is not one of them"

@@ -65,7 +65,7 @@ def check_metadata(metadata: dict[str, Any]) -> None:
             if type(error) is LookupError:  # NLTK's text begins with "Resource 'stopwords' not found"
                 resource = str(error).split("'")[1]
                 raise BadMetadataError(
-                    f"the check of {name} needs NLTK's {resource}, which is not installed: python -m nltk.downloader {resource}"
+                    f"the check of {name} needs NLTK's {resource}, which is not installed; python -m nltk.downloader {resource}"
                 ) from None
             raise BadMetadataError(f"the kwargs of {name} do not fit its check: {type(error).__name__}: {error}") from None
 
@@ -99,7 +99,7 @@ def registry() -> dict[str, type[Any]]:
             from if_verifiable import ifbench, ifeval  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise BadMetadataError(
-            f"instructions are judged by the package if-verifiable, but {error.name} is not installed: pip install 'fuligo[ifbench]'"
+            f"instructions are judged by the package if-verifiable, but {error.name} is not installed; pip install 'fuligo[ifbench]'"
         ) from error
     finally:
         if not has_langdetect:
@@ -123,7 +123,7 @@ def _checker(name: Any, given: Any) -> Any:
         hint = f"did you mean {near[0]}?" if near else "use an instruction of IFEval or IFBench"
         raise BadMetadataError(f"there is no check for the instruction {name!r:.60}; {hint}")
     if name in _LANGUAGE_CHECKS and "langdetect" not in sys.modules:
-        raise BadMetadataError(f"the check of {name} needs langdetect, which is not installed: pip install 'fuligo[ifbench]'")
+        raise BadMetadataError(f"the check of {name} needs langdetect, which is not installed; pip install 'fuligo[ifbench]'")
     if given is not None and not isinstance(given, dict):
         raise BadMetadataError(f"the kwargs of {name} must be an object, not {given!r:.60}")
     # Columnar files store every argument for every instruction, null where it does not apply, and all numbers as floats.

@@ -268,7 +268,7 @@ def test_row_is_refused_before_the_start_without_the_package(monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "if_verifiable", None)
     try:
         problem = row_problem(None, {"rm_type": "ifbench", **row("format:newline")}, "math")
-        assert problem is not None and "if_verifiable is not installed: pip install 'fuligo[ifbench]'" in problem
+        assert problem is not None and "if_verifiable is not installed; pip install 'fuligo[ifbench]'" in problem
         assert row_problem("1", {}, "math") is None
     finally:
         instructions.registry.cache_clear()
@@ -292,7 +292,7 @@ def test_langdetect_is_needed_by_the_checks_that_use_it_alone() -> None:
     """In a process of its own: the checks keep the langdetect that they were imported with."""
     done = subprocess.run([sys.executable, "-c", _WITHOUT_LANGDETECT], capture_output=True, text=True, check=True)
     assert (
-        done.stdout == "the check of change_case:english_capital needs langdetect, which is not installed: pip install 'fuligo[ifbench]'\n"
+        done.stdout == "the check of change_case:english_capital needs langdetect, which is not installed; pip install 'fuligo[ifbench]'\n"
     )
 
 

@@ -155,7 +155,7 @@ class Connection:
         raise EngineError(f"engine {self.url}: {what}: failed {times}: {cause}") from cause
 
     async def give_up(self) -> None:
-        """Fail pending requests now and later ones at once, because the engine is lost."""
+        """Fail all pending requests, and every later one immediately, because the engine is lost."""
         self._is_given_up = True
         await self.close()
 

@@ -177,7 +177,7 @@ class InferenceEngine(Protocol):
         """Stop the profiler; return when the traces are written."""
 
     async def give_up(self) -> None:
-        """Fail pending requests now and later ones at once, because the engine is lost."""
+        """Fail all pending requests, and every later one immediately, because the engine is lost."""
 
     async def close(self) -> None:
         """Close connections."""

@@ -137,7 +137,7 @@ class Termination:
 
     @contextmanager
     def may_save(self) -> Iterator[None]:
-        """Let a request in this block wait for a checkpoint."""
+        """Let a termination that is requested during this block wait for a checkpoint."""
         self._can_save = True
         try:
             yield

@@ -38,7 +38,10 @@ def average_response(config: Config) -> int:
 
 
 def micro_batch_tokens(config: Config, shape: Layout) -> int:
-    """Return the tokens of the largest micro-batch per context-parallel rank: a full pack, or the longest sample if longer."""
+    """Return the tokens of the largest micro-batch per context-parallel rank.
+
+    That is a full pack, or the longest sample if longer; with `--micro-batch-size`, that many of the longest samples.
+    """
     train = config.train
     longest = math.ceil(longest_sample(config) / shape.cp)
     if train.use_dynamic_batch_size:

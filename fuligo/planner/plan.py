@@ -119,7 +119,7 @@ class MemoryBar:
     """Peak memory of one kind of GPU, or of the host."""
 
     owner: str
-    """`trainer stage 0`, `engines: decode`, `host`."""
+    """Label of these GPUs, such as `trainer stage 0` or `engines: decode`; `host` for the host."""
     num_gpus: int
     capacity_bytes: int
     items: tuple[MemoryItem, ...]

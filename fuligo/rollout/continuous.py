@@ -146,7 +146,7 @@ class ContinuousRunner:
                 self._tasks.start(group)
 
     def _admit(self) -> None:
-        """Start as many groups as `Admission` allows. Raises RolloutError if the data source has no prompts left."""
+        """Start as many groups as `Admission` allows. Raises RolloutError if too few prompts are left to fill the rollout."""
         assert self._request is not None, "sampling starts with the first request"
         num_pending = len(self._queue) + self._tasks.num_running
         version = self._parts.policy_version()

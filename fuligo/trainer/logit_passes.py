@@ -88,7 +88,8 @@ def _grad_without_targets(
 def _compiled_on_gpu(pass_: Callable[..., Any], logits: Tensor) -> Callable[..., Any]:
     """Return `pass_`, compiled if the logits are on a GPU, where memory traffic of the logits dominates its time.
 
-    Not for a single row, such as the last chunk of a batch may be: the compiler would take its size for a constant and compile again.
+    It is not compiled for a single row, which the last chunk of a batch may have: the compiler would take the 1 for a constant and
+    compile again.
     """
     return _compiled(pass_) if logits.is_cuda and logits.size(0) > 1 else pass_
 

@@ -16,7 +16,7 @@ RewardPostProcess = Callable[[list[Sample]], tuple[Sequence[float], Sequence[flo
 
 @dataclass(slots=True, frozen=True)
 class SampleSettings:
-    """Data that training requires of each sample."""
+    """Settings for the conversion of samples to training samples."""
 
     has_rewards: bool = True
     """False: rewards are ignored (SFT), and a group is trained even if only one of its samples is usable."""

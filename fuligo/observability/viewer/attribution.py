@@ -94,7 +94,7 @@ def _clipped(intervals: Sequence[Interval], window: Interval) -> np.ndarray:
 
 
 def _active(intervals: np.ndarray, cuts: np.ndarray) -> np.ndarray:
-    """Return the number of intervals between each two consecutive cuts."""
+    """Return how many intervals cover each segment between consecutive cuts, [len(cuts) - 1]; intervals begin and end at cuts."""
     change = np.zeros(len(cuts), np.int64)
     np.add.at(change, np.searchsorted(cuts, intervals[:, 0]), 1)
     np.add.at(change, np.searchsorted(cuts, intervals[:, 1]), -1)

@@ -158,7 +158,7 @@ def experts_exist(subject: Subject) -> Iterator[Violation]:
 
 @rule("PLAN-ENGINE-EP", "--sglang-ep-size", "--rollout-num-gpus-per-engine")
 def expert_ranks_divide_engine(subject: Subject) -> Iterator[Violation]:
-    """Expert ranks are equal parts of an engine's tensor-parallel GPUs."""
+    """The expert-parallel size must divide the number of an engine's tensor-parallel GPUs."""
     for spec in serving_policy(subject):
         if subject.rollout_architecture.experts is not None and spec.tp_size % spec.ep_size:
             yield Violation(

@@ -84,9 +84,15 @@ class PackedRouter(TopKRouter):
         return inside if by_sequence else inside.sum(0, keepdim=True)
 
     def _balance_loss(self, logits: Tensor, members: Tensor) -> Tensor:
-        """Return this rank's part of sum_s n_s / n_step * E / (k * n_s^2) * sum_e count_se * score_se, over the groups s of `members`.
+        """Return this rank's part of sum_s n_s / n_step * E / (k * n_s^2) * sum_e count_se * score_se.
 
-        Counts and n_s are summed over the ranks that share the row; scores cover only this rank's tokens.
+        s: a row of `members` (one sequence, or all); e: one of E experts, of which each token takes k; n_s and n_step: tokens of s and of
+        the step; count_se: tokens of s that took e; score_se: sum of their scores for e. Counts and n_s are summed over the ranks that
+        share the row; scores cover only this rank's tokens.
+
+        Args:
+            logits: [tokens, E] router's logits.
+            members: [S, tokens] as `_members` returns them.
         """
         chosen, scores = compute_routing_scores_for_aux_loss(logits, self.topk, self.score_function)
         weights = members.to(scores.dtype)

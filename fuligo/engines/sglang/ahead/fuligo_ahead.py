@@ -147,7 +147,7 @@ def start() -> None:
 
 
 def wait(sock: int, tracker: int, module: str) -> None:
-    """Import `module`, then wait for the process that SGLang would spawn and run it.
+    """Import `module`, wait until SGLang would spawn its process, and then run that process's work here.
 
     Args:
         sock, tracker: descriptors of the socket to the parent and of multiprocessing's resource tracker

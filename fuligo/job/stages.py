@@ -129,7 +129,7 @@ async def join_cluster(config: Config, weights: Sequence[Path], directory: RunDi
     try:
         from fuligo.cluster.cluster import open_cluster
     except ImportError as error:
-        raise ConfigError("--launcher ray: the package ray is not installed; pip install 'fuligo[ray]'") from error
+        raise ConfigError("cannot run on Ray: the package ray is not installed; pip install 'fuligo[ray]'") from error
 
     cluster = await open_cluster(config, stack, directory.path / "ray.txt")
     assert config.model.hf_checkpoint is not None, "validated"

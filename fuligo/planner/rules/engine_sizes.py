@@ -29,7 +29,7 @@ def _attention_fixes(subject: Subject, spec: EngineGroupSpec) -> tuple[Fix, ...]
 
 @rule("PLAN-DP-SIZE", "--sglang-dp-size", "--rollout-num-gpus-per-engine")
 def replicas_are_whole(subject: Subject) -> Iterator[Violation]:
-    """Attention replicas are equal parts of an engine's tensor-parallel GPUs."""
+    """The number of attention replicas must divide the number of an engine's tensor-parallel GPUs."""
     heads = subject.rollout_architecture.attention.num_heads
     for spec in serving_policy(subject):
         if spec.tp_size % spec.dp_size:

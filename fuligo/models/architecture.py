@@ -239,7 +239,7 @@ class Layer:
 
     @property
     def is_linear(self) -> bool:
-        """The layer has linear attention in place of softmax attention."""
+        """True if the layer has linear attention in place of softmax attention."""
         return any(part.kind is PartKind.LINEAR_ATTENTION for part in self.parts)
 
 

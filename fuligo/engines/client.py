@@ -211,7 +211,7 @@ class EngineClient:
         await self._call("POST", "/update_weights_from_distributed", body, within=self.deadlines.bucket, retries=0)
 
     async def receive_weight_stream(self, *, stream: int, group_name: str, version: int) -> None:
-        body = {"names": [str(stream)], "dtypes": [], "shapes": [], "group_name": group_name, "load_format": "fuligo_stream"}
+        body = {"names": [str(stream)], "dtypes": [], "shapes": [], "group_name": group_name, "load_format": "fuligo_sync"}
         await self._call("POST", "/update_weights_from_distributed", body | self._of_bucket(version), within=UNLIMITED, retries=0)
 
     async def destroy_weights_update_group(self, group_name: str) -> None:

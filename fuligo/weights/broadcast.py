@@ -1,7 +1,7 @@
 """Weight sync by broadcast in a process group of the sending rank (rank 0) and all ranks of the engines.
 
 The group is created like SGLang's (`init_custom_process_group` in 0.5.15: a TCPStore with the group's name as prefix, and torch's helper),
-so that both sides use the same keys. A bucket is broadcast as one byte tensor. If all engines have the plugin `fuligo_stream`, one call per
+so that both sides use the same keys. A bucket is broadcast as one byte tensor. If all engines have the plugin `fuligo_sync`, one call per
 engine receives all buckets, and names, data types and shapes are sent through the group's store; otherwise each bucket is a call
 (`/update_weights_from_distributed`, load_format `flattened_bucket`).
 """

@@ -96,7 +96,7 @@ def test_the_plugin_is_among_those_that_the_user_chose(tmp_path: Path, claims: P
     """SGLang loads no plugins but those in SGLANG_PLUGINS, if it is set."""
     given = {"environment": {"SGLANG_PLUGINS": "mine"}, "turn": tmp_path / "turn", "is_exact": True}
     found = server_settings("engine 0", tmp_path, claims, tmp_path / "log", **given).full_environment()
-    assert found["SGLANG_PLUGINS"] == "mine,fuligo_stream,fuligo_exact,fuligo_turns"
+    assert found["SGLANG_PLUGINS"] == "mine,fuligo_sync,fuligo_exact,fuligo_turns"
     assert (
         "SGLANG_PLUGINS" not in server_settings("engine 0", tmp_path, claims, tmp_path / "log", turn=tmp_path / "turn").full_environment()
     )

@@ -80,8 +80,8 @@ EXACT_ARGUMENTS: dict[str, Any] = {
     "enforce_disable_flashinfer_allreduce_fusion": True,
 }
 """Arguments that the plugin needs. Compiled prefill graphs and the all-reduce fused with a norm would skip intermediate rounding."""
-STREAM_PLUGIN = Path(__file__).parent / "stream"
-"""Directory with the plugin that makes an engine receive all weights of a sync in one call, found in the same way; for every engine."""
+SYNC_PLUGIN = Path(__file__).parent / "sync"
+"""Directory with the plugin that shortens weight syncs, found in the same way; for every engine."""
 TURN_PLUGIN, TURN_VARIABLE = Path(__file__).parent / "turns", "FULIGO_TURN"
 """Directory with the plugin that makes engines wait for their GPUs, found in the same way, and the plugin's environment variable."""
 OWN_ARGUMENTS: dict[str, Any] = {"grammar_backend": "none", "skip_server_warmup": True, "log_level_http": "warning"}
@@ -203,7 +203,7 @@ class ServerSettings:
         """Directories and names of the plugins that the engine loads."""
         exact = {EXACT_PLUGIN: "fuligo_exact"} if self.is_exact else {}
         turns = {} if self.turn is None else {TURN_PLUGIN: "fuligo_turns"}
-        return {STREAM_PLUGIN: "fuligo_stream"} | exact | turns
+        return {SYNC_PLUGIN: "fuligo_sync"} | exact | turns
 
     @property
     def _program(self) -> str:

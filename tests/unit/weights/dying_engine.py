@@ -24,12 +24,12 @@ from safetensors.torch import load_file
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
-from fuligo.engines.sglang.server import STREAM_PLUGIN, ServerSettings, answers
+from fuligo.engines.sglang.server import SYNC_PLUGIN, ServerSettings, answers
 from fuligo.errors import EngineError
 from fuligo.formats.payload import decode_named_tensors
 
-sys.path.append(str(STREAM_PLUGIN))
-fuligo_stream: Any = importlib.import_module("fuligo_stream")
+sys.path.append(str(SYNC_PLUGIN))
+fuligo_sync: Any = importlib.import_module("fuligo_sync")
 
 
 @dataclass(slots=True, frozen=True)
@@ -220,14 +220,14 @@ class _Engine:
         self.groups[name] = group
         self.held.joining = ""
         if self.streams:
-            self.stores[name] = store = fuligo_stream.connect(body["master_address"], body["master_port"], name)
-            fuligo_stream.announce(store, rank)
+            self.stores[name] = store = fuligo_sync.connect(body["master_address"], body["master_port"], name)
+            fuligo_sync.announce(store, rank)
 
     def on_update_weights_from_distributed(self, body: dict[str, Any]) -> None:
         self.held.num_calls += 1
-        if body["load_format"] == fuligo_stream.LOAD_FORMAT:
+        if body["load_format"] == fuligo_sync.LOAD_FORMAT:
             name = body["group_name"]
-            for tensor in fuligo_stream.received(self.stores[name], body["names"][0], self.groups[name], "cpu"):
+            for tensor in fuligo_sync.received(self.stores[name], body["names"][0], self.groups[name], "cpu"):
                 self.fail_at_tensor()
                 self.take(dict([tensor]))
             return

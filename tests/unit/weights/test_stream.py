@@ -1,4 +1,4 @@
-"""Engines with the plugin `fuligo_stream` receive all weights of a sync in one call."""
+"""Engines with the plugin `fuligo_sync` receive all weights of a sync in one call."""
 
 import json
 import weakref
@@ -13,7 +13,7 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 
 from fuligo.errors import EngineError, WeightSyncError
 from fuligo.weights import broadcast
-from tests.unit.weights.dying_engine import STREAMED, Fault, fuligo_stream
+from tests.unit.weights.dying_engine import STREAMED, Fault, fuligo_sync
 from tests.unit.weights.test_sync import Open, open_world  # noqa: F401  # a fixture
 
 EVERY = (0, 1, 2)
@@ -116,7 +116,7 @@ def test_two_buckets_are_in_memory_and_tensors_are_aligned(monkeypatch: pytest.M
 
     monkeypatch.setattr(dist, "broadcast", receive)
     expected = {name: tensor for bucket in buckets for name, tensor in bucket}
-    for name, tensor in fuligo_stream.received(store, "7", None, "cpu"):
+    for name, tensor in fuligo_sync.received(store, "7", None, "cpu"):
         assert tensor.dtype == expected[name].dtype and torch.equal(tensor.double(), expected.pop(name).double())
         assert sum(row() is not None for row in rows) <= 2
     assert not expected and len(rows) == len(buckets)

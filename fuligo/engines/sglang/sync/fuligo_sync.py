@@ -1,31 +1,51 @@
-"""Plugin for SGLang 0.5.15: an engine receives all weights of a sync in one call, each bucket while it loads the previous one.
+"""Plugin for SGLang 0.5.15 that shortens weight syncs: all weights in one call, and a pause that ends with the last request.
 
 SGLang's own calls take one bucket each. Its model lists its parameters again for each bucket, some models also convert weights after each
-(DeepSeek's latent attention), and the next broadcast waits for the answer. Here, `load_weights` reads one stream of tensors. Their names,
-data types and shapes come through the sender's TCPStore, a key per bucket, and their bytes by broadcast in the process group.
+(DeepSeek's latent attention), and the next broadcast waits for the answer. Here, `load_weights` reads one stream of tensors, each bucket
+while it loads the previous one. Names, data types and shapes come through the sender's TCPStore, a key per bucket, and the bytes by
+broadcast in the process group. The sender (`fuligo/weights/broadcast.py`) streams only if every rank of every engine has announced in the
+store that it has this plugin.
 
-The sender (`fuligo/weights/stream.py`) streams only if every rank of every engine has announced in the store that it has this plugin.
+SGLang's pause that aborts requests looks only once a second whether they have ended, which takes them about a step.
 """
 
+import asyncio
 import json
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
-LOAD_FORMAT = "fuligo_stream"
+LOAD_FORMAT = "fuligo_sync"
 """`load_format` of a call that receives a stream; its only name is the stream's number."""
 BUCKET_WITHIN = timedelta(seconds=300)
 """Longest wait for the next bucket."""
+PAUSE_POLL_S = 0.01
+"""Seconds between checks whether the requests that a pause aborted have ended."""
 RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 
 
 def install() -> None:
-    """Extend SGLang's calls for process groups of weights; SGLang applies the hooks in each of its processes."""
+    """Extend SGLang's calls; SGLang applies the hooks in each of its processes."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # pyright: ignore[reportMissingImports]
 
     for hook in (init_weights_update_group, destroy_weights_update_group, update_weights_from_distributed):
         HookRegistry.register(f"{RUNNER}.{hook.__name__}", hook, HookType.AROUND)
+    HookRegistry.register(f"{TOKENIZER_MANAGER}.pause_generation", pause_generation, HookType.AROUND)
+
+
+async def pause_generation(pause: Callable[[Any, Any], Awaitable[None]], manager: Any, request: Any) -> None:
+    """Pause the engine; with mode `abort`, end its requests first, and return as soon as they have ended."""
+    if request.mode != "abort":
+        await pause(manager, request)
+        return
+    async with manager.is_pause_cond:
+        manager.is_pause = True  # later requests wait
+        manager.abort_request(abort_all=True)
+        while await manager.model_update_lock.is_locked():  # every request holds it as a reader
+            await asyncio.sleep(PAUSE_POLL_S)
+            manager.abort_request(abort_all=True)  # some may have been on their way to the scheduler
 
 
 _stores: dict[str, Any] = {}

@@ -1,0 +1,54 @@
+"""Pauses by the plugin `fuligo_sync`; its streams are tested in tests/unit/weights/test_stream.py and tests/sglang/test_weights.py."""
+
+import asyncio
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from tests.unit.weights.dying_engine import fuligo_sync
+
+
+@dataclass
+class Manager:
+    """SGLang's manager of requests, of which some miss the first abort because they are on their way to the scheduler."""
+
+    num_readers: int
+    num_late: int
+    is_pause: bool = False
+    is_pause_cond: asyncio.Condition = field(default_factory=asyncio.Condition)
+    num_readers_at_abort: list[int] = field(default_factory=list)
+
+    @property
+    def model_update_lock(self) -> "Manager":
+        return self
+
+    async def is_locked(self) -> bool:
+        return self.num_readers > 0
+
+    def abort_request(self, *, abort_all: bool) -> None:
+        assert abort_all and self.is_pause, "requests that arrive from now on must wait"
+        self.num_readers_at_abort.append(self.num_readers)
+        self.num_readers = self.num_late
+        self.num_late = 0
+
+
+async def test_a_pause_aborts_until_no_request_is_left() -> None:
+    manager, passed_on = Manager(num_readers=5, num_late=2), []
+
+    async def pause(*arguments: Any) -> None:
+        passed_on.append(arguments)
+
+    await fuligo_sync.pause_generation(pause, manager, SimpleNamespace(mode="abort"))
+    assert manager.is_pause and manager.num_readers_at_abort == [5, 2] and not passed_on
+    assert not manager.is_pause_cond.locked()
+
+
+async def test_other_modes_are_sglangs() -> None:
+    manager, passed_on = Manager(num_readers=5, num_late=0), []
+
+    async def pause(*arguments: Any) -> None:
+        passed_on.append(arguments)
+
+    request = SimpleNamespace(mode="retract")
+    await fuligo_sync.pause_generation(pause, manager, request)
+    assert passed_on == [(manager, request)] and not manager.num_readers_at_abort

@@ -15,6 +15,7 @@ import importlib.util
 import io
 import json
 import os
+import resource
 import runpy
 import select
 import signal
@@ -23,7 +24,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import popen_spawn_posix, reduction, resource_tracker, spawn, util
 from multiprocessing.context import set_spawning_popen
 from pathlib import Path
@@ -31,12 +32,18 @@ from typing import Any
 
 VARIABLE = "FULIGO_AHEAD"
 """Environment variable with the modules to import, one for each process, separated by spaces; empty: start none."""
-PROGRAM = (
-    "import sys; sys.path.insert(0, {directory!r}); import fuligo_ahead; del sys.path[0]; fuligo_ahead.wait({sock}, {tracker}, {module!r})"
-)
+PROGRAM = """
+import sys
+sys.path.insert(0, {directory!r})
+import fuligo_ahead
+del sys.path[0]
+fuligo_ahead.wait({sock}, {parent_pid}, {module!r})
+"""
 ALWAYS_SET = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "CUDA_MODULE_LOADING": "AUTO"}
 SET_IF_UNSET = {"TRTLLM_ENABLE_PDL": "1", "CUTE_DSL_LOG_LEVEL": "30", "CUTE_DSL_LOG_TO_CONSOLE": "1"}
 """Variables that SGLang's main process sets before it spawns; if it sets other values, a process that has read them is started anew."""
+LIMITS = {resource.RLIMIT_NOFILE: 65535, resource.RLIMIT_STACK: 65535 * 1024}
+"""Soft limits below these values are raised by SGLang's main process before it spawns; processes that it spawns inherit them."""
 READ_OUTSIDE_PYTHON = ("CUDA_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "NVIDIA_", "OMP_", "PYTHON", "PYTORCH_", "TORCH_")
 """Prefixes of variables that libraries read when they are loaded, which Python does not see."""
 FIRST_DESCRIPTOR = 512
@@ -54,16 +61,15 @@ class _Process:
 
     def __init__(self, module: str) -> None:
         self.module = module
-        tracker, executable = resource_tracker.getfd(), os.fsencode(spawn.get_executable())
-        assert tracker is not None, "getfd starts the tracker"
+        executable = os.fsencode(spawn.get_executable())
         self.socket, theirs = socket.socketpair()
-        program = PROGRAM.format(directory=str(Path(__file__).parent), sock=theirs.fileno(), tracker=tracker, module=module)
+        program = PROGRAM.format(directory=str(Path(__file__).parent), sock=theirs.fileno(), parent_pid=os.getpid(), module=module)
         command = [executable, *subprocess._args_from_interpreter_flags(), "-c", program, "--multiprocessing-fork"]  # pyright: ignore[reportAttributeAccessIssue]
         with theirs:
-            self.pid = util.spawnv_passfds(executable, command, [theirs.fileno(), tracker])
+            self.pid = util.spawnv_passfds(executable, command, [theirs.fileno()])
 
     def hand_over(self, descriptors: Sequence[int]) -> None:
-        """Send the descriptors, the last of which is the pipe with the pickled process, and this process's environment.
+        """Send this process's environment and the descriptors; the last are the resource tracker's and the pipe with the pickled process.
 
         Raises OSError if the process has ended.
         """
@@ -118,6 +124,10 @@ class _Popen(popen_spawn_posix.Popen):
                     ours.callback(os.close, parent_writes)
                     for descriptor in (ended, child_reads):
                         moved.callback(os.close, descriptor)
+                    tracker = resource_tracker.getfd()
+                    assert tracker is not None, "getfd starts the tracker"
+                    # Not before: Python waits at its exit until all processes that have the tracker's descriptor have ended.
+                    for descriptor in (ended, tracker, child_reads):
                         self.duplicate_for_child(descriptor)
                     process.hand_over(self._fds)
                     with open(parent_writes, "wb", closefd=False) as pipe:
@@ -136,23 +146,28 @@ def start() -> None:
     if not modules:
         return
     try:
+        _raise_limits()
+        saver = _memory_saver() if "--enable-memory-saver" in sys.argv else {}
+        # The saver leaves an empty variable in the main process when the schedulers have been started.
+        no_saver = {name: os.environ.get(name, "") for name in saver}
         with _set({name: value for name, value in SET_IF_UNSET.items() if name not in os.environ} | ALWAYS_SET):
             for module in modules:
-                is_scheduler = module.endswith(".scheduler")
-                with _set(_memory_saver() if is_scheduler and "--enable-memory-saver" in sys.argv else {}):
+                with _set(saver if module.endswith(".scheduler") else no_saver):
                     _ahead.append(_Process(module))
     except Exception as error:  # the engine starts without them, only later
         _say(f"cannot start SGLang's processes ahead, SGLang starts them: {type(error).__name__}: {error}")
     popen_spawn_posix.Popen = _Popen
 
 
-def wait(sock: int, tracker: int, module: str) -> None:
+def wait(sock: int, parent_pid: int, module: str) -> None:
     """Import `module`, wait until SGLang would spawn its process, and then run that process's work here.
 
     Args:
-        sock, tracker: descriptors of the socket to the parent and of multiprocessing's resource tracker
+        sock: descriptor of the socket to the parent
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:  # it ended before the call
+        sys.exit()
     before, problem = dict(os.environ), None
     with _recorded_reads() as read:
         try:
@@ -177,17 +192,17 @@ def wait(sock: int, tracker: int, module: str) -> None:
     for descriptor, number in zip(received, numbers):
         os.dup2(descriptor, number, inheritable=True)
         os.close(descriptor)
+    *_, tracker, pipe = numbers
     if problem is not None:
         _say(f"starting the process of {module} anew: {problem}")
-        command = [message["executable"], *spawn.get_command_line(tracker_fd=tracker, pipe_handle=numbers[-1])[1:]]
-        os.set_inheritable(tracker, True)
+        command = [message["executable"], *spawn.get_command_line(tracker_fd=tracker, pipe_handle=pipe)[1:]]
         os.execve(command[0], command, now)
     for name in before.keys() - now.keys():
         os.environ.pop(name, None)
     os.environ.update(now)
     for number in numbers:
         os.set_inheritable(number, False)
-    spawn.spawn_main(pipe_handle=numbers[-1], tracker_fd=tracker)
+    spawn.spawn_main(pipe_handle=pipe, tracker_fd=tracker)
 
 
 def _reason_to_start_anew(before: Mapping[str, str], now: Mapping[str, str], read: set[str]) -> str | None:
@@ -212,6 +227,18 @@ def _recorded_reads() -> Iterator[set[str]]:
         yield read
     finally:
         environment.__getitem__ = get
+
+
+def _raise_limits() -> None:
+    """Raise this process's limits as SGLang will (`set_ulimit`), so that the processes start with them.
+
+    A limit of the stack counts only when a process starts: it is the size of its threads' stacks.
+    """
+    for limit, target in LIMITS.items():
+        soft, hard = resource.getrlimit(limit)
+        if soft < target:
+            with suppress(ValueError):  # higher than the hard limit
+                resource.setrlimit(limit, (target, hard))
 
 
 def _memory_saver() -> dict[str, str]:

@@ -20,12 +20,12 @@ if BY_IMPORT == "broken":
     raise RuntimeError("no such kernel")
 
 def run(pipe):
-    import multiprocessing
+    import multiprocessing, resource
     started_with = open("/proc/self/environ").read().split(chr(0))
     pipe.send({
         "pid": os.getpid(), "parent": os.getppid(), "by_import": BY_IMPORT, "later": os.environ.get("LATER"),
         "was_ahead": "LATER=1" not in started_with, "removed": "REMOVED" in os.environ, "wrapper": os.environ.get("WRAPPER"),
-        "parent_process": multiprocessing.parent_process().pid,
+        "parent_process": multiprocessing.parent_process().pid, "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
     })
     pipe.recv()
     sys.exit(7)
@@ -121,6 +121,40 @@ def test_another_executable_is_used(package: Path) -> None:
     assert f"SGLang starts this process with {wrapper}" in said
 
 
+def limit_files(package: Path, hard: int) -> None:
+    """Let the main process start with a limit of 256 open files, which it can raise to `hard`."""
+    limit = f"""
+import resource
+if __name__ == "__main__":
+    fuligo_ahead.LIMITS = {{resource.RLIMIT_NOFILE: 1000}}
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, {hard}))
+"""
+    (package / "main.py").write_text(MAIN.replace("fuligo_ahead.start()", f"{limit}fuligo_ahead.start()"))
+
+
+def test_a_process_has_the_limits_that_sglang_sets_before_it_spawns(package: Path) -> None:
+    limit_files(package, 1000)
+    told, said = run(package)
+    assert told["is_started"] and told["was_ahead"] and told["files"] == 1000 and said == ""
+
+
+def test_limits_that_cannot_be_raised_start_other_processes(package: Path) -> None:
+    """Descriptors from 512 on cannot be handed over."""
+    limit_files(package, 256)
+    told, said = run(package)
+    assert not told["is_started"] and not told["was_ahead"] and "starting another" in said
+
+
+def test_the_empty_variable_that_the_memory_saver_leaves_starts_no_detokenizer_anew(package: Path) -> None:
+    save_memory_saver(package, package / "torch_memory_saver")
+    managers = package / "sglang" / "srt" / "managers"
+    (managers / "scheduler.py").rename(managers / "detokenizer_manager.py")
+    main = MAIN.replace("import scheduler", "import detokenizer_manager as scheduler")
+    (package / "main.py").write_text(main.replace("fuligo_ahead.start()", "sys.argv.append('--enable-memory-saver'); fuligo_ahead.start()"))
+    told, said = run(package, "os.environ['LD_PRELOAD'] = ''", "sglang.srt.managers.detokenizer_manager")
+    assert told["is_started"] and told["was_ahead"] and said == ""
+
+
 def test_a_process_that_has_ended_is_replaced(package: Path) -> None:
     told, said = run(package, "os.kill(started[0], 9); os.waitid(os.P_PID, started[0], os.WEXITED | os.WNOWAIT)")
     assert not told["is_started"] and not told["was_ahead"]
@@ -137,15 +171,35 @@ def test_an_unused_process_ends_with_its_main_process(package: Path) -> None:
         assert main.communicate(timeout=60) == ("", None), "the process closes its output when it ends"
 
 
+def test_a_main_process_that_ends_does_not_wait_for_processes_that_import(package: Path) -> None:
+    """Python 3.12.10 and later wait for multiprocessing's resource tracker, which ends with the last process that has its descriptor."""
+    (package / "sglang" / "launch_server.py").write_text("import time; time.sleep(600)")
+    ending = """
+from multiprocessing import resource_tracker
+resource_tracker.ensure_running()
+resource_tracker.ResourceTracker.__del__ = lambda self: self._stop()
+sys.exit(3)
+"""
+    (package / "main.py").write_text(MAIN.replace("from sglang.srt.managers import scheduler\n", ending))
+    command = [sys.executable, str(package / "main.py")]
+    done = subprocess.run(command, env=environment(package, ""), capture_output=True, timeout=60, check=False)
+    assert done.returncode == 3, "its processes have closed their output"
+
+
+def save_memory_saver(directory: Path, libraries: Path) -> None:
+    """Save packages like torch and torch_memory_saver, which cannot be imported, and the saver's libraries."""
+    for name in ("torch_memory_saver", "torch"):
+        (directory / name).mkdir()
+        (directory / name / "__init__.py").write_text("raise AssertionError('imported')")
+    (directory / "torch" / "version.py").write_text("cuda = '13.0'")
+    for cuda in (12, 13):
+        (libraries / f"torch_memory_saver_hook_mode_preload_cu{cuda}.abi3.so").touch()
+
+
 @pytest.mark.parametrize("beside", [True, False])
 def test_the_memory_saver_of_torchs_cuda_version_is_preloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: bool) -> None:
-    for name in ("torch_memory_saver", "torch"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text("raise AssertionError('imported')")
-    (tmp_path / "torch" / "version.py").write_text("cuda = '13.0'")
     directory = tmp_path if beside else tmp_path / "torch_memory_saver"
-    for cuda in (12, 13):
-        (directory / f"torch_memory_saver_hook_mode_preload_cu{cuda}.abi3.so").touch()
+    save_memory_saver(tmp_path, directory)
     program = (
         f"import sys; sys.path[0] = {str(Path(fuligo_ahead.__file__).parent)!r}; import fuligo_ahead; print(fuligo_ahead._memory_saver())"
     )

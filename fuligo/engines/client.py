@@ -211,7 +211,9 @@ class EngineClient:
         await self._call("POST", "/update_weights_from_distributed", body, within=self.deadlines.bucket, retries=0)
 
     async def receive_weight_stream(self, *, stream: int, group_name: str, version: int) -> None:
-        body = {"names": [str(stream)], "dtypes": [], "shapes": [], "group_name": group_name, "load_format": "fuligo_sync"}
+        # Without the plugin's hook, SGLang refuses the data type; it would load nothing and answer that it succeeded if there were none.
+        tensor = {"names": [str(stream)], "dtypes": ["fuligo_sync"], "shapes": [[]]}
+        body = {**tensor, "group_name": group_name, "load_format": "fuligo_sync"}
         await self._call("POST", "/update_weights_from_distributed", body | self._of_bucket(version), within=UNLIMITED, retries=0)
 
     async def destroy_weights_update_group(self, group_name: str) -> None:

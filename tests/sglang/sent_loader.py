@@ -2,22 +2,31 @@
 
     python sent_loader.py DIRECTORY [DIRECTORY ...]
 
-Builds SGLang's model of each directory and loads `sent/*.safetensors` below it. Prints a line of JSON for each: the model's class and the
-parameters into which nothing was loaded.
+Builds SGLang's model of each directory and loads `sent/*.safetensors` below it as a stream of small buckets. Prints a line of JSON for
+each: the model's class, the parameters into which nothing was loaded, and the number of calls of `load_weights`.
 """
 
 import json
 import sys
+from collections.abc import Iterable
+from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from fp8_loader import UNSET, start, tensors_of
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.dp_attention import initialize_dp_attention
 from sglang.srt.model_loader.loader import _initialize_model
 from sglang.srt.model_loader.utils import get_model_architecture
+from sglang.srt.models.deepseek_common import deepseek_weight_loader
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+
+sys.path.append(str(Path(__file__).parents[2] / "fuligo/engines/sglang/sync"))
+from fuligo_sync import Stream
 
 PADDED = ("embed_tokens.weight", "lm_head.weight", "embed_tokens_per_layer.weight")
 
@@ -40,19 +49,44 @@ BACKENDS = {"deepseek_v32": "dsa"}
 
 
 @torch.no_grad()
-def unset(model: torch.nn.Module, directory: str) -> list[str]:
+def load(model: torch.nn.Module, directory: str) -> dict[str, Any]:
+    """Load the weights of a directory; return the names of parameters that were not set, and the number of calls."""
     parameters = dict(model.named_parameters())
     for parameter in parameters.values():
         parameter.fill_(UNSET)
-    model.load_weights(iter(tensors_of(f"{directory}/sent").items()))
+    num_calls = 0
+
+    def count_calls(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        model.load_weights(tensors)
+
+    stream(list(tensors_of(f"{directory}/sent").items())).load(count_calls)
     mark = torch.tensor(UNSET)
-    return [
+    unset = [
         name for name, parameter in parameters.items() if not name.endswith(PADDED) and bool((parameter == mark.to(parameter.dtype)).any())
     ]
+    return {"unset": unset, "num_calls": num_calls}
+
+
+def stream(weights: list[tuple[str, torch.Tensor]]) -> Stream:
+    """Return a stream with a bucket per tensor, and one for all tensors of an attention."""
+    buckets = [list(bucket) for _, bucket in groupby(weights, key=lambda named: named[0].partition(".self_attn.")[0])]
+    lists = [[(name, str(tensor.dtype)[6:], list(tensor.shape), tensor.nbytes) for name, tensor in bucket] for bucket in buckets]
+    store = {f"0/{number}": json.dumps(tensors) for number, tensors in enumerate([*lists, None])}
+    sent = iter(buckets)
+
+    def broadcast(row: torch.Tensor, **_: Any) -> SimpleNamespace:
+        row.copy_(torch.cat([tensor.reshape(-1).view(torch.uint8) for _, tensor in next(sent)]))
+        return SimpleNamespace(wait=lambda: None)
+
+    dist.broadcast = broadcast
+    return Stream(store, "0", None, "cpu")
 
 
 def main(directories: list[str]) -> None:
     torch.cuda.get_device_capability = lambda *_: (9, 0)  # sparse attention asks for it
+    deepseek_weight_loader.should_async_load = lambda _: False  # as with tensors on a GPU; threads would keep some
     for number, directory in enumerate(directories):
         args = server_args(directory)
         if number == 0:
@@ -64,7 +98,7 @@ def main(directories: list[str]) -> None:
         torch.set_default_dtype(torch.bfloat16)
         model = _initialize_model(config, LoadConfig(), None)
         torch.set_default_dtype(torch.float32)
-        print(json.dumps({"class": model_class.__name__, "unset": unset(model, directory)}), flush=True)
+        print(json.dumps({"class": model_class.__name__, **load(model, directory)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -4,12 +4,14 @@ import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from shutil import copytree, ignore_patterns
+from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
 from fuligo.engines.group import EngineGroup
+from fuligo.errors import EngineError
 from fuligo.formats.weight_manifest import EngineAddress, Transport, Undelivered, WeightManifest, WeightTarget
 from fuligo.weights.senders import WeightSender
 from tests.sglang import oracle
@@ -84,6 +86,24 @@ async def test_engines_without_the_plugin_receive_each_bucket_by_a_call(
     oracle.perturbed(model, seed=16)
     await sync(sender, engines, model, "gloo", 16, tmp_path)
     await assert_engines_hold(engines, model, 16)
+
+
+async def test_sglang_without_the_hook_refuses_a_stream(
+    sender: WeightSender, engines: EngineGroup, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise it would load nothing, and report the new version."""
+    await sync(sender, engines, oracle.load(checkpoint), "gloo", 13, tmp_path)
+    assert sender._group is not None
+    engine = engines.clients[0]
+    call = engine._call
+
+    async def unknown(method: str, path: str, body: dict[str, Any], **how: Any) -> Any:
+        return await call(method, path, {**body, "load_format": None}, **how)
+
+    with monkeypatch.context() as patch, pytest.raises(EngineError, match="fuligo_sync"):
+        patch.setattr(engine, "_call", unknown)
+        await engine.receive_weight_stream(stream=0, group_name=sender._group.name, version=14)
+    assert (await engine.model_info()).weight_version == 13
 
 
 async def test_an_engine_that_cannot_load_a_stream_says_why(

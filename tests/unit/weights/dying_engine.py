@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -227,9 +228,7 @@ class _Engine:
         self.held.num_calls += 1
         if body["load_format"] == fuligo_sync.LOAD_FORMAT:
             name = body["group_name"]
-            for tensor in fuligo_sync.received(self.stores[name], body["names"][0], self.groups[name], "cpu"):
-                self.fail_at_tensor()
-                self.take(dict([tensor]))
+            fuligo_sync.Stream(self.stores[name], body["names"][0], self.groups[name], "cpu").load(self.take_streamed)
             return
         tensors = {
             name: torch.empty(shape, dtype=getattr(torch, dtype))
@@ -239,6 +238,11 @@ class _Engine:
         dist.broadcast(row, src=0, group=self.groups[body["group_name"]])
         pieces = row.split([tensor.nbytes for tensor in tensors.values()])
         self.take({name: piece.view(tensor.dtype).view(tensor.shape) for piece, (name, tensor) in zip(pieces, tensors.items())})
+
+    def take_streamed(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for tensor in tensors:
+            self.fail_at_tensor()
+            self.take(dict([tensor]))
 
     def fail_at_tensor(self) -> None:
         if self.fault is None or self.fault.path != STREAMED:

@@ -1,15 +1,16 @@
 """Engines with the plugin `fuligo_sync` receive all weights of a sync in one call."""
 
 import json
-import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fuligo.errors import EngineError, WeightSyncError
 from fuligo.weights import broadcast
@@ -93,30 +94,78 @@ async def test_engines_stop_waiting_for_a_trainer_that_cannot_gather(open_world:
         await world.assert_all_serve(1)
 
 
+BUCKETS = [
+    [("a", torch.arange(3, dtype=torch.uint8)), ("b", torch.randn(2, 3)), ("c", torch.randn(5).to(torch.float8_e4m3fn))],
+    [("d", torch.randn(4, dtype=torch.bfloat16))],
+    [("e", torch.ones(1, dtype=torch.int8)), ("f", torch.randn((), dtype=torch.float64))],
+    [("g", torch.randn(0, 2)), ("h", torch.randn(7))],
+    [("i", torch.randn(2))],
+]
+WEIGHTS = {name: tensor for bucket in BUCKETS for name, tensor in bucket}
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+
+
+class Rows:
+    """Receiver of `BUCKETS` that counts the buckets in memory."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rows = list[StorageWeakRef]()
+        self.most_in_memory = 0
+        store = HashStore()
+        for number, bucket in enumerate(BUCKETS):
+            tensors = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), tensor.nbytes) for name, tensor in bucket]
+            store.set(f"7/{number}", json.dumps(tensors))
+        store.set(f"7/{len(BUCKETS)}", "null")
+        monkeypatch.setattr(dist, "broadcast", self._broadcast)
+        self.stream = fuligo_sync.Stream(store, "7", None, "cpu")
+
+    def _broadcast(self, row: torch.Tensor, **_: Any) -> SimpleNamespace:
+        row.copy_(torch.cat([tensor.reshape(-1).view(torch.uint8) for _, tensor in BUCKETS[len(self.rows)]]))
+        self.rows.append(StorageWeakRef(row.untyped_storage()))
+        self.most_in_memory = max(self.most_in_memory, sum(not row.expired() for row in self.rows))
+        return SimpleNamespace(wait=lambda: None, keeps=row)
+
+    def check(self, tensors: NamedTensors) -> list[str]:
+        """Check the values of tensors, and return the names."""
+        names = []
+        for name, tensor in tensors:
+            assert tensor.dtype == WEIGHTS[name].dtype and torch.equal(tensor.double(), WEIGHTS[name].double())
+            names.append(name)
+        return names
+
+
 def test_two_buckets_are_in_memory_and_tensors_are_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
-    buckets = [
-        [("a", torch.arange(3, dtype=torch.uint8)), ("b", torch.randn(2, 3)), ("c", torch.randn(5).to(torch.float8_e4m3fn))],
-        [("d", torch.randn(4, dtype=torch.bfloat16))],
-        [("e", torch.ones(1, dtype=torch.int8)), ("f", torch.randn((), dtype=torch.float64))],
-        [("g", torch.randn(0, 2)), ("h", torch.randn(7))],
-    ]
-    store, rows = HashStore(), list[weakref.ref[torch.Tensor]]()
-    for number, bucket in enumerate(buckets):
-        tensors = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), tensor.nbytes) for name, tensor in bucket]
-        store.set(f"7/{number}", json.dumps(tensors))
-    store.set(f"7/{len(buckets)}", "null")
+    rows, calls = Rows(monkeypatch), list[list[str]]()
+    rows.stream.load(lambda tensors: calls.append(rows.check(tensors)))
+    assert calls == [list("abcdefghi")]
+    assert rows.most_in_memory == 2
 
-    class Arrived:
-        def wait(self) -> None: ...
 
-    def receive(row: torch.Tensor, **_: Any) -> Arrived:
-        row.copy_(torch.cat([tensor.reshape(-1).view(torch.uint8) for _, tensor in buckets[len(rows)]]))
-        rows.append(weakref.ref(row))
-        return Arrived()
+def test_a_model_that_lists_all_tensors_gets_two_buckets_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Like SGLang's gpt-oss."""
+    rows, calls = Rows(monkeypatch), list[list[str]]()
+    rows.stream.load(lambda tensors: calls.append(rows.check(sorted(tensors, key=lambda named: named[0]))))
+    assert calls == [list("abcd"), list("efgh"), ["i"]]
+    assert rows.most_in_memory == 2
 
-    monkeypatch.setattr(dist, "broadcast", receive)
-    expected = {name: tensor for bucket in buckets for name, tensor in bucket}
-    for name, tensor in fuligo_sync.received(store, "7", None, "cpu"):
-        assert tensor.dtype == expected[name].dtype and torch.equal(tensor.double(), expected.pop(name).double())
-        assert sum(row() is not None for row in rows) <= 2
-    assert not expected and len(rows) == len(buckets)
+
+def test_a_model_that_keeps_one_tensor_gets_the_rest_in_another_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, calls = Rows(monkeypatch), list[list[str]]()
+
+    def load(tensors: NamedTensors) -> None:
+        kept = None
+        calls.append([])
+        for name, tensor in tensors:
+            calls[-1] += rows.check([(name, tensor)])
+            if name == "d":
+                kept = tensor
+        del kept
+
+    rows.stream.load(load)
+    assert calls == [list("abcdef"), list("ghi")]
+    assert rows.most_in_memory == 2
+
+
+def test_a_model_that_leaves_tensors_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError, match="did not read all tensors"):
+        Rows(monkeypatch).stream.load(next)

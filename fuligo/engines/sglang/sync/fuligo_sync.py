@@ -22,6 +22,8 @@ BUCKET_WITHIN = timedelta(seconds=300)
 """Longest wait for the next bucket."""
 PAUSE_POLL_S = 0.01
 """Seconds between checks whether the requests that a pause aborted have ended."""
+LATENT = "_a_proj"
+"""Part of the names of small tensors that SGLang's latent attention keeps until the next layer; copies do not keep their bucket."""
 RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 
@@ -93,7 +95,7 @@ def update_weights_from_distributed(
         return receive_bucket(runner, names, dtypes, shapes, group_name, load_format)
     try:
         group = runner._model_update_group[group_name]
-        runner.model.load_weights(received(_stores[group_name], names[0], group, runner.device))
+        Stream(_stores[group_name], names[0], group, runner.device).load(runner.model.load_weights)
     except Exception as error:
         traceback.print_exc()
         traceback.clear_frames(error.__traceback__)  # their broadcasts would keep this rank in the group
@@ -113,36 +115,80 @@ def announce(store: Any, rank: int) -> None:
     store.set(f"rank/{rank}", "")
 
 
-def received(store: Any, stream: str, group: Any, device: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the names and tensors of a stream in order; two buckets are in memory at a time.
+class Stream:
+    """Buckets of one sync. Two are in memory at a time.
 
-    The broadcast of a bucket is started after the first tensor of the previous one has been loaded, which frees the memory of the bucket
-    before that.
-
-    Raises torch.distributed.DistError if the sender is lost or the next bucket is late.
+    Args:
+        store: store with the names, data types and shapes of the tensors
+        number: number of the stream
+        group: process group in which the sender broadcasts
     """
-    import torch
-    import torch.distributed as dist
 
-    def receive(number: int) -> tuple[list[list[Any]], torch.Tensor, Any] | None:
-        tensors = json.loads(store.get(f"{stream}/{number}"))
+    def __init__(self, store: Any, number: str, group: Any, device: Any) -> None:
+        self._store = store
+        self._number = number
+        self._group = group
+        self._device = device
+        self._num_started = 0
+        self._started: tuple[list[list[Any]], Any, Any] | None = None
+        """Bucket whose broadcast was started: its tensors, memory and broadcast."""
+        self._is_over = False
+
+    def load(self, load_weights: Callable[[Iterator[tuple[str, Any]]], object]) -> None:
+        """Pass the names and tensors to `load_weights`, in order.
+
+        It is called once, unless the model keeps tensors: SGLang's gpt-oss sorts all that it gets. A call then ends after the bucket in
+        which this is noticed, and the next call gets the rest.
+
+        Raises torch.distributed.DistError if the sender is lost or the next bucket is late, and RuntimeError if the model leaves tensors.
+        """
+        self._start()
+        while self._started is not None:
+            tensors = self._tensors()
+            load_weights(tensors)
+            if next(tensors, None) is not None:
+                raise RuntimeError("the model did not read all tensors")
+            if not self._is_over:
+                self._start()
+
+    def _start(self) -> None:
+        """Start the broadcast of the next bucket, if there is one."""
+        import torch
+        import torch.distributed as dist
+
+        tensors = json.loads(self._store.get(f"{self._number}/{self._num_started}"))
+        self._num_started += 1
         if tensors is None:
-            return None
-        row = torch.empty(sum(num_bytes for *_, num_bytes in tensors), dtype=torch.uint8, device=device)
-        return tensors, row, dist.broadcast(row, src=0, group=group, async_op=True)
+            self._is_over = True
+            return
+        row = torch.empty(sum(num_bytes for *_, num_bytes in tensors), dtype=torch.uint8, device=self._device)
+        self._started = tensors, row, dist.broadcast(row, src=0, group=self._group, async_op=True)
 
-    number, bucket = 0, receive(0)
-    while bucket is not None:
-        (tensors, row, arrival), bucket = bucket, None
-        arrival.wait()
-        number += 1
-        start, is_first = 0, True
-        for name, dtype, shape, num_bytes in tensors:
-            part, data_type = row[start : start + num_bytes], getattr(torch, dtype)
-            if start % data_type.itemsize:  # a view must be aligned
-                part = part.clone()
-            yield name, part.view(data_type).reshape(shape)
-            start += num_bytes
-            if is_first:
-                is_first, bucket = False, receive(number)
-        del row
+    def _tensors(self) -> Iterator[tuple[str, Any]]:
+        """Yield names and tensors until the stream ends, or the end of a bucket during which the previous one was not freed.
+
+        The broadcast of a bucket is started after the first tensor of the previous one has been loaded, when the one before that is free.
+        """
+        import torch
+        from torch.multiprocessing.reductions import StorageWeakRef
+
+        previous: StorageWeakRef | None = None
+        while self._started is not None:
+            (tensors, row, arrival), self._started = self._started, None
+            arrival.wait()
+            del arrival  # it keeps the bucket
+            start, is_first, is_previous_kept = 0, True, False
+            for name, dtype, shape, num_bytes in tensors:
+                part, data_type = row[start : start + num_bytes], getattr(torch, dtype)
+                if start % data_type.itemsize or LATENT in name:  # a view must be aligned
+                    part = part.clone()
+                yield name, part.view(data_type).reshape(shape)
+                start += num_bytes
+                if is_first:
+                    is_first, is_previous_kept = False, previous is not None and not previous.expired()
+                    if not is_previous_kept:
+                        self._start()
+            if is_previous_kept:
+                return
+            previous = StorageWeakRef(row.untyped_storage())
+            del row

@@ -59,6 +59,10 @@ class Stream:
     def key(self, bucket: int) -> str:
         return f"{self.number}/{bucket}"
 
+    def outcome_key(self, rank: int) -> str:
+        """Return the key under which a rank of an engine writes why it did not load the stream; empty if it did."""
+        return f"{self.number}/rank/{rank}"
+
 
 class BroadcastGroup:
     """Sender's side of the process group. The group exists until `close`.
@@ -176,6 +180,7 @@ class BroadcastGroup:
             self._together(lambda: self._send(row), receive, what, waits_for_engines=is_last)
         if is_last:
             if self._stream is not None:
+                self._require_loaded(self._stream)
                 self._old_keys += map(self._stream.key, range(self._stream.num_buckets + 1))
                 self._stream = None
             self._loop.run(self._close_connections())
@@ -222,6 +227,24 @@ class BroadcastGroup:
         for work in (previous, stream.in_flight) if is_last else (previous,):
             if work is not None:
                 _wait_until_sent(work)
+
+    def _require_loaded(self, stream: Stream) -> None:
+        """Check that all ranks have loaded a stream; the answer of an engine is that of its first rank. Raises EngineError."""
+        assert self._names is not None
+        first = 1
+        for engine in self.engines:
+            keys = [stream.outcome_key(rank) for rank in range(first, first + engine.num_ranks)]
+            first += engine.num_ranks
+            try:
+                self._names.wait(keys, TIMEOUT)
+                reasons = [self._names.get(key).decode() for key in keys]
+            except dist.DistError as error:
+                raise EngineError(f"not all ranks of the engine {engine.url} loaded the weights: {error}") from error
+            for number, reason in enumerate(reasons):
+                if reason:
+                    raise EngineError(f"rank {number} of the engine {engine.url} did not load the weights: {reason}")
+            for key in keys:
+                self._names.delete_key(key)
 
     def _together(
         self, own_part: Callable[[], T], engines_part: Coroutine[Any, Any, None] | None, what: str, *, waits_for_engines: bool = True

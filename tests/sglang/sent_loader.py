@@ -24,6 +24,7 @@ from sglang.srt.model_loader.loader import _initialize_model
 from sglang.srt.model_loader.utils import get_model_architecture
 from sglang.srt.models.deepseek_common import deepseek_weight_loader
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+from torch.distributed import HashStore
 
 sys.path.append(str(Path(__file__).parents[2] / "fuligo/engines/sglang/sync"))
 from fuligo_sync import Stream
@@ -73,7 +74,9 @@ def stream(weights: list[tuple[str, torch.Tensor]]) -> Stream:
     """Return a stream with a bucket per tensor, and one for all tensors of an attention."""
     buckets = [list(bucket) for _, bucket in groupby(weights, key=lambda named: named[0].partition(".self_attn.")[0])]
     lists = [[(name, str(tensor.dtype)[6:], list(tensor.shape), tensor.nbytes) for name, tensor in bucket] for bucket in buckets]
-    store = {f"0/{number}": json.dumps(tensors) for number, tensors in enumerate([*lists, None])}
+    store = HashStore()
+    for number, tensors in enumerate([*lists, None]):
+        store.set(f"0/{number}", json.dumps(tensors))
     sent = iter(buckets)
 
     def broadcast(row: torch.Tensor, **_: Any) -> SimpleNamespace:
@@ -81,7 +84,7 @@ def stream(weights: list[tuple[str, torch.Tensor]]) -> Stream:
         return SimpleNamespace(wait=lambda: None)
 
     dist.broadcast = broadcast
-    return Stream(store, "0", None, "cpu")
+    return Stream(store, "0", SimpleNamespace(rank=lambda: 1), "cpu")
 
 
 def main(directories: list[str]) -> None:

@@ -45,6 +45,8 @@ class Fault:
 
 
 STREAMED = "tensor of a stream"
+UNANSWERED = "stream, of which the first rank knows nothing"
+"""`Fault.path` of an engine that answers that it has loaded a stream, because only another rank has not."""
 
 
 class DyingServer:
@@ -228,7 +230,12 @@ class _Engine:
         self.held.num_calls += 1
         if body["load_format"] == fuligo_sync.LOAD_FORMAT:
             name = body["group_name"]
-            fuligo_sync.Stream(self.stores[name], body["names"][0], self.groups[name], "cpu").load(self.take_streamed)
+            stream = fuligo_sync.Stream(self.stores[name], body["names"][0], self.groups[name], "cpu")
+            try:
+                stream.load(self.take_streamed)
+            except RuntimeError:
+                if self.fault is None or self.fault.path != UNANSWERED:
+                    raise
             return
         tensors = {
             name: torch.empty(shape, dtype=getattr(torch, dtype))
@@ -243,6 +250,8 @@ class _Engine:
         for tensor in tensors:
             self.fail_at_tensor()
             self.take(dict([tensor]))
+        if self.fault is not None and self.fault.path == UNANSWERED:
+            raise RuntimeError("no room")
 
     def fail_at_tensor(self) -> None:
         if self.fault is None or self.fault.path != STREAMED:

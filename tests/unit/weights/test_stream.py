@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fuligo.errors import EngineError, WeightSyncError
 from fuligo.weights import broadcast
-from tests.unit.weights.dying_engine import STREAMED, Fault, fuligo_sync
+from tests.unit.weights.dying_engine import STREAMED, UNANSWERED, Fault, fuligo_sync
 from tests.unit.weights.test_sync import Open, open_world  # noqa: F401  # a fixture
 
 EVERY = (0, 1, 2)
@@ -64,6 +64,13 @@ async def test_an_engine_that_cannot_load_ends_the_sync(open_world: Open, tensor
         world.trainer.set(a=1.0)
         assert await world.weight_sync.sync() == 1
         await world.assert_all_serve(1)
+
+
+async def test_a_rank_that_cannot_load_ends_the_sync_although_its_engine_answers(open_world: Open) -> None:  # noqa: F811
+    async with open_world("gloo", {1: Fault(UNANSWERED, "refuses")}, streaming=EVERY) as world:
+        with pytest.raises(EngineError, match=r"rank 0 of the engine http\S+ did not load the weights: RuntimeError: no room"):
+            await world.weight_sync.sync()
+        assert [held.served_unpaused for held in await world.held()] == [[], [], []]
 
 
 async def test_an_engine_that_hangs_in_a_stream_is_restarted(open_world: Open, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
@@ -117,7 +124,7 @@ class Rows:
             store.set(f"7/{number}", json.dumps(tensors))
         store.set(f"7/{len(BUCKETS)}", "null")
         monkeypatch.setattr(dist, "broadcast", self._broadcast)
-        self.stream = fuligo_sync.Stream(store, "7", None, "cpu")
+        self.stream = fuligo_sync.Stream(store, "7", SimpleNamespace(rank=lambda: 1), "cpu")
 
     def _broadcast(self, row: torch.Tensor, **_: Any) -> SimpleNamespace:
         row.copy_(torch.cat([tensor.reshape(-1).view(torch.uint8) for _, tensor in BUCKETS[len(self.rows)]]))

@@ -13,6 +13,7 @@ import asyncio
 import json
 import traceback
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -140,8 +141,20 @@ class Stream:
         It is called once, unless the model keeps tensors: SGLang's gpt-oss sorts all that it gets. A call then ends after the bucket in
         which this is noticed, and the next call gets the rest.
 
+        The outcome is told to the sender through the store, because SGLang answers with the outcome of an engine's first rank only.
+
         Raises torch.distributed.DistError if the sender is lost or the next bucket is late, and RuntimeError if the model leaves tensors.
         """
+        outcome = f"{self._number}/rank/{self._group.rank()}"
+        try:
+            self._load(load_weights)
+        except Exception as error:
+            with suppress(Exception):  # the sender may be lost
+                self._store.set(outcome, f"{type(error).__name__}: {error}")
+            raise
+        self._store.set(outcome, "")
+
+    def _load(self, load_weights: Callable[[Iterator[tuple[str, Any]]], object]) -> None:
         self._start()
         while self._started is not None:
             tensors = self._tensors()

@@ -62,7 +62,8 @@ def program(argv: Sequence[str] | None = None) -> NoReturn:
             raise
         print("error: standard output was closed by its reader (as `| head` does); stopped", file=sys.stderr, flush=True)
         os._exit(1)  # skips flushing the buffer, which would fail again
-    sys.stderr.flush()
+    if sys.stderr is not None:  # None if it was closed before the start, as by `2>&-`
+        sys.stderr.flush()
     os._exit(code)
 
 

@@ -152,6 +152,14 @@ def test_the_process_ends_after_exit_handlers_without_destroying_objects(thread:
     assert (ended.returncode, ended.stdout.split(), ended.stderr) == (3, printed, "")
 
 
+@pytest.mark.parametrize("closed", ["1", "2"])
+def test_a_closed_output_does_not_fail_the_command(closed: str) -> None:
+    command = ["sh", "-c", f'exec "$0" -m fuligo --version {closed}>&-', sys.executable]
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0
+    assert (ended.stdout.split(" ")[0], ended.stderr) == ("" if closed == "1" else "fuligo", "")
+
+
 def test_output_that_nobody_reads_ends_the_command_without_a_traceback() -> None:
     """As `fuligo schema | head`."""
     reading, writing = os.pipe()

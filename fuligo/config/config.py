@@ -156,7 +156,10 @@ class Config(Placement):
     @property
     def saves(self) -> bool:
         """True if the run saves checkpoints even if no signal ends it."""
-        return self.trains and (self.checkpoint.save_last or self.checkpoint.save_interval is not None)
+        flags, num_rollout = self.checkpoint, self.data.num_rollout
+        if not self.trains or flags.save_last:
+            return self.trains
+        return flags.save_interval is not None and (num_rollout is None or flags.save_interval <= num_rollout)
 
     @property
     def learns_from_advantages_alone(self) -> bool:

@@ -50,7 +50,7 @@ def run_job(config: Config) -> int:
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"run directory: {outcome.run_dir}", markup=False)
     if config.trains and not config.saves:
-        console.print("no checkpoint saved: --no-save-last without --save-interval")
+        console.print("no checkpoint saved: --no-save-last without a --save-interval of at most --num-rollout")
     return 0
 
 

@@ -151,7 +151,7 @@ EFFECTS = (
         "add --apply-chat-template"),
     _needs("CKPT-STEP", "ckpt_step", "load"),
     _effect("SAVES", "save_hf push_to_hub async_save", lambda config: config.saves or not config.trains,
-        "with --no-save-last and without --save-interval", "add --save-interval or remove --no-save-last"),
+        "with --no-save-last and without a --save-interval of at most --num-rollout", "set --save-interval or remove --no-save-last"),
     _effect("RESTARTS", "max_restarts", lambda config: config.trains, "without a trainer (--debug-rollout-only)",
         "remove --debug-rollout-only"),
     _effect("EXTERNAL", "embedded_max_running_requests embedded_max_total_tokens embedded_dtype embedded_num_threads",

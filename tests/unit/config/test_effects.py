@@ -60,7 +60,7 @@ NO_EFFECT: dict[str, list[tuple[Any, Values]]] = {
     "max_restarts": [(2, {"debug_rollout_only": True})],
     "save_hf": [("exports/{rollout_id}", {"save_last": False})],
     "push_to_hub": [("acme/model", {"save_last": False, "save_hf": "exports/{rollout_id}"})],
-    "async_save": [(True, {"save_last": False})],
+    "async_save": [(True, {"save_last": False}), (True, {"save_last": False, "save_interval": 10, "num_rollout": 9})],
     "rm_type": [("math", {name: "my.hook"}) for name in ("custom_rm_path", "agent", "environment")],
     "custom_rm_path": [("my.reward", {name: "my.hook", "rm_type": None}) for name in ("agent", "environment")],
     "agent": [("my.agent", {"loss_type": "sft_loss"})],

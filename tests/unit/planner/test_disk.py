@@ -47,6 +47,6 @@ def test_old_checkpoints_are_removed_and_exports_stay(flags: str, checkpoints: i
     assert found.used_bytes == checkpoints * 14 * GLM4 + exports * 2 * GLM4
 
 
-@pytest.mark.parametrize("flags", ["--debug-rollout-only", "--no-save-last"])
+@pytest.mark.parametrize("flags", ["--debug-rollout-only", "--no-save-last", "--no-save-last --save-interval 10 --num-rollout 9"])
 def test_a_run_that_saves_nothing_needs_no_space(flags: str) -> None:
     assert disk(flags) is None

@@ -237,7 +237,7 @@ def _report_interruption(config: Config, directory: RunDirectory, kind: type[Bas
     iteration = newest_iteration(save)
     print(f"interrupted; run directory: {directory.path}", file=sys.stderr)
     if iteration is None:
-        print("the run has no checkpoint to resume from; lower --save-interval to save one earlier", file=sys.stderr)
+        print("the run has no checkpoint to resume from; set a lower --save-interval to save one earlier", file=sys.stderr)
     else:
         command = f"fuligo train --config {directory.config_file} --run-dir {directory.path} --load {save}"
         print(f"resume after rollout {iteration} with: {command}", file=sys.stderr)

@@ -86,9 +86,10 @@ def teacher_phase(subject: Subject, rollout_s: float) -> Phase | None:
 
 def accept_length(subject: Subject, settings: ServerSettings) -> float:
     """Return the tokens per request and decoding step: one, and the drafts before the first rejected one."""
-    if settings.draft_steps and subject.assumed.accept_length is not None:
-        return min(subject.assumed.accept_length, settings.draft_steps + 1.0)
-    return sum(speeds.DRAFT_ACCEPTANCE**k for k in range(settings.draft_steps + 1))
+    depth = settings.accepted_drafts
+    if depth and subject.assumed.accept_length is not None:
+        return min(subject.assumed.accept_length, depth + 1.0)
+    return sum(speeds.DRAFT_ACCEPTANCE**k for k in range(depth + 1))
 
 
 def _decoding(subject: Subject, spec: EngineGroupSpec, memory: EngineMemory, sampled: SampledGroups, share: float) -> _Decoding:

@@ -36,9 +36,14 @@ class ServerSettings:
     uses_deepep: bool
     drafts_with_own_layers: bool
     draft_steps: int
-    """Depth of the drafts: the most that one decoding step accepts; 0 without speculative decoding."""
+    """Depth of the drafts; 0 without speculative decoding."""
     draft_tokens: int
     """Tokens verified per decoding step; 1 without speculative decoding."""
+
+    @property
+    def accepted_drafts(self) -> int:
+        """The most drafts that one decoding step accepts. One of the verified tokens is no draft."""
+        return min(self.draft_steps, self.draft_tokens - 1)
 
 
 @dataclass(frozen=True, slots=True)

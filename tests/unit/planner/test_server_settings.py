@@ -80,4 +80,9 @@ def test_a_server_that_drafts_runs_48_requests_unless_told_otherwise(arguments: 
 def test_drafts_have_sglangs_depth_and_size(model: str, tree: dict[str, Any], depth: int, num_tokens: int) -> None:
     shapes = replace(facts("qwen3-4b"), model_type="llama") if model == "llama" else facts(model)
     settings = server_settings(spec_of(1, **{f"speculative_{name}": value for name, value in tree.items()}), shapes, gpu("h100-80"))
-    assert (settings.draft_steps, settings.draft_tokens) == (depth, num_tokens)
+    assert (settings.draft_steps, settings.draft_tokens, settings.accepted_drafts) == (depth, num_tokens, depth)
+
+
+def test_no_more_drafts_are_accepted_than_are_verified() -> None:
+    tree = {"speculative_algorithm": "NGRAM", "speculative_num_steps": 3, "speculative_num_draft_tokens": 2}
+    assert server_settings(spec_of(1, **tree), facts("qwen3-4b"), gpu("h100-80")).accepted_drafts == 1

@@ -14,6 +14,7 @@ from fuligo.config import Config
 from fuligo.config.command_line import parse, read_command_line
 from fuligo.config.findings import Finding, Severity
 from fuligo.config.help import asked_for_help, help_text
+from fuligo.config.topology import engine_groups
 from fuligo.config.validate import with_places
 from fuligo.errors import ConfigError
 from fuligo.models.from_flags import architecture_from_flags
@@ -23,6 +24,7 @@ from fuligo.planner.choices import apply_choices
 from fuligo.planner.gpus import GPUS, known_gpu
 from fuligo.planner.make_plan import make_plan
 from fuligo.planner.plan import Plan
+from fuligo.planner.sampled_groups import has_filter
 from fuligo.planner.subject import Assumed
 from fuligo.quantities import amount
 
@@ -96,6 +98,7 @@ def main(arguments: Sequence[str]) -> int:
         else:
             config, engine = with_installed_engine(config, len(devices))
             notes += engine
+    notes += _without_effect(config, options.assumed)
     plan = make_plan(config, gpu, plan_name(config, options.job), host_memory_bytes=options.host_memory_bytes, assumed=options.assumed)
     plan = replace(plan, findings=(*_refused_at_start(config), *plan.findings, *_short_of_disk(plan, config)))
     plan = replace(plan, findings=with_places(plan.findings, parsed.places))
@@ -104,6 +107,14 @@ def main(arguments: Sequence[str]) -> int:
         notes += trainer_choice(config)  # which may be the cause
     _write(plan, apply_choices(config, plan.choices), notes, options)
     return 2 if is_broken else 0
+
+
+def _without_effect(config: Config, assumed: Assumed) -> Iterator[str]:
+    """Yield a note for each figure that the estimates of this job do not use."""
+    if assumed.kept_share != Assumed().kept_share and not has_filter(config):
+        yield "--kept-share has no effect without --dynamic-sampling-filter-path"
+    if assumed.accept_length is not None and not any(spec.arguments.get("speculative_algorithm") for spec in engine_groups(config)):
+        yield "--accept-length has no effect without --sglang-speculative-algorithm"
 
 
 def _refused_at_start(config: Config) -> Iterator[Finding]:

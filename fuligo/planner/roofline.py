@@ -79,16 +79,21 @@ def _sampling_assumptions(subject: Subject) -> Iterator[str]:
     sampled = sampled_groups(subject)
     started = f"a rollout starts {sampled.started:.0f} groups, of which {sampled.finished:.0f} finish, to keep {target}"
     if has_filter(config):
-        yield f"--dynamic-sampling-filter-path keeps {subject.assumed.kept_share:.0%} of the groups (--kept-share): {started}."
+        ends = (
+            "" if sampled.unfilled < 0.01 else f"; with probability {sampled.unfilled:.0%}, --max-sampling-waves ends the run before that"
+        )
+        share = f"{100 * subject.assumed.kept_share:.3g}%"
+        yield f"--dynamic-sampling-filter-path keeps {share} of the groups (--kept-share): {started}{ends}."
     elif sampled.started > target:
         yield f"With --over-sampling-batch-size {config.rollout.over_sampling_batch_size}, {started}."
     for spec, memory in policy_servers(subject):
-        if not (depth := memory.settings.draft_steps):
+        if not (depth := memory.settings.accepted_drafts):
             continue
         tokens = f"{accept_length(subject, memory.settings):.2f} tokens per verification of drafts (--accept-length)"
         if subject.assumed.accept_length is None:
             tokens += f": each of the {depth} drafts in a row is accepted with probability {speeds.DRAFT_ACCEPTANCE:g}"
-        own = "" if memory.settings.drafts_with_own_layers else "; the draft model's time and memory are not counted"
+        is_modelless = str(spec.arguments.get("speculative_algorithm")).upper() == "NGRAM"
+        own = "" if is_modelless or memory.settings.drafts_with_own_layers else "; the draft model's time and memory are not counted"
         yield f"Engines {'' if spec.model is None else f'of model {spec.model} '}sample {tokens}{own}."
 
 

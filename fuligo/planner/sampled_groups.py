@@ -26,23 +26,27 @@ class SampledGroups:
     """Whole groups with as many tokens as all groups together, unfinished ones included."""
     duration: float
     """Duration relative to the decoding of the longest response."""
+    unfilled: float = 0.0
+    """Probability that --max-sampling-waves ends the run, since too few groups are kept."""
 
 
 def sampled_groups(subject: Subject) -> SampledGroups:
     """Return the expected number of groups that a rollout samples, given the assumed share that the filter keeps."""
     config = subject.config
-    target = config.rollout.rollout_batch_size
+    target, max_waves = config.rollout.rollout_batch_size, config.rollout.max_sampling_waves
     kept = subject.assumed.kept_share if has_filter(config) else 1.0
     finished = target / kept
     if config.rollout.rollout_function_path is not None:  # its waves are unknown
         return SampledGroups(1.0, target, target, target, target, 1.0)
-    if config.rollout.async_mode == "full":  # a dropped group makes room for another one
-        return SampledGroups(1.0, finished, finished, finished, finished, 1.0)
+    if config.rollout.async_mode == "full":  # a dropped group makes room for another one, until `max_waves * target` are dropped
+        most = target + max_waves * target
+        unfilled, finished = float(finished >= most), min(finished, most)
+        return SampledGroups(1.0, finished, finished, finished, finished, 1.0, unfilled)
     wave, num_samples = config.resolved_over_sampling_batch_size, config.rollout.n_samples_per_prompt
     num_waves = decoded = duration = 0.0
     in_order = config.rollout.sampling_order == "submission"
     probability, number = 1.0, 1
-    while probability > _NEGLIGIBLE and number <= config.rollout.max_sampling_waves:
+    while probability > _NEGLIGIBLE and number <= max_waves:
         following = _probability_of_another(number * wave, kept, target)
         following = min(following, probability)
         # Another wave starts as soon as more than `number * wave - target` groups are dropped.
@@ -55,11 +59,12 @@ def sampled_groups(subject: Subject) -> SampledGroups:
         # A wave that does not end the rollout is decoded in full; the last one until the rollout ends: E[min(length, end)] / E[length].
         decoded += wave * (following + last * (2 * ends - ends**2))
         probability, number = following, number + 1
+    finished = min(finished, num_waves * wave)
     if in_order:  # while the rollout waits for one group, later ones finish
         finished = num_waves * wave
     if config.rollout.partial_rollout:  # what the previous rollout left unfinished is continued
         decoded = finished
-    return SampledGroups(num_waves, wave, num_waves * wave, finished, decoded, duration)
+    return SampledGroups(num_waves, wave, num_waves * wave, finished, decoded, duration, probability if number > max_waves else 0.0)
 
 
 def has_filter(config: Config) -> bool:

@@ -168,6 +168,12 @@ def test_own_options_need_values(arguments: list[str]):
         split_options(arguments)
 
 
+def test_figures_that_the_job_does_not_use_are_noted(run_plan: RunPlan):
+    own = ("--kept-share", "0.3", "--accept-length", "2")
+    used = ("--dynamic-sampling-filter-path", "filters.keep", "--sglang-speculative-algorithm", "NGRAM")
+    assert [run_plan(*SMALL, *own, *job)[1].count("has no effect without") for job in ((), used[:2], used)] == [2, 1, 0]
+
+
 @pytest.mark.parametrize(
     ("job", "name"),
     [(["--config", "glm4-9b/config.yaml"], "glm4-9b"), (["--config=a/colocated.yaml"], "colocated"), ([], "plan")],

@@ -68,6 +68,25 @@ def test_continuous_sampling_has_no_waves() -> None:
     assert sampled_groups(Case(32, 48, 0.5, 8).subject(flags)) == SampledGroups(1.0, 64, 64, 64, 64, 1.0)
 
 
+def test_no_more_groups_finish_than_the_last_wave_starts() -> None:
+    """After it, the run ends."""
+    flags = "--async-mode full --max-staleness 2 --actor-num-gpus-per-node 1 --rollout-num-gpus 1"
+    hopeless = Case(32, 48, 1e-300, 8)
+    waves, continuous = sampled_groups(hopeless.subject("--max-sampling-waves 3")), sampled_groups(hopeless.subject(flags))
+    assert (waves.started, waves.finished, waves.unfilled) == (144, 144, 1.0)
+    assert (continuous.started, continuous.finished, continuous.unfilled) == (101 * 32, 101 * 32, 1.0)
+    few = sampled_groups(Case(32, 48, 0.5, 8).subject("--max-sampling-waves 1"))
+    assert few.finished == few.started == 48 and 0.98 < few.unfilled < 1
+    assert sampled_groups(Case(32, 48, 0.5, 8).subject()).unfilled == 0
+
+
+def test_the_plan_states_how_often_the_last_wave_is_not_enough() -> None:
+    subject = Case(32, 48, 0.004, 8).subject("--max-sampling-waves 4")
+    stated = " ".join(assumptions(subject, make_layout(subject)))
+    assert "keeps 0.4% of the groups (--kept-share): a rollout starts 192 groups, of which 192 finish, to keep 32" in stated
+    assert "; with probability 100%, --max-sampling-waves ends the run before that." in stated
+
+
 def test_the_plan_states_the_share_that_it_assumes() -> None:
     subject = Case(64, 96, 0.5, 16).subject()
     plain = subject_of("--rollout-batch-size 64 --over-sampling-batch-size 96", "qwen3-4b")

@@ -184,7 +184,9 @@ def main() -> None:
         parser.error(f"unknown competitor {', '.join(sorted(unknown))}; choose from {', '.join(COMPETITORS)}")
     if options.directory.exists():
         parser.error(f"cannot use --directory {options.directory}: it exists already; give a new one")
-    pythons = dict(entry.split("=", 1) for entry in options.python)
+    pythons = dict(entry.partition("=")[::2] for entry in options.python)
+    if wrong := [f"{name}={python}" for name, python in pythons.items() if name not in COMPETITORS or not python]:
+        parser.error(f"cannot use --python {wrong[0]}: give NAME=PATH with the name of a competitor")
     directory = options.directory.resolve()
     directory.mkdir(parents=True)
     sizes = (4, 4, 32, "cpu", 16) if options.small else (64, 16, 320, "cuda", 32)

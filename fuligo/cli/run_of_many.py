@@ -35,14 +35,12 @@ def main(arguments: Sequence[str]) -> int:
     control = Connection(options.control)
     config = pickle.loads(control.recv_bytes())
 
-    from rich.console import Console
-
-    from fuligo.job import run_to_end
+    from fuligo.job import run_to_end, show_end
     from fuligo.job.lent import LentParts
     from fuligo.job.many import COMPLETE
 
     outcome = run_to_end(config, LentParts(control, Connection(options.trainer), options.num_runs, resume=options.resume))
-    Console(highlight=False, soft_wrap=True).print(f"run directory: {outcome.run_dir}", markup=False)
+    show_end(config, outcome.run_dir)
     return COMPLETE
 
 

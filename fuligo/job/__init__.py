@@ -31,8 +31,6 @@ def run_job(config: Config) -> int:
     failed.
     """
     with collector_paused():
-        from rich.console import Console
-
         from fuligo.trainer.ranks.torchrun import follow, torchrun_place
 
     place = torchrun_place()
@@ -46,12 +44,18 @@ def run_job(config: Config) -> int:
     if place is not None and place.rank > 0:
         follow(place)
         return 0
-    outcome = run_to_end(config)
+    show_end(config, run_to_end(config).run_dir)
+    return 0
+
+
+def show_end(config: Config, run_dir: Path) -> None:
+    """Print where a complete run wrote its files, and whether it saved no checkpoint."""
+    from rich.console import Console
+
     console = Console(highlight=False, soft_wrap=True)
-    console.print(f"run directory: {outcome.run_dir}", markup=False)
+    console.print(f"run directory: {run_dir}", markup=False)
     if config.trains and not config.saves:
         console.print("no checkpoint saved: --no-save-last without a --save-interval of at most --num-rollout")
-    return 0
 
 
 def run_to_end(config: Config, lent: LentParts | None = None) -> Outcome:

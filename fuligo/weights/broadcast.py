@@ -8,6 +8,7 @@ engine receives all buckets, and names, data types and shapes are sent through t
 
 import asyncio
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -15,7 +16,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import accumulate, count
+from itertools import accumulate, count, pairwise
 from traceback import clear_frames
 from typing import Any, Literal, TypeVar
 
@@ -32,6 +33,7 @@ from fuligo.errors import EngineError
 from fuligo.formats.buckets import Bucket, as_bytes
 from fuligo.formats.weight_manifest import EngineAddress
 
+logger = logging.getLogger(__name__)
 TIMEOUT = timedelta(seconds=BUCKET.seconds)
 """Timeout of joining a group and of one broadcast, if no engine reports a failure."""
 LEAVE_TIMEOUT_S = 15.0
@@ -40,6 +42,10 @@ POLL_S = 5e-5
 """Seconds between checks of a broadcast, which takes about 1.5 ms over NVLink (512 MiB)."""
 POLL_FREE_S = 0.05
 """Seconds between checks whether a group that was left can be freed."""
+FAILURE_POLL_S = 1.0
+"""Seconds between checks whether a rank has failed, while a broadcast waits for it."""
+ANNOUNCED_WITHIN = timedelta(seconds=10)
+"""Longest wait for the other ranks of engines whose first ranks receive streams."""
 IDLE_S = 2.0
 """Idle seconds after which HTTP connections are reopened: engines close idle ones after 5 s, and a blocked event loop does not notice."""
 _numbers = count()
@@ -102,24 +108,26 @@ class BroadcastGroup:
             self._group = self._join(backend, host, self._store.port)
             self._names = PrefixStore(f"{self.name}/stream", self._store)
             self.streams = self._all_stream(self._names)
-        except EngineError:
+        except Exception:
             self.close()
             raise
 
     def _all_stream(self, store: PrefixStore) -> bool:
-        """Return whether every rank of every engine receives streams; an engine's ranks have the same plugins."""
-        first = 1
-        keys: list[list[str]] = []
-        for engine in self.engines:
-            keys.append([f"rank/{rank}" for rank in range(first, first + engine.num_ranks)])
-            first += engine.num_ranks
-        if not all(store.check(of_engine[:1]) for of_engine in keys):
+        """Return whether every rank of every engine receives streams."""
+        ranks = self._ranks()
+        if not all(store.check([f"rank/{of_engine[0]}"]) for of_engine in ranks):
             return False
-        try:
-            store.wait([key for of_engine in keys for key in of_engine], TIMEOUT)
-        except dist.DistError as error:
-            raise EngineError(f"not all ranks of the engines joined: {error}") from error
+        try:  # the other ranks of an engine may be a moment behind its first, which answered
+            store.wait([f"rank/{rank}" for of_engine in ranks for rank in of_engine], ANNOUNCED_WITHIN)
+        except dist.DistError:
+            logger.warning("not all ranks of the engines have fuligo's plugin for SGLang; each bucket of weights is a call")
+            return False
         return True
+
+    def _ranks(self) -> list[range]:
+        """Return the ranks of each engine in the group."""
+        ends = [*accumulate((engine.num_ranks for engine in self.engines), initial=1)]
+        return [range(start, end) for start, end in pairwise(ends)]
 
     def _join(self, backend: Literal["gloo", "nccl"], host: str, port: int) -> dist.ProcessGroup:
         sizes = [engine.num_ranks for engine in self.engines]
@@ -226,25 +234,32 @@ class BroadcastGroup:
         del names  # engines that wait for a bucket get an error only when the store is freed
         for work in (previous, stream.in_flight) if is_last else (previous,):
             if work is not None:
-                _wait_until_sent(work)
+                _wait_until_sent(work, lambda: self._failure(stream))
 
     def _require_loaded(self, stream: Stream) -> None:
         """Check that all ranks have loaded a stream; the answer of an engine is that of its first rank. Raises EngineError."""
         assert self._names is not None
-        first = 1
-        for engine in self.engines:
-            keys = [stream.outcome_key(rank) for rank in range(first, first + engine.num_ranks)]
-            first += engine.num_ranks
-            try:
-                self._names.wait(keys, TIMEOUT)
-                reasons = [self._names.get(key).decode() for key in keys]
-            except dist.DistError as error:
-                raise EngineError(f"not all ranks of the engine {engine.url} loaded the weights: {error}") from error
-            for number, reason in enumerate(reasons):
-                if reason:
-                    raise EngineError(f"rank {number} of the engine {engine.url} did not load the weights: {reason}")
-            for key in keys:
-                self._names.delete_key(key)
+        keys = [stream.outcome_key(rank) for of_engine in self._ranks() for rank in of_engine]
+        try:
+            self._names.wait(keys, TIMEOUT)
+        except dist.DistError as error:
+            raise EngineError(f"not all ranks of the engines loaded the weights: {error}") from error
+        if failure := self._failure(stream):
+            raise EngineError(failure)
+        for key in keys:
+            self._names.delete_key(key)
+
+    def _failure(self, stream: Stream) -> str:
+        """Return which rank did not load the stream so far, and why; empty if none is known to have failed."""
+        names = self._names
+        if names is None:  # the group was left
+            return ""
+        for engine, ranks in zip(self.engines, self._ranks()):
+            for number, rank in enumerate(ranks):
+                key = stream.outcome_key(rank)
+                if names.check([key]) and (reason := names.get(key).decode()):
+                    return f"rank {number} of the engine {engine.url} did not load the weights: {reason}"
+        return ""
 
     def _together(
         self, own_part: Callable[[], T], engines_part: Coroutine[Any, Any, None] | None, what: str, *, waits_for_engines: bool = True
@@ -334,10 +349,18 @@ class BroadcastGroup:
         await asyncio.gather(*(client.close() for client in self._clients))
 
 
-def _wait_until_sent(broadcast: dist.Work) -> None:
-    """Wait for a broadcast alone; waiting for the device would include the kernels that gather the next bucket."""
+def _wait_until_sent(broadcast: dist.Work, failure: Callable[[], str]) -> None:
+    """Wait for a broadcast alone; waiting for the device would include the kernels that gather the next bucket.
+
+    Raises EngineError with the text of `failure`, which is called every `FAILURE_POLL_S`, if it is not empty.
+    """
+    next_s = time.monotonic() + FAILURE_POLL_S
     while not broadcast.is_completed():
         time.sleep(POLL_S)
+        if time.monotonic() > next_s:
+            next_s += FAILURE_POLL_S
+            if found := failure():
+                raise EngineError(found)
     broadcast.wait()  # raises its error
 
 

@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from datetime import timedelta
 from itertools import count
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from aiohttp import web
+from torch.distributed import HashStore, PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from fuligo.engines.client import EngineClient
 from fuligo.engines.host import PortClaims
@@ -174,3 +176,35 @@ def test_a_group_is_left_without_waiting_for_peers(monkeypatch: pytest.MonkeyPat
     group._group = Group()  # pyright: ignore[reportAttributeAccessIssue]
     group.close()
     assert group._group is None
+
+
+def test_a_broadcast_ends_with_the_reason_of_a_rank_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank no longer receives, so the broadcast never ends, and its engine's answer is that of another rank."""
+
+    class Waiting:
+        num_polls = 0
+
+        def is_completed(self) -> bool:
+            self.num_polls += 1
+            return False
+
+    monkeypatch.setattr(broadcast, "FAILURE_POLL_S", 0.0)
+    work = Waiting()
+    with pytest.raises(EngineError, match="rank 1 of the engine did not load the weights: no room"):
+        broadcast._wait_until_sent(
+            work,  # pyright: ignore[reportArgumentType]
+            lambda: "rank 1 of the engine did not load the weights: no room" if work.num_polls > 2 else "",
+        )
+
+
+def test_engines_of_which_a_rank_lacks_the_plugin_receive_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broadcast, "ANNOUNCED_WITHIN", timedelta(seconds=0.1))
+    group = object.__new__(BroadcastGroup)
+    group.engines = (EngineAddress("a", num_ranks=2), EngineAddress("b"))
+    store = PrefixStore("stream", HashStore())
+    assert not group._all_stream(store)
+    for rank in (1, 3):  # rank 2 is the second of engine a
+        store.set(f"rank/{rank}", "")
+    assert not group._all_stream(store)
+    store.set("rank/2", "")
+    assert group._all_stream(store)

@@ -21,8 +21,8 @@ LOAD_FORMAT = "fuligo_sync"
 """`load_format` of a call that receives a stream; its only name is the stream's number."""
 BUCKET_WITHIN = timedelta(seconds=300)
 """Longest wait for the next bucket."""
-PAUSE_POLL_S = 0.01
-"""Seconds between checks whether the requests that a pause aborted have ended."""
+PAUSE_POLL_S, NUM_POLLS = 0.01, 25
+"""Seconds between checks whether the requests that a pause aborted have ended, and their number until it aborts again."""
 LATENT = "_a_proj"
 """Part of the names of small tensors that SGLang's latent attention keeps until the next layer; copies do not keep their bucket."""
 RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
@@ -45,10 +45,12 @@ async def pause_generation(pause: Callable[[Any, Any], Awaitable[None]], manager
         return
     async with manager.is_pause_cond:
         manager.is_pause = True  # later requests wait
-        manager.abort_request(abort_all=True)
         while await manager.model_update_lock.is_locked():  # every request holds it as a reader
-            await asyncio.sleep(PAUSE_POLL_S)
-            manager.abort_request(abort_all=True)  # some may have been on their way to the scheduler
+            manager.abort_request(abort_all=True)  # again, since some may have been on their way to the scheduler
+            for _ in range(NUM_POLLS):
+                if not await manager.model_update_lock.is_locked():
+                    break
+                await asyncio.sleep(PAUSE_POLL_S)
 
 
 _stores: dict[str, Any] = {}
@@ -71,7 +73,7 @@ def init_weights_update_group(
         try:
             _stores[group_name] = store = connect(master_address, master_port, group_name)
             announce(store, rank_offset + runner.tp_rank)
-        except Exception:  # the sender then sends each bucket by a call
+        except Exception:  # the sender then sends each bucket in a call
             traceback.print_exc()
     return joined
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from tests.unit.weights.dying_engine import fuligo_sync
 
 
@@ -32,7 +34,8 @@ class Manager:
         self.num_late = 0
 
 
-async def test_a_pause_aborts_until_no_request_is_left() -> None:
+async def test_a_pause_aborts_until_no_request_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuligo_sync, "NUM_POLLS", 2)
     manager, passed_on = Manager(num_readers=5, num_late=2), []
 
     async def pause(*arguments: Any) -> None:

@@ -80,7 +80,7 @@ class CheckpointFlags(FlagGroup):
     """Sources and destinations of weights and training state."""
 
     load: str | None = slime(
-        None, "directory to resume from; if it is empty or has no tracker file, the run starts from --ref-load", path=True
+        None, "checkpoints to resume from, or weights to start from; if missing or empty, the run starts from --ref-load", path=True
     )
     ref_load: str | None = slime(None, "initial weights and reference model (default --hf-checkpoint)", path=True)
     critic_load: str | None = slime(None, "initial weights of the value model (default: the policy's)", path=True)

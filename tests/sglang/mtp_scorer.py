@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from fp8_loader import start
 from safetensors.torch import load_file, save_file
-from sent_loader import server_args, tensors_of, unset
+from sent_loader import load, server_args, tensors_of
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.dp_attention import initialize_dp_attention
@@ -85,7 +85,7 @@ def main(directories: list[str]) -> None:
             config = ModelConfig.from_server_args(args, is_draft_model=is_draft)
             initialize_dp_attention(server_args=args, model_config=config)
             model = _initialize_model(config, LoadConfig(), None)
-            missing.append(unset(model, directory))
+            missing.append(load(model, directory)["unset"])
         served, draft = missing
         print(json.dumps({"class": type(model).__name__, "unset": draft, "unset_of_served": served}), flush=True)
         run(model, Path(directory))

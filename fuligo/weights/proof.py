@@ -58,7 +58,7 @@ class LogprobProof:
     async def check(self, engines: EngineGroup, manifest: WeightManifest) -> None:
         """Check the engines after a weight sync.
 
-        Raises WeightSyncError if log-probabilities of an engine and of the trainer differ by more than `tolerance` on average.
+        Raises WeightSyncError if log-probabilities of an engine and of the trainer differ on average by more than rounding explains.
         """
         num_probes = max(NUM_PROBES * (len(engines.clients) if engines.split else 1), self.num_replicas)
         for client in engines.answering:

@@ -133,6 +133,14 @@ class Counted:
         return WeightManifest(version, self._num_tensors, self._num_bytes, digest, self._num_bytes_sent)
 
 
+def packed(bucket: Bucket) -> torch.Tensor:
+    """Return the bytes of all tensors of a bucket, [nbytes] uint8 on their device."""
+    parts = [as_bytes(tensor) for _, tensor in bucket]
+    if all(part.numel() % 8 == part.storage_offset() % 8 == 0 for part in parts):  # words are copied faster than bytes
+        return torch.cat([part.view(torch.int64) for part in parts]).view(torch.uint8)
+    return torch.cat(parts)
+
+
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor's bytes as [nbytes] uint8 on its device."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -30,7 +30,7 @@ from fuligo.engines.connection import BUCKET
 from fuligo.engines.engine import InferenceEngine
 from fuligo.engines.host import listening_store, reachable_by_others
 from fuligo.errors import EngineError
-from fuligo.formats.buckets import Bucket, as_bytes
+from fuligo.formats.buckets import Bucket, packed
 from fuligo.formats.weight_manifest import EngineAddress
 
 logger = logging.getLogger(__name__)
@@ -173,7 +173,7 @@ class BroadcastGroup:
             EngineError: an engine refused this or the previous bucket, or died. Other engines may have loaded the bucket, and some may wait
                 in the group until `close`.
         """
-        row = torch.cat([as_bytes(tensor) for _, tensor in bucket]).to(self._device)
+        row = packed(bucket).to(self._device)
         what = f"load a bucket of {row.numel()} bytes"
         if self.streams:
             if self._stream is None:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuligo.formats.buckets import Bucket, Changes, Counted, cut_into_buckets, send_each
+from fuligo.formats.buckets import Bucket, Changes, Counted, cut_into_buckets, packed, send_each
 
 Sizes = st.lists(st.integers(1, 40), max_size=30)
 
@@ -120,3 +120,21 @@ def test_a_manifest_counts_all_weights_and_the_bytes_that_were_sent() -> None:
     manifest = counted.manifest(version=4)
     assert (manifest.version, manifest.num_tensors, manifest.num_bytes, manifest.num_bytes_sent) == (4, 2, 8, 3)
     assert manifest.checksum is not None
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([torch.uint8, torch.bfloat16, torch.float32]),
+            st.integers(min_value=0, max_value=9),
+            st.integers(min_value=0, max_value=3),
+        ),
+        min_size=1,
+    )
+)
+def test_a_packed_bucket_has_the_bytes_of_all_tensors(kinds: list[tuple[torch.dtype, int, int]]) -> None:
+    """Sizes and offsets that are no multiples of a word included."""
+    whole = [torch.arange(start + size).to(dtype) for dtype, size, start in kinds]
+    bucket = [(str(number), values[start:]) for number, (values, (_, _, start)) in enumerate(zip(whole, kinds, strict=True))]
+    expected = b"".join(tensor.clone().view(torch.uint8).numpy().tobytes() for _, tensor in bucket)
+    assert packed(bucket).numpy().tobytes() == expected

@@ -21,6 +21,8 @@ LOAD_FORMAT = "fuligo_sync"
 """`load_format` of a call that receives a stream; its only name is the stream's number."""
 BUCKET_WITHIN = timedelta(seconds=300)
 """Longest wait for the next bucket."""
+ROOM_BYTES = 64 * 2**20
+"""Unit of the memory for a bucket, so that buckets of similar sizes reuse the allocator's blocks instead of waiting for CUDA's."""
 PAUSE_POLL_S, NUM_POLLS = 0.01, 25
 """Seconds between checks whether the requests that a pause aborted have ended, and their number until it aborts again."""
 LATENT = "_a_proj"
@@ -176,7 +178,8 @@ class Stream:
         if tensors is None:
             self._is_over = True
             return
-        row = torch.empty(sum(num_bytes for *_, num_bytes in tensors), dtype=torch.uint8, device=self._device)
+        num_bytes = sum(size for *_, size in tensors)
+        row = torch.empty(-(-num_bytes // ROOM_BYTES) * ROOM_BYTES, dtype=torch.uint8, device=self._device)[:num_bytes]
         self._started = tensors, row, dist.broadcast(row, src=0, group=self._group, async_op=True)
 
     def _tensors(self) -> Iterator[tuple[str, Any]]:

@@ -135,10 +135,10 @@ class Counted:
 
 def packed(bucket: Bucket) -> torch.Tensor:
     """Return the bytes of all tensors of a bucket, [nbytes] uint8 on their device."""
-    parts = [as_bytes(tensor) for _, tensor in bucket]
-    if all(part.numel() % 8 == part.storage_offset() % 8 == 0 for part in parts):  # words are copied faster than bytes
-        return torch.cat([part.view(torch.int64) for part in parts]).view(torch.uint8)
-    return torch.cat(parts)
+    tensors = [tensor.detach().reshape(-1) for _, tensor in bucket]
+    if all(tensor.nbytes % 8 == tensor.storage_offset() * tensor.itemsize % 8 == 0 for tensor in tensors):  # copied faster than bytes
+        return torch.cat([tensor.view(torch.int64) for tensor in tensors]).view(torch.uint8)
+    return torch.cat([tensor.view(torch.uint8) for tensor in tensors])
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate, count, pairwise
 from traceback import clear_frames
@@ -32,42 +31,21 @@ from fuligo.engines.host import listening_store, reachable_by_others
 from fuligo.errors import EngineError
 from fuligo.formats.buckets import Bucket, packed
 from fuligo.formats.weight_manifest import EngineAddress
+from fuligo.weights.stream import Stream, free_when_sent, wait_until_sent
 
 logger = logging.getLogger(__name__)
 TIMEOUT = timedelta(seconds=BUCKET.seconds)
 """Timeout of joining a group and of one broadcast, if no engine reports a failure."""
 LEAVE_TIMEOUT_S = 15.0
 """Seconds for an engine to leave a group. With NCCL, an engine that waits for a dead peer waits forever and must be restarted."""
-POLL_S = 5e-5
-"""Seconds between checks of a broadcast, which takes about 1.5 ms over NVLink (512 MiB)."""
-POLL_FREE_S = 0.05
-"""Seconds between checks whether a group that was left can be freed."""
-FAILURE_POLL_S = 1.0
-"""Seconds between checks whether a rank has failed, while a broadcast waits for it."""
+ANSWER_POLL_S = 0.01
+"""Seconds in which answers of engines that have arrived are read."""
 ANNOUNCED_WITHIN = timedelta(seconds=10)
 """Longest wait for the other ranks of engines whose first ranks receive streams."""
 IDLE_S = 2.0
 """Idle seconds after which HTTP connections are reopened: engines close idle ones after 5 s, and a blocked event loop does not notice."""
 _numbers = count()
 T = TypeVar("T")
-
-
-@dataclass(slots=True)
-class Stream:
-    """Buckets of one sync that engines receive in one call."""
-
-    number: int
-    """Index among the streams of the group."""
-    num_buckets: int = 0
-    in_flight: dist.Work | None = None
-    """Broadcast of the latest bucket."""
-
-    def key(self, bucket: int) -> str:
-        return f"{self.number}/{bucket}"
-
-    def outcome_key(self, rank: int) -> str:
-        """Return the key under which a rank of an engine writes why it did not load the stream; empty if it did."""
-        return f"{self.number}/rank/{rank}"
 
 
 class BroadcastGroup:
@@ -175,12 +153,15 @@ class BroadcastGroup:
         """
         row = packed(bucket).to(self._device)
         what = f"load a bucket of {row.numel()} bytes"
-        if self.streams:
+        if self._stream is not None and not is_last:
+            self._continue(bucket, row, f"{what} or a previous one")
+        elif self.streams:
+            engines_part = None
             if self._stream is None:
                 self._stream, self._num_streams = Stream(self._num_streams), self._num_streams + 1
                 engines_part = self._receive_stream(self._stream, version)
             else:
-                what, engines_part = f"{what} or a previous one", None
+                what += " or a previous one"
             self._together(lambda: self._extend(bucket, row, is_last=is_last), engines_part, what, waits_for_engines=is_last)
         else:
             receive = self._receive_bucket(bucket, version if is_last else None)
@@ -219,7 +200,25 @@ class BroadcastGroup:
         if row.is_cuda:
             torch.cuda.synchronize(row.device)
 
-    def _extend(self, bucket: Bucket, row: torch.Tensor, *, is_last: bool) -> None:
+    def _continue(self, bucket: Bucket, row: torch.Tensor, what: str) -> None:
+        """Extend the stream in this thread, which takes less time than `_together`: the link needs 1.5 ms per bucket of 512 MiB.
+
+        Raises:
+            EngineError: an engine refused or lost the stream, or the broadcast timed out.
+        """
+        try:
+            self._extend(bucket, row, is_last=False, call_failure=self._call_failure)
+        except (EngineError, RuntimeError) as error:
+            clear_frames(error.__traceback__)  # as in `_together`
+            raise self._failed(what, str(error)) from error
+
+    def _call_failure(self) -> str:
+        """Return why the engines' call for the stream has failed; empty if it has not, so far as its answers have arrived."""
+        assert self._loading is not None
+        self._loop.run(asyncio.wait([self._loading], timeout=ANSWER_POLL_S))
+        return str(self._loading.exception() or "") if self._loading.done() else ""
+
+    def _extend(self, bucket: Bucket, row: torch.Tensor, *, is_last: bool, call_failure: Callable[[], str] = str) -> None:
         """Start the broadcast of the stream's next bucket, and wait for the previous broadcast; both if it is the last bucket."""
         stream, names = self._stream, self._names
         assert stream is not None and names is not None
@@ -234,7 +233,7 @@ class BroadcastGroup:
         del names  # engines that wait for a bucket get an error only when the store is freed
         for work in (previous, stream.in_flight) if is_last else (previous,):
             if work is not None:
-                _wait_until_sent(work, lambda: self._failure(stream))
+                wait_until_sent(work, TIMEOUT.total_seconds(), lambda: call_failure() or self._failure(stream))
 
     def _require_loaded(self, stream: Stream) -> None:
         """Check that all ranks have loaded a stream; the answer of an engine is that of its first rank. Raises EngineError."""
@@ -314,9 +313,10 @@ class BroadcastGroup:
             self._last_call_s = time.monotonic()  # the start of the call, because an engine that answers first is idle until the end
             return self._loop.run(both())
         except (EngineError, RuntimeError, TimeoutError) as error:
-            urls = ", ".join(engine.url for engine in self.engines)
-            cause = str(error) or f"timed out after {TIMEOUT.total_seconds():g} s"
-            raise EngineError(f"the engines {urls} did not {what}: {cause}") from error
+            raise self._failed(what, str(error) or f"timed out after {TIMEOUT.total_seconds():g} s") from error
+
+    def _failed(self, what: str, cause: str) -> EngineError:
+        return EngineError(f"the engines {', '.join(engine.url for engine in self.engines)} did not {what}: {cause}")
 
     def close(self) -> None:
         """Leave the group, whatever its state. Engines that wait in the group get an error if the backend reports lost peers."""
@@ -324,7 +324,7 @@ class BroadcastGroup:
             self._group.abort()  # unlike shutdown, abort does not wait for peers, which may be dead
             dist.destroy_process_group(self._group)
             if self._stream is not None:
-                _free_when_sent(self._group, self._stream, self._worker)
+                free_when_sent(self._group, self._stream, self._worker)
             self._group = self._stream = None
 
         async def engines_leave() -> None:
@@ -347,37 +347,6 @@ class BroadcastGroup:
 
     async def _close_connections(self) -> None:
         await asyncio.gather(*(client.close() for client in self._clients))
-
-
-def _wait_until_sent(broadcast: dist.Work, failure: Callable[[], str]) -> None:
-    """Wait for a broadcast alone; waiting for the device would include the kernels that gather the next bucket.
-
-    Raises EngineError with the text of `failure`, which is called every `FAILURE_POLL_S`, if it is not empty.
-    """
-    next_s = time.monotonic() + FAILURE_POLL_S
-    while not broadcast.is_completed():
-        time.sleep(POLL_S)
-        if time.monotonic() > next_s:
-            next_s += FAILURE_POLL_S
-            if found := failure():
-                raise EngineError(found)
-    broadcast.wait()  # raises its error
-
-
-def _free_when_sent(group: dist.ProcessGroup, stream: Stream, worker: threading.Thread) -> None:
-    """Keep the group until its broadcasts have ended. gloo frees a group only then: a peer that hangs would block the caller.
-
-    `worker`: thread that may be starting a broadcast.
-    """
-
-    def keep(kept: list[dist.ProcessGroup]) -> None:
-        worker.join()
-        while stream.in_flight is not None and not stream.in_flight.is_completed():
-            time.sleep(POLL_FREE_S)
-        stream.in_flight = None  # it keeps connections open, and tracebacks may keep the stream
-        kept.clear()
-
-    threading.Thread(target=keep, args=([group],), name="weights-broadcast-end", daemon=True).start()
 
 
 async def _first_failure(futures: Sequence[asyncio.Future[Any]], until: Sequence[asyncio.Future[Any]]) -> None:

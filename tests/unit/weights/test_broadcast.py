@@ -18,7 +18,7 @@ from fuligo.engines.client import EngineClient
 from fuligo.engines.host import PortClaims
 from fuligo.errors import EngineError
 from fuligo.formats.weight_manifest import EngineAddress
-from fuligo.weights import broadcast
+from fuligo.weights import broadcast, stream
 from fuligo.weights.broadcast import BroadcastGroup
 from tests.unit.weights.dying_engine import DyingServer, Held
 from tests.unit.weights.test_sync import fleet_settings
@@ -188,13 +188,16 @@ def test_a_broadcast_ends_with_the_reason_of_a_rank_that_failed(monkeypatch: pyt
             self.num_polls += 1
             return False
 
-    monkeypatch.setattr(broadcast, "FAILURE_POLL_S", 0.0)
+    monkeypatch.setattr(stream, "FAILURE_POLL_S", 0.0)
     work = Waiting()
     with pytest.raises(EngineError, match="rank 1 of the engine did not load the weights: no room"):
-        broadcast._wait_until_sent(
+        stream.wait_until_sent(
             work,  # pyright: ignore[reportArgumentType]
+            60.0,
             lambda: "rank 1 of the engine did not load the weights: no room" if work.num_polls > 2 else "",
         )
+    with pytest.raises(EngineError, match="timed out after 0 s"):
+        stream.wait_until_sent(work, 0.0, str)  # pyright: ignore[reportArgumentType]
 
 
 def test_engines_of_which_a_rank_lacks_the_plugin_receive_buckets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import asyncio
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from traceback import clear_frames
 
@@ -88,7 +89,17 @@ class WeightSender:
             if self._group is not None and self._group.is_streaming:
                 self.close()  # engines wait for the next bucket
             raise
-        return counted.manifest(target.version)
+        return replace(counted.manifest(target.version), unheard=self._unheard(target))
+
+    def _unheard(self, target: WeightTarget) -> tuple[str, ...]:
+        """Return the URLs of engines of which other ranks than the first may have failed to load the weights, unnoticed.
+
+        SGLang answers a call with the outcome of an engine's first rank. Streams report every rank, and an error while a rank loads shared
+        memory ends the engine.
+        """
+        if target.transport == "tensor" or (self._group is not None and self._group.streams):
+            return ()
+        return tuple(engine.url for engine in target.engines if engine.num_ranks > 1)
 
     def close(self) -> None:
         """Leave the process group of a broadcast, if there is one."""

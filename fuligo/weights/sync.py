@@ -73,6 +73,7 @@ class WeightSync:
         self._num_updates = -1
         """Trainer's `num_updates` when `version` was sent."""
         self._warned_of_rounding = False
+        self._warned_of_unheard_ranks = False
         self.metrics: dict[str, float] = {}
         """Metrics of the last sync."""
         self.version = version
@@ -180,7 +181,7 @@ class WeightSync:
             self._adapters.check(manifest.version, manifest.trained)
 
     def _report(self, manifest: WeightManifest) -> None:
-        """Log the sync, and warn once if rounding undoes most of a merged adapter."""
+        """Log the sync; warn once of errors that it may have missed, and once if rounding undoes most of a merged adapter."""
         logger.info(
             "synced version %d: %d tensors, %d bytes, %d of them sent%s",
             manifest.version,
@@ -189,6 +190,13 @@ class WeightSync:
             manifest.num_bytes_sent,
             "" if manifest.adapter is None else f", adapter {manifest.adapter}",
         )
+        if manifest.unheard and self._proof is None and not self._warned_of_unheard_ranks:
+            self._warned_of_unheard_ranks = True
+            logger.warning(
+                "%s: SGLang reports only whether the first rank of an engine loaded the weights; an error on another rank is only in the "
+                "engine's log; set --check-weight-update-equal to compare each sync on all ranks",
+                ", ".join(manifest.unheard),
+            )
         self.metrics = {}
         if manifest.merged.num_elements:
             share = manifest.merged.share_changed

@@ -5,12 +5,15 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from fuligo.formats.weight_manifest import EngineAddress, EngineFormat, Undelivered, WeightManifest, WeightTarget
+from fuligo.formats.weight_manifest import EngineAddress, EngineFormat, Transport, Undelivered, WeightManifest, WeightTarget
+from fuligo.weights import senders
 from fuligo.weights.senders import WeightSender
 
 ENGINE = EngineAddress("http://host:30000")
@@ -43,6 +46,20 @@ def test_other_engines_than_before_get_all_weights(engines: tuple[EngineAddress,
     sender = WeightSender()
     sent(sender, WEIGHTS, target)
     assert sent(sender, WEIGHTS, replace(target, engines=engines)) == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize(
+    "transport, streams, unheard", [("disk", False, True), ("gloo", False, True), ("gloo", True, False), ("tensor", False, False)]
+)
+def test_a_manifest_names_engines_that_answer_for_their_first_rank_only(
+    target: WeightTarget, monkeypatch: pytest.MonkeyPatch, transport: Transport, streams: bool, unheard: bool
+):
+    engines = (ENGINE, EngineAddress("http://host:30001", num_ranks=2))
+    sender = WeightSender()
+    sender._group = cast(Any, SimpleNamespace(streams=streams, engines=engines, broadcast=lambda *_, is_last: None))
+    monkeypatch.setattr(senders, "_share", lambda *_: None)
+    manifest = sender.send(iter(WEIGHTS.items()), replace(target, transport=transport, engines=engines))
+    assert isinstance(manifest, WeightManifest) and manifest.unheard == ((engines[1].url,) if unheard else ())
 
 
 def test_a_failed_send_makes_the_next_one_complete(target: WeightTarget):

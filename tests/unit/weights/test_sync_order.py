@@ -41,6 +41,7 @@ class OneTrainer:
         self.engines, self.told = engines, told
         self.num_updates = 0
         self.trains_meanwhile = False
+        self.unheard: tuple[str, ...] = ()
 
     async def send_weights(self, target: WeightTarget) -> WeightManifest:
         self.told.append(f"begin {target.version}")
@@ -50,7 +51,7 @@ class OneTrainer:
             engine = self.engines[address.url]
             engine.version = target.version if engine.hears else engine.version
         self.told.append(f"end {target.version}")
-        return WeightManifest(target.version, 1, 4, None, 4)
+        return WeightManifest(target.version, 1, 4, None, 4, unheard=self.unheard)
 
 
 class Members:
@@ -100,6 +101,21 @@ async def test_all_pause_before_the_first_byte_and_resume_after_the_last() -> No
     assert sorted(world.told[:2]) == ["pause http://a", "pause http://b"]
     assert world.told[2:4] == ["begin 1", "end 1"]
     assert sorted(world.told[4:]) == ["resume http://a", "resume http://b"]
+
+
+@pytest.mark.parametrize("is_checked", [False, True])
+async def test_ranks_that_do_not_answer_are_warned_of_once_unless_weights_are_checked(
+    caplog: pytest.LogCaptureFixture, is_checked: bool
+) -> None:
+    world = World()
+    world.trainer.unheard = ("http://b",)
+    if not is_checked:
+        world.weight_sync._proof = None
+    await world.weight_sync.sync()
+    await world.weight_sync.sync()
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == (0 if is_checked else 1)
+    assert all(text.startswith("http://b: ") and "--check-weight-update-equal" in text for text in warnings)
 
 
 async def test_no_engine_resumes_if_one_has_another_version() -> None:

@@ -1,6 +1,6 @@
 """Memory bars: one per kind of GPU, and one for the host."""
 
-from fuligo.config.topology import EngineGroupSpec, engine_groups
+from fuligo.config.topology import EngineGroupSpec, engine_groups, policy_model
 from fuligo.layout.megatron import layout_of
 from fuligo.planner.lengths import longest_sample
 from fuligo.planner.memory.engine import (
@@ -95,8 +95,16 @@ def _engines_left_over(subject: Subject) -> tuple[MemoryItem, ...]:
     """Return what engines keep on a GPU while the trainer works (--colocate), for the engine that keeps most."""
     if not subject.config.cluster.colocate:
         return ()
-    kept = [engine_resident_items(spec, memory) for _, spec, memory in planned_engines(subject)]
+    kept = [(*engine_resident_items(spec, memory), *_kept_weights(subject, spec, memory)) for _, spec, memory in planned_engines(subject)]
     return max(kept, key=lambda items: sum(item.num_bytes for item in items), default=())
+
+
+def _kept_weights(subject: Subject, spec: EngineGroupSpec, memory: EngineMemory) -> tuple[MemoryItem, ...]:
+    """Return the weights that a server keeps while the trainer works, because a sync sends only what changed; empty if it releases them."""
+    if subject.config.weight_sync.update_weight_mode != "delta" or spec.model != policy_model(subject.config):
+        return ()
+    kept = memory.weights + memory.draft_weights
+    return (MemoryItem("engine_weights", kept, "weights that the released engine keeps: --update-weight-mode delta"),)
 
 
 def _trainer_bytes(subject: Subject) -> int:

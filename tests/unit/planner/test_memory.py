@@ -228,6 +228,14 @@ def test_colocated_sides_keep_something_of_each_other() -> None:
     assert item(host, "offloaded_optimizer") == pytest.approx(12 * 9.4e9, rel=0.01), "the state of every parameter once"
 
 
+def test_engines_that_get_only_changes_keep_their_weights_beside_the_trainer() -> None:
+    subject = subject_of(f"{GLM4_9B_COLOCATED} --update-weight-mode delta", "glm4-9b")
+    [(_, _, memory)] = planned_engines(subject)
+    whole, changes = bars_of(subject_of(GLM4_9B_COLOCATED, "glm4-9b")), bars_of(subject)
+    assert item(changes[0], "engine_weights") == changes[0].used_bytes - whole[0].used_bytes == memory.weights
+    assert item(changes[1], "engine_weights") == 0, "there they are part of the server's own weights"
+
+
 def test_the_torch_trainer_holds_sixteen_bytes_a_parameter() -> None:
     subject = subject_of("--device cuda --actor-num-gpus-per-node 2 --gradient-checkpointing", "qwen3-4b")
     shared, alone, _ = bars_of(subject)

@@ -145,18 +145,40 @@ def _resumed(configs: Mapping[str, Config]) -> dict[str, Config]:
     for name, config in configs.items():
         if config.observability.run_dir is None and config.observability.name is None:
             raise ConfigError(f"{name}: {RESUME} cannot find a run directory that is named after its start time; name it with --run-dir")
-        saved = save_directory(config, config.run_directory(datetime.now()))
+        directory = config.run_directory(datetime.now())
+        saved = save_directory(config, directory)
         loaded = config.checkpoint.load
         # With another --load, --ckpt-step belongs to the weights that the run began with.
         step = config.checkpoint.ckpt_step if loaded is None or Path(loaded).resolve() == saved.resolve() else None
         iteration = step if step is not None else newest_iteration(saved) if saved.is_dir() else None
-        if iteration is not None and iteration >= (num_rollout := _num_rollout(config)):
-            show_choice(f"{name}: skipped, because it is complete ({iteration} of {num_rollout} rollouts)")
+        num_done = max(iteration or 0, 0 if step is not None else _num_unsaved(config, directory))
+        if num_done > 0 and num_done >= (num_rollout := _num_rollout(config)):
+            show_choice(f"{name}: skipped, because it is complete ({num_done} of {num_rollout} rollouts)")
         elif iteration is not None:
             left[name] = _changed(config, "checkpoint", load=str(saved), ckpt_step=step)
         else:
             left[name] = config if config.checkpoint.load is not None else _changed(config, "checkpoint", load=str(saved))
     return left
+
+
+def _num_unsaved(config: Config, directory: Path) -> int:
+    """Return the number of rollouts that a run has recorded and, if one is due then, evaluated without saving a checkpoint.
+
+    It is 0 if a checkpoint is due after the newest of them, because the run was then interrupted before it was saved.
+    """
+    from fuligo.observability.jsonl import read_json_lines
+
+    metrics, evaluations = directory / "metrics.jsonl", directory / "eval" / "metrics.jsonl"
+    if config.checkpoint.save_last or not metrics.exists():
+        return 0
+    num_done = max((record["step"] + 1 for record in read_json_lines(metrics)), default=0)
+    interval = config.checkpoint.save_interval
+    if interval is not None and num_done % interval == 0:
+        return 0
+    if config.eval_data_sets or config.eval.eval_config is not None:
+        evaluated = {record["num_rollouts"] for record in read_json_lines(evaluations)} if evaluations.exists() else set[int]()
+        return num_done if num_done in evaluated else 0
+    return num_done
 
 
 def _num_rollout(config: Config) -> int:

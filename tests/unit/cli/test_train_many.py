@@ -166,6 +166,33 @@ def test_resume_counts_the_rollouts_of_epochs(files: list[str], tmp_path: Path) 
     assert list(prepared(files, "--num-epoch", "2", "--rollout-batch-size", "1", resumes=True)) == ["b"]
 
 
+@pytest.mark.parametrize(
+    "flags, num_recorded, num_evaluated, skipped",
+    [
+        ("--no-save-last", 10, None, True),
+        ("--no-save-last", 9, None, False),
+        ("", 10, None, False),  # its last checkpoint is missing
+        ("--no-save-last --save-interval 4", 10, None, True),
+        ("--no-save-last --save-interval 5", 10, None, False),  # so is this one's
+        ("--no-save-last --eval-interval 5", 10, 10, True),
+        ("--no-save-last --eval-interval 5", 10, 5, False),
+        ("--no-save-last --eval-interval 5", 10, None, False),
+        ("--no-save-last --ckpt-step 4", 10, None, False),
+    ],
+)
+def test_resume_leaves_out_runs_that_save_no_last_checkpoint_by_their_records(
+    files: list[str], tmp_path: Path, flags: str, num_recorded: int, num_evaluated: int | None, skipped: bool
+) -> None:
+    run = tmp_path / "runs" / "a"
+    (run / "eval").mkdir(parents=True)
+    (run / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(num_recorded)))
+    if num_evaluated is not None:
+        (run / "eval" / "metrics.jsonl").write_text(f'{{"num_rollouts": {num_evaluated}}}\n')
+    given = [*flags.split(), *(["--eval-prompt-data", str(tmp_path / "prompts.jsonl")] if "--eval" in flags else [])]
+    configs = {Path(file).stem: parse(["--config", file, "--num-rollout", "10", *given]).config for file in files}
+    assert list(in_progress(configs)) == (["b"] if skipped else ["a", "b"])
+
+
 def test_resume_of_a_run_s_own_checkpoints_takes_the_newest(files: list[str], tmp_path: Path) -> None:
     """Not --ckpt-step, which belongs to the --load that the run began with."""
     done = tmp_path / "runs" / "a" / "checkpoints"

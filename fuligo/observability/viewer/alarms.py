@@ -218,9 +218,10 @@ _EQUAL = (
     "--skip-zero-advantages trains without them."
 )
 _WAITING = (
-    "Up to {worst:.0f} requests wait on average, more than run: the engines' KV caches are too small. An engine sizes its cache by the "
-    "memory that is free when it starts: look for other processes on its GPUs (nvidia-smi). Otherwise raise "
-    "--sglang-mem-fraction-static or lower --rollout-concurrency."
+    "Up to {worst:.0f} requests wait on average, more than run: the KV caches are too small (engine/kv_usage_max near 1), or the engines "
+    "run too few requests at a time. SGLang sizes its cache by the memory that is free when it starts: look for other processes on its "
+    "GPUs (nvidia-smi). Otherwise raise --sglang-mem-fraction-static or --sglang-max-running-requests, for the embedded engine "
+    "--embedded-max-total-tokens or --embedded-max-running-requests, or lower --rollout-concurrency."
 )
 _FAILED = "{total:.0f} in total. Each failed sample shows its reason (Samples, filter by failed)."
 

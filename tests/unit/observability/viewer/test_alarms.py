@@ -98,6 +98,7 @@ def test_requests_that_wait_for_memory_raise_an_alarm(tmp_path: Path) -> None:
     """Means of a run whose engine had found little free memory at its start, and of one whose first wave waited for prefill."""
     (alarm,) = rows(tmp_path, engine__num_running_mean=[105, 100, 109, 126], engine__num_waiting_mean=[677, 499, 595, 665])
     assert alarm.title == "Most requests wait in the engines since step 0" and alarm.text.startswith("Up to 677 requests wait")
+    assert all(flag in alarm.text for flag in ("--sglang-mem-fraction-static", "--embedded-max-running-requests")), "of either engine"
     assert rows(tmp_path, engine__num_running_mean=[819, 297, 308, 402], engine__num_waiting_mean=[212, 0, 5, 0]) == []
 
 

@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 
 from fuligo.config import Config
 from fuligo.config.flag import Flag, Kind
+from fuligo.config.other_frameworks import value_elsewhere
 from fuligo.config.schemas import BACKENDS
 from fuligo.config.values import invalid_reason
 from fuligo.errors import ConfigError
@@ -121,7 +122,7 @@ def _added(before: Assignment, after: Assignment) -> Assignment:
 
 def invalid_value(flag: Flag, value: Any, origin: str) -> str:
     """Return the error text for a value that breaks the flag's rule."""
-    return f"{origin}: {invalid_reason(flag, value)}"
+    return f"{origin}: {invalid_reason(flag, value)}{value_elsewhere(flag.name, value)}"
 
 
 def anchored(flag: Flag, value: Any, base: Path) -> Any:

@@ -18,7 +18,7 @@ from fuligo.config.files import read_yaml
 from fuligo.config.flag import PREFIXES, Flag, Kind
 from fuligo.config.flags import flags, option_name, refusal, suggest_options
 from fuligo.config.idle import without_idle
-from fuligo.config.other_frameworks import elsewhere
+from fuligo.config.other_frameworks import elsewhere, value_elsewhere
 from fuligo.config.passthrough import deprecation
 from fuligo.config.schemas import BACKENDS, RESERVED, schema
 from fuligo.config.secret import hide_credentials, is_secret_option
@@ -136,7 +136,8 @@ def _occurrences(arguments: Sequence[str], problems: list[str]) -> list[_Occurre
 def _belonging(token: str) -> str:
     if token.endswith((".yaml", ".yml")):
         return f"; did you mean {CONFIG_OPTION} {token}?"
-    return elsewhere(token.partition("=")[0]) or suggest_options(token)
+    name, _, value = token.partition("=")
+    return elsewhere(name) or value_elsewhere(name, value) or suggest_options(token)
 
 
 def _meaning(option: str) -> _Meaning:

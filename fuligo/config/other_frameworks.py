@@ -38,6 +38,12 @@ def elsewhere(name: str) -> str:
     return f"; {advice}" if advice is not None else ""
 
 
+def value_elsewhere(name: str, value: object) -> str:
+    """Return `; use --calculate-per-token-loss` for another framework's value of a flag, such as TRL's `dapo` of `loss_type`; else ''."""
+    advice = other_settings()["values"].get(f"{name.replace('-', '_')}={value}")
+    return f"; {advice}" if advice is not None else ""
+
+
 def _of_verl(parts: list[str]) -> str:
     """Return the advice for the longest known suffix of a dotted name, for its innermost section, or for a flag of the same name."""
     settings, sections = other_settings()["verl"], other_settings()["sections_of_verl"]

@@ -253,6 +253,21 @@ def test_settings_of_other_frameworks_are_answered_with_ours(given: str, advice:
     assert "did you mean" not in problem
 
 
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"])
+def test_losses_of_trl_are_answered_with_ours(loss_type: str, tmp_path: Path) -> None:
+    """Also where TRL's setting is given by our flag of the same name."""
+    (tmp_path / "run.yaml").write_text(f"algorithm: {{loss_type: {loss_type}}}\n")
+    for arguments in ([f"loss_type={loss_type}"], ["--loss-type", loss_type], ["--config", str(tmp_path / "run.yaml")]):
+        (problem,) = problems_of(arguments)
+        assert other_settings()["values"][f"loss_type={loss_type}"] in problem
+
+
+def test_a_value_of_no_framework_gets_no_advice() -> None:
+    assert problems_of(["--loss-type", "huber"]) == (
+        "--loss-type: 'huber' is not valid; it must be one of policy_loss, sft_loss, custom_loss (default: policy_loss)",
+    )
+
+
 def test_no_flag_is_answered_with_another() -> None:
     assert moved().keys() & flags().keys() == set()
 

@@ -1,6 +1,8 @@
 """Gated delta-rule layers on packed sequences against transformers' own, one sequence at a time."""
 
+import sys
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 from transformers.models.olmo_hybrid import OlmoHybridConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
+from fuligo.models import gated_delta
 from fuligo.models.attention import unpackable_layers
 from fuligo.models.gated_delta import (
     gated_delta_modules,
@@ -101,6 +104,27 @@ def test_kernels_are_not_given_what_is_on_a_cpu(family: str) -> None:
     module.norm = OfAnotherPackage(module.norm.weight)
     pack_gated_delta(model)
     torch.testing.assert_close(model(tokens, use_cache=False).logits, expected)
+
+
+@pytest.mark.parametrize(
+    "triton, capability, tilelang, remedy",
+    [
+        ("3.6.0", (9, 0), False, "with Triton 3.6.0 on Hopper GPUs; pip install tilelang"),
+        ("3.6.0", (9, 0), True, None),
+        ("3.6.0", (10, 0), False, None),
+        ("3.3.1", (9, 0), False, None),
+        ("3.7.0", (9, 0), False, "with Triton 3.7.0 on Hopper GPUs; pip install tilelang"),
+        ("3.7.1", (9, 0), False, None),
+    ],
+)
+def test_kernels_with_wrong_gradients_are_used_only_with_tilelang(
+    monkeypatch: pytest.MonkeyPatch, triton: str, capability: tuple[int, int], tilelang: bool, remedy: str | None
+) -> None:
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=triton))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(gated_delta, "find_spec", {"tilelang": tilelang or None}.get)
+    reason = gated_delta._lacks_kernels(SimpleNamespace(chunk_gated_delta_rule=SimpleNamespace(__module__="fla.ops")))
+    assert (reason or "").endswith(remedy or "") and (reason is None) == (remedy is None)
 
 
 def test_other_layers_of_that_name_are_unknown() -> None:

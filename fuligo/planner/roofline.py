@@ -10,7 +10,7 @@ from fuligo.planner.memory.activations import BF16, FP32
 from fuligo.planner.memory.host import moved_bytes
 from fuligo.planner.plan import ClusterLayout, Phase
 from fuligo.planner.rollout_time import accept_length, policy_servers, rollout_phase, teacher_phase
-from fuligo.planner.sampled_groups import has_filter, sampled_groups
+from fuligo.planner.sampled_groups import LIKELY, has_filter, sampled_groups
 from fuligo.planner.subject import Subject
 from fuligo.planner.training_time import optimizer_phase, score_phase, train_phase
 from fuligo.quantities import amount, magnitude
@@ -79,9 +79,8 @@ def _sampling_assumptions(subject: Subject) -> Iterator[str]:
     sampled = sampled_groups(subject)
     started = f"a rollout starts {sampled.started:.0f} groups, of which {sampled.finished:.0f} finish, to keep {target}"
     if has_filter(config):
-        ends = (
-            "" if sampled.unfilled < 0.01 else f"; with probability {sampled.unfilled:.0%}, --max-sampling-waves ends the run before that"
-        )
+        ends = f"; with probability {sampled.unfilled:.0%}, --max-sampling-waves ends the run before that"
+        ends = ends if sampled.unfilled >= LIKELY else ""
         share = f"{100 * subject.assumed.kept_share:.3g}%"
         yield f"--dynamic-sampling-filter-path keeps {share} of the groups (--kept-share): {started}{ends}."
     elif sampled.started > target:

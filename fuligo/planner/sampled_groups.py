@@ -9,6 +9,9 @@ from fuligo.planner.subject import Subject
 _NEGLIGIBLE = 1e-3
 """Probability at which further waves are ignored."""
 
+LIKELY = 0.01
+"""Smallest probability of an unfilled rollout to mention."""
+
 
 @dataclass(frozen=True, slots=True)
 class SampledGroups:

@@ -10,6 +10,7 @@ from fuligo.planner.rules import (
     model,
     parallel,
     pipeline,
+    sampling,
     server_memory,
     speculative,
     topology,
@@ -19,7 +20,7 @@ from fuligo.planner.rules import (
 
 _MODULES = (
     *(model, adapter, parallel, pipeline, trainer_experts, trainer_options),
-    *(topology, engine_sizes, deepep, speculative, kernels, server_memory, lengths),
+    *(topology, engine_sizes, deepep, speculative, kernels, server_memory, lengths, sampling),
 )
 RULES = tuple(value for module in _MODULES for value in vars(module).values() if isinstance(value, Rule))
 """All rules, in the order of the report: module by module, each in the order of its definitions."""

@@ -385,5 +385,9 @@ BROKEN: dict[str, tuple[Run, ...]] = {
         Run(DENSE, "--rollout-max-response-len 40000 --max-tokens-per-gpu 40000"),
     ),
     "PLAN-MAX-TOKENS": (Run(DENSE, "--max-tokens-per-gpu 2048"), Run(SPARSE, "--max-tokens-per-gpu 2048")),
+    "PLAN-SAMPLING-WAVES": (
+        Run(LARGE, "--max-sampling-waves 1"),
+        Run(DENSE, "--max-sampling-waves 2 --dynamic-sampling-filter-path fuligo.rollout.filters.check_reward_nonzero_std"),
+    ),
 }
 """Rule -> runs that violate it."""

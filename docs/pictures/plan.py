@@ -2,7 +2,7 @@
 
     python docs/pictures/plan.py
 
-Needs the dev extra and Chromium (Debian: apt-get install chromium fonts-inter).
+Needs the dev extra and Chromium (Debian: apt-get install chromium-headless-shell fonts-inter).
 """
 
 import shutil
@@ -41,7 +41,7 @@ PICTURES = (
 
 
 def main() -> None:
-    program = shutil.which("chromium") or sys.exit("there is no chromium on the path")
+    program = shutil.which("chromium-headless-shell") or shutil.which("chromium") or sys.exit("there is no chromium on the path")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-gpu"])
         for picture in PICTURES:

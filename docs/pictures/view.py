@@ -4,7 +4,7 @@
     python docs/pictures/view.py runs/picture
 
 The last two are of the recorded run that the tests use: a quickstart has one engine, one rank, and no alarms worth a picture.
-Needs the dev extra and Chromium (Debian: apt-get install chromium fonts-inter).
+Needs the dev extra and Chromium (Debian: apt-get install chromium-headless-shell fonts-inter).
 """
 
 import re
@@ -45,7 +45,7 @@ OF_RECORDED = (
 
 
 def main() -> None:
-    program = shutil.which("chromium") or sys.exit("there is no chromium on the path")
+    program = shutil.which("chromium-headless-shell") or shutil.which("chromium") or sys.exit("there is no chromium on the path")
     quickstart = Path(sys.argv[1])
     sys.path.insert(0, str(HERE.parents[1]))
     from tests.unit.observability.viewer.recorded_run import write_run

@@ -6,9 +6,17 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from fuligo.cli.chosen import checked
+from fuligo.cli.megatron_arguments import require_read_arguments
+from fuligo.config import Config
+from fuligo.config.changes import apply_changes
+from fuligo.config.command_line import Parsed, parse
+from fuligo.config.findings import Change
 from fuligo.config.launcher import ADDRESS_VARIABLE
+from fuligo.config.validate import require_no_errors, with_places
 from fuligo.errors import ConfigError
 from fuligo.formats.private import private_directory
+from fuligo.models.hub import located
 
 DESCRIPTION = """\
   fuligo launch --hostfile F -- <arguments of fuligo train>
@@ -41,11 +49,12 @@ def main(arguments: Sequence[str]) -> int:
 
 def _launch(options: argparse.Namespace, train: list[str], logs: Path) -> int:
     from fuligo.cli.train import main as run
-    from fuligo.cluster.hostfile import NODES_VARIABLE, SRUN, head_ip, head_of, read_hostfile, slurm_hosts, task_number
-    from fuligo.cluster.launch import LaunchedCluster, LaunchSettings
-    from fuligo.config.command_line import parse
+    from fuligo.cluster.hostfile import NODES_VARIABLE, SRUN, head_ip, head_of, read_hostfile, require_listed_once, slurm_hosts, task_number
+    from fuligo.cluster.launch import LaunchedCluster, LaunchSettings, connection_command
+    from fuligo.cluster.placement import place, require_slots
 
-    config = parse(train).config
+    parsed = parse(train)
+    config = parsed.config
     default_slots = config.cluster.num_gpus_per_node
     if options.hostfile is not None:
         hosts, connection = read_hostfile(Path(options.hostfile), default_slots=default_slots), SSH
@@ -61,7 +70,10 @@ def _launch(options: argparse.Namespace, train: list[str], logs: Path) -> int:
         return 0
     else:
         hosts, connection = slurm_hosts(os.environ, default_slots=default_slots), SRUN
+    placed = _checked_for_ray(parsed)
+    require_slots(place(placed).node_sizes, {host.address: host.num_slots for host in hosts})
     head = head_of(hosts)
+    require_listed_once(head, hosts)
     workers = tuple(host for host in hosts if host != head)
     settings = LaunchSettings(
         ip=head_ip(head, workers),
@@ -69,7 +81,7 @@ def _launch(options: argparse.Namespace, train: list[str], logs: Path) -> int:
         workers=workers,
         port=options.head_port,
         device=config.cluster.device,
-        connection=options.ssh or connection,
+        connection=connection_command(options.ssh or connection) if workers else (),
         logs=logs,
         timeout_s=options.timeout_s,
     )
@@ -80,6 +92,17 @@ def _launch(options: argparse.Namespace, train: list[str], logs: Path) -> int:
             return run(train)
         finally:
             runner.run(cluster.stop())
+
+
+def _checked_for_ray(parsed: Parsed) -> Config:
+    """Return the config that Ray places. Raises ConfigError for flags that `fuligo train` refuses, before any host starts."""
+    config = parsed.config
+    if config.cluster.launcher == "auto":
+        config = apply_changes(config, [Change(("cluster", "launcher"), "ray")])
+    found = checked(located(config))
+    require_no_errors(with_places(found.findings, parsed.places), found.config)
+    require_read_arguments(found.config)
+    return found.config
 
 
 def _join(options: argparse.Namespace, logs: Path) -> int:

@@ -78,6 +78,15 @@ def head_of(hosts: Sequence[Host]) -> Host | None:
     return next((host for host in hosts if _is_here(host.address)), None)
 
 
+def require_listed_once(head: Host | None, hosts: Sequence[Host]) -> None:
+    """Check that no other line names this machine, whose GPUs would count twice. Raises ConfigError if one does."""
+    for host in hosts:
+        if head is not None and host != head and _leads_here(host.address):
+            raise ConfigError(
+                f"--hostfile: {head.address} and {host.address} are both this machine ({socket.gethostname()}); remove one of the lines"
+            )
+
+
 def head_ip(head: Host | None, others: Sequence[Host]) -> str:
     """Return the IP address by which the other hosts reach this machine. Raises ConfigError if it cannot be determined."""
     if head is not None and head.ip is not None:
@@ -99,6 +108,14 @@ def _is_here(address: str) -> bool:
     except OSError:  # a name that only ssh can resolve
         return False
     return any(_can_be_bound(family, its) for family, _, _, _, its in found)
+
+
+def _leads_here(address: str) -> bool:
+    """Return whether packets to the address stay on this machine, except for loopback addresses, which name several hosts in tests."""
+    with suppress(OSError):
+        ip = own_address([f"http://{bracketed(address)}"])
+        return not ip_address(ip).is_loopback and ip in {its[0] for *_, its in socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)}
+    return False
 
 
 def _can_be_bound(family: socket.AddressFamily, address: tuple[Any, ...]) -> bool:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -38,12 +39,28 @@ class LaunchSettings:
     workers: tuple[Host, ...]
     port: int
     device: Device
-    connection: str
-    """Template of the shell command that runs `{command}` on `{host}`."""
+    connection: tuple[str, ...]
+    """Command that runs `{command}` on `{host}`, as `connection_command` splits it."""
     logs: Path
     """Directory for the output of Ray and of the remote commands."""
     timeout_s: float
     """Deadline for all workers to join."""
+
+
+def connection_command(template: str) -> tuple[str, ...]:
+    """Split the template of the command that reaches a host.
+
+    Raises ConfigError if a quotation is open, it has no `{command}`, or its program is not on this machine.
+    """
+    try:
+        parts = tuple(shlex.split(template))
+    except ValueError as error:
+        raise ConfigError(f"cannot read --ssh {template!r}: {str(error).lower()}; close it") from None
+    if not any("{command}" in part for part in parts):
+        raise ConfigError(f"cannot use --ssh {template!r}: it has no {{command}}; write it where the command for the host belongs")
+    if shutil.which(parts[0]) is None:
+        raise ConfigError(f"cannot reach the other hosts: {parts[0]} is not installed here; install it, or name another command with --ssh")
+    return parts
 
 
 class LaunchedCluster:
@@ -116,9 +133,7 @@ class LaunchedCluster:
         # The token is passed on standard input, because every user of a machine can read command lines.
         script = f"read -r {TOKEN_VARIABLE}; export {TOKEN_VARIABLE} RAY_AUTH_MODE=token; cd {shlex.quote(str(Path.cwd()))} && exec "
         shell = shlex.join(["exec", "sh", "-c", script + shlex.join(join)])  # the user's remote shell may not know `export`
-        command = [
-            part.format(host=host.address, command=shell) if "{" in part else part for part in shlex.split(self._settings.connection)
-        ]
+        command = [part.replace("{host}", host.address).replace("{command}", shell) for part in self._settings.connection]
         with self._log_of(host).open("ab") as log:
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, process_group=0)
         assert process.stdin is not None

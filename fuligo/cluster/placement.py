@@ -1,6 +1,6 @@
 """Placement of a run's processes on the GPUs of nodes, with the same layout as in `fuligo plan`. Does not import Ray."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fuligo.config import Config
@@ -69,3 +69,23 @@ def engine_parts(slots: Sequence[Slot], *, name: str) -> tuple[EnginePart, ...]:
             "a --rollout-num-gpus-per-engine that divides --num-gpus-per-node, and a trainer size that leaves whole engines free"
         )
     return parts
+
+
+def require_slots(node_sizes: Sequence[int], slots: Mapping[str, int]) -> None:
+    """Check that the hosts have room for a run.
+
+    Args:
+        node_sizes: slots that the run uses on each node, each node on a separate host
+        slots: number of slots by host
+
+    Raises:
+        ConfigError: there are too few hosts, or too few slots on a host
+    """
+    needed, offered = sorted(node_sizes, reverse=True), sorted(slots.values(), reverse=True)
+    if len(needed) > len(offered) or any(size > number for size, number in zip(needed, offered)):
+        listed = ", ".join(f"{address} {number}" for address, number in slots.items())
+        hosts = "host" if len(needed) == 1 else "hosts"
+        raise ConfigError(
+            f"cannot place the run: it needs {', '.join(map(str, node_sizes))} slots on {len(needed)} {hosts}, but the hosts have: "
+            f"{listed}; add hosts or slots, or use fewer (--actor-num-nodes, --actor-num-gpus-per-node, --rollout-num-gpus)"
+        )

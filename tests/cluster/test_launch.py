@@ -83,11 +83,26 @@ def assert_closed(stranger: subprocess.Popen[str], raylet: int, family: dict[int
 def test_a_host_that_does_not_come_is_named(job: Job, free_port: int, tmp_path: Path) -> None:
     hosts = hostfile(tmp_path, "127.0.0.2 slots=2\n127.0.0.3 slots=2\n")
     train = job(actor_num_nodes=2, actor_num_gpus_per_node=1, run_dir=tmp_path / "run")
-    said = fail(1, *launch(hosts, free_port, ssh="bash -c 'echo no route to {host}; exit 255'"), *train[1:])
+    said = fail(1, *launch(hosts, free_port, ssh="bash -c 'echo no route to {host}; exit 255' {command}"), *train[1:])
     assert "the worker on 127.0.0.3 ended with exit code 255: no route to 127.0.0.3" in said
-    said = fail(1, *launch(hosts, free_port, ssh="cat", timeout_s=1), *train[1:])
+    said = fail(1, *launch(hosts, free_port, ssh="sh -c cat {command}", timeout_s=1), *train[1:])
     assert "1 of 1 workers did not join 127.0.0.2" in said
     assert "127.0.0.3" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--rm-type", "none_such"], "--rm-type none_such is not a built-in reward"),
+        (["--eps-clip-high", "0.1"], "--eps-clip-high"),
+        (["--actor-num-nodes", "3"], "needs 1, 1, 1 slots on 3 hosts, but the hosts have: 127.0.0.2 2, 127.0.0.3 2"),
+    ],
+)
+def test_wrong_flags_are_refused_before_a_host_is_contacted(flags: list[str], said: str, job: Job, free_port: int, tmp_path: Path) -> None:
+    hosts = hostfile(tmp_path, "127.0.0.2 slots=2\n127.0.0.3 slots=2\n")
+    train = job(actor_num_nodes=2, actor_num_gpus_per_node=1, run_dir=tmp_path / "run")
+    assert said in fail(2, *launch(hosts, free_port, ssh=f"sh -c 'touch {tmp_path}/contacted' {{command}}"), *train[1:], *flags)
+    assert not (tmp_path / "contacted").exists()
 
 
 def test_a_slurm_job_gives_the_hosts_and_srun_starts_the_workers(job: Job, start: Start, free_port: int, tmp_path: Path) -> None:

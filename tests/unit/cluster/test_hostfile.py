@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from fuligo.cluster.hostfile import Host, head_ip, head_of, read_hostfile
+from fuligo.cluster import hostfile
+from fuligo.cluster.hostfile import Host, head_ip, head_of, read_hostfile, require_listed_once
 from fuligo.errors import ConfigError
 
 
@@ -40,6 +41,15 @@ def test_the_head_is_the_host_that_is_this_machine() -> None:
     here, elsewhere = Host("127.0.0.1", 8), Host("192.0.2.200", 8)
     assert head_of([elsewhere, here]) == here
     assert head_of([elsewhere]) is None
+
+
+def test_this_machine_under_two_names_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hostfile, "own_address", lambda urls: "10.0.0.1")
+    head = Host("localhost", 8)
+    with pytest.raises(ConfigError, match=r"localhost and 10\.0\.0\.1 are both this machine"):
+        require_listed_once(head, [head, Host("10.0.0.2", 8), Host("10.0.0.1", 8)])
+    require_listed_once(head, [head, Host("10.0.0.2", 8)])
+    require_listed_once(None, [Host("10.0.0.1", 8)])
 
 
 def test_the_others_reach_the_head_by_its_ip_address() -> None:

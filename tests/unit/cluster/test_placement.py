@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fuligo.cluster.placement import EnginePart, engine_parts, place
+from fuligo.cluster.placement import EnginePart, engine_parts, place, require_slots
 from fuligo.cluster.ray_environment import prepare_environment
 from fuligo.config.command_line import parse
 from fuligo.config.launcher import chosen_launcher
@@ -108,3 +108,18 @@ def test_prepare_environment_keeps_the_users_settings(given: dict[str, str], mak
     prepare_environment(several_nodes=False, environment=environment)
     assert (environment.get("RAY_AUTH_TOKEN") != given.get("RAY_AUTH_TOKEN")) == makes_one
     assert environment.items() >= given.items()
+
+
+@pytest.mark.parametrize(
+    ("needed", "slots"), [((8, 8), {"a": 8}), ((8, 4), {"a": 4, "b": 4}), ((1, 1), {"a": 2, "b": 0}), ((2,), {"a": 1, "b": 1})]
+)
+def test_too_few_hosts_or_slots_are_named(needed: tuple[int, ...], slots: dict[str, int]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        require_slots(needed, slots)
+    assert f"needs {', '.join(map(str, needed))} slots on {len(needed)} host" in str(raised.value)
+    assert all(f"{host} {number}" in str(raised.value) for host, number in slots.items())
+
+
+@pytest.mark.parametrize(("needed", "slots"), [((8, 4), {"a": 4, "b": 8}), ((1,), {"a": 0, "b": 1}), ((2, 2), {"a": 2, "b": 2, "c": 8})])
+def test_hosts_with_enough_slots_are_accepted(needed: tuple[int, ...], slots: dict[str, int]) -> None:
+    require_slots(needed, slots)

@@ -4,6 +4,7 @@ import os
 import sys
 
 from fuligo.config import Config
+from fuligo.config.python_path import VARIABLE, with_inherited_path
 
 
 def apply_environment(config: Config) -> None:
@@ -12,6 +13,6 @@ def apply_environment(config: Config) -> None:
     A value that refers to an unset variable is left out here; the checks before the start report it.
     """
     given = {name: value for name in config.cluster.env if (value := config.cluster.env.get(name)) is not None}
-    os.environ.update(given)
-    added = [directory for directory in given.get("PYTHONPATH", "").split(os.pathsep) if directory and directory not in sys.path]
+    os.environ.update(with_inherited_path(given))
+    added = [directory for directory in given.get(VARIABLE, "").split(os.pathsep) if directory and directory not in sys.path]
     sys.path[1:1] = added

@@ -14,6 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fuligo.cluster.connection import node_addresses
 from fuligo.cluster.ray_environment import GUARDS_LIVE, use_interface_of
+from fuligo.config.python_path import with_inherited_path
 from fuligo.config.secret import Environment
 from fuligo.engines.host import PortClaims
 from fuligo.engines.server_process import last_lines
@@ -136,7 +137,7 @@ class Reservation:
             ray.remote(cls)
             .options(
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle.index),
-                runtime_env={"env_vars": {**GUARDS_LIVE, **environment.settings()}},
+                runtime_env={"env_vars": {**GUARDS_LIVE, **with_inherited_path(environment.settings())}},
                 max_concurrency=1000,  # calls are coroutines, so one that waits must not block others
                 **options,
             )

@@ -111,6 +111,9 @@ def test_errors_in_files_show_no_secret(text: str, tmp_path: Path, capfd: pytest
     [
         ("NCCL_DEBUG", "INFO", True),
         ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", True),
+        ("CUBLAS_WORKSPACE_CONFIG", ":4096:8", True),
+        ("FI_PROVIDER", "efa", True),
+        ("INDEXER_ROPE_NEOX_STYLE", "0", True),
         ("SGLANG_API_KEY", "x", False),
         ("RAY_AUTH_TOKEN", "x", False),
         ("ANYTHING", "x", False),

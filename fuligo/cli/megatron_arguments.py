@@ -8,16 +8,15 @@ from fuligo.config.schemas import schema
 from fuligo.errors import ConfigError
 from fuligo.trainer.megatron_backend.flags import not_taken
 
-_SHOWN = 3
-
 
 def unread_arguments(config: Config) -> Iterator[str]:
     """Yield one problem that names the given Megatron arguments without effect, if there are any."""
     options = schema("megatron").options
-    given = [f"{options.get(name, option_name(name))} {value}" for name, value, _ in not_taken(config.megatron)]
+    given = [
+        f"{options.get(name, option_name(name))}{'' if value is True else f' {value}'}" for name, value, _ in not_taken(config.megatron)
+    ]
     if given:
-        more = f" and {len(given) - _SHOWN} more" if len(given) > _SHOWN else ""
-        yield f"{', '.join(given[:_SHOWN])}{more}: not supported by the Megatron trainer; remove {'it' if len(given) == 1 else 'them'}"
+        yield f"{', '.join(given)}: not supported by the Megatron trainer; remove {'it' if len(given) == 1 else 'them'}"
 
 
 def require_read_arguments(config: Config) -> None:

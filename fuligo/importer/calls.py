@@ -219,6 +219,8 @@ def _read(call: Call, calls: Mapping[str, Call], initial: Mapping[str, str], fin
         raise ConfigError(
             f"`{call}` is run as a command: an assignment has no spaces around `{sign}=`; write `{call.name}{sign}={value.strip()}`"
         )
+    if call.is_unknown and call.name.startswith("--"):
+        raise ConfigError(f"`{call}` is run as a command: the line before it ends without `\\`; add one, or remove these flags")
     submitted = find_submission(call.words)
     training = find_training(submitted.entrypoint if submitted else call.words)
     if (submitted and is_followed) or call.name == "sudo":

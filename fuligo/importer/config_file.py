@@ -17,7 +17,7 @@ from fuligo.config.rules import effects
 from fuligo.config.topology_file import topology_from_text
 from fuligo.errors import ConfigError
 from fuligo.importer.run import ImportedScript
-from fuligo.importer.slime import translate
+from fuligo.importer.slime import translate, without_megatron
 
 _TOPOLOGY_OPTION = "--sglang-config"
 _WIDTH = 120
@@ -89,8 +89,12 @@ def _imported(script: ImportedScript, *, slime_defaults: bool) -> ImportedConfig
         line.problems += topology.problems
         line.warnings += topology.warnings
         line.assignments.append(Assignment(flags()["sglang_config"], topology.models, _TOPOLOGY_OPTION))
-    if script.launch.environment:
-        line.assignments.append(Assignment(flags()["env"], dict(script.launch.environment), "the environment of the job"))
+    environment = dict(script.launch.environment)
+    if slime_defaults and training.is_slime:
+        environment, left_out_paths = without_megatron(environment)
+        notes = [*notes, *left_out_paths]
+    if environment:
+        line.assignments.append(Assignment(flags()["env"], environment, "the environment of the job"))
     config = build_config(line.assignments, line.problems)
     given = dict.fromkeys((assignment.flag.group, assignment.flag.name) for assignment in line.assignments)
     config, idle, left_out = _without_idle_flags(config)

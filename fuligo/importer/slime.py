@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 from urllib.parse import urlsplit
 
 from fuligo.config.flags import flags, option_name
 from fuligo.config.help import shown_default
 from fuligo.config.hook_specs import ALIASES
 from fuligo.config.other_frameworks import moved, other_settings
+from fuligo.config.python_path import VARIABLE as PYTHON_PATH
 from fuligo.importer.calls import Training
 
 _MEGATRON_DROPOUT = "0.1"
@@ -24,6 +27,14 @@ LEFT_OUT = {
     if advice.startswith(_LEAVE_IT_OUT) or name in _OF_OBSERVERS
 }
 """Flags of slime that are left out, by flat name, each with the reason."""
+
+_WITHOUT_EFFECT = {
+    "make_vocab_size_divisible_by": "fuligo pads the vocabulary as its layout needs; checkpoints hold no padding",
+    "no_position_embedding": "rotary models have no learned positions",
+    "enable_experimental": "fuligo needs no switch for the parts of Megatron-Core that it uses",
+    "no_check_for_nan_in_loss_and_grad": "fuligo always ends a run whose loss is not finite",
+}
+"""Megatron's flags that change nothing that fuligo trains, by flat name, each with the reason."""
 
 _DEFAULT_FUNCTIONS = {
     "rollout_function_path": ("slime.rollout.sglang_rollout.generate_rollout",),
@@ -85,6 +96,22 @@ def translate(training: Training) -> tuple[tuple[str, ...], list[str]]:
     for change in (_sft, _fully_async, _distillation, _concurrency, _warmup, _leave_out, _fill_defaults, _name_functions):
         change(line)
     return line.arguments(), line.notes
+
+
+def without_megatron(environment: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Return the environment of a job without Megatron-LM's directories in its PYTHONPATH, and a note if there were any.
+
+    They would shadow the installed Megatron-Core, whose version the trainer needs.
+    """
+    directories = environment.get(PYTHON_PATH, "").split(os.pathsep)
+    kept = [directory for directory in directories if not PurePosixPath(directory).name.lower().startswith("megatron")]
+    if kept == directories:
+        return dict(environment), []
+    removed = ", ".join(directory for directory in directories if directory not in kept)
+    rest = {name: value for name, value in environment.items() if name != PYTHON_PATH}
+    path = os.pathsep.join(directory for directory in kept if directory)
+    note = f"{removed} is left out of {PYTHON_PATH}: fuligo uses the installed Megatron-Core"
+    return rest | ({PYTHON_PATH: path} if path else {}), [note]
 
 
 def _is_sft(line: _Line) -> bool:
@@ -163,10 +190,11 @@ def _warmup(line: _Line) -> None:
 
 
 def _leave_out(line: _Line) -> None:
-    for name in dict.fromkeys(name for name, _ in line.given if name in LEFT_OUT):
+    left_out = LEFT_OUT | _WITHOUT_EFFECT
+    for name in dict.fromkeys(name for name, _ in line.given if name in left_out):
         value = "" if name == "wandb_key" else line.value(name)
         line.remove(name)
-        line.notes.append(f"{option_name(name)}{' ' + value if value else ''} is left out: {LEFT_OUT[name]}")
+        line.notes.append(f"{option_name(name)}{' ' + value if value else ''} is left out: {left_out[name]}")
 
 
 def _needs_metadata(line: _Line) -> bool:

@@ -3,7 +3,7 @@
 import pytest
 
 from fuligo.importer.calls import Training
-from fuligo.importer.slime import translate
+from fuligo.importer.slime import translate, without_megatron
 
 COMPLETE = "--actor-num-gpus-per-node 8 --n-samples-per-prompt 8 --lr-decay-style constant --use-dynamic-batch-size --rm-type math"
 QUIET = "--rollout-max-response-len 4096 --attention-dropout 0.0 --hidden-dropout 0.0"
@@ -32,6 +32,8 @@ def test_a_complete_command_line_is_unchanged():
             "",
             "--wandb-team t is left out: set WANDB_ENTITY",
         ),
+        ("--make-vocab-size-divisible-by 64 --no-position-embedding", "", "--make-vocab-size-divisible-by 64 is left out: fuligo pads"),
+        ("--no-check-for-nan-in-loss-and-grad --bf16 --enable-experimental", "--bf16", "fuligo always ends a run whose loss is not finite"),
         ("--model-name qwen3_moe", "", "--model-name qwen3_moe is left out: fuligo reads the model type from config.json"),
         ("--sglang-server-concurrency=64 --rollout-batch-size 32", "--rollout-batch-size 32 --rollout-concurrency 64", "per engine"),
         (
@@ -117,3 +119,17 @@ def test_columns_that_slime_reads_where_rows_have_them_are_named():
     assert named("--custom-rm-path", "my.reward") == ["--metadata-key"]
     assert named("--custom-rm-path", "my.reward", "--metadata-key", "extra", "--tool-key", "t", "--apply-chat-template") == []
     assert named("--rm-type", "math") == []
+
+
+@pytest.mark.parametrize(
+    ("path", "kept"), [("/root/Megatron-LM/", None), ("/root/Megatron-LM:/code", "/code"), ("/code::/opt/megatron", "/code")]
+)
+def test_megatron_is_left_out_of_the_python_path(path: str, kept: str | None) -> None:
+    environment, (note,) = without_megatron({"A": "1", "PYTHONPATH": path})
+    assert environment == {"A": "1"} | ({} if kept is None else {"PYTHONPATH": kept})
+    assert "is left out of PYTHONPATH: fuligo uses the installed Megatron-Core" in note
+
+
+@pytest.mark.parametrize("environment", [{}, {"PYTHONPATH": "/code:/root/slime"}])
+def test_other_directories_stay_in_the_python_path(environment: dict[str, str]) -> None:
+    assert without_megatron(environment) == (environment, [])

@@ -175,3 +175,15 @@ def test_the_fix_for_forgotten_colocate_has_all_the_flags_it_takes() -> None:
     assert _fixes(found)["CFG-ROLLOUT-GPUS"] == ["--colocate", "--sglang-mem-fraction-static 0.7"]
     given = (*unsaid[:2], Change(("sglang", "mem_fraction_static"), 0.6))
     assert _fixes(check(Run(DENSE, changes=given).subject()))["CFG-ROLLOUT-GPUS"] == ["--colocate"]
+
+
+@pytest.mark.parametrize(
+    ("given", "fix"),
+    [
+        ("", ["--moe-token-dispatcher-type alltoall"]),
+        ("--moe-enable-deepep", ["--moe-token-dispatcher-type alltoall", "drop --moe-enable-deepep"]),
+    ],
+)
+def test_a_fix_removes_only_flags_that_are_given(given: str, fix: list[str]) -> None:
+    run = Run(MIXTURE, f"--expert-model-parallel-size 1 --expert-tensor-parallel-size 1 --moe-token-dispatcher-type flex {given}")
+    assert _fixes(check(run.subject()))["PLAN-FLEX-SIZE"] == fix

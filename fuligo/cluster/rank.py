@@ -29,9 +29,11 @@ class TrainerRank:
         host: address of the rank's node
         log_file: file to which the rank's output is appended
         secrets: secret environment variables
+        umask: umask of the driver
     """
 
-    def __init__(self, rank: int, size: int, host: str, log_file: str, secrets: Environment) -> None:
+    def __init__(self, rank: int, size: int, host: str, log_file: str, secrets: Environment, umask: int) -> None:
+        os.umask(umask)
         os.environ.update(secrets.reveal())
         _redirect_output(Path(log_file))
         use_interface_of(host)

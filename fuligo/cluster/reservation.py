@@ -33,11 +33,13 @@ class NodeAgent:
     Args:
         host: this node's address
         secrets: secret environment variables
+        umask: umask of the driver
     """
 
-    def __init__(self, host: str, secrets: Environment) -> None:
+    def __init__(self, host: str, secrets: Environment, umask: int) -> None:
         import ray
 
+        os.umask(umask)
         os.environ.update(secrets.reveal())
         use_interface_of(host)
         raise_open_files()  # also for the engines, which inherit the limit
@@ -130,7 +132,7 @@ class Reservation:
     def actor(self, cls: type, bundle: Bundle, *, resources: Mapping[str, float], environment: Environment, **arguments: Any) -> Any:
         """Start an actor of class `cls` on the bundle's node; return its handle at once.
 
-        Secret variables are passed to the class as `secrets`, because Ray logs the variables of a `runtime_env`.
+        The class also gets the umask of this process, and secret variables as `secrets`, because Ray logs those of a `runtime_env`.
         """
         options: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0, **resources}
         return (
@@ -141,11 +143,17 @@ class Reservation:
                 max_concurrency=1000,  # calls are coroutines, so one that waits must not block others
                 **options,
             )
-            .remote(secrets=environment.secrets(), **arguments)
+            .remote(secrets=environment.secrets(), umask=_umask(), **arguments)
         )
 
     def close(self) -> None:
         remove_placement_group(self._group)
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
 
 
 async def reserve(node_sizes: Sequence[int], device: Device, *, timeout_s: float = RESERVE_TIMEOUT_S) -> Reservation:

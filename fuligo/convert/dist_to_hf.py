@@ -16,7 +16,7 @@ from fuligo.checkpoint.location import saved_value_model, training_checkpoint, w
 from fuligo.convert.hf_view import HuggingFaceView
 from fuligo.errors import CheckpointError, ConfigError
 from fuligo.formats.checkpoint_files import UNFINISHED, drop_quantisation, is_distributed, other_files
-from fuligo.formats.disk import free_space, sync, sync_tree
+from fuligo.formats.disk import default_mode, free_space, sync, sync_tree
 from fuligo.formats.hf_tensors import HuggingFaceTensors
 from fuligo.formats.hugging_face import TENSORS, read_config_json
 
@@ -96,7 +96,8 @@ def _write_weights(weights: Weights, directory: Path, file_bytes: int) -> None:
     weight_map: dict[str, str] = {}
     for number, names in enumerate(files, start=1):
         file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        save_file({name: weights.read(name).contiguous() for name in names}, directory / file, metadata={"format": "pt"})
+        with default_mode(directory / file):
+            save_file({name: weights.read(name).contiguous() for name in names}, directory / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(names, file)
     index = {"metadata": {"total_size": sum(_num_bytes(weights, name) for name in weights.shapes)}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))

@@ -74,6 +74,15 @@ def replace_text(path: Path, text: str) -> None:
     sync(path.parent)
 
 
+@contextmanager
+def default_mode(file: Path) -> Iterator[None]:
+    """Give a file that the block replaces the mode that the umask allows. safetensors lets only the owner read its files."""
+    file.touch()
+    mode = stat.S_IMODE(file.stat().st_mode)
+    yield
+    file.chmod(mode)
+
+
 def is_foreign_link(path: Path) -> bool:
     """Return whether a path is a link that belongs to neither this user nor root."""
     status = path.lstat()

@@ -29,6 +29,7 @@ from fuligo.formats.adapter_config import (
     is_adapter_name,
     stored_name,
 )
+from fuligo.formats.disk import default_mode
 from fuligo.models.adapter_names import PeftTargets, require_rank, require_targets
 from fuligo.models.experts_adapter import add_experts_adapter, experts_adapters, stacked_factors
 from fuligo.models.transformers_types import model_class, read_config
@@ -250,7 +251,9 @@ def write_adapter_weights(tensors: Mapping[str, Tensor], directory: Path) -> Non
     """Write `adapter_model.safetensors` in the dtype of the tensors. Raises CheckpointError if it cannot be written."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        file = directory / ADAPTER_WEIGHTS
+        with default_mode(file):
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot write {directory / ADAPTER_WEIGHTS}: {error}") from error
 

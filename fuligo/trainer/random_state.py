@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fuligo.errors import CheckpointError
+from fuligo.formats.disk import default_mode
 from fuligo.trainer.ranks.world import World
 
 
@@ -23,7 +24,8 @@ def write_random_state(directory: Path, world: World, more: Mapping[str, Tensor]
     file = _file(directory, world)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        save_file(state, file)
+        with default_mode(file):
+            save_file(state, file)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot write {file}: {error}") from error
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fuligo.errors import CheckpointError
 from fuligo.formats.buckets import cut_into_buckets
+from fuligo.formats.disk import default_mode
 from fuligo.formats.hf_tensors import HuggingFaceTensors
 from fuligo.formats.hugging_face import MTP_PREFIX
 from fuligo.trainer.parameters import require_finite_weights
@@ -33,8 +34,9 @@ def write_tensors(directory: Path, named_tensors: Iterable[tuple[str, Tensor]], 
     for number, bucket in enumerate(cut_into_buckets(on_host, SHARD_BYTES)):
         file = f"{stem}-{number:05d}.safetensors"
         try:
-            save_file({name: tensor.contiguous() for name, tensor in bucket}, directory / file, metadata={"format": "pt"})
-        except SafetensorError as error:  # also wraps disk errors
+            with default_mode(directory / file):
+                save_file({name: tensor.contiguous() for name, tensor in bucket}, directory / file, metadata={"format": "pt"})
+        except (OSError, SafetensorError) as error:  # also wraps disk errors
             raise CheckpointError(f"cannot write {directory / file}: {error}") from error
         weight_map |= {name: file for name, _ in bucket}
         num_bytes += sum(tensor.nbytes for _, tensor in bucket)

@@ -1,12 +1,16 @@
 """Errors on a full disk name the file system and its free space."""
 
+import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from fuligo.errors import FuligoError
-from fuligo.formats.disk import free_space, writing
+from fuligo.formats.disk import default_mode, free_space, writing
 from tests.small_disk import SmallDisk
 
 
@@ -34,3 +38,20 @@ def test_a_path_that_cannot_be_written_needs_no_space(tmp_path: Path) -> None:
     file = tmp_path / "absent" / "file"
     with pytest.raises(FuligoError, match=r"No such file or directory .* make the path writable, then resume"), writing(file):
         file.write_bytes(b"more")
+
+
+@pytest.fixture
+def umask() -> Iterator[None]:
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("umask")
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_default_mode_is_that_of_the_umask(mask: int, mode: int, tmp_path: Path) -> None:
+    os.umask(mask)
+    file = tmp_path / "model.safetensors"
+    with default_mode(file):
+        save_file({"a": np.zeros(2)}, file)
+    assert file.stat().st_mode & 0o777 == mode

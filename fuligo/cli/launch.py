@@ -12,7 +12,7 @@ from fuligo.config import Config
 from fuligo.config.changes import apply_changes
 from fuligo.config.command_line import Parsed, parse
 from fuligo.config.findings import Change
-from fuligo.config.launcher import ADDRESS_VARIABLE
+from fuligo.config.launcher import ADDRESS_VARIABLE, COMMAND
 from fuligo.config.validate import require_no_errors, with_places
 from fuligo.errors import ConfigError
 from fuligo.formats.private import private_directory
@@ -39,6 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser().parse_args(own)
     with private_directory("fuligo-launch-") as logs:
         if options.join is None:
+            COMMAND.set(("fuligo", "launch", *own, "--"))
             return _launch(options, train, logs)
         if options.hostfile is not None:
             raise ConfigError(

@@ -69,8 +69,15 @@ class LaunchedCluster:
     def __init__(self, settings: LaunchSettings) -> None:
         """Start all nodes and set the environment of this process so that Ray connects to them.
 
-        Raises ConfigError if this machine has fewer GPUs than slots.
+        Raises ConfigError if this machine has fewer GPUs than slots, or the port of the head is in use.
         """
+        try:
+            socket.create_server(("", settings.port)).close()
+        except OSError as error:
+            raise ConfigError(
+                f"cannot start Ray's head: port {settings.port} of this machine ({socket.gethostname()}) is in use ({error.strerror}); use "
+                "another one with --head-port, or stop the process that listens there"
+            ) from None
         self._settings = settings
         slots = slots_here(settings.num_slots, settings.device)
         token = new_token()

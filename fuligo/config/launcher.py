@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from contextvars import ContextVar
 from typing import Literal
 
 from fuligo.config import Config
@@ -9,6 +10,8 @@ from fuligo.errors import ConfigError
 
 _OF_TORCHRUN = ("RANK", "MASTER_ADDR", "MASTER_PORT")
 """Variables that torchrun sets in addition to WORLD_SIZE."""
+COMMAND: ContextVar[tuple[str, ...]] = ContextVar("command", default=("fuligo", "train"))
+"""Words of the command that started this run, up to the arguments of `fuligo train`."""
 ADDRESS_VARIABLE = "RAY_ADDRESS"
 """Environment variable with the address of a running cluster; set by the user, by `fuligo launch`, and by Ray within a job."""
 

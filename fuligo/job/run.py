@@ -6,6 +6,7 @@ With --max-restarts, all stages but the first run again after the loss of a trai
 import asyncio
 import gc
 import logging
+import shlex
 import sys
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from pathlib import Path
 from fuligo.checkpoint.location import newest_iteration, nothing_left
 from fuligo.checkpoint.store import CheckpointStore, saving_to
 from fuligo.config import Config
+from fuligo.config.launcher import COMMAND
 from fuligo.errors import CheckpointError, RankError
 from fuligo.job.colocated import ColocatedDevices, ColocatedTrainer, ColocatedWeightSync
 from fuligo.job.engines import Engines, build_weight_sync, find_teacher, launch_engines
@@ -239,7 +241,8 @@ def _report_interruption(config: Config, directory: RunDirectory, kind: type[Bas
     if iteration is None:
         print("the run has no checkpoint to resume from; set a lower --save-interval to save one earlier", file=sys.stderr)
     else:
-        command = f"fuligo train --config {directory.config_file} --run-dir {directory.path} --load {save}"
+        arguments = ["--config", directory.config_file, "--run-dir", directory.path, "--load", save]
+        command = shlex.join([*COMMAND.get(), *map(str, arguments)])
         print(f"resume after rollout {iteration} with: {command}", file=sys.stderr)
 
 

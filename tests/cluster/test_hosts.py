@@ -32,11 +32,12 @@ def test_two_hosts_train_to_the_end(job: Job, launch: LaunchOnHosts, tmp_path: P
 def test_nothing_stays_behind(
     number: signal.Signals, exit_code: int, job: Job, network: Network, launch: LaunchOnHosts, tmp_path: Path
 ) -> None:
-    run = launch([1, 1], *job(**TWO_RANKS, num_rollout=1000, run_dir=tmp_path / "run")[1:])
+    run = launch([1, 1], *job(**TWO_RANKS, num_rollout=1000, save_interval=1, run_dir=tmp_path / "run")[1:])
     run.wait_for_steps(2, tmp_path / "run")
     assert any("ray::TrainerRank" in command for command in network.hosts[1].processes().values()), network.hosts[1].processes()
     run.send(number)
-    run.ended(exit_code)
+    said = run.ended(exit_code)
+    assert ("with: fuligo launch --hostfile " in said) == (number == signal.SIGINT)
     run.assert_nothing_left()
 
 

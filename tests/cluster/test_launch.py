@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -104,6 +105,13 @@ def test_wrong_flags_are_refused_before_a_host_is_contacted(flags: list[str], sa
     train = job(actor_num_nodes=2, actor_num_gpus_per_node=1, run_dir=tmp_path / "run")
     assert said in fail(2, *launch(hosts, free_port, ssh=f"sh -c 'touch {tmp_path}/contacted' {{command}}"), *train[1:], *flags)
     assert not (tmp_path / "contacted").exists()
+
+
+def test_a_port_in_use_is_named(job: Job, free_port: int, tmp_path: Path) -> None:
+    hosts = hostfile(tmp_path, "127.0.0.2 slots=2\n")
+    with socket.create_server(("", free_port)):
+        said = fail(2, *launch(hosts, free_port), *job(run_dir=tmp_path / "run")[1:])
+    assert f"port {free_port} of this machine" in said and "--head-port" in said
 
 
 def test_a_slurm_job_gives_the_hosts_and_srun_starts_the_workers(job: Job, start: Start, free_port: int, tmp_path: Path) -> None:

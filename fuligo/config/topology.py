@@ -17,7 +17,7 @@ class EngineGroupSpec:
     """Group of equal engines with all values resolved."""
 
     model: str
-    """Name of the model, which one router serves."""
+    """Name of the model; each model has one router."""
     model_path: str | None
     """Checkpoint that the engines load; None if --hf-checkpoint is not set."""
     worker_type: WorkerType

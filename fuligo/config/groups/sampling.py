@@ -35,7 +35,7 @@ class DataFlags(FlagGroup):
     sft_rewritten_turns: Literal["per-turn", "rendered", "refuse"] = flag(
         "per-turn",
         "SFT with a chat template that rewrites earlier assistant turns: per-turn makes a sample of each turn, as the model writes it; "
-        "rendered trains the whole conversation as rendered; refuse ends the run",
+        "rendered trains the whole conversation as rendered; refuse rejects the row",
     )
     rollout_max_prompt_len: int | None = slime(None, "drop and count longer prompts", unit="tokens", ge=1)
     data_source_path: str | None = slime(

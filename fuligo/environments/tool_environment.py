@@ -49,10 +49,12 @@ class ToolFunction:
         self.description = inspect.getdoc(function) or ""
         fields: dict[str, Any] = {}
         for parameter in inspect.signature(function, eval_str=True).parameters.values():
-            if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY) or parameter.annotation is parameter.empty:
+            if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
                 raise TypeError(
-                    f"cannot make a tool of {self.name}: the parameter {parameter.name} needs a type annotation, and must be passed by name"
+                    f"cannot make a tool of {self.name}: the parameter {parameter.name} cannot be passed by name; make it a keyword"
                 )
+            if parameter.annotation is parameter.empty:
+                raise TypeError(f"cannot make a tool of {self.name}: the parameter {parameter.name} needs a type annotation; add it")
             fields[parameter.name] = (parameter.annotation, ... if parameter.default is parameter.empty else parameter.default)
         self._arguments = create_model(self.name, __config__=ConfigDict(extra="forbid"), **fields)
         schema = self._arguments.model_json_schema()

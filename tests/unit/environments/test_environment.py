@@ -52,6 +52,14 @@ def test_a_tool_function_needs_types() -> None:
         ToolFunction(lambda a: a)
 
 
+def test_a_tool_function_takes_its_parameters_by_name() -> None:
+    def double(number: int, /) -> int:
+        return 2 * number
+
+    with pytest.raises(TypeError, match="cannot make a tool of double: the parameter number cannot be passed by name"):
+        ToolFunction(double)
+
+
 class Offers(ToolEnvironment):
     async def judge(self, turn: AssistantTurn) -> Step:
         return Step(done=True)

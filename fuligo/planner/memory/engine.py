@@ -174,6 +174,7 @@ def engine_items(spec: EngineGroupSpec, memory: EngineMemory, trainer_bytes: int
     sizes = f"TP {spec.tp_size}" + (f", DP attention {spec.dp_size}" if spec.dp_size > 1 else "") + f", EP {spec.ep_size}"
     stored = "FP8 where quantized" if is_fp8(spec, architecture) else "experts in MXFP4" if architecture.is_mxfp4 else "bf16"
     items = [MemoryItem("weights", memory.weights, f"{billions(architecture.num_parameters)} parameters over {sizes}; {stored}")]
+    before_cache = ("weights", *(["draft weights"] if memory.draft_weights else []), *(["states"] if memory.states else []))
     if memory.draft_weights:
         items.append(MemoryItem("draft_weights", memory.draft_weights, "the model's own MTP layers"))
     items.append(
@@ -181,7 +182,7 @@ def engine_items(spec: EngineGroupSpec, memory: EngineMemory, trainer_bytes: int
             "kv_cache",
             memory.kv_tokens * memory.cached_bytes_per_token,
             f"{memory.kv_tokens} tokens x {memory.cached_bytes_per_token} bytes: the rest of --sglang-mem-fraction-static "
-            f"{settings.mem_fraction_static:g} ({amount(memory.static)}) after the weights",
+            f"{settings.mem_fraction_static:g} ({amount(memory.static)}) after {' and '.join(before_cache)}",
         )
     )
     if memory.states:

@@ -48,13 +48,13 @@ class _Watch:
     severity: Literal["error", "warning", "note"]
     title: str
     bad: Callable[[Values], list[bool]]
-    """Returns for each row whether its value is bad."""
+    """Function that returns for each row whether its value is bad."""
     text: str
     """Template over the facts of `_facts`."""
     lasting: int = 1
     """Minimum number of rows of a stretch."""
     excused: Callable[[MetricColumns], list[bool]] | None = None
-    """Returns for each row whether a bad value is no fault there; None if it always is one."""
+    """Function that returns for each row whether a bad value is no fault there; None if it always is one."""
 
 
 def alarms(metrics: MetricColumns) -> list[Alarm]:

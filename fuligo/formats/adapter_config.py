@@ -131,7 +131,7 @@ class AdapterConfig:
                 raise CheckpointError(f"cannot load {directory}: {unreadable}")
             fields = json.loads(read_plain_text(file))
             if not isinstance(fields, dict):
-                raise ValueError(f"it is {type(fields).__name__}, not an object of fields")
+                raise ValueError(f"it must be an object, not {fields!r:.80}")
             kind = fields["peft_type"]
             if kind != "LORA":
                 raise CheckpointError(

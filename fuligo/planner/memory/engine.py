@@ -122,7 +122,7 @@ class EngineMemory:
     before: int
     """Memory in use before the server loads: CUDA, NCCL, and the remainder of a colocated trainer."""
     static: int
-    """--mem-fraction-static of the memory free at that time: weights and KV cache."""
+    """--mem-fraction-static of the memory free at that time: weights, draft weights, states and KV cache."""
     bytes_per_token: int
     """Bytes per token by which SGLang sizes the cache."""
     cached_bytes_per_token: int

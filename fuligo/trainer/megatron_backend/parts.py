@@ -203,7 +203,7 @@ def set_step(optimizer: MegatronOptimizer, num_steps: int) -> None:
 def allocate_state(optimizer: MegatronOptimizer) -> None:
     """Allocate moments that do not exist yet; Adam does so in its first step.
 
-    Of an optimizer that is partly on the CPU, only the moments on the GPU are allocated.
+    If a part of the optimizer is on the CPU, only the moments on the GPU are allocated.
     """
     for part in _parts(optimizer):
         adam: Any = part.optimizer.gpu_optimizer if isinstance(part.optimizer, HybridDeviceOptimizer) else part.optimizer

@@ -141,7 +141,10 @@ def _belonging(token: str) -> str:
 
 
 def _meaning(option: str) -> _Meaning:
-    """Find the flag: a typed one, else a pass-through argument, else the negation of either."""
+    """Find the flag: a typed one, else a pass-through argument, else the negation of either.
+
+    Raises _Problem if there is none, or fuligo sets the argument itself.
+    """
     name = option.removeprefix("--").replace("-", "_")
     if name in flags():
         return _Meaning(flags()[name])

@@ -14,7 +14,7 @@ _SCRIPTS = (
 
 
 def page(title: str, document: dict[str, Any] | None = None) -> str:
-    """Return the page.
+    """Return the viewer's page as one HTML document.
 
     Args:
         title: title of the window.

@@ -126,8 +126,8 @@ class MemoryBar:
     pipeline_rank: int | None = None
     """Pipeline rank of the trainer; None for engines and the host."""
     engine_group: int | None = None
-    """Index into `ClusterLayout.engine_groups` for the GPUs of engines; None for the trainer and the host. Both are set if one bar shows
-    trainer and engine together."""
+    """Index into `ClusterLayout.engine_groups` for the GPUs of engines; None for the trainer and the host. If one bar shows trainer and
+    engine together, `pipeline_rank` is set too."""
 
     @property
     def used_bytes(self) -> int:

@@ -163,8 +163,8 @@ async def _is_silent(agent: Any, timeout_s: float) -> bool:
 async def open_cluster(config: Config, stack: AsyncExitStack, log_file: Path) -> RayCluster:
     """Connect to Ray, or start it on this machine, and reserve the run's nodes until the stack closes.
 
-    `log_file`: log of Ray's processes if it is started here. Raises ConfigError if there is no cluster, it lacks the resources, or the run
-    has no process to place on it.
+    `log_file`: log of Ray's processes if it is started here. Raises ConfigError if there is no cluster, it lacks the resources or
+    starts no process in time, or the run has no process to place on it.
     """
     placement = place(config)
     if not placement.node_sizes:

@@ -78,7 +78,11 @@ class EmbeddedBackend:
             if config_json.get("model_type") in REFUSED:
                 raise ConfigError(f"cannot use --hf-checkpoint: {error}") from error
             fix = "--rollout-backend sglang" + ("" if config.trainer_capabilities.splits_model else " --train-backend megatron")
-            raise ConfigError(f"cannot use --hf-checkpoint with the embedded engine: {error}; use {fix}") from error
+            # The engine's own advice names only the other engine.
+            reason, advice, _ = str(error).partition("; use --rollout-backend sglang")
+            raise ConfigError(
+                f"cannot use --hf-checkpoint with the embedded engine: {reason}{'; ' if advice else ', or '}use {fix}"
+            ) from error
         left_out = prediction_prefixes(served.to_dict()) + ((MTP_PREFIX,) if has_mtp_module(config_json) else ())
         return EngineFormat(left_out=left_out, experts=stored_experts(config_json))
 

@@ -44,7 +44,7 @@ def load_hook(flag_name: str, path: str) -> Hook:
     if hook is None:
         raise _error(flag_name, path, f"{module_path} has no {name}{did_you_mean(nearest(name, vars(module)))}")
     if not callable(hook):
-        raise _error(flag_name, path, f"{name} is a {type(hook).__name__}, not a function; name a function or a class")
+        raise _error(flag_name, path, f"{name} is of type {type(hook).__name__}, not a function; name a function or a class")
     try:
         signature = inspect.signature(hook)
     except ValueError:

@@ -134,7 +134,9 @@ def _read_metadata(directory: Path) -> Metadata:
         with open_plain(directory / ".metadata") as stream:
             metadata = _MetadataUnpickler(stream).load()
         if not isinstance(metadata, Metadata):
-            raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}, not the metadata of a distributed checkpoint")
+            raise pickle.UnpicklingError(
+                f"it holds an object of type {type(metadata).__name__}, not the metadata of a distributed checkpoint"
+            )
         return metadata
     except FileNotFoundError:
         raise CheckpointError(

@@ -160,7 +160,7 @@ def _episode(text: str | None) -> Episode | None:
 def _plain(value: Any) -> Any:
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
-    raise TypeError(f"a {type(value).__name__} is not JSON data")
+    raise TypeError(f"a value of type {type(value).__name__} is not JSON data")
 
 
 def _to_bytes(table: pa.Table) -> bytes:

@@ -134,7 +134,9 @@ def _rewards(samples: list[Sample], settings: SampleSettings) -> list[float]:
 
 def _post_processed(result: tuple[Sequence[float], Sequence[float]], num_samples: int) -> list[float]:
     if not isinstance(result, tuple) or len(result) != 2:
-        raise RewardError(f"--custom-reward-post-process-path must return (raw, rewards); it returned a {type(result).__name__}")
+        raise RewardError(
+            f"--custom-reward-post-process-path must return (raw, rewards); it returned a value of type {type(result).__name__}"
+        )
     try:
         rewards = [float(reward) for reward in result[1]]
     except (TypeError, ValueError) as error:

@@ -77,7 +77,7 @@ def test_its_weights_are_the_checkpoints_and_come_out_trained(pool: RankPool, ch
 @pytest.mark.parametrize(
     ("provider", "message"),
     [
-        ("bare_module", r"returns a Linear; it must return a PolicyModel"),
+        ("bare_module", r"returns an object of type Linear; it must return a PolicyModel"),
         ("whole_model", r"returns a stage with (post_process|pre_process)=True instead of False"),
         ("with_gate", r"has weights that are not in the checkpoint: decoder\.layers\.0\.mlp\.gate\.weight"),
         ("without_last_layer", r"lacks weights of the checkpoint: decoder\.layers\.3\.\S+ decoder\.layers\.3\.\S+ .* and \d+ more"),

@@ -63,7 +63,7 @@ def provided_model(
         _default.reset(token)
     if not isinstance(model, kind):
         raise ConfigError(
-            f"{_OPTION} {path} returns a {type(model).__name__}; it must return a {kind.__name__}: the "
+            f"{_OPTION} {path} returns an object of type {type(model).__name__}; it must return a {kind.__name__}: the "
             f"(modified) result of {__name__}.default_model, or an instance of a subclass"
         )
     for name, asked in {"pre_process": pre_process, "post_process": post_process, "vp_stage": vp_stage}.items():

@@ -106,7 +106,7 @@ def test_hooks_are_found_by_module_and_by_file(module: str, flag: str, function:
     ("flag", "path", "cause"),
     [
         ("custom_rm_path", "{module}.rewrd", "has no rewrd; did you mean reward"),
-        ("custom_rm_path", "{module}.NUMBER", "NUMBER is a int, not a function"),
+        ("custom_rm_path", "{module}.NUMBER", "NUMBER is of type int, not a function"),
         ("custom_rm_path", "{module}.too_few", "called as (args, sample), but its signature is (args)"),
         ("custom_rm_path", "{module}.too_many", "missing a required argument: 'other'"),
         ("custom_rm_path", "no_such_module.reward", "there is no module no_such_module"),

@@ -167,7 +167,7 @@ def _offered(metadata: dict[str, Any]) -> Question:
     if any(len(letter) != 1 or letter not in string.ascii_uppercase for letter in named) or (texts and len(named) != len(texts)):
         raise RewardFailure(
             FailureReason.BAD_LABEL,
-            f"{len(texts)} choices cannot have the letters {', '.join(named)}: each choice needs one letter from A to Z",
+            f"{len(texts) or 'the'} choices cannot have the letters {', '.join(named)}: each choice needs one letter from A to Z",
         )
     return Question(named, texts)
 

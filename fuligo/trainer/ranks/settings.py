@@ -113,8 +113,7 @@ class TrainerSettings:
     critic: CriticSettings | None = None
     """Settings of the value model; None if advantages need no values."""
     needs_old_logprobs: bool = False
-    """True to compute the old log-probabilities in `score`, because a rollout has several optimizer steps or rewards include the KL to the
-    reference."""
+    """True to compute the old log-probabilities in `score`, before the first optimizer step; see `Config.needs_old_logprobs`."""
     temperature: float = 1.0
     """Sampling temperature; log-probabilities are those of the distribution that was sampled from."""
     capacity: Capacity = field(default_factory=Capacity)

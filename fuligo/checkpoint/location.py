@@ -48,7 +48,7 @@ def resolve(load: Path | None, ckpt_step: int | None = None) -> Checkpoint | Wei
     """
     if load is None or not _entries(load):
         if ckpt_step is not None:
-            state = "not given" if load is None else f"empty: {load}"
+            state = "not given" if load is None else f"missing or empty: {load}"
             raise CheckpointError(f"cannot load --ckpt-step {ckpt_step}: --load is {state}; use the directory that has this iteration")
         return None
     if ckpt_step is not None:

@@ -41,6 +41,7 @@ from fuligo.models.transformers_types import (
 )
 from fuligo.models.vision.forward import RowImages, VisionTower
 from fuligo.models.vision.processor import ImageProcessor
+from fuligo.quantities import count
 
 logger = logging.getLogger(__name__)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -289,5 +290,7 @@ def _load(path: str, config: Any, dtype: torch.dtype) -> Any:
             f"cannot load {path}: {len(missing)} weights are missing: {', '.join(missing[:8])}; download the checkpoint again"
         )
     if prefixes := prediction_prefixes(config.to_dict()):
-        logger.info("skipping the weights of %d MTP layers, which this engine does not use (%s)", len(prefixes), ", ".join(prefixes))
+        logger.info(
+            "skipping the weights of %s, which this engine does not use (%s)", count(len(prefixes), "MTP layer"), ", ".join(prefixes)
+        )
     return module

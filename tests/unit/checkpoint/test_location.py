@@ -52,7 +52,7 @@ def test_another_iteration_can_be_asked_for(load: Path) -> None:
 
 
 def test_an_iteration_is_asked_for_where_there_is_none(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"--ckpt-step 5: --load is empty: "):
+    with pytest.raises(CheckpointError, match=r"--ckpt-step 5: --load is missing or empty: "):
         resolve(tmp_path, 5)
     with pytest.raises(CheckpointError, match="--ckpt-step 5: --load is not given"):
         resolve(None, 5)

@@ -15,6 +15,7 @@ from torch import Tensor
 from fuligo.errors import CheckpointError
 from fuligo.formats.hugging_face import StoredTensor, read_stored_tensors
 from fuligo.models.names import Form, ModelNames, Weight
+from fuligo.quantities import count
 
 NUM_LISTED = 5
 """Largest number of tensors that an error lists."""
@@ -121,6 +122,6 @@ def _read_headers(directory: Path, names: ModelNames, num_mtp_layers: int) -> di
         raise CheckpointError(f"cannot train {directory}: its weights are quantized; use the checkpoint in bf16")
     if num_mtp_layers > len(names.architecture.mtp_layers):
         raise CheckpointError(
-            f"--mtp-num-layers {num_mtp_layers}: {directory} has {len(names.architecture.mtp_layers)} MTP layers; lower the flag"
+            f"--mtp-num-layers {num_mtp_layers}: {directory} has {count(len(names.architecture.mtp_layers), 'MTP layer')}; lower the flag"
         )
     return read_stored_tensors(directory)

@@ -118,7 +118,7 @@ def test_prediction_layers_are_left_and_named(tmp_path: Path, caplog: pytest.Log
     predicting.save(tmp_path)
     with caplog.at_level("INFO"):
         model = load(tmp_path)
-    assert "skipping the weights of 1 MTP layers, which this engine does not use (model.layers.2.)" in caplog.text
+    assert "skipping the weights of 1 MTP layer, which this engine does not use (model.layers.2.)" in caplog.text
     held = dict(model.module.named_parameters())
     assert held.keys() == dict(predicting.trunk.named_parameters()).keys()
     assert all(torch.equal(held[name], parameter) for name, parameter in predicting.trunk.named_parameters())

@@ -77,8 +77,8 @@ class Span:
     """Time interval of a sample or of a trainer rank, for the trace and `fuligo view`."""
 
     name: str
-    """For a sample: `generate`, `reward`, `environment`, `teacher`, or a name that a hook chose; for a rank: `score`, `forward, backward`,
-    `optimizer`, `send`."""
+    """Kind of work: `generate`, `reward`, `environment`, `teacher`, or a name that a hook chose (sample); `score`, `forward, backward`,
+    `optimizer`, `send` (rank)."""
     start_s: float
     """Seconds since the epoch (`time.time()`)."""
     end_s: float

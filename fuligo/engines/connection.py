@@ -38,7 +38,7 @@ BUCKET = Deadline(300.0)
 """Default of `ControlDeadlines.bucket`: far shorter than the deadline of the trainer's ranks, which wait for the call."""
 
 UNLIMITED = Deadline(math.inf)
-"""For calls whose caller limits the time of each step."""
+"""Deadline of calls whose caller limits the time of each step."""
 
 
 @dataclass(slots=True, frozen=True)

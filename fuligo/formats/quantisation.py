@@ -171,7 +171,7 @@ def _published_blocks(config: Any, directory: Path) -> Quantisation:
     if values.get("quant_method") == MXFP4:
         raise ConfigError(
             f"cannot sync weights to engines on {directory}: they cannot update experts in MXFP4; let them serve bfloat16: "
-            f"fuligo convert mxfp4-to-bf16 {directory} --save DIR"
+            f"fuligo convert mxfp4-to-bf16 --hf-checkpoint {directory} --save DIR"
         )
     other = [f"{key} {values[key]}" for key, value in expected.items() if values.get(key, value) != value]
     block = values.get("weight_block_size")

@@ -97,7 +97,7 @@ class LayerRecord(_RouterHook):
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self.choices: list[Tensor] = []
-        """For each micro-batch, [tokens, K] chosen experts."""
+        """[tokens, K] chosen experts of each micro-batch."""
 
     def choose(self, own: Tensor) -> Tensor:
         self.choices.append(own.to(self._dtype))

@@ -105,7 +105,7 @@ class TrainerSettings:
     optimizer: OptimizerSettings
     loss: LossSettings = field(default_factory=LossSettings)
     reference_weights: Path | None = None
-    """Weights of the reference model, in the same formats; None if the loss needs no reference."""
+    """Weights of the reference model, in the same formats; None if there is no reference model."""
     teacher_weights: Path | None = None
     """Weights of the teacher, in the same formats; None if there is no teacher or an engine serves it."""
     ref_update_interval: int | None = None

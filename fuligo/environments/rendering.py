@@ -193,7 +193,7 @@ class Renderer:
         Args:
             rest: the template's text from the beginning of the turn on
             text: the turn as sampled
-            opened: the prompt before the turn opens the thinking
+            opened: True if the prompt before the turn opens the thinking
         """
         ids = rendered_ids(self._tokenizer, rest)
         end = next((position for position, token in enumerate(ids) if token in self._end_ids), None)

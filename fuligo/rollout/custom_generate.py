@@ -35,7 +35,7 @@ async def continue_sample(sample: Sample, sampling_params: dict[str, Any]) -> Sa
     """Continue the response of a sample with the default generation; `max_new_tokens` limits the whole response.
 
     For use inside a custom generate function, which should return the sample if its status is not `completed` afterwards: it is
-    truncated, failed, or aborted. A later rollout calls the function again with an aborted sample.
+    truncated, failed, or aborted. With --partial-rollout or --async-mode full, the function is called again with an aborted sample.
     """
     generate, params = _default.get()
     known = {name: tuple(value) if isinstance(value, list) else value for name, value in sampling_params.items()}

@@ -189,7 +189,7 @@ def test_mxfp4_becomes_bfloat16_as_the_format_defines_it(mxfp4: Path, tmp_path: 
 
 def test_mxfp4_is_trained_from_but_not_synced_to(mxfp4: Path, checkpoint: Path, tmp_path: Path) -> None:
     assert is_trainable(mxfp4) and architecture_of(read_config_json(mxfp4)).is_mxfp4
-    with pytest.raises(ConfigError, match="let them serve bfloat16: fuligo convert mxfp4-to-bf16 --hf-checkpoint .* --save DIR"):
+    with pytest.raises(ConfigError, match=r"let them serve bfloat16: fuligo convert mxfp4-to-bf16 --hf-checkpoint .* --save DIR"):
         EngineQuantisation.read(mxfp4)
     with pytest.raises(ConfigError, match="experts of a gpt_oss model are not supported in FP8"):
         plan_hf_to_fp8(["--model-dir", str(checkpoint), "--save-dir", str(tmp_path / "fp8")])

@@ -64,10 +64,11 @@ class HuggingFaceView:
         for weight in self._names.weights():
             if weight.megatron not in self.tensors.shapes and weight.megatron.startswith("mtp."):
                 continue  # the model was trained without MTP layers
-            if self.tensors.shapes.get(weight.megatron) != weight.shape:
+            if (shape := self.tensors.shapes.get(weight.megatron)) != weight.shape:
+                found = "is missing" if shape is None else f"has shape {shape}"
                 raise CheckpointError(
-                    f"cannot read {self.tensors.directory} as the model of {self.model / 'config.json'}: {weight.megatron} has shape "
-                    f"{self.tensors.shapes.get(weight.megatron)}, expected {weight.shape}; use the config.json of the checkpoint's model"
+                    f"cannot read {self.tensors.directory} as the model of {self.model / 'config.json'}: {weight.megatron} {found}, "
+                    f"expected {weight.shape}; use the config.json of the checkpoint's model"
                 )
             for name, shape in zip(weight.checkpoint, self._names.checkpoint_shapes(weight), strict=True):
                 self._sources[name], self.shapes[name] = (weight, name), shape

@@ -145,7 +145,7 @@ class RewardFlags(FlagGroup):
     rm_timeout_s: float = flag(30.0, "deadline per reward", unit="s", gt=0)
     rm_retries: int = flag(3, "retries of a remote reward", ge=0)
     rm_num_workers: int | None = flag(None, "processes that compute rewards (default: up to 4, depending on the CPU cores)", ge=1)
-    custom_rm_path: str | None = slime(None, "hook: async (args, sample) -> float | dict")
+    custom_rm_path: str | None = slime(None, "hook: (args, sample) -> float | dict, async or not")
     extra_rm_path: list[str] = flag([], "hook: functions (args, sample) -> float whose values are added to the training reward")
     extra_rm_weights: list[float] = flag([], "weight of each additional reward (default 1; the main reward has weight 1)")
     group_rm: bool = slime(False, "call the custom reward with the samples of a group; it returns a list")

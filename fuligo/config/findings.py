@@ -69,7 +69,7 @@ class Rule(Generic[S, F]):
     severity: Severity
     flags: tuple[str, ...]
     """Options that the rule is about, as typed."""
-    check: Callable[[S], Violation[F] | Iterator[Violation[F]] | None]
+    check: Callable[[S], Iterator[Violation[F]]]
     """Pure function; the first line of its docstring is the reason."""
 
     @property
@@ -77,20 +77,11 @@ class Rule(Generic[S, F]):
         """First line of the check's docstring."""
         return (self.check.__doc__ or "").strip().splitlines()[0]
 
-    def violations(self, subject: S) -> Iterator[Violation[F]]:
-        found = self.check(subject)
-        if isinstance(found, Violation):
-            yield found
-        elif found is not None:
-            yield from found
-
     def finding(self, violation: Violation[F]) -> Finding:
         """Return the finding of a violation, without a fix."""
         return Finding(self.id, self.severity, violation.text, violation.flags or self.flags, advice=violation.advice)
 
 
-def rule(
-    rule_id: str, *options: str, severity: Severity = Severity.ERROR
-) -> Callable[[Callable[[S], Violation[F] | Iterator[Violation[F]] | None]], Rule[S, F]]:
+def rule(rule_id: str, *options: str, severity: Severity = Severity.ERROR) -> Callable[[Callable[[S], Iterator[Violation[F]]]], Rule[S, F]]:
     """Return a decorator that turns a check into a rule; the first line of the check's docstring states the reason."""
     return lambda check: Rule(rule_id, severity, options, check)

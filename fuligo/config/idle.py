@@ -22,10 +22,10 @@ def without_idle(config: Config, file: Given, line: Given) -> tuple[Config, list
         alone = build_config(file.assignments)
     except ConfigError:  # the command line corrects a value of the file
         return config, []
-    idle_alone = {option for rule in effects.RULES for violation in rule.violations(alone) for option in violation.flags}
+    idle_alone = {option for rule in effects.RULES for violation in rule.check(alone) for option in violation.flags}
     warnings: list[str] = []
     for rule in effects.RULES:
-        for violation in rule.violations(config):
+        for violation in rule.check(config):
             if all(option in places and option not in idle_alone for option in violation.flags):
                 config = apply_changes(config, violation.fix)
                 warnings.append(f"left out: {violation.text} ({'; '.join(places[option] for option in violation.flags)})")

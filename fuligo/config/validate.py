@@ -64,7 +64,7 @@ def require_no_errors(found: Iterable[Finding], config: Config) -> list[str]:
 
 def findings(config: Config) -> tuple[Finding, ...]:
     """Return the findings of all rules, errors first."""
-    found = [replace(rule.finding(violation), fix=violation.fix) for rule in RULES for violation in rule.violations(config)]
+    found = [replace(rule.finding(violation), fix=violation.fix) for rule in RULES for violation in rule.check(config)]
     return tuple(sorted(found, key=lambda finding: finding.severity is not Severity.ERROR))
 
 

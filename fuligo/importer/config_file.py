@@ -110,7 +110,7 @@ def _without_idle_flags(config: Config) -> tuple[Config, list[str], set[tuple[st
     notes: list[str] = []
     left_out: set[tuple[str, ...]] = set()
     for rule in effects.RULES:
-        for violation in rule.violations(config):
+        for violation in rule.check(config):
             config = apply_changes(config, violation.fix)
             notes.append(f"left out: {violation.text}")
             left_out |= {tuple(map(str, change.path)) for change in violation.fix}

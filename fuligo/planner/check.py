@@ -45,7 +45,7 @@ def _find(subject: Subject) -> list[_Found]:
     """Return each finding once, errors first; engine groups that share a flag violate a rule together."""
     found = [_Found(finding, (finding.fix,) if finding.fix else ()) for finding in config_findings(subject.config)]
     for rule in RULES:
-        found += [_Found(rule.finding(violation), violation.fix) for violation in rule.violations(subject)]
+        found += [_Found(rule.finding(violation), violation.fix) for violation in rule.check(subject)]
     once: dict[str, _Found] = {}
     for each in found:
         once.setdefault(repr((each.finding.id, each.fixes[0] if each.fixes else each.finding.text)), each)

@@ -1,5 +1,6 @@
 """Warnings about settings that are allowed but probably not intended."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from fuligo.algorithms.estimators import ESTIMATORS
@@ -15,102 +16,97 @@ _WIDE_FOR_A_MEAN = 0.05
 
 
 @rule("CFG-MODEL-CONFIG", "--model-config-file", "--hf-checkpoint", severity=Severity.WARNING)
-def unread_model_config(config: Config) -> Violation | None:
+def unread_model_config(config: Config) -> Iterator[Violation]:
     """Warn about a --model-config-file given with a checkpoint on this machine, whose own config.json is used."""
     given, checkpoint = config.model.model_config_file, config.model.hf_checkpoint
-    if given is None or checkpoint is None or not (own := Path(checkpoint) / "config.json").is_file():
-        return None
-    file = Path(given) / "config.json" if Path(given).is_dir() else Path(given)
-    if file.is_file() and file.read_bytes() == own.read_bytes():
-        return None
-    text = f"--model-config-file {given} is not read: --hf-checkpoint {checkpoint} is on this machine, and its own config.json is used"
-    return Violation(text, (unset_flag("model_config_file"),), advice="to plan with the file, leave out --hf-checkpoint")
+    if given is not None and checkpoint is not None and (own := Path(checkpoint) / "config.json").is_file():
+        file = Path(given) / "config.json" if Path(given).is_dir() else Path(given)
+        if not file.is_file() or file.read_bytes() != own.read_bytes():
+            text = (
+                f"--model-config-file {given} is not read: --hf-checkpoint {checkpoint} is on this machine, and its own config.json is used"
+            )
+            yield Violation(text, (unset_flag("model_config_file"),), advice="to plan with the file, leave out --hf-checkpoint")
 
 
 @rule("CFG-KL-K1", "--kl-loss-type", severity=Severity.WARNING)
-def k1_as_a_loss(config: Config) -> Violation | None:
+def k1_as_a_loss(config: Config) -> Iterator[Violation]:
     """Warn about k1 as a loss: under the policy, the gradient of log(policy/reference) is zero on average."""
     algorithm = config.algorithm
-    if not algorithm.use_kl_loss or algorithm.kl_loss_coef == 0 or algorithm.kl_loss_type != "k1" or algorithm.use_unbiased_kl:
-        return None
-    text = "--kl-loss-type k1 has an on-policy gradient of zero on average, unlike k2, k3, low_var_kl and --use-unbiased-kl"
-    return Violation(text, (set_flag("kl_loss_type", "low_var_kl"),))
+    if algorithm.use_kl_loss and algorithm.kl_loss_coef != 0 and algorithm.kl_loss_type == "k1" and not algorithm.use_unbiased_kl:
+        text = "--kl-loss-type k1 has an on-policy gradient of zero on average, unlike k2, k3, low_var_kl and --use-unbiased-kl"
+        yield Violation(text, (set_flag("kl_loss_type", "low_var_kl"),))
 
 
 @rule("CFG-GSPO-CLIP", "--advantage-estimator", "--eps-clip", severity=Severity.WARNING)
-def gspo_clip_distance(config: Config) -> Violation | None:
+def gspo_clip_distance(config: Config) -> Iterator[Violation]:
     """Warn about token-sized clip distances with GSPO: the ratio of a whole response stays far closer to 1 than that of a token."""
     clip = config.algorithm.eps_clip
     ratios_differ = config.resolved_num_steps_per_rollout > 1 or config.algorithm.use_rollout_logprobs
     if (
-        config.is_sft
-        or ESTIMATORS[config.algorithm.advantage_estimator].ratio_level != "sequence"
-        or not ratios_differ
-        or clip < _WIDE_FOR_A_MEAN
+        not config.is_sft
+        and ESTIMATORS[config.algorithm.advantage_estimator].ratio_level == "sequence"
+        and ratios_differ
+        and clip >= _WIDE_FOR_A_MEAN
     ):
-        return None
-    text = (
-        f"--advantage-estimator gspo with --eps-clip {clip}: the ratio of a response is hardly ever that far from 1, so nothing is clipped"
-    )
-    return Violation(text, (set_flag("eps_clip", 3e-4), set_flag("eps_clip_high", 4e-4)))
+        given = f"--advantage-estimator gspo with --eps-clip {clip}"
+        text = f"{given}: the ratio of a response is hardly ever that far from 1, so nothing is clipped"
+        yield Violation(text, (set_flag("eps_clip", 3e-4), set_flag("eps_clip_high", 4e-4)))
 
 
 @rule("CFG-SEQUENCE-MASK", "--tis-mode", "--tis-clip", "--tis-clip-low", severity=Severity.WARNING)
-def sequence_mask_bounds(config: Config) -> Violation | None:
+def sequence_mask_bounds(config: Config) -> Iterator[Violation]:
     """Warn about wide bounds of a sequence mask: the geometric mean of a response's weights is hardly ever far from 1."""
     flags = config.algorithm
     low, high = flags.tis_clip_low, flags.tis_clip
-    if not flags.use_tis or flags.tis_mode != "sequence-mask" or low > 1 - _WIDE_FOR_A_MEAN or high < 1 + _WIDE_FOR_A_MEAN:
-        return None
-    given = f"--tis-mode sequence-mask with --tis-clip-low {low} and --tis-clip {high}"
-    text = f"{given}: the geometric mean of a response's weights is hardly ever outside, so no response is masked"
-    return Violation(text, advice="choose bounds near 1, such as 0.99 and 1.01, and tune them by train/tis_cut_fraction")
+    if flags.use_tis and flags.tis_mode == "sequence-mask" and low <= 1 - _WIDE_FOR_A_MEAN and high >= 1 + _WIDE_FOR_A_MEAN:
+        given = f"--tis-mode sequence-mask with --tis-clip-low {low} and --tis-clip {high}"
+        text = f"{given}: the geometric mean of a response's weights is hardly ever outside, so no response is masked"
+        yield Violation(text, advice="choose bounds near 1, such as 0.99 and 1.01, and tune them by train/tis_cut_fraction")
 
 
 @rule("CFG-MICRO-BATCH", "--micro-batch-size", "--use-dynamic-batch-size", severity=Severity.WARNING)
-def unused_micro_batch_size(config: Config) -> Violation | None:
+def unused_micro_batch_size(config: Config) -> Iterator[Violation]:
     """Warn about a micro-batch size that packing by tokens overrides."""
     size = config.train.micro_batch_size
-    if size is None or not config.train.use_dynamic_batch_size:
-        return None
-    return Violation(f"--micro-batch-size {size} is not used: --use-dynamic-batch-size packs by tokens", (unset_flag("micro_batch_size"),))
+    if size is not None and config.train.use_dynamic_batch_size:
+        yield Violation(
+            f"--micro-batch-size {size} is not used: --use-dynamic-batch-size packs by tokens", (unset_flag("micro_batch_size"),)
+        )
 
 
 @rule("CFG-GROUP-OF-ONE", "--n-samples-per-prompt", "--advantage-estimator", severity=Severity.WARNING)
-def groups_of_one(config: Config) -> Violation | None:
+def groups_of_one(config: Config) -> Iterator[Violation]:
     """Warn about groups of one sample: with the group mean as baseline, every advantage is zero."""
     algorithm = config.algorithm
     by_hook = algorithm.custom_advantage_function_path or config.reward.custom_reward_post_process_path
     raw = config.is_sft or config.is_unjudged or algorithm.disable_rewards_normalization or by_hook
-    if config.rollout.n_samples_per_prompt > 1 or raw or not ESTIMATORS[algorithm.advantage_estimator].has_group_baseline:
-        return None
-    text = (
-        f"--n-samples-per-prompt 1 with --advantage-estimator {algorithm.advantage_estimator}: the group mean is the baseline, "
-        "so the advantage of a single sample is zero"
-    )
-    return Violation(text, advice="raise --n-samples-per-prompt")
+    if config.rollout.n_samples_per_prompt <= 1 and not raw and ESTIMATORS[algorithm.advantage_estimator].has_group_baseline:
+        text = (
+            f"--n-samples-per-prompt 1 with --advantage-estimator {algorithm.advantage_estimator}: the group mean is the baseline, "
+            "so the advantage of a single sample is zero"
+        )
+        yield Violation(text, advice="raise --n-samples-per-prompt")
 
 
 @rule("CFG-NOTHING-PARTIAL", "--partial-rollout", severity=Severity.WARNING)
-def partial_rollout_without_aborts(config: Config) -> Violation | None:
+def partial_rollout_without_aborts(config: Config) -> Iterator[Violation]:
     """Warn about partial rollouts in a run that never aborts a sample."""
     rollout = config.rollout
     stops_early = config.resolved_over_sampling_batch_size > rollout.rollout_batch_size or rollout.dynamic_sampling_filter_path
-    if not rollout.partial_rollout or stops_early or rollout.rollout_function_path or rollout.async_mode == "full":
-        return None
-    text = (
-        "--partial-rollout continues aborted samples, but without --over-sampling-batch-size above --rollout-batch-size "
-        "or a --dynamic-sampling-filter-path no sample is aborted"
-    )
-    return Violation(text, (set_flag("over_sampling_batch_size", 2 * rollout.rollout_batch_size),))
+    if rollout.partial_rollout and not (stops_early or rollout.rollout_function_path) and rollout.async_mode != "full":
+        text = (
+            "--partial-rollout continues aborted samples, but without --over-sampling-batch-size above --rollout-batch-size "
+            "or a --dynamic-sampling-filter-path no sample is aborted"
+        )
+        yield Violation(text, (set_flag("over_sampling_batch_size", 2 * rollout.rollout_batch_size),))
 
 
 @rule("CFG-WARMUP", "--lr-warmup-iters", "--critic-lr-warmup-iters", "--num-rollout", severity=Severity.WARNING)
-def warmup_longer_than_the_run(config: Config) -> Violation | None:
+def warmup_longer_than_the_run(config: Config) -> Iterator[Violation]:
     """Warn if the warm-up is longer than the run, so that the learning rate never reaches its peak."""
     flags, rollouts = config.optimizer, config.data.num_rollout
     if rollouts is None:
-        return None
+        return
     steps = rollouts * config.resolved_num_steps_per_rollout
     for name, warmup, peak in (
         ("--lr-warmup-iters", flags.lr_warmup_iters, "--lr"),
@@ -118,34 +114,32 @@ def warmup_longer_than_the_run(config: Config) -> Violation | None:
     ):
         if warmup > steps:
             text = f"{name} {warmup} exceeds the run's {steps} optimizer steps: the learning rate never reaches {peak}"
-            return Violation(text, advice="shorten the warm-up", flags=(name, "--num-rollout"))
-    return None
+            yield Violation(text, advice="shorten the warm-up", flags=(name, "--num-rollout"))
+            return
 
 
 @rule("CFG-LR-HIGH", "--lr", "--critic-lr", severity=Severity.WARNING)
-def learning_rate_is_plausible(config: Config) -> Violation | None:
+def learning_rate_is_plausible(config: Config) -> Iterator[Violation]:
     """Warn about a learning rate far above those that language models are trained with."""
     high = {"--lr": config.optimizer.lr, "--critic-lr": config.optimizer.critic_lr if config.trains_values else None}
     high = {name: rate for name, rate in high.items() if rate is not None and rate > _HIGHEST_LR}
-    if not high or not config.trains:
-        return None
-    given = " and ".join(f"{name} {rate:g}" for name, rate in high.items())
-    text = f"{given}: the weights will most likely be destroyed in the first step; policies are trained with 1e-7 to 1e-4"
-    return Violation(text, advice=f"lower {' and '.join(high)} to 1e-4 or less", flags=tuple(high))
+    if high and config.trains:
+        given = " and ".join(f"{name} {rate:g}" for name, rate in high.items())
+        text = f"{given}: the weights will most likely be destroyed in the first step; policies are trained with 1e-7 to 1e-4"
+        yield Violation(text, advice=f"lower {' and '.join(high)} to 1e-4 or less", flags=tuple(high))
 
 
 @rule("CFG-CRITIC-ONLY", "--num-critic-only-steps", "--num-rollout", severity=Severity.WARNING)
-def critic_only_run(config: Config) -> Violation | None:
+def critic_only_run(config: Config) -> Iterator[Violation]:
     """Warn if only the value model learns in the whole run."""
     alone, rollouts = config.algorithm.num_critic_only_steps, config.data.num_rollout
-    if not alone or rollouts is None or alone < rollouts:
-        return None
-    text = f"--num-critic-only-steps {alone} leaves none of the run's {rollouts} rollouts for the policy to learn from"
-    return Violation(text, advice="raise --num-rollout, unless you only want the value model")
+    if alone and rollouts is not None and alone >= rollouts:
+        text = f"--num-critic-only-steps {alone} leaves none of the run's {rollouts} rollouts for the policy to learn from"
+        yield Violation(text, advice="raise --num-rollout, unless you only want the value model")
 
 
 @rule("CFG-INTERVAL", "--update-weights-interval", "--ref-update-interval", "--num-rollout", severity=Severity.WARNING)
-def intervals_longer_than_the_run(config: Config) -> Violation | None:
+def intervals_longer_than_the_run(config: Config) -> Iterator[Violation]:
     """Warn about an interval that is longer than the run."""
     rollouts = config.data.num_rollout
     intervals = {
@@ -153,46 +147,43 @@ def intervals_longer_than_the_run(config: Config) -> Violation | None:
         "ref_update_interval": config.train.ref_update_interval if config.needs_reference else None,
     }
     late = {name: every for name, every in intervals.items() if rollouts is not None and every is not None and every > rollouts}
-    if not late:
-        return None
-    shown = {name: option_name(name) for name in late}
-    given = " and ".join(f"{shown[name]} {every}" for name, every in late.items())
-    text = f"{given}: longer than the run, which ends after --num-rollout {rollouts}"
-    return Violation(text, tuple(unset_flag(name) for name in late), "or raise --num-rollout", flags=tuple(shown.values()))
+    if late:
+        shown = {name: option_name(name) for name in late}
+        given = " and ".join(f"{shown[name]} {every}" for name, every in late.items())
+        text = f"{given}: longer than the run, which ends after --num-rollout {rollouts}"
+        yield Violation(text, tuple(unset_flag(name) for name in late), "or raise --num-rollout", flags=tuple(shown.values()))
 
 
 @rule("CFG-RESTART-FROM-0", "--max-restarts", "--save-interval", severity=Severity.WARNING)
-def restarts_without_checkpoints(config: Config) -> Violation | None:
+def restarts_without_checkpoints(config: Config) -> Iterator[Violation]:
     """Warn about restarts of a run that saves only at its end: each starts over from the beginning."""
     flags = config.checkpoint
-    if not flags.max_restarts or flags.save_interval is not None or not config.trains:
-        return None
-    text = f"--max-restarts {flags.max_restarts} without --save-interval: a restart repeats all rollouts since the run began"
-    return Violation(text, (set_flag("save_interval", 10),))
+    if flags.max_restarts and flags.save_interval is None and config.trains:
+        text = f"--max-restarts {flags.max_restarts} without --save-interval: a restart repeats all rollouts since the run began"
+        yield Violation(text, (set_flag("save_interval", 10),))
 
 
 @rule("CFG-COLOCATE-IDLE", "--rollout-num-gpus", "--colocate", severity=Severity.WARNING)
-def idle_shared_gpus(config: Config) -> Violation | None:
+def idle_shared_gpus(config: Config) -> Iterator[Violation]:
     """Warn if trainer GPUs have no engine, because they idle during the rollout."""
     given, trainer = config.cluster.rollout_num_gpus, config.num_train_gpus
-    if not config.cluster.colocate or given is None or not 0 < given < trainer:
-        return None
-    text = f"--rollout-num-gpus {given} with --colocate: {trainer - given} of the trainer's {trainer} GPUs idle while the engines sample"
-    return Violation(text, (unset_flag("rollout_num_gpus"),))
+    if config.cluster.colocate and given is not None and 0 < given < trainer:
+        text = (
+            f"--rollout-num-gpus {given} with --colocate: {trainer - given} of the trainer's {trainer} GPUs idle while the engines sample"
+        )
+        yield Violation(text, (unset_flag("rollout_num_gpus"),))
 
 
 @rule("CFG-DRAFT-WEIGHTS", "--enable-mtp-training", "--update-weight-transport", severity=Severity.WARNING)
-def trained_mtp_with_broadcast(config: Config) -> Violation | None:
+def trained_mtp_with_broadcast(config: Config) -> Iterator[Violation]:
     """Warn if trained MTP layers are synced by broadcast: SGLang 0.5.15 updates the served model, not the draft model built from them."""
     transport, cluster = config.weight_sync.update_weight_transport, config.cluster
     chosen = not cluster.colocate and cluster.device != "cpu" and not config.engine.rollout_external_engine_addrs
-    if not config.train.enable_mtp_training or not (transport in ("nccl", "gloo") or (transport == "auto" and chosen)):
-        return None
-    drafting = [group for group in engine_groups(config) if group.arguments.get("speculative_algorithm") is not None]
-    if not any(group.arguments.get("speculative_draft_model_path") is None for group in drafting):
-        return None
-    text = (
-        f"--enable-mtp-training with --update-weight-transport {transport}: a broadcast does not reach the draft model, so engines keep "
-        "drafting with the initial MTP layers and accept fewer tokens as training continues"
-    )
-    return Violation(text, (set_flag("update_weight_transport", "disk"),))
+    if config.train.enable_mtp_training and (transport in ("nccl", "gloo") or (transport == "auto" and chosen)):
+        drafting = [group for group in engine_groups(config) if group.arguments.get("speculative_algorithm") is not None]
+        if any(group.arguments.get("speculative_draft_model_path") is None for group in drafting):
+            text = (
+                f"--enable-mtp-training with --update-weight-transport {transport}: a broadcast does not reach the draft model, so engines "
+                "keep drafting with the initial MTP layers and accept fewer tokens as training continues"
+            )
+            yield Violation(text, (set_flag("update_weight_transport", "disk"),))

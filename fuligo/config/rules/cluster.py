@@ -1,6 +1,6 @@
 """Rules on backends, engines and their GPUs."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from fuligo.config import Config
 from fuligo.config.findings import Change
@@ -12,24 +12,24 @@ SHARED_FRACTION = 0.7
 """Fraction of GPU memory that published recipes assign to engines that share GPUs with the trainer."""
 
 
-def _foreign(owner: str, chosen: str, options: Sequence[str], *fix: Change) -> Violation | None:
-    """Return a violation for the flags `options` of a backend (`owner`) in a run with another one (`chosen`); None without flags."""
-    if not options:
-        return None
-    shown = options[0] if len(options) == 1 else f"{', '.join(options[:-1])} and {options[-1]}"
-    verb = "is a flag" if len(options) == 1 else "are flags"
-    return Violation(f"{shown} {verb} of {owner}, but the run has {chosen}", fix, flags=tuple(options))
+def _foreign(owner: str, chosen: str, options: Sequence[str], *fix: Change) -> Iterator[Violation]:
+    """Yield a violation for the flags `options` of a backend (`owner`) in a run with another one (`chosen`), if there are any."""
+    if options:
+        shown = options[0] if len(options) == 1 else f"{', '.join(options[:-1])} and {options[-1]}"
+        verb = "is a flag" if len(options) == 1 else "are flags"
+        yield Violation(f"{shown} {verb} of {owner}, but the run has {chosen}", fix, flags=tuple(options))
 
 
 @rule("CFG-TRAIN-BACKEND", "--train-backend")
-def flags_of_the_other_trainer(config: Config) -> Violation | None:
+def flags_of_the_other_trainer(config: Config) -> Iterator[Violation]:
     """Reject flags of the other trainer, which would be silently ignored."""
     if config.resolved_train_backend == "torch":
         foreign = config.given_options([name for name in MEGATRON_FLAGS if name not in MTP_FLAGS], ("megatron",))
-        return _foreign("the Megatron trainer", "--train-backend torch", foreign, unset_flag("train_backend"))
+        yield from _foreign("the Megatron trainer", "--train-backend torch", foreign, unset_flag("train_backend"))
+        return
     options = config.given_options(TORCH_FLAGS)
     if not options:
-        return None
+        return
     text = f"{' and '.join(options)} can be used with the torch trainer only, but this run has the Megatron trainer"
     fixes = [*unset_given(config, TORCH_FLAGS)]
     if "--gradient-checkpointing" in options:
@@ -37,178 +37,170 @@ def flags_of_the_other_trainer(config: Config) -> Violation | None:
         if not config.parallel.recompute_granularity:
             full = set_flag("recompute_granularity", "full")
             fixes += [full, set_flag("recompute_method", "uniform"), set_flag("recompute_num_layers", 1)]
-    return Violation(text, tuple(fixes), flags=tuple(options))
+    yield Violation(text, tuple(fixes), flags=tuple(options))
 
 
 @rule("CFG-ROLLOUT-BACKEND", "--rollout-backend")
-def flags_of_the_other_engine(config: Config) -> Violation | None:
+def flags_of_the_other_engine(config: Config) -> Iterator[Violation]:
     """Reject flags of the other engine, which would be silently ignored."""
-    if config.resolved_rollout_backend == "embedded":
-        owned_by_sglang = config.given_options(SGLANG_FLAGS, ("sglang", "router"))
-        if config.cluster.rollout_backend == "embedded":
-            shared = () if config.cluster.rollout_num_gpus is not None else (set_flag("colocate", True),)
-            return _foreign("SGLang engines", "--rollout-backend embedded", owned_by_sglang, unset_flag("rollout_backend"), *shared)
-        # Only the router's flags are left: all others choose SGLang.
+    owned_by_sglang = config.given_options(SGLANG_FLAGS, ("sglang", "router"))
+    if config.resolved_rollout_backend != "embedded":
+        given = config.given_options(EMBEDDED_FLAGS)
+        yield from _foreign("the embedded engine", "SGLang engines", given, *unset_given(config, EMBEDDED_FLAGS))
+    elif config.cluster.rollout_backend == "embedded":
+        shared = () if config.cluster.rollout_num_gpus is not None else (set_flag("colocate", True),)
+        yield from _foreign("SGLang engines", "--rollout-backend embedded", owned_by_sglang, unset_flag("rollout_backend"), *shared)
+    else:  # only the router's flags are left: all others choose SGLang
         fix = (set_flag("rollout_backend", "sglang"), set_flag("colocate", True))
-        return _foreign("SGLang's router", "the embedded engine", owned_by_sglang, *fix)
-    given = config.given_options(EMBEDDED_FLAGS)
-    return _foreign("the embedded engine", "SGLang engines", given, *unset_given(config, EMBEDDED_FLAGS))
+        yield from _foreign("SGLang's router", "the embedded engine", owned_by_sglang, *fix)
 
 
 @rule("CFG-ROLLOUT-GPUS", "--rollout-num-gpus", "--colocate")
-def engines_have_gpus(config: Config) -> Violation | None:
+def engines_have_gpus(config: Config) -> Iterator[Violation]:
     """Require --rollout-num-gpus unless engines share the trainer's GPUs: fuligo does not guess it."""
     cluster = config.cluster
     elsewhere = config.engine.rollout_external_engine_addrs or not config.needs_engine or cluster.device == "cpu"
     elsewhere = elsewhere or not config.trains  # without a trainer, engines take the first GPUs
-    if config.engine_capabilities.beside_trainer or elsewhere or cluster.colocate or cluster.rollout_num_gpus is not None:
-        return None
-    if config.rollout.async_mode == "sync" and config.resolved_train_backend == "megatron":
-        room = () if config.sglang.get("mem_fraction_static") is not None else (Change(("sglang", "mem_fraction_static"), SHARED_FRACTION),)
-        fix = (set_flag("colocate", True), *room)
-    else:
-        fix = (set_flag("rollout_num_gpus", config.resolved_rollout_num_gpus_per_engine),)
-    return Violation("the engines need GPUs: their own (--rollout-num-gpus) or the trainer's (--colocate)", fix)
+    if not (config.engine_capabilities.beside_trainer or elsewhere or cluster.colocate) and cluster.rollout_num_gpus is None:
+        if config.rollout.async_mode == "sync" and config.resolved_train_backend == "megatron":
+            fix = (set_flag("colocate", True),)
+            if config.sglang.get("mem_fraction_static") is None:
+                fix = (*fix, Change(("sglang", "mem_fraction_static"), SHARED_FRACTION))
+        else:
+            fix = (set_flag("rollout_num_gpus", config.resolved_rollout_num_gpus_per_engine),)
+        yield Violation("the engines need GPUs: their own (--rollout-num-gpus) or the trainer's (--colocate)", fix)
 
 
 @rule("CFG-EXTERNAL-ENGINES", "--rollout-external-engine-addrs", "--rollout-num-gpus")
-def engines_are_here_or_elsewhere(config: Config) -> Violation | None:
+def engines_are_here_or_elsewhere(config: Config) -> Iterator[Violation]:
     """Reject a mix of external engines and engines that the run starts."""
     addresses, num_gpus = config.engine.rollout_external_engine_addrs, config.cluster.rollout_num_gpus
     if num_gpus == 0 and not addresses and config.needs_engine:
         text = "--rollout-num-gpus 0 starts no engine, and no external engine is given"
-        return Violation(text, advice="use --rollout-external-engine-addrs, or raise --rollout-num-gpus")
-    if addresses and num_gpus:
+        yield Violation(text, advice="use --rollout-external-engine-addrs, or raise --rollout-num-gpus")
+    elif addresses and num_gpus:
         text = f"--rollout-external-engine-addrs uses running engines, but --rollout-num-gpus {num_gpus} would start others"
-        return Violation(text, (set_flag("rollout_num_gpus", 0),))
-    if addresses and config.cluster.colocate:
+        yield Violation(text, (set_flag("rollout_num_gpus", 0),))
+    elif addresses and config.cluster.colocate:
         text = "--colocate shares the trainer's GPUs with engines of this run, but --rollout-external-engine-addrs uses external ones"
-        return Violation(text, (unset_flag("colocate"),), flags=("--rollout-external-engine-addrs", "--colocate"))
-    return None
+        yield Violation(text, (unset_flag("colocate"),), flags=("--rollout-external-engine-addrs", "--colocate"))
 
 
 @rule("CFG-EXTERNAL-TOPOLOGY", "--rollout-external-engine-addrs", "--sglang-config")
-def topology_is_of_engines_here(config: Config) -> Violation | None:
+def topology_is_of_engines_here(config: Config) -> Iterator[Violation]:
     """Reject a topology for external engines: it describes engines to start."""
-    if not config.engine.rollout_external_engine_addrs or config.engine.sglang_config is None:
-        return None
-    text = "--sglang-config describes engines to start, but --rollout-external-engine-addrs uses running ones"
-    return Violation(text, (unset_flag("sglang_config"),))
+    if config.engine.rollout_external_engine_addrs and config.engine.sglang_config is not None:
+        text = "--sglang-config describes engines to start, but --rollout-external-engine-addrs uses running ones"
+        yield Violation(text, (unset_flag("sglang_config"),))
 
 
 @rule("CFG-NODE-GPUS", "--actor-num-gpus-per-node", "--num-gpus-per-node")
-def trainer_fits_its_nodes(config: Config) -> Violation | None:
+def trainer_fits_its_nodes(config: Config) -> Iterator[Violation]:
     """Reject more trainer GPUs per node than a node has."""
     wanted, there = config.resolved_actor_num_gpus_per_node, config.cluster.num_gpus_per_node
-    if config.cluster.device == "cpu" or wanted <= there:
-        return None
-    text = f"--actor-num-gpus-per-node {wanted} exceeds the GPUs of a node (--num-gpus-per-node {there})"
-    return Violation(text, (set_flag("actor_num_gpus_per_node", there),))
+    if config.cluster.device != "cpu" and wanted > there:
+        text = f"--actor-num-gpus-per-node {wanted} exceeds the GPUs of a node (--num-gpus-per-node {there})"
+        yield Violation(text, (set_flag("actor_num_gpus_per_node", there),))
 
 
 @rule("CFG-HOSTFILE", "--hostfile")
-def nodes_are_started_by_launch(config: Config) -> Violation | None:
+def nodes_are_started_by_launch(config: Config) -> Iterator[Violation]:
     """Reject a hostfile for `fuligo train`, which starts no nodes."""
     hostfile = config.cluster.hostfile
-    if hostfile is None:
-        return None
-    text = f"--hostfile {hostfile}: fuligo train does not start the nodes of a hostfile"
-    return Violation(text, advice=f"use fuligo launch --hostfile {hostfile} -- <these arguments>")
+    if hostfile is not None:
+        text = f"--hostfile {hostfile}: fuligo train does not start the nodes of a hostfile"
+        yield Violation(text, advice=f"use fuligo launch --hostfile {hostfile} -- <these arguments>")
 
 
 @rule("CFG-COLOCATE-SYNC", "--colocate")
-def shared_engines_get_weights_each_step(config: Config) -> Violation | None:
+def shared_engines_get_weights_each_step(config: Config) -> Iterator[Violation]:
     """Reject engines on shared GPUs that would run without current weights: between two syncs, or after a prefill-decode pair restarts."""
-    if not config.cluster.colocate or not config.engine_capabilities.releases_memory:
-        return None
-    remedy = "give the engines their own GPUs (--rollout-num-gpus)"
-    interval = config.weight_sync.update_weights_interval
-    decoding = [group.model for group in engine_groups(config) if group.worker_type == "decode"]
-    if config.engine.use_fault_tolerance and decoding and policy_model(config) in decoding:
-        text = "--use-fault-tolerance cannot restart prefill and decode engines that share GPUs with the trainer (--colocate)"
-        return Violation(text, advice=remedy, flags=("--colocate", "--use-fault-tolerance"))
-    if interval > 1:
-        text = f"--update-weights-interval {interval} with --colocate: engines lose their weights in each step, so each step must sync them"
-        return Violation(text, (set_flag("update_weights_interval", 1),), f"or {remedy}", ("--colocate", "--update-weights-interval"))
-    return None
+    if config.cluster.colocate and config.engine_capabilities.releases_memory:
+        remedy = "give the engines their own GPUs (--rollout-num-gpus)"
+        interval = config.weight_sync.update_weights_interval
+        decoding = [group.model for group in engine_groups(config) if group.worker_type == "decode"]
+        if config.engine.use_fault_tolerance and decoding and policy_model(config) in decoding:
+            text = "--use-fault-tolerance cannot restart prefill and decode engines that share GPUs with the trainer (--colocate)"
+            yield Violation(text, advice=remedy, flags=("--colocate", "--use-fault-tolerance"))
+        elif interval > 1:
+            given = f"--update-weights-interval {interval} with --colocate"
+            text = f"{given}: engines lose their weights in each step, so each step must sync them"
+            yield Violation(text, (set_flag("update_weights_interval", 1),), f"or {remedy}", ("--colocate", "--update-weights-interval"))
 
 
 @rule("CFG-WEIGHT-MODE", "--update-weight-mode", "--rollout-backend")
-def engine_keeps_what_is_left_out(config: Config) -> Violation | None:
+def engine_keeps_what_is_left_out(config: Config) -> Iterator[Violation]:
     """Reject --update-weight-mode delta with the embedded engine, which refuses a weight sync that lacks a tensor."""
     mode = config.weight_sync.update_weight_mode
-    if mode != "delta" or not config.trains or not config.needs_engine or config.engine_capabilities.takes_changes:
-        return None
-    text = (
-        f"--update-weight-mode {mode} leaves unchanged tensors out, and {config.resolved_rollout_backend} engines take complete syncs only"
-    )
-    return Violation(text, (unset_flag("update_weight_mode"),))
+    if mode == "delta" and config.trains and config.needs_engine and not config.engine_capabilities.takes_changes:
+        engines = f"{config.resolved_rollout_backend} engines"
+        text = f"--update-weight-mode {mode} leaves unchanged tensors out, and {engines} take complete syncs only"
+        yield Violation(text, (unset_flag("update_weight_mode"),))
 
 
 @rule("CFG-TRANSPORT", "--update-weight-transport")
-def transport_reaches_the_engines(config: Config) -> Violation | None:
+def transport_reaches_the_engines(config: Config) -> Iterator[Violation]:
     """Reject transports that cannot reach the engines: shared memory needs one node, a broadcast needs separate GPUs."""
     transport, cluster = config.weight_sync.update_weight_transport, config.cluster
     given = f"--update-weight-transport {transport}"
     fix = (unset_flag("update_weight_transport"),)
-    if transport not in ("auto", *config.engine_capabilities.weight_transports):
-        return Violation(f"{given} broadcasts to SGLang engines; the embedded engine supports tensor or disk", fix)
-    if transport == "nccl" and cluster.colocate:
-        flags = ("--update-weight-transport", "--colocate")
-        return Violation(f"{given} needs separate GPUs for trainer and engines, but --colocate shares them", fix, flags=flags)
-    if transport == "nccl" and cluster.device == "cpu":
-        return Violation(f"{given} runs on GPUs, but --device is cpu", (set_flag("update_weight_transport", "gloo"),))
     separate = not config.engine_capabilities.beside_trainer and not cluster.colocate and cluster.device != "cpu"
-    if transport == "tensor" and separate and config.num_nodes > 1:
-        return Violation(f"{given} shares memory, but trainer and engines are on {config.num_nodes} nodes", fix)
-    return None
+    if transport not in ("auto", *config.engine_capabilities.weight_transports):
+        yield Violation(f"{given} broadcasts to SGLang engines; the embedded engine supports tensor or disk", fix)
+    elif transport == "nccl" and cluster.colocate:
+        flags = ("--update-weight-transport", "--colocate")
+        yield Violation(f"{given} needs separate GPUs for trainer and engines, but --colocate shares them", fix, flags=flags)
+    elif transport == "nccl" and cluster.device == "cpu":
+        yield Violation(f"{given} runs on GPUs, but --device is cpu", (set_flag("update_weight_transport", "gloo"),))
+    elif transport == "tensor" and separate and config.num_nodes > 1:
+        yield Violation(f"{given} shares memory, but trainer and engines are on {config.num_nodes} nodes", fix)
 
 
 @rule("CFG-DP-ATTENTION", "--sglang-dp-size", "--sglang-enable-dp-attention")
-def replicas_are_of_attention(config: Config) -> Violation | None:
+def replicas_are_of_attention(config: Config) -> Iterator[Violation]:
     """Require DP attention with a DP size above 1: full replicas are separate engines behind the router."""
     for group in engine_groups(config):
         dp_size = group.arguments.value("dp_size")
         if dp_size > 1 and not group.arguments.value("enable_dp_attention"):
             where = "" if group.place is None else f" (model {group.model}, group {group.place[1] + 1} of --sglang-config)"
             text = f"--sglang-dp-size {dp_size}{where} without --sglang-enable-dp-attention: full replicas must be separate engines"
-            return Violation(text, (Change(("sglang", "enable_dp_attention"), True),))
-    return None
+            yield Violation(text, (Change(("sglang", "enable_dp_attention"), True),))
+            return
 
 
 @rule("CFG-ENGINE-KEYS", "--sglang-tokenizer-worker-num", "--sglang-skip-server-warmup")
-def engines_ask_for_keys(config: Config) -> Violation | None:
+def engines_ask_for_keys(config: Config) -> Iterator[Violation]:
     """Reject settings with which SGLang does not check the API key, or cannot start because its warm-up sends none."""
     for group in engine_groups(config):
         if group.arguments.value("tokenizer_worker_num") > 1:
             text = "--sglang-tokenizer-worker-num above 1: SGLang then checks no API key, so anyone could change the engine's weights"
-            return Violation(text, (Change(("sglang", "tokenizer_worker_num"), 1),), flags=("--sglang-tokenizer-worker-num",))
+            yield Violation(text, (Change(("sglang", "tokenizer_worker_num"), 1),), flags=("--sglang-tokenizer-worker-num",))
+            return
         if group.arguments.get("skip_server_warmup") is False:
             text = "--sglang-skip-server-warmup is false: SGLang's warm-up calls the engine without the API key that the run sets"
-            return Violation(text, (Change(("sglang", "skip_server_warmup"), True),), flags=("--sglang-skip-server-warmup",))
-    return None
+            yield Violation(text, (Change(("sglang", "skip_server_warmup"), True),), flags=("--sglang-skip-server-warmup",))
+            return
 
 
 @rule("CFG-SERVED-MODELS", "--sglang-config")
-def one_model_follows_the_trainer(config: Config) -> Violation | None:
+def one_model_follows_the_trainer(config: Config) -> Iterator[Violation]:
     """Require exactly one model that receives the trainer's weights; rollouts are sampled from it."""
     models = config.engine.sglang_config
     groups = engine_groups(config)
     if models is None or not groups or not config.needs_engine:
-        return None
+        return
     names = [model.name for model in models]
     twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        return Violation(f"--sglang-config: two models are named {twice}", advice="give each model its own name; hooks and logs use it")
     following = list(dict.fromkeys(group.model for group in groups if group.update_weights))
-    if len(following) == 1 or config.debug.debug_rollout_only:
-        return None
-    if not following:
-        return Violation(
+    if twice is not None:
+        yield Violation(f"--sglang-config: two models are named {twice}", advice="give each model its own name; hooks and logs use it")
+    elif not following and not config.debug.debug_rollout_only:
+        yield Violation(
             "--sglang-config: no model receives the trainer's weights: none has `update_weights: true`, and none is --hf-checkpoint",
             advice="set `update_weights: true` for the model to sample rollouts from",
         )
-    return Violation(
-        f"--sglang-config: {' and '.join(following)} would receive the trainer's weights, but rollouts are sampled from one model",
-        advice="set `update_weights: false` for the others, or make them server groups of one model",
-    )
+    elif len(following) > 1 and not config.debug.debug_rollout_only:
+        yield Violation(
+            f"--sglang-config: {' and '.join(following)} would receive the trainer's weights, but rollouts are sampled from one model",
+            advice="set `update_weights: false` for the others, or make them server groups of one model",
+        )

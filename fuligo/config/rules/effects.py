@@ -1,6 +1,6 @@
 """Flags that take effect only under a condition; otherwise a value other than the default is an error."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from fuligo.algorithms.estimators import ESTIMATORS
@@ -187,15 +187,15 @@ EFFECTS = (
 def _rule(effect: Effect, earlier: Sequence[Effect]) -> Rule[Config, Change]:
     """Return the rule of an effect. A flag that is idle for two reasons is reported for the first."""
 
-    def check(config: Config) -> Violation | None:
+    def check(config: Config) -> Iterator[Violation]:
         if effect.condition(config):
-            return None
+            return
         # The default is the neutral value of each of these flags: coefficients 0, switches off, paths not given.
         given = [name for name in effect.names if config.value_of(name) != flags()[name].default]
         reported = {name for other in earlier if given and not other.condition(config) for name in other.names}
         idle = [flags()[name] for name in given if name not in reported]
         if not idle:
-            return None
+            return
         shown = []
         for flag in idle:
             value = config.value_of(flag.name)
@@ -205,7 +205,7 @@ def _rule(effect: Effect, earlier: Sequence[Effect]) -> Rule[Config, Change]:
         have, them = ("has", "it") if len(idle) == 1 else ("have", "them")
         text = f"{' and '.join(shown)} {have} no effect {effect.otherwise}"
         fix, options = tuple(unset_flag(flag.name) for flag in idle), tuple(flag.option for flag in idle)
-        return Violation(text, fix, f"to use {them}, {effect.remedy}", options)
+        yield Violation(text, fix, f"to use {them}, {effect.remedy}", options)
 
     check.__doc__ = f"{', '.join(flags()[name].option for name in effect.names)}: no effect {effect.otherwise}."
     return Rule(effect.id, Severity.ERROR, (), check)

@@ -1,5 +1,7 @@
 """Rules on --exact-on-policy: the settings under which engine and trainer compute bitwise equal log-probabilities."""
 
+from collections.abc import Iterator
+
 from fuligo.config import Config
 from fuligo.config.findings import Severity
 from fuligo.config.flag import option_name
@@ -42,28 +44,27 @@ MOST_GPUS = 2
 
 
 @rule("CFG-EXACT-BACKENDS", "--exact-on-policy", "--train-backend", "--rollout-backend", "--device")
-def backends_compute_alike(config: Config) -> Violation | None:
+def backends_compute_alike(config: Config) -> Iterator[Violation]:
     """Require the torch trainer, with the embedded engine on a CPU or with SGLang on GPUs, for exact log-probabilities."""
     if not config.train.exact_on_policy:
-        return None
+        return
+    there = config.engine_capabilities.exact_on
     if config.resolved_train_backend == "megatron":
         text = "the Megatron trainer has no batch-invariant operations"
-        return Violation(f"--exact-on-policy: {text}", (_OFF,), flags=("--exact-on-policy", "--train-backend"))
-    if config.engine.rollout_external_engine_addrs:
+        yield Violation(f"--exact-on-policy: {text}", (_OFF,), flags=("--exact-on-policy", "--train-backend"))
+    elif config.engine.rollout_external_engine_addrs:
         text = "--rollout-external-engine-addrs with --exact-on-policy: only engines that fuligo starts compute as the trainer does"
-        return Violation(text, (_OFF,), flags=("--exact-on-policy", "--rollout-external-engine-addrs"))
-    there = config.engine_capabilities.exact_on
-    if config.needs_engine and config.cluster.device not in ("auto", there):
+        yield Violation(text, (_OFF,), flags=("--exact-on-policy", "--rollout-external-engine-addrs"))
+    elif config.needs_engine and config.cluster.device not in ("auto", there):
         text = f"--device {config.cluster.device}: --exact-on-policy with --rollout-backend {config.resolved_rollout_backend} needs {there}"
-        return Violation(text, (_OFF,), f"or use --device {there}", ("--exact-on-policy", "--device"))
-    return None
+        yield Violation(text, (_OFF,), f"or use --device {there}", ("--exact-on-policy", "--device"))
 
 
 @rule("CFG-EXACT-ENGINE", "--exact-on-policy", "--rollout-num-gpus-per-engine", "--sglang-attention-backend")
-def engines_compute_as_the_trainer(config: Config) -> Violation | None:
+def engines_compute_as_the_trainer(config: Config) -> Iterator[Violation]:
     """Reject arguments of SGLang with which its log-probabilities differ from the trainer's."""
     if not config.train.exact_on_policy:
-        return None
+        return
     size = policy_tp_size(config)
     if size > MOST_GPUS:
         text = (
@@ -71,77 +72,73 @@ def engines_compute_as_the_trainer(config: Config) -> Violation | None:
             f"--exact-on-policy needs at most {MOST_GPUS} GPUs per engine"
         )
         fix = (set_flag("rollout_num_gpus_per_engine", MOST_GPUS),)
-        return Violation(text, fix, flags=("--exact-on-policy", "--rollout-num-gpus-per-engine"))
+        yield Violation(text, fix, flags=("--exact-on-policy", "--rollout-num-gpus-per-engine"))
+        return
     for group in policy_groups(config):
         if group.tp_size != size:
             text = f"engines on {group.tp_size} and on {size} GPUs round differently; --exact-on-policy needs one size for all engines"
-            return Violation(text, (_OFF,), flags=("--exact-on-policy", "--rollout-num-gpus-per-engine"))
+            yield Violation(text, (_OFF,), flags=("--exact-on-policy", "--rollout-num-gpus-per-engine"))
+            return
         for name, allowed in _ENGINE_NEEDS.items():
             given = group.arguments.get(name)
             if given is not None and given not in allowed:
                 option = option_name(f"sglang_{name}")
                 text = f"{option} {given} with --exact-on-policy: SGLang would not compute as the trainer does"
-                return Violation(text, (Change(("sglang", name), allowed[0] if allowed else None),), flags=("--exact-on-policy", option))
-    return None
+                yield Violation(text, (Change(("sglang", name), allowed[0] if allowed else None),), flags=("--exact-on-policy", option))
+                return
 
 
 @rule("CFG-EXACT-POLICY", "--exact-on-policy", "--async-mode", "--update-weights-interval")
-def engines_have_the_trained_weights(config: Config) -> Violation | None:
+def engines_have_the_trained_weights(config: Config) -> Iterator[Violation]:
     """Reject sampling with older weights than the trained ones, since such log-probabilities differ from the trainer's."""
-    if not config.train.exact_on_policy:
-        return None
-    mode, interval = config.rollout.async_mode, config.weight_sync.update_weights_interval
-    if mode != "sync":
-        text = f"--async-mode {mode} samples with older weights than those trained; --exact-on-policy needs sync"
-        return Violation(text, (_OFF,), flags=("--exact-on-policy", "--async-mode"))
-    if interval > 1:
-        text = f"--update-weights-interval {interval} samples with older weights than those trained; --exact-on-policy needs 1"
-        return Violation(text, (unset_flag("update_weights_interval"),), flags=("--exact-on-policy", "--update-weights-interval"))
-    return None
+    if config.train.exact_on_policy:
+        mode, interval = config.rollout.async_mode, config.weight_sync.update_weights_interval
+        if mode != "sync":
+            text = f"--async-mode {mode} samples with older weights than those trained; --exact-on-policy needs sync"
+            yield Violation(text, (_OFF,), flags=("--exact-on-policy", "--async-mode"))
+        elif interval > 1:
+            text = f"--update-weights-interval {interval} samples with older weights than those trained; --exact-on-policy needs 1"
+            yield Violation(text, (unset_flag("update_weights_interval"),), flags=("--exact-on-policy", "--update-weights-interval"))
 
 
 @rule("CFG-EXACT-PASSES", "--exact-on-policy", "--lora-rank", "--lora-adapter")
-def passes_are_batch_invariant(config: Config) -> Violation | None:
+def passes_are_batch_invariant(config: Config) -> Iterator[Violation]:
     """Reject adapters, which change the trainer's forward pass."""
-    if not config.train.exact_on_policy:
-        return None
-    if config.uses_adapter:
+    if config.train.exact_on_policy and config.uses_adapter:
         option = "--lora-rank" if config.lora.lora_adapter is None else "--lora-adapter"
         text = f"{option} with --exact-on-policy: engine and trainer add an adapter's output in different ways"
-        return Violation(text, (_OFF,), flags=("--exact-on-policy", option))
-    return None
+        yield Violation(text, (_OFF,), flags=("--exact-on-policy", option))
 
 
 @rule("CFG-EXACT-PRECISION", "--exact-on-policy", "--precision", "--embedded-dtype")
-def precision_is_one(config: Config) -> Violation | None:
+def precision_is_one(config: Config) -> Iterator[Violation]:
     """Require one precision of engine and trainer for exact log-probabilities: bf16 on GPUs; on a CPU, auto is fp32."""
-    if config.train.exact_on_policy and config.engine_capabilities.exact_on == "cuda":
-        if config.model.precision != "fp32":
-            return None
-        return Violation("--precision fp32: --exact-on-policy with SGLang needs bf16", (set_flag("precision", "bf16"),))
+    if not config.train.exact_on_policy:
+        return
+    if config.engine_capabilities.exact_on == "cuda":
+        if config.model.precision == "fp32":
+            yield Violation("--precision fp32: --exact-on-policy with SGLang needs bf16", (set_flag("precision", "bf16"),))
+        return
     trainer, engine = (asked.replace("auto", "fp32") for asked in (config.model.precision, config.engine.embedded_dtype))
-    if not config.train.exact_on_policy or trainer == engine:
-        return None
-    given = f"--precision {config.model.precision} and --embedded-dtype {config.engine.embedded_dtype}"
-    text = f"{given}: --exact-on-policy needs the same precision for engine and trainer"
-    return Violation(text, (set_flag("embedded_dtype", trainer),))
+    if trainer != engine:
+        given = f"--precision {config.model.precision} and --embedded-dtype {config.engine.embedded_dtype}"
+        text = f"{given}: --exact-on-policy needs the same precision for engine and trainer"
+        yield Violation(text, (set_flag("embedded_dtype", trainer),))
 
 
 @rule("CFG-EXACT-OLD-POLICY", "--exact-on-policy", "--use-rollout-logprobs")
-def trainer_scores_before_it_learns(config: Config) -> Violation | None:
+def trainer_scores_before_it_learns(config: Config) -> Iterator[Violation]:
     """Reject --use-rollout-logprobs with several steps: only samples of the first step could be compared."""
     several = config.resolved_num_steps_per_rollout > 1
-    if not (config.train.exact_on_policy and config.algorithm.use_rollout_logprobs and several and not config.is_sft):
-        return None
-    text = "--use-rollout-logprobs skips the pass that --exact-on-policy compares with the engine's log-probabilities"
-    return Violation(text, (unset_flag("use_rollout_logprobs"),))
+    if config.train.exact_on_policy and config.algorithm.use_rollout_logprobs and several and not config.is_sft:
+        text = "--use-rollout-logprobs skips the pass that --exact-on-policy compares with the engine's log-probabilities"
+        yield Violation(text, (unset_flag("use_rollout_logprobs"),))
 
 
 @rule("CFG-EXACT-CORRECTION", "--exact-on-policy", "--use-tis", severity=Severity.WARNING)
-def corrections_are_one(config: Config) -> Violation | None:
+def corrections_are_one(config: Config) -> Iterator[Violation]:
     """Warn about importance weights of exact log-probabilities: all are 1, except for tokens sampled with older weights."""
     has_own_weights = config.rollout.partial_rollout or config.algorithm.custom_tis_function_path is not None
-    if not (config.train.exact_on_policy and config.algorithm.use_tis) or has_own_weights:
-        return None
-    text = "--use-tis with --exact-on-policy corrects nothing: the trainer's log-probabilities equal the engine's, so every weight is 1"
-    return Violation(text, (unset_flag("use_tis"),))
+    if config.train.exact_on_policy and config.algorithm.use_tis and not has_own_weights:
+        text = "--use-tis with --exact-on-policy corrects nothing: the trainer's log-probabilities equal the engine's, so every weight is 1"
+        yield Violation(text, (unset_flag("use_tis"),))

@@ -1,6 +1,7 @@
 """Rules on required flags."""
 
 import re
+from collections.abc import Iterator
 from typing import Literal
 
 from fuligo.algorithms.estimators import ESTIMATORS
@@ -28,78 +29,71 @@ _TOKENS = 8192
 
 
 @rule("CFG-MODEL-MISSING", "--hf-checkpoint")
-def model_is_given(config: Config) -> Violation | None:
+def model_is_given(config: Config) -> Iterator[Violation]:
     """Require a checkpoint: tokenizer, model shape and engine weights come from it."""
-    if config.model.hf_checkpoint:
-        return None
-    return Violation("--hf-checkpoint is missing", advice="set it to the Hugging Face directory of the model to train")
+    if not config.model.hf_checkpoint:
+        yield Violation("--hf-checkpoint is missing", advice="set it to the Hugging Face directory of the model to train")
 
 
 @rule("CFG-DATA-MISSING", "--prompt-data")
-def prompts_are_given(config: Config) -> Violation | None:
+def prompts_are_given(config: Config) -> Iterator[Violation]:
     """Require prompts: files, a data source or a hook that provides them."""
     elsewhere = config.data.data_source_path or config.rollout.rollout_function_path or config.debug.debug_train_only
-    if config.data.prompt_data or elsewhere:
-        return None
-    return Violation("--prompt-data is missing", advice="set it to prompt files, or to a dataset on the Hub")
+    if not (config.data.prompt_data or elsewhere):
+        yield Violation("--prompt-data is missing", advice="set it to prompt files, or to a dataset on the Hub")
 
 
 @rule("CFG-RUN-LENGTH", "--num-rollout", "--num-epoch")
-def length_is_given_once(config: Config) -> Violation | None:
+def length_is_given_once(config: Config) -> Iterator[Violation]:
     """Require exactly one flag for the length of the run."""
     rollouts, epochs = config.data.num_rollout, config.data.num_epoch
     if rollouts is not None and epochs is not None:
-        return Violation(
-            f"--num-rollout {rollouts} and --num-epoch {epochs} both set the length of the run", (set_flag("num_epoch", None),)
-        )
-    if rollouts is None and epochs is None:
-        return Violation("neither --num-rollout nor --num-epoch sets the length of the run", advice="use one of them")
-    if epochs is not None and not (config.data.prompt_data or config.data.data_source_path):
-        return Violation(f"--num-epoch {epochs} counts passes over --prompt-data, which is not given", advice="use --num-rollout instead")
-    return None
+        yield Violation(f"--num-rollout {rollouts} and --num-epoch {epochs} both set the length of the run", (set_flag("num_epoch", None),))
+    elif rollouts is None and epochs is None:
+        yield Violation("neither --num-rollout nor --num-epoch sets the length of the run", advice="use one of them")
+    elif epochs is not None and not (config.data.prompt_data or config.data.data_source_path):
+        yield Violation(f"--num-epoch {epochs} counts passes over --prompt-data, which is not given", advice="use --num-rollout instead")
 
 
 @rule("CFG-REWARD-MISSING", "--rm-type", "--custom-rm-path")
-def reward_is_given(config: Config) -> Violation | None:
+def reward_is_given(config: Config) -> Iterator[Violation]:
     """Require a reward unless a teacher or given responses replace it."""
     reward, rollout = config.reward, config.rollout
     judged = reward.rm_type or reward.custom_rm_path or config.data.metadata_key
     judged_by_hook = rollout.custom_generate_function_path or rollout.agent or rollout.environment or rollout.rollout_function_path
     # Datasets of --eval-config may have their own rewards.
     needs_none = not config.eval.eval_prompt_data if config.algorithm.use_opd else config.is_sft and not config.has_eval
-    if judged or judged_by_hook or config.debug.debug_train_only or needs_none:
-        return None
-    text = "the run has no reward: neither --rm-type nor --custom-rm-path is given"
-    return Violation(text, advice="use one of them, or --metadata-key with an rm_type in each row")
+    if not (judged or judged_by_hook or config.debug.debug_train_only or needs_none):
+        text = "the run has no reward: neither --rm-type nor --custom-rm-path is given"
+        yield Violation(text, advice="use one of them, or --metadata-key with an rm_type in each row")
 
 
 @rule("CFG-REWARD-WEIGHTS", "--extra-rm-path", "--extra-rm-weights")
-def every_further_reward_has_a_weight(config: Config) -> Violation | None:
+def every_further_reward_has_a_weight(config: Config) -> Iterator[Violation]:
     """Require one weight per additional reward if weights are given, and that fuligo computes the rewards to which they are added."""
     paths, weights = config.reward.extra_rm_path, config.reward.extra_rm_weights
     if weights and paths and len(weights) != len(paths):
-        return Violation(
+        yield Violation(
             f"--extra-rm-weights does not fit --extra-rm-path: weights {len(weights)}, functions {len(paths)}",
             advice="give one weight per function",
         )
-    if paths and config.rollout.rollout_function_path:
+    elif paths and config.rollout.rollout_function_path:
         text = "--extra-rm-path is added to rewards that fuligo computes; --rollout-function-path computes them itself"
-        return Violation(text, (set_flag("extra_rm_path", None),))
-    return None
+        yield Violation(text, (set_flag("extra_rm_path", None),))
 
 
 @rule("CFG-REWARD-UNKNOWN", "--rm-type")
-def reward_is_known(config: Config) -> Violation | None:
+def reward_is_known(config: Config) -> Iterator[Violation]:
     """Reject unknown built-in rewards, which would fail at the first sample."""
     name = config.reward.rm_type
     if name is None or name.removeprefix(_BOXED) in REWARD_NEEDS:
-        return None
+        return
     boxed = [_BOXED + known for known in REWARD_NEEDS] if name.startswith(_BOXED) else []
     near = nearest(name, [*REWARD_NEEDS, *boxed])
     hint = "" if near else f"; known: {', '.join(REWARD_NEEDS)}, each also with the prefix {_BOXED}"
     text = f"--rm-type {name} is not a built-in reward{hint}"
     own = "pass your own function with --custom-rm-path"
-    return Violation(text, (set_flag("rm_type", near[0]),), f"or {own}") if near else Violation(text, advice=own)
+    yield Violation(text, (set_flag("rm_type", near[0]),), f"or {own}") if near else Violation(text, advice=own)
 
 
 def lacking_column(rm_type: str, *, label_key: str | None, metadata_key: str | None) -> tuple[str, str] | None:
@@ -121,81 +115,74 @@ def lacking_column(rm_type: str, *, label_key: str | None, metadata_key: str | N
 
 
 @rule("CFG-REWARD-LABEL", "--rm-type", "--label-key", "--metadata-key")
-def label_is_given(config: Config) -> Violation | None:
+def label_is_given(config: Config) -> Iterator[Violation]:
     """Require the column that a built-in reward compares with."""
     name, data = config.reward.rm_type, config.data
     if name is None or config.reward.custom_rm_path or not data.prompt_data:
-        return None  # without a file, a hook provides the samples and their labels
-    lacking = lacking_column(name, label_key=data.label_key, metadata_key=data.metadata_key)
-    return None if lacking is None else Violation(lacking[0], advice=lacking[1])
+        return  # without a file, a hook provides the samples and their labels
+    if lacking := lacking_column(name, label_key=data.label_key, metadata_key=data.metadata_key):
+        yield Violation(lacking[0], advice=lacking[1])
 
 
 @rule("CFG-REWARD-URL", "--rm-type", "--rm-url")
-def remote_reward_has_address(config: Config) -> Violation | None:
+def remote_reward_has_address(config: Config) -> Iterator[Violation]:
     """Require a valid URL for a remote reward model."""
-    name = config.reward.rm_type
+    name, url = config.reward.rm_type, config.reward.rm_url
     if name is None or name.removeprefix(_BOXED) != "remote_rm":
-        return None
-    url = config.reward.rm_url
-    if not url:
-        return Violation(f"--rm-type {name} needs the address of the reward model", advice="set --rm-url")
+        return
     known = url.value if isinstance(url, Secret) else url
-    if known is not None and not re.match(r"https?://[^/\s]", known):
-        return Violation(f"--rm-url {str(url)!r} is not a valid URL", advice="use http://host:port/path")
-    return None
+    if not url:
+        yield Violation(f"--rm-type {name} needs the address of the reward model", advice="set --rm-url")
+    elif known is not None and not re.match(r"https?://[^/\s]", known):
+        yield Violation(f"--rm-url {str(url)!r} is not a valid URL", advice="use http://host:port/path")
 
 
 @rule("CFG-CUSTOM-LOSS", "--loss-type", "--custom-loss-function-path")
-def custom_loss_has_function(config: Config) -> Violation | None:
+def custom_loss_has_function(config: Config) -> Iterator[Violation]:
     """Require a function for a custom loss."""
-    if config.algorithm.loss_type != "custom_loss" or config.algorithm.custom_loss_function_path:
-        return None
-    return Violation("--loss-type custom_loss needs a function", advice="use --custom-loss-function-path")
+    if config.algorithm.loss_type == "custom_loss" and not config.algorithm.custom_loss_function_path:
+        yield Violation("--loss-type custom_loss needs a function", advice="use --custom-loss-function-path")
 
 
 @rule("CFG-WHITENING", "--advantage-estimator", "--normalize-advantages")
-def advantages_are_whitened(config: Config) -> Violation | None:
+def advantages_are_whitened(config: Config) -> Iterator[Violation]:
     """Require whitened advantages for the REINFORCE++ estimators, which are defined with them."""
     name = config.algorithm.advantage_estimator
     by_hook = config.algorithm.custom_advantage_function_path
-    if config.is_sft or by_hook or config.algorithm.normalize_advantages or not ESTIMATORS[name].needs_whitening:
-        return None
-    return Violation(f"--advantage-estimator {name} needs --normalize-advantages", (set_flag("normalize_advantages", True),))
+    if not (config.is_sft or by_hook or config.algorithm.normalize_advantages) and ESTIMATORS[name].needs_whitening:
+        yield Violation(f"--advantage-estimator {name} needs --normalize-advantages", (set_flag("normalize_advantages", True),))
 
 
 @rule("CFG-MAX-TOKENS", "--use-dynamic-batch-size", "--max-tokens-per-gpu")
-def micro_batches_have_a_limit(config: Config) -> Violation | None:
+def micro_batches_have_a_limit(config: Config) -> Iterator[Violation]:
     """Require a token limit for packing by tokens."""
-    if not config.train.use_dynamic_batch_size or config.train.max_tokens_per_gpu:
-        return None
-    tokens = -(-(config.max_sample_tokens or _TOKENS) // config.parallel.context_parallel_size)
-    return Violation(
-        "--use-dynamic-batch-size needs --max-tokens-per-gpu, the limit of tokens per rank, on CPUs too",
-        (set_flag("max_tokens_per_gpu", tokens),),
-    )
+    if config.train.use_dynamic_batch_size and not config.train.max_tokens_per_gpu:
+        tokens = -(-(config.max_sample_tokens or _TOKENS) // config.parallel.context_parallel_size)
+        yield Violation(
+            "--use-dynamic-batch-size needs --max-tokens-per-gpu, the limit of tokens per rank, on CPUs too",
+            (set_flag("max_tokens_per_gpu", tokens),),
+        )
 
 
 @rule("CFG-DEBUG-DATA", "--debug-train-only", "--load-debug-rollout-data")
-def debug_training_has_data(config: Config) -> Violation | None:
+def debug_training_has_data(config: Config) -> Iterator[Violation]:
     """Require saved rollouts for training without engines."""
-    if not config.debug.debug_train_only or config.debug.load_debug_rollout_data:
-        return None
-    return Violation("--debug-train-only needs saved rollouts", advice="use --load-debug-rollout-data")
+    if config.debug.debug_train_only and not config.debug.load_debug_rollout_data:
+        yield Violation("--debug-train-only needs saved rollouts", advice="use --load-debug-rollout-data")
 
 
 @rule("CFG-ASYNC-STALENESS", "--async-mode", "--max-staleness")
-def continuous_rollout_has_a_bound(config: Config) -> Violation | None:
+def continuous_rollout_has_a_bound(config: Config) -> Iterator[Violation]:
     """Require a staleness bound for continuous sampling."""
-    if config.rollout.async_mode != "full" or config.rollout.max_staleness is not None:
-        return None
-    return Violation(
-        "--async-mode full samples while weights change and needs a bound on staleness, --max-staleness", (set_flag("max_staleness", 1),)
-    )
+    if config.rollout.async_mode == "full" and config.rollout.max_staleness is None:
+        yield Violation(
+            "--async-mode full samples while weights change and needs a bound on staleness, --max-staleness",
+            (set_flag("max_staleness", 1),),
+        )
 
 
 @rule("CFG-MTP-LAYERS", "--enable-mtp-training", "--mtp-num-layers")
-def mtp_training_has_layers(config: Config) -> Violation | None:
+def mtp_training_has_layers(config: Config) -> Iterator[Violation]:
     """Require that MTP layers are loaded if they are trained."""
-    if not config.train.enable_mtp_training or config.train.mtp_num_layers:
-        return None
-    return Violation("--enable-mtp-training needs MTP layers, but --mtp-num-layers loads none", (set_flag("mtp_num_layers", 1),))
+    if config.train.enable_mtp_training and not config.train.mtp_num_layers:
+        yield Violation("--enable-mtp-training needs MTP layers, but --mtp-num-layers loads none", (set_flag("mtp_num_layers", 1),))

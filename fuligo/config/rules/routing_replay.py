@@ -15,63 +15,57 @@ def _records(config: Config) -> bool:
 
 
 @rule("CFG-REPLAY-OLD-POLICY", "--use-routing-replay", "--use-rollout-logprobs")
-def engine_logprobs_with_trainer_routing(config: Config) -> Violation | None:
+def engine_logprobs_with_trainer_routing(config: Config) -> Iterator[Violation]:
     """Reject replay of the trainer's routing with the engine's log-probabilities, which were computed with the engine's routing."""
-    if not (_records(config) and config.algorithm.use_rollout_logprobs):
-        return None
-    return Violation(
-        "--use-routing-replay repeats the routing of the pass that computed the old log-probabilities, but with --use-rollout-logprobs "
-        "they come from the engine",
-        (set_flag("use_rollout_routing_replay", True), unset_flag("use_routing_replay")),
-    )
+    if _records(config) and config.algorithm.use_rollout_logprobs:
+        yield Violation(
+            "--use-routing-replay repeats the routing of the pass that computed the old log-probabilities, but with --use-rollout-logprobs "
+            "they come from the engine",
+            (set_flag("use_rollout_routing_replay", True), unset_flag("use_routing_replay")),
+        )
 
 
 @rule("CFG-REPLAY-ONE-STEP", "--use-routing-replay", severity=Severity.WARNING)
-def replay_with_one_step(config: Config) -> Violation | None:
+def replay_with_one_step(config: Config) -> Iterator[Violation]:
     """Warn about replay with one optimizer step per rollout: the step itself computes the old log-probabilities."""
-    if not _records(config) or config.needs_old_logprobs or config.algorithm.use_rollout_logprobs:
-        return None
-    return Violation(
-        "--use-routing-replay with one optimizer step per rollout has no effect: the step itself computes the old log-probabilities",
-        (unset_flag("use_routing_replay"),),
-        "or take several steps (--num-steps-per-rollout)",
-    )
+    if _records(config) and not (config.needs_old_logprobs or config.algorithm.use_rollout_logprobs):
+        yield Violation(
+            "--use-routing-replay with one optimizer step per rollout has no effect: the step itself computes the old log-probabilities",
+            (unset_flag("use_routing_replay"),),
+            "or take several steps (--num-steps-per-rollout)",
+        )
 
 
 @rule("CFG-REPLAY-FUSED", "--use-routing-replay", "--use-rollout-routing-replay", "--moe-router-fusion")
-def fused_router(config: Config) -> Violation | None:
+def fused_router(config: Config) -> Iterator[Violation]:
     """Reject TransformerEngine's fused router, which cannot take given choices."""
-    if not config.replays_routing or not config.megatron.get("moe_router_fusion"):
-        return None
-    text = "--moe-router-fusion chooses and weighs experts in one kernel, which cannot replay a given choice"
-    return Violation(text, (Change(("megatron", "moe_router_fusion"), None),), flags=("--moe-router-fusion",))
+    if config.replays_routing and config.megatron.get("moe_router_fusion"):
+        text = "--moe-router-fusion chooses and weighs experts in one kernel, which cannot replay a given choice"
+        yield Violation(text, (Change(("megatron", "moe_router_fusion"), None),), flags=("--moe-router-fusion",))
 
 
 @rule("CFG-REPLAY-ENGINE", "--use-rollout-routing-replay", "--rollout-backend")
-def engine_records_routing(config: Config) -> Violation | None:
+def engine_records_routing(config: Config) -> Iterator[Violation]:
     """Require SGLang engines for engine routing: the embedded engine does not record experts."""
     served_elsewhere = bool(config.engine.rollout_external_engine_addrs)
-    if not config.replays_engine_routing or not config.needs_engine or served_elsewhere or config.engine_capabilities.records_routing:
-        return None
-    return Violation(
-        "--use-rollout-routing-replay needs SGLang engines, which record the experts of every token, but --rollout-backend is embedded",
-        advice="use --rollout-backend sglang, or --use-routing-replay for the trainer's own routing",
-    )
+    if config.replays_engine_routing and config.needs_engine and not (served_elsewhere or config.engine_capabilities.records_routing):
+        yield Violation(
+            "--use-rollout-routing-replay needs SGLang engines, which record the experts of every token, but --rollout-backend is embedded",
+            advice="use --rollout-backend sglang, or --use-routing-replay for the trainer's own routing",
+        )
 
 
 @rule("CFG-REPLAY-RECORD", "--use-rollout-routing-replay")
-def complete_routing_record(config: Config) -> Violation | None:
+def complete_routing_record(config: Config) -> Iterator[Violation]:
     """Reject engine settings that lose routing records: SGLang 0.5.15 keeps them in the process that computes a token."""
-    if not config.replays_engine_routing or not config.needs_engine:
-        return None
-    groups = engine_groups(config)
-    holes = dict.fromkeys(hole for group in groups if group.model == policy_model(config) for hole in _holes(group))
-    if not holes:
-        return None
-    return Violation(
-        f"--use-rollout-routing-replay with {' and '.join(holes)}: SGLang's record of experts would be incomplete",
-        advice="remove these settings, or use --use-routing-replay",
-    )
+    if config.replays_engine_routing and config.needs_engine:
+        groups = engine_groups(config)
+        holes = dict.fromkeys(hole for group in groups if group.model == policy_model(config) for hole in _holes(group))
+        if holes:
+            yield Violation(
+                f"--use-rollout-routing-replay with {' and '.join(holes)}: SGLang's record of experts would be incomplete",
+                advice="remove these settings, or use --use-routing-replay",
+            )
 
 
 def _holes(group: EngineGroupSpec) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Parts of the rules on a config: functions that return a violation, or None."""
+"""Parts of the rules on a config: generators of violations."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -39,37 +39,33 @@ def adapted_layers_exist(subject: Subject) -> Iterator[Violation]:
 
 
 @rule("PLAN-LORA-RANK", "--lora-rank", "--lora-adapter")
-def rank_fits_the_layers(subject: Subject) -> Violation | None:
+def rank_fits_the_layers(subject: Subject) -> Iterator[Violation]:
     """The rank must not exceed the inputs or outputs of the widest layer that can be adapted: no update can have a higher rank."""
     adapter = _adapter(subject)
-    if adapter is None or adapter.config.rank <= adapter.widest:
-        return None
-    rank, model = adapter.config.rank, subject.architecture.model_type
-    problem = f"exceeds the {adapter.widest} inputs or outputs of the widest layer of {model} that can be adapted"
-    fix = (set_flag("lora_rank", min(_USUAL_RANK, adapter.widest)),)
-    return _violation(subject, "lora_rank", f"rank {rank}", f"--lora-rank {rank}", problem, (fix,))
+    if adapter is not None and adapter.config.rank > adapter.widest:
+        rank, model = adapter.config.rank, subject.architecture.model_type
+        problem = f"exceeds the {adapter.widest} inputs or outputs of the widest layer of {model} that can be adapted"
+        fix = (set_flag("lora_rank", min(_USUAL_RANK, adapter.widest)),)
+        yield _violation(subject, "lora_rank", f"rank {rank}", f"--lora-rank {rank}", problem, (fix,))
 
 
 @rule("PLAN-LORA-EXPERTS", "--lora-experts", "--lora-adapter")
-def adapted_experts_exist(subject: Subject) -> Violation | None:
+def adapted_experts_exist(subject: Subject) -> Iterator[Violation]:
     """Only an MoE model has experts to adapt, and their matrices must be plain: not transposed and without biases."""
     adapter, architecture = _adapter(subject), subject.architecture
-    if adapter is None or not adapter.config.adapts_experts:
-        return None
-    if architecture.experts is not None and family_of(architecture).has_plain_experts:
-        return None
-    reason = f"{architecture.model_type} has no experts" if architecture.experts is None else _not_plain(subject)
-    fix = (unset_flag("lora_experts"),)
-    return _violation(subject, "lora_experts", "adapter of experts", "--lora-experts", f"cannot be used: {reason}", (fix,))
+    are_plain = architecture.experts is not None and family_of(architecture).has_plain_experts
+    if adapter is not None and adapter.config.adapts_experts and not are_plain:
+        reason = f"{architecture.model_type} has no experts" if architecture.experts is None else _not_plain(subject)
+        fix = (unset_flag("lora_experts"),)
+        yield _violation(subject, "lora_experts", "adapter of experts", "--lora-experts", f"cannot be used: {reason}", (fix,))
 
 
 @rule("PLAN-LORA-BASE", "--lora-base-precision")
-def quantized_experts_are_plain_matrices(subject: Subject) -> Violation | None:
+def quantized_experts_are_plain_matrices(subject: Subject) -> Iterator[Violation]:
     """Experts with biases or transposed matrices cannot be quantized."""
     architecture, precision = subject.architecture, subject.config.lora.lora_base_precision
-    if precision == "full" or not subject.config.trains or architecture.experts is None or family_of(architecture).has_plain_experts:
-        return None
-    return Violation(f"--lora-base-precision {precision} cannot be used: {_not_plain(subject)}", ((unset_flag("lora_base_precision"),),))
+    if precision != "full" and subject.config.trains and architecture.experts is not None and not family_of(architecture).has_plain_experts:
+        yield Violation(f"--lora-base-precision {precision} cannot be used: {_not_plain(subject)}", ((unset_flag("lora_base_precision"),),))
 
 
 def _not_plain(subject: Subject) -> str:

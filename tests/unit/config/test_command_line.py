@@ -295,7 +295,7 @@ def test_no_eval_keeps_a_config_with_a_reward_key_of_evaluations_valid(tmp_path:
     run = "reward: {custom_rm_path: mine.reward, reward_key: score, eval_reward_key: right}\neval: {eval_prompt_data: [a.jsonl]}\n"
     (tmp_path / "run.yaml").write_text(run)
     config = parse(["--config", str(tmp_path / "run.yaml"), "--no-eval"]).config
-    assert not any("eval_reward_key" in str(finding.fix) for rule in effects.RULES for finding in rule.violations(config))
+    assert not any("eval_reward_key" in str(finding.fix) for rule in effects.RULES for finding in rule.check(config))
 
 
 def test_a_flag_replaces_the_file_s_other_way_to_set_the_same(tmp_path: Path) -> None:
@@ -321,7 +321,7 @@ def test_flags_of_the_file_that_the_line_leaves_idle_are_left_out(tmp_path: Path
         f"left out: --eval-interval 2 has no effect without evaluation data ({file} line 6)",
         f"left out: --kl-loss-coef 0.1 has no effect without --use-kl-loss ({file} line 3)",
     ]
-    assert [violation for rule in effects.RULES for violation in rule.violations(parsed.config)] == []
+    assert [violation for rule in effects.RULES for violation in rule.check(parsed.config)] == []
     kept = parse(["--config", str(file), "--lr", "1"]).config
     assert (kept.algorithm.kl_loss_coef, kept.eval.eval_interval) == (0.1, 2)
 
@@ -331,7 +331,7 @@ def test_flags_that_are_idle_in_the_file_itself_or_on_the_line_stay_an_error(tmp
     file.write_text("algorithm: {use_kl_loss: true}\nobservability: {wandb_group: mine}\n")
     parsed = parse(["--config", str(file), "--no-use-kl-loss", "--kl-loss-coef", "0.1"])
     assert parsed.warnings == ()
-    idle = {option for rule in effects.RULES for violation in rule.violations(parsed.config) for option in violation.flags}
+    idle = {option for rule in effects.RULES for violation in rule.check(parsed.config) for option in violation.flags}
     assert idle == {"--wandb-group", "--kl-loss-coef"}
 
 

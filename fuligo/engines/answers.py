@@ -91,7 +91,8 @@ def parse_routing(answer: Any, query: RoutingQuery, num_prompt_tokens: int) -> R
 
     Raises ValueError if they are missing, or the model's routers cannot choose them.
     """
-    num_tokens = query.num_missing(num_prompt_tokens, len(answer["output_ids"]))
+    num_new_tokens = len(answer["output_ids"])
+    num_tokens = num_prompt_tokens + num_new_tokens - 1 - query.num_known if num_new_tokens else 0  # the last token went through no layer
     return query.shape.decode(answer["meta_info"].get("routed_experts"), num_tokens) if num_tokens else query.shape.empty()
 
 

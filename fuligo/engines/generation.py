@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol, TypedDict
 
 import numpy as np
@@ -35,22 +35,8 @@ class SamplingParams:
 
     def to_json(self) -> dict[str, Any]:
         """Return the parameters under SGLang's names; unset stops and seeds are omitted."""
-        body: dict[str, Any] = {
-            "max_new_tokens": self.max_new_tokens,
-            "min_new_tokens": self.min_new_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "min_p": self.min_p,
-            "ignore_eos": self.ignore_eos,
-        }
-        if self.stop:
-            body["stop"] = list(self.stop)
-        if self.stop_token_ids:
-            body["stop_token_ids"] = list(self.stop_token_ids)
-        if self.sampling_seed is not None:
-            body["sampling_seed"] = self.sampling_seed
-        return body
+        given = {name: value for name, value in asdict(self).items() if value not in ((), None)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
 
     @classmethod
     def from_json(cls, body: Any) -> SamplingParams:
@@ -119,13 +105,6 @@ class RoutingQuery:
     """Tokens at the start of `input_ids` whose experts are known already."""
     affinity: int
     """Number that is equal for requests that share a prefix and should go to the same engine."""
-
-    def num_missing(self, num_prompt_tokens: int, num_new_tokens: int) -> int:
-        """Return the number of tokens whose experts the answer contains.
-
-        These are all tokens but the known ones and the last, which went through no layer; 0 if nothing was sampled.
-        """
-        return num_prompt_tokens + num_new_tokens - 1 - self.num_known if num_new_tokens else 0
 
 
 class RequestOptions(TypedDict, total=False):

@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol, TypeVar, Unpack
 
 from fuligo.engines.client import EngineClient
@@ -143,7 +142,7 @@ class EngineGroup:
             number, client = (None, self.router) if self.router is not None else next(self._turn)
             # A request that a prefill engine hands over during an abort is answered with an error.
             num_aborts, num_lost = self._aborts.number, self._num_lost
-            was_aborted = partial(self._aborted_since, num_aborts) if self.split else None
+            was_aborted = (lambda num_before=num_aborts: self._aborts.number > num_before) if self.split else None
             try:
                 generation = await client.generate(input_ids, params, rid=rid, was_aborted=was_aborted, **options)
             except EngineError:
@@ -166,9 +165,6 @@ class EngineGroup:
             except EngineError:
                 if self._num_lost == num_lost:
                     raise
-
-    def _aborted_since(self, num_aborts: int) -> bool:
-        return self._aborts.number > num_aborts
 
     async def _generate_directly(
         self, affinity: int, input_ids: Sequence[int] | IntArray, params: SamplingParams, *, rid: str, **options: Unpack[RequestOptions]

@@ -86,15 +86,16 @@ def _batched(
     band = None if window is None or window >= shape[1] else _band(shape[1], window, query.device)
     if sinks is not None:
         return batched_with_sinks(q, k, v, sinks, scale=scale, visible=band).transpose(1, 2).flatten(0, 1)
+    return masked_attention(q, k, v, band, scale=scale).transpose(1, 2).flatten(0, 1)
+
+
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scale: float) -> Tensor:
+    """Attend from [B, H, L, D] to [B, Hkv, K, D] with torch's kernel. `mask`: [L, K], True for keys to attend to; None: causal."""
     gqa = query.size(1) != key.size(1)
     if gqa and query.is_cuda:  # the float32 kernels have no grouped heads; without this SDPA would materialize all scores
         repeats = query.size(1) // key.size(1)
-        k, v, gqa = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1), False
-    if band is not None:
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=band, scale=scale, enable_gqa=gqa)
-    else:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
-    return out.transpose(1, 2).flatten(0, 1)
+        key, value, gqa = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1), False
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=gqa)
 
 
 @functools.lru_cache(maxsize=8)

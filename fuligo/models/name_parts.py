@@ -8,6 +8,7 @@ and the published files.
 from dataclasses import replace
 
 from fuligo.models.architecture import Architecture, GroupedAttention, LatentAttention
+from fuligo.models.config_json import ConfigJson
 from fuligo.models.names import EMBEDDING, HEAD, Form, NameTable, Weight, Weights
 
 ROWS, COLUMNS = 0, 1
@@ -22,6 +23,11 @@ def dense_table(architecture: Architecture, attention: Weights, *, norms: Weight
     """
     layer = (*(norms or layer_norms(architecture)), *attention, *(mlp or gated_mlp(architecture, "mlp", architecture.intermediate_size)))
     return NameTable(model=outer_weights(architecture), dense=layer)
+
+
+def plain_dense_names(config: ConfigJson, architecture: Architecture) -> NameTable:
+    """Return the names of a dense family like Llama: grouped attention, two norms per layer, no MTP layers."""
+    return dense_table(architecture, grouped_attention(architecture))
 
 
 def moe_table(architecture: Architecture, attention: Weights, *, has_expert_bias: bool) -> NameTable:

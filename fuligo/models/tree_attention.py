@@ -11,12 +11,11 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from fuligo.models.attention import fits_flash_kernel, size_tensor
+from fuligo.models.attention import fits_flash_kernel, masked_attention, size_tensor
 from fuligo.models.batch_invariant import causal_attention
 from fuligo.models.gpu_invariant import paged_attention
 from fuligo.models.sink_attention import VarlenKernel, batched_with_sinks, flash_with_sinks
@@ -189,15 +188,7 @@ def _attend(
     mask = None if is_whole and not shape.num_before else _node_mask(shape, None if is_whole else window, query.device)
     if sinks is not None:
         return batched_with_sinks(q, k, v, sinks, scale=scale, visible=mask).transpose(1, 2)
-    gqa = q.size(1) != k.size(1)
-    if gqa and query.is_cuda:  # the float32 kernels have no grouped heads; without this SDPA would materialize all scores
-        repeats = q.size(1) // k.size(1)
-        k, v, gqa = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1), False
-    if mask is None:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
-    else:
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=gqa)
-    return out.transpose(1, 2)
+    return masked_attention(q, k, v, mask, scale=scale).transpose(1, 2)
 
 
 @lru_cache(maxsize=8)

@@ -3,8 +3,7 @@
 from fuligo.models.architecture import Architecture
 from fuligo.models.config_json import ConfigJson
 from fuligo.models.family import Family, ModelArgs
-from fuligo.models.name_parts import dense_table, grouped_attention
-from fuligo.models.names import NameTable
+from fuligo.models.name_parts import plain_dense_names
 from fuligo.models.parts import dense_architecture
 
 
@@ -14,8 +13,4 @@ def architecture(config: ConfigJson) -> Architecture:
     return dense_architecture(config, qkv_bias=bias, output_bias=bias, mlp_bias=mlp_bias, may_omit_kv_heads=True)
 
 
-def names(config: ConfigJson, architecture: Architecture) -> NameTable:
-    return dense_table(architecture, grouped_attention(architecture))
-
-
-FAMILY = Family(architecture=architecture, names=names, batch_invariant_on=("cpu", "cuda"), model_args=ModelArgs(told_by={}))
+FAMILY = Family(architecture=architecture, names=plain_dense_names, batch_invariant_on=("cpu", "cuda"), model_args=ModelArgs(told_by={}))

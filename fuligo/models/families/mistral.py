@@ -3,8 +3,7 @@
 from fuligo.models.architecture import Architecture
 from fuligo.models.config_json import ConfigJson
 from fuligo.models.family import Family
-from fuligo.models.name_parts import dense_table, grouped_attention
-from fuligo.models.names import NameTable
+from fuligo.models.name_parts import plain_dense_names
 from fuligo.models.parts import dense_architecture
 
 WINDOW = 4096
@@ -21,8 +20,4 @@ def architecture(config: ConfigJson) -> Architecture:
     return dense_architecture(config, qkv_bias=False)
 
 
-def names(config: ConfigJson, architecture: Architecture) -> NameTable:
-    return dense_table(architecture, grouped_attention(architecture))
-
-
-FAMILY = Family(architecture=architecture, names=names)
+FAMILY = Family(architecture=architecture, names=plain_dense_names)

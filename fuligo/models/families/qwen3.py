@@ -3,8 +3,7 @@
 from fuligo.models.architecture import Architecture
 from fuligo.models.config_json import ConfigJson
 from fuligo.models.family import Family, ModelArgs
-from fuligo.models.name_parts import dense_table, grouped_attention
-from fuligo.models.names import NameTable
+from fuligo.models.name_parts import plain_dense_names
 from fuligo.models.parts import dense_architecture
 
 
@@ -13,13 +12,9 @@ def architecture(config: ConfigJson) -> Architecture:
     return dense_architecture(config, qkv_bias=bias, output_bias=bias, qk_norm=True, default_head_dim=128)
 
 
-def names(config: ConfigJson, architecture: Architecture) -> NameTable:
-    return dense_table(architecture, grouped_attention(architecture))
-
-
 FAMILY = Family(
     architecture=architecture,
-    names=names,
+    names=plain_dense_names,
     batch_invariant_on=("cpu", "cuda"),
     model_args=ModelArgs(told_by={"qk_layernorm": True}, precedence=2),
 )

@@ -39,6 +39,7 @@ SEARCH_BUDGET_S = 0.15
 """Seconds of search per request; the page asks again if more is left."""
 MAX_HISTORY = 400
 MAX_OTHERS = 16
+_MEMBER_COLUMNS = ("response", "drop_reason", "error")
 _COUNTS = ("num_samples", "num_steps")
 _TOKEN_COLUMNS = ("engine_logprobs", "trainer_logprobs", "ref_logprobs", "teacher_logprobs", "entropy", "values", "returns", "advantages")
 _SHOWN_LATEST = ("rollout/reward_mean", "rollout/response_len_mean", "rollout/tokens_per_s", "train/tokens_per_s", "perf/step_s")
@@ -126,23 +127,20 @@ def sample_lines(index: SampleIndex, shown: pa.Table) -> list[Answer]:
     for line in sorted(lines, key=lambda line: line["row"]):
         by_step.setdefault(line["step"], []).append(line)
     for step, of_step in by_step.items():
-        path = index.file(step)
-        try:
-            texts = read_rows(path, [line["row"] for line in of_step], LINE_COLUMNS) if path is not None else []
-        except UNREADABLE:
-            texts = []
+        texts = _readable_rows(index.file(step), [line["row"] for line in of_step], LINE_COLUMNS)
         for line, text in zip_longest(of_step, texts, fillvalue={}):
-            line.update(
-                {
-                    "prompt": short_prompt(text.get("prompt")),
-                    "response": short(text.get("response")),
-                    "label": short(text.get("label")),
-                    "finish_reason": text.get("finish_reason"),
-                    "drop_reason": text.get("drop_reason"),
-                    "error": short(text.get("error")),
-                }
-            )
+            line["prompt"] = short_prompt(text.get("prompt"))
+            line |= {name: short(text.get(name)) for name in ("response", "label", "error")}
+            line |= {name: text.get(name) for name in ("finish_reason", "drop_reason")}
     return lines
+
+
+def _readable_rows(path: Path | None, rows: Sequence[int], columns: Sequence[str] | None = None) -> list[Row]:
+    """Return rows of a sample file; none without a file, or if it cannot be read."""
+    try:
+        return read_rows(path, rows, columns) if path is not None else []
+    except UNREADABLE:
+        return []
 
 
 def _numbers(rows: pa.Table) -> list[Answer]:
@@ -179,10 +177,7 @@ def sample_answer(run: RunReader, step: int, row: int, of: SampleSet = "train") 
     if rows is None or path is None:
         return None
     mine = next(iter(_numbers(rows.filter(pc.field("row") == row))), None)
-    try:
-        whole = next(iter(read_rows(path, [row])), None)
-    except UNREADABLE:
-        return None
+    whole = next(iter(_readable_rows(path, [row])), None)
     if mine is None or whole is None:
         return None
     # The datasets of an evaluation number their groups independently.
@@ -190,10 +185,7 @@ def sample_answer(run: RunReader, step: int, row: int, of: SampleSet = "train") 
     if mine["group"] is not None:
         of_group = rows.filter(pc.field("group") == mine["group"])
         members = [member for member in _numbers(of_group) if member["dataset"] == mine["dataset"]]
-    try:
-        texts = read_rows(path, [member["row"] for member in members], ["response", "drop_reason", "error"])
-    except UNREADABLE:
-        texts = []
+    texts = _readable_rows(path, [member["row"] for member in members], _MEMBER_COLUMNS)
     return {
         **mine,
         **{name: whole.get(name) for name in ("label", "finish_reason", "drop_reason", "error", "dataset")},
@@ -218,10 +210,7 @@ def _episode(path: Path, rows: pa.Table, mine: Answer, whole: Row) -> Answer:
     parts = [row["row"] for row in same] if mine["index"] is not None else [mine["row"]]
     turns = whole.get("turns")
     if turns is None and len(parts) > 1 and parts[-1] != mine["row"]:
-        try:
-            turns = read_rows(path, parts[-1:], ["index", "turns"])[0].get("turns")
-        except (*UNREADABLE, IndexError):
-            turns = None
+        turns = next((last.get("turns") for last in _readable_rows(path, parts[-1:], ["index", "turns"])), None)
     known = [_shortened(entry) for entry in turns if isinstance(entry, dict)] if isinstance(turns, list) else None
     return {"turns": known, "part": parts.index(mine["row"]), "num_parts": len(parts)}
 
@@ -335,11 +324,7 @@ def others_answer(
             continue
         nearest = min(table["step"].unique().to_pylist(), key=lambda known: (abs(known - step), known))
         members = table.filter(pc.field("step") == nearest).slice(0, MAX_OTHERS)
-        path = other.index(of).file(nearest)
-        try:
-            texts = read_rows(path, members["row"].to_pylist(), ["response", "drop_reason", "error"]) if path is not None else []
-        except UNREADABLE:
-            texts = []
+        texts = _readable_rows(other.index(of).file(nearest), members["row"].to_pylist(), _MEMBER_COLUMNS)
         found.append({"run": other.name, "step": nearest, "members": [{**line, **text} for line, text in zip(_numbers(members), texts)]})
     return {"runs": found}
 

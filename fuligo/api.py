@@ -120,8 +120,7 @@ def train_many(configs: Sequence[Config | str | Path], *, resume: bool = False) 
 
     given = [config if isinstance(config, Config) else configure(config) for config in configs]
     named = {f"run {number}": config for number, config in enumerate(given)}
-    local = [f"{name}: {problem}" for name, config in named.items() for problem in _local_functions(config)]
-    if local:
+    if local := [f"{name}: {problem}" for name, config in named.items() for problem in _local_functions(config)]:
         raise ConfigError(
             f"cannot use {', '.join(local)}: the processes of the runs cannot import a lambda, a closure or a notebook's function; move it "
             "to a module"

@@ -52,8 +52,7 @@ def _parsed(text: str) -> Any:
     from latex2sympy2_extended.latex2sympy2 import latex2sympy
     from sympy import I, Rational
 
-    number = read_number(text)
-    if number is not None:
+    if (number := read_number(text)) is not None:
         return Rational(number.value.numerator, number.value.denominator)
     try:
         parsed: Any = latex2sympy(text, is_real=False, convert_degrees=False, normalization_config=None)

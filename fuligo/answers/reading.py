@@ -119,8 +119,7 @@ def _depth(text: str) -> int:
 
 def _read(text: str) -> Answer:
     text = _without_braces(text)
-    quantity = split_unit(text)
-    if quantity is not None:
+    if (quantity := split_unit(text)) is not None:
         return Value(quantity.number, quantity.unit, quantity.percent)
     if (items := _items(text)) is not None:
         return Collection(Kind.LIST, tuple(_read(item) for item in items))

@@ -29,8 +29,7 @@ def destination_problems(config: Config) -> Iterator[str]:
     for option, path in given.items():
         if path is None:
             continue
-        cause = _why_unwritable(Path(path.split("{rollout_id}")[0]))
-        if cause is not None:
+        if (cause := _why_unwritable(Path(path.split("{rollout_id}")[0]))) is not None:
             yield f"cannot write {option} {path}: {cause}; choose another directory"
     if config.checkpoint.save_hf is not None:
         yield from _export(config, Path(config.checkpoint.save_hf))
@@ -44,8 +43,7 @@ def _export(config: Config, target: Path) -> Iterator[str]:
         if _would_replace(target, path, whole=option in _MODEL_OPTIONS):
             yield f"--save-hf {target} would replace {path} of {option}; use another directory"
             return
-    problem = export_problem(target)
-    if problem is not None:
+    if (problem := export_problem(target)) is not None:
         yield f"--save-hf: {problem}"
 
 

@@ -40,8 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         FuligoError: bad input (exit code 2) or a failure at run time (1); the caller prints it.
     """
-    topic = asked_for_help(arguments)
-    if topic is not None:
+    if (topic := asked_for_help(arguments)) is not None:
         print(help_text(topic) if topic else _USAGE, end="")
         return 0
     parsed = parse(arguments)
@@ -61,8 +60,7 @@ def main(arguments: Sequence[str]) -> int:
     for choice in found.choices:
         show_choice(choice)
     apply_environment(config)
-    problems = evaluation_problems(config)
-    if problems:
+    if problems := evaluation_problems(config):
         raise ConfigError(*problems)
     from fuligo.job import evaluate
 

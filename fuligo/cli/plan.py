@@ -79,8 +79,7 @@ def main(arguments: Sequence[str]) -> int:
         ConfigError: there is nothing to plan (a flag is unknown or has a value of the wrong type, --gpu is not a known GPU, or the model
             cannot be read), or a file cannot be written.
     """
-    topic = asked_for_help(arguments)
-    if topic is not None:
+    if (topic := asked_for_help(arguments)) is not None:
         print(help_text(topic) if topic else _USAGE, end="")
         return 0
     options = split_options(arguments)

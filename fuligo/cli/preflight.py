@@ -27,8 +27,7 @@ def preflight(config: Config) -> None:
     Raises:
         ConfigError: all problems found, one text each.
     """
-    problems = preflight_problems(config)
-    if problems:
+    if problems := preflight_problems(config):
         raise ConfigError(*problems)
 
 
@@ -101,8 +100,7 @@ def _engines(config: Config) -> Iterator[str]:
         return
     python = config.engine.interpreter
     versions = package_versions(("sglang", "sglang-router"), python, config.engine_environment.settings())
-    missing = [package for package, version in versions.items() if version is None]
-    if missing:
+    if missing := [package for package, version in versions.items() if version is None]:
         yield (
             f"SGLang engines (--rollout-num-gpus, --sglang-*): {python} has no {' and no '.join(missing)}; install them there "
             "(on a CPU: make install-sglang), or name an interpreter that has them with --engine-python"

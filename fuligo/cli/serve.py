@@ -33,8 +33,7 @@ def main(argv: list[str]) -> int:
     args = _parser().parse_args(argv)
     if args.parent_pid is not None:
         threading.Thread(target=_end_with_parent, args=(args.parent_pid,), daemon=True, name="parent watch").start()
-    model = HubModel.parse(args.model_path)
-    if model is not None:
+    if (model := HubModel.parse(args.model_path)) is not None:
         args.model_path = str(model.download())
     if not Path(args.model_path, "config.json").is_file():
         places = ("hf", "iter_*/hf", "checkpoints/iter_*/hf")

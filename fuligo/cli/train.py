@@ -24,8 +24,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         FuligoError: bad input (exit code 2) or a failure at run time (1); the caller prints it.
     """
-    topic = asked_for_help(arguments)
-    if topic is not None:
+    if (topic := asked_for_help(arguments)) is not None:
         print(help_text(topic), end="")
         return 0
     parsed = parse([argument for argument in arguments if argument != PRINT_CONFIG])

@@ -107,8 +107,7 @@ def prepare_many(
 
 
 def _require_fit(configs: Mapping[str, Config], started: datetime) -> None:
-    problems = problems_of_many(configs, started)
-    if problems:
+    if problems := problems_of_many(configs, started):
         raise ConfigError(*problems)
 
 

@@ -104,10 +104,8 @@ def _weights(config: Config) -> Iterator[str]:
         yield from problems
         if not problems:
             sound[option] = model_directory(weights_directory(Path(path)))
-    if len(sound) == len(given):
-        difference = architecture_difference(*sound.values())
-        if difference is not None:
-            yield f"--ref-load: {difference}; use weights of one architecture"
+    if len(sound) == len(given) and (difference := architecture_difference(*sound.values())) is not None:
+        yield f"--ref-load: {difference}; use weights of one architecture"
     first = "--hf-checkpoint" if config.checkpoint.ref_load is None else "--ref-load"
     if first in sound and not is_trainable(sound[first]):
         yield f"{first} {sound[first]} is quantized, and training cannot start from it; use the unquantized weights with --ref-load"
@@ -280,10 +278,10 @@ def _teacher(config: Config) -> Iterator[str]:
     if config.teacher_from != "engine" or student is None:
         return
     served = next((group.model_path for group in engine_groups(config) if group.model == TEACHER), None)
-    if served is not None and (Path(served) / "config.json").is_file():
-        difference = vocabulary_difference(Path(served), student)
-        if difference is not None:
-            yield f"the model {TEACHER} of --sglang-config: {difference}"
+    if served is None or not (Path(served) / "config.json").is_file():
+        return
+    if (difference := vocabulary_difference(Path(served), student)) is not None:
+        yield f"the model {TEACHER} of --sglang-config: {difference}"
 
 
 def _loaded_teacher(config: Config, path: Path, student: Path | None) -> Iterator[str]:

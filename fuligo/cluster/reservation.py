@@ -87,8 +87,7 @@ class NodeAgent:
 
     async def stop(self, name: str) -> None:
         """Stop an engine's part; return when all its processes on this node have ended."""
-        server = self._servers.pop(name, None)
-        if server is not None:
+        if (server := self._servers.pop(name, None)) is not None:
             await server.stop()
 
 

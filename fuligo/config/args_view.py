@@ -51,8 +51,7 @@ class ArgsView:
             return next(iter(self._config.data.prompt_data), None)
         if flag is not None:
             return getattr(getattr(self._config, flag.group), name)
-        argument = _argument(name)
-        if argument is not None:
+        if (argument := _argument(name)) is not None:
             return getattr(self._config, argument.group).value(argument.name)
         raise AttributeError(f"args has no {name}{did_you_mean(nearest(name, [*self._own, *flags()]))}")
 

@@ -154,8 +154,7 @@ def _meaning(option: str) -> _Meaning:
     if (refused := refusal(backend, bare)) is not None:
         raise _Problem(f"{option}: {refused}")
     alias = backend.aliases.get(bare)
-    flag = backend.flags.get(backend.canonical(bare))
-    if flag is not None:
+    if (flag := backend.flags.get(backend.canonical(bare))) is not None:
         warning = deprecation(backend, bare, lambda name: option_name(PREFIXES.get(group, "") + name))
         return _Meaning(flag, alias.value if alias else None, warning)
     negated = _negated(name)

@@ -210,8 +210,7 @@ def _leaves(name: str, node: yaml.MappingNode) -> Iterator[tuple[str, int]]:
 
 
 def _unknown_group(group: str) -> str:
-    flag = flags().get(group.replace("-", "_"))
-    if flag is not None:
+    if (flag := flags().get(group.replace("-", "_"))) is not None:
         return f"{flag.name} belongs in a group: `{flag.group}: {{{flag.name}: ...}}`"
     if advice := elsewhere(group):
         return f"unknown key {group}{advice}"

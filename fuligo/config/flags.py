@@ -100,14 +100,12 @@ def _similar(name: str) -> list[Flag]:
             exact.append(passthrough_flags(group)[canonical])
     if exact:
         return exact
-    prefixed = [group for group in BACKENDS if name.startswith(f"{group}_")]
-    if prefixed:
+    if prefixed := [group for group in BACKENDS if name.startswith(f"{group}_")]:
         prefix = f"{prefixed[0]}_"
         known = passthrough_flags(prefixed[0]) | {
             typed.removeprefix(prefix): flag for typed, flag in flags().items() if typed.startswith(prefix)
         }
-        found = [known[near] for near in nearest(bare, known)]
-        if found:
+        if found := [known[near] for near in nearest(bare, known)]:
             return found
     known = {flag.flat_name: flag for group in BACKENDS for flag in passthrough_flags(group).values()} | flags()
     return [known[near] for near in nearest(name, known)]

@@ -65,8 +65,7 @@ def help_text(topic: str = "") -> str:
         flag = flags()[topic]
         return f"{_flag_text(flag)}\n  in a file: `{flag.group}: {{{flag.name}: ...}}`\n"
     for group in BACKENDS:
-        text = _argument_text(schema(group), topic)
-        if text is not None:
+        if (text := _argument_text(schema(group), topic)) is not None:
             return text
     near = nearest(topic, [*GROUPS, *flags(), *(flag.flat_name for group in BACKENDS for flag in passthrough_flags(group).values())])
     shown = ", ".join([*GROUPS, *BACKENDS])

@@ -35,8 +35,7 @@ def load_hook(flag_name: str, path: str) -> Hook:
         HookError: the module cannot be imported, lacks the function, or the function's signature does not fit.
     """
     target = ALIASES.get(path, path)
-    problem = path_problem(target)
-    if problem is not None:
+    if (problem := path_problem(target)) is not None:
         raise _error(flag_name, path, problem)
     module_path, name = split_path(target)
     module = _import(flag_name, path, module_path)

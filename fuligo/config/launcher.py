@@ -40,8 +40,7 @@ def world_size(environment: Mapping[str, str] = os.environ) -> int:
         return 1
     if not given.isdecimal() or not int(given):
         raise ConfigError(f"WORLD_SIZE={given!r} in the environment is not a number of processes; unset it, or start fuligo with torchrun")
-    missing = [name for name in _OF_TORCHRUN if not environment.get(name, "").strip()]
-    if missing:
+    if missing := [name for name in _OF_TORCHRUN if not environment.get(name, "").strip()]:
         raise ConfigError(
             f"WORLD_SIZE={given} is set in the environment without {', '.join(missing)}; unset WORLD_SIZE, or start fuligo with torchrun, "
             "which sets them all"

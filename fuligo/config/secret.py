@@ -69,8 +69,7 @@ def protect(text: str, variable: str, *, always: bool = False) -> str | Secret:
     Args:
         variable: environment variable that the placeholder names if the value was given as text.
     """
-    reference = _REFERENCE.fullmatch(text)
-    if reference is not None:
+    if (reference := _REFERENCE.fullmatch(text)) is not None:
         return Secret(reference[1], os.environ.get(reference[1]))
     return Secret(variable, text) if always or hide_credentials(text) != text else text
 

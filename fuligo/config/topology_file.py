@@ -160,6 +160,5 @@ def _deprecations(node: yaml.Node, file: Path) -> Iterator[str]:
         for key, value in mapping.value:
             if key.value == "overrides" and isinstance(value, yaml.MappingNode):
                 for argument, _ in value.value:
-                    text = deprecation(SglangArguments.schema(), str(argument.value), str)
-                    if text is not None:
+                    if (text := deprecation(SglangArguments.schema(), str(argument.value), str)) is not None:
                         yield f"{file} line {argument.start_mark.line + 1}: {text}"

@@ -179,8 +179,7 @@ class _Classifier:
 
     def __init__(self, weights: Weights) -> None:
         """Map the names. Raises CheckpointError if a tensor is quantized."""
-        quantised = sorted(weights.shapes.keys() - weights.dtypes.keys())
-        if quantised:
+        if quantised := sorted(weights.shapes.keys() - weights.dtypes.keys()):
             raise CheckpointError(f"cannot export {quantised[0]}: it is quantized; use the value model that a trainer saved")
         self._weights = weights
         self._sources = {_SCORE if name == _HEAD else name: name for name in weights.shapes}

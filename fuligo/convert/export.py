@@ -26,8 +26,7 @@ def export(checkpoint: Path, target: Path) -> None:
         CheckpointError: the checkpoint is damaged, or `target` holds something other than an export and is left unchanged.
         FuligoError: `target` cannot be written.
     """
-    problem = export_problem(target)
-    if problem is not None:
+    if (problem := export_problem(target)) is not None:
         raise CheckpointError(f"{problem} (--save-hf)")
     new, old = (target.with_name(f"{UNFINISHED}{state}_{target.name}") for state in ("new", "old"))
     try:

@@ -223,6 +223,5 @@ def _parts(architecture: Architecture) -> Iterator[Part]:
 
 
 def _raise(problems: Iterator[str]) -> None:
-    found = list(problems)
-    if found:
+    if found := list(problems):
         raise ConfigError(*found)

@@ -35,8 +35,7 @@ class ColumnarFile:
         self._source = pa.PythonFile(os.fdopen(self.content.descriptor, "rb", buffering=0, closefd=False), mode="r")
         try:
             present, sizes = self._open()
-            missing = [column for column in columns if column not in present]
-            if missing:
+            if missing := [column for column in columns if column not in present]:
                 names = ", ".join(map(repr, missing))
                 raise DataError(
                     f"cannot use {path}: no column {names}; set --input-key, --label-key, ... to columns of {', '.join(present)}"

@@ -110,8 +110,7 @@ def _pieces(entry: PromptPath, settings: DataFlags) -> list[_Piece]:
     pieces: list[_Piece] = []
     start = 0
     for file in files:
-        inside = range(max(selected.start - start, 0), min(selected.stop - start, len(file)))
-        if inside:
+        if inside := range(max(selected.start - start, 0), min(selected.stop - start, len(file))):
             pieces.append(_Piece(file, inside))
         start += len(file)
     return pieces

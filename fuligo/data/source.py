@@ -151,8 +151,7 @@ class RowSource(Generic[Item]):
                 f"cannot resume: the dataset has {len(self)} rows like the checkpoint's, but different content "
                 f"(digest {self._digest} instead of {state['digest']}); {_OTHER_DATA}"
             )
-        changed = self._dataset.image_digests.first_changed(str(state.get("images", "")))
-        if changed is not None:
+        if (changed := self._dataset.image_digests.first_changed(str(state.get("images", "")))) is not None:
             raise DataError(
                 f"cannot resume: the images of {self._dataset.rows.place(changed)} have changed since the run read them; {_OTHER_DATA}"
             )

@@ -174,10 +174,8 @@ def environment_problem(kind: Any) -> str | None:
             return f"{name} must be `async def`"
     if not (inspect.isclass(kind.Settings) and issubclass(kind.Settings, EnvironmentSettings)):
         return "Settings must be a class derived from fuligo.environments.EnvironmentSettings"
-    if kind.resumable:
-        lacking = [name for name in ("state", "restore") if getattr(kind, name) is getattr(Environment, name)]
-        if lacking:
-            return f"the class is resumable but lacks {', '.join(lacking)}"
+    if kind.resumable and (lacking := [name for name in ("state", "restore") if getattr(kind, name) is getattr(Environment, name)]):
+        return f"the class is resumable but lacks {', '.join(lacking)}"
     try:
         inspect.signature(kind).bind("row", "settings")
     except TypeError as error:

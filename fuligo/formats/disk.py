@@ -207,8 +207,7 @@ def unreadable_files(directory: Path, max_text_bytes: float = MAX_TEXT_BYTES) ->
                 status = entry.stat()
             except OSError:  # a broken link
                 continue
-            kind = _KINDS.get(stat.S_IFMT(status.st_mode))
-            if kind is not None:
+            if (kind := _KINDS.get(stat.S_IFMT(status.st_mode))) is not None:
                 yield f"{entry.path} is {kind}, not a plain file; remove it"
             elif _TEXTS.fullmatch(entry.name) and stat.S_ISREG(status.st_mode) and status.st_size > max_text_bytes:
                 yield f"{entry.path} has {status.st_size:,} bytes, more than {max_text_bytes:,}; copy or download it again"

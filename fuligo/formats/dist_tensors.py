@@ -65,8 +65,7 @@ class DistributedTensors:
         """
         num_elements = 0
         for chunk in self._tensors[shard.name].chunks:
-            overlap = _overlap(chunk, shard)
-            if overlap is not None:
+            if (overlap := _overlap(chunk, shard)) is not None:
                 theirs, ours = overlap
                 # The last chunk is kept, because consecutive shards often share it.
                 index = MetadataIndex(shard.name, chunk.offsets)

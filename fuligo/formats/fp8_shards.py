@@ -111,8 +111,7 @@ def shard_problems(shards: tuple[Shard, ...], quantisation: Quantisation) -> Ite
         yield f"cannot quantize {_listed(other_types)}: the dtype must be one of {', '.join(_FLOATS)}"
     if quantisation.block_size is not None:
         rows = quantisation.block_size[0]
-        spanned = [f"{tensor.name} {list(tensor.shape)}" for tensor in matrices if _part_rows(tensor) % rows]
-        if spanned:
+        if spanned := [f"{tensor.name} {list(tensor.shape)}" for tensor in matrices if _part_rows(tensor) % rows]:
             yield (
                 f"blocks of {rows} rows do not divide {_listed(spanned)}: engines fuse this matrix with others, and no block may span "
                 "two of them; use --strategy channel, or a --block-size that divides its rows (DeepEP supports 128 128 only)"

@@ -89,8 +89,7 @@ def checkpoint_problems(directory: Path, *, may_be_value_model: bool = False) ->
     except DamagedFileError as error:
         yield str(error)
         return
-    absurd = list(_absurd_sizes(config))
-    if absurd:
+    if absurd := list(_absurd_sizes(config)):
         yield from (f"{directory / 'config.json'}: {text}" for text in absurd)
         return
     yield from (f"{directory}: {text}; use the weights' own config.json" for text in _contradictions(config, shapes, may_be_value_model))

@@ -299,8 +299,7 @@ def _check(report: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: a syntax error, or a sourced file that does not exist.
     """
-    broken = _SYNTAX.search(report["output"])
-    if broken:
+    if broken := _SYNTAX.search(report["output"]):
         file, line, text = broken.groups()
         raise ConfigError(f"{Path(file).name} line {line}: bash reports: {text}{_spacing_hint(Path(file), int(line))}")
     for missing in _MISSING.finditer(report["output"]):

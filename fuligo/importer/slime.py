@@ -237,8 +237,7 @@ def _fill_defaults(line: _Line) -> None:
 
 def _limit_responses(line: _Line) -> None:
     """Limit responses as slime does, by the context length, if the script gives one; else note that it must be set."""
-    context = line.value("rollout_max_context_len")
-    if context:
+    if context := line.value("rollout_max_context_len"):
         line.add("rollout_max_response_len", context)
         line.notes.append(f"--rollout-max-response-len is not given: slime's only limit, --rollout-max-context-len {context}, is filled in")
     else:

@@ -78,8 +78,7 @@ def find_commands(*, sandboxed: bool) -> Commands:
     names = {"bash", *TOOLS, *FILE_TOOLS} if sandboxed else {"bash", *TOOLS}
     found = {name: shutil.which(name, path=_SYSTEM_PATH) or shutil.which(name) for name in sorted(names)}
     tools = {name: str(Path(place).resolve()) for name, place in found.items() if place is not None}
-    missing = [name for name in ("bash", "cat", "head", "tr") if name not in tools]
-    if missing:
+    if missing := [name for name in ("bash", "cat", "head", "tr") if name not in tools]:
         raise ConfigError(f"cannot run launch scripts: commands not found: {', '.join(missing)}; install them")
     recorded = [*RECORDED, *FILE_TOOLS] if sandboxed else [*RECORDED, *FILE_TOOLS, "kill"]
     libraries = _libraries(sorted(set(tools.values()))) if sandboxed else ()

@@ -232,8 +232,7 @@ def _signals_passed_to(runs: Sequence[RunProcess]) -> Iterator[list[signal.Signa
 def _require_success(codes: Mapping[str, int], *, is_terminated: bool = False) -> None:
     """Raise RunsFailedError unless all runs are complete or, with `is_terminated`, ended by SIGTERM."""
     ended_well = (COMPLETE, INTERRUPTED, -signal.SIGTERM) if is_terminated else (COMPLETE,)  # a run that was still starting was killed
-    failed = [f"{name} ({_described(code)})" for name, code in codes.items() if code not in ended_well]
-    if failed:
+    if failed := [f"{name} ({_described(code)})" for name, code in codes.items() if code not in ended_well]:
         interrupted = sum(code != COMPLETE for code in codes.values()) - len(failed)
         raise RunsFailedError(
             f"{len(failed)} of {len(codes)} runs failed: {', '.join(failed)}; their output is above"

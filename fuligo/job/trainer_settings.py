@@ -94,8 +94,7 @@ def _is_exact(config: Config, device: Device, checkpoint: Path) -> bool:
     if config.needs_engine and device != config.engine_capabilities.exact_on:
         backend, there = config.resolved_rollout_backend, config.engine_capabilities.exact_on
         raise ConfigError(f"cannot use --exact-on-policy with the engine {backend} on {device}; use --device {there}")
-    because = batch_variant_because(read_config_json(checkpoint), device)
-    if because is not None:
+    if (because := batch_variant_because(read_config_json(checkpoint), device)) is not None:
         raise ConfigError(f"cannot use --exact-on-policy for {checkpoint}: {because}; drop the flag")
     return True
 

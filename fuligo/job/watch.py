@@ -79,8 +79,7 @@ def stalls_reported(limit_s: float = LIMIT_S) -> Iterator[None]:
             if time.monotonic() - last_beat_s <= limit_s or last_beat_s == reported_s:
                 continue
             reported_s = last_beat_s
-            culprit = _user_frame(loop_thread)
-            if culprit is not None:
+            if (culprit := _user_frame(loop_thread)) is not None:
                 logger.warning(
                     "event loop blocked for %g s in %s (%s:%s); await slow work in async functions, write a reward as a plain function "
                     "(it runs in a thread), and let environments run isolated (no --environment-isolation none, no `isolated = False`)",

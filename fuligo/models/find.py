@@ -61,8 +61,7 @@ def find_served_architectures(config: Config) -> dict[str, Architecture]:
     found: dict[str, Architecture] = {}
     for path in sorted(paths - {config.model.hf_checkpoint}):
         try:
-            given = _of_directory(path)
-            if given is not None:
+            if (given := _of_directory(path)) is not None:
                 found[path] = architecture_of(given.values, given.source)
         except ConfigError:
             continue

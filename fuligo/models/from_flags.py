@@ -55,8 +55,7 @@ def architecture_from_flags(config: Config) -> Architecture | None:
     if not any(name in given for name in SHAPE_KEYS):
         return None
     family = _family(given)
-    missing = [option_name(name) for name in _required(family) if name not in given]
-    if missing:
+    if missing := [option_name(name) for name in _required(family) if name not in given]:
         raise ConfigError(
             f"cannot read a {family} model from MODEL_ARGS: {', '.join(missing)} missing; "
             "add them, or use --model-config-file with the model's config.json"
@@ -78,8 +77,7 @@ def _family(given: PassThrough) -> str:
 
     Raises ConfigError if `--spec` is unknown.
     """
-    spec = given.get("spec")
-    if spec is not None:
+    if (spec := given.get("spec")) is not None:
         family = spec_family(spec)
         if family is None:
             raise ConfigError(f"--spec {' '.join(spec)} is not known; use --model-config-file with the model's config.json instead")

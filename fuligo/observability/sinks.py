@@ -62,8 +62,7 @@ def open_sinks(config: Config, run_dir: Path, *, start: int, kept: Sequence[Reco
         sinks.append(GuardedSink("--use-trackio", TrackioSink, config, run_dir))
     if flags.use_mlflow:
         sinks.append(GuardedSink("--use-mlflow", MlflowSink, config, run_dir))
-    hook = hook_of(config, "sink_path")
-    if hook is not None:
+    if (hook := hook_of(config, "sink_path")) is not None:
         sinks.append(GuardedSink(f"--sink-path {flags.sink_path}", hook, ArgsView(config), run_dir))
     return sinks
 

@@ -58,15 +58,12 @@ def shortfall(subject: Subject, host_memory_bytes: int | None = None) -> float:
 def memory_findings(subject: Subject, numbers: Estimate, *, host_memory_given: bool) -> Iterator[Finding]:
     """Yield a finding for each kind of memory that does not fit: errors for GPUs and for a given host memory, else a warning."""
     config, gpus = subject.config, f"--gpu {subject.gpu.name}"
-    trainer = [bar for bar in numbers.memory if bar.pipeline_rank is not None and not bar.fits]
-    if trainer:
+    if trainer := [bar for bar in numbers.memory if bar.pipeline_rank is not None and not bar.fits]:
         worst = max(trainer, key=lambda bar: bar.used_bytes)
         yield Finding(TRAINER, Severity.ERROR, f"{_excess(worst, of=gpus)}.", config.trainer_capabilities.memory_flags)
-    engine = list(_engine_problems(subject, numbers.memory, numbers.capacities, gpus))
-    if engine:
+    if engine := list(_engine_problems(subject, numbers.memory, numbers.capacities, gpus)):
         yield Finding(ENGINE, Severity.ERROR, " ".join(engine), config.engine_capabilities.memory_flags)
-    host = next((bar for bar in numbers.memory if bar.owner == "host" and not bar.fits), None)
-    if host is not None:
+    if (host := next((bar for bar in numbers.memory if bar.owner == "host" and not bar.fits), None)) is not None:
         severity = Severity.ERROR if host_memory_given else Severity.WARNING
         where = "--host-memory" if host_memory_given else f"standard nodes with {subject.gpu.name}"
         flags = ("--optimizer-cpu-offload", "--colocate")

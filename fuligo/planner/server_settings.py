@@ -124,8 +124,7 @@ def _graph_batch(spec: EngineGroupSpec, size: _Size) -> int:
     arguments = spec.arguments
     if spec.worker_type == "prefill" or arguments.get("disable_decode_cuda_graph"):
         return 0
-    given = arguments.get("cuda_graph_bs_decode")
-    if given:
+    if given := arguments.get("cuda_graph_bs_decode"):
         return max(int(batch) for batch in given)
     return arguments.get("cuda_graph_max_bs_decode") or (size.batch if spec.tp_size < 4 else size.wide_batch)
 

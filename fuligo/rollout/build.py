@@ -98,8 +98,7 @@ def build_sampling(
     activity = Activity()
     generators = build_generators(config, engine=CountedEngine(engines, activity), tokenizer=tokenizer, policy_version=policy_version)
     generate = generators.training
-    hook = hook_of(config, "rollout_function_path")
-    if hook is not None:
+    if (hook := hook_of(config, "rollout_function_path")) is not None:
         custom = CustomRollout(
             hook,
             args,
@@ -178,8 +177,7 @@ def build_generators(
 
     Raises ConfigError if the model's chat template does not support an agent, and HookError if a hook cannot be imported or does not fit.
     """
-    agent = hook_of(config, "agent")
-    if agent is not None:
+    if (agent := hook_of(config, "agent")) is not None:
         return _agents(config, agent, engine, tokenizer)
     args, single_turn = ArgsView(config), _single_turn(config, engine, tokenizer)
     if config.rollout.environment is not None:

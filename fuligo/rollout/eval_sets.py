@@ -153,8 +153,7 @@ def _read(path: Path) -> list[EvalSetSpec]:
 
 def _spec(entry: dict[str, Any], place: str, problems: list[str]) -> EvalSetSpec | None:
     known = EvalSetSpec.model_fields
-    unknown = [str(key) for key in entry if key not in known]
-    if unknown:
+    if unknown := [str(key) for key in entry if key not in known]:
         problems += [f"{place}: unknown key {key}{did_you_mean(nearest(key, known))}" for key in unknown]
         return None
     try:

@@ -191,8 +191,7 @@ class BeforeTrainStep:
         """
         num_before = len(batch.samples)
         self.hook(rollout_id, batch)
-        problem = self._problem(batch, num_before)
-        if problem is not None:
+        if (problem := self._problem(batch, num_before)) is not None:
             raise TrainerError(f"--before-train-step-path left a batch that cannot be trained on: {problem}")
 
     def _problem(self, batch: TrainBatch, num_before: int) -> str | None:

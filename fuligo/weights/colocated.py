@@ -63,8 +63,7 @@ class OwnEngine:
                 self._call(payload, version)
             else:
                 self._send(payload, self.caller)
-                refusal = self._receive(self.caller)
-                if refusal:
+                if refusal := self._receive(self.caller):
                     raise EngineError(refusal)
 
     def _call(self, payload: str, version: int | None) -> None:

@@ -89,8 +89,7 @@ def one_way_to_generate(config: Config) -> Iterator[Violation]:
     """Reject an environment together with a hook that samples in its place."""
     if config.rollout.environment is not None:
         names = ("custom_generate_function_path", "agent", "rollout_function_path", "eval_function_path")
-        given = [name for name in names if config.value_of(name) is not None]
-        if given:
+        if given := [name for name in names if config.value_of(name) is not None]:
             option = option_name(given[0])
             yield Violation(f"--environment and {option} both define how samples are generated", (unset_flag(given[0]),))
 
@@ -106,8 +105,7 @@ def stop_strings_are_written(config: Config) -> Iterator[Violation]:
 @rule("CFG-STOP-ESCAPE", "--rollout-stop", severity=Severity.WARNING)
 def stop_strings_are_as_meant(config: Config) -> Iterator[Violation]:
     """Warn about an escape sequence that the shell did not translate."""
-    escaped = [stop for stop in config.rollout.rollout_stop if re.fullmatch(r"(?:\\[nrt])+", stop)]
-    if escaped:
+    if escaped := [stop for stop in config.rollout.rollout_stop if re.fullmatch(r"(?:\\[nrt])+", stop)]:
         text = f"--rollout-stop '{escaped[0]}' is read as backslashes and letters, not as line breaks or tabs"
         yield Violation(text, advice=f"write $'{escaped[0]}' in a shell, or \"{escaped[0]}\" in a config file")
 
@@ -116,8 +114,7 @@ def stop_strings_are_as_meant(config: Config) -> Iterator[Violation]:
 def stop_tokens_are_tokens(config: Config) -> Iterator[Violation]:
     """Reject negative stop token ids, which no token has."""
     given = config.rollout.rollout_stop_token_ids
-    negative = [token for token in given if token < 0]
-    if negative:
+    if negative := [token for token in given if token < 0]:
         shown = " ".join(map(str, negative))
         kept = [token for token in given if token >= 0]
         change = set_flag("rollout_stop_token_ids", kept) if kept else unset_flag("rollout_stop_token_ids")
@@ -238,8 +235,7 @@ def continuous_sampling_is_ours(config: Config) -> Iterator[Violation]:
 @rule("CFG-ENVIRONMENT-NAME", "--env", "--engine-env")
 def environment_names_are_names(config: Config) -> Iterator[Violation]:
     """Require letters, digits and underscores in names of environment variables."""
-    odd = [name for name in config.engine_environment if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)]
-    if odd:
+    if odd := [name for name in config.engine_environment if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)]:
         yield Violation(
             f"--env or --engine-env: {', '.join(map(repr, odd))} is not a valid name of an environment variable",
             advice="use letters, digits and underscores",
@@ -285,8 +281,7 @@ def agent_is_the_only_generator(config: Config) -> Iterator[Violation]:
             ),
             "mask_offpolicy_in_partial_rollout": (rollout.mask_offpolicy_in_partial_rollout, "cannot tell the turns of an agent apart"),
         }
-        found = next(((name, why) for name, (value, why) in others.items() if value), None)
-        if found is not None:
+        if (found := next(((name, why) for name, (value, why) in others.items() if value), None)) is not None:
             option = option_name(found[0])
             yield Violation(
                 f"--agent {rollout.agent} and {option} cannot be combined: {option} {found[1]}", (unset_flag(found[0]),), flags=(option,)

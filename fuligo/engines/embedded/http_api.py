@@ -106,8 +106,7 @@ class Api:
             return error_response(400, str(error))
         if not await ended_while_connected(http, requests, self._engine):
             return Response(status_code=499)
-        errors = [request.error for request in requests if request.error]
-        if errors:
+        if errors := [request.error for request in requests if request.error]:
             return error_response(500, errors[0])
         answers = [answer(request, model, started) for request in requests]
         return json_response(answers if is_batch else answers[0])

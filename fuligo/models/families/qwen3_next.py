@@ -107,8 +107,7 @@ def _read_linear(config: ConfigJson, has_fused_inputs: bool) -> LinearAttention:
 
 def _kinds(config: ConfigJson) -> tuple[str, ...]:
     """Return the kind of each layer: `layer_types`, else every `full_attention_interval`-th is full attention."""
-    given = config.per_layer("layer_types", ("linear_attention", "full_attention"))
-    if given is not None:
+    if (given := config.per_layer("layer_types", ("linear_attention", "full_attention"))) is not None:
         return given
     interval = config.count("full_attention_interval", default=FULL_ATTENTION_INTERVAL)
     numbers = range(1, config.count("num_hidden_layers") + 1)

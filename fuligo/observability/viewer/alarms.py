@@ -88,8 +88,7 @@ def _watched(metrics: MetricColumns) -> Iterator[Alarm]:
         bad = watch.bad(values)
         if watch.excused is not None:
             bad = [is_bad and not is_fine for is_bad, is_fine in zip(bad, watch.excused(metrics), strict=True)]
-        found = stretches(bad, watch.lasting)
-        if found:
+        if found := stretches(bad, watch.lasting):
             before = len(found) - 1
             text = watch.text.format(**_facts(values, found[-1])) + (f" It happened {_times(before)} before." if before else "")
             yield _alarm(metrics, watch, found[-1], text)
@@ -120,8 +119,7 @@ def _not_finite(metrics: MetricColumns) -> Iterator[Alarm]:
         if not values or not finite(values):
             continue
         began = next(row for row, value in enumerate(values) if value is not None)
-        found = stretches([row > began and value is None for row, value in enumerate(metrics.column(key))])
-        if found:
+        if found := stretches([row > began and value is None for row, value in enumerate(metrics.column(key))]):
             watch = _Watch(key, "error", f"{key} is not a number", lambda _: [], "")
             text = "The update was skipped or corrupted the weights. Look at that step's samples and resume from a checkpoint before it."
             yield _alarm(metrics, watch, found[-1], text)

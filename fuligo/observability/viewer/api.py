@@ -42,8 +42,7 @@ class Access:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        refusal = self._refusal(scope)
-        if refusal is not None:
+        if (refusal := self._refusal(scope)) is not None:
             await refusal(scope, receive, send)
             return
 

@@ -125,7 +125,6 @@ def _samples(run: RunReader, of: SampleSet, size: ReportSize) -> tuple[list[dict
         left -= line["length"]
         if left < 0:
             break
-        sample = answers.sample_answer(run, line["step"], line["row"], of)
-        if sample is not None:
+        if (sample := answers.sample_answer(run, line["step"], line["row"], of)) is not None:
             whole[f"{line['step']}.{line['row']}"] = sample
     return lines, whole

@@ -43,8 +43,7 @@ def read_rows(path: Path, rows: Sequence[int], columns: Iterable[str] | None = N
     found: dict[int, Row] = {}
     start = 0
     for group, num_rows in enumerate(_group_sizes(path, version)):
-        wanted = sorted({row - start for row in rows if start <= row < start + num_rows})
-        if wanted:
+        if wanted := sorted({row - start for row in rows if start <= row < start + num_rows}):
             table = _row_group(path, version, group, names).take(pa.array(wanted))
             found.update(zip([start + row for row in wanted], table.to_pylist(), strict=True))
         start += num_rows

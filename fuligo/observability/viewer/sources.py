@@ -99,8 +99,7 @@ def _of_template(texts: Sequence[str], markers: Sequence[bool], start: int, end:
 
 def sampled_tokens(num_tokens: int, spans: Sequence[dict], engine_logprobs: Sequence[float] | None) -> list[bool]:
     """Return which tokens an engine sampled: by the recorded requests, else by log-probability, which is 0 for appended tokens."""
-    known = [span for span in spans if span.get("num_tokens")]
-    if known:
+    if known := [span for span in spans if span.get("num_tokens")]:
         covered = [False] * num_tokens
         for span in known:
             first = span["first_token"]

@@ -190,8 +190,7 @@ def engine_items(spec: EngineGroupSpec, memory: EngineMemory, trainer_bytes: int
         note = f"{memory.states // per_request} requests x {amount(per_request)} of linear attention (--sglang-mamba-full-memory-ratio)"
         items.append(MemoryItem("states", memory.states, note))
     items.append(_activations(spec, memory))
-    graphs = decode_graph_bytes(settings) + prefill_graph_bytes(settings, architecture)
-    if graphs:
+    if graphs := decode_graph_bytes(settings) + prefill_graph_bytes(settings, architecture):
         items.append(
             MemoryItem(
                 "graphs",

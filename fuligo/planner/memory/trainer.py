@@ -295,8 +295,7 @@ def _communication(subject: Subject, shape: Layout) -> Iterator[MemoryItem]:
         "gradient norm": (shape.num_ranks, collective),
         "all ranks": (shape.num_ranks, collective),
     }
-    held = {name: num_bytes for name, (size, num_bytes) in sizes.items() if size > 1}
-    if held:
+    if held := {name: num_bytes for name, (size, num_bytes) in sizes.items() if size > 1}:
         each = ", ".join(f"{name} {amount(num_bytes)}" for name, num_bytes in held.items())
         yield MemoryItem("communication", sum(held.values()), f"NCCL buffers: {each}")
     if deepep:

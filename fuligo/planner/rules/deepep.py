@@ -81,8 +81,7 @@ def _largest_batch(subject: Subject, spec: EngineGroupSpec) -> int:
 
 def _smaller_batch(subject: Subject, spec: EngineGroupSpec, drafts: int, tokens: int) -> Fix:
     largest = max(1, min(tokens, MAX_DISPATCH_TOKENS) // drafts)
-    given = spec.arguments.get("cuda_graph_bs_decode")
-    if given:
+    if given := spec.arguments.get("cuda_graph_bs_decode"):
         return (set_argument(subject, spec, "cuda_graph_bs_decode", [size for size in given if int(size) <= largest] or [largest]),)
     return (set_argument(subject, spec, "cuda_graph_max_bs_decode", largest),)
 

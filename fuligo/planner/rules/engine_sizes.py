@@ -147,8 +147,7 @@ def experts_exist(subject: Subject) -> Iterator[Violation]:
         "moe_runner_backend": "auto",
     }
     for spec in serving_policy(subject):
-        given = [name for name, value in neutral.items() if spec.arguments.value(name) not in (value, None)]
-        if given:
+        if given := [name for name, value in neutral.items() if spec.arguments.value(name) not in (value, None)]:
             yield Violation(
                 f"{' and '.join(shown(spec, name) for name in given)}{where(spec)}: the model has no experts",
                 (tuple(set_argument(subject, spec, name, None) for name in given),),

@@ -25,8 +25,7 @@ _SPARSE_CACHES = ("auto", "bf16", "bfloat16", "fp8_e4m3")
 
 def _given(spec: EngineGroupSpec) -> Iterator[tuple[str, str]]:
     for name in _BACKENDS:
-        value = spec.arguments.get(name)
-        if value is not None:
+        if (value := spec.arguments.get(name)) is not None:
             yield name, value
 
 

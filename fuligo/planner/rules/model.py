@@ -90,8 +90,7 @@ def reward_finds_the_answer(subject: Subject) -> Iterator[Violation]:
 def stop_tokens_are_in_the_vocabulary(subject: Subject) -> Iterator[Violation]:
     """A token outside of the vocabulary never ends a response."""
     given, num_tokens = subject.config.rollout.rollout_stop_token_ids, subject.rollout_architecture.vocab_size
-    problem = unknown_tokens(given, num_tokens)
-    if problem is not None:
+    if (problem := unknown_tokens(given, num_tokens)) is not None:
         kept = [token for token in given if token < num_tokens]
         yield Violation(problem, ((set_flag("rollout_stop_token_ids", kept or None),),))
 

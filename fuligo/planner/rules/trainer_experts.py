@@ -24,8 +24,7 @@ def experts_exist(subject: Subject) -> Iterator[Violation]:
     config = subject.config
     if not subject.is_megatron or subject.architecture.experts is not None:
         return
-    given = _flags_of_experts(config)
-    if given:
+    if given := _flags_of_experts(config):
         yield Violation(
             f"{', '.join(given.values())}: the model ({subject.architecture.model_type}) has no experts",
             (tuple(unset_flag(name) for name in given),),

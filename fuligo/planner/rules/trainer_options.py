@@ -34,8 +34,7 @@ def full_recomputation_is_described(subject: Subject) -> Iterator[Violation]:
     if not subject.is_megatron or sizes.recompute_granularity != "full":
         return
     names = {"recompute_method": sizes.recompute_method, "recompute_num_layers": sizes.recompute_num_layers}
-    missing = [name for name, value in names.items() if value is None]
-    if missing:
+    if missing := [name for name, value in names.items() if value is None]:
         shown = " and ".join(option_name(name) for name in missing)
         standard = {"recompute_method": "uniform", "recompute_num_layers": 1}
         yield Violation(f"--recompute-granularity full needs {shown}", (tuple(set_flag(name, standard[name]) for name in missing),))

@@ -109,8 +109,7 @@ def _precisions(settings: MegatronTrainerSettings) -> dict[str, Any]:
     names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
     dtypes = {name: _DTYPES[flags.get(name, "fp32")] for name in names}
     if settings.device == "cpu":
-        low = [option_name(name) for name, dtype in dtypes.items() if dtype != torch.float32]
-        if low:
+        if low := [option_name(name) for name, dtype in dtypes.items() if dtype != torch.float32]:
             raise ConfigError(f"cannot use {', '.join(low)} on a CPU: the optimizer's state is float32 there; use fp32, or train on GPUs")
         return {}
     return {"use_precision_aware_optimizer": True, "store_param_remainders": flags.get("store_param_remainders", True), **dtypes}

@@ -299,8 +299,7 @@ def _read_weights(tensors: DistributedTensors, weights: Sequence[LocalWeight]) -
 def _check_weights(tensors: DistributedTensors, weights: Sequence[LocalWeight], names: ModelNames) -> None:
     _check_shapes(tensors, {held.weight.megatron: held.weight.shape for held in weights})
     stored = {name for name in tensors.shapes if not name.startswith((_OPTIMIZER, _REFERENCE))}
-    unknown = sorted(stored - {weight.megatron for weight in names.weights()})
-    if unknown:
+    if unknown := sorted(stored - {weight.megatron for weight in names.weights()}):
         raise CheckpointError(
             f"cannot load {tensors.directory}: it belongs to another architecture: it contains {unknown[0]}, which this run's "
             f"{names.architecture.model_type} model does not have; use the --hf-checkpoint that it was made with"
@@ -378,7 +377,6 @@ def _agreed(world: World, work: Callable[[], T]) -> T:
     if world.size > 1:
         problems = [None] * world.size
         dist.all_gather_object(problems, problem, group=world.objects)
-    first = next((text for text in problems if text is not None), None)
-    if first is not None:
+    if (first := next((text for text in problems if text is not None), None)) is not None:
         raise CheckpointError(first)
     return result[0]

@@ -199,8 +199,7 @@ def _for_ranks(directory: Path) -> Path:
 
 
 async def _start_local_ranks(size: int, standbys: StandbyRanks | None) -> Sequence[RankHandle]:
-    place = torchrun_place()
-    if place is not None:
+    if (place := torchrun_place()) is not None:
         return await connect_ranks(place, size)
     if standbys is not None:
         return standbys.take(size)

@@ -66,8 +66,7 @@ def _require_same_architecture(directory: Path, model: PreTrainedModel, policy: 
         {name: tuple(tensor.shape) for name, tensor in weight_tensors(each).items() if not name.startswith(left_out)}
         for each in (model, policy)
     )
-    different = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
-    if different:
+    if different := sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)):
         name = different[0]
         raise CheckpointError(
             f"cannot load the value model {directory}: it must have the policy's architecture, but {name} is {ours.get(name, 'absent')} "

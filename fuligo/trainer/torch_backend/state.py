@@ -274,8 +274,7 @@ def _trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def _named_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in _trained_parameters(model).items():
-        state = optimizer.state.get(parameter)
-        if state:
+        if state := optimizer.state.get(parameter):
             yield f"{name}.step", state["step"]
             for moment in MOMENTS:
                 yield f"{name}.{moment}", full_tensor(state[moment])

@@ -95,8 +95,7 @@ class _Popen(popen_spawn_posix.Popen):
 
     def _launch(self, process_obj: Any) -> None:
         module = getattr(process_obj._target, "__module__", None)
-        found = next((process for process in _ahead if process.module == module), None)
-        if found is not None:
+        if (found := next((process for process in _ahead if process.module == module), None)) is not None:
             _ahead.remove(found)
             try:
                 self._continue(found, process_obj)

@@ -85,8 +85,7 @@ class StoredWeights:
         return zip(weight.checkpoint, self._names.checkpoint_shapes(weight), strict=True)
 
     def _refuse(self, problem: str, names: Iterable[str]) -> None:
-        found = list(names)
-        if found:
+        if found := list(names):
             more = f" and {len(found) - NUM_LISTED} more" if len(found) > NUM_LISTED else ""
             raise CheckpointError(
                 f"cannot load {self._directory}: it {problem} {', '.join(found[:NUM_LISTED])}{more}; copy or convert it again"

@@ -14,7 +14,7 @@ from fuligo.formats.hugging_face import has_chat_template, read_config_json
 from fuligo.models.vision.processor import read_settings
 from fuligo.models.vision.types import no_tower, sees_images
 from fuligo.rollout.eval_sets import eval_set_specs
-from fuligo.rollout.rewards.rows import unjudged
+from fuligo.rollout.rewards.check import unjudged
 
 
 def data_problems(config: Config, *, missing_is_fine: bool = False) -> Iterator[str]:

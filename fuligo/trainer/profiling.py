@@ -1,6 +1,7 @@
-"""PyTorch profiler traces, and on GPUs memory snapshots, of selected rollouts and ranks."""
+"""Timed spans of a trainer rank, and PyTorch profiler traces and memory snapshots of selected rollouts and ranks."""
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,10 +10,34 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from fuligo.types import Span
+
 logger = logging.getLogger(__name__)
 
 _MAX_MEMORY_EVENTS = 1_000_000
 """Number of the latest allocation events that a memory snapshot holds."""
+
+
+class Timeline:
+    """Collector of a rank's spans, which the driver writes into the run's trace."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._spans: list[Span] = []
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Record the block as span `name`. Synchronizes the GPU at the end, so use it only where the caller needs the results anyway."""
+        start_s = time.time()
+        yield
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._spans.append(Span(name, start_s, time.time()))
+
+    def take(self) -> list[Span]:
+        """Return and clear the recorded spans, in the order in which they ended."""
+        taken, self._spans = self._spans, []
+        return taken
 
 
 @dataclass(slots=True, frozen=True)

@@ -20,12 +20,11 @@ from fuligo.trainer.host_memory import HostMemory
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.metric_sums import mean_of_steps
 from fuligo.trainer.packing import Cost
-from fuligo.trainer.profiling import profiled
+from fuligo.trainer.profiling import Timeline, profiled
 from fuligo.trainer.ranks.settings import TrainerSettings
 from fuligo.trainer.ranks.world import World
 from fuligo.trainer.shares import SampleScores, ScoreShare, StepShare, join_by_position
 from fuligo.trainer.step import Progress, StepGradients, total
-from fuligo.trainer.timeline import Timeline
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 from fuligo.types import FloatArray, StepResult
 from fuligo.weights.colocated import TrainerRanks

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from fuligo.config.groups import DataFlags, RewardFlags
 from fuligo.errors import ConfigError
 from fuligo.rollout.rewards import FailureReason, RewardRunner, instructions
+from fuligo.rollout.rewards.check import row_problem, unjudged
 from fuligo.rollout.rewards.failure import RewardFailure
-from fuligo.rollout.rewards.rows import row_problem, unjudged
 from fuligo.rollout.rewards.worker_pool import WorkerPool
 from fuligo.types import SampleGroup, SampleStatus
 

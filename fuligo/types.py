@@ -7,7 +7,7 @@ Axes: P prompt tokens, R response tokens, T = P + R.
 from dataclasses import dataclass, field
 from enum import StrEnum
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,17 @@ class SampleStatus(StrEnum):
 
 
 @dataclass(slots=True, frozen=True)
+class RawImage:
+    """Encoded image, as it was read."""
+
+    source: str
+    """File, or column and number, for error messages."""
+    data: bytes = field(repr=False)
+    is_file: bool = False
+    """True if it was read from an image file."""
+
+
+@dataclass(slots=True, frozen=True)
 class PromptImage:
     """Image file of a prompt and the position of its tokens. Samples of a prompt share it; pixels are decoded where they are needed."""
 
@@ -54,6 +65,15 @@ class PromptImage:
     @property
     def num_tokens(self) -> int:
         return self.num_rows * self.num_columns
+
+
+class PlacedImages(NamedTuple):
+    """Token ids of a sequence, including all tokens of its images."""
+
+    ids: IntArray
+    origins: NDArray[np.int64]
+    """[T] position of each id among the ids that the template wrote."""
+    images: tuple[PromptImage, ...]
 
 
 @dataclass(slots=True, frozen=True)

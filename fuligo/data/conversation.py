@@ -12,11 +12,10 @@ import numpy as np
 from fuligo.data.assistant_turns import AssistantTurns, Segment
 from fuligo.data.dataset import Dataset
 from fuligo.data.fields import Fields
-from fuligo.data.images import RawImage
 from fuligo.data.source import RowSource
 from fuligo.data.template import as_ids, plain_ids, rendered_ids
 from fuligo.errors import DataError
-from fuligo.types import IntArray, MaskArray, Messages, PromptImage, Sample, SampleStatus
+from fuligo.types import IntArray, MaskArray, Messages, PromptImage, RawImage, Sample, SampleStatus
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

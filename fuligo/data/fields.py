@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from fuligo.config.groups import DataFlags
-from fuligo.data.images import PLACEHOLDER, RawImage, check_placeholders, read_images
+from fuligo.data.images import PLACEHOLDER, check_placeholders, read_images
 from fuligo.errors import DataError
-from fuligo.types import Messages
+from fuligo.types import Messages, RawImage
 
 
 @dataclass(slots=True, frozen=True)

@@ -6,7 +6,6 @@ import base64
 import os
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,43 +15,20 @@ from numpy.typing import NDArray
 
 from fuligo.errors import DataChangedError, DataError
 from fuligo.formats.disk import open_plain
-from fuligo.types import IntArray, Messages, PromptImage
+from fuligo.types import Messages, PlacedImages, PromptImage, RawImage
 
 PLACEHOLDER = "<image>"
 """Text that stands for an image in a prompt."""
 MAX_FILE_BYTES = 32 * 2**20
 
 
-@dataclass(slots=True, frozen=True)
-class RawImage:
-    """Encoded image, as it was read."""
-
-    source: str
-    """File, or column and number, for error messages."""
-    data: bytes = field(repr=False)
-    is_file: bool = False
-    """True if it was read from an image file."""
-
-
-class Placed(Protocol):
-    """Token ids of a sequence, including all tokens of its images."""
-
-    @property
-    def ids(self) -> IntArray: ...
-
-    @property
-    def origins(self) -> NDArray[np.int64]:
-        """[T] position of each id among the ids that the template wrote."""
-        ...
-
-    @property
-    def images(self) -> tuple[PromptImage, ...]: ...
-
-
 class ImagePlacer(Protocol):
     """Placement of images in a model's prompts: the number of tokens of each, and their positions."""
 
-    def place(self, ids: Sequence[int], images: Sequence[RawImage]) -> Placed:
+    token_id: int
+    """Id of the token that the template writes for an image."""
+
+    def place(self, ids: Sequence[int], images: Sequence[RawImage]) -> PlacedImages:
         """Insert all tokens of the images; their number depends only on the images' sizes.
 
         `ids` are the token ids that the chat template writes, with one token for each image. Raises DataError if an image's header cannot
@@ -62,11 +38,6 @@ class ImagePlacer(Protocol):
 
     def decode(self, images: Sequence[PromptImage]) -> None:
         """Raise DataError if an image cannot be decoded."""
-
-    @property
-    def token_id(self) -> int:
-        """Id of the token that the template writes for an image."""
-        ...
 
 
 def read_images(value: Any, key: str, directory: Path) -> tuple[RawImage, ...]:

@@ -2,10 +2,8 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fuligo.config import Config
 from fuligo.errors import ConfigError, DataError
@@ -13,25 +11,7 @@ from fuligo.formats.hugging_face import read_config_json
 from fuligo.models.vision.placing import expanded, place_images
 from fuligo.models.vision.processor import ImageProcessor, TokenGrid
 from fuligo.models.vision.types import no_tower, sees_images
-from fuligo.types import IntArray, PromptImage
-
-
-class Raw(Protocol):
-    """Encoded image and its origin."""
-
-    @property
-    def source(self) -> str: ...
-
-    @property
-    def data(self) -> bytes: ...
-
-
-class PlacedImages(NamedTuple):
-    """Prompt with images; an implementation of `data.images.Placed`."""
-
-    ids: IntArray
-    origins: NDArray[np.int64]
-    images: tuple[PromptImage, ...]
+from fuligo.types import PlacedImages, PromptImage, RawImage
 
 
 class PromptImages:
@@ -46,9 +26,9 @@ class PromptImages:
         if not sees_images(config_json):
             raise ConfigError(no_tower(str(directory), config_json.get("model_type")))
         self._processor = ImageProcessor(directory)
-        self._image_token_id = int(config_json["image_token_id"])
+        self.token_id = int(config_json["image_token_id"])
 
-    def place(self, ids: Sequence[int], images: Sequence[Raw]) -> PlacedImages:
+    def place(self, ids: Sequence[int], images: Sequence[RawImage]) -> PlacedImages:
         """Place the images by their sizes. They are not decoded until `decode`, because a rollout draws all its prompts at once.
 
         Raises DataError if an image is invalid, or the prompt does not have one image token for each image.
@@ -59,9 +39,9 @@ class PromptImages:
                 grids.append(self._processor.grid(image.data))
             except DataError as error:
                 raise DataError(f"cannot process {image.source}: {error}") from error
-        whole, origins = expanded(ids, grids, self._image_token_id)
+        whole, origins = expanded(ids, grids, self.token_id)
         sources, contents = [image.source for image in images], [image.data for image in images]
-        placed = place_images(whole, contents, grids, self._image_token_id, sources)
+        placed = place_images(whole, contents, grids, self.token_id, sources)
         return PlacedImages(np.asarray(whole, np.int32), np.asarray(origins, np.int64), placed)
 
     def decode(self, images: Sequence[PromptImage]) -> None:
@@ -71,10 +51,6 @@ class PromptImages:
                 self._processor.patches(image.data, image.digest)
             except DataError as error:
                 raise DataError(f"cannot process {image.source}: {error}") from error
-
-    @property
-    def token_id(self) -> int:
-        return self._image_token_id
 
 
 def prompt_images(config: Config) -> PromptImages | None:

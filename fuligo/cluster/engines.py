@@ -41,8 +41,9 @@ class RemoteServer:
         self.settings = settings = replace(
             settings, log_file=settings.log_file.absolute(), model_path=str(model.absolute()) if model.exists() else str(model)
         )
+        self.url = settings.url
         self._parts = parts
-        self._is_lost = False
+        self.is_lost = False
         self._starting = [
             part.agent.start.remote(replace(settings, node_rank=number, gpu_ids=part.gpu_ids, log_file=_log_of(settings, number)))
             for number, part in enumerate(parts)
@@ -51,16 +52,8 @@ class RemoteServer:
         """One task per part, done when the part has ended; its result describes how the part ended."""
 
     @property
-    def url(self) -> str:
-        return self.settings.url
-
-    @property
     def alive(self) -> bool:
         return not any(ending.done() for ending in self._endings)
-
-    @property
-    def is_lost(self) -> bool:
-        return self._is_lost
 
     def check_alive(self) -> None:
         for ending in self._endings:
@@ -86,7 +79,7 @@ class RemoteServer:
         stopping = [asyncio.ensure_future(_finished(part.agent.stop.remote(self.settings.name))) for part in self._parts]
         _, silent = await asyncio.wait(stopping, timeout=STOP_TIMEOUT_S)
         if silent or not all(stopped.result() for stopped in stopping):
-            self._is_lost = True  # nothing can be stopped on a lost node
+            self.is_lost = True  # nothing can be stopped on a lost node
         for ending in self._endings:
             ending.cancel()
         await asyncio.gather(*self._endings, return_exceptions=True)

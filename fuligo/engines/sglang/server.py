@@ -226,20 +226,16 @@ class ServerSettings:
 class Server(Protocol):
     """Started engine process, on this machine or another."""
 
+    url: str
+    is_lost: bool
+    """True if the server's machine is lost: it cannot be restarted, and requests to it are never answered."""
+
     @property
     def settings(self) -> ServerSettings: ...
 
     @property
-    def url(self) -> str: ...
-
-    @property
     def alive(self) -> bool:
         """True if the server's processes run, as far as this process knows."""
-        ...
-
-    @property
-    def is_lost(self) -> bool:
-        """True if the server's machine is lost: it cannot be restarted, and requests to it are never answered."""
         ...
 
     def check_alive(self) -> None:
@@ -262,8 +258,11 @@ class Server(Protocol):
 class SGLangServer:
     """`Server` on this machine."""
 
+    is_lost = False
+
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
+        self.url = settings.url
         self.process = ServerProcess(
             settings.name,
             settings.command(),
@@ -273,16 +272,8 @@ class SGLangServer:
         )
 
     @property
-    def url(self) -> str:
-        return self.settings.url
-
-    @property
     def alive(self) -> bool:
         return self.process.alive
-
-    @property
-    def is_lost(self) -> bool:
-        return False
 
     def check_alive(self) -> None:
         self.process.check_alive()

@@ -284,12 +284,8 @@ class Worker:
         """True if a request was sent in part, or a reply was malformed."""
         self._is_stuck = False
         """True if the process did not react to a cancellation."""
-        self._is_open = True
+        self.is_open = True
         self.pid = 0
-
-    @property
-    def is_open(self) -> bool:
-        return self._is_open
 
     async def greeting(self) -> None:
         """Wait until the process serves requests. Raises FailureError if it could not be started."""
@@ -343,13 +339,13 @@ class Worker:
 
     def kill(self) -> None:
         """Kill the process and the processes that it started."""
-        if self._is_open:
+        if self.is_open:
             self._workers.request_kill(self.pid, shows_stack=self._is_stuck)
             self.close()
 
     def close(self) -> None:
         """Close the connection, which ends an idle process."""
-        self._is_open = False
+        self.is_open = False
         self._connection.close()
 
     async def _reply(self, number: int) -> Reply:

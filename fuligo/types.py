@@ -117,10 +117,6 @@ def _empty_floats() -> FloatArray:
     return np.empty(0, np.float32)
 
 
-def _empty_mask() -> MaskArray:
-    return np.empty(0, np.int8)
-
-
 @dataclass(slots=True)
 class ToolUse:
     """Call of a tool in a turn, and its outcome."""
@@ -207,7 +203,7 @@ class Sample:
 
     response_ids: IntArray = field(default_factory=_empty_ids)
     """[R] sampled token ids, end token included."""
-    loss_mask: MaskArray = field(default_factory=_empty_mask)
+    loss_mask: MaskArray = field(default_factory=lambda: np.empty(0, np.int8))
     """[R] 1 on tokens to train on."""
     engine_logprobs: FloatArray = field(default_factory=_empty_floats)
     """[R] log softmax(logits / T) over the full vocabulary, from the engine that sampled the token."""

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray.exceptions import RayError
 
-from fuligo.cluster.connection import connected, has_gpus, living_nodes, own_node
+from fuligo.cluster.connection import connected
 from fuligo.cluster.engines import RemotePart, RemoteServer
 from fuligo.cluster.placement import Placement, engine_parts, place
 from fuligo.cluster.rank import ActorRank, TrainerRank
@@ -72,7 +73,8 @@ class RayCluster:
         async def start_ranks() -> list[ActorRank]:
             nodes = [self._nodes[number] for number, _ in self._placement.ranks]
             silent = await silent_nodes(nodes)
-            require_hosts([node.bundle for node in nodes], living_nodes() - silent)
+            alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+            require_hosts([node.bundle for node in nodes], alive - silent)
             return [self._rank(rank, logs / f"trainer-rank-{rank}.txt") for rank in range(len(self._placement.ranks))]
 
         return RankedTrainer(settings.with_absolute_paths(), start_ranks)  # nodes have other working directories
@@ -102,7 +104,7 @@ class RayCluster:
     @property
     def sender_is_here(self) -> bool:
         """True if rank 0 runs on this process's machine."""
-        return self._nodes[self._placement.ranks[0][0]].bundle.node_id == own_node()
+        return self._nodes[self._placement.ranks[0][0]].bundle.node_id == ray.get_runtime_context().get_node_id()
 
     def _rank(self, rank: int, log_file: Path) -> ActorRank:
         number, slot = self._placement.ranks[rank]
@@ -175,7 +177,7 @@ async def open_cluster(config: Config, stack: AsyncExitStack, log_file: Path) ->
     await stack.enter_async_context(
         connected(num_slots=sum(placement.node_sizes), device=asked, several_nodes=several_nodes, log_file=log_file)
     )
-    device: Device = "cuda" if asked == "cuda" or (asked == "auto" and has_gpus()) else "cpu"
+    device: Device = "cuda" if asked == "cuda" or (asked == "auto" and ray.cluster_resources().get("GPU", 0) > 0) else "cpu"
     reservation = await reserve(placement.node_sizes, device)
     stack.callback(reservation.close)
     agents = [start_agent(reservation, bundle, device, config.cluster.env) for bundle in reservation.bundles]

@@ -96,22 +96,7 @@ def _no_cluster(address: str, error: Exception) -> str:
     )
 
 
-def has_gpus() -> bool:
-    """Return whether a node of the cluster has GPUs."""
-    return ray.cluster_resources().get("GPU", 0) > 0
-
-
 def node_addresses() -> Mapping[str, str]:
     """Return the addresses of living nodes by node id; the loopback address for a single node."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
     return {node["NodeID"]: node["NodeManagerAddress"] if len(nodes) > 1 else LOOPBACK for node in nodes}
-
-
-def living_nodes() -> set[str]:
-    """Return the ids of the nodes that Ray lists as alive."""
-    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-
-
-def own_node() -> str:
-    """Return the id of the node on which this process runs."""
-    return ray.get_runtime_context().get_node_id()

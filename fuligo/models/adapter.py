@@ -6,7 +6,7 @@ PEFT is imported only where it is called, so a model without an adapter does not
 import logging
 import re
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,14 +75,6 @@ def peft_targets(model: PreTrainedModel, config: AdapterConfig) -> PeftTargets:
     return PeftTargets.of(config, linear_layers(model), has_experts=has_experts)
 
 
-def require_layers(targets: Iterable[str], model: PreTrainedModel) -> None:
-    """Check that each of these names, or name suffixes, matches a linear layer that can have an adapter.
-
-    Raises ConfigError if a name matches no such layer.
-    """
-    require_targets(targets, linear_layers(model), model=type(model).__name__)
-
-
 def add_adapter(model: PreTrainedModel, config: AdapterConfig, *, seed: int) -> None:
     """Add PEFT's LoRA layers to the model, in place. All other parameters are frozen; B starts as zeros, so the outputs do not change.
 
@@ -95,10 +87,11 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, *, seed: int) -> 
     """
     from peft import inject_adapter_in_model
 
-    require_layers(config.target_modules, model)
-    layers = [cast(nn.Linear, model.get_submodule(name)) for name in linear_layers(model)]
+    names = linear_layers(model)
+    require_targets(config.target_modules, names, model=type(model).__name__)
+    layers = [cast(nn.Linear, model.get_submodule(name)) for name in names]
     require_rank(config.rank, max(max(layer.in_features, layer.out_features) for layer in layers), model=type(model).__name__)
-    every = {name.rpartition(".")[2] for name in linear_layers(model)}
+    every = {name.rpartition(".")[2] for name in names}
     excluded = _excluded_modules(model, [target.rpartition(".")[2] for target in config.target_modules] or every)
     added = _peft_config(config, list(config.target_modules) or sorted(every), excluded)
     stored = _stored_config(config, peft_targets(model, config), excluded)

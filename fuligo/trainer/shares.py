@@ -84,11 +84,8 @@ def trained_positions(batch: TrainBatch, *, skips_zero_advantages: bool) -> list
     """Return the positions of the samples that each optimizer step trains; an empty list if the step is skipped."""
     if not skips_zero_advantages:
         return batch.steps
-    return [[position for position in step if has_advantage(batch.samples[position])] for step in batch.steps]
-
-
-def has_advantage(sample: TrainSample) -> bool:
-    return bool(np.any(sample.advantages[sample.loss_mask != 0]))
+    has_advantage = [np.any(sample.advantages[sample.loss_mask != 0]) for sample in batch.samples]
+    return [[position for position in step if has_advantage[position]] for step in batch.steps]
 
 
 def skip_metrics(batch: TrainBatch) -> dict[str, float]:

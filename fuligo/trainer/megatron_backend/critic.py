@@ -11,7 +11,7 @@ from fuligo.config.groups import TrainFlags
 from fuligo.formats.checkpoint_files import is_distributed
 from fuligo.models.names import ModelNames, value_names
 from fuligo.trainer.critic import BaseCritic
-from fuligo.trainer.megatron_backend.gradients import Row, cp_group, head_weight, reports, rows_of, run_rows, token_counts
+from fuligo.trainer.megatron_backend.gradients import Row, cp_group, head_weight, reports, rows_of, run_rows, step_gradients
 from fuligo.trainer.megatron_backend.learner import Learner, gather_parameters, zero_gradients
 from fuligo.trainer.megatron_backend.logprobs import gather_tokens
 from fuligo.trainer.megatron_backend.model import PolicyModel, build_chunks
@@ -24,7 +24,7 @@ from fuligo.trainer.parameters import DTYPES
 from fuligo.trainer.ranks.settings import CriticSettings, TrainedParameters
 from fuligo.trainer.ranks.world import World
 from fuligo.trainer.shares import ScoreShare, StepShare
-from fuligo.trainer.step import StepGradients, total
+from fuligo.trainer.step import StepGradients
 from fuligo.types import FloatArray
 
 
@@ -105,9 +105,7 @@ def compute_value_gradients(
     take_balance_loss(chunks)  # trains the routers as in the policy, but is not reported as a metric
     if not reports():
         return None
-    num_tokens, num_shared = token_counts(rows)
-    losses = torch.stack([result.loss for result in results])
-    return StepGradients(total([result.sums for result in results]), losses, {}, num_tokens, num_shared)
+    return step_gradients(rows, results, {})
 
 
 @torch.no_grad()

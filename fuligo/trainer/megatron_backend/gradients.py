@@ -103,11 +103,13 @@ def rows_of(
     return rows
 
 
-def token_counts(rows: Sequence[Row]) -> tuple[int, int]:
-    """Return the number of tokens of the rows' samples, and how many of them were not computed again because samples share them."""
+def step_gradients(rows: Sequence[Row], objectives: Sequence[Objective], scores: dict[int, TokenScores]) -> StepGradients:
+    """Return the results of a step whose rows had these losses. `num_shared` are tokens not computed again because samples share them."""
     counted = [row.tokens for row in rows if row.plan.counts]
     num_tokens = sum(tokens.num_sample_tokens for tokens in counted)
-    return num_tokens, num_tokens - sum(tokens.num_tokens for tokens in counted)
+    losses = torch.stack([of_row.loss for of_row in objectives])
+    num_shared = num_tokens - sum(tokens.num_tokens for tokens in counted)
+    return StepGradients(total([of_row.sums for of_row in objectives]), losses, scores, num_tokens, num_shared)
 
 
 def head_weight(chunk: nn.Module) -> Tensor:
@@ -145,14 +147,6 @@ class Scores:
     """Recorded router choices for this rank's tokens and layers; empty if they were not recorded."""
 
 
-@dataclass(slots=True)
-class _Outcome:
-    """Results collected on the last stage."""
-
-    objectives: list[Objective] = field(default_factory=list)
-    scores: dict[int, TokenScores] = field(default_factory=dict)
-
-
 def compute_gradients(
     chunks: Sequence[nn.Module], step: StepShare, settings: MegatronTrainerSettings, device: torch.device
 ) -> StepGradients | None:
@@ -162,7 +156,8 @@ def compute_gradients(
     """
     samples = step.samples
     rows = rows_of(samples.samples, step.schedule, settings, device, inputs_of=lambda plan: samples.micro_batch(plan, device))
-    outcome = _Outcome()
+    objectives: list[Objective] = []
+    scores: dict[int, TokenScores] = {}
 
     def loss_of(chunk: nn.Module, row: Row, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         assert row.inputs is not None
@@ -171,9 +166,9 @@ def compute_gradients(
         loss = result.loss
         if settings.mtp.enable_mtp_training:
             loss = loss + settings.mtp.mtp_loss_scaling_factor * _mtp_loss(chunk, row, hidden, settings, result.sums)
-        outcome.objectives.append(Objective(loss.detach(), result.sums))
+        objectives.append(Objective(loss.detach(), result.sums))
         if reports():
-            outcome.scores |= samples.scores(row.plan, row.tokens, outputs)
+            scores.update(samples.scores(row.plan, row.tokens, outputs))
         # With three values and `calculate_per_token_loss`, Megatron does not divide the loss.
         return loss, torch.zeros((), dtype=torch.int), {}
 
@@ -184,14 +179,12 @@ def compute_gradients(
     changed = total_changed(replays.values(), device, [model_group(), cp_group()]) if samples.num_choices else None
     if not reports():
         return None
-    losses = torch.stack([result.loss for result in outcome.objectives])
-    num_tokens, num_shared = token_counts(rows)
-    sums = total([result.sums for result in outcome.objectives])
+    gradients = step_gradients(rows, objectives, scores)
     if balance_loss is not None:
-        sums.shares["moe_balance_loss"] = balance_loss
+        gradients.sums.shares["moe_balance_loss"] = balance_loss
     if changed is not None:
-        sums.shares["routing_replay_changed"] = changed / samples.num_choices
-    return StepGradients(sums, losses, outcome.scores, num_tokens, num_shared)
+        gradients.sums.shares["routing_replay_changed"] = changed / samples.num_choices
+    return gradients
 
 
 @torch.no_grad()
@@ -201,23 +194,23 @@ def compute_scores(
     """Compute log-probabilities and entropies of this replica's response tokens; record the routers' choices if requested. A collective."""
     samples, schedule, positions = share.samples, share.schedule, share.positions
     rows = rows_of(samples, schedule, settings, device, inputs_of=lambda _: None)
-    outcome = _Outcome()
+    scores: dict[int, TokenScores] = {}
 
     def keep(chunk: nn.Module, row: Row, hidden: Tensor, *, non_loss_data: bool = True) -> None:
         del non_loss_data
         outputs = _logprobs(chunk, row, hidden, settings)
         if reports() and row.plan.counts:
-            outcome.scores |= zip([positions[i] for i in row.plan.samples], split_scores(row.tokens, outputs))
+            scores.update(zip([positions[i] for i in row.plan.samples], split_scores(row.tokens, outputs)))
 
     if routing == "recorded":
         assert settings.routing is not None
         with recorded(chunks, settings.routing) as records:
             run_rows(chunks, rows, schedule, keep, with_gradients=False)
         own = [(row.packed, row.tokens, [positions[i] for i in row.plan.samples if row.plan.counts]) for row in rows]
-        return Scores(outcome.scores, recorded_parts(records, own, tp_group(), sequence_parallel=settings.layout.sequence_parallel))
+        return Scores(scores, recorded_parts(records, own, tp_group(), sequence_parallel=settings.layout.sequence_parallel))
     with _replayed(chunks, rows, samples if routing == "replayed" else [], settings):
         run_rows(chunks, rows, schedule, keep, with_gradients=False)
-    return Scores(outcome.scores)
+    return Scores(scores)
 
 
 def _replayed(

@@ -20,6 +20,12 @@ function fill(node, attributes, children) {
   return node;
 }
 
+// Replace the children of a node.
+function refill(node, ...children) {
+  node.replaceChildren();
+  return fill(node, {}, children);
+}
+
 const element = (name, attributes = {}, ...children) => fill(document.createElement(name), attributes, children);
 const svg = (name, attributes = {}, ...children) => fill(document.createElementNS(SVG, name), attributes, children);
 
@@ -37,6 +43,33 @@ const tableHead = (titles, isNumber = () => false) =>
       titles.map((title, at) => element("th", { scope: "col", class: isNumber(at) ? "number" : null }, title)),
     ),
   );
+
+const tableBody = (rows) => element("tbody", {}, rows.map((cells) => element("tr", {}, cells)));
+// Table with one row for each list of cells.
+const table = (attributes, titles, rows, isNumber) => element("table", attributes, tableHead(titles, isNumber), tableBody(rows));
+const numberCell = (text) => element("td", { class: "number" }, text);
+const rowTitle = (...children) => element("th", { scope: "row" }, ...children);
+
+const swatch = (colour) => element("span", { class: "swatch", ...colour });
+
+function cards(list) {
+  return element(
+    "div",
+    { class: "cards" },
+    list
+      .filter(Boolean)
+      .map(([label, value, text, bar]) =>
+        element(
+          "div",
+          { class: "card" },
+          element("span", { class: "card-label" }, label),
+          element("strong", {}, value),
+          element("span", { class: "card-text" }, text ?? ""),
+          bar === undefined || bar === null ? null : element("div", { class: "progress" }, element("div", { "--width": percent(bar) })),
+        ),
+      ),
+  );
+}
 
 const percent = (share) => `${(100 * share).toFixed(3)}%`;
 const gibibytes = (bytes) => `${(bytes / 2 ** 30).toFixed(1)} GiB`;

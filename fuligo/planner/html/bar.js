@@ -46,7 +46,6 @@ const ITEM_LABELS = {
   trainer: "kept by the trainer",
 };
 const itemLabel = (name) => (Object.hasOwn(ITEM_LABELS, name) ? ITEM_LABELS[name] : spoken(name));
-const swatch = (colour) => element("span", { class: "swatch", ...colour });
 const roomText = (bar) => (bar.fits ? `${gibibytes(bar.free_bytes)} free` : `${gibibytes(-bar.free_bytes)} too much`);
 
 // `scale`: the bytes that correspond to the full width.

@@ -232,9 +232,5 @@ function mark(inspector) {
     mark(inspector);
   };
   const choose = (key) => change({ peers: key, pinned: gpu.index, current: gpu.index });
-  inspector.replaceChildren(
-    ...inspect(gpu, peersOf, dimension?.key, choose, () => change({ pinned: null }))
-      .flat()
-      .filter(Boolean),
-  );
+  refill(inspector, inspect(gpu, peersOf, dimension?.key, choose, () => change({ pinned: null })));
 }

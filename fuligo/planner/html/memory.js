@@ -63,19 +63,13 @@ function memoryTable() {
       {},
       tableHead(["Where", "What", "Size", "Derivation"]),
       plan.memory.map((bar) =>
-        element(
-          "tbody",
-          {},
-          bar.items.map((item, index) =>
-            element(
-              "tr",
-              {},
-              index === 0 ? element("th", { scope: "rowgroup", rowspan: bar.items.length }, bar.owner) : null,
-              element("td", {}, itemLabel(item.name)),
-              element("td", { class: "number" }, gibibytes(item.num_bytes)),
-              element("td", { class: "note" }, item.note),
-            ),
-          ),
+        tableBody(
+          bar.items.map((item, index) => [
+            index === 0 ? element("th", { scope: "rowgroup", rowspan: bar.items.length }, bar.owner) : null,
+            element("td", {}, itemLabel(item.name)),
+            numberCell(gibibytes(item.num_bytes)),
+            element("td", { class: "note" }, item.note),
+          ]),
         ),
       ),
     ),

@@ -16,7 +16,7 @@ function headline() {
   const tightest = plan.memory
     .filter(isGpuBar)
     .reduce((worst, bar) => (worst && worst.used_bytes / worst.capacity_bytes >= bar.used_bytes / bar.capacity_bytes ? worst : bar), null);
-  const cards = [
+  const facts = [
     [
       "Model",
       magnitude(model.num_parameters),
@@ -43,24 +43,12 @@ function headline() {
       `${tightest.owner}, ${roomText(tightest)}`,
     ],
     plan.step.phases.length > 0 && ["One step", `≈ ${seconds(plan.step.duration_s)}`, longestPhase()],
-  ].filter(Boolean);
+  ];
   return element(
     "section",
     { class: "headline", "aria-label": "Summary" },
     element("div", { class: "title" }, element("h1", {}, plan.name), verdict()),
-    element(
-      "div",
-      { class: "cards" },
-      cards.map(([label, value, text]) =>
-        element(
-          "div",
-          { class: "card" },
-          element("span", { class: "card-label" }, label),
-          element("strong", {}, value),
-          element("span", { class: "card-text" }, text),
-        ),
-      ),
-    ),
+    cards(facts),
   );
 }
 
@@ -77,19 +65,16 @@ function longestPhase() {
 themeButton();
 const findingsAtTop = plan.findings.some((finding) => finding.severity === "error");
 const anyFindings = plan.findings.length + plan.notes.length > 0;
-document
-  .getElementById("main")
-  .append(
-    ...[
-      headline(),
-      findingsAtTop && findingsSection(),
-      plan.suggestions.length > 0 && suggestionsSection(),
-      layout && clusterSection(),
-      layout && layout.stages.length > 0 && stagesSection(),
-      plan.memory.length > 0 && memorySection(),
-      plan.step.phases.length > 0 && stepSection(),
-      !findingsAtTop && anyFindings && findingsSection(),
-      plan.assumptions.length > 0 && assumptionsSection(),
-      settingsSection(),
-    ].filter(Boolean),
-  );
+refill(
+  document.getElementById("main"),
+  headline(),
+  findingsAtTop && findingsSection(),
+  plan.suggestions.length > 0 && suggestionsSection(),
+  layout && clusterSection(),
+  layout && layout.stages.length > 0 && stagesSection(),
+  plan.memory.length > 0 && memorySection(),
+  plan.step.phases.length > 0 && stepSection(),
+  !findingsAtTop && anyFindings && findingsSection(),
+  plan.assumptions.length > 0 && assumptionsSection(),
+  settingsSection(),
+);

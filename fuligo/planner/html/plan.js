@@ -5,42 +5,22 @@ const layout = plan.layout;
 const gpus = layout ? layout.gpus.map((gpu, index) => ({ ...gpu, index })) : [];
 const engineGroups = layout ? layout.engine_groups : [];
 
-const sameTrainer =
-  (...keys) =>
-  (a, b) =>
-    Boolean(a.trainer && b.trainer) && keys.every((key) => a.trainer[key] === b.trainer[key]);
+// GPUs in the same group have the same ranks in the `other` dimensions.
+const trainerDimension = (key, name, ...other) => ({
+  label: key.toUpperCase(),
+  name: `${name} parallel`,
+  side: "trainer",
+  rank: (gpu) => gpu.trainer?.[key] ?? null,
+  peers: (a, b) => Boolean(a.trainer && b.trainer) && other.every((one) => a.trainer[one] === b.trainer[one]),
+});
 
 // Parallel dimensions: rank of a GPU (null if it has none), number of ranks, and whether two GPUs are in the same group.
 const DIMENSIONS = {
-  tp: {
-    label: "TP",
-    name: "tensor parallel",
-    side: "trainer",
-    rank: (gpu) => gpu.trainer?.tp ?? null,
-    peers: sameTrainer("cp", "dp", "pp"),
-  },
-  cp: {
-    label: "CP",
-    name: "context parallel",
-    side: "trainer",
-    rank: (gpu) => gpu.trainer?.cp ?? null,
-    peers: sameTrainer("tp", "dp", "pp"),
-  },
-  pp: {
-    label: "PP",
-    name: "pipeline parallel",
-    side: "trainer",
-    rank: (gpu) => gpu.trainer?.pp ?? null,
-    peers: sameTrainer("tp", "cp", "dp"),
-  },
-  ep: {
-    label: "EP",
-    name: "expert parallel",
-    side: "trainer",
-    rank: (gpu) => gpu.trainer?.ep ?? null,
-    peers: sameTrainer("pp", "etp", "expert_dp"),
-  },
-  dp: { label: "DP", name: "data parallel", side: "trainer", rank: (gpu) => gpu.trainer?.dp ?? null, peers: sameTrainer("tp", "cp", "pp") },
+  tp: trainerDimension("tp", "tensor", "cp", "dp", "pp"),
+  cp: trainerDimension("cp", "context", "tp", "dp", "pp"),
+  pp: trainerDimension("pp", "pipeline", "tp", "cp", "dp"),
+  ep: trainerDimension("ep", "expert", "pp", "etp", "expert_dp"),
+  dp: trainerDimension("dp", "data", "tp", "cp", "pp"),
   engine: {
     label: "Engine",
     name: "same engine",

@@ -91,26 +91,16 @@ const operations = (flops) => {
   return `${(flops / size).toLocaleString("en", { maximumSignificantDigits: 3 })} ${unit}`;
 };
 
-function phaseTable(phases, end) {
-  return element(
-    "table",
+const phaseTable = (phases, end) =>
+  table(
     {},
-    tableHead(["Phase", "On", "Time", "Share", "Work", "Based on"]),
-    element(
-      "tbody",
-      {},
-      phases.map((phase) =>
-        element(
-          "tr",
-          {},
-          element("th", { scope: "row" }, swatch(phaseColour(phase.name)), spoken(phase.name)),
-          element("td", {}, phase.lane),
-          element("td", { class: "number" }, seconds(phase.duration_s)),
-          element("td", { class: "number" }, `${((100 * phase.duration_s) / end).toFixed(0)}%`),
-          element("td", { class: "number" }, phase.flops ? operations(phase.flops) : "–"),
-          element("td", { class: "note" }, phase.note),
-        ),
-      ),
-    ),
+    ["Phase", "On", "Time", "Share", "Work", "Based on"],
+    phases.map((phase) => [
+      rowTitle(swatch(phaseColour(phase.name)), spoken(phase.name)),
+      element("td", {}, phase.lane),
+      numberCell(seconds(phase.duration_s)),
+      numberCell(`${((100 * phase.duration_s) / end).toFixed(0)}%`),
+      numberCell(phase.flops ? operations(phase.flops) : "–"),
+      element("td", { class: "note" }, phase.note),
+    ]),
   );
-}

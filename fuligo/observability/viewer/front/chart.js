@@ -205,7 +205,7 @@ class Chart {
       return element(
         "span",
         { class: "tip-line" },
-        swatchOf(one.colour),
+        swatch(one.colour),
         `${near.length > 1 ? `${one.name}  ` : ""}${this.format(point.y)}${exact}`,
       );
     });

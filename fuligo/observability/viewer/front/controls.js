@@ -1,7 +1,5 @@
 // Small controls shared by the views.
 
-const swatchOf = (colour) => element("span", { class: "swatch", ...colour });
-
 function choice(label, name, options, value, choose) {
   return element(
     "fieldset",
@@ -18,23 +16,17 @@ function choice(label, name, options, value, choose) {
   );
 }
 
-function cards(list) {
-  return element(
-    "div",
-    { class: "cards" },
-    list
-      .filter(Boolean)
-      .map(([label, value, text, bar]) =>
-        element(
-          "div",
-          { class: "card" },
-          element("span", { class: "card-label" }, label),
-          element("strong", {}, value),
-          element("span", { class: "card-text" }, text ?? ""),
-          bar === undefined || bar === null ? null : element("div", { class: "progress" }, element("div", { "--width": percent(bar) })),
-        ),
-      ),
-  );
+// Link to another view.
+const link = (text, changes, view) =>
+  element("a", { href: addressWith(changes, view), onclick: (event) => (event.preventDefault(), go(changes, { view })) }, text);
+
+// Choice between the samples of training and of evaluations; `choose` is called with null for those of training.
+function setChoice(label, of, choose) {
+  const sets = [
+    ["train", "Training"],
+    ["eval", "Evaluations"],
+  ];
+  return choice(label, "of", sets, of, (chosen) => choose(chosen === "train" ? null : chosen));
 }
 
 const notes = (texts, kind = "warning") =>

@@ -24,7 +24,7 @@ function episodePart(sample, reveal) {
     { class: "part", "aria-label": "Episode" },
     element("h3", {}, "Episode"),
     element("p", { class: "soft" }, facts.filter(Boolean).join(" · ")),
-    element("details", { class: "plain" }, element("summary", {}, "First messages"), entries.filter(({ turn }) => turn === 0).map(spokenMessage)),
+    folded("First messages", entries.filter(({ turn }) => turn === 0).map(spokenMessage)),
     turns.map((messages, at) => turnCard(sample, at + 1, messages, reveal)),
   );
 }

@@ -78,19 +78,8 @@ class Health {
         "p",
         { class: "alarm-links" },
         element("code", {}, alarm.key),
-        element(
-          "a",
-          { href: addressWith(steps, "samples"), onclick: (event) => (event.preventDefault(), go(steps, { view: "samples" })) },
-          "samples of these steps",
-        ),
-        element(
-          "a",
-          {
-            href: addressWith({ step: alarm.first_step }, "time"),
-            onclick: (event) => (event.preventDefault(), go({ step: alarm.first_step }, { view: "time" })),
-          },
-          `time of step ${alarm.first_step}`,
-        ),
+        link("samples of these steps", steps, "samples"),
+        link(`time of step ${alarm.first_step}`, { step: alarm.first_step }, "time"),
       ),
     );
   }

@@ -142,19 +142,16 @@ class Overview {
       this.head.querySelector(".live")?.replaceChildren(...this.runTable().childNodes);
       return;
     }
-    this.head.replaceChildren(
-      ...[
-        element(
-          "div",
-          { class: "title" },
-          element("h1", {}, runs.length === 1 ? run.name : count(runs.length, "run")),
-          runs.length === 1 ? pill(alarmedText(run), stateClass(run)) : null,
-        ),
-        runs.length === 1
-          ? this.runCards(run)
-          : element("div", { class: "scroll" }, element("table", { class: "runs live" }, ...this.runTable().childNodes)),
-        notes(problems),
-      ].filter(Boolean),
+    refill(
+      this.head,
+      element(
+        "div",
+        { class: "title" },
+        element("h1", {}, runs.length === 1 ? run.name : count(runs.length, "run")),
+        runs.length === 1 ? pill(alarmedText(run), stateClass(run)) : null,
+      ),
+      runs.length === 1 ? this.runCards(run) : element("div", { class: "scroll" }, this.runTable()),
+      notes(problems),
     );
   }
 
@@ -187,41 +184,23 @@ class Overview {
 
   runTable() {
     const hidden = hiddenRuns();
-    return element(
-      "table",
-      {},
-      tableHead(["Run", "State", "Steps", "Reward", "Per step", "Left"], (at) => at > 1),
-      element(
-        "tbody",
-        {},
-        runs.map((run) =>
-          element(
-            "tr",
-            {},
-            element(
-              "th",
-              { scope: "row" },
-              element(
-                "label",
-                { class: "check" },
-                element("input", {
-                  type: "checkbox",
-                  checked: !hidden.has(run.name),
-                  onchange: (event) => showRun(run.name, event.target.checked),
-                }),
-                swatchOf(runColour(run.name)),
-                run.name,
-              ),
-            ),
-            element("td", {}, isLive(run) && run.now.doing ? run.now.doing : stateText(run), numAlarms(run) ? alarmBadge(run) : null),
-            element("td", { class: "number" }, run.num_rollouts ? `${run.num_done} / ${run.num_rollouts}` : run.num_done),
-            element("td", { class: "number" }, figure(run.latest["rollout/reward_mean"], 3)),
-            element("td", { class: "number" }, run.now.step_s === null ? NOTHING : seconds(run.now.step_s)),
-            element("td", { class: "number" }, isLive(run) ? duration(run.now.left_s) : ""),
-          ),
+    const rows = runs.map((run) => [
+      rowTitle(
+        element(
+          "label",
+          { class: "check" },
+          element("input", { type: "checkbox", checked: !hidden.has(run.name), onchange: (event) => showRun(run.name, event.target.checked) }),
+          swatch(runColour(run.name)),
+          run.name,
         ),
       ),
-    );
+      element("td", {}, isLive(run) && run.now.doing ? run.now.doing : stateText(run), numAlarms(run) ? alarmBadge(run) : null),
+      numberCell(run.num_rollouts ? `${run.num_done} / ${run.num_rollouts}` : run.num_done),
+      numberCell(figure(run.latest["rollout/reward_mean"], 3)),
+      numberCell(run.now.step_s === null ? NOTHING : seconds(run.now.step_s)),
+      numberCell(isLive(run) ? duration(run.now.left_s) : ""),
+    ]);
+    return table({ class: "runs live" }, ["Run", "State", "Steps", "Reward", "Per step", "Left"], rows, (at) => at > 1);
   }
 
   closeGrids() {

@@ -48,13 +48,9 @@ class Prompts {
 
   drawControls() {
     const run = chosenRun();
-    const sets = [
-      ["train", "Training"],
-      ["eval", "Evaluations"],
-    ];
     this.controls.replaceChildren(
       run.num_eval_samples > 0 || this.of === "eval"
-        ? choice("Prompts of", "of", sets, this.of, (of) => go({ of: of === "train" ? null : of, dataset: null }))
+        ? setChoice("Prompts of", this.of, (of) => go({ of, dataset: null }))
         : "",
       this.of === "eval" && !isReport && run.datasets.length > 1
         ? choice("Dataset", "dataset", [["", "all"], ...run.datasets.map(twice)], param("dataset") ?? "", (dataset) => go({ dataset }))

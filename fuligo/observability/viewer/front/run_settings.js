@@ -15,7 +15,7 @@ class RunSettings {
 
   async showDifferences(names) {
     const { rows } = await ask("differences", { run: names });
-    const heads = names.map((name) => [swatchOf(runColour(name)), name]);
+    const heads = names.map((name) => [swatch(runColour(name)), name]);
     this.node.replaceChildren(
       element("h2", {}, "Settings that differ"),
       rows.length ? settingsTable(heads, rows) : empty("None. These runs have the same settings."),
@@ -38,25 +38,9 @@ class RunSettings {
 }
 
 function settingsTable(heads, rows) {
-  return element(
-    "div",
-    { class: "scroll" },
-    element(
-      "table",
-      { class: "settings" },
-      tableHead(["Setting", ...heads]),
-      element(
-        "tbody",
-        {},
-        rows.map((row) =>
-          element(
-            "tr",
-            {},
-            element("th", { scope: "row" }, element("span", { class: "soft" }, `${row.group} `), row.name),
-            row.values.map((value) => element("td", {}, element("code", {}, value))),
-          ),
-        ),
-      ),
-    ),
-  );
+  const cells = rows.map((row) => [
+    rowTitle(element("span", { class: "soft" }, `${row.group} `), row.name),
+    row.values.map((value) => element("td", {}, element("code", {}, value))),
+  ]);
+  return element("div", { class: "scroll" }, table({ class: "settings" }, ["Setting", ...heads], cells));
 }

@@ -24,25 +24,18 @@ class SampleView {
     }
     if (sample === undefined || this.shown !== key) return;
     const tokens = new TokenView(sample.tokens, (colour) => go({ colour }, { quietly: true }));
-    this.node.replaceChildren(
-      ...[
-        this.bar(`Sample ${sample.index}`),
-        this.facts(sample),
-        this.why(sample),
-        this.prompt(sample),
-        episodePart(sample, (at) => tokens.reveal(at)),
-        element(
-          "section",
-          { class: "part" },
-          element("h3", {}, "Answer"),
-          tokens.node,
-          this.plain(sample),
-        ),
-        this.group(sample),
-        (this.othersPart = element("section", { class: "part", "aria-label": "The same prompt in other runs", hidden: true })),
-        (this.historyPart = element("section", { class: "part", "aria-label": "This prompt over time" })),
-        this.rest(sample),
-      ].filter(Boolean),
+    refill(
+      this.node,
+      this.bar(`Sample ${sample.index}`),
+      this.facts(sample),
+      this.why(sample),
+      this.prompt(sample),
+      episodePart(sample, (at) => tokens.reveal(at)),
+      part("Answer", tokens.node, folded("As plain text", element("pre", { class: "prose" }, sample.response || "(nothing)"))),
+      this.group(sample),
+      (this.othersPart = element("section", { class: "part", "aria-label": "The same prompt in other runs", hidden: true })),
+      (this.historyPart = element("section", { class: "part", "aria-label": "This prompt over time" })),
+      this.rest(sample),
     );
     this.node.scrollTop = 0;
     this.related = { run, of, sample };
@@ -141,10 +134,8 @@ class SampleView {
   }
 
   prompt(sample) {
-    return element(
-      "section",
-      { class: "part" },
-      element("h3", {}, "Prompt"),
+    return part(
+      "Prompt",
       sample.segments.map(({ source, name, text }) =>
         element(
           "div",
@@ -156,24 +147,14 @@ class SampleView {
     );
   }
 
-  plain(sample) {
-    return element(
-      "details",
-      { class: "plain" },
-      element("summary", {}, "As plain text"),
-      element("pre", { class: "prose" }, sample.response || "(nothing)"),
-    );
-  }
-
   group(sample) {
     if (sample.members.length < 2) return null;
     return element(
       "section",
       { class: "part", "aria-label": "The group side by side" },
       element("h3", {}, `Group: ${count(sample.members.length, "response")} to the same prompt`),
-      element(
-        "div",
-        { class: "members", tabindex: 0, role: "group", "aria-label": "Answers of the group" },
+      sideBySide(
+        "Answers of the group",
         sample.members.map((member) => this.member(member, member.row === sample.row)),
       ),
     );
@@ -212,12 +193,11 @@ class SampleView {
           element(
             "p",
             { class: "soft" },
-            swatchOf(runColour(name)),
+            swatch(runColour(name)),
             ` ${name}, ${of === "eval" ? `after ${count(step, "rollout")}` : `step ${step}`}: mean reward ${figure(meanReward(members), 3)}`,
           ),
-          element(
-            "div",
-            { class: "members", tabindex: 0, role: "group", "aria-label": `Answers of ${name}` },
+          sideBySide(
+            `Answers of ${name}`,
             members.map((member) =>
               this.member(member, false, () => {
                 go({ run: name, sample: `${member.step}.${member.row}` });
@@ -271,7 +251,7 @@ class SampleView {
 
   rest(sample) {
     const metadata = Object.keys(sample.metadata ?? {}).length ? JSON.stringify(sample.metadata, null, 1) : null;
-    return metadata && element("details", { class: "plain" }, element("summary", {}, "Metadata"), element("pre", {}, metadata));
+    return metadata && folded("Metadata", element("pre", {}, metadata));
   }
 
   remove() {
@@ -280,6 +260,10 @@ class SampleView {
     this.history?.remove();
   }
 }
+
+const part = (title, ...children) => element("section", { class: "part" }, element("h3", {}, title), ...children);
+const folded = (title, ...children) => element("details", { class: "plain" }, element("summary", {}, title), ...children);
+const sideBySide = (label, members) => element("div", { class: "members", tabindex: 0, role: "group", "aria-label": label }, members);
 
 // Samples of all runs that are read so far, of training and of evaluations.
 const samplesRead = () => runs.map((run) => `${run.num_samples} ${run.num_eval_samples}`).join();

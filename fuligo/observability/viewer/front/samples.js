@@ -1,24 +1,14 @@
 // Samples: list with filters, and the selected sample.
 
 const FILTERS = [
-  ["step", "Step", true],
-  ["reward", "Reward", true],
-  ["length", "Tokens", true],
-  ["advantage", "Advantage", true],
+  ["step", "Step"],
+  ["reward", "Reward"],
+  ["length", "Tokens"],
+  ["advantage", "Advantage"],
 ];
 const FILTER_NAMES = [
   ...FILTERS.flatMap(([name]) => [`${name}_min`, `${name}_max`]),
-  "staleness_min",
-  "status",
-  "kept",
-  "group",
-  "engine",
-  "dataset",
-  "part",
-  "part_min",
-  "part_max",
-  "prompt",
-  "text",
+  ...["staleness_min", "status", "kept", "group", "engine", "dataset", "part", "part_min", "part_max", "prompt", "text"],
 ];
 const OF_TRAINING = ["advantage_min", "advantage_max", "staleness_min", "kept", "engine"];
 const ORDERS = [
@@ -152,18 +142,7 @@ class Samples {
     this.drawn = this.of;
     const forget = Object.fromEntries([...OF_TRAINING, "dataset", "part", "part_min", "part_max", "step_min", "step_max", "group", "prompt"].map((name) => [name, null]));
     this.sets.replaceChildren(
-      shown
-        ? choice(
-            "Samples of",
-            "of",
-            [
-              ["train", "Training"],
-              ["eval", "Evaluations"],
-            ],
-            this.of,
-            (of) => go({ ...forget, of: of === "train" ? null : of, sample: null }),
-          )
-        : "",
+      shown ? setChoice("Samples of", this.of, (of) => go({ ...forget, of, sample: null })) : "",
     );
   }
 
@@ -198,6 +177,10 @@ class Samples {
       select.addEventListener("change", () => go({ [name]: select.value, sample: null }));
       return element("label", { class: "field" }, element("span", {}, label), select);
     };
+    const range = (name, label) => {
+      const bound = (end, placeholder) => field(`${name}_${end}`, { type: "number", step: "any", placeholder, "aria-label": `${label} ${placeholder}` });
+      return element("div", { class: "range" }, bound("min", "from"), bound("max", "to"));
+    };
     const active = FILTER_NAMES.filter((name) => param(name) !== null);
     const ofTraining = this.of === "train";
     const number = (name, label, placeholder, spoken = label) =>
@@ -207,63 +190,51 @@ class Samples {
         element("span", {}, label),
         field(name, { type: "number", min: 0, placeholder, "aria-label": spoken }),
       );
-    this.bar.replaceChildren(
-      ...[
+    refill(
+      this.bar,
+      element(
+        "label",
+        { class: "field wide" },
+        element("span", {}, "Text"),
+        field("text", { type: "search", placeholder: "prompt or response" }),
+      ),
+      ...FILTERS.filter(([name]) => ofTraining || name !== "advantage").map(([name, label]) =>
         element(
-          "label",
-          { class: "field wide" },
-          element("span", {}, "Text"),
-          field("text", { type: "search", placeholder: "prompt or response" }),
+          "div",
+          { class: "field" },
+          element("span", {}, name === "step" && !ofTraining ? "After rollouts" : label),
+          range(name, label),
         ),
-        ...FILTERS.filter(([name]) => ofTraining || name !== "advantage").map(([name, label]) =>
-          element(
-            "div",
-            { class: "field" },
-            element("span", {}, name === "step" && !ofTraining ? "After rollouts" : label),
-            element(
-              "div",
-              { class: "range" },
-              field(`${name}_min`, { type: "number", step: "any", placeholder: "from", "aria-label": `${label} from` }),
-              field(`${name}_max`, { type: "number", step: "any", placeholder: "to", "aria-label": `${label} to` }),
-            ),
-          ),
-        ),
-        menu("status", "Ended", [["", "any"], ...["completed", "truncated", "aborted", "failed"].map(twice)], param("status") ?? ""),
-        ofTraining && menu("kept", "Trained on", KEPT, param("kept") ?? ""),
-        ofTraining && number("staleness_min", "Stale by", "≥", "Stale by at least"),
-        ofTraining && this.run.engines.length > 1 && menu("engine", "Engine", [["", "any"], ...this.run.engines.map(twice)], param("engine") ?? ""),
-        !ofTraining && this.run.datasets.length > 1 && menu("dataset", "Dataset", [["", "any"], ...this.run.datasets.map(twice)], param("dataset") ?? ""),
-        ...this.partFields(menu, field),
-        number("group", "Group", "any"),
-        menu("order", "Order", this.orders, param("order") ?? "newest"),
-        element(
-          "button",
-          {
-            type: "button",
-            class: "quiet clear",
-            hidden: active.length === 0,
-            onclick: () => go(Object.fromEntries(FILTER_NAMES.map((name) => [name, null]))),
-          },
-          "Clear",
-        ),
-      ].filter(Boolean),
+      ),
+      menu("status", "Ended", [["", "any"], ...["completed", "truncated", "aborted", "failed"].map(twice)], param("status") ?? ""),
+      ofTraining && menu("kept", "Trained on", KEPT, param("kept") ?? ""),
+      ofTraining && number("staleness_min", "Stale by", "≥", "Stale by at least"),
+      ofTraining && this.run.engines.length > 1 && menu("engine", "Engine", [["", "any"], ...this.run.engines.map(twice)], param("engine") ?? ""),
+      !ofTraining && this.run.datasets.length > 1 && menu("dataset", "Dataset", [["", "any"], ...this.run.datasets.map(twice)], param("dataset") ?? ""),
+      this.partFields(menu, range),
+      number("group", "Group", "any"),
+      menu("order", "Order", this.orders, param("order") ?? "newest"),
+      element(
+        "button",
+        {
+          type: "button",
+          class: "quiet clear",
+          hidden: active.length === 0,
+          onclick: () => go(Object.fromEntries(FILTER_NAMES.map((name) => [name, null]))),
+        },
+        "Clear",
+      ),
     );
   }
 
   // Filters by one part of the reward, if it has several.
-  partFields(menu, field) {
+  partFields(menu, range) {
     const parts = this.run.parts[this.of];
-    if (!parts.length) return [];
-    const bounds = (name, placeholder) => field(name, { type: "number", step: "any", placeholder, "aria-label": `${param("part")} ${placeholder}` });
+    if (!parts.length) return null;
+    const part = param("part");
     return [
-      menu("part", "Part of reward", [["", "any"], ...parts.map(twice)], param("part") ?? ""),
-      param("part") &&
-        element(
-          "div",
-          { class: "field" },
-          element("span", {}, param("part")),
-          element("div", { class: "range" }, bounds("part_min", "from"), bounds("part_max", "to")),
-        ),
+      menu("part", "Part of reward", [["", "any"], ...parts.map(twice)], part ?? ""),
+      part ? element("div", { class: "field" }, element("span", {}, part), range("part", part)) : null,
     ];
   }
 

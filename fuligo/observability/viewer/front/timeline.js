@@ -147,7 +147,7 @@ class StepBars {
           element(
             "span",
             { class: "tip-line" },
-            swatchOf(causeColour(name)),
+            swatch(causeColour(name)),
             `${name} ${fine(this.data.causes[name][at])}, ${share(this.data.causes[name][at] / total)}`,
           ),
         ),

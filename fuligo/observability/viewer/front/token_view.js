@@ -150,7 +150,7 @@ class TokenView {
         element(
           "span",
           { class: "key" },
-          swatchOf(colour(kind)),
+          swatch(colour(kind)),
           `${noun} ${kind}: ${count(values.filter((one) => one === kind).length, "token")}`,
         ),
       ),

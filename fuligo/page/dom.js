@@ -71,6 +71,31 @@ function cards(list) {
   );
 }
 
+// Radio buttons of `[key, text, title]`.
+function choice(label, name, options, value, choose, kind = "choice") {
+  return element(
+    "fieldset",
+    { class: kind },
+    element("legend", {}, label),
+    options.map(([key, text, title]) =>
+      element(
+        "label",
+        { title },
+        element("input", { type: "radio", name, value: key, checked: key === value, onchange: () => choose(key) }),
+        element("span", {}, text),
+      ),
+    ),
+  );
+}
+
+// Lane of a timeline; `track` has the class lane-track.
+const timelineLane = (label, track) => element("div", { class: "lane" }, element("div", { class: "lane-label" }, label), track);
+
+function timelineAxis(end, ticks, text) {
+  const marks = ticks.map((tick) => element("span", { class: "tick", "--left": percent(tick / end) }, tick === 0 ? "0" : text(tick)));
+  return fill(timelineLane(null, element("div", { class: "lane-track" }, marks)), { class: "lane axis", "aria-hidden": "true" }, []);
+}
+
 const percent = (share) => `${(100 * share).toFixed(3)}%`;
 const gibibytes = (bytes) => `${(bytes / 2 ** 30).toFixed(1)} GiB`;
 const count = (number, noun) => `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;

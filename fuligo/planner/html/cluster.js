@@ -70,28 +70,11 @@ function colourSwitch(changed) {
     ["role", "Role", "trainer or engine"],
     ...shownDimensions.map((dimension) => [dimension.key, dimension.label, dimension.name]),
   ];
-  return element(
-    "fieldset",
-    { class: "switch" },
-    element("legend", {}, "Color by"),
-    options.map(([value, label, name]) =>
-      element(
-        "label",
-        { title: name },
-        element("input", {
-          type: "radio",
-          name: "colour",
-          value,
-          checked: value === state.colour,
-          onchange: () => {
-            Object.assign(state, { colour: value, peers: null, band: null });
-            changed();
-          },
-        }),
-        element("span", {}, label),
-      ),
-    ),
-  );
+  const choose = (colour) => {
+    Object.assign(state, { colour, peers: null, band: null });
+    changed();
+  };
+  return choice("Color by", "colour", options, state.colour, choose, "switch");
 }
 
 // Legend of the colours; hovering over a rank highlights its GPUs.

@@ -23,45 +23,25 @@ function stepSection() {
     element(
       "div",
       { class: "timeline" },
-      lanes.map((lane) =>
-        timelineLane(
-          lane,
-          phases.filter((phase) => phase.lane === lane),
-          end,
-        ),
-      ),
-      timelineAxis(end),
+      lanes.map((lane) => {
+        const boxes = phases.filter((phase) => phase.lane === lane).map((phase) => phaseBox(phase, end));
+        return timelineLane(lane, element("div", { class: "lane-track" }, boxes));
+      }),
+      ticksOf(end),
     ),
     scrollable("Phases of a step", phaseTable(phases, end)),
   );
 }
 
-function timelineLane(lane, phases, end) {
-  return element(
-    "div",
-    { class: "lane" },
-    element("div", { class: "lane-label" }, lane),
+const phaseBox = (phase, end) =>
+  withTooltip(
     element(
       "div",
-      { class: "lane-track" },
-      phases.map((phase) =>
-        withTooltip(
-          element(
-            "div",
-            {
-              class: "phase",
-              "--left": percent(phase.start_s / end),
-              "--width": percent(phase.duration_s / end),
-              ...phaseColour(phase.name),
-            },
-            phase.duration_s / end > 0.07 ? element("span", {}, spoken(phase.name)) : null,
-          ),
-          () => [`${spoken(phase.name)}: ${seconds(phase.duration_s)}`, phase.note],
-        ),
-      ),
+      { class: "phase", "--left": percent(phase.start_s / end), "--width": percent(phase.duration_s / end), ...phaseColour(phase.name) },
+      phase.duration_s / end > 0.07 ? element("span", {}, spoken(phase.name)) : null,
     ),
+    () => [`${spoken(phase.name)}: ${seconds(phase.duration_s)}`, phase.note],
   );
-}
 
 const TICK_STEPS = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 300, 600, 1200, 1800, 3600, 7200, 14400, 43200];
 
@@ -71,19 +51,10 @@ function tickText(tick, step) {
   return step < 1 ? `${tick.toFixed(2)} s` : `${tick} s`;
 }
 
-function timelineAxis(end) {
+function ticksOf(end) {
   const step = TICK_STEPS.find((candidate) => candidate >= end / 6) ?? 86400;
   const ticks = Array.from({ length: Math.floor(end / step) + 1 }, (_, index) => index * step);
-  return element(
-    "div",
-    { class: "lane axis", "aria-hidden": "true" },
-    element("div", { class: "lane-label" }),
-    element(
-      "div",
-      { class: "lane-track" },
-      ticks.map((tick) => element("span", { class: "tick", "--left": percent(tick / end) }, tick === 0 ? "0" : tickText(tick, step))),
-    ),
-  );
+  return timelineAxis(end, ticks, (tick) => tickText(tick, step));
 }
 
 const operations = (flops) => {

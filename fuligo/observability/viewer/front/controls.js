@@ -1,21 +1,5 @@
 // Small controls shared by the views.
 
-function choice(label, name, options, value, choose) {
-  return element(
-    "fieldset",
-    { class: "choice" },
-    element("legend", {}, label),
-    options.map(([key, text]) =>
-      element(
-        "label",
-        {},
-        element("input", { type: "radio", name, value: key, checked: key === value, onchange: () => choose(key) }),
-        element("span", {}, text),
-      ),
-    ),
-  );
-}
-
 // Link to another view.
 const link = (text, changes, view) =>
   element("a", { href: addressWith(changes, view), onclick: (event) => (event.preventDefault(), go(changes, { view })) }, text);

@@ -86,11 +86,7 @@ class Prompts {
           element("th", { scope: "col", class: "wide" }, "Mean reward by step"),
         ),
       ),
-      element(
-        "tbody",
-        {},
-        rows.map((row) => this.row(row)),
-      ),
+      tableBody(rows.map((row) => this.cells(row))),
     );
   }
 
@@ -105,12 +101,10 @@ class Prompts {
     return element("th", attributes, element("button", { type: "button", onclick: () => go({ order: next }) }, title + mark));
   }
 
-  row(row) {
+  cells(row) {
     const target = { prompt: row.prompt_key, of: this.of === "eval" ? "eval" : null, dataset: row.dataset };
     const isNamed = row.dataset && !param("dataset") && chosenRun().datasets.length > 1;
-    return element(
-      "tr",
-      {},
+    return [
       element(
         "td",
         {},
@@ -126,7 +120,7 @@ class Prompts {
       element("td", { class: "number" }, row.num_steps > 1 ? `${figure(row.first, 3)} → ${figure(row.last, 3)}` : figure(row.last, 3)),
       element("td", { class: "number wide" }, row.num_samples),
       element("td", { class: "wide" }, sparkline(row.steps)),
-    );
+    ];
   }
 
   close() {}

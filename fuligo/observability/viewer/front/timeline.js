@@ -177,11 +177,7 @@ const MANY_LANES = 8; // further ones are shown on click
 function stepTimeline(step) {
   const tracks = [...new Set(step.phases.map(({ track }) => track))];
   const laneOf = (track) =>
-    lane(
-      track.replace(/ 0$/, ""),
-      step.phases.filter((phase) => phase.track === track),
-      step.duration_s,
-    );
+    lane(track.replace(/ 0$/, ""), step.phases.filter((phase) => phase.track === track), step.duration_s);
   const isRank = (track) => track.startsWith("rank ");
   const [ranks, others] = [tracks.filter(isRank), tracks.filter((track) => !isRank(track))];
   const most = Math.max(1, ...step.engines.flatMap((engine) => engine.in_flight));
@@ -194,7 +190,7 @@ function stepTimeline(step) {
       curveLane(`engine ${number}`, in_flight, most, step.duration_s, "requests in flight", `${share(idle)} idle`),
     ),
     fewLanes(ranks, "rank", laneOf),
-    timelineTicks(step.duration_s),
+    timelineAxis(step.duration_s, roundTicks(0, step.duration_s, 5), fine),
   );
 }
 
@@ -208,35 +204,22 @@ function fewLanes(list, noun, draw) {
 }
 
 function lane(label, phases, length) {
-  return element(
-    "div",
-    { class: "lane" },
-    element("div", { class: "lane-label" }, label),
-    element(
-      "div",
-      { class: "lane-track" },
-      phases.map((phase) => {
-        const [from, to] = [Math.max(0, phase.start_s) / length, Math.min(length, phase.end_s) / length];
-        const name = phase.name + (phase.failed ? " (failed)" : "");
-        return withTooltip(
-          element(
-            "div",
-            {
-              class: `phase ${phase.failed ? "failed" : ""}`,
-              "--left": percent(from),
-              "--width": percent(to - from),
-              ...causeColour(phase.name),
-            },
-            to - from > 0.06 ? element("span", {}, name) : null,
-          ),
-          () => [
-            `${name}: ${fine(phase.end_s - phase.start_s)}`,
-            `of step ${phase.step}, from ${fine(Math.max(0, phase.start_s))} to ${fine(phase.end_s)}`,
-          ],
-        );
-      }),
-    ),
-  );
+  const boxes = phases.map((phase) => {
+    const [from, to] = [Math.max(0, phase.start_s) / length, Math.min(length, phase.end_s) / length];
+    const name = phase.name + (phase.failed ? " (failed)" : "");
+    return withTooltip(
+      element(
+        "div",
+        { class: `phase ${phase.failed ? "failed" : ""}`, "--left": percent(from), "--width": percent(to - from), ...causeColour(phase.name) },
+        to - from > 0.06 ? element("span", {}, name) : null,
+      ),
+      () => [
+        `${name}: ${fine(phase.end_s - phase.start_s)}`,
+        `of step ${phase.step}, from ${fine(Math.max(0, phase.start_s))} to ${fine(phase.end_s)}`,
+      ],
+    );
+  });
+  return timelineLane(label, element("div", { class: "lane-track" }, boxes));
 }
 
 // Number of concurrent samples or requests over the step.
@@ -248,37 +231,16 @@ function curveLane(label, numbers, most, length, what, note = null) {
     .map((number) => (high - (number / most) * (high - 3)).toFixed(1))
     .map((y, at) => `L${at} ${y}L${at + 1} ${y}`)
     .join("");
-  return element(
+  const track = element(
     "div",
-    { class: "lane" },
-    element("div", { class: "lane-label" }, label),
-    withTooltip(
-      element(
-        "div",
-        { class: "lane-track" },
-        svg(
-          "svg",
-          { class: "generating", viewBox: `0 0 ${wide} ${high}`, preserveAspectRatio: "none", "aria-hidden": "true" },
-          svg("path", { d: `M0 ${high}${points}L${wide} ${high}Z` }),
-        ),
-        element("span", { class: "most" }, [size, note].filter(Boolean).join(", ")),
-      ),
-      () => [`${label}: ${what}, ${size}`, [note, `over ${seconds(length)}`].filter(Boolean).join(", ")],
+    { class: "lane-track" },
+    svg(
+      "svg",
+      { class: "generating", viewBox: `0 0 ${wide} ${high}`, preserveAspectRatio: "none", "aria-hidden": "true" },
+      svg("path", { d: `M0 ${high}${points}L${wide} ${high}Z` }),
     ),
+    element("span", { class: "most" }, [size, note].filter(Boolean).join(", ")),
   );
-}
-
-function timelineTicks(length) {
-  return element(
-    "div",
-    { class: "lane axis", "aria-hidden": "true" },
-    element("div", { class: "lane-label" }),
-    element(
-      "div",
-      { class: "lane-track" },
-      roundTicks(0, length, 5).map((tick) =>
-        element("span", { class: "tick", "--left": percent(tick / length) }, tick === 0 ? "0" : fine(tick)),
-      ),
-    ),
-  );
+  const lines = () => [`${label}: ${what}, ${size}`, [note, `over ${seconds(length)}`].filter(Boolean).join(", ")];
+  return timelineLane(label, withTooltip(track, lines));
 }

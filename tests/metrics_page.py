@@ -23,3 +23,12 @@ _PATTERNS = ["".join(".+" if part.startswith("<") else re.escape(part) for part 
 def undocumented(keys: Iterable[str]) -> list[str]:
     """Return the keys that the table lacks."""
     return [key for key in keys if not any(re.fullmatch(pattern, key) for pattern in _PATTERNS)]
+
+
+TIMING_KEYS = frozenset({"time", "rollout/tokens_per_s", "train/tokens_per_s", "rollout/sample/environment_s"})
+TIMING_PREFIXES = ("perf/", "engine/")
+
+
+def is_timing(key: str) -> bool:
+    """Return whether the value depends on the clock and so differs between two runs that are otherwise equal bit for bit."""
+    return key in TIMING_KEYS or key.startswith(TIMING_PREFIXES)

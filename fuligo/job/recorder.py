@@ -25,15 +25,8 @@ from fuligo.rollout.metrics import metrics_problem
 from fuligo.rollout.protocol import Rollout, UnfilledRolloutError
 from fuligo.types import SampleStatus, StepResult, TrainBatch
 
-TIMING_KEYS = frozenset({"time", "rollout/tokens_per_s", "train/tokens_per_s", "rollout/sample/environment_s"})
-TIMING_PREFIXES = ("perf/", "engine/")
 TRAINER_PHASES = ("score", "train")
 """Phases in which the trainer computes."""
-
-
-def is_timing(key: str) -> bool:
-    """Return whether the value depends on the clock and so differs between two runs that are otherwise equal bit for bit."""
-    return key in TIMING_KEYS or key.startswith(TIMING_PREFIXES)
 
 
 def step_record(

@@ -17,7 +17,6 @@ from fuligo.models.find import find_trainer_config_json
 from fuligo.models.hub import located
 from fuligo.models.megatron_flags import describe_disagreement, disagreements
 from fuligo.planner.layout import stages
-from fuligo.planner.memory.parameters import frozen_parameters, trained_parameters
 from fuligo.planner.plan import Stage
 from fuligo.planner.subject import Subject, read_subject
 from fuligo.quantities import amount, magnitude
@@ -45,8 +44,6 @@ class DistPlan:
     architecture: Architecture
     shape: Layout
     stages: tuple[Stage, ...]
-    rank_parameters: tuple[int, ...]
-    """[PP] parameters that a trainer rank of each stage would hold."""
     is_chosen: bool
     """True if the conversion chose the layout, because no flag gives one."""
     warnings: tuple[str, ...]
@@ -85,11 +82,9 @@ def plan_hf_to_dist(arguments: Sequence[str], world_size: int) -> DistPlan:
     if is_chosen:
         subject = read_subject(apply_changes(config, _chosen_layout(subject.architecture, world_size)), _ANY_GPU)
     shape = _checked_shape(subject, world_size)
-    cut = stages(subject)
-    held = tuple((trained_parameters(subject, shape, [stage]) + frozen_parameters(subject, shape, [stage])).total for stage in cut)
     source, target = config.model.hf_checkpoint, config.checkpoint.save
     assert source is not None and target is not None
-    return DistPlan(source, target, subject.architecture, shape, cut, held, is_chosen, parsed.warnings)
+    return DistPlan(source, target, subject.architecture, shape, stages(subject), is_chosen, parsed.warnings)
 
 
 def describe(plan: DistPlan) -> Iterator[str]:

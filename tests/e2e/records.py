@@ -8,8 +8,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from fuligo.checkpoint.state import RunState
-from fuligo.job.recorder import is_timing
-from tests.metrics_page import undocumented
+from tests.metrics_page import is_timing, undocumented
 
 TOKENS = ("index", "group_index", "response_ids", "engine_logprobs", "trainer_logprobs", "advantages", "versions", "kept")
 """Columns of samples/ that are bit for bit equal in two equal runs."""

@@ -12,8 +12,7 @@ from fuligo.engines.answers import parse_generation, parse_load
 from fuligo.engines.generation import EngineLoad, Generation, Served
 from fuligo.engines.group import EngineGroup
 from fuligo.engines.metrics import EngineMonitor, load_metrics, served_metrics
-from fuligo.job.recorder import is_timing
-from tests.metrics_page import undocumented
+from tests.metrics_page import is_timing, undocumented
 
 NOBODY = "http://127.0.0.1:9"
 

@@ -10,13 +10,13 @@ import torch
 
 import fuligo
 from fuligo.algorithms.off_policy import Correction
-from fuligo.job.recorder import is_timing, perf_metrics, step_record
+from fuligo.job.recorder import perf_metrics, step_record
 from fuligo.observability.jsonl import JsonLines, read_json_lines
 from fuligo.rollout.dynamic_sampling import DynamicSampling
 from fuligo.rollout.metrics import RolloutCounts, sample_metrics, sampling_metrics
 from fuligo.trainer.objective import KlLoss, LossInputs, LossSettings, objective
 from fuligo.types import StepResult
-from tests.metrics_page import METRICS, undocumented
+from tests.metrics_page import METRICS, is_timing, undocumented
 
 PACKAGE = Path(fuligo.__file__).parent
 FIXED = [

@@ -2,11 +2,12 @@
 
 Where a process would start a guard with a server, it starts this module once, on SGLang's interpreter, and has it fork for every server
 (`warm_children`). The fork becomes the guard, and forks the server where the guard would start a fresh interpreter, which would import for
-6 s of CPU time.
+6 s of CPU time. Programs of tests that call SGLang's own classes (`PROGRAMS`) fork likewise.
 """
 
 import importlib
 import json
+import multiprocessing
 import os
 import random
 import runpy
@@ -15,9 +16,12 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing import util
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tests.e2e.warm_children import READ_BY_IMPORTS, ROOM, Children, import_all, serve, show, show_environment
 
@@ -25,6 +29,8 @@ FORKED = "FULIGO_TEST_FORKED_ENGINE"
 """Variable of servers that may fork; tests of what a server's start leaves behind do not set it."""
 PLAIN_MEMORY = "FULIGO_TEST_PLAIN_MEMORY"
 """Variable that a fork obeys after the imports (`tests/sglang/stubs`)."""
+AHEAD = "FULIGO_AHEAD"
+"""Variable with the processes that a server starts ahead (`fuligo/engines/sglang/ahead`); empty in servers that fork as SGLang can."""
 READ_BY_SGLANG = (*READ_BY_IMPORTS, "FULIGO_TEST_", "SGLANG_", "SGL_")
 MODULES = (
     "sglang.srt.entrypoints.http_server",
@@ -37,6 +43,11 @@ MODULES = (
 """Modules that a server imports, with all that they import."""
 ROOT = Path(__file__).parents[2]
 GUARD = str(ROOT / "fuligo" / "engines" / "guard.py")
+PROGRAMS = {
+    str(ROOT / "tests" / "sglang" / f"{name}.py")
+    for name in ("compressed_loader", "fp8_loader", "mtp_scorer", "schema_reader", "sent_loader")
+}
+"""Programs that are started with `python PROGRAM` on SGLang's interpreter."""
 
 
 def read_by_sglang(environment: Mapping[str, str]) -> dict[str, str]:
@@ -45,7 +56,10 @@ def read_by_sglang(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class Servers:
-    """Guards, with servers, that are children of this process. What forks them starts with the first that has its variables."""
+    """Guards, with servers, and programs that are children of this process.
+
+    What forks them starts with the first that has its variables.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -53,17 +67,24 @@ class Servers:
         """By the variables that the imports have read."""
 
     def suits(self, arguments: Any, environment: Mapping[str, str]) -> bool:
-        """Return whether they start a guard with a server that may fork."""
-        is_guard = isinstance(arguments, list | tuple) and [*arguments[:3]] == [sys.executable, "-I", GUARD]
-        return is_guard and arguments[5] == "-c" and "sglang.launch_server" in arguments[6] and FORKED in environment
+        """Return whether they start a program, or a guard with a server, that may fork."""
+        if not isinstance(arguments, list | tuple) or FORKED not in environment:
+            return False
+        is_guard = [*arguments[:3]] == [sys.executable, "-I", GUARD]
+        return arguments[1] in PROGRAMS or (is_guard and arguments[5] == "-c" and "sglang.launch_server" in arguments[6])
 
     def start(self, request: dict[str, Any], descriptors: list[int]) -> int:
+        python, *rest = request["command"]
+        if rest[0] in PROGRAMS:
+            request = {**request, "command": [python, "-u", *rest]}
+        else:
+            python = request["command"][4]
         variables = read_by_sglang(request["environment"])
         key = json.dumps(variables, sort_keys=True)
         with self._lock:
             if key not in self._started:
                 others = {name: value for name, value in request["environment"].items() if not name.startswith("FULIGO_")}
-                self._started[key] = Children(_connect(request["command"][4], others | variables), {})
+                self._started[key] = Children(_connect(python, others | variables), {})
         return self._started[key].start(request, descriptors)
 
 
@@ -105,6 +126,50 @@ def _fork_server() -> None:
     subprocess.Popen._execute_child = execute
 
 
+def _run(program: str) -> NoReturn:
+    sys.argv[0], sys.path[0] = program, str(Path(program).parent)
+    _run_to_end(lambda: runpy.run_path(program, run_name="__main__"))
+
+
+def _run_to_end(program: Callable[[], object]) -> NoReturn:
+    """Run a program and end as a fresh process that had run it, without destroying what is imported."""
+    random.seed()
+    code: object = 0
+    try:
+        program()
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+def _fork_ahead() -> None:
+    """Have this process, a server, fork the processes that it starts ahead; SGLang then gets these as it does on a GPU."""
+    multiprocessing.set_start_method = importlib.import_module("sitecustomize")._set_start_method
+    spawn = util.spawnv_passfds
+
+    def start(path: bytes, arguments: Sequence[str | bytes], descriptors: Sequence[int]) -> int:
+        program = str(arguments[-2])
+        if "fuligo_ahead.wait" not in program:
+            return spawn(path, arguments, descriptors)
+        pid = os.fork()
+        if pid == 0:
+            for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
+                if int(name) > 2 and int(name) not in descriptors:
+                    with suppress(OSError):
+                        os.close(int(name))
+            show([os.fsdecode(argument) for argument in arguments])
+            sys.argv[:] = ["-c", "--multiprocessing-fork"]
+            _run_to_end(lambda: exec(program, {"__name__": "__main__"}))
+        return pid
+
+    util.spawnv_passfds = start
+
+
 def _look_up_late() -> None:
     """Have SGLang's HTTP server look up at its start what fuligo's program replaces before a fresh server would have imported it."""
     http_server, auth = (importlib.import_module(f"sglang.srt.{name}") for name in ("entrypoints.http_server", "utils.auth"))
@@ -112,17 +177,22 @@ def _look_up_late() -> None:
 
 
 def main() -> None:
-    """Fork for every request until the process that sends them ends; in a fork, run the guard, and in the fork of that, the server."""
+    """Fork for every request until the process that sends them ends.
+
+    In a fork, run the program, which may be a guard; in the fork of a guard, run its server.
+    """
     import_all(MODULES)
     _look_up_late()
     importlib.import_module("setproctitle").setproctitle("warm servers")  # so that it knows where the command line is
     fresh = subprocess.Popen._execute_child
-    guard = serve(socket.socket(fileno=int(sys.argv[2])))
+    program = serve(socket.socket(fileno=int(sys.argv[2])))
     show_environment()
+    if program != GUARD:
+        _run(program)
     _fork_server()
     try:
-        sys.argv[0] = guard
-        runpy.run_path(guard, run_name="__main__")
+        sys.argv[0] = program
+        runpy.run_path(program, run_name="__main__")
     except _Forked as fork:
         command = fork.command
     except SystemExit as end:
@@ -134,6 +204,8 @@ def main() -> None:
     random.seed()
     if PLAIN_MEMORY in os.environ:
         importlib.import_module("sitecustomize").use_plain_memory()
+    if os.environ.get(AHEAD):
+        _fork_ahead()
     sys.path[0], sys.argv[:] = "", command[1:2] + command[3:]
     exec(command[2], {"__name__": "__main__"})
 

@@ -2,18 +2,28 @@
 
 import os
 import shutil
+import subprocess
 from pathlib import Path
 
 from fuligo.config.secret import Environment
 from fuligo.engines.host import PortClaims
-from fuligo.engines.sglang.server import AHEAD_VARIABLE, PORTS_PER_ENGINE, ServerPorts, ServerSettings
+from fuligo.engines.sglang.server import (
+    AHEAD_VARIABLE,
+    CPU_ENVIRONMENT,
+    OWN_ENVIRONMENT,
+    PORTS_PER_ENGINE,
+    ServerPorts,
+    ServerSettings,
+)
 
 ROOT = Path(__file__).parents[2]
 STUBS = Path(__file__).parent / "stubs"
 SPAWNING = {"PYTHONPATH": str(STUBS)}
 """Environment of a server that starts its processes as on a GPU: each imports SGLang again, for 7 s of CPU time."""
-ENVIRONMENT = {**SPAWNING, "FULIGO_TEST_FORKED_ENGINE": "1", AHEAD_VARIABLE: ""}
-"""Environment of a server that forks its processes, which takes 7 s of CPU time in all instead of 21 s."""
+AHEAD = {**SPAWNING, "FULIGO_TEST_FORKED_ENGINE": "1"}
+"""Environment of a server that forks the processes that it starts ahead, and hands them to SGLang as on a GPU."""
+ENVIRONMENT = {**AHEAD, AHEAD_VARIABLE: ""}
+"""Environment of a server that forks its processes when SGLang starts them."""
 
 MEMORY = {"mem_fraction_static": 0.5}
 """SGLang ends if, while it loads, other processes of the machine take this fraction of the free memory."""
@@ -35,3 +45,18 @@ def server_settings(name: str, model: Path, claims: PortClaims, log_file: Path, 
     given |= changes
     given |= {"arguments": {**MEMORY, **given["arguments"]}, "environment": Environment(given["environment"])}
     return ServerSettings(name=name, model_path=str(model), ports=ports, log_file=log_file, **given)
+
+
+def run_program(name: str, *arguments: object, text: str = "") -> list[str]:
+    """Run a program of this directory on SGLang's interpreter; return the lines of its standard output.
+
+    It has the environment of an engine and, like it, forks from the process that has imported SGLang (`tests/e2e/warm_servers.py`).
+
+    Args:
+        text: its standard input
+    """
+    command = [str(sglang_python()), str(Path(__file__).with_name(f"{name}.py")), *map(str, arguments)]
+    environment = {**os.environ, **OWN_ENVIRONMENT, **CPU_ENVIRONMENT, **ENVIRONMENT}
+    done = subprocess.run(command, env=environment, input=text, capture_output=True, text=True, check=False, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()

@@ -1,4 +1,7 @@
-"""Real engines whose processes import SGLang ahead of time, as on a GPU: how they start and how they end."""
+"""Real engines whose processes start ahead of SGLang's imports, as on a GPU: how they start and how they end.
+
+Here they fork from a process that has imported SGLang. test_turns.py has an engine whose processes import it.
+"""
 
 import asyncio
 import os
@@ -14,7 +17,7 @@ from fuligo.engines.host import PortClaims
 from fuligo.engines.sglang.server import SGLangServer
 from fuligo.errors import EngineError
 from tests.e2e.processes import alive, descendants
-from tests.sglang.engines import SPAWNING, server_settings
+from tests.sglang.engines import AHEAD, server_settings
 
 SET_BEFORE_SPAWN = b"SGLANG_RUN_ID="
 """Variable that SGLang sets in its main process: processes that it spawned had it from the beginning."""
@@ -27,7 +30,7 @@ CHILDREN = {
 
 @pytest_asyncio.fixture
 async def server(checkpoint: Path, claims: PortClaims, tmp_path: Path) -> AsyncIterator[SGLangServer]:
-    server = SGLangServer(server_settings("engine 0", checkpoint, claims, tmp_path / "engine-0.txt", number=0, environment=SPAWNING))
+    server = SGLangServer(server_settings("engine 0", checkpoint, claims, tmp_path / "engine-0.txt", number=0, environment=AHEAD))
     try:
         await server.wait_ready()
         yield server
@@ -43,6 +46,14 @@ def children_of(server: SGLangServer) -> dict[str, int]:
 
 def was_spawned_by_sglang(pid: int) -> bool:
     return SET_BEFORE_SPAWN in Path(f"/proc/{pid}/environ").read_bytes()
+
+
+def assert_started_ahead(server: SGLangServer) -> None:
+    """Check that SGLang uses the processes that were started ahead, and that none had to be started anew."""
+    children = children_of(server)
+    assert set(children) == set(CHILDREN)
+    assert not any(was_spawned_by_sglang(pid) for pid in children.values())
+    assert "fuligo:" not in server.settings.log_file.read_text()
 
 
 async def ends(server: SGLangServer, processes: dict[int, str]) -> None:
@@ -61,9 +72,7 @@ def copy_with_broken_weights(checkpoint: Path, to: Path) -> Path:
 async def test_its_processes_were_started_ahead_and_end_with_the_scheduler(server: SGLangServer) -> None:
     processes, children = descendants(server.process.pid), children_of(server)
     log = server.settings.log_file
-    assert set(children) == set(CHILDREN)
-    assert not any(was_spawned_by_sglang(pid) for pid in children.values())
-    assert "fuligo:" not in log.read_text()
+    assert_started_ahead(server)
     os.kill(children["scheduler"], signal.SIGKILL)
     await ends(server, processes)
     assert "Subprocess scheduler_0" in log.read_text()
@@ -82,7 +91,7 @@ async def test_a_scheduler_that_fails_while_it_loads_ends_the_engine(checkpoint:
     """The exception of a scheduler reaches SGLang's main process as a signal to the parent."""
     broken = copy_with_broken_weights(checkpoint, tmp_path / "model")
     log = tmp_path / "engine-0.txt"
-    server = SGLangServer(server_settings("engine 0", broken, claims, log, number=0, environment=SPAWNING))
+    server = SGLangServer(server_settings("engine 0", broken, claims, log, number=0, environment=AHEAD))
     try:
         with pytest.raises(EngineError, match="engine 0"):
             await server.wait_ready()
@@ -92,9 +101,7 @@ async def test_a_scheduler_that_fails_while_it_loads_ends_the_engine(checkpoint:
 
 
 async def test_refused_arguments_end_the_engine(checkpoint: Path, claims: PortClaims, tmp_path: Path) -> None:
-    settings = server_settings(
-        "engine 0", checkpoint, claims, tmp_path / "engine-0.txt", environment=SPAWNING, arguments={"no_such_flag": 1}
-    )
+    settings = server_settings("engine 0", checkpoint, claims, tmp_path / "engine-0.txt", environment=AHEAD, arguments={"no_such_flag": 1})
     server = SGLangServer(settings)
     try:
         with pytest.raises(EngineError, match="no-such-flag"):

@@ -5,8 +5,6 @@ sparse attention, and norms over all heads. tests/gpu/test_families_sglang_cuda.
 """
 
 import json
-import os
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,7 @@ from tests.served_families import (
     compare,
 )
 from tests.sglang import oracle
-from tests.sglang.engines import ENVIRONMENT, server_settings, sglang_python
+from tests.sglang.engines import ENVIRONMENT, run_program, server_settings
 
 SMALL = {
     "vocab_size": 400,
@@ -120,11 +118,8 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
         sent = checkpoint_weights(named_weights(model), experts_in(checkpoint))
         (checkpoint / "sent").mkdir()
         save_file({name: tensor.clone() for name, tensor in sent}, checkpoint / "sent" / "model.safetensors")
-    environment = {**os.environ, **ENVIRONMENT, "SGLANG_USE_CPU_ENGINE": "1", "FULIGO_TEST_KERNEL_NAMES": "1", "OMP_NUM_THREADS": "1"}
-    command = [str(sglang_python()), str(Path(__file__).with_name("sent_loader.py")), *(str(directory / name) for name in CLASSES)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=500)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(zip(CLASSES, (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")), strict=True))
+    lines = run_program("sent_loader", *(directory / name for name in CLASSES))
+    return dict(zip(CLASSES, (json.loads(line) for line in lines if line.startswith("{")), strict=True))
 
 
 @pytest.mark.parametrize("name", CLASSES)

@@ -4,8 +4,6 @@ Its FP8 kernels need a GPU (on a CPU: AMX and its kernel package), so nothing is
 """
 
 import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ import pytest
 from fuligo.convert.fp8 import convert
 from fuligo.convert.fp8_plan import plan_hf_to_fp8
 from tests.fp8 import save_family
-from tests.sglang.engines import ENVIRONMENT, sglang_python
+from tests.sglang.engines import run_program
 
 CASES = {
     ("qwen3", "block"): "Qwen3ForCausalLM",
@@ -41,11 +39,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], di
                 save_family(source, family, seed=seed)
             convert(plan_hf_to_fp8(["--model-dir", str(source), "--save-dir", str(save), "--strategy", strategy]), lambda _: None)
             saved.append(str(save))
-    environment = {**os.environ, **ENVIRONMENT, "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [str(sglang_python()), str(Path(__file__).with_name("fp8_loader.py")), *saved]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=500)
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    lines = [json.loads(line) for line in run_program("fp8_loader", *saved) if line.startswith("{")]
     return dict(zip(CASES, lines, strict=True))
 
 
@@ -64,22 +58,7 @@ def test_transformers_loads_it_with_compressed_tensors(tmp_path: Path):
     for strategy in strategies:
         save = ["--save-dir", str(tmp_path / strategy), "--strategy", strategy]
         convert(plan_hf_to_fp8(["--model-dir", str(source), *save]), lambda _: None)
-    code = (
-        "import json, sys, torch\n"
-        "from transformers import AutoModelForCausalLM\n"
-        "original = AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
-        "ids = torch.arange(20)[None]\n"
-        "for save in sys.argv[2:]:\n"
-        "    model, report = AutoModelForCausalLM.from_pretrained(save, output_loading_info=True)\n"
-        "    with torch.no_grad():\n"
-        "        expected, found = original(ids).logits.float(), model(ids).logits.float()\n"
-        "    keys = [*report['missing_keys'], *report['unexpected_keys'], *report['mismatched_keys']]\n"
-        "    print(json.dumps([keys, float((found - expected).norm() / expected.norm())]))\n"
-    )
-    environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": "1"}
-    command = [str(sglang_python()), "-c", code, str(source), *(str(tmp_path / strategy) for strategy in strategies)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    for strategy, line in zip(strategies, done.stdout.splitlines()[-2:], strict=True):
+    lines = run_program("compressed_loader", source, *(tmp_path / strategy for strategy in strategies))
+    for strategy, line in zip(strategies, lines[-2:], strict=True):
         wrong_keys, difference = json.loads(line)
         assert wrong_keys == [] and 0 < difference < 0.2, strategy

@@ -1,10 +1,7 @@
 """SGLang's own draft models of Qwen3-Next and Qwen3.5 take the MTP layer that the trainer sends, and compute as the trainer's does."""
 
 import json
-import os
-import subprocess
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +17,7 @@ from fuligo.trainer.ranks.world import World
 from fuligo.trainer.torch_backend.worker import TorchRankWorker
 from tests import tiny_mtp, train_batches
 from tests.parity.test_mtp import trained_settings
-from tests.sglang.engines import ENVIRONMENT, sglang_python
+from tests.sglang.engines import run_program
 from tests.sglang.test_families import tiny_family
 
 CLASSES = {"qwen3_next": "Qwen3NextForCausalLMMTP", "qwen3_5": "Qwen3_5ForCausalLMMTP", "qwen3_5_moe": "Qwen3_5ForCausalLMMTP"}
@@ -61,12 +58,8 @@ def write_inputs(worker: TorchRankWorker) -> torch.Tensor:
 def scored(workers: dict[str, TorchRankWorker]) -> dict[str, tuple[dict, torch.Tensor]]:
     """Run SGLang's classes in one process; return their reports and the trainer's hidden states."""
     expected = {name: write_inputs(worker) for name, worker in workers.items()}
-    environment = {**os.environ, **ENVIRONMENT, "SGLANG_USE_CPU_ENGINE": "1", "FULIGO_TEST_KERNEL_NAMES": "1", "OMP_NUM_THREADS": "1"}
-    directories = [str(worker.settings.hf_checkpoint) for worker in workers.values()]
-    command = [str(sglang_python()), str(Path(__file__).with_name("mtp_scorer.py")), *directories]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=500)
-    assert done.returncode == 0, done.stderr[-3000:]
-    reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    lines = run_program("mtp_scorer", *(worker.settings.hf_checkpoint for worker in workers.values()))
+    reports = [json.loads(line) for line in lines if line.startswith("{")]
     return {name: (report, expected[name]) for name, report in zip(CLASSES, reports, strict=True)}
 
 

@@ -1,8 +1,6 @@
 """The schema files, and the command lines made from them, against the pinned packages."""
 
 import json
-import os
-import subprocess
 from typing import Any
 
 import pytest
@@ -11,28 +9,11 @@ from fuligo.config.flag import Flag, Kind
 from fuligo.config.flags import passthrough_flags
 from fuligo.config.passthrough import RouterArguments, SglangArguments, command_line
 from fuligo.config.schemas import BACKENDS
-from tests.sglang.engines import ENVIRONMENT, ROOT, sglang_python
+from tests.sglang.engines import ROOT, run_program
 
 KINDS = {"sglang": SglangArguments, "router": RouterArguments}
 OWN_TYPES = {"lora_paths", "selector", "prefill_selector", "decode_selector"}
 """Arguments whose texts the packages turn into objects."""
-PROGRAM = """
-import argparse, json, sys
-sys.path.insert(0, sys.argv[1])
-import generate_schemas
-from sglang.srt.server_args import ServerArgs
-from sglang_router.router_args import RouterArgs
-
-def values(arguments, words):
-    parser = argparse.ArgumentParser()
-    arguments.add_cli_args(parser)
-    required = ["--model-path", "M"] if any("--model-path" in a.option_strings and a.required for a in parser._actions) else []
-    return {name: getattr(parser.parse_args([*required, *given]), name) for name, given in words.items()}
-
-words = json.load(sys.stdin)
-codes = {group: generate_schemas.main(["--check", group]) for group in sys.argv[2:]}
-print(json.dumps([codes, {"sglang": values(ServerArgs, words["sglang"]), "router": values(RouterArgs, words["router"])}]))
-"""
 
 
 def example(flag: Flag) -> Any:
@@ -67,17 +48,8 @@ def found() -> tuple[dict[str, int], dict[str, dict[str, Any]]]:
         group: {name: command_line(group, kind({name: value})) for name, value in given_values(group).items()}
         for group, kind in KINDS.items()
     }
-    done = subprocess.run(
-        [str(sglang_python()), "-c", PROGRAM, str(ROOT / "scripts"), *BACKENDS],
-        input=json.dumps(words),
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-        env={**os.environ, **ENVIRONMENT},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    codes, values = json.loads(done.stdout.splitlines()[-1])
+    lines = run_program("schema_reader", ROOT / "scripts", *BACKENDS, text=json.dumps(words))
+    codes, values = json.loads(lines[-1])
     return codes, values
 
 

@@ -31,7 +31,6 @@ from tests.sglang.engines import ENVIRONMENT, server_settings, sglang_python
 from tests.sglang.test_job import metrics
 
 SHAPES = Path(__file__).parents[2] / "examples" / "shapes"
-WITH_IMAGES = {**ENVIRONMENT, "FULIGO_TEST_KERNEL_NAMES": "1"}
 MEDIA = {tiny_vision.token_id(text) for text in tiny_vision.VISION_TOKENS}
 PARAMS = SamplingParams(max_new_tokens=12, temperature=1.0, ignore_eos=True)
 
@@ -49,7 +48,7 @@ async def test_log_probabilities_are_those_of_transformers(claims: PortClaims, t
     checkpoint = tiny_vision.save_checkpoint(tmp_path / "model")
     processor = ImageProcessor(checkpoint)
     arguments = {"max_total_tokens": 4096, "disable_fast_image_processor": True}
-    settings = server_settings("engine", checkpoint, claims, tmp_path / "engine.txt", arguments=arguments, environment=WITH_IMAGES)
+    settings = server_settings("engine", checkpoint, claims, tmp_path / "engine.txt", arguments=arguments)
     server = SGLangServer(settings)
     client = EngineClient(server.url, server.settings.keys, timeout_s=120.0)
     model = Qwen3VLForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
@@ -109,7 +108,7 @@ def test_a_model_learns_to_count_what_it_sees(warm_commands: ForkServer, tmp_pat
     """Also through the router, which rebuilds each request by its own schema."""
     run = tmp_path / "run"
     given = ["--rollout-backend", "sglang", "--train-backend", "torch", "--rollout-num-gpus", "1", "--actor-num-gpus-per-node", "1"]
-    engines = ["--engine-python", str(sglang_python()), "--engine-env", json.dumps(WITH_IMAGES), "--check-weight-update-equal"]
+    engines = ["--engine-python", str(sglang_python()), "--engine-env", json.dumps(ENVIRONMENT), "--check-weight-update-equal"]
     words = [sys.executable, "-m", "fuligo", "train", "--config", str(SHAPES / "config.yaml"), "--run-dir", str(run), *given, *engines]
     words += ["--num-rollout", "8", "--no-eval", "--progress", "plain", "--rollout-batch-size", "24"]
     with warm_commands.serving():

@@ -2,10 +2,10 @@
 and Triton's interpreter with numpy 2.4.
 
 Forked engines compile no kernels: the few for images take 12 s. Their schedulers also sleep while they are paused, as they do while they
-are idle: SGLang's spin, on the cores that the trainer needs.
+are idle: SGLang's spin, on the cores that the trainer needs. The process that they are forked from has the names of kernels for CPUs with
+AMX: the model of Qwen3.5, which the processor of Qwen's images imports, looks them up, and nothing here computes with them.
 
-It pins its record of experts and adapters, also without a GPU. Its processor of Qwen's images imports the model of Qwen3.5, which looks up
-kernels for CPUs with AMX; Qwen3-VL computes with none of them.
+SGLang pins its record of experts and adapters, also without a GPU.
 """
 
 import os
@@ -29,12 +29,6 @@ def use_plain_memory():
 if os.environ.get("FULIGO_TEST_PLAIN_MEMORY"):
     use_plain_memory()
 
-if os.environ.get("FULIGO_TEST_KERNEL_NAMES"):
-    from torch import library
-
-    for _name in ("fused_sigmoid_mul_cpu", "fused_qk_gemma_rmsnorm_cpu", "fused_qk_gemma_rmsnorm_with_gate_cpu"):
-        library.define(f"sgl_kernel::{_name}", "() -> ()")
-
 if os.environ.get("TRITON_INTERPRET"):
     from triton.runtime import interpreter
 
@@ -54,6 +48,11 @@ if os.environ.get("FULIGO_TEST_FORKED_ENGINE"):
 
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # torch reads it when it is imported
     gc.set_threshold(100_000, 50, 1000)  # collections take a sixth of the time of SGLang's imports
+
+    from torch import library
+
+    for _name in ("fused_sigmoid_mul_cpu", "fused_qk_gemma_rmsnorm_cpu", "fused_qk_gemma_rmsnorm_with_gate_cpu"):
+        library.define(f"sgl_kernel::{_name}", "() -> ()")
 
     _set_start_method = multiprocessing.set_start_method
 

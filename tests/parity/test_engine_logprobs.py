@@ -53,6 +53,16 @@ each_cache = pytest.mark.parametrize(
     scope="module",
 )
 """Interruptions of requests touch caches alone; families with the same cache repeat them."""
+STORED = ("qwen3", "gpt2", "glm4_moe", "deepseek_v3", "qwen3_next", "qwen3_5_moe", "gpt_oss", "gemma3_text", "gemma4")
+"""Families with different weights: dense, transposed, experts one by one, latents, recurrent layers, experts in one tensor, with biases,
+other norms, and those of a larger model."""
+each_storage = pytest.mark.parametrize(
+    "checkpoint",
+    [family if family in STORED else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES],
+    indirect=True,
+    scope="module",
+)
+"""Updates of the weights touch the names and shapes of weights alone; families with the same kinds repeat them."""
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -180,6 +190,7 @@ def test_abort_and_continue(answered: Answered, checkpoint: Path) -> None:
     assert worst_difference(model, continued) < TOLERANCE
 
 
+@each_storage
 def test_after_updates_of_the_weights(answered: Answered, checkpoint: Path, tmp_path: Path) -> None:
     """The first update comes as tensors, the second as a directory."""
     before = mixed_requests(answered, 4)

@@ -220,6 +220,8 @@ def test_an_image_that_does_not_fit_its_sample_is_named(checkpoint, samples):
         shares.scored(worker, [replace(samples[0], images=(damaged,))])
 
 
+# towers are sharded alike, and test_whole_checkpoint.py has two ranks of qwen3_5_moe
+@pytest.mark.parametrize("checkpoint", ["qwen3_vl", pytest.param("qwen3_5", marks=pytest.mark.slow)], indirect=True, scope="module")
 @pytest.mark.usefixtures("warm_children")
 async def test_two_ranks_train_as_one_though_one_has_no_image(checkpoint, samples, tmp_path):
     """Sharded towers gather their weights on every rank."""

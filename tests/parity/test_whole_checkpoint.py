@@ -136,6 +136,10 @@ def test_a_merged_adapter_has_the_published_names_too(published: Path) -> None:
     assert all(torch.equal(sent[name].float(), tensor.to(sent[name].dtype).float()) for name, tensor in stored.items())
 
 
+# qwen3_5_moe has the layers of qwen3_5, and experts
+@pytest.mark.parametrize(
+    "published", [pytest.param("qwen3_5", marks=pytest.mark.slow), "qwen3_5_moe", "gemma4"], indirect=True, scope="module"
+)
 @pytest.mark.usefixtures("warm_children")
 async def test_two_ranks_train_as_one(published: Path, tmp_path: Path) -> None:
     """The tower is sharded and never gathered for a pass."""

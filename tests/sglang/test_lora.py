@@ -71,11 +71,13 @@ async def test_an_engine_applies_the_adapter_that_it_was_sent_last(server: SGLan
     copies.close()
 
 
-@pytest.mark.parametrize("sync", [pytest.param("merged", marks=pytest.mark.slow), "adapter"])
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", ["merged", "adapter"])
 def test_engines_of_a_run_sample_from_what_is_trained(warm_commands: ForkServer, sync: str, tmp_path: Path) -> None:
     """Each sync is followed by probes, whose log-probabilities engines and trainer compare; so do all samples of each step.
 
-    make test covers merged weights by tests/sglang/test_weights.py and tests/unit/trainer/test_lora.py.
+    make test covers adapters by two runs on one engine (test_many.py), merged weights by test_weights.py and
+    tests/unit/trainer/test_lora.py.
     """
     flags = {"lora_rank": 16, "lr": 1e-3, "lora_sync": sync, "num_rollout": 2, "rollout_num_gpus": 1, "router_policy": "random"}
     flags["rollout_batch_size"] = 8

@@ -16,7 +16,7 @@ from fuligo.errors import ConfigError
 from fuligo.layout.megatron import layout_of
 from fuligo.planner.gpus import GIB
 from fuligo.planner.layout import make_layout
-from fuligo.planner.lengths import DEFAULT_PACKED_TOKENS, average_prompt, average_response, longest_sample
+from fuligo.planner.lengths import DEFAULT_PACKED_TOKENS, average_prompt, average_response, longest_sample, num_micro_batches
 from fuligo.planner.memory.bars import memory_bars, planned_engines
 from fuligo.planner.memory.engine import EngineMemory, state_bytes_per_request
 from fuligo.planner.memory.torch_trainer import compiles_layers
@@ -43,6 +43,10 @@ SMALLEST_COMPILED = 50_000_000
 """Parameters of the smallest model whose layers are compiled by default. Compiling takes 10 to 60 s and saves 10% of a step at 135 M."""
 SMALLEST_ROW_TOKENS = 1024
 """Smallest number of tokens per row to choose: with shorter rows a GPU waits for kernel launches."""
+LONGER_ROWS = (12288, 16384, 24576, 32768)
+"""Row lengths to choose from where memory allows: a GPU computes long rows faster, above all of small models (docs/benchmarks-gpu.md)."""
+SPARE_SHARE = 0.04
+"""Share of a GPU's memory that longer rows must leave free: the plan of a trainer's memory is off by up to 3%."""
 _RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
@@ -212,7 +216,8 @@ def _compile_choices(subject: Subject) -> Iterator[Choice]:
 
 
 def _trainer_choices(subject: Subject) -> Iterator[Choice]:
-    """Yield the first choice that makes the trainer fit, if it does not: shorter rows, then recomputation, then Adam on the CPU.
+    """Yield longer rows if memory allows them; or the first choice that makes the trainer fit: shorter rows, then recomputation, then
+    Adam on the CPU.
 
     Raises ConfigError if the sizes allow no layout.
     """
@@ -222,6 +227,7 @@ def _trainer_choices(subject: Subject) -> Iterator[Choice]:
         return
     needed = _trainer_excess(subject)
     if needed <= 0:
+        yield from _longer_rows(subject)
         return
     for changes, what in _smaller_trainers(subject):
         if _trainer_excess(replace(subject, config=apply_changes(config, changes))) <= 0:
@@ -229,6 +235,26 @@ def _trainer_choices(subject: Subject) -> Iterator[Choice]:
                 changes, f"{what}: rows of {DEFAULT_PACKED_TOKENS} tokens need {gibibytes(needed)} more than {subject.gpu.name} has"
             )
             return
+
+
+def _longer_rows(subject: Subject) -> Iterator[Choice]:
+    """Yield the choice of the longest rows that fit and leave an optimizer step fewer micro-batches than shorter ones.
+
+    Raises ConfigError if the sizes allow no layout.
+    """
+    config, shape = subject.config, layout_of(subject.config)
+    if shape.pp > 1:  # fewer micro-batches would lengthen the pipeline's bubble
+        return
+    spare = SPARE_SHARE * subject.gpu.memory_bytes
+    best, fewest = 0, num_micro_batches(subject, shape)
+    for tokens in LONGER_ROWS:
+        longer = replace(subject, config=apply_changes(config, _rows(tokens)))
+        if _trainer_excess(longer) + spare > 0:
+            break
+        if (count := num_micro_batches(longer, shape)) < fewest:
+            best, fewest = tokens, count
+    if best:
+        yield Choice(_rows(best), f"rows of {best} tokens fit into {subject.gpu.name}'s memory, and long rows are faster")
 
 
 def _trainer_excess(subject: Subject) -> int:

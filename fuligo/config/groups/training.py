@@ -90,7 +90,10 @@ class TrainFlags(FlagGroup):
         None, "optimizer steps per rollout (default: as many as --global-batch-size allows, else 1)", ge=1
     )
     micro_batch_size: int | None = megatron(
-        None, "samples per micro-batch, without --use-dynamic-batch-size (default: packed up to 8192 tokens)", unit="samples", ge=1
+        None,
+        "samples per micro-batch, without --use-dynamic-batch-size (default: packed up to 8192 tokens; on GPUs as planned)",
+        unit="samples",
+        ge=1,
     )
     use_dynamic_batch_size: bool = slime(False, "pack samples into micro-batches of at most --max-tokens-per-gpu")
     max_tokens_per_gpu: int | None = slime(

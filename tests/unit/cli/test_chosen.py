@@ -81,7 +81,7 @@ def test_given_flags_and_cpus_keep_the_embedded_engine(model: Path, machine, fla
     machine(1)
     found = plan(model, flags)
     assert found.config.resolved_rollout_backend == "embedded"
-    assert all(choice.startswith("--no-torch-compile") for choice in found.choices)
+    assert all(choice.startswith(("--no-torch-compile", "--use-dynamic-batch-size")) for choice in found.choices)
 
 
 def test_a_machine_without_gpus_chooses_nothing(model: Path, machine) -> None:

@@ -153,11 +153,28 @@ def of_memory(gib: float) -> Subject:
 
 def test_rows_shrink_then_layers_are_recomputed() -> None:
     """Rows of 8,192 tokens of this model take 125 GiB; the cheapest change that fits is chosen."""
-    kept, rows, recomputed = (choose(of_memory(gib))[0].config for gib in (300, 116, 90))
+    kept, rows, recomputed = (choose(of_memory(gib))[0].config for gib in (130, 116, 90))
     assert kept.train.max_tokens_per_gpu is None and not kept.model.gradient_checkpointing
     assert rows.train.use_dynamic_batch_size and rows.train.max_tokens_per_gpu in (1024, 2048, 4096)
     assert not rows.model.gradient_checkpointing
     assert recomputed.model.gradient_checkpointing
+
+
+@pytest.mark.parametrize(
+    "gib, flags, tokens",
+    [
+        (300, "", 32768),
+        (150, "", 12288),
+        (300, "--rollout-batch-size 2", 12288),  # one row holds all samples of a step
+        (300, "--rollout-batch-size 1", None),
+        (300, "--micro-batch-size 1", None),
+        (1000, "--train-backend megatron --actor-num-gpus-per-node 2 --pipeline-model-parallel-size 2", None),
+    ],
+)
+def test_rows_are_longer_where_memory_allows(gib: float, flags: str, tokens: int | None) -> None:
+    subject = subject_of(f"{SHARED} {flags}", "qwen3-4b", "h200-141")
+    subject = replace(subject, gpu=replace(GPUS["h200-141"], memory_bytes=int(gib * GIB)))
+    assert choose(subject)[0].config.train.max_tokens_per_gpu == tokens
 
 
 def test_given_rows_are_kept() -> None:

@@ -1,18 +1,20 @@
 """Warnings of `fuligo train` about valid settings that may be a mistake."""
 
+import os
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
 from fuligo.checkpoint.location import resolve
 from fuligo.config import Config
+from fuligo.config.python_path import VARIABLE
 from fuligo.formats.hugging_face import has_chat_template
 from fuligo.observability.run_directory import CHECKPOINTS
 
 
 def slips(config: Config) -> list[str]:
     """Return the warnings for a config that passed `preflight`."""
-    return [*_begins_anew(config), *_plain_prompts(config)]
+    return [*_begins_anew(config), *_plain_prompts(config), *_shadowed_megatron(config)]
 
 
 def _begins_anew(config: Config) -> Iterator[str]:
@@ -32,4 +34,15 @@ def _plain_prompts(config: Config) -> Iterator[str]:
         yield (
             "--apply-chat-template is not given, so prompts go to the model unchanged although its tokenizer has a chat template; this is "
             "right for a base model and for prompts that are already rendered"
+        )
+
+
+def _shadowed_megatron(config: Config) -> Iterator[str]:
+    """Yield a warning if ranks import another Megatron-Core than the installed one, whose version was checked."""
+    given = config.cluster.env.get(VARIABLE) or os.environ.get(VARIABLE, "")
+    directories = [directory for directory in given.split(os.pathsep) if (Path(directory) / "megatron" / "core" / "__init__.py").is_file()]
+    if config.trains and config.resolved_train_backend == "megatron" and directories:
+        yield (
+            f"{VARIABLE} has {directories[0]}, whose megatron.core replaces the installed Megatron-Core; remove that directory unless its "
+            "version is the same"
         )

@@ -16,6 +16,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save_checkpoint(tmp_path_factory.mktemp("model"))
 
 
+def test_a_megatron_on_the_python_path_is_warned_of(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    (tmp_path / "megatron" / "core").mkdir(parents=True)
+    (tmp_path / "megatron" / "core" / "__init__.py").touch()
+
+    def warnings(path: Path, backend: str = "megatron") -> list[str]:
+        env = json.dumps({"PYTHONPATH": f"/nowhere:{path}"})
+        return slips(parse(["--hf-checkpoint", str(model), "--train-backend", backend, "--env", env]).config)
+
+    (warning,) = warnings(tmp_path)
+    assert f"{tmp_path}, whose megatron.core replaces the installed Megatron-Core" in warning
+    assert warnings(tmp_path / "megatron") == warnings(tmp_path, "torch") == []
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert slips(parse(["--hf-checkpoint", str(model), "--train-backend", "megatron"]).config) == [warning]
+
+
 def test_a_load_without_checkpoints_is_warned_of_unless_the_run_makes_them_there(model: Path, tmp_path: Path):
     def warnings(*more: object) -> list[str]:
         return slips(parse(["--hf-checkpoint", str(model), "--run-dir", str(tmp_path), *map(str, more)]).config)

@@ -88,7 +88,8 @@ def _with_places(finding: Finding, places: Mapping[str, str]) -> Finding:
 def described(finding: Finding, config: Config) -> str:
     """Return a finding as one line: the problem, then the remedies."""
     fix = _fix_text(change_text(change, config) for change in finding.fix)
-    return "; ".join(filter(None, [finding.text, fix, finding.advice]))
+    remedies = list(filter(None, [fix, finding.advice]))
+    return "; ".join([finding.text.removesuffix("."), *remedies]) if remedies else finding.text
 
 
 def _fix_text(changes: Iterable[str]) -> str:

@@ -84,8 +84,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     options = split_options(arguments)
     parsed = parse(options.job)
-    described = parsed.config.model.model_config_file is not None or architecture_from_flags(parsed.config) is not None
-    config, gpu, notes = parsed.config if described else located(parsed.config), options.gpu, list(parsed.warnings)
+    config, gpu, notes = parsed.config if _is_described(parsed.config) else located(parsed.config), options.gpu, list(parsed.warnings)
     if gpu is None:
         devices = find_devices(config)
         found = known_gpu(devices[0].name, devices[0].memory_bytes) if devices else None
@@ -106,6 +105,14 @@ def main(arguments: Sequence[str]) -> int:
         notes += trainer_choice(config)  # which may be the cause
     _write(plan, apply_choices(config, plan.choices), notes, options)
     return 2 if is_broken else 0
+
+
+def _is_described(config: Config) -> bool:
+    """Return whether the plan needs no checkpoint, because other flags describe the model."""
+    try:
+        return config.model.model_config_file is not None or architecture_from_flags(config) is not None
+    except ConfigError:
+        return False  # incomplete MODEL_ARGS do not matter beside a config.json; without one, the plan reports them
 
 
 def _without_effect(config: Config, assumed: Assumed) -> Iterator[str]:

@@ -44,6 +44,19 @@ def test_a_valid_config(run_plan: RunPlan):
     assert errors == ""
 
 
+def test_a_config_json_on_this_machine_completes_model_args(run_plan: RunPlan, tmp_path: Path):
+    """Launch scripts for Megatron give no --max-position-embeddings, for example."""
+    size = "--num-layers 36 --hidden-size 2560 --ffn-hidden-size 9728 --num-attention-heads 32 --group-query-attention"
+    size += " --num-query-groups 8 --kv-channels 128 --qk-layernorm --vocab-size 151936 --normalization RMSNorm --norm-epsilon 1e-6"
+    job = f"--prompt-data d.jsonl --label-key label --rm-type math --num-rollout 2 --colocate --rollout-backend sglang {size} --swiglu"
+    arguments = f"--hf-checkpoint {tmp_path} {job} --disable-bias-linear --rotary-base 1000000 --gpu h100-80".split()
+    code, _, errors = run_plan(*arguments)
+    assert code == 2 and "--max-position-embeddings missing" in errors
+    (tmp_path / "config.json").write_bytes((EXAMPLES / "qwen3-4b" / "model" / "config.json").read_bytes())
+    code, output, errors = run_plan(*arguments)
+    assert code == 0 and "qwen3, 4.02 B parameters" in output, output + errors
+
+
 def test_an_invalid_config_ends_with_2_and_names_the_flag(run_plan: RunPlan):
     code, output, _ = run_plan(*BROKEN)
     assert code == 2

@@ -126,7 +126,13 @@ def import_script(
         raise ConfigError(f"cannot import {script}: it has more than {_MAX_SCRIPT_BYTES:,} bytes; use the launch script itself")
     allowed = {name: value for name, value in (environment or {}).items() if name in CALLERS_VARIABLES} | dict(given or {})
     folders = _folders(script, root, maps or {}, allowed.get("HOSTFILE"))
-    named = dict.fromkeys(_INTERPRETER.findall(script.read_text(encoding="utf-8", errors="replace")))
+    text = script.read_bytes().decode("utf-8", errors="replace")
+    if "\r\n" in text:
+        raise ConfigError(
+            f"cannot import {script.name}: its lines end as on Windows, so bash reads `\\r` as a part of their last words; convert it with "
+            f"sed -i 's/\\r$//' {script.name}"
+        )
+    named = dict.fromkeys(_INTERPRETER.findall(text))
     task = _Script(script, tuple(arguments), allowed, folders, has_nvlink, seconds, stand_ins=list(named))
     report = _run_all(task, trusted=trusted, has_maps=bool(maps))
     unset = _unset_variables(report, task)

@@ -271,6 +271,11 @@ def test_commands_that_are_not_known_are_noted(imported: Import):
     assert "run.sh line 3: `git rev-parse HEAD` is not run; the script reads its output, which is taken as empty" in result.notes
 
 
+def test_line_ends_of_windows_are_refused(imported: Import):
+    with pytest.raises(ConfigError, match=r"its lines end as on Windows.*sed -i 's/\\r\$//' run\.sh"):
+        imported("python3 train.py --prompt-data d.jsonl\r\n")
+
+
 def test_flags_after_a_line_without_a_backslash_are_refused(imported: Import):
     with pytest.raises(ConfigError, match=r"line 3: `--lr 1e-6` is run as a command: the line before it ends without `\\`"):
         imported('ARGS=(--lr 1e-6)\npython3 train.py --colocate\n   "${ARGS[@]}"')

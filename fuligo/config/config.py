@@ -53,6 +53,12 @@ class Config(Placement):
                 yield from ((option, secret) for secret in _secrets_in(value))
 
     @property
+    def hf_checkpoint_path(self) -> Path:
+        """Directory of `--hf-checkpoint`."""
+        assert self.model.hf_checkpoint is not None, "validated"
+        return Path(self.model.hf_checkpoint)
+
+    @property
     def shares_prefixes(self) -> bool:
         """True if the trainer computes a common prefix of samples once.
 

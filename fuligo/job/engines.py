@@ -214,8 +214,7 @@ async def launch_engines(
     else:
         launched = await engine_backend(config).launch(config, directory.path, stack, cluster, turn)
     if config.replays_engine_routing:
-        assert config.model.hf_checkpoint is not None, "validated"
-        query = RoutingQuery(RoutingShape.read(Path(config.model.hf_checkpoint)), num_known=0, affinity=0)
+        query = RoutingQuery(RoutingShape.read(config.hf_checkpoint_path), num_known=0, affinity=0)
         for number, client in enumerate(launched.group.clients):
             await client.generate(PROBE_IDS, SamplingParams(max_new_tokens=1), rid=f"routing-{number}", routing=query)
     return Engines(launched, EngineMonitor(launched.group), _shared_devices(config, launched))
@@ -266,13 +265,12 @@ def build_weight_sync(
         trainer: a `ColocatedTrainer` if `devices` are given
         resumes: the trainer's weights are those of a checkpoint of `version`
     """
-    assert config.model.hf_checkpoint is not None
     flags = config.weight_sync
     settings = WeightSyncSettings(
         transport=choose_transport(config, cluster),
         bucket_bytes=flags.update_weight_buffer_size,
         changes_only=flags.update_weight_mode == "delta",
-        model_files=Path(config.model.hf_checkpoint),
+        model_files=config.hf_checkpoint_path,
         scratch=scratch_root(),
         trainer_ranks=ranks_beside_engines(config),
     )
@@ -293,8 +291,7 @@ def _shared_devices(config: Config, launched: LaunchedEngines) -> ColocatedDevic
 def _proof(config: Config, trainer: Trainer) -> EqualityProof:
     if config.engine_capabilities.reports_checksum:
         return ChecksumProof()
-    assert config.model.hf_checkpoint is not None
-    model = read_model_config(Path(config.model.hf_checkpoint))
+    model = read_model_config(config.hf_checkpoint_path)
     if model.get("quantization_config") is not None:
         tolerance = COARSE_TOLERANCE
     elif resolve_precision(config.model.precision, resolve_device(config)) == "fp32":

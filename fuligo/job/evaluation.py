@@ -44,8 +44,8 @@ class EvaluatedWeights:
             case WeightsOnly(directory=directory):
                 return cls(directory, 0)
             case None:
-                assert config.model.hf_checkpoint is not None and load is None, "validated"
-                return cls(Path(config.model.hf_checkpoint), 0)
+                assert load is None, "validated"
+                return cls(config.hf_checkpoint_path, 0)
 
 
 @dataclass(slots=True, frozen=True)

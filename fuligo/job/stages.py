@@ -132,8 +132,7 @@ async def join_cluster(config: Config, weights: Sequence[Path], directory: RunDi
         raise ConfigError("cannot run on Ray: the package ray is not installed; pip install 'fuligo[ray]'") from error
 
     cluster = await open_cluster(config, stack, directory.path / "ray.txt")
-    assert config.model.hf_checkpoint is not None, "validated"
     served = [Path(group.model_path) for group in engine_groups(config) if group.model_path is not None]
     written = [directory.path, *([] if config.checkpoint.save is None else [Path(config.checkpoint.save)])]
-    await cluster.check_paths([*weights, Path(config.model.hf_checkpoint), *served], written)
+    await cluster.check_paths([*weights, config.hf_checkpoint_path, *served], written)
     return Joined(config.model_copy(update={"cluster": config.cluster.model_copy(update={"device": cluster.device})}), cluster)

@@ -119,7 +119,6 @@ def _shares_prefixes(config: Config, checkpoint: Path, teacher: Path | None) -> 
 
 
 def _common_settings(config: Config, device: Device, initial_weights: Path, num_rollout: int) -> TrainerSettings:
-    assert config.model.hf_checkpoint is not None
     train, flags = config.train, config.optimizer
     num_critic_only = config.algorithm.num_critic_only_steps if config.trains_values else 0
     reference = config.initial_weights_path if config.needs_reference else None
@@ -128,7 +127,7 @@ def _common_settings(config: Config, device: Device, initial_weights: Path, num_
     backend = engine_backend(config)
     engine_format = backend.engine_format(config) if config.needs_engine else EngineFormat()
     return TrainerSettings(
-        hf_checkpoint=Path(config.model.hf_checkpoint),
+        hf_checkpoint=config.hf_checkpoint_path,
         initial_weights=initial_weights,
         optimizer=_optimizer(config, flags.lr, flags.lr_warmup_iters, num_rollout=max(1, num_rollout - num_critic_only)),
         loss=loss_settings(config),
@@ -140,7 +139,7 @@ def _common_settings(config: Config, device: Device, initial_weights: Path, num_
         temperature=1.0 if config.is_sft else config.rollout.rollout_temperature,
         capacity=_capacity(config, train.max_tokens_per_gpu),
         score_capacity=_capacity(config, train.log_probs_max_tokens_per_gpu or train.max_tokens_per_gpu),
-        shares_prefixes=_shares_prefixes(config, Path(config.model.hf_checkpoint), teacher),
+        shares_prefixes=_shares_prefixes(config, config.hf_checkpoint_path, teacher),
         chunk_tokens=train.log_probs_chunk_size,
         balance_data=train.balance_data,
         skips_zero_advantages=config.algorithm.skip_zero_advantages,

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 
 from fuligo.config import Config
@@ -144,8 +143,7 @@ def _shared_bytes(config: Config, machine: Machine) -> int:
     nccl = NCCL_SHARED_MEMORY_BYTES if gpus > 1 else 0
     if not config.needs_engine or config.debug.debug_rollout_only:
         return nccl
-    assert config.model.hf_checkpoint is not None, "validated"
-    weights = sum(file.stat().st_size for file in Path(config.model.hf_checkpoint).glob("*.safetensors"))
+    weights = sum(file.stat().st_size for file in config.hf_checkpoint_path.glob("*.safetensors"))
     transport = config.weight_sync.update_weight_transport
     if transport == "disk" or (transport == "auto" and config.engine.rollout_external_engine_addrs):
         return nccl + weights

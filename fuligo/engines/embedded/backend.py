@@ -69,8 +69,7 @@ class EmbeddedBackend:
         """
         from fuligo.engines.embedded.model import servable_config
 
-        assert config.model.hf_checkpoint is not None, "validated"
-        directory = Path(config.model.hf_checkpoint)
+        directory = config.hf_checkpoint_path
         config_json = read_config_json(directory)  # a missing file is not the engine's fault
         try:
             served = servable_config(str(directory))

@@ -110,8 +110,7 @@ class SGLangBackend:
 
     def engine_format(self, config: Config) -> EngineFormat:
         """Return the checkpoint's quantization and layout of experts, in which the engines load weights."""
-        assert config.model.hf_checkpoint is not None, "validated"
-        directory = Path(config.model.hf_checkpoint)
+        directory = config.hf_checkpoint_path
         return EngineFormat(quantisation=EngineQuantisation.read(directory), experts=experts_in(directory))
 
     def weight_dtype(self, config: Config, device: Device) -> Precision | None:
@@ -236,8 +235,7 @@ def _own_arguments(config: Config, group: EngineGroupSpec, adapters: Sequence[Ad
     is_policy, is_on_gpu = group.model == policy_model(config), resolve_device(config) == "cuda"
     arguments: dict[str, Any] = {"enable_return_routed_experts": True} if config.replays_engine_routing and is_policy else {}
     if adapters and is_policy:
-        assert config.model.hf_checkpoint is not None, "validated"
-        arguments |= adapter_arguments(adapters, Path(config.model.hf_checkpoint), device=resolve_device(config))
+        arguments |= adapter_arguments(adapters, config.hf_checkpoint_path, device=resolve_device(config))
     if config.model.trust_remote_code:
         arguments |= {"trust_remote_code": True}
     if config.data.multimodal_keys and is_policy:

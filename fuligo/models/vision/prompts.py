@@ -60,5 +60,4 @@ def prompt_images(config: Config) -> PromptImages | None:
     """
     if not config.data.multimodal_keys:
         return None
-    assert config.model.hf_checkpoint is not None, "validated"
-    return PromptImages(Path(config.model.hf_checkpoint))
+    return PromptImages(config.hf_checkpoint_path)

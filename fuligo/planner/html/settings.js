@@ -27,15 +27,7 @@ function settingsSection() {
     "Config",
     element("div", { class: "filters" }, search, element("label", {}, all, "show defaults too")),
     status,
-    scrollable(
-      "Settings",
-      element(
-        "table",
-        { class: "settings" },
-        tableHead(["Group", "Name", "Value"]),
-        body,
-      ),
-    ),
+    scrollable("Settings", element("table", { class: "settings" }, tableHead(["Group", "Name", "Value"]), body)),
   );
 }
 

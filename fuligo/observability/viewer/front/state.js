@@ -4,15 +4,10 @@ const RUN_HUES = [265, 25, 155, 75, 320, 200, 110, 350];
 const POLL_MS = 1000;
 let runs = [];
 
-const runColour = (name) => ({
-  "--hue":
-    RUN_HUES[
-      Math.max(
-        0,
-        runs.findIndex((run) => run.name === name),
-      ) % RUN_HUES.length
-    ],
-});
+const runColour = (name) => {
+  const at = runs.findIndex((run) => run.name === name);
+  return { "--hue": RUN_HUES[Math.max(0, at) % RUN_HUES.length] };
+};
 const chosenRun = () => runs.find((run) => run.name === param("run")) ?? runs[0];
 const hiddenRuns = () => new Set(address.params.getAll("hide"));
 const visibleRuns = () => {

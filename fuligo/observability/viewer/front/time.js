@@ -9,15 +9,7 @@ class Time {
     this.barsNode = element("figure", { class: "chart wide" }, this.bars.plot);
     this.detail = element("section", { id: "step", "aria-label": "One step" });
     root.append(
-      element(
-        "section",
-        { class: "headline" },
-        element("h1", {}, "Time by cause"),
-        this.lead,
-        this.scale,
-        this.barsNode,
-        this.legend,
-      ),
+      element("section", { class: "headline" }, element("h1", {}, "Time by cause"), this.lead, this.scale, this.barsNode, this.legend),
       this.detail,
     );
     this.latest = latestOnly();
@@ -26,17 +18,12 @@ class Time {
   }
 
   moved() {
+    const scales = [
+      ["seconds", "Seconds"],
+      ["share", "Shares"],
+    ];
     this.scale.replaceChildren(
-      choice(
-        "Show",
-        "scale",
-        [
-          ["seconds", "Seconds"],
-          ["share", "Shares"],
-        ],
-        param("scale") ?? "seconds",
-        (scale) => go({ scale: scale === "seconds" ? null : scale }),
-      ),
+      choice("Show", "scale", scales, param("scale") ?? "seconds", (scale) => go({ scale: scale === "seconds" ? null : scale })),
       isReport ? "" : download(`api/trace.json?${new URLSearchParams({ run: chosenRun().name })}`, "trace.json for ui.perfetto.dev"),
     );
     this.refresh();

@@ -86,18 +86,14 @@ class TokenView {
 
   colour(wanted) {
     const chosen = this.available.find(({ key }) => key === wanted) ?? this.available[0];
-    this.choice.replaceChildren(
-      this.available.length
-        ? choice(
-            "Color by",
-            "colour",
-            this.available.map(({ key, title }) => [key, title]),
-            chosen.key,
-            (key) => (this.onchoose(key), this.recolour(key)),
-          )
-        : empty("The run recorded no values per token."),
-    );
-    if (chosen) this.recolour(chosen.key);
+    if (!chosen) {
+      this.choice.replaceChildren(empty("The run recorded no values per token."));
+      return;
+    }
+    const options = this.available.map(({ key, title }) => [key, title]);
+    const choose = (key) => (this.onchoose(key), this.recolour(key));
+    this.choice.replaceChildren(choice("Color by", "colour", options, chosen.key, choose));
+    this.recolour(chosen.key);
   }
 
   recolour(key) {

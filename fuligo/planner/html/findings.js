@@ -22,30 +22,22 @@ const asTyped = (changes) => {
   return [changes.filter(isFlag).join(" "), ...rest].filter(Boolean).join("; ");
 };
 
+const finding = (kind, ...children) => element("article", { class: `finding ${kind}` }, ...children);
+
 function findingsSection() {
   return section(
     "findings",
     "Findings",
-    plan.findings.map((finding) =>
-      element(
-        "article",
-        { class: `finding ${finding.severity}` },
-        element("h3", {}, element("span", { class: "severity" }, finding.severity), element("code", {}, finding.id)),
-        element("p", {}, finding.text),
-        finding.fix.length
-          ? [element("p", { class: "fix-title" }, "Fix (tested against all rules):"), command(asTyped(finding.fix))]
-          : null,
-        finding.advice ? element("p", { class: "advice" }, finding.advice) : null,
+    plan.findings.map((found) =>
+      finding(
+        found.severity,
+        element("h3", {}, element("span", { class: "severity" }, found.severity), element("code", {}, found.id)),
+        element("p", {}, found.text),
+        found.fix.length ? [element("p", { class: "fix-title" }, "Fix (tested against all rules):"), command(asTyped(found.fix))] : null,
+        found.advice ? element("p", { class: "advice" }, found.advice) : null,
       ),
     ),
-    plan.notes.map((note) =>
-      element(
-        "article",
-        { class: "finding note" },
-        element("h3", {}, element("span", { class: "severity" }, "note")),
-        element("p", {}, note),
-      ),
-    ),
+    plan.notes.map((note) => finding("note", element("h3", {}, element("span", { class: "severity" }, "note")), element("p", {}, note))),
   );
 }
 
@@ -55,9 +47,8 @@ function suggestionsSection() {
     "Changes that make it fit",
     element("p", { class: "lead" }, "Cheapest first."),
     plan.suggestions.map((suggestion) =>
-      element(
-        "article",
-        { class: "finding suggestion" },
+      finding(
+        "suggestion",
         command(asTyped(suggestion.flags)),
         element(
           "p",

@@ -23,17 +23,17 @@ function rankChips(gpu, peersOf, highlighted, choose) {
   return chips.length ? element("div", { class: "chips", role: "group", "aria-label": "Ranks; choose one to see its peers" }, chips) : null;
 }
 
+const fact = (name, ...value) => [element("dt", {}, name), element("dd", {}, ...value)];
+
 function stageLine(stage) {
   const ends = [stage.has_embedding && "embedding", stage.has_head && "head"].filter(Boolean);
   return [
-    element("dt", {}, stage.virtual_rank || layout.stages.some((other) => other.virtual_rank) ? `Chunk ${stage.virtual_rank}` : "Layers"),
-    element(
-      "dd",
-      {},
+    fact(
+      stage.virtual_rank || layout.stages.some((other) => other.virtual_rank) ? `Chunk ${stage.virtual_rank}` : "Layers",
       stage.num_layers ? `${ranges(layersOf(stage))} (${stage.num_layers})` : "none",
       ends.length ? ` + ${ends.join(", ")}` : "",
     ),
-    stage.index_layers.length ? [element("dt", {}, "Own index"), element("dd", {}, ranges(stage.index_layers))] : null,
+    stage.index_layers.length ? fact("Own index", ranges(stage.index_layers)) : null,
   ];
 }
 
@@ -42,9 +42,8 @@ function engineLines(gpu) {
   const ranks = ["tp", "pp", "dp", "ep"].filter((key) => group[key] > 1).map((key) => `${key.toUpperCase()} ${gpu.engine[key]}`);
   const model = group.model === "default" ? "" : ` of ${group.model}`;
   return [
-    element("dt", {}, "Engine"),
-    element("dd", {}, `${group.worker_type} ${gpu.engine.engine}${model}, rank ${gpu.engine.rank} of ${group.num_gpus_per_engine}`),
-    ranks.length ? [element("dt", {}, "Ranks"), element("dd", {}, ranks.join(" · "))] : null,
+    fact("Engine", `${group.worker_type} ${gpu.engine.engine}${model}, rank ${gpu.engine.rank} of ${group.num_gpus_per_engine}`),
+    ranks.length ? fact("Ranks", ranks.join(" · ")) : null,
   ];
 }
 
@@ -88,8 +87,8 @@ function inspect(gpu, peersOf, highlighted, choose, letGo) {
     element(
       "dl",
       { class: "facts" },
-      gpu.trainer ? stagesOf(gpu.trainer.pp).map(stageLine) : [element("dt", {}, "Trainer"), element("dd", {}, "not on this GPU")],
-      gpu.engine ? engineLines(gpu) : [element("dt", {}, "Engines"), element("dd", {}, "not on this GPU")],
+      gpu.trainer ? stagesOf(gpu.trainer.pp).map(stageLine) : fact("Trainer", "not on this GPU"),
+      gpu.engine ? engineLines(gpu) : fact("Engines", "not on this GPU"),
     ),
     bars.map((bar) => memoryBlock(bar, scale)),
   ];

@@ -77,9 +77,5 @@ function memoryBar(bar, scale) {
 const barScale = (bars) => Math.max(1, ...bars.map((bar) => Math.max(bar.capacity_bytes, bar.used_bytes)));
 
 function legend(entries) {
-  return element(
-    "ul",
-    { class: "legend" },
-    entries.map(([label, colour]) => element("li", {}, swatch(colour), label)),
-  );
+  return element("ul", { class: "legend" }, entries.map(([label, colour]) => element("li", {}, swatch(colour), label)));
 }

@@ -199,10 +199,7 @@ function mark(inspector) {
   });
   drawn.path?.remove();
   if (group && state.band === null && dimension.key === "pp") {
-    drawn.path = drawPath(
-      [...group].sort((a, b) => a.trainer.pp - b.trainer.pp),
-      drawn.shape,
-    );
+    drawn.path = drawPath([...group].sort((a, b) => a.trainer.pp - b.trainer.pp), drawn.shape);
     drawn.cells[0].parentNode.append(drawn.path);
   }
   inspector.classList.toggle("kept", state.pinned !== null);

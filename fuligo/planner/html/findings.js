@@ -65,9 +65,5 @@ const assumptionsSection = () =>
   section(
     "assumptions",
     "Assumptions of the estimates",
-    element(
-      "ul",
-      { class: "assumptions" },
-      plan.assumptions.map((sentence) => element("li", {}, sentence)),
-    ),
+    element("ul", { class: "assumptions" }, plan.assumptions.map((sentence) => element("li", {}, sentence))),
   );

@@ -9,11 +9,7 @@ function stagesSection() {
     "stages",
     "Pipeline stages",
     element("p", { class: "lead" }, text, sparse ? " Filled layers compute their own sparse index; each stage has to begin with one." : ""),
-    element(
-      "div",
-      { class: "stages" },
-      ranks.map((rank) => stageRow(rank, ranks.length)),
-    ),
+    element("div", { class: "stages" }, ranks.map((rank) => stageRow(rank, ranks.length))),
     element(
       "ul",
       { class: "legend" },

@@ -147,8 +147,10 @@ def eval_metrics(name: str, num_samples: int, reward_key: str | None, groups: Se
     samples = [sample for group in judged_groups for sample in group]
     failures = [sample for group in groups for sample in group.samples if sample.status is SampleStatus.FAILED]
     if not samples:
-        (error, count), *_ = Counter(sample.error for sample in failures).most_common(1) or [("no reward was set", 0)]
-        raise RolloutError(f"evaluation {name}: every sample failed; the most frequent error: {count} x {error}")
+        if not failures:
+            raise RolloutError(f"evaluation {name}: no sample has a reward")
+        (error, count), *_ = Counter(sample.error for sample in failures).most_common(1)
+        raise RolloutError(f"evaluation {name}: no sample has a reward; the most frequent error: {count} x {error}")
     metrics = prompt_scores(judged_groups, num_samples, reward_key) | reported_means(samples)
     metrics["response_len_mean"] = float(np.mean([sample.response_length for sample in samples]))
     metrics["truncated_ratio"] = float(np.mean([sample.status is SampleStatus.TRUNCATED for sample in samples]))

@@ -52,7 +52,7 @@ PackedT = TypeVar("PackedT", bound=PackedModel)
 
 
 class TorchRankWorker(RankWorker[TorchTrainerSettings, Critic, Policy]):
-    """Worker with the models, optimizers and counters of one rank; models are sharded with FSDP2 on several ranks and in bf16."""
+    """Worker with the models, optimizers and counters of one rank; models are sharded with FSDP2 on several ranks or in bf16."""
 
     def __init__(self, settings: TorchTrainerSettings, world: World, *, base: SharedBase | None = None) -> None:
         """Load weights and build the optimizers.

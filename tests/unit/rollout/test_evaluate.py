@@ -75,7 +75,7 @@ async def test_answers_that_hang_the_judge_count_as_wrong():
 
 
 def test_a_set_whose_samples_all_fail_is_an_error_with_their_reason():
-    with pytest.raises(RolloutError, match="evaluation aime: every sample failed; the most frequent error: 2 x engine gone"):
+    with pytest.raises(RolloutError, match="evaluation aime: no sample has a reward; the most frequent error: 2 x engine gone"):
         eval_metrics("aime", 2, None, [group(0, [None, None])])
 
 

@@ -52,6 +52,11 @@ class PromptOrder:
         self._seed = seed
         self._current: tuple[int, NDArray[np.integer]] | None = None
 
+    @property
+    def num_drawn(self) -> int:
+        """Rows drawn in all epochs."""
+        return self.epoch * self.num_rows + self.offset
+
     def next(self) -> int:
         """Return the number of the next row; after the last row of an epoch, the next epoch starts."""
         row = int(self._rows()[self.offset]) if self._shuffle or self._drawn != self._sizes else self.offset
@@ -102,6 +107,7 @@ class RowSource(Generic[Item]):
         self._skip_bad_rows = settings.skip_bad_rows
         self._order = PromptOrder(dataset.rows.entry_sizes, shuffle=settings.rollout_shuffle, seed=settings.rollout_seed, weights=weights)
         self._returned: deque[int] = deque()
+        self._num_skipped_told = 0
 
     def __len__(self) -> int:
         """Return the number of rows in one epoch, including rows that will be skipped."""
@@ -118,7 +124,26 @@ class RowSource(Generic[Item]):
         Raises DataError if a row is malformed (without `skip_bad_rows`), or a whole epoch has no usable row, and DataChangedError if a file
         has changed or cannot be read any more.
         """
-        return [self._next() for _ in range(num_items)]
+        items = [self._next() for _ in range(num_items)]
+        self._warn_of_skipped_rows()
+        return items
+
+    def _warn_of_skipped_rows(self) -> None:
+        """Warn about the first skipped row, and whenever twice as many rows have been skipped as at the last warning."""
+        num_skipped = self.counts.dropped_too_long + self.counts.bad_rows
+        if num_skipped < max(1, 2 * self._num_skipped_told):
+            return
+        self._num_skipped_told = num_skipped
+        reasons = (
+            (self.counts.dropped_too_long, f"longer than --rollout-max-prompt-len {self._dataset.settings.rollout_max_prompt_len}"),
+            (self.counts.bad_rows, "malformed (--skip-bad-rows)"),
+        )
+        logger.warning(
+            "%d of the %d rows drawn so far were skipped: %s; metrics.jsonl counts them in every step",
+            num_skipped,
+            self._order.num_drawn - len(self._returned),
+            ", ".join(f"{count} {reason}" for count, reason in reasons if count),
+        )
 
     def give_back(self, items: Iterable[Item]) -> None:
         """Take back items that were not used; they are drawn next, in the given order."""
@@ -166,6 +191,7 @@ class RowSource(Generic[Item]):
         self._order.seek(position["epoch"], position["offset"])
         self._returned = deque(returned)
         self.counts = SourceCounts(position["dropped_too_long"], position["bad_rows"])
+        self._num_skipped_told = self.counts.dropped_too_long + self.counts.bad_rows
 
     def _next(self) -> Item:
         for _ in range(len(self._returned) + len(self) + 1):

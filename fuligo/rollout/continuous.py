@@ -9,7 +9,7 @@ from fuligo.errors import RolloutError
 from fuligo.rollout.dynamic_sampling import HOPELESS_GROUPS, HOPELESS_ROLLOUTS, too_many_dropped
 from fuligo.rollout.group_tasks import GroupTasks, snapshot
 from fuligo.rollout.judging import STALE, FailureWatch, drop_reason, explain_drops, judged
-from fuligo.rollout.metrics import continuous_metrics, epoch_metric, sample_metrics
+from fuligo.rollout.metrics import continuous_metrics, sample_metrics, source_metrics
 from fuligo.rollout.protocol import Rollout, RolloutState, UnfilledRolloutError
 from fuligo.rollout.runner import RunnerParts
 from fuligo.rollout.source import continuation, first_version
@@ -237,7 +237,7 @@ class ContinuousRunner:
             reward_key=self._parts.reward_key,
         )
         state = self._state(step)
-        return Rollout(step, groups, state, metrics | epoch_metric(state))
+        return Rollout(step, groups, state, metrics | source_metrics(state))
 
     def _state(self, step: int) -> RolloutState:
         """Return the state after rollout `step`, including the groups that are queued and in flight now."""

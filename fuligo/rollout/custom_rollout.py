@@ -10,7 +10,7 @@ from fuligo.config.hooks import describe_exception
 from fuligo.engines.generation import SamplingParams
 from fuligo.errors import RolloutError
 from fuligo.rollout.custom_generate import complete, default_generate
-from fuligo.rollout.metrics import epoch_metric, sample_metrics
+from fuligo.rollout.metrics import sample_metrics, source_metrics
 from fuligo.rollout.protocol import GenerateFn, GroupStream, Rollout, RolloutState
 from fuligo.rollout.rewards.failure import RewardFailure
 from fuligo.rollout.rewards.runner import finite
@@ -62,7 +62,7 @@ class CustomRollout:
             await asyncio.gather(*(self.teacher(group) for group in groups))
         metrics = sample_metrics(groups, reward_key=self.reward_key, pass_key=self.pass_key, policy_version=version)
         state = self.source.state(step)
-        return Rollout(step, groups, state, metrics | epoch_metric(state))
+        return Rollout(step, groups, state, metrics | source_metrics(state))
 
 
 async def call(hook: Callable[..., Any], args: Any, rollout_id: int, data_source: Any, *, evaluation: bool) -> Any:

@@ -217,10 +217,14 @@ def _zero_std_ratio(groups: Iterable[SampleGroup], reward_key: str | None) -> fl
     return _mean([reward_std(samples, reward_key) <= MIN_REWARD_STD for samples in candidates])
 
 
-def epoch_metric(state: RolloutState) -> dict[str, float]:
-    """Return the number of complete passes over the data; empty for a user's data source."""
-    epoch = state.source.get("epoch")
-    return _named({"epoch": epoch}) if isinstance(epoch, int) else {}
+_OF_SOURCE = {"epoch": "epoch", "num_rows_too_long": "dropped_too_long", "num_rows_malformed": "bad_rows"}
+"""Metrics by name, with the key of `SourceState` that has the value."""
+
+
+def source_metrics(state: RolloutState) -> dict[str, float]:
+    """Return the complete passes over the data and the rows skipped since the run began; empty for a user's data source."""
+    values = {name: state.source.get(key) for name, key in _OF_SOURCE.items()}
+    return _named({name: value for name, value in values.items() if isinstance(value, int)})
 
 
 def _named(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -16,7 +16,7 @@ from fuligo.rollout.dynamic_sampling import DynamicSampling
 from fuligo.rollout.filters import AllSamples, SampleFilter
 from fuligo.rollout.group_tasks import GroupTasks, aligned_start
 from fuligo.rollout.judging import ABORTED, SURPLUS, FailureWatch, drop_reason, equal_rewards, explain_drops
-from fuligo.rollout.metrics import RolloutCounts, epoch_metric, sample_metrics, sampling_metrics
+from fuligo.rollout.metrics import RolloutCounts, sample_metrics, sampling_metrics, source_metrics
 from fuligo.rollout.protocol import Draw, GroupFilter, GroupStream, RewardFn, Rollout, RolloutState, UnfilledRolloutError
 from fuligo.rollout.sampler import Sampler
 from fuligo.rollout.source import DataSource
@@ -152,7 +152,7 @@ class RolloutRunner:
         metrics = sample_metrics(groups, reward_key=self._parts.reward_key, pass_key=self._parts.pass_key, policy_version=run.version)
         metrics |= sampling_metrics(groups, run.aborted, run.sampling, run.counts, self._parts.reward_key)
         state = self._parts.source.state(run.step)
-        return Rollout(run.step, groups, state, metrics | epoch_metric(state))
+        return Rollout(run.step, groups, state, metrics | source_metrics(state))
 
 
 @dataclass(slots=True)

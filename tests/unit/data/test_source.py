@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,20 @@ def test_every_epoch_draws_every_usable_row_once(dataset: PromptDataset) -> None
     source.take(1)
     assert source.epoch == 4
     assert source.counts.bad_rows in (4, 5) and source.counts.dropped_too_long in (4, 5)
+
+
+def test_skipped_rows_are_reported_when_their_number_has_doubled(dataset: PromptDataset, caplog: pytest.LogCaptureFixture) -> None:
+    source = PromptSource(dataset)
+    for _ in range(5 * 4):
+        source.take(1)
+    told = [int(record.getMessage().split()[0]) for record in caplog.records]
+    assert len(told) > 1 and all(later >= 2 * earlier for earlier, later in pairwise(told))
+    assert "1 longer than --rollout-max-prompt-len 40" in caplog.text and "1 malformed (--skip-bad-rows)" in caplog.text
+    caplog.clear()
+    resumed = PromptSource(dataset)
+    resumed.restore(source.state())
+    resumed.take(1)
+    assert not caplog.records, "a resume does not repeat the warning"
 
 
 def test_without_shuffling_rows_come_in_the_order_of_the_file(write_rows: Write, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -2,6 +2,7 @@
 
 import csv
 import os
+import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,9 +38,10 @@ class ColumnarFile:
             present, sizes = self._open()
             if missing := [column for column in columns if column not in present]:
                 names = ", ".join(map(repr, missing))
-                raise DataError(
-                    f"cannot use {path}: no column {names}; set --input-key, --label-key, ... to columns of {', '.join(present)}"
-                )
+                fix = f"set --input-key, --label-key, ... to columns of {', '.join(present)}"
+                if len(present) == 1 and (other := re.search(r"[;\t|]", present[0])):
+                    fix = f"its first line is {present[0]!r}: separate the columns with commas instead of {other[0]!r}"
+                raise DataError(f"cannot use {path}: no column {names}; {fix}")
         except (pa.ArrowException, UnicodeDecodeError, csv.Error) as error:
             raise DataError(f"cannot read {path}: it is not {self.format} file ({error}); convert it, or correct its ending") from error
         self._group_starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])

@@ -32,9 +32,10 @@ def read_fields(row: dict[str, Any], settings: DataFlags, place: Callable[[], st
         place: returns the file and line of the row; called for errors only
     """
     try:
+        _check_keys(row, settings)
         tools = _tools(row, settings.tool_key)
         metadata = _metadata(row, settings.metadata_key)
-        label = None if settings.label_key is None else _value(row, settings.label_key, "--label-key")
+        label = None if settings.label_key is None else row[settings.label_key]
         if label is None and settings.label_key is not None:
             raise DataError(f"{settings.label_key!r} (--label-key) is null; add a label or remove the row")
         prompt = _prompt(row, settings)
@@ -49,15 +50,22 @@ def read_fields(row: dict[str, Any], settings: DataFlags, place: Callable[[], st
         raise DataError(f"cannot use {place()}: {error}") from None
 
 
-def _value(row: dict[str, Any], key: str, flag: str) -> Any:
-    if key not in row:
-        raise DataError(f"no key {key!r} ({flag}); the row has {', '.join(map(repr, row)) or 'none'}")
-    return row[key]
+def _check_keys(row: dict[str, Any], settings: DataFlags) -> None:
+    """Raise DataError with all keys that the flags name and the row lacks."""
+    keys = {
+        "--input-key": settings.input_key,
+        "--label-key": settings.label_key,
+        "--metadata-key": settings.metadata_key,
+        "--tool-key": settings.tool_key,
+        "--multimodal-keys": settings.image_key,
+    }
+    if missing := [f"{key!r} ({flag})" for flag, key in keys.items() if key is not None and key not in row]:
+        raise DataError(f"no key {', '.join(missing)}; the row has {', '.join(map(repr, row)) or 'none'}")
 
 
 def _prompt(row: dict[str, Any], settings: DataFlags) -> str | Messages:
     key = settings.input_key
-    prompt = _value(row, key, "--input-key")
+    prompt = row[key]
     if isinstance(prompt, str):
         if not prompt:
             raise DataError(f"{key!r} is an empty string; remove the row")
@@ -71,7 +79,7 @@ def _prompt(row: dict[str, Any], settings: DataFlags) -> str | Messages:
 def _images(row: dict[str, Any], settings: DataFlags, prompt: str | Messages, directory: Path) -> tuple[RawImage, ...]:
     if settings.image_key is None or isinstance(prompt, str):
         return ()
-    images = read_images(_value(row, settings.image_key, "--multimodal-keys"), settings.image_key, directory)
+    images = read_images(row[settings.image_key], settings.image_key, directory)
     check_placeholders(prompt, len(images), settings.image_key)
     return images
 
@@ -118,14 +126,14 @@ def _is_image(part: Any) -> bool:
 
 
 def _metadata(row: dict[str, Any], key: str | None) -> dict[str, Any]:
-    metadata = None if key is None else _value(row, key, "--metadata-key")
+    metadata = None if key is None else row[key]
     if metadata is not None and not isinstance(metadata, dict):
         raise DataError(f"{key!r} (--metadata-key) must be an object, not {metadata!r:.80}")
     return dict(metadata or {})
 
 
 def _tools(row: dict[str, Any], key: str | None) -> list[Any] | None:
-    tools = None if key is None else _value(row, key, "--tool-key")
+    tools = None if key is None else row[key]
     if isinstance(tools, str):
         try:
             tools = json.loads(tools)

@@ -53,6 +53,14 @@ def test_a_missing_column_is_named_with_those_present(path: Path) -> None:
         open_rows(path, ["input", "label"])
 
 
+@pytest.mark.parametrize(("separator", "shown"), [(";", "';'"), ("\t", r"'\\t'"), ("|", r"'\|'")])
+def test_a_csv_file_with_another_separator_is_refused_with_the_separator(tmp_path: Path, separator: str, shown: str) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(f"input{separator}label\n1 + 1{separator}2\n")
+    with pytest.raises(DataError, match=f"no column 'input', 'label'; .* with commas instead of {shown}"):
+        open_rows(path, ["input", "label"])
+
+
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
 def test_a_file_of_another_format_is_refused(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"rows.{suffix}"

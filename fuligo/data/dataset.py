@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from fuligo.types import Messages, Prompt, PromptImage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 _ROWS_CHECKED = 8
 """Rows of each file that are read when it is opened, to find a wrong key or template before anything expensive starts."""
@@ -234,6 +237,21 @@ class Dataset(Generic[Item]):
 
 class PromptDataset(Dataset[Prompt]):
     """Prompts of a file, with the chat template applied if --apply-chat-template is set."""
+
+    def _check_first_rows(self, paths: str | Path | Sequence[str]) -> None:
+        super()._check_first_rows(paths)
+        for row in self.rows.first_rows():
+            try:
+                messages = self.rows[row].prompt
+            except DataError:  # a row that --skip-bad-rows skips
+                continue
+            if not isinstance(messages, str) and messages[-1]["role"] == "assistant":
+                logger.warning(
+                    "%s: the prompt ends with a message of the assistant, and the model is asked for another one after it; remove this "
+                    "message if it holds the answer",
+                    self.rows.place(row),
+                )
+                return
 
     def _make(self, row: int, fields: Fields) -> tuple[Prompt, int]:
         images: tuple[PromptImage, ...] = ()

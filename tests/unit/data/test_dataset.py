@@ -112,6 +112,7 @@ def test_the_bos_token_is_added_once_where_the_tokenizer_adds_one(write_rows: Wr
     [
         ({"question": "q", "label": 1}, DataFlags(), "no key 'input' (--input-key); the row has 'question', 'label'"),
         ({"input": "q"}, DataFlags(label_key="label"), "no key 'label' (--label-key)"),
+        ({"q": "q"}, DataFlags(label_key="answer"), "no key 'input' (--input-key), 'answer' (--label-key); the row has 'q'"),
         ({"input": "q", "label": None}, DataFlags(label_key="label"), "'label' (--label-key) is null"),
         ({"input": ""}, DataFlags(), "'input' is an empty string"),
         ({"input": 3}, DataFlags(), "'input' must be a string or a list of chat messages, not 3"),
@@ -193,3 +194,16 @@ def test_a_template_that_is_missing_or_raises_is_a_clear_error(write_rows: Write
         PromptDataset.open(path, DataFlags(apply_chat_template=True, apply_chat_template_kwargs=raising), tokenizer)
     with pytest.raises(ConfigError, match="tokenize cannot be set"):
         PromptDataset.open(path, DataFlags(apply_chat_template=True, apply_chat_template_kwargs={"tokenize": True}), tokenizer)
+
+
+def test_prompts_that_end_with_an_answer_are_warned_of_once(
+    write_rows: Write, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+) -> None:
+    answered = {"input": [*USER, {"role": "assistant", "content": "4"}]}
+    settings = DataFlags(apply_chat_template=True)
+    PromptDataset.open(write_rows({"input": USER}, answered, answered), settings, tokenizer)
+    (record,) = caplog.records
+    assert "line 2: the prompt ends with a message of the assistant" in record.getMessage()
+    caplog.clear()
+    PromptDataset.open(write_rows({"input": USER}, {"input": "q"}), settings, tokenizer)
+    assert not caplog.records

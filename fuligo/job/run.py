@@ -33,7 +33,7 @@ from fuligo.limits import freeze_garbage_collector
 from fuligo.loop import Loop, Periodic, sample_only
 from fuligo.models.device import resolve_device
 from fuligo.observability.gpu_usage import GpuMonitor
-from fuligo.observability.progress import open_progress
+from fuligo.observability.progress import open_progress, warnings_before_progress
 from fuligo.observability.run_directory import RunDirectory
 from fuligo.observability.sinks import open_sinks
 from fuligo.rollout.evaluate import Evaluation
@@ -67,7 +67,8 @@ async def run_config(config: Config, termination: Termination, lent: LentParts |
         FuligoError: the run failed; everything recorded and saved until then is on disk
     """
     async with AsyncExitStack() as stack:
-        opened = await _open(config, stack, lent)
+        with warnings_before_progress(config.observability.progress):
+            opened = await _open(config, stack, lent)
         origin, num_restarts, max_restarts = opened.origin, 0, config.checkpoint.max_restarts
         while True:
             async with AsyncExitStack() as recording:
@@ -142,7 +143,8 @@ def _begin(opened: Opened, origin: Origin, stack: AsyncExitStack) -> Begun:
     if origin.state is not None:
         logger.info("resuming from %s at rollout %d", origin.checkpoint, origin.step)
     origin.rng.restore()
-    data = RunData.open(config, None if origin.state is None else origin.state.rollout)
+    with warnings_before_progress(config.observability.progress):
+        data = RunData.open(config, None if origin.state is None else origin.state.rollout)
     if problem := nothing_left(origin.checkpoint, origin.step, data.num_rollout):
         raise CheckpointError(problem)
     return Begun(opened, origin, data, _open_recorder(config, directory, origin, data.num_rollout, stack))
@@ -239,7 +241,8 @@ def _report_interruption(config: Config, directory: RunDirectory, kind: type[Bas
     iteration = newest_iteration(save)
     print(f"interrupted; run directory: {directory.path}", file=sys.stderr)
     if iteration is None:
-        print("the run has no checkpoint to resume from; set a lower --save-interval to save one earlier", file=sys.stderr)
+        fix = "set --save-interval to save one" if config.checkpoint.save_interval is None else "set a lower --save-interval"
+        print(f"the run has no checkpoint to resume from; {fix} before the run ends", file=sys.stderr)
     else:
         arguments = ["--config", directory.config_file, "--run-dir", directory.path, "--load", save]
         command = shlex.join([*COMMAND.get(), *map(str, arguments)])

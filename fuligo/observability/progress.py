@@ -8,7 +8,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal, Self
 
@@ -38,6 +38,11 @@ def warnings_shown_on(console: Console) -> Iterator[None]:
         yield
     finally:
         logger.removeHandler(handler)
+
+
+def warnings_before_progress(mode: str) -> AbstractContextManager[None]:
+    """Show warnings while a run is set up, before its progress display of this mode shows them."""
+    return nullcontext() if mode == "none" else warnings_shown_on(Console(highlight=False))
 
 
 class _ConsoleHandler(logging.Handler):

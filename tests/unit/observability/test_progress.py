@@ -17,6 +17,7 @@ from fuligo.observability.progress import (
     Progress,
     before_after_table,
     open_progress,
+    warnings_before_progress,
 )
 
 
@@ -174,6 +175,15 @@ def test_warnings_are_shown_up_to_a_few_of_each_kind(mode: str) -> None:
     assert len(lines) == 3
     assert "takes more than a line (further warnings of this kind are in log.txt only)" in lines[2]
     assert "not shown" not in shown
+
+
+@pytest.mark.parametrize(("mode", "is_shown"), [("auto", True), ("plain", True), ("rich", True), ("none", False)])
+def test_warnings_before_the_display_are_shown_unless_there_is_none(mode: str, is_shown: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    logger = logging.getLogger("fuligo.data.dataset")
+    with warnings_before_progress(mode):
+        logger.warning("a row is odd")
+    logger.warning("not shown after the end")
+    assert capsys.readouterr().out == ("warning: a row is odd\n" if is_shown else "")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from fuligo.checkpoint.location import resolve
 from fuligo.config import Config
 from fuligo.config.python_path import VARIABLE
 from fuligo.formats.hugging_face import has_chat_template
+from fuligo.observability.jsonl import read_json_lines
 from fuligo.observability.run_directory import CHECKPOINTS
 
 
@@ -21,9 +22,12 @@ def _begins_anew(config: Config) -> Iterator[str]:
     load = config.checkpoint.load
     if load is None or resolve(Path(load), config.checkpoint.ckpt_step) is not None:
         return
-    save = Path(config.checkpoint.save or config.run_directory(datetime.now()) / CHECKPOINTS)
+    run_dir = config.run_directory(datetime.now())
+    save = Path(config.checkpoint.save or run_dir / CHECKPOINTS)
     if save.resolve() != Path(load).resolve():  # the same directory starts a run and resumes it
         yield f"--load {load} holds no checkpoint: the run starts from scratch and saves to {save}"
+    elif (metrics := run_dir / "metrics.jsonl").is_file() and (num_steps := len(read_json_lines(metrics))):
+        yield f"--load {load} holds no checkpoint: the run starts from scratch and discards the {num_steps} recorded steps of {run_dir}"
 
 
 def _plain_prompts(config: Config) -> Iterator[str]:

@@ -177,7 +177,8 @@ def require_usable(path: Path, *, resume: bool) -> None:
         raise ConfigError(f"--run-dir {path} has files that do not belong to a run ({', '.join(names[:3])}); use a new or empty directory")
     if names and not resume and (path / "metrics.jsonl").stat().st_size > 0:
         raise ConfigError(
-            f"--run-dir {path} already has recorded steps; use a new directory, or continue that run with --load {path / CHECKPOINTS}"
+            f"--run-dir {path} already has recorded steps; use a new directory, or continue that run with --load {path / CHECKPOINTS} "
+            "(without a checkpoint there, the run starts over)"
         )
     if names:
         os.close(_lock(path))

@@ -45,6 +45,19 @@ def test_a_load_without_checkpoints_is_warned_of_unless_the_run_makes_them_there
     assert warnings("--load", tmp_path / "chekpoints") == []
 
 
+def test_recorded_steps_that_a_run_without_a_checkpoint_discards_are_warned_of(model: Path, tmp_path: Path):
+    config = parse(["--hf-checkpoint", str(model), "--run-dir", str(tmp_path), "--load", str(tmp_path / "checkpoints")]).config
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert slips(config) == []
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
+    discards = (
+        f"--load {tmp_path}/checkpoints holds no checkpoint: the run starts from scratch and discards the 2 recorded steps of {tmp_path}"
+    )
+    assert slips(config) == [discards]
+    saved(model, tmp_path / "checkpoints", 1)
+    assert slips(config) == []
+
+
 def test_a_damaged_newest_checkpoint_does_not_stop_a_resume_from_another_one(model: Path, tmp_path: Path):
     for iteration in (1, 2):
         saved(model, tmp_path, iteration)

@@ -62,7 +62,20 @@ def _plain(name: str, value: Any) -> Any:
         return str(value)
     if isinstance(value, list | tuple):
         return [_plain(name, entry) for entry in value]
+    if isinstance(value, str):
+        return value
+    kind = type(value).__name__
+    if name in _DATA:
+        raise ConfigError(
+            f"{name} takes files and names of datasets on the Hub, not rows or an object of type {kind}; write the rows to a .jsonl file, "
+            "or a dataset with its to_parquet, and pass the path"
+        )
+    if hasattr(value, "save_pretrained"):
+        raise ConfigError(f"{name} does not accept an object of type {kind}; call its save_pretrained, and pass the directory")
     return hook_path(name, value) if callable(value) else value
+
+
+_DATA = ("prompt_data", "eval_prompt_data")
 
 
 def hook_path(name: str, function: Callable[..., Any]) -> str:

@@ -42,6 +42,29 @@ def test_arguments_win_over_the_file_and_are_checked_like_flags() -> None:
     assert value.startswith("lr: 'fast' is not valid")
 
 
+class Pretrained:
+    """Model or dataset object."""
+
+    def save_pretrained(self, path: str) -> None: ...
+
+    def __call__(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("prompt_data", [{"input": "1 + 1"}], "not rows or an object of type dict; write the rows to a .jsonl file"),
+        ("prompt_data", Pretrained(), "not rows or an object of type Pretrained"),
+        ("eval_prompt_data", ["sums", [{"input": "1 + 1"}]], "eval_prompt_data takes files"),
+        ("hf_checkpoint", Pretrained(), "does not accept an object of type Pretrained; call its save_pretrained"),
+    ],
+)
+def test_objects_in_place_of_files_are_refused(name: str, value: object, problem: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        fuligo.configure(**{name: value})  # type: ignore[arg-type]
+    assert problem in str(refused.value)
+
+
 def test_findings_about_the_file_name_its_line() -> None:
     with pytest.raises(
         ConfigError, match=r"have no effect without evaluation data \(.*config\.yaml line \d+\); drop --eval-interval.*use --no-eval"

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tests.e2e.stand_ins import STAND_IN
+
 POLL_S = 0.05
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -45,10 +47,13 @@ def descendants(pid: int) -> dict[int, str]:
     found: dict[int, str] = {}
     generation = [pid]
     while generation:
-        generation = sorted(child for parent in generation for child in children[parent])
-        for child in generation:
+        for process in generation:
             with suppress(OSError):
-                found[child] = command_line(child)
+                found[process] = command_line(process)
+                if found[process].startswith(STAND_IN):
+                    children[process].append(int(found[process].removeprefix(STAND_IN)))
+        generation = sorted(child for parent in generation for child in children[parent])
+    found.pop(pid, None)
     return found
 
 

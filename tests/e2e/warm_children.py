@@ -80,10 +80,12 @@ def fork_children_warm(module: str = "fuligo") -> str:
         ours.close()
         return serve(theirs)
     theirs.close()
+    from tests.e2e.stand_ins import ADDRESS, StandIns
     from tests.e2e.warm_servers import Servers
 
-    patch_popen(Children(ours, read_by_imports(os.environ)))
-    patch_popen(Servers())
+    children = Children(ours, read_by_imports(os.environ))
+    patch_popen(children)
+    patch_popen(StandIns(Servers(), children) if ADDRESS in os.environ else Servers())
     return module
 
 

@@ -23,7 +23,7 @@ from multiprocessing import util
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tests.e2e.warm_children import READ_BY_IMPORTS, ROOM, Children, import_all, serve, show, show_environment
+from tests.e2e.warm_children import NOT_READ, READ_BY_IMPORTS, ROOM, Children, import_all, serve, show, show_environment
 
 FORKED = "FULIGO_TEST_FORKED_ENGINE"
 """Variable of servers that may fork; tests of what a server's start leaves behind do not set it."""
@@ -31,6 +31,8 @@ PLAIN_MEMORY = "FULIGO_TEST_PLAIN_MEMORY"
 """Variable that a fork obeys after the imports (`tests/sglang/stubs`)."""
 AHEAD = "FULIGO_AHEAD"
 """Variable with the processes that a server starts ahead (`fuligo/engines/sglang/ahead`); empty in servers that fork as SGLang can."""
+READ_LATER = {*NOT_READ, PLAIN_MEMORY, "TOKENIZERS_PARALLELISM"}
+"""Variables that no import reads, or that a fork obeys after the imports."""
 READ_BY_SGLANG = (*READ_BY_IMPORTS, "FULIGO_TEST_", "SGLANG_", "SGL_")
 MODULES = (
     "sglang.srt.entrypoints.http_server",
@@ -52,7 +54,7 @@ PROGRAMS = {
 
 def read_by_sglang(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that decide what SGLang's imports do."""
-    return {name: value for name, value in environment.items() if name.startswith(READ_BY_SGLANG) and name != PLAIN_MEMORY}
+    return {name: value for name, value in environment.items() if name.startswith(READ_BY_SGLANG) and name not in READ_LATER}
 
 
 class Servers:

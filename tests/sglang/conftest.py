@@ -1,6 +1,7 @@
 """Two real SGLang engines behind the real router on a CPU, for the whole session."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from tests import tiny
 from tests.e2e.command import HAS_CUDA
 from tests.e2e.conftest import warm_commands
 from tests.e2e.processes import nothing_left_in_shared_memory
+from tests.e2e.stand_ins import ADDRESS, Broker
 from tests.e2e.warm_children import patch_popen
 from tests.e2e.warm_servers import Servers
 from tests.sglang.engines import ENVIRONMENT, server_settings, sglang_python
@@ -39,10 +41,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def warm_servers() -> None:
-    """Let SGLang's servers fork from a process that has imported SGLang."""
+def warm_servers(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Let SGLang's servers of tests and of their commands fork from a process that has imported SGLang."""
     if not HAS_CUDA:
-        patch_popen(Servers())
+        servers, address = Servers(), tmp_path_factory.mktemp("servers") / "socket"
+        patch_popen(servers)
+        Broker(servers, address)
+        os.environ[ADDRESS] = str(address)
 
 
 @pytest.fixture

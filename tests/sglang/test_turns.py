@@ -14,18 +14,19 @@ import pytest
 from fuligo.engines.generation import SamplingParams
 from fuligo.engines.host import PortClaims
 from fuligo.engines.sglang.fleet import Fleet
-from fuligo.engines.sglang.server import TURN_PLUGIN, TURN_VARIABLE
+from fuligo.engines.sglang.server import TURN_PLUGIN, TURN_VARIABLE, SGLangServer
 from fuligo.engines.sglang.turns import fuligo_turns
 from fuligo.errors import EngineError
 from tests.e2e.processes import descendants
 from tests.sglang.conftest import SEEN_S, fleet_settings
 from tests.sglang.engines import SPAWNING, STUBS, server_settings, sglang_python
+from tests.sglang.test_ahead import assert_started_ahead
 
 
 async def test_an_engine_loads_weights_once_it_has_its_turn_and_is_named_when_it_dies(
     nothing_shared_stays: None, checkpoint: Path, claims: PortClaims, tmp_path: Path
 ) -> None:
-    """It starts its processes as on a GPU, by an --engine-python script that replaces PYTHONPATH.
+    """It starts its processes ahead as on a GPU, by an --engine-python script that replaces PYTHONPATH, and each imports SGLang.
 
     Without fault tolerance, its end is that of the run, and leaves nothing behind.
     """
@@ -43,9 +44,12 @@ async def test_an_engine_loads_weights_once_it_has_its_turn_and_is_named_when_it
     fleet = await launching
     try:
         assert "Load weight begin" in log.read_text()
+        server = fleet.servers[0]
+        assert isinstance(server, SGLangServer)
+        assert_started_ahead(server)
         assert (await fleet.group.generate([1, 2, 3], SamplingParams(max_new_tokens=2), rid="0", timeout_s=60)).output_ids.size
         await asyncio.sleep(SEEN_S)
-        os.kill(next(iter(descendants(fleet.servers[0].process.pid))), signal.SIGKILL)
+        os.kill(next(iter(descendants(server.process.pid))), signal.SIGKILL)
         with pytest.raises(EngineError, match=r"engine 0 was killed \(.*engine-0\.txt"):
             await asyncio.wait_for(fleet.watch(), 120)
     finally:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.e2e.warm_children import ROOM
 from tests.e2e.warm_start import WarmStart
 
 REPOSITORY = Path(__file__).parents[2]
@@ -71,6 +72,11 @@ def fuligo(*arguments: object, fresh: bool = False, **extra_environment: str) ->
         return warm_start().run(given, variables, DEADLINE_S)
     command = [sys.executable, "-m", "fuligo", *given]
     return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, env=variables, check=False)
+
+
+def in_own_process(*arguments: object) -> list[str]:
+    """Return the command in a fresh process, with a hash seed of its own, whose engine and ranks fork from it."""
+    return [sys.executable, "-m", "tests.e2e.warm_command", ROOM, *map(str, arguments)]
 
 
 @functools.cache

@@ -1,11 +1,12 @@
 """A run that is killed at any moment and resumed equals an uninterrupted one."""
 
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import fuligo, succeed
+from tests.e2e.command import environment, fuligo, in_own_process, succeed
 from tests.e2e.conftest import Job
 from tests.e2e.records import TOKENS, evaluations, metrics, sample_rows
 
@@ -39,7 +40,8 @@ def uninterrupted(command: list[str], tmp_path_factory: pytest.TempPathFactory) 
 
 def test_same_seed_same_metrics_and_tokens(command: list[str], uninterrupted: Path, tmp_path: Path) -> None:
     """The second run starts from the config.yaml of the first, in a process with another hash seed."""
-    succeed("train", "--config", uninterrupted / "config.yaml", "--run-dir", tmp_path / "again", fresh=True)
+    again = in_own_process("train", "--config", uninterrupted / "config.yaml", "--run-dir", tmp_path / "again")
+    subprocess.run(again, check=True, timeout=240, env=environment())
     assert metrics(tmp_path / "again") == metrics(uninterrupted)
     assert sample_rows(tmp_path / "again", *TOKENS) == sample_rows(uninterrupted, *TOKENS)
 

@@ -12,15 +12,15 @@ from tests.e2e.records import metrics
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def rewards(example: str, run_dir: Path, num_rollout: int) -> list[float]:
+def rewards(example: str, run_dir: Path, *flags: object) -> list[float]:
     """Train and return the mean reward of every rollout."""
-    succeed("train", "--config", EXAMPLES / example / "config.yaml", "--no-eval", "--run-dir", run_dir, "--num-rollout", num_rollout)
+    succeed("train", "--config", EXAMPLES / example / "config.yaml", "--no-eval", "--run-dir", run_dir, *flags)
     return [record["rollout/reward_mean"] for record in metrics(run_dir)]
 
 
 def test_the_model_learns_to_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    first, *_, last = rewards("search", tmp_path / "run", 6)
+    first, *_, last = rewards("search", tmp_path / "run", "--num-rollout", 6, "--rollout-batch-size", 8)
     assert first < 0.3 and last > 0.5
 
 
@@ -29,5 +29,5 @@ def test_the_model_learns_to_write_programs(tmp_path: Path) -> None:
         check_sandbox(PythonSettings())
     except ConfigError as problem:
         pytest.skip(str(problem))
-    first, *_, last = rewards("code", tmp_path / "run", 6)
+    first, *_, last = rewards("code", tmp_path / "run", "--num-rollout", 8, "--rollout-batch-size", 8)
     assert first < 0.3 and last > 0.5

@@ -19,7 +19,7 @@ from tests.e2e.warm_children import ForkServer
 from tests.sglang.engines import ENVIRONMENT, sglang_python
 
 ASSETS = Path(str(files("fuligo.quickstart"))) / "assets"
-NUM_GROUPS = 16
+NUM_GROUPS = 12
 
 
 def command(run_dir: Path, **changes: object) -> list[str]:

@@ -8,7 +8,7 @@ from fuligo.engines.metrics import EngineMonitor
 from tests.sglang import oracle
 
 NUM_REQUESTS = 8
-LONG = SamplingParams(max_new_tokens=400, ignore_eos=True)
+LONG = SamplingParams(max_new_tokens=160, ignore_eos=True)
 
 
 async def test_load_cache_and_engines_apart(engines: EngineGroup) -> None:

@@ -14,7 +14,7 @@ from tests.sglang.engines import ENVIRONMENT, sglang_python
 __all__ = ["start"]
 
 ASSETS = Path(str(files("fuligo.quickstart"))) / "assets"
-NUM_GROUPS = 16
+NUM_GROUPS = 8
 NUM_SAMPLES = 8 * NUM_GROUPS
 
 

@@ -3,11 +3,12 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
-from tests.e2e.command import REPOSITORY, environment
+from tests.e2e.command import REPOSITORY, environment, in_own_process
 from tests.e2e.records import evaluations, metrics, sample_rows
 from tests.gsm8k import save_problems
 
@@ -20,7 +21,12 @@ def readme_commands(begin: str) -> str:
 
 
 def shell(commands: str, directory: Path) -> None:
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    """Run commands of the README. `fuligo` imports as usual, and its engine forks from it."""
+    command = directory / "bin" / "fuligo"
+    command.parent.mkdir(exist_ok=True)
+    command.write_text(f'#!/bin/sh\nexec {shlex.join(in_own_process())} "$@"\n')
+    command.chmod(0o755)
+    path = f"{command.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-euc", commands], cwd=directory, capture_output=True, text=True, timeout=240, env=environment(PATH=path), check=False
     )

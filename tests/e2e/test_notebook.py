@@ -13,7 +13,9 @@ NOTEBOOK = Path(__file__).parents[2] / "examples" / "python" / "train.ipynb"
 FEWER = {"num_rollout=12": "num_rollout=2", "eval_interval=4": "eval_interval=1", "iter_0000012": "iter_0000002"}
 
 
-async def test_every_cell_of_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_every_cell_of_the_notebook_runs(
+    warm_children: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "agg")
     names: dict[str, Any] = {"__name__": "__main__"}

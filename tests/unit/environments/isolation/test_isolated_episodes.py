@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -23,7 +23,7 @@ from fuligo.environments.environment import Environment
 from fuligo.environments.isolation import workers
 from fuligo.environments.isolation.factory import IsolatedFactory
 from fuligo.environments.isolation.messages import FailureError
-from fuligo.environments.isolation.workers import Worker
+from fuligo.environments.isolation.workers import Worker, Workers
 from tests.unit.conftest import Isolate
 from tests.unit.environments.isolation.drawing import Drawing
 from tests.unit.environments.isolation.misbehaving import Misbehaving
@@ -35,6 +35,15 @@ FIRST, LAST = AssistantTurn("a"), AssistantTurn("a", last=True)
 def killed_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kill a process that does not react to a cancellation after a short time."""
     monkeypatch.setattr(workers, "_CANCEL_S", 0.2)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[IsolatedFactory]:
+    """Make a factory for tests of single episodes, after which it is as before."""
+    workers = Workers(f"{Misbehaving.__module__}.{Misbehaving.__name__}", {}, memory_bytes=1 << 30)
+    workers.start()
+    yield IsolatedFactory(Misbehaving, Misbehaving.Settings(), workers)
+    workers.close()
 
 
 async def play(environment: Environment) -> tuple[str, float]:
@@ -89,11 +98,9 @@ async def test_processes_that_ended_leave_their_place_to_others(isolate: Isolate
         ("has no JSON state", "state raised TypeError: not JSON data"),
     ],
 )
-async def test_a_process_that_misbehaves_fails_its_own_episode(isolate: Isolate, prompt: str, error: str) -> None:
-    factory = isolate(Misbehaving, memory_bytes=1 << 30)
-
+async def test_a_process_that_misbehaves_fails_its_own_episode(shared: IsolatedFactory, prompt: str, error: str) -> None:
     async def bad() -> str:
-        each = environment(factory, prompt)
+        each = environment(shared, prompt)
         with pytest.raises(FailureError, match=error) as raised:
             try:
                 await each.reset()
@@ -104,8 +111,8 @@ async def test_a_process_that_misbehaves_fails_its_own_episode(isolate: Isolate,
                 await each.close()
         return str(raised.value)
 
-    _, (_, good_pid) = await asyncio.gather(bad(), play(environment(factory)))
-    _, other_pid = await play(environment(factory))
+    _, (_, good_pid) = await asyncio.gather(bad(), play(environment(shared)))
+    _, other_pid = await play(environment(shared))
     assert os.getpid() not in (good_pid, other_pid)
 
 
@@ -172,12 +179,11 @@ async def test_a_process_is_reused_if_its_episode_leaves_nothing_behind(isolate:
 
 
 @pytest.mark.parametrize("prompt", ["leaves a child", "leaves a child of a thread", "leaves a child in a session", "leaves a daemon"])
-async def test_what_an_episode_started_ends_with_it(isolate: Isolate, prompt: str) -> None:
-    factory = isolate(Misbehaving)
-    other = environment(factory, prompt)
+async def test_what_an_episode_started_ends_with_it(shared: IsolatedFactory, prompt: str) -> None:
+    other = environment(shared, prompt)
     await other.reset()
     others_child = (await other.step(FIRST)).messages[0]["content"]
-    child, pid = await play(environment(factory, prompt))
+    child, pid = await play(environment(shared, prompt))
     await gone([pid, int(child)])
     assert psutil.Process(int(others_child)).name() == "sleep"
     await other.close()

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch.distributed as dist
@@ -24,8 +25,12 @@ from fuligo.trainer.ranks.world import World, join_world
 P = ParamSpec("P")
 R = TypeVar("R")
 SIZE = 4
-PRELOADED = ["fuligo.trainer.megatron_backend.worker", "tests.tiny"]
-"""Modules that the fork server imports once for all ranks."""
+PRELOADED = [
+    "fuligo.trainer.megatron_backend.worker",
+    "tests.tiny",
+    *(f"tests.megatron.{file.stem}" for file in sorted(Path(__file__).parent.glob("test_*.py"))),
+]
+"""Modules that the fork server imports once for all ranks: functions that they run are in the tests' modules."""
 TIMEOUT_S = 240.0
 NUM_RUNS_OF_A_RANK = 30
 """Number of runs after which a rank is restarted, because objects that still hold a process group keep its gloo threads alive."""

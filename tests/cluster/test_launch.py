@@ -96,7 +96,6 @@ def test_a_host_that_does_not_come_is_named(job: Job, free_port: int, tmp_path: 
     ("flags", "said"),
     [
         (["--rm-type", "none_such"], "--rm-type none_such is not a built-in reward"),
-        (["--eps-clip-high", "0.1"], "--eps-clip-high"),
         (["--actor-num-nodes", "3"], "needs 1, 1, 1 slots on 3 hosts, but the hosts have: 127.0.0.2 2, 127.0.0.3 2"),
     ],
 )

@@ -1,42 +1,49 @@
-"""Ray manages some of a machine's GPUs, under the machine's own numbers."""
+"""Actors of a run on Ray.
 
-import os
-import subprocess
-import sys
+Ranks get their replica's samples of a batch, in memory that the ranks of a node share. Engines have their GPUs among those that Ray
+manages, under the machine's own numbers.
+"""
+
+import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from fuligo.cluster.reservation import in_physical_order
+pytest.importorskip("ray")
 
+import ray
+
+from fuligo.cluster.cluster import Node, ordinals
+from fuligo.cluster.rank import ActorRank
+from fuligo.cluster.reservation import in_physical_order, reserve, start_agent
+from fuligo.config.secret import Environment
+from fuligo.engines.sglang.server import ServerPorts, ServerSettings
+from fuligo.layout.megatron import Layout
+from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
+from fuligo.trainer.packing import Capacity
+from fuligo.trainer.ranks.settings import LearningRateSchedule, OptimizerSettings
+from fuligo.trainer.ranks.trainer import RankedTrainer
+from tests import train_batches
+from tests.cluster.listening_rank import ListeningRank
+
+LAYOUT = Layout(cp=2, num_ranks=4)
+"""Two replicas of two ranks."""
 INTERPRETER = """#!/bin/sh
 echo sees $CUDA_VISIBLE_DEVICES, takes "$@"
 sleep 60
 """
-START_AN_ENGINE_ON_THE_SECOND_GPU = """
-import asyncio, sys
-from pathlib import Path
-import ray
-from fuligo.cluster.cluster import Node, ordinals
-from fuligo.config.secret import Environment
-from fuligo.cluster.reservation import reserve, start_agent
-from fuligo.engines.sglang.server import ServerPorts, ServerSettings
 
-async def start(python, log):
-    reservation = await reserve([2], "cuda")
-    agent = start_agent(reservation, reservation.bundles[0], "cuda", Environment())
-    node = Node(reservation.bundles[0], agent, await agent.gpus.remote())
-    print("has", *node.gpus)
-    place = {"gpu_ids": ordinals(node, [1]), "python": python}
-    ports = ServerPorts(1, 2, 3)
-    await agent.start.remote(ServerSettings("engine 0", "model", 1, 1, {}, "regular", "cuda", "127.0.0.1", ports, log, **place))
-    while not (log.exists() and "takes" in log.read_text()):
-        await asyncio.sleep(0.1)
-    await agent.stop.remote("engine 0")
 
-ray.init("local", num_cpus=1, num_gpus=2, include_dashboard=False, log_to_driver=False)
-asyncio.run(asyncio.wait_for(start(sys.argv[1], Path(sys.argv[2])), 120))
-"""
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """Start Ray in this process, with two GPUs that have the numbers 7 and 5 on the machine."""
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setenv("CUDA_VISIBLE_DEVICES", "7,5")
+        size = {"num_cpus": 4, "num_gpus": 2, "object_store_memory": 100 * 2**20}
+        ray.init("local", **size, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
 
 
 @pytest.mark.parametrize(("given", "ordered"), [([5, 10, 7], ("5", "7", "10")), (["GPU-b", "GPU-a"], ("GPU-b", "GPU-a")), ([], ())])
@@ -44,14 +51,49 @@ def test_order(given: list[int | str], ordered: tuple[str, ...]) -> None:
     assert in_physical_order(given) == ordered
 
 
-def test_an_engine_counts_its_gpus_among_those_that_it_sees(tmp_path: Path) -> None:
+async def test_an_engine_counts_its_gpus_among_those_that_it_sees(cluster: None, tmp_path: Path) -> None:
     interpreter, log = tmp_path / "python", tmp_path / "engine.txt"
     interpreter.write_text(INTERPRETER)
     interpreter.chmod(0o755)
-    command = [sys.executable, "-c", START_AN_ENGINE_ON_THE_SECOND_GPU, str(interpreter), str(log)]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "7,5", "RAY_AUTH_MODE": "disabled"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "has 5 7\n" in done.stdout
+    async with asyncio.timeout(120):
+        reservation = await reserve([2], "cuda")
+        [bundle] = reservation.bundles
+        agent = start_agent(reservation, bundle, "cuda", Environment())
+        try:
+            node = Node(bundle, agent, await agent.gpus.remote())
+            assert node.gpus == ("5", "7")
+            place = {"gpu_ids": ordinals(node, [1]), "python": str(interpreter)}
+            ports = ServerPorts(1, 2, 3)
+            await agent.start.remote(ServerSettings("engine 0", "model", 1, 1, {}, "regular", "cuda", "127.0.0.1", ports, log, **place))
+            while not (log.exists() and "takes" in log.read_text()):  # noqa: ASYNC110  # a file can only be polled
+                await asyncio.sleep(0.1)
+            await agent.stop.remote("engine 0")
+        finally:
+            ray.kill(agent)
+            reservation.close()
     assert "sees 5,7, takes" in log.read_text()
     assert "--base-gpu-id 1" in log.read_text(), "the second of them has the number 7 on the machine"
+
+
+async def test_a_rank_gets_its_replicas_samples_and_reads_them_in_the_object_store(cluster: None, tmp_path: Path) -> None:
+    settings = MegatronTrainerSettings(
+        hf_checkpoint=tmp_path,
+        initial_weights=tmp_path,
+        optimizer=OptimizerSettings(LearningRateSchedule(peak=1e-3)),
+        needs_old_logprobs=True,
+        capacity=Capacity(max_tokens=100),
+        layout=LAYOUT,
+        num_ranks=LAYOUT.num_ranks,
+    )
+    actors = [ray.remote(ListeningRank).options(num_cpus=0).remote() for _ in range(settings.num_ranks)]
+    trainer = RankedTrainer(settings, None)  # pyright: ignore[reportArgumentType]  # they run already
+    trainer.ranks = [ActorRank(rank, "here", actor, tmp_path / "log.txt") for rank, actor in enumerate(actors)]
+    samples = train_batches.samples([(4, 30)] * 16)
+    scored = await trainer.score(samples)
+    assert all(after.old_logprobs is not None and after.tokens is before.tokens for after, before in zip(scored, samples, strict=True))
+    await trainer.train(train_batches.batch(scored, num_steps=2))
+    first, same, second, other = [await actor.positions.remote() for actor in actors]
+    assert first == same and second == other
+    everything = [list(range(16)), list(range(8)), list(range(8, 16))]
+    assert [sorted(a + b) for a, b in zip(first, second, strict=True)] == everything
+    assert all(len(a) == len(b) for a, b in zip(first, second))

@@ -83,13 +83,11 @@ def assert_closed(stranger: subprocess.Popen[str], raylet: int, family: dict[int
 
 
 def test_a_host_that_does_not_come_is_named(job: Job, free_port: int, tmp_path: Path) -> None:
+    """tests/unit/cluster/test_launch.py has a host that is silent until the deadline."""
     hosts = hostfile(tmp_path, "127.0.0.2 slots=2\n127.0.0.3 slots=2\n")
     train = job(actor_num_nodes=2, actor_num_gpus_per_node=1, run_dir=tmp_path / "run")
     said = fail(1, *launch(hosts, free_port, ssh="bash -c 'echo no route to {host}; exit 255' {command}"), *train[1:])
     assert "the worker on 127.0.0.3 ended with exit code 255: no route to 127.0.0.3" in said
-    said = fail(1, *launch(hosts, free_port, ssh="sh -c cat {command}", timeout_s=1), *train[1:])
-    assert "1 of 1 workers did not join 127.0.0.2" in said
-    assert "127.0.0.3" in said
 
 
 @pytest.mark.parametrize(

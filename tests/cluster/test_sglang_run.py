@@ -46,7 +46,7 @@ def test_an_engine_spans_two_nodes(free_port: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("placement", "num_rollouts"),
-    [(("--rollout-batch-size", 16), 3), pytest.param(("--colocate",), 6, marks=pytest.mark.slow)],
+    [(("--rollout-batch-size", 4, "--n-samples-per-prompt", 4), 3), pytest.param(("--colocate",), 6, marks=pytest.mark.slow)],
     ids=["separate", "colocated"],
 )
 def test_ranks_and_engines_agree(start: Start, tmp_path: Path, placement: tuple[str, ...], num_rollouts: int) -> None:

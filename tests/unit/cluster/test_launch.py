@@ -1,9 +1,15 @@
-"""Command that reaches the other hosts of a launch."""
+"""Command that reaches the other hosts of a launch, and hosts that do not join; tests/cluster/test_launch.py has those that do."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from fuligo.cluster.launch import connection_command
-from fuligo.errors import ConfigError
+from fuligo.cluster import launch
+from fuligo.cluster.hostfile import Host
+from fuligo.cluster.launch import LaunchedCluster, LaunchSettings, connection_command
+from fuligo.errors import ConfigError, EngineError
 
 
 @pytest.mark.parametrize("template", ["sh -c {command}", "sh -o 'ProxyCommand=nc %h {port}' -- {host} {command}"])
@@ -25,3 +31,19 @@ def test_connection_command_names_what_is_wrong(template: str, said: str) -> Non
     with pytest.raises(ConfigError) as raised:
         connection_command(template)
     assert said in str(raised.value)
+
+
+async def test_hosts_that_are_silent_until_the_deadline_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head has started, and one worker has joined it."""
+    head = SimpleNamespace(check_alive=lambda: None, stop=lambda: asyncio.sleep(0))
+    monkeypatch.setattr(launch, "start_node", lambda *_: head)
+    workers = tuple(Host(f"127.0.0.{number}", 2) for number in (3, 4))
+    cluster = LaunchedCluster(
+        LaunchSettings("127.0.0.2", 2, workers, port=6379, device="cpu", connection="cat", logs=tmp_path, timeout_s=0.1)
+    )
+    ray = SimpleNamespace(nodes=lambda: [{"NodeName": "127.0.0.4", "Alive": True}, {"NodeName": "127.0.0.3", "Alive": False}])
+    try:
+        with pytest.raises(EngineError, match=r"1 of 2 workers did not join 127\.0\.0\.2:6379 within 0\.1 s: 127\.0\.0\.3\. Check"):
+            await cluster._wait_for_workers(ray)
+    finally:
+        await cluster.stop()

@@ -90,10 +90,10 @@ class RankedTrainer:
         return sent
 
     async def save(self, directory: Path) -> None:
-        await self._run(call(RankWorker.save, directory.absolute()))  # ranks may have another working directory
+        await self._run(call(RankWorker.save, _for_ranks(directory)))
 
     async def begin_save(self, directory: Path) -> None:
-        await self._run(call_rank(Rank.begin_save, directory.absolute()))
+        await self._run(call_rank(Rank.begin_save, _for_ranks(directory)))
 
     async def end_save(self) -> None:
         writer = self.ranks[:1]  # rank 0's save is done when all ranks have written
@@ -101,7 +101,7 @@ class RankedTrainer:
         await supervision.finish(END_SAVE.name, writer, calls, timeout_s=self._settings.command_timeout_s)
 
     async def restore(self, directory: Path) -> None:
-        await self._run(call(RankWorker.restore, directory.absolute()))
+        await self._run(call(RankWorker.restore, _for_ranks(directory)))
 
     async def offload(self) -> None:
         await self._run(call(RankWorker.offload))
@@ -191,6 +191,11 @@ class LocalTrainer(RankedTrainer):
         first = self.ranks[0]
         assert isinstance(first, InProcessRank)
         return first.worker
+
+
+def _for_ranks(directory: Path) -> Path:
+    """Return the absolute path, because ranks may have another working directory."""
+    return directory.absolute()
 
 
 async def _start_local_ranks(size: int, standbys: StandbyRanks | None) -> Sequence[RankHandle]:

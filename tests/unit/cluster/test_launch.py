@@ -39,7 +39,7 @@ async def test_hosts_that_are_silent_until_the_deadline_are_named(tmp_path: Path
     monkeypatch.setattr(launch, "start_node", lambda *_: head)
     workers = tuple(Host(f"127.0.0.{number}", 2) for number in (3, 4))
     cluster = LaunchedCluster(
-        LaunchSettings("127.0.0.2", 2, workers, port=6379, device="cpu", connection="sh -c cat {command}", logs=tmp_path, timeout_s=0.1)
+        LaunchSettings("127.0.0.2", 2, workers, port=6379, device="cpu", connection=("sh", "-c", "cat"), logs=tmp_path, timeout_s=0.1)
     )
     ray = SimpleNamespace(nodes=lambda: [{"NodeName": "127.0.0.4", "Alive": True}, {"NodeName": "127.0.0.3", "Alive": False}])
     try:

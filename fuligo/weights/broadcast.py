@@ -98,7 +98,7 @@ class BroadcastGroup:
         try:  # the other ranks of an engine may be a moment behind its first, which answered
             store.wait([f"rank/{rank}" for of_engine in ranks for rank in of_engine], ANNOUNCED_WITHIN)
         except dist.DistError:
-            logger.warning("not all ranks of the engines have fuligo's plugin for SGLang; each bucket of weights is a call")
+            logger.warning("not all ranks of the engines have fuligo's plugin for SGLang; each bucket of weights needs its own request")
             return False
         return True
 

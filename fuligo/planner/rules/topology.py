@@ -119,10 +119,13 @@ def prefill_comes_with_decode(subject: Subject) -> Iterator[Violation]:
     for model, there in types.items():
         if there in ({"regular"}, {"prefill", "decode"}):
             continue
-        named = " and ".join(sorted(there))
-        wanted = "prefill and decode engines come in pairs" if "regular" not in there else "one router serves regular engines or pairs"
+        if "regular" in there:
+            *others, last = sorted(there)
+            problem = f"{', '.join(others)} and {last} engines: one router serves either regular engines or pairs of prefill and decode"
+        else:
+            problem = f"{next(iter(there))} engines only: prefill and decode engines come in pairs"
         advice = "use both prefill and decode groups, or make all of them regular"
-        yield Violation(f"--sglang-config: model {model} has {named} engines only: {wanted}", tuple(_paired(subject, model)), advice)
+        yield Violation(f"--sglang-config: model {model} has {problem}", tuple(_paired(subject, model)), advice)
 
 
 def _paired(subject: Subject, model: str) -> Iterator[Fix]:

@@ -5,6 +5,7 @@ from dataclasses import KW_ONLY, dataclass, field
 
 from fuligo.data.conversation import ConversationSource
 from fuligo.rollout.debug_data import load_rollout
+from fuligo.rollout.metrics import source_metrics
 from fuligo.rollout.protocol import Rollout, RolloutState
 from fuligo.types import SampleGroup
 
@@ -38,7 +39,7 @@ class SupervisedRollouts:
             "rollout/prompt_len_mean": sum(len(sample.prompt_ids) for sample in samples) / len(samples),
         }
         state = RolloutState(self.source.state(), next_sample_index=self._next_index, next_group_index=self._next_index)
-        return Rollout(step, groups, state, metrics)
+        return Rollout(step, groups, state, metrics | source_metrics(state))
 
 
 @dataclass(eq=False)

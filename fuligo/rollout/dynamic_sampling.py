@@ -98,6 +98,11 @@ class DynamicSampling:
         """Return the groups that fill the rollout, ordered by index."""
         return sorted(self._filling())
 
+    def surplus(self) -> list[int]:
+        """Return the kept groups that are not needed, ordered by index."""
+        filling = set(self._filling())
+        return sorted(index for index in self._kept if index not in filling)
+
     def drop_counts(self) -> Counter[str]:
         return Counter(self.dropped.values())
 

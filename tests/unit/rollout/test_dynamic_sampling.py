@@ -51,6 +51,7 @@ def test_what_finishes_after_the_rollout_is_full_is_surplus():
     for index in (2, 0):
         sampling.finish(index, None)
     assert sampling.chosen() == [2]
+    assert sampling.surplus() == [0]
 
 
 def test_in_submission_order_the_first_submitted_fill_it_however_long_they_take():
@@ -63,6 +64,7 @@ def test_in_submission_order_the_first_submitted_fill_it_however_long_they_take(
     sampling.finish(1, None)
     assert sampling.complete
     assert sampling.chosen() == [1, 2]
+    assert sampling.surplus() == [3]
 
 
 def test_used_up_waves_end_with_an_error_that_says_what_was_dropped_and_why():

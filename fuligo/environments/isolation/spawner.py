@@ -10,6 +10,7 @@ import fcntl
 import gc
 import json
 import os
+import re
 import resource
 import select
 import signal
@@ -18,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, NoReturn
@@ -40,6 +41,10 @@ _KILLED = float("inf")
 _SHOWS_STACK = signal.SIGUSR1
 """Signal on which a process prints its Python stack, even while it runs C code."""
 _SHOWING_S = 0.1
+_SECRET = re.compile("SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|APIKEY|(^|_)(KEYS?|TOKENS?)(_|$)", re.IGNORECASE)
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""Limit of math libraries to one thread: a fork does not copy the threads that they start at import, and thousands of processes share
+the cores anyway."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -59,6 +64,17 @@ class SpawnerSettings:
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self)).encode()
+
+
+def process_variables(handed_over: tuple[str, ...], environment: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return the variables for processes of environments, and the names of the variables withheld from them.
+
+    A variable is withheld if its name suggests a secret and is not in `handed_over`. GPUs are hidden, and math libraries use one thread
+    unless `environment` says otherwise.
+    """
+    withheld = tuple(name for name in environment if _SECRET.search(name) and name not in handed_over)
+    kept = {name: value for name, value in environment.items() if name not in withheld}
+    return _ONE_THREAD | kept | {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}, withheld
 
 
 def main() -> None:

@@ -4,7 +4,6 @@ import asyncio
 import json
 import logging
 import os
-import re
 import resource
 import select
 import socket
@@ -12,13 +11,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from functools import partial
 from typing import IO, Any
 
 from fuligo.environments.isolation import spawner
 from fuligo.environments.isolation.messages import HEADER, MAX_MESSAGE_BYTES, FailureError, Reply, Request, decode_reply
-from fuligo.environments.isolation.spawner import SpawnerSettings
+from fuligo.environments.isolation.spawner import SpawnerSettings, process_variables
 from fuligo.environments.threads import NoThreadError, call_in_thread
 from fuligo.errors import ConfigError, RolloutError
 
@@ -32,10 +30,6 @@ _CHUNK_BYTES = 1 << 14
 _PAUSE_S, _RETRY_S = 0.005, 0.2
 _MAX_LINES_A_MINUTE = 100
 _MAX_LINE_CHARS = 500
-_SECRET = re.compile("SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|APIKEY|(^|_)(KEYS?|TOKENS?)(_|$)", re.IGNORECASE)
-_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""Limit of math libraries to one thread: a fork does not copy the threads that they start at import, and thousands of processes share
-the cores anyway."""
 _START_CODE = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from fuligo.environments.isolation.spawner import main; main()"
 
 
@@ -55,7 +49,7 @@ class Workers:
             handed_over: names of environment variables that the processes get even if their names suggest secrets
             memory_bytes: limit of the data of each process (RLIMIT_DATA); None: unlimited
         """
-        self._variables, self._withheld = _variables(handed_over, os.environ)
+        self._variables, self._withheld = process_variables(handed_over, os.environ)
         self._settings = SpawnerSettings(path, settings, self._withheld, memory_bytes, os.getpid())
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -396,17 +390,6 @@ def _most() -> int:
     """Return the largest number of processes: their connections may take a third of the open files (ulimit -n); the run needs the rest."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return sys.maxsize if limit == resource.RLIM_INFINITY else max(1, limit // 3)
-
-
-def _variables(handed_over: tuple[str, ...], environment: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return the variables for processes of environments, and the names of the variables withheld from them.
-
-    A variable is withheld if its name suggests a secret and is not in `handed_over`. GPUs are hidden, and math libraries use one thread
-    unless `environment` says otherwise.
-    """
-    withheld = tuple(name for name in environment if _SECRET.search(name) and name not in handed_over)
-    kept = {name: value for name, value in environment.items() if name not in withheld}
-    return _ONE_THREAD | kept | {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}, withheld
 
 
 def _log_output(output: IO[bytes]) -> None:

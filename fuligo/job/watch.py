@@ -7,6 +7,7 @@ import sysconfig
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -63,7 +64,9 @@ _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "
 
 @contextmanager
 def stalls_reported(limit_s: float = LIMIT_S) -> Iterator[None]:
-    """Warn once about each user function that blocks the running event loop for longer than `limit_s` within the block."""
+    """Warn once about each user function that blocks the running event loop within the block: for longer than `limit_s` at a time, or in
+    short calls that take at least half of `limit_s`.
+    """
     loop, stop, period_s = asyncio.get_running_loop(), threading.Event(), limit_s / _CHECKS_PER_LIMIT
     last_beat_s = 0.0
 
@@ -74,20 +77,30 @@ def stalls_reported(limit_s: float = LIMIT_S) -> Iterator[None]:
             loop.call_later(period_s, beat)
 
     def watch(loop_thread: int) -> None:
-        reported_s = 0.0
+        seen: deque[tuple[str, str] | None] = deque(maxlen=_CHECKS_PER_LIMIT)
+        reported: set[tuple[str, str]] = set()
         while not stop.wait(period_s):
-            if time.monotonic() - last_beat_s <= limit_s or last_beat_s == reported_s:
+            culprit = _user_frame(loop_thread)
+            name = None if culprit is None else (culprit.filename, culprit.name)
+            seen.append(name)
+            if culprit is None or name is None or name in reported:
                 continue
-            reported_s = last_beat_s
-            if (culprit := _user_frame(loop_thread)) is not None:
-                logger.warning(
-                    "event loop blocked for %g s in %s (%s:%s); await slow work in async functions, write a reward as a plain function "
-                    "(it runs in a thread), and let environments run isolated (no --environment-isolation none, no `isolated = False`)",
-                    limit_s,
-                    culprit.name,
-                    culprit.filename,
-                    culprit.lineno,
-                )
+            if time.monotonic() - last_beat_s > limit_s:
+                share = "for"
+            elif seen.count(name) >= _CHECKS_PER_LIMIT / 2:
+                share = "most of"
+            else:
+                continue
+            reported.add(name)
+            logger.warning(
+                "event loop blocked %s %g s in %s (%s:%s); await slow work in async functions, write a reward as a plain function "
+                "(it runs in a thread), and let environments run isolated (no --environment-isolation none, no `isolated = False`)",
+                share,
+                limit_s,
+                culprit.name,
+                culprit.filename,
+                culprit.lineno,
+            )
 
     beat()
     watching = threading.Thread(target=watch, args=(threading.get_ident(),), name="stalls", daemon=True)

@@ -23,6 +23,15 @@ async def test_a_function_that_blocks_is_named_once(caplog: pytest.LogCaptureFix
     assert f"s in blocks ({__file__}:" in record.getMessage()
 
 
+async def test_short_blocks_that_add_up_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    """An async reward with blocking work holds up all other rewards, although no call takes long."""
+    with stalls_reported(10 * LIMIT_S):
+        for _ in range(40):
+            await asyncio.create_task(blocks(LIMIT_S / 2))
+    (record,) = caplog.records
+    assert f"event loop blocked most of {10 * LIMIT_S:g} s in blocks ({__file__}:" in record.getMessage()
+
+
 async def test_functions_that_await_are_not_named(caplog: pytest.LogCaptureFixture) -> None:
     limit_s = 1.0  # a busy machine may itself hold up the event loop for some time
     with stalls_reported(limit_s):

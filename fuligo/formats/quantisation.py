@@ -160,23 +160,29 @@ class EngineQuantisation:
         return cls(quantisation, names)
 
 
+def unsupported_in_updates(values: Mapping[str, Any]) -> list[str]:
+    """Return what in a `quantization_config` keeps SGLang from updating the weights; empty for FP8 in blocks."""
+    expected = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "scale_fmt": "float"}
+    other = [f"{key} {values[key]}" for key, value in expected.items() if values.get(key, value) != value]
+    block = values.get("weight_block_size")
+    if not isinstance(block, list) or len(block) != 2 or any(not isinstance(size, int) or size < 1 for size in block):
+        other.append("no weight_block_size of two numbers")
+    return other
+
+
 def _published_blocks(config: Any, directory: Path) -> Quantisation:
     """Return the block quantization that a `quantization_config` describes.
 
     Raises ConfigError for other quantizations: SGLang transposes weights with channel or tensor scales on loading and cannot update them in
     place, nor experts in MXFP4.
     """
-    expected = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "scale_fmt": "float"}
     values = config if isinstance(config, Mapping) else {}
     if values.get("quant_method") == MXFP4:
         raise ConfigError(
             f"cannot sync weights to engines on {directory}: they cannot update experts in MXFP4; let them serve bfloat16: "
             f"fuligo convert mxfp4-to-bf16 --hf-checkpoint {directory} --save DIR"
         )
-    other = [f"{key} {values[key]}" for key, value in expected.items() if values.get(key, value) != value]
-    block = values.get("weight_block_size")
-    if not isinstance(block, list) or len(block) != 2 or any(not isinstance(size, int) or size < 1 for size in block):
-        other.append("no weight_block_size of two numbers")
+    other = unsupported_in_updates(values)
     if other:
         raise ConfigError(
             f"cannot sync weights to engines on {directory}: its quantization does not support updates ({', '.join(other)}); "

@@ -7,9 +7,11 @@ from fuligo.config.flag import option_name
 from fuligo.config.rules.rule import set_flag, unset_flag
 from fuligo.config.topology import policy_model
 from fuligo.errors import ConfigError
+from fuligo.formats.quantisation import unsupported_in_updates
 from fuligo.models.architecture import LatentAttention
 from fuligo.models.megatron_flags import describe_disagreement, disagreements
 from fuligo.models.registry import batch_variant_because, family_of, unshareable_because
+from fuligo.planner.rules.deepep import quantisation_of, with_deepep
 from fuligo.planner.rules.rule import Fix, Violation, rule
 from fuligo.planner.rules.servers import running
 from fuligo.planner.subject import Subject
@@ -72,6 +74,23 @@ def engines_take_new_weights(subject: Subject) -> Iterator[Violation]:
         yield Violation(
             f"--hf-checkpoint {config.model.hf_checkpoint} has experts in MXFP4, which SGLang cannot update",
             advice="let the engines serve bfloat16: fuligo convert mxfp4-to-bf16",
+        )
+
+
+@rule("PLAN-QUANTISED-ENGINES", "--hf-checkpoint")
+def engines_update_quantised_weights(subject: Subject) -> Iterator[Violation]:
+    """Of quantized weights, SGLang can update only FP8 in blocks; others change their layout when they are loaded."""
+    config, values = subject.config, quantisation_of(subject)
+    if values is None or subject.rollout_architecture.is_mxfp4 or config.debug.debug_rollout_only:
+        return
+    if not (config.needs_engine and config.engine_capabilities.serves_quantised):
+        return
+    if with_deepep(subject) and "weight_block_size" not in values:
+        return  # PLAN-DEEPEP-FP8-CHANNEL
+    if other := unsupported_in_updates(values):
+        yield Violation(
+            f"--hf-checkpoint {config.model.hf_checkpoint} is quantized in a way that engines cannot update ({', '.join(other)})",
+            advice="convert the BF16 checkpoint with fuligo convert fp8 --strategy block, and pass that one as --ref-load",
         )
 
 

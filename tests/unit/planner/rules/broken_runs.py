@@ -115,6 +115,10 @@ BROKEN: dict[str, tuple[Run, ...]] = {
         Run(FP8, changes=(Change(("checkpoint", "ref_load"), None), Change(("checkpoint", "load"), None))),
     ),
     "PLAN-MXFP4-ENGINES": (Run(DENSE, engine_model={"is_mxfp4": True}),),
+    "PLAN-QUANTISED-ENGINES": (
+        Run(DENSE, quantisation={"quant_method": "compressed-tensors", "format": "pack-quantized"}),
+        Run(DENSE, quantisation={"quant_method": "fp8"}),
+    ),
     "PLAN-HARMONY-REWARD": (Run("gpt-oss-20b/config.yaml", "--rm-type deepscaler"),),
     "PLAN-PREFIX-MODEL": (
         Run(SPARSE, "--share-prefixes on"),
@@ -281,7 +285,7 @@ BROKEN: dict[str, tuple[Run, ...]] = {
         Run(FP8, changes=(Change(("cluster", "env", "NVSHMEM_DISABLE_NCCL"), None),)),
         Run(LARGE, """--env '{"NVSHMEM_DISABLE_NCCL": "0"}'"""),
     ),
-    "PLAN-DEEPEP-FP8-CHANNEL": (Run(FP8, quantisation={"quant_method": "compressed-tensors"}),),
+    "PLAN-DEEPEP-FP8-CHANNEL": (Run(FP8, "--debug-rollout-only", quantisation={"quant_method": "compressed-tensors"}),),
     "PLAN-FP8-BLOCKS": (Run(FP8, "--sglang-moe-a2a-backend none --sglang-ep-size 1"),),
     "PLAN-SPEC-ALGORITHM": (Run(DRAFTS, "--sglang-speculative-algorithm EAGEL"),),
     "PLAN-SPEC-NO-EFFECT": (Run(DRAFTS, changes=(Change(("sglang", "speculative_algorithm"), None),)),),

@@ -95,6 +95,10 @@ def _check_instructions(label: Any, metadata: dict[str, Any]) -> None:
         raise RewardFailure(FailureReason.BAD_METADATA, str(error)) from error
 
 
+def _check_label(label: Any, metadata: dict[str, Any]) -> None:
+    gold_answers(label)
+
+
 async def _random(answer: str | None, sample: Sample, services: Services) -> float:
     return float(random.Random(sample.index).getrandbits(1))
 
@@ -104,10 +108,10 @@ async def _remote(answer: str | None, sample: Sample, services: Services) -> Any
 
 
 NAMED = {
-    "math": Rule(_answer_equals, stated_answer),
-    "deepscaler": Rule(_answer_equals, deepscaler_answer),
-    "dapo": Rule(_dapo, answer_line, keys=("score", "acc", "pred")),
-    "f1": Rule(_f1),
+    "math": Rule(_answer_equals, stated_answer, check_row=_check_label),
+    "deepscaler": Rule(_answer_equals, deepscaler_answer, check_row=_check_label),
+    "dapo": Rule(_dapo, answer_line, keys=("score", "acc", "pred"), check_row=_check_label),
+    "f1": Rule(_f1, check_row=_check_label),
     "gpqa": Rule(_gpqa, check_row=Question.of),
     "ifbench": Rule(_ifbench, check_row=_check_instructions),
     "random": Rule(_random),

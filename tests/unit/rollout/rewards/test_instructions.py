@@ -1,6 +1,7 @@
 """Judging of instructions: one response follows each of them and another does not; rows that cannot be judged are refused."""
 
 import importlib.util
+import json
 import string
 import subprocess
 import sys
@@ -312,3 +313,13 @@ def test_rows_that_cannot_be_judged_are_found_before_anything_is_sampled(tmp_pat
     assert "but it must be one of A, B" in str(unjudged(f"{file}@[9:]", lenient, "gpqa"))
     file.write_text('{"input": "a", "m": {"rm_type": "mth"}}\n')
     assert "rm_type" in str(unjudged(str(file), settings, None)) and "did you mean math" in str(unjudged(str(file), settings, None))
+
+
+@pytest.mark.parametrize("rm_type", ["math", "deepscaler", "dapo", "f1", "boxed_math"])
+@pytest.mark.parametrize(("label", "said"), [("", "the label '' is empty"), ([], "is an empty list")])
+def test_a_label_with_which_no_answer_is_right_is_found(rm_type: str, label: object, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"input": "a", "label": value}) + "\n" for value in ("4", ["4", "four"], label)))
+    problem = str(unjudged(str(file), DataFlags(label_key="label"), rm_type))
+    assert "line 3" in problem and said in problem
+    assert unjudged(str(file), DataFlags(label_key="label"), "random") is None

@@ -54,14 +54,16 @@ class Broker:
             for descriptor in descriptors:
                 os.close(descriptor)
             connection.send(str(pid).encode())
-            watched: list[Any] = [ended := os.pidfd_open(pid), connection]
-            while ended not in select.select(watched, [], [])[0]:
+            ended, poll = os.pidfd_open(pid), select.poll()  # `select` refuses descriptors above 1023
+            poll.register(ended, select.POLLIN)
+            poll.register(connection, select.POLLIN)
+            while ended not in dict(poll.poll()):
                 number = b""
                 with suppress(OSError):
                     number = connection.recv(16)
                 os.kill(pid, int(number or signal.SIGKILL))
                 if not number:
-                    watched.remove(connection)
+                    poll.unregister(connection)
             os.close(ended)
             status = os.waitpid(pid, 0)[1]
             with suppress(OSError):  # the stand-in was killed

@@ -52,7 +52,7 @@ class ScriptedServer(SGLangServer):
     """Scripted server with a short grace period: a stopped process does not react to SIGTERM."""
 
     def __init__(self, settings: ServerSettings) -> None:
-        self.settings = settings
+        self.settings, self.url = settings, settings.url
         command = [sys.executable, "-c", ENGINE, str(settings.ports.http), str(settings.number), str(settings.log_file.parent)]
         self.process = ServerProcess(settings.name, command, log_file=settings.log_file, grace_s=1.0)
 

@@ -25,6 +25,7 @@ SMOLLM2 = {
 RUN = "--hf-checkpoint model --prompt-data prompts.jsonl --rm-type random --launcher local --device cuda --num-rollout 6 --precision bf16 \
   --rollout-backend sglang --sglang-attention-backend triton --sglang-sampling-backend pytorch"
 SMALL = "--rollout-batch-size 64 --n-samples-per-prompt 16 --rollout-max-response-len 320 --colocate --actor-num-gpus-per-node 1"
+ROWS_8K = "--use-dynamic-batch-size --max-tokens-per-gpu 8192"
 QUICKSTART = "--rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-max-response-len 512 --rollout-max-prompt-len 64 \
   --use-dynamic-batch-size"
 MEGATRON_8K = f"{QUICKSTART} --max-tokens-per-gpu 8192 --train-backend megatron"
@@ -62,19 +63,19 @@ class MeasuredStep:
 
 MEASURED = {
     "smollm2": MeasuredStep(
-        "smollm2", 30, "h200-141", f"{SMALL} --rollout-max-prompt-len 40 --share-prefixes off",
+        "smollm2", 30, "h200-141", f"{SMALL} {ROWS_8K} --rollout-max-prompt-len 40 --share-prefixes off",
         {"rollout": (2.2, 3.7), "train": (2.1, 2.9), "step": (5.3, 7.0)}, 116 / 320,
     ),
     "smollm2, layers not compiled": MeasuredStep(
-        "smollm2", 30, "h200-141", f"{SMALL} --rollout-max-prompt-len 40 --share-prefixes off --no-torch-compile",
+        "smollm2", 30, "h200-141", f"{SMALL} {ROWS_8K} --rollout-max-prompt-len 40 --share-prefixes off --no-torch-compile",
         {"train": (4.0, 4.6)}, 116 / 320,
     ),
     "smollm2, race with TRL": MeasuredStep(
-        "smollm2", 30, "h100-80", f"{SMALL} --rollout-max-prompt-len 40 --share-prefixes off",
+        "smollm2", 30, "h100-80", f"{SMALL} {ROWS_8K} --rollout-max-prompt-len 40 --share-prefixes off",
         {"rollout": (2.3, 3.0), "train": (2.3, 2.9)}, 84 / 320,
     ),
     "smollm2, questions of GSM8K": MeasuredStep(
-        "smollm2", 30, "h200-141", f"{SMALL} --rollout-max-prompt-len 105 --share-prefixes off --no-torch-compile",
+        "smollm2", 30, "h200-141", f"{SMALL} {ROWS_8K} --rollout-max-prompt-len 105 --share-prefixes off --no-torch-compile",
         {"rollout": (3.5, 4.0), "train": (6.1, 7.4)}, 254 / 320,
     ),
     "smollm2, half of the groups dropped": MeasuredStep("smollm2", 30, "h100-80", f"{SMALL} {GSM8K}", {"step": (8.0, 11.0)}, 0.5),

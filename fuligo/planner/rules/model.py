@@ -79,7 +79,7 @@ def engines_take_new_weights(subject: Subject) -> Iterator[Violation]:
 
 @rule("PLAN-QUANTISED-ENGINES", "--hf-checkpoint")
 def engines_update_quantised_weights(subject: Subject) -> Iterator[Violation]:
-    """Of quantized weights, SGLang can update only FP8 in blocks; others change their layout when they are loaded."""
+    """SGLang can update quantized weights only if they are FP8 in blocks; others change their layout when they are loaded."""
     config, values = subject.config, quantisation_of(subject)
     if values is None or subject.rollout_architecture.is_mxfp4 or config.debug.debug_rollout_only:
         return

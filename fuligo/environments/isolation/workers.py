@@ -1,36 +1,23 @@
 """Pool of the processes of environments: started on demand, one episode each at a time, reused by later episodes."""
 
 import asyncio
-import json
 import logging
 import os
 import resource
-import select
 import socket
-import subprocess
 import sys
-import threading
-import time
-from functools import partial
-from typing import IO, Any
+from typing import Any
 
-from fuligo.environments.isolation import spawner
 from fuligo.environments.isolation.messages import HEADER, MAX_MESSAGE_BYTES, FailureError, Reply, Request, decode_reply
 from fuligo.environments.isolation.spawner import SpawnerSettings, process_variables
-from fuligo.environments.threads import NoThreadError, call_in_thread
-from fuligo.errors import ConfigError, RolloutError
+from fuligo.environments.isolation.spawner_process import SpawnerProcess
+from fuligo.environments.threads import call_in_thread
 
 logger = logging.getLogger(__name__)
-_START_S = 300.0
-"""Seconds in which the environment's module must be imported and its settings checked."""
-_STATUS_S = 10.0
 _CANCEL_S = 2.0
 """Seconds in which a process must confirm that it canceled a call; a process that is busy computing cannot, and is killed."""
 _CHUNK_BYTES = 1 << 14
 _PAUSE_S, _RETRY_S = 0.005, 0.2
-_MAX_LINES_A_MINUTE = 100
-_MAX_LINE_CHARS = 500
-_START_CODE = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from fuligo.environments.isolation.spawner import main; main()"
 
 
 class ProcessEndedError(Exception):
@@ -49,12 +36,8 @@ class Workers:
             handed_over: names of environment variables that the processes get even if their names suggest secrets
             memory_bytes: limit of the data of each process (RLIMIT_DATA); None: unlimited
         """
-        self._variables, self._withheld = process_variables(handed_over, os.environ)
-        self._settings = SpawnerSettings(path, settings, self._withheld, memory_bytes, os.getpid())
-        self._control: socket.socket | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._output: threading.Thread | None = None
-        self._starting, self._asking = threading.Lock(), threading.Lock()
+        variables, withheld = process_variables(handed_over, os.environ)
+        self._spawner = SpawnerProcess(SpawnerSettings(path, settings, withheld, memory_bytes, os.getpid()), variables)
         self._idle: list[Worker] = []
         self._busy: set[Worker] = set()
         self._num_starting = 0
@@ -67,46 +50,7 @@ class Workers:
 
         Raises ConfigError if it cannot import the environment, or the import started threads, and RolloutError if it does not answer.
         """
-        with self._starting:  # several episodes may notice at once that the process has ended
-            self._start()
-
-    def _start(self) -> None:
-        if self._process is not None and self._process.poll() is None:
-            return
-        self._end()
-        control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with other:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _START_CODE, json.dumps(sys.path)],
-                stdin=other.fileno(),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env=self._variables,
-                start_new_session=True,  # Ctrl-C in a terminal reaches only the run
-            )
-        self._output = threading.Thread(target=_log_output, args=(self._process.stdout,), name="output of environments", daemon=True)
-        self._output.start()
-        path, problem = self._settings.path, None
-        try:
-            control.settimeout(_START_S)
-            control.send(self._settings.encode())
-            problem = json.loads(control.recv(spawner.MAX_REQUEST_BYTES))["problem"]
-            control.settimeout(_STATUS_S)
-        except (OSError, ValueError) as error:
-            control.close()
-            self._end()
-            raise RolloutError(
-                f"cannot isolate the environment {path}: its process did not start ({error!r}); see its output above"
-            ) from None
-        if problem is not None:
-            control.close()
-            self._end()
-            names = ", ".join(self._withheld)
-            withheld = f"; withheld from its process: {names} (--environment-variables hands them over)" if names else ""
-            raise ConfigError(f"cannot isolate the environment {path}: {problem}{withheld}; or set --environment-isolation none")
-        self._control = control  # from now on, episodes may ask for processes
-        if self._withheld:
-            logger.info("withheld from environments: %s (--environment-variables hands them over)", ", ".join(sorted(self._withheld)))
+        self._spawner.start()
 
     async def take(self) -> "Worker":
         """Return a process for an episode: an idle one, or a new one. If no more can be started, wait until another episode ends.
@@ -181,7 +125,7 @@ class Workers:
             worker.close()
         self._idle.clear()
         self._busy.clear()
-        self._end()
+        self._spawner.end()
 
     async def _new(self) -> "Worker":
         try:
@@ -192,16 +136,16 @@ class Workers:
         with theirs:
             for _ in range(2):
                 try:
-                    await self._send_descriptor(theirs.fileno())
+                    await self._spawner.send_descriptor(theirs.fileno())
                     break
                 except (BrokenPipeError, ConnectionResetError):
                     logger.warning("the process that starts environments ended; starting it again")
-                    await call_in_thread(self.start, "start of environments")
+                    await call_in_thread(self._spawner.start, "start of environments")
             else:
                 ours.close()
                 raise FailureError("its process cannot be started: the process that starts it ended")
         ours.setblocking(False)
-        worker = Worker(self, ours)
+        worker = Worker(self._spawner, ours)
         try:
             await worker.greeting()
         except BaseException as error:
@@ -211,64 +155,12 @@ class Workers:
             raise
         return worker
 
-    async def _send_descriptor(self, descriptor: int) -> None:
-        """Ask for a process, and wait while many others are being started."""
-        while True:
-            if self._control is None:
-                raise BrokenPipeError
-            try:
-                socket.send_fds(self._control, [b"."], [descriptor], socket.MSG_DONTWAIT)
-                return
-            except BlockingIOError:
-                await asyncio.sleep(_PAUSE_S)
-
-    def request_kill(self, pid: int, *, shows_stack: bool) -> None:
-        """Ask the spawner to kill a process and the processes that it started. With `shows_stack`, it first prints its Python stack."""
-        if self._control is not None:
-            try:
-                self._control.send(json.dumps({"name": "kill", "pid": pid, "shows_stack": shows_stack}).encode())
-            except OSError:
-                logger.debug("the process that starts environments has ended, and with it process %d", pid)
-
-    async def status(self, pid: int) -> str:
-        """Return how a process ended after its socket closed. A process that does not end is killed."""
-        ask = partial(self._ask_status, pid)
-        try:
-            return await call_in_thread(ask, "status of an environment")
-        except NoThreadError:
-            return ask()
-
-    def _ask_status(self, pid: int) -> str:
-        with self._asking:
-            control, deadline = self._control, time.monotonic() + _STATUS_S
-            try:
-                assert control is not None
-                control.send(json.dumps({"name": "status", "pid": pid}).encode())
-                while select.select([control], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                    answer = json.loads(control.recv(spawner.MAX_REQUEST_BYTES))
-                    if answer["pid"] == pid:
-                        return spawner.ending(answer["status"])
-            except (OSError, ValueError, AssertionError):
-                return "ended with the process that starts environments"
-        return "ended"
-
-    def _end(self) -> None:
-        if self._control is not None:
-            self._control.close()
-        if self._process is not None:
-            try:
-                self._process.wait(_STATUS_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-        self._control = self._process = None
-
 
 class Worker:
     """Connection to a process that serves one episode at a time."""
 
-    def __init__(self, workers: Workers, connection: socket.socket) -> None:
-        self._workers = workers
+    def __init__(self, spawner: SpawnerProcess, connection: socket.socket) -> None:
+        self._spawner = spawner
         self._connection = connection
         self._received = bytearray()
         self._num_requests = 0
@@ -334,7 +226,7 @@ class Worker:
     def kill(self) -> None:
         """Kill the process and the processes that it started."""
         if self.is_open:
-            self._workers.request_kill(self.pid, shows_stack=self._is_stuck)
+            self._spawner.request_kill(self.pid, shows_stack=self._is_stuck)
             self.close()
 
     def close(self) -> None:
@@ -381,7 +273,7 @@ class Worker:
             received += data
 
     async def _ended(self) -> str:
-        status = await self._workers.status(self.pid) if self.pid else "ended at its start"
+        status = await self._spawner.status(self.pid) if self.pid else "ended at its start"
         self.close()
         return status
 
@@ -390,17 +282,3 @@ def _most() -> int:
     """Return the largest number of processes: their connections may take a third of the open files (ulimit -n); the run needs the rest."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return sys.maxsize if limit == resource.RLIM_INFINITY else max(1, limit // 3)
-
-
-def _log_output(output: IO[bytes]) -> None:
-    """Log the output of environments until it ends, at most `_MAX_LINES_A_MINUTE` lines a minute."""
-    minute, num_lines = 0.0, 0
-    with output:
-        while line := output.readline(1 << 16):
-            if time.monotonic() - minute > 60.0:
-                if num_lines > _MAX_LINES_A_MINUTE:
-                    logger.info("environments printed %d more lines within a minute; not logged", num_lines - _MAX_LINES_A_MINUTE)
-                minute, num_lines = time.monotonic(), 0
-            num_lines += 1
-            if num_lines <= _MAX_LINES_A_MINUTE:
-                logger.info("environment: %s", line.decode("utf-8", "replace").rstrip("\n")[:_MAX_LINE_CHARS])

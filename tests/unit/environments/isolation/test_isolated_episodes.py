@@ -138,12 +138,12 @@ async def test_a_process_that_blocks_is_killed_and_holds_up_nobody(isolate: Isol
         await play(environment(factory))
     with pytest.raises(TimeoutError):
         await task
-    assert factory.workers._process is not None
-    children = psutil.Process(factory.workers._process.pid).children()
+    assert factory.workers._spawner.process is not None
+    children = psutil.Process(factory.workers._spawner.process.pid).children()
     async with asyncio.timeout(60):
         while len(children) > 1:  # the one that is reused
             await asyncio.sleep(0.02)
-            children = psutil.Process(factory.workers._process.pid).children()
+            children = psutil.Process(factory.workers._spawner.process.pid).children()
 
 
 @pytest.mark.long
@@ -159,8 +159,8 @@ async def test_a_process_that_is_killed_says_where_it_was(isolate: Isolate, capl
                 await stuck.step(FIRST)
         await stuck.close()
         await gone([stuck.state()["pid"]])
-    assert factory.workers._output is not None
-    output = factory.workers._output
+    assert factory.workers._spawner.output is not None
+    output = factory.workers._spawner.output
     await factory.close()
     await asyncio.to_thread(output.join)
     places = [
@@ -203,9 +203,9 @@ async def test_an_idle_process_that_died_is_replaced(isolate: Isolate) -> None:
 async def test_the_process_that_starts_the_others_is_started_again(isolate: Isolate) -> None:
     factory = isolate(Misbehaving)
     _, pid = await play(environment(factory))
-    assert factory.workers._process is not None
-    factory.workers._process.kill()
-    factory.workers._process.wait()
+    assert factory.workers._spawner.process is not None
+    factory.workers._spawner.process.kill()
+    factory.workers._spawner.process.wait()
     await gone([pid])
     _, other = await play(environment(factory))
     assert other != pid
@@ -246,8 +246,8 @@ async def test_what_an_environment_prints_is_logged_in_part(isolate: Isolate, ca
     factory = isolate(Misbehaving)
     await play(environment(factory, "prints"))
     await factory.close()
-    assert factory.workers._output is not None
-    await asyncio.to_thread(factory.workers._output.join)
+    assert factory.workers._spawner.output is not None
+    await asyncio.to_thread(factory.workers._spawner.output.join)
     assert "environment: printed by the environment" in caplog.messages
     assert len(caplog.records) < 200
     assert max(map(len, caplog.messages)) < 1000
@@ -348,7 +348,7 @@ async def main():
     idle, blocked, parent = (factory.make(Row(prompt, "", {}, 0)) for prompt in ("", "ignores signals", "leaves a child"))
     await asyncio.gather(*(each.reset() for each in (idle, blocked, parent)))
     child = (await parent.step(AssistantTurn("a"))).messages[0]["content"]
-    pids = [workers._process.pid, child, *(each.state()["pid"] for each in (idle, blocked, parent))]
+    pids = [workers._spawner.process.pid, child, *(each.state()["pid"] for each in (idle, blocked, parent))]
     if os.fork() == 0:  # it holds the run's sockets open
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         import time

@@ -36,8 +36,10 @@ async def test_programs_of_all_episodes_share_one_interpreter_and_its_limit() ->
         environments = [factory.make(Row("q", "", {}, number)) for number in range(4)]
         await asyncio.gather(*(each.reset() for each in environments))
         steps = await asyncio.gather(*(each.step(turn) for each in environments))
-        assert workers._process is not None
-        starters = [each for each in psutil.Process(workers._process.pid).children() if "sandbox.interpreter" in " ".join(each.cmdline())]
+        assert workers._spawner.process is not None
+        starters = [
+            each for each in psutil.Process(workers._spawner.process.pid).children() if "sandbox.interpreter" in " ".join(each.cmdline())
+        ]
         assert len(starters) == 1
         spans = sorted(tuple(map(float, step.tool_results[0].text.split())) for step in steps)
         assert all(before[1] <= after[0] for before, after in pairwise(spans))

@@ -88,7 +88,7 @@ def stalls_reported(limit_s: float = LIMIT_S) -> Iterator[None]:
             if time.monotonic() - last_beat_s > limit_s:
                 share = "for"
             elif seen.count(name) >= _CHECKS_PER_LIMIT / 2:
-                share = "most of"
+                share = "for at least half of"
             else:
                 continue
             reported.add(name)

@@ -123,7 +123,7 @@ PROBE_IDS = (1, 2, 3)
 """Token ids that exist in every vocabulary."""
 FP32_TOLERANCE, BF16_TOLERANCE, COARSE_TOLERANCE = 1e-3, 0.1, 0.2
 """Tolerances, in nats, of the mean difference of log-probabilities between two implementations of a model (bf16: 0.01 to 0.03 measured with
-random weights, 0.05 to 0.06 with SmolLM2-135M's). A model whose own rounding is larger is allowed more (`LogprobProof`).
+random weights, 0.05 to 0.06 with SmolLM2-135M's).
 COARSE_TOLERANCE is for FP8 (quickstart model: 0.06) and, in bf16, for mixtures of experts, where rounding changes the routing, and for
 linear attention (0.08 to 0.14 with random weights, docs/benchmarks-gpu.md)."""
 

@@ -219,7 +219,10 @@ class BroadcastGroup:
         return str(self._loading.exception() or "") if self._loading.done() else ""
 
     def _extend(self, bucket: Bucket, *, is_last: bool, call_failure: Callable[[], str] = str) -> None:
-        """Start the broadcast of the stream's next bucket, and wait for the previous broadcast; both if it is the last bucket."""
+        """Start the broadcast of the stream's next bucket, and wait for the previous broadcast; both if it is the last bucket.
+
+        `call_failure` returns why the engines' call has failed, or an empty text; by default another thread watches the call.
+        """
         stream, names = self._stream, self._names
         assert stream is not None and names is not None
         tensors = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), tensor.nbytes) for name, tensor in bucket]

@@ -12,6 +12,7 @@ SGLang's pause that aborts requests looks only once a second whether they have e
 import asyncio
 import json
 import traceback
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
@@ -121,7 +122,7 @@ def announce(store: Any, rank: int) -> None:
 
 
 class Stream:
-    """Buckets of one sync. Two are in memory at a time.
+    """Buckets of one sync. Three are in memory at a time: one loads, one arrives, and the next one can follow it without a gap.
 
     Args:
         store: store with the names, data types and shapes of the tensors
@@ -135,8 +136,8 @@ class Stream:
         self._group = group
         self._device = device
         self._num_started = 0
-        self._started: tuple[list[list[Any]], Any, Any] | None = None
-        """Bucket whose broadcast was started: its tensors, memory and broadcast."""
+        self._started: deque[tuple[list[list[Any]], Any, Any]] = deque()
+        """Buckets whose broadcasts were started: their tensors, memory and broadcasts."""
         self._is_over = False
 
     def load(self, load_weights: Callable[[Iterator[tuple[str, Any]]], object]) -> None:
@@ -160,19 +161,20 @@ class Stream:
 
     def _load(self, load_weights: Callable[[Iterator[tuple[str, Any]]], object]) -> None:
         self._start()
-        while self._started is not None:
+        while self._started:
+            self._start()
             tensors = self._tensors()
             load_weights(tensors)
             if next(tensors, None) is not None:
                 raise RuntimeError("the model did not read all tensors")
-            if not self._is_over:
-                self._start()
 
     def _start(self) -> None:
         """Start the broadcast of the next bucket, if there is one."""
         import torch
         import torch.distributed as dist
 
+        if self._is_over:
+            return
         tensors = json.loads(self._store.get(f"{self._number}/{self._num_started}"))
         self._num_started += 1
         if tensors is None:
@@ -180,19 +182,19 @@ class Stream:
             return
         num_bytes = sum(size for *_, size in tensors)
         row = torch.empty(-(-num_bytes // ROOM_BYTES) * ROOM_BYTES, dtype=torch.uint8, device=self._device)[:num_bytes]
-        self._started = tensors, row, dist.broadcast(row, src=0, group=self._group, async_op=True)
+        self._started.append((tensors, row, dist.broadcast(row, src=0, group=self._group, async_op=True)))
 
     def _tensors(self) -> Iterator[tuple[str, Any]]:
         """Yield names and tensors until the stream ends, or the end of a bucket during which the previous one was not freed.
 
-        The broadcast of a bucket is started after the first tensor of the previous one has been loaded, when the one before that is free.
+        The broadcast of the next bucket but one is started after the first tensor of a bucket has been loaded, when the previous one is free.
         """
         import torch
         from torch.multiprocessing.reductions import StorageWeakRef
 
         previous: StorageWeakRef | None = None
-        while self._started is not None:
-            (tensors, row, arrival), self._started = self._started, None
+        while self._started:
+            tensors, row, arrival = self._started.popleft()
             arrival.wait()
             del arrival  # it keeps the bucket
             start, is_first, is_previous_kept = 0, True, False

@@ -15,6 +15,7 @@ from fuligo.algorithms.estimators import ESTIMATORS
 from fuligo.algorithms.rewards import Float64Array, Rewards, old_logprobs, whiten
 from fuligo.algorithms.settings import AdvantageFn, AdvantageSettings
 from fuligo.errors import TrainerError
+from fuligo.quantities import count
 from fuligo.types import FloatArray, TrainBatch, TrainSample
 
 logger = logging.getLogger(__name__)
@@ -62,8 +63,8 @@ def cut_into_steps(samples: list[TrainSample], *, samples_per_step: int, num_ste
     trajectories = list(positions.values())
     if len(trajectories) > samples_per_step * num_steps:
         raise TrainerError(
-            f"cannot train on {len(trajectories)} samples in {num_steps} optimizer steps of {samples_per_step} (--global-batch-size); "
-            "raise --global-batch-size or --num-steps-per-rollout"
+            f"cannot train on {len(trajectories)} samples in {count(num_steps, 'optimizer step')} of {samples_per_step} "
+            "(--global-batch-size); raise --global-batch-size or --num-steps-per-rollout"
         )
     if not trajectories:
         raise TrainerError(
@@ -72,8 +73,8 @@ def cut_into_steps(samples: list[TrainSample], *, samples_per_step: int, num_ste
         )
     if len(trajectories) < num_steps:
         logger.warning(
-            "only %d samples of the rollout are usable; taking one optimizer step per sample instead of %d steps",
-            len(trajectories),
+            "the rollout has only %s; taking one optimizer step per sample instead of %d steps",
+            count(len(trajectories), "usable sample"),
             num_steps,
         )
         num_steps = len(trajectories)

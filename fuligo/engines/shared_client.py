@@ -17,6 +17,7 @@ from fuligo.engines.engine import PauseMode
 from fuligo.engines.generation import Generation, ModelInfo
 from fuligo.errors import EngineError
 from fuligo.formats.weight_manifest import AdapterPayload
+from fuligo.quantities import count
 
 T = TypeVar("T")
 ABORT_AGAIN_S = 0.2
@@ -88,8 +89,8 @@ class SharedEngineClient(EngineClient):
         except TimeoutError as error:
             self.is_overdue = True
             raise Overdue(
-                f"engine {self.url}: {len(self._requests.in_flight)} requests did not end within {self.deadlines.step.seconds:g} s of "
-                "their abort"
+                f"engine {self.url}: {count(len(self._requests.in_flight), 'request')} did not end within "
+                f"{self.deadlines.step.seconds:g} s of the abort"
             ) from error
 
     async def resume(self) -> None:

@@ -11,6 +11,7 @@ from fuligo.formats.checkpoint_files import checkpoint_weights, prediction_prefi
 from fuligo.formats.payload import NamedTensors
 from fuligo.formats.stored_experts import StoredExperts
 from fuligo.formats.weight_manifest import weights_checksum
+from fuligo.quantities import count
 
 
 class WeightStore:
@@ -61,9 +62,8 @@ class WeightStore:
         if version is not None:
             problems += [f"{name} was not sent" for name in weights if name in missing]
         if problems:
-            raise WeightSyncError(
-                f"cannot load weights from {source}: {'; '.join(problems[:8])} ({len(problems)} problems); nothing was loaded"
-            )
+            more = f" and {count(len(problems) - 8, 'more problem')}" if len(problems) > 8 else ""
+            raise WeightSyncError(f"cannot load weights from {source}: {'; '.join(problems[:8])}{more}; nothing was loaded")
         with torch.no_grad():
             for name, tensor in tensors:
                 weights[name].copy_(tensor)

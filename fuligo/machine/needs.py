@@ -13,7 +13,7 @@ from fuligo.errors import EngineError
 from fuligo.machine.facts import Machine
 from fuligo.machine.findings import Finding
 from fuligo.machine.packages import package_versions
-from fuligo.quantities import amount
+from fuligo.quantities import amount, count
 
 Versions = Callable[[Sequence[str], str, Mapping[str, str]], Mapping[str, str | None]]
 NCCL_SHARED_MEMORY_BYTES = 1024**3
@@ -162,9 +162,9 @@ def _ports(config: Config) -> Iterator[Finding]:
             for size in [1, 1, *[1, PORTS_PER_ENGINE, 1] * num_engines]:
                 claims.claim(size)
         except EngineError as error:
-            yield Finding("ports", f"for a router and {num_engines} engines", str(error))
+            yield Finding("ports", f"for a router and {count(num_engines, 'engine')}", str(error))
             return
-    yield Finding("ports", f"free for a router and {num_engines} engines")
+    yield Finding("ports", f"free for a router and {count(num_engines, 'engine')}")
 
 
 def _open_files(config: Config, machine: Machine) -> Finding:

@@ -60,7 +60,8 @@ class Cut:
         if num_middle > 0 and given < total:
             stages = f"{num_middle} middle stages" if given else f"{num_middle} stages"
             return f"{stages} cannot share {total - given}{f' of {total}' if given else ''} layers{extra} equally"
-        return f"the given stages have {given} layers, but the model has {total}{extra}, and {max(num_middle, 0) or 'no'} stages are left"
+        left = "1 stage is" if num_middle == 1 else f"{max(num_middle, 0) or 'no'} stages are"
+        return f"the given stages have {given} layers, but the model has {total}{extra}, and {left} left"
 
 
 def stages(subject: Subject) -> tuple[Stage, ...]:

@@ -15,6 +15,7 @@ from fuligo.environments.environment import Row
 from fuligo.environments.threads import call_in_thread
 from fuligo.gateway.server import Gateway
 from fuligo.gateway.session import Reward, Session
+from fuligo.quantities import count
 from fuligo.rollout.agent_samples import branches, call_counts, record_turns
 from fuligo.rollout.environment_calls import abandon
 from fuligo.rollout.sampler import clear_response, failed
@@ -95,7 +96,7 @@ class AgentGenerate:
             self._cancel(episode)
         self._suspended.clear()
         if (num_stubborn := await abandon(self._cancelled)) > 0:
-            logger.warning("%d agents catch asyncio.CancelledError and continue; they must raise it again (--agent)", num_stubborn)
+            logger.warning("agents that catch asyncio.CancelledError and continue: %d; they must raise it again (--agent)", num_stubborn)
 
     async def _start(self, sample: Sample, params: SamplingParams) -> Episode:
         session = await self.gateway.open(params, label=f"{sample.index}", priority=-sample.index)
@@ -146,7 +147,8 @@ class AgentGenerate:
         if session.num_in_flight:
             return f"the agent returned while {session.num_in_flight} of its requests were in flight; it must await their answers"
         if not session.conversation.turns:
-            return f"the agent returned without an answer from the policy ({session.num_requests} requests); it must use session.base_url"
+            sent = count(session.num_requests, "request")
+            return f"the agent returned without an answer from the policy ({sent}); it must use session.base_url"
         if _reward(episode) is None:
             return "the agent returned no reward; return a number or a dict, or send the reward with POST {base_url}/reward"
         return None
@@ -178,7 +180,7 @@ class AgentGenerate:
         if session.last_request_s is None:
             sent = "it sent no request"
         else:
-            sent = f"it sent {session.num_requests} requests, the last {time.monotonic() - session.last_request_s:.1f} s ago"
+            sent = f"it sent {count(session.num_requests, 'request')}, the last {time.monotonic() - session.last_request_s:.1f} s ago"
         return f"the agent did not return within {self.timeout_s:g} s (--agent-timeout-s); {sent}"
 
 

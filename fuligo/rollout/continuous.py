@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from fuligo.errors import RolloutError
+from fuligo.quantities import count
 from fuligo.rollout.dynamic_sampling import HOPELESS_GROUPS, HOPELESS_ROLLOUTS, too_many_dropped
 from fuligo.rollout.group_tasks import GroupTasks, snapshot
 from fuligo.rollout.judging import STALE, FailureWatch, drop_reason, explain_drops, judged
@@ -192,7 +193,7 @@ class ContinuousRunner:
         hopeless = not self._queue and num_dropped >= max(HOPELESS_ROLLOUTS * size, HOPELESS_GROUPS)
         if hopeless or (len(self._queue) < size and num_dropped >= self._parts.flags.max_sampling_waves * size):
             self._failures.refuse_mass_failure(self._next_step)
-            tried = f"{num_dropped + len(self._queue)} prompts (--max-sampling-waves {self._parts.flags.max_sampling_waves})"
+            tried = f"{count(num_dropped + len(self._queue), 'prompt')} (--max-sampling-waves {self._parts.flags.max_sampling_waves})"
             details = explain_drops(self._since.dropped, self._parts.reward_key)
             error = too_many_dropped(tried, len(self._queue), size, reasons, details)
             raise UnfilledRolloutError(str(error), self._next_step, self._since.dropped)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass
 
 from fuligo.errors import RolloutError
+from fuligo.quantities import count
 
 HOPELESS_ROLLOUTS = 10
 """Sampling gives up when this many times `target` groups were dropped and none was kept. Otherwise `--max-sampling-waves` is the limit."""
@@ -76,7 +77,7 @@ class DynamicSampling:
         `explain` returns sentences for the end of the error.
         """
         if self.exhausted:
-            tried = f"{self.num_waves} sampling waves ({self.num_submitted} prompts)"
+            tried = f"{count(self.num_waves, 'sampling wave')} ({count(self.num_submitted, 'prompt')})"
             raise too_many_dropped(tried, len(self._kept), self.target, self.drop_counts(), explain())
         self.num_waves += 1
 

@@ -109,7 +109,8 @@ class Episodes:
         """Abandon calls that ignore their cancellation, so that the run can end, and end the processes of environments."""
         if (num_stubborn := await abandon(self._canceled)) > 0:
             logger.warning(
-                "%d calls of environments catch asyncio.CancelledError and continue; they must raise it again (--environment)", num_stubborn
+                "calls of environments that catch asyncio.CancelledError and continue: %d; they must raise it again (--environment)",
+                num_stubborn,
             )
         await self.factory.close()
 

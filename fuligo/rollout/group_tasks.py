@@ -14,6 +14,7 @@ from types import TracebackType
 from fuligo.engines.generation import SamplingParams
 from fuligo.engines.group import EngineGroup
 from fuligo.errors import EngineError
+from fuligo.quantities import count
 from fuligo.rollout.protocol import RewardFn
 from fuligo.rollout.sampler import Sampler, clear_response, failed, malformation
 from fuligo.types import Sample, SampleGroup
@@ -100,7 +101,7 @@ class GroupTasks:
                     await asyncio.wait(self._running, timeout=ABORT_AGAIN_S)
         except TimeoutError:
             waiting = sum(not task.done() for task in self._running)
-            logger.warning("canceling %d groups that did not return within %g s of the abort", waiting, ABORT_DEADLINE_S)
+            logger.warning("canceling %s that did not return within %g s of the abort", count(waiting, "group"), ABORT_DEADLINE_S)
         await self._cancel()
         return groups
 
@@ -185,7 +186,8 @@ async def aligned_start(engines: EngineGroup, groups: Sequence[SampleGroup]) -> 
         deadline = time.monotonic() + ARRIVAL_DEADLINE_S
         while (missing := _num_unfinished(groups) - (await _num_arrived(engines) - before)) > 0:
             if time.monotonic() > deadline:
-                logger.warning("%d requests did not arrive within %g s: this wave is not bitwise reproducible", missing, ARRIVAL_DEADLINE_S)
+                late = count(missing, "request")
+                logger.warning("%s did not arrive within %g s: this wave is not bitwise reproducible", late, ARRIVAL_DEADLINE_S)
                 break
             await asyncio.sleep(POLL_S)
     finally:

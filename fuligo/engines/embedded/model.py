@@ -286,9 +286,8 @@ def _load(path: str, config: Any, dtype: torch.dtype) -> Any:
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"cannot load {path}: {error}; copy or download the checkpoint again") from error
     if missing := sorted(report["missing_keys"]):
-        raise ConfigError(
-            f"cannot load {path}: {len(missing)} weights are missing: {', '.join(missing[:8])}; download the checkpoint again"
-        )
+        more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+        raise ConfigError(f"cannot load {path}: weights are missing: {', '.join(missing[:8])}{more}; download the checkpoint again")
     if prefixes := prediction_prefixes(config.to_dict()):
         logger.info(
             "skipping the weights of %s, which this engine does not use (%s)", count(len(prefixes), "MTP layer"), ", ".join(prefixes)

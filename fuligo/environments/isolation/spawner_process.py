@@ -17,6 +17,7 @@ from fuligo.environments.isolation import spawner
 from fuligo.environments.isolation.spawner import SpawnerSettings
 from fuligo.environments.threads import NoThreadError, call_in_thread
 from fuligo.errors import ConfigError, RolloutError
+from fuligo.quantities import count
 
 logger = logging.getLogger(__name__)
 _START_S = 300.0
@@ -147,7 +148,8 @@ def _log_output(output: IO[bytes]) -> None:
         while line := output.readline(1 << 16):
             if time.monotonic() - minute > 60.0:
                 if num_lines > _MAX_LINES_A_MINUTE:
-                    logger.info("environments printed %d more lines within a minute; not logged", num_lines - _MAX_LINES_A_MINUTE)
+                    left_out = count(num_lines - _MAX_LINES_A_MINUTE, "more line")
+                    logger.info("environments printed %s within a minute; not logged", left_out)
                 minute, num_lines = time.monotonic(), 0
             num_lines += 1
             if num_lines <= _MAX_LINES_A_MINUTE:

@@ -81,7 +81,7 @@ def checkers(metadata: dict[str, Any]) -> list[Any]:
     if arguments is None:
         arguments = [{}] * len(names)
     if not isinstance(arguments, list | tuple) or len(arguments) != len(names):
-        raise BadMetadataError(f'metadata["kwargs"] must be a list of {len(names)} objects, one per instruction, not {arguments!r:.60}')
+        raise BadMetadataError(f'metadata["kwargs"] must be a list with one object per instruction ({len(names)}), not {arguments!r:.60}')
     return [_checker(name, given) for name, given in zip(names, arguments)]
 
 

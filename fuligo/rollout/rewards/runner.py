@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from fuligo.config.groups import RewardFlags
 from fuligo.errors import ConfigError
+from fuligo.quantities import count
 from fuligo.rollout.metrics import is_finite, metrics_problem
 from fuligo.rollout.rewards.check import check_reward
 from fuligo.rollout.rewards.custom import CustomReward
@@ -133,9 +134,9 @@ class RewardRunner:
         try:
             rewards = await self._custom(samples)
             if not isinstance(rewards, list | tuple) or len(rewards) != len(samples):
-                given = f"{len(rewards)} rewards" if isinstance(rewards, list | tuple) else f"{rewards!r:.80}"
+                given = count(len(rewards), "reward") if isinstance(rewards, list | tuple) else f"{rewards!r:.80}"
                 raise RewardFailure(
-                    FailureReason.BAD_VALUE, f"{self._custom.name} must return a list of {len(samples)} rewards, not {given}"
+                    FailureReason.BAD_VALUE, f"{self._custom.name} must return a list of {count(len(samples), 'reward')}, not {given}"
                 )
             for sample, reward in zip(samples, rewards, strict=True):
                 sample.reward = reward

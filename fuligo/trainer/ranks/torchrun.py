@@ -216,9 +216,10 @@ def _accept_all(place: TorchrunPlace, key: bytes | None) -> list[ConnectedRank]:
             try:
                 accepted, _ = listener.accept()
             except TimeoutError:
-                missing = ", ".join(str(rank) for rank in range(1, place.size) if rank not in ranks)
+                missing = [str(rank) for rank in range(1, place.size) if rank not in ranks]
+                named = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing)}"
                 raise TrainerError(
-                    f"trainer ranks {missing} (started by torchrun) did not connect within {CONNECT_TIMEOUT_S:g} s; see their output"
+                    f"trainer {named} (started by torchrun) did not connect within {CONNECT_TIMEOUT_S:g} s; see their output"
                 ) from None
             try:
                 rank = _introduced(accepted, key, place.size)

@@ -208,7 +208,7 @@ def test_steps_are_consecutive_and_use_every_rollout_once(num_steps, samples_per
 
 
 def test_sizes_that_contradict_are_errors():
-    with pytest.raises(TrainerError, match=r"4 samples in 1 optimizer steps of 3 \(--global-batch-size\)"):
+    with pytest.raises(TrainerError, match=r"4 samples in 1 optimizer step of 3 \(--global-batch-size\)"):
         cut_into_steps(group(1, 2, 3, 4), samples_per_step=3, num_steps=1)
     with pytest.raises(TrainerError, match="cannot train on a rollout without usable samples"):
         cut_into_steps([], samples_per_step=3, num_steps=2)
@@ -217,5 +217,5 @@ def test_sizes_that_contradict_are_errors():
 def test_a_rollout_with_fewer_samples_than_steps_takes_fewer_steps(caplog):
     assert cut_into_steps(group(1, 2), samples_per_step=3, num_steps=4) == ([[0], [1]], [1, 1])
     assert [record.getMessage() for record in caplog.records] == [
-        "only 2 samples of the rollout are usable; taking one optimizer step per sample instead of 4 steps"
+        "the rollout has only 2 usable samples; taking one optimizer step per sample instead of 4 steps"
     ]

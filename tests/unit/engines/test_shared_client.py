@@ -150,7 +150,7 @@ async def test_a_request_that_does_not_end_is_an_error(engine: ScriptedEngine) -
     engine.ignores_aborts = True
     answer = generate(client, "r")
     await until_running(engine, "0/r")
-    with pytest.raises(Overdue, match=r"1 requests did not end within 0\.5 s of their abort"):
+    with pytest.raises(Overdue, match=r"1 request did not end within 0\.5 s of the abort"):
         await client.pause("abort")
     assert client.is_overdue
     engine.finish("0/r")

@@ -42,6 +42,12 @@ def test_the_version_comes_with_the_last_bucket(store: WeightStore, newer: list[
     assert digest(store.module) == weights_checksum(newer).checksum
 
 
+def test_misfits_beyond_the_eighth_are_counted(store: WeightStore, newer: list[tuple[str, torch.Tensor]]) -> None:
+    unknown = [(f"other.{number}", torch.ones(1)) for number in range(9)]
+    with pytest.raises(WeightSyncError, match=r"named other\.7.* and 1 more problem; nothing was loaded"):
+        store.load_tensors([*newer, *unknown], 1)
+
+
 @pytest.mark.parametrize(
     ("change", "cause"),
     [

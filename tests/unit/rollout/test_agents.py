@@ -184,7 +184,7 @@ async def stops_iteration(session: Session, row: Row) -> float:
     ("agent", "reason"),
     [
         (raises, "the agent raised ValueError: no answer, key *** (test_agents.py:"),
-        (hangs, "the agent did not return within 2 s (--agent-timeout-s); it sent 1 requests, the last "),
+        (hangs, "the agent did not return within 2 s (--agent-timeout-s); it sent 1 request, the last "),
         (is_silent, "the agent returned without an answer from the policy (0 requests)"),
         (leaves_a_request, "the agent returned while 1 of its requests were in flight"),
         (forgets_the_reward, "the agent returned no reward; return a number or a dict"),

@@ -88,7 +88,7 @@ async def test_a_process_without_the_key_gets_no_rank(
                 connection.recv_bytes()
 
     await asyncio.to_thread(intrude)
-    with pytest.raises(TrainerError, match=r"trainer ranks 1 \(started by torchrun\) did not connect within 1 s"):
+    with pytest.raises(TrainerError, match=r"trainer rank 1 \(started by torchrun\) did not connect within 1 s"):
         await connecting
     assert not (tmp_path / "ran").exists()
 
@@ -131,7 +131,7 @@ def test_a_rank_that_cannot_reach_the_driver_says_so(store: TCPStore) -> None:
 
 async def test_a_rank_that_does_not_connect_in_time_is_named(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torchrun, "CONNECT_TIMEOUT_S", 0.1)
-    with pytest.raises(TrainerError, match=r"trainer ranks 1 \(started by torchrun\) did not connect within 0.1 s"):
+    with pytest.raises(TrainerError, match=r"trainer rank 1 \(started by torchrun\) did not connect within 0.1 s"):
         await connect_ranks(place(store, 0, 2, on_one_host=True), 2)
 
 

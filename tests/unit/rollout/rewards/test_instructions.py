@@ -230,9 +230,9 @@ def row(*ids: str, kwargs: Any = None) -> Kwargs:
         (row("count:numbers", kwargs=[{"N": -1}]), "replaces N=-1 with a random value"),
         (row("keywords:existence", kwargs=[{"keywords": ["("]}]), "do not fit its check: "),
         (row("keywords:frequency", kwargs=[{"keyword": "a", "frequency": 1, "relation": "about"}]), "('less than', 'at least')"),
-        (row("count:numbers", kwargs={"N": 1}), "a list of 1 objects"),
+        (row("count:numbers", kwargs={"N": 1}), "one object per instruction (1)"),
         (row("count:numbers", kwargs=[1]), "must be an object, not 1"),
-        (row("count:numbers", "format:title_case", kwargs=[{"N": 1}]), "a list of 2 objects"),
+        (row("count:numbers", "format:title_case", kwargs=[{"N": 1}]), "one object per instruction (2)"),
     ],
 )
 def test_check_metadata_refuses_what_cannot_be_judged(metadata: Kwargs, text: str) -> None:

@@ -64,8 +64,8 @@ _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "
 
 @contextmanager
 def stalls_reported(limit_s: float = LIMIT_S) -> Iterator[None]:
-    """Warn once about each user function that blocks the running event loop within the block: for longer than `limit_s` at a time, or in
-    short calls that take at least half of `limit_s`.
+    """Warn once about each user function that blocks the running event loop within the block: for longer than `limit_s` at a time or, in
+    several short calls, for at least half of the last `limit_s` seconds.
     """
     loop, stop, period_s = asyncio.get_running_loop(), threading.Event(), limit_s / _CHECKS_PER_LIMIT
     last_beat_s = 0.0

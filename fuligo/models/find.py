@@ -23,10 +23,11 @@ class FoundConfigJson:
 
 
 def find_architectures(config: Config) -> tuple[Architecture, Architecture]:
-    """Return the trainer's model and the engines' model; their shapes are equal unless `--ref-load` is another Hugging Face directory.
+    """Return the trainer's model and the engines' model.
 
-    The trainer's model is never quantized; with `--override-model-config` the MODEL_ARGS override its config.json. Raises ConfigError if
-    no source describes the model, or a source is invalid.
+    Their shapes are equal unless `--ref-load` is another Hugging Face directory, or MODEL_ARGS override the trainer's config.json
+    (`--override-model-config`). The trainer's model is never quantized. Raises ConfigError if no source describes the model, or a source is
+    invalid.
     """
     trained, served = find_trainer_config_json(config), find_engine_config_json(config)
     if trained is None or served is None:

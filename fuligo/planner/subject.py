@@ -44,7 +44,8 @@ class Subject:
     architecture: Architecture
     """Trained model, from `--hf-checkpoint`'s config.json, `--model-config-file`, or the MODEL_ARGS flags."""
     rollout_architecture: Architecture
-    """Model that the engines load from `--hf-checkpoint`; it differs from `architecture` only if that checkpoint is quantized."""
+    """Model that the engines load from `--hf-checkpoint`. It differs from `architecture` if that checkpoint is quantized or `--ref-load` is
+    another Hugging Face directory, and with `--override-model-config`."""
     gpu: Gpu
     trainer_config_json: FoundConfigJson | None = None
     """Source of `architecture`; None if only MODEL_ARGS describe it."""

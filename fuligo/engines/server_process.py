@@ -41,8 +41,8 @@ def end_marked(mark: str, name: str, timeout_s: float) -> None:
         if time.monotonic() > deadline:
             listed = ", ".join(map(str, sorted(running)))
             raise EngineError(
-                f"cannot free the memory of {name}: its processes {listed} did not end within {timeout_s:g} s of SIGKILL; "
-                "they hang in the kernel or a driver: look at dmesg, or restart the machine"
+                f"cannot free the memory of {name}: some of its processes ({listed}) did not end within {timeout_s:g} s of SIGKILL; they "
+                "hang in the kernel or a driver: look at dmesg, or restart the machine"
             )
         time.sleep(ORPHANS_POLL_S)
 

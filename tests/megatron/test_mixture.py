@@ -320,7 +320,7 @@ def test_what_would_not_be_the_model_is_refused(checkpoints, flags: dict[str, An
             "--recompute-method block with balanced experts",
         ),
         ({"dispatcher": "flex"}, "CUDA only; use --moe-token-dispatcher-type alltoall"),
-        ({"dispatcher": "flex", "deepep": True, "device": "cuda"}, "deep_ep is not installed"),
+        ({"dispatcher": "flex", "deepep": True, "device": "cuda"}, "deep_ep is not installed.*alltoall without --moe-enable-deepep"),
     ],
 )
 def test_ways_that_cannot_work_are_refused(checkpoints, changes: dict[str, Any], message: str) -> None:

@@ -54,12 +54,13 @@ def refuse_missing_transport(settings: MegatronTrainerSettings) -> None:
     """Check that the token dispatcher can run on this machine. Raises ConfigError if it needs CUDA or DeepEP and they are missing."""
     if settings.dispatcher != "flex" and not settings.deepep:
         return
+    instead = "use --moe-token-dispatcher-type alltoall" + (" without --moe-enable-deepep" if settings.deepep else "")
     if settings.device != "cuda":
-        raise ConfigError("--moe-token-dispatcher-type flex and DeepEP run on CUDA only; use --moe-token-dispatcher-type alltoall")
+        raise ConfigError(f"--moe-token-dispatcher-type flex and DeepEP run on CUDA only; {instead}")
     if find_spec("deep_ep") is None:
         raise ConfigError(
             f"cannot use --moe-token-dispatcher-type {settings.dispatcher} with DeepEP: the package deep_ep is not installed on this "
-            "machine; install it (https://github.com/deepseek-ai/DeepEP) on every trainer node, or use --moe-token-dispatcher-type alltoall"
+            f"machine; install it (https://github.com/deepseek-ai/DeepEP) on every trainer node, or {instead}"
         )
 
 

@@ -140,7 +140,9 @@ async def test_stop_names_processes_that_cannot_be_ended(tmp_path: Path, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr("fuligo.engines.server_process.os.kill", lambda *_: None)  # as if they hung in a driver
         patch.setattr("fuligo.engines.server_process.ORPHANS_TIMEOUT_S", 0.2)
-        with pytest.raises(EngineError, match=r"cannot free the memory of engine 0: its processes \d+, \d+ did not end within 0\.2 s"):
+        with pytest.raises(
+            EngineError, match=r"cannot free the memory of engine 0: some of its processes \(\d+, \d+\) did not end within 0\.2 s"
+        ):
             await process.stop()
     await process.stop()
     assert_all_end(pids)

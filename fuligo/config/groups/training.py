@@ -192,7 +192,9 @@ class ParallelFlags(FlagGroup):
         "allgather", "dispatcher that sends tokens to their experts"
     )
     moe_enable_deepep: bool = megatron(False, "dispatch with DeepEP; needs --moe-token-dispatcher-type flex")
-    attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = megatron("auto", "attention kernels of TransformerEngine")
+    attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = megatron(
+        "auto", "attention kernels: those of TransformerEngine, or fuligo's own (local)"
+    )
     accumulate_allreduce_grads_in_fp32: bool = megatron(
         False, "reduce gradients in fp32; this is the default unless --grad-reduce-in-bf16 is given"
     )

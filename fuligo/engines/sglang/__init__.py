@@ -1,1 +1,2 @@
-"""SGLang servers. SGLang is launched as a process and called over HTTP, never imported here, except by the plugin in `exact`."""
+"""SGLang servers. SGLang is launched as a process and called over HTTP, never imported here, except by the plugins
+in `exact` and `sync`."""

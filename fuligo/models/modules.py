@@ -99,7 +99,7 @@ def _normed(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 class _RmsNorm(torch.autograd.Function):
-    """y = w * n with n = x / rms(x); dx = (w * dy - n * mean(w * dy * n)) / rms(x)."""
+    """RMSNorm: y = w * n with n = x / rms(x); dx = (w * dy - n * mean(w * dy * n)) / rms(x)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:

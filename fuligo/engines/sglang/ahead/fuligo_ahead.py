@@ -49,7 +49,7 @@ READ_OUTSIDE_PYTHON = ("CUDA_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "NVID
 FIRST_DESCRIPTOR = 512
 """Lowest number of a descriptor that is handed over: under the same number it must be free in the process that receives it."""
 UNUSED_S = 600.0
-"""Time after which a process ends that SGLang has not used."""
+"""Seconds after which a process that SGLang has not used ends."""
 PR_SET_PDEATHSIG = 1
 _HEADER = struct.Struct("!Q")
 
@@ -213,7 +213,7 @@ def _reason_to_start_anew(before: Mapping[str, str], now: Mapping[str, str], rea
 
 @contextmanager
 def _recorded_reads() -> Iterator[set[str]]:
-    """Yield a set to which the names of all environment variables are added that Python code reads in the meantime."""
+    """Yield a set that collects the names of the environment variables that Python code reads during the block."""
     environment: Any = type(os.environ)
     get, read = environment.__getitem__, set()
 
@@ -257,7 +257,7 @@ def _memory_saver() -> dict[str, str]:
 
 @contextmanager
 def _set(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables in the meantime."""
+    """Set environment variables during the block, then restore them."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

@@ -200,9 +200,10 @@ def _state_items(subject: Subject, ranks: Sequence[TrainerState]) -> Iterator[Me
     yield MemoryItem("optimizer", adam, f"CPU Adam of {num_gpus} GPUs: fp32 weight, gradient and two moments, 16 bytes per parameter")
     yield MemoryItem("reference", one_copy if has_reference else 0, f"bf16 weights of the reference model, {num_gpus} GPUs")
     yield MemoryItem("teacher", one_copy if has_teacher else 0, f"bf16 weights of the teacher, {num_gpus} GPUs")
-    others = f"the reference {'or the teacher ' if has_teacher else ''}or the engines have"
-    yield MemoryItem("weights", one_copy if swapped else 0, f"bf16 weights of the policy while {others} the GPUs")
-    yield MemoryItem("adapter", adapter if swapped else 0, f"fp32 weights of the adapter while {others} the GPUs")
+    users = {"the reference": has_reference, "the teacher": has_teacher, "the engines": config.offloads_trainer}
+    then = f"while the GPUs are used by {' or '.join(user for user, is_one in users.items() if is_one)}"
+    yield MemoryItem("weights", one_copy if swapped else 0, f"bf16 weights of the policy {then}")
+    yield MemoryItem("adapter", adapter if swapped else 0, f"fp32 weights of the adapter {then}")
     yield MemoryItem("offloaded_optimizer", moments, f"{amount(moments)} of optimizer state while the engines have the GPUs")
 
 

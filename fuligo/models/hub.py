@@ -58,7 +58,7 @@ class HubModel:
             raise ConfigError(
                 f"{self} is not a directory here (looked in {Path.cwd()}), and cannot be loaded from the Hub: {reason.strip(' .:')}. Check "
                 "its name; a gated or private model needs `hf auth login` or HF_TOKEN; without a network, download it first, into the same "
-                f"HF_HOME: hf download {self.name}"
+                f"HF_HOME: hf download {self.name}{'' if self.revision is None else f' --revision {self.revision}'}"
             ) from error
         return Path(files)
 

@@ -84,9 +84,11 @@ def test_the_directory_in_a_config_of_another_machine_is_found_again(hub: FakeHu
 
 
 def test_every_model_that_the_hub_does_not_give_is_named(hub: FakeHub, tmp_path: Path) -> None:
-    ((of_policy, of_reference),) = run(hub.environment(tmp_path / "home"), "--hf-checkpoint", "acme/tinny", "--ref-load", "acme/other")
+    ((of_policy, of_reference),) = run(hub.environment(tmp_path / "home"), "--hf-checkpoint", "acme/tinny", "--ref-load", "acme/other@v2")
     assert of_policy.startswith("--hf-checkpoint: acme/tinny is not a directory here") and "RepositoryNotFoundError" in of_policy
-    assert of_reference.startswith("--ref-load: acme/other is not a directory here") and "hf download acme/other" in of_reference
+    assert of_policy.endswith(": hf download acme/tinny")
+    assert of_reference.startswith("--ref-load: acme/other@v2 is not a directory here")
+    assert of_reference.endswith(": hf download acme/other --revision v2")
 
 
 @pytest.mark.long

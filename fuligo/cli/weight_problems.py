@@ -50,7 +50,7 @@ def vocabulary_difference(teacher: Path, student: Path) -> str | None:
     same = _differing(teacher / _TOKENIZER, student / _TOKENIZER)
     if same:
         shown = ", ".join(same[:_SHOWN])
-        found = f"{teacher} and {student} have different tokenizers: {shown} ({len(same)} ids differ)"
+        found = f"{teacher} and {student} have different tokenizers: {shown} (differing ids: {len(same)})"
         return f"{found}; use a teacher with the student's tokenizer"
     if size is None or needed is None or size == needed or (same is not None and size > needed):
         return None

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from fuligo.errors import DataChangedError, DataError
 from fuligo.formats.disk import open_plain
+from fuligo.quantities import count
 from fuligo.types import Messages, PlacedImages, PromptImage, RawImage
 
 PLACEHOLDER = "<image>"
@@ -88,7 +89,8 @@ def check_placeholders(messages: Messages, num_images: int, key: str) -> None:
     found = sum(message["content"].count(PLACEHOLDER) for message in messages if isinstance(message.get("content"), str))
     if found != num_images:
         raise DataError(
-            f"{key!r} has {num_images} images, but the prompt contains {PLACEHOLDER} {found} times; write it once for each image"
+            f"{key!r} has {count(num_images, 'image')}, but the prompt contains {PLACEHOLDER} {count(found, 'time')}; "
+            "write it once for each image"
         )
 
 

@@ -13,6 +13,7 @@ from fuligo.errors import ConfigError
 from fuligo.machine.facts import SHARED_MEMORY, Machine
 from fuligo.machine.packages import package_version
 from fuligo.machine.temporary import temporary_problem
+from fuligo.quantities import count
 
 PACKAGES = ("transformers", "safetensors", "pydantic", "pyarrow", "aiohttp", "fastapi", "uvicorn", "math-verify")
 OPTIONAL_PACKAGES = ("tensorboard", "wandb", "sglang", "sglang-router", "megatron-core", "transformer-engine", "ray")
@@ -46,7 +47,7 @@ def _torch(machine: Machine) -> Finding:
     if torch is None:
         return Finding("torch", "not usable", f"cannot import torch ({machine.torch_problem}); reinstall it")
     build = "CPU build" if torch.cuda is None else f"CUDA {torch.cuda}, NCCL {torch.nccl or 'none'}"
-    return Finding("torch", f"{torch.version}, {build}, {torch.num_threads} threads")
+    return Finding("torch", f"{torch.version}, {build}, {count(torch.num_threads, 'thread')}")
 
 
 def _packages() -> list[Finding]:

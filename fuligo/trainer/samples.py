@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fuligo.errors import RewardError, RolloutError, TrainerError
+from fuligo.quantities import count
 from fuligo.rollout.judging import TOO_FEW_USABLE, usable
 from fuligo.types import Sample, SampleGroup, TrainBatch, TrainSample, TurnReward
 
@@ -143,7 +144,8 @@ def _post_processed(result: tuple[Sequence[float], Sequence[float]], num_samples
         raise RewardError(f"--custom-reward-post-process-path must return (raw, rewards), numbers for every sample: {error}") from error
     if len(rewards) != num_samples:
         raise RewardError(
-            f"--custom-reward-post-process-path returned {len(rewards)} rewards for {num_samples} samples; return one for each"
+            f"--custom-reward-post-process-path returned {count(len(rewards), 'reward')} for {count(num_samples, 'sample')}; "
+            "return one for each"
         )
     return rewards
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from fuligo.errors import DataError
 from fuligo.models.vision.processor import TokenGrid, image_digest
+from fuligo.quantities import count
 from fuligo.types import PromptImage
 
 
@@ -81,7 +82,9 @@ def expanded(ids: Sequence[int], grids: Sequence[TokenGrid], image_token_id: int
     """
     found = sum(token == image_token_id for token in ids)
     if found != len(grids):
-        raise DataError(f"the chat template writes {found} image tokens for {len(grids)} images; it must write one for each image")
+        raise DataError(
+            f"the chat template writes {count(found, 'image token')} for {count(len(grids), 'image')}; it must write one for each image"
+        )
     sizes = iter([grid.num_rows * grid.num_columns for grid in grids])
     origins = [at for at, token in enumerate(ids) for _ in range(next(sizes) if token == image_token_id else 1)]
     return [ids[at] for at in origins], origins

@@ -183,11 +183,14 @@ def communication_keeps_its_order(subject: Subject) -> Iterator[Violation]:
     """Before Blackwell, Megatron's TP and CP need all kernels of a GPU in one hardware queue."""
     config, sizes = subject.config, subject.config.parallel
     given = config.cluster.env.get(_CONNECTIONS)
-    splits = sizes.tensor_model_parallel_size > 1 or sizes.context_parallel_size > 1
+    options = {
+        "--tensor-model-parallel-size": sizes.tensor_model_parallel_size,
+        "--context-parallel-size": sizes.context_parallel_size,
+    }
+    splits = " and ".join(f"{option} {size}" for option, size in options.items() if size > 1)
     if subject.is_megatron and splits and given not in (None, "1") and not subject.gpu.name.startswith("b"):
         yield Violation(
-            f"--env {_CONNECTIONS}={given}: --tensor-model-parallel-size {sizes.tensor_model_parallel_size} and --context-parallel-size "
-            f"{sizes.context_parallel_size} need 1 on {subject.gpu.name}",
+            f"--env {_CONNECTIONS}={given}: it must be 1 with {splits} on {subject.gpu.name}",
             ((Change(("cluster", "env", _CONNECTIONS), "1"),),),
         )
 

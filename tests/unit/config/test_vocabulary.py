@@ -37,7 +37,7 @@ def test_equal_tokens_are_fine(tmp_path: Path, teacher: tuple, student: tuple) -
 @pytest.mark.parametrize(
     ("teacher", "student", "text"),
     [
-        ((4, {**WORDS, "d": 3}), (4, {**WORDS, "D": 3}), "have different tokenizers: 3 is 'd' and 'D' (1 ids differ)"),
+        ((4, {**WORDS, "d": 3}), (4, {**WORDS, "D": 3}), "have different tokenizers: 3 is 'd' and 'D' (differing ids: 1)"),
         ((4, WORDS), (4, WORDS, ((3, "<think>"),)), "3 is None and '<think>'"),
         ((4, WORDS), (8, WORDS), "has a vocabulary of 4 tokens and"),
         ((8,), (4, WORDS), "has a vocabulary of 8 tokens and"),

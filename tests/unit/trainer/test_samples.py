@@ -142,7 +142,7 @@ def test_the_post_process_hook_replaces_the_rewards():
         ([1.0, 2.0], r"must return \(raw, rewards\)"),
         (([], ["high", "low"]), "numbers for every sample: could not convert"),
         (([], None), "numbers for every sample"),
-        (([], [1.0]), "1 rewards for 2 samples"),
+        (([], [1.0]), "1 reward for 2 samples"),
         (([], [1.0, float("nan")]), "sample 1: its reward is nan"),
     ],
 )

@@ -12,6 +12,7 @@ from fuligo.environments.isolation.messages import HEADER, MAX_MESSAGE_BYTES, Fa
 from fuligo.environments.isolation.spawner import SpawnerSettings, process_variables
 from fuligo.environments.isolation.spawner_process import SpawnerProcess
 from fuligo.environments.threads import call_in_thread
+from fuligo.quantities import count
 
 logger = logging.getLogger(__name__)
 _CANCEL_S = 2.0
@@ -65,7 +66,7 @@ class Workers:
                 self._busy.add(worker)
                 return worker
             if not self._has_warned:
-                logger.warning("at most %d environment processes can run; further episodes wait; raise ulimit -n or -u", self._most)
+                logger.warning("environment processes are limited to %d; further episodes wait; raise ulimit -n or -u", self._most)
                 self._has_warned = True
             await asyncio.sleep(_RETRY_S)
 
@@ -91,7 +92,7 @@ class Workers:
         if not (self._busy or self._idle):
             raise failure
         if not self._has_warned:
-            logger.warning("%d episodes run and further ones wait: %s", len(self._busy), failure)
+            logger.warning("running %s; further ones wait: %s", count(len(self._busy), "episode"), failure)
             self._has_warned = True
         return None
 

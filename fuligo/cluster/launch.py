@@ -23,6 +23,7 @@ from fuligo.engines.host import PortClaims, endpoint, own_address
 from fuligo.engines.server_process import last_lines
 from fuligo.errors import ConfigError, EngineError
 from fuligo.limits import num_cores
+from fuligo.quantities import count
 
 POLL_S = 0.5
 Device = Literal["auto", "cpu", "cuda"]
@@ -208,7 +209,8 @@ def slots_here(num_slots: int, device: Device, environment: Mapping[str, str] = 
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and num_slots > (num_visible := len([gpu for gpu in visible.split(",") if gpu.strip()])):
         raise ConfigError(
-            f"cannot offer {num_slots} GPUs of this machine ({socket.gethostname()}): CUDA_VISIBLE_DEVICES={visible} leaves {num_visible}; "
+            f"cannot offer {count(num_slots, 'GPU')} of this machine ({socket.gethostname()}): CUDA_VISIBLE_DEVICES={visible} leaves "
+            f"{num_visible}; "
             f"write slots={num_visible} for it in the host file (or --slots {num_visible}), or set CUDA_VISIBLE_DEVICES"
         )
     return Slots(max(num_cores(), num_slots), num_slots)

@@ -190,16 +190,16 @@ def _states(subject: Subject, layout: ClusterLayout) -> list[TrainerState]:
 
 
 def _state_items(subject: Subject, ranks: Sequence[TrainerState]) -> Iterator[MemoryItem]:
-    config, num_gpus = subject.config, len(ranks)
+    config, gpus = subject.config, count(len(ranks), "GPU")
     one_copy, adapter = sum(rank.weights for rank in ranks), sum(rank.adapter for rank in ranks)
     adam = sum(rank.optimizer_on_host for rank in ranks)
     has_teacher = config.teacher_from == "trainer"
     has_reference = config.needs_reference and subject.adapter is None  # with an adapter, the reference is the policy without it
     swapped = has_reference or has_teacher or config.offloads_trainer
     moments = sum(rank.optimizer for rank in ranks) if config.offloads_trainer else 0
-    yield MemoryItem("optimizer", adam, f"CPU Adam of {num_gpus} GPUs: fp32 weight, gradient and two moments, 16 bytes per parameter")
-    yield MemoryItem("reference", one_copy if has_reference else 0, f"bf16 weights of the reference model, {num_gpus} GPUs")
-    yield MemoryItem("teacher", one_copy if has_teacher else 0, f"bf16 weights of the teacher, {num_gpus} GPUs")
+    yield MemoryItem("optimizer", adam, f"CPU Adam of {gpus}: fp32 weight, gradient and two moments, 16 bytes per parameter")
+    yield MemoryItem("reference", one_copy if has_reference else 0, f"bf16 weights of the reference model, {gpus}")
+    yield MemoryItem("teacher", one_copy if has_teacher else 0, f"bf16 weights of the teacher, {gpus}")
     users = {"the reference": has_reference, "the teacher": has_teacher, "the engines": config.offloads_trainer}
     then = f"while the GPUs are used by {' or '.join(user for user, is_one in users.items() if is_one)}"
     yield MemoryItem("weights", one_copy if swapped else 0, f"bf16 weights of the policy {then}")

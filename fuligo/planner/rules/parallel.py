@@ -13,6 +13,7 @@ from fuligo.config.rules.rule import set_flag, unset_flag
 from fuligo.models.architecture import GroupedAttention
 from fuligo.planner.rules.rule import Fix, Violation, divisors, nearest_first, rule
 from fuligo.planner.subject import Subject
+from fuligo.quantities import count
 
 _GPUS = ("--actor-num-nodes", "--actor-num-gpus-per-node")
 _TP, _PP, _CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
@@ -30,7 +31,7 @@ def expert_tensor_parallel_size(config: Config) -> int:
 def trainer_gpus(config: Config) -> str:
     """Return `the trainer's 8 GPUs (--actor-num-nodes 1 x --actor-num-gpus-per-node 8)`."""
     nodes, each = config.cluster.actor_num_nodes, config.resolved_actor_num_gpus_per_node
-    return f"the trainer's {config.num_train_gpus} GPUs (--actor-num-nodes {nodes} x --actor-num-gpus-per-node {each})"
+    return f"the trainer's {count(config.num_train_gpus, 'GPU')} (--actor-num-nodes {nodes} x --actor-num-gpus-per-node {each})"
 
 
 def _other_tp(subject: Subject, sizes: list[int]) -> tuple[Fix, ...]:

@@ -17,6 +17,7 @@ from fuligo.models.registry import family_of
 from fuligo.planner.layout import stages
 from fuligo.planner.rules.rule import Violation, rule
 from fuligo.planner.subject import Subject
+from fuligo.quantities import count
 
 _COMFORTABLE = 0.9
 """Estimated share of a GPU's memory up to which a run fits despite the error of the estimate."""
@@ -52,7 +53,7 @@ def recomputed_layers_exist(subject: Subject) -> Iterator[Violation]:
         return
     if number > most:
         yield Violation(
-            f"--recompute-num-layers {number} exceeds the {most} layers of a pipeline stage",
+            f"--recompute-num-layers {number} exceeds the {count(most, 'layer')} of a pipeline stage",
             ((set_flag("recompute_num_layers", 1 if config.parallel.recompute_method == "uniform" else most),),),
         )
 

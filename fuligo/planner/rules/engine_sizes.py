@@ -196,7 +196,7 @@ def experts_divide(subject: Subject) -> Iterator[Violation]:
         fixes: list[Fix] = [] if fewest else [(set_argument(subject, spec, "ep_num_redundant_experts", None),)]
         fixes += [(set_argument(subject, spec, "ep_num_redundant_experts", number),) for number in copies]
         fixes += [(set_argument(subject, spec, "ep_size", size),) for size in nearest_first(spec.ep_size, divisors(spec.tp_size))]
-        shown_copies = f" + {redundant} redundant ones ({shown(spec, 'ep_num_redundant_experts')}) = {total}" if redundant else ""
+        shown_copies = f" + {redundant} redundant ({shown(spec, 'ep_num_redundant_experts')}) = {total}" if redundant else ""
         yield Violation(
             f"{experts.num_experts} experts{shown_copies} are not divisible by {shown(spec, 'ep_size', spec.ep_size)}{where(spec)}",
             tuple(fixes),

@@ -10,6 +10,7 @@ from fuligo.errors import CheckpointError
 from fuligo.formats.adapter_config import ADAPTER, adapter_directory, is_adapter
 from fuligo.formats.checkpoint_files import COUNTERS, LOCK, RELEASE, TRACKER, UNFINISHED, VALUE_MODEL, is_distributed
 from fuligo.formats.disk import MANIFEST, check_manifest, unreadable_files
+from fuligo.quantities import count
 
 _REPLACED = ".replaced_"
 _ITERATION = re.compile(r"iter_(\d{7,})")
@@ -71,7 +72,7 @@ def nothing_left(checkpoint: Path | None, step: int, num_rollout: int) -> str | 
     """Return an error message if no rollouts are left for a run of `num_rollout` that resumes after `step`; None if some are left."""
     if step < num_rollout:
         return None
-    return f"cannot resume {checkpoint}: the run is complete ({step} of {num_rollout} rollouts); raise --num-rollout to continue"
+    return f"cannot resume {checkpoint}: the run is complete ({step} of {count(num_rollout, 'rollout')}); raise --num-rollout to continue"
 
 
 def weights_directory(given: Path) -> Path:

@@ -15,6 +15,7 @@ from fuligo.config.many import problems_of_many
 from fuligo.errors import ConfigError
 from fuligo.limits import collector_paused
 from fuligo.models.hub import located
+from fuligo.quantities import count
 
 RESUME = "--resume"
 USAGE = f"""\
@@ -152,7 +153,7 @@ def _resumed(configs: Mapping[str, Config]) -> dict[str, Config]:
         iteration = step if step is not None else newest_iteration(saved) if saved.is_dir() else None
         num_done = max(iteration or 0, 0 if step is not None else _num_unsaved(config, directory))
         if num_done > 0 and num_done >= (num_rollout := _num_rollout(config)):
-            show_choice(f"{name}: skipped, because it is complete ({num_done} of {num_rollout} rollouts)")
+            show_choice(f"{name}: skipped, because it is complete ({num_done} of {count(num_rollout, 'rollout')})")
         elif iteration is not None:
             left[name] = _changed(config, "checkpoint", load=str(saved), ckpt_step=step)
         else:

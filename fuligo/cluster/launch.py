@@ -125,7 +125,8 @@ class LaunchedCluster:
                 output = "\n".join(f"{host.address} printed:\n{self._last_lines(host)}" for host in missing)
                 names = ", ".join(host.address for host in missing)
                 raise EngineError(
-                    f"{len(missing)} of {len(self._workers)} workers did not join {self.address} within {self._settings.timeout_s:g} s: "
+                    f"{len(missing)} of {count(len(self._workers), 'worker')} did not join {self.address} within "
+                    f"{self._settings.timeout_s:g} s: "
                     f"{names}. Check that the port is open between the nodes and that fuligo is installed there under {sys.executable}.\n"
                     f"{output}"
                 )

@@ -232,7 +232,7 @@ class Dataset(Generic[Item]):
                 reason = reason or str(error)
         if not usable:
             shown = paths if isinstance(paths, str | Path) else " ".join(paths)
-            raise DataError(f"cannot use {shown}: none of its {len(self)} rows is usable; the first: {reason}")
+            raise DataError(f"cannot use {shown}: none of its rows ({len(self)}) is usable; the first: {reason}")
 
 
 class PromptDataset(Dataset[Prompt]):

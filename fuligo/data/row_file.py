@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from fuligo.data.open_file import OpenFile
 from fuligo.errors import DataError
+from fuligo.quantities import count
 
 _SLICED = re.compile(r"(?P<path>.+)@\[(?P<slice>[^\[\]]*)\]", re.DOTALL)
 _BOUNDS = re.compile(r"\s*(?P<start>[+-]?\d+)?\s*:\s*(?P<stop>[+-]?\d+)?\s*")
@@ -98,7 +99,7 @@ class PromptPath:
         if not selected:
             start, stop = self.rows.start, self.rows.stop
             bounds = f"[{'' if start is None else start}:{'' if stop is None else stop}]"
-            raise DataError(f"{self.path}: the slice {bounds} of its {num_rows} rows is empty; choose other bounds")
+            raise DataError(f"{self.path}: the slice {bounds} of its {count(num_rows, 'row')} is empty; choose other bounds")
         return selected
 
 

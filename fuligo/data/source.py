@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from fuligo.data.dataset import Dataset, Item, PromptTooLongError
 from fuligo.errors import DataError
+from fuligo.quantities import count
 from fuligo.types import Prompt
 
 SourceState = dict[str, int | str | list[int]]
@@ -167,13 +168,14 @@ class RowSource(Generic[Item]):
         """Check that the state belongs to this dataset. Raises DataError if the datasets differ."""
         if state.get("num_rows") != len(self):
             raise DataError(
-                f"cannot resume: the dataset has {len(self)} rows, but the checkpoint's had {state.get('num_rows', 'none')}; {_OTHER_DATA}"
+                f"cannot resume: the dataset has {count(len(self), 'row')}, but the checkpoint's had "
+                f"{state.get('num_rows', 'none')}; {_OTHER_DATA}"
             )
         if "digest" not in state:
             logger.warning("the checkpoint has no digest of its prompt file: only the number of rows was compared")
         elif state["digest"] != self._digest:
             raise DataError(
-                f"cannot resume: the dataset has {len(self)} rows like the checkpoint's, but different content "
+                f"cannot resume: the dataset has {count(len(self), 'row')} like the checkpoint's, but different content "
                 f"(digest {self._digest} instead of {state['digest']}); {_OTHER_DATA}"
             )
         if (changed := self._dataset.image_digests.first_changed(str(state.get("images", "")))) is not None:
@@ -205,7 +207,7 @@ class RowSource(Generic[Item]):
                     raise DataError(f"{error}; resume or start with --skip-bad-rows to skip such rows") from error
                 self.counts.bad_rows += 1
         raise DataError(
-            f"cannot draw a prompt: a whole epoch of {len(self)} rows has no usable row (so far {self.counts.bad_rows} malformed, "
+            f"cannot draw a prompt: a whole epoch of {count(len(self), 'row')} has no usable one (so far {self.counts.bad_rows} malformed, "
             f"{self.counts.dropped_too_long} too long); fix the rows or raise --rollout-max-prompt-len"
         )
 

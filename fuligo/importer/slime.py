@@ -14,6 +14,7 @@ from fuligo.config.hook_specs import ALIASES
 from fuligo.config.other_frameworks import moved, other_settings
 from fuligo.config.python_path import VARIABLE as PYTHON_PATH
 from fuligo.importer.calls import Training
+from fuligo.quantities import count
 
 _MEGATRON_DROPOUT = "0.1"
 
@@ -170,7 +171,7 @@ def _concurrency(line: _Line) -> None:
             f"--sglang-server-concurrency {given}, which is per engine, is replaced by --rollout-concurrency {limit} for all engines"
         )
     else:
-        line.notes.append(f"--sglang-server-concurrency {given} is left out: a rollout has {num_requests} requests at most")
+        line.notes.append(f"--sglang-server-concurrency {given} is left out: a rollout has at most {count(num_requests, 'request')}")
 
 
 def _warmup(line: _Line) -> None:

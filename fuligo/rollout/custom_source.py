@@ -16,6 +16,7 @@ import numpy as np
 
 from fuligo.config.hooks import describe_exception
 from fuligo.errors import DataError, RolloutError
+from fuligo.quantities import count
 from fuligo.rollout.protocol import Draw, RolloutState
 from fuligo.rollout.sampler import clear_response, malformation
 from fuligo.rollout.source import START_ROLLOUT_ID, continuation
@@ -60,7 +61,7 @@ class CustomSource:
         drawn = self._call(self.hook.get_samples, num_groups)
         if not isinstance(drawn, list) or len(drawn) > num_groups or not all(map(_is_group, drawn)):
             raise RolloutError(
-                f"--data-source-path: get_samples({num_groups}) must return a list of at most {num_groups} groups, "
+                f"--data-source-path: get_samples({num_groups}) must return a list of at most {count(num_groups, 'group')}, "
                 f"each a non-empty list of Sample; it returned {drawn!r:.200}"
             )
         return Draw([self._group(samples, step) for samples in drawn])

@@ -10,6 +10,7 @@ import numpy as np
 
 from fuligo.config.hooks import Hook, describe_exception
 from fuligo.errors import RolloutError
+from fuligo.quantities import count
 from fuligo.rollout.protocol import BufferFilter, GroupFilter
 from fuligo.rollout.sampler import malformation
 from fuligo.types import Sample, SampleGroup
@@ -86,7 +87,7 @@ def sample_filter(hook: Hook, args: Any) -> SampleFilter:
         try:
             result = hook(args, samples)
         except Exception as error:
-            raise _failure("--rollout-sample-filter-path", f"{len(groups)} groups", error, hook) from error
+            raise _failure("--rollout-sample-filter-path", count(len(groups), "group"), error, hook) from error
         if result is not None or list(map(len, samples)) != sizes:
             raise RolloutError(
                 "--rollout-sample-filter-path: the function must change samples in place and return None, and must not add or remove "
@@ -106,7 +107,7 @@ def all_samples(hook: Hook, args: Any) -> AllSamples:
         try:
             hook(args, [group.samples for group in groups], data_source)
         except Exception as error:
-            raise _failure("--rollout-all-samples-process-path", f"{len(groups)} groups", error, hook) from error
+            raise _failure("--rollout-all-samples-process-path", count(len(groups), "group"), error, hook) from error
         for sample in (sample for group in groups if group.kept for sample in group.samples):
             if (problem := malformation(sample)) is not None:
                 raise RolloutError(f"--rollout-all-samples-process-path: the function left sample {sample.index} with a {problem}")

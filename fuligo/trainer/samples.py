@@ -207,7 +207,9 @@ class BeforeTrainStep:
                 "out, set its loss_mask to 0, or remove it from both batch.samples and batch.steps"
             )
         if len(batch.num_rollouts_per_step) != len(batch.steps) or min(batch.num_rollouts_per_step) < 1:
-            return f"num_rollouts_per_step is {batch.num_rollouts_per_step} for {len(batch.steps)} steps: each needs a number above 0"
+            return (
+                f"num_rollouts_per_step is {batch.num_rollouts_per_step} for {count(len(batch.steps), 'step')}: each needs a number above 0"
+            )
         smallest = min(len(step) for step in batch.steps)
         if smallest < self.num_replicas and num_samples < num_before:
             return (

@@ -180,7 +180,7 @@ def test_prompts_over_the_limit_are_told_apart_from_bad_ones(write_rows: Write, 
 def test_a_file_without_a_usable_row_is_refused(write_rows: Write, tokenizer: PreTrainedTokenizerFast, skip_bad_rows: bool) -> None:
     path = write_rows({"input": "7" * 9}, {"input": "8" * 9})
     settings = DataFlags(rollout_max_prompt_len=8, skip_bad_rows=skip_bad_rows)
-    with pytest.raises(DataError, match=r"none of its 2 rows is usable; the first: .* 9 tokens"):
+    with pytest.raises(DataError, match=r"none of its rows \(2\) is usable; the first: .* 9 tokens"):
         PromptDataset.open(path, settings, tokenizer)
 
 

@@ -130,13 +130,13 @@ def test_a_file_whose_rows_became_unusable_ends_the_run_instead_of_looping(
 ) -> None:
     source = PromptSource(PromptDataset.open(write_rows({"input": "a"}, {"input": "b"}), DataFlags(skip_bad_rows=True), tokenizer))
     monkeypatch.setattr(tokenizer, "__class__", type("Broken", (), {"__call__": lambda *_, **__: {"input_ids": []}, "bos_token_id": None}))
-    with pytest.raises(DataError, match="a whole epoch of 2 rows has no usable row"):
+    with pytest.raises(DataError, match="a whole epoch of 2 rows has no usable one"):
         source.take(1)
 
 
 def test_a_state_of_other_data_is_refused(dataset: PromptDataset, write_rows: Write, tokenizer: PreTrainedTokenizerFast) -> None:
     other = PromptSource(PromptDataset.open(write_rows({"input": "a"}), DataFlags(), tokenizer))
-    with pytest.raises(DataError, match="the dataset has 1 rows, but the checkpoint's had 7"):
+    with pytest.raises(DataError, match="the dataset has 1 row, but the checkpoint's had 7"):
         other.restore(PromptSource(dataset).state())
 
 

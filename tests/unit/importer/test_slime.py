@@ -41,7 +41,7 @@ def test_a_complete_command_line_is_unchanged():
             "--colocate --rollout-num-gpus-per-engine 2 --rollout-batch-size 128 --rollout-concurrency 256",
             "for all engines",
         ),
-        ("--sglang-server-concurrency 1024 --rollout-batch-size 16", "--rollout-batch-size 16", "a rollout has 128 requests at most"),
+        ("--sglang-server-concurrency 1024 --rollout-batch-size 16", "--rollout-batch-size 16", "a rollout has at most 128 requests"),
         ("--rollout-num-gpus 16 --rollout-batch-size 128", "--rollout-num-gpus 16 --rollout-batch-size 128", ""),
         ("--rollout-function-path slime.rollout.sglang_rollout.generate_rollout", "", ""),
         (

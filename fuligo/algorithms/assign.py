@@ -89,7 +89,7 @@ def _call_custom(function: AdvantageFn, samples: list[TrainSample]) -> list[Floa
     flag = "--custom-advantage-function-path"
     given = function(samples)
     if not isinstance(given, Sized) or len(given) != len(samples):
-        what = f"advantages for {len(given)} samples" if isinstance(given, Sized) else f"{given!r:.80}"
+        what = f"advantages for {count(len(given), 'sample')}" if isinstance(given, Sized) else f"{given!r:.80}"
         raise TrainerError(f"{flag} returned {what}; return a list with one array for each of the {len(samples)} samples")
     try:
         advantages = [np.asarray(values, np.float64) for values in given]

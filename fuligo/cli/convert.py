@@ -290,7 +290,10 @@ def compare(arguments: Sequence[str]) -> int:
     if not differing:
         print(f"all {num_equal} tensors are bitwise equal")
         return 0
-    print(f"{differing} of {num_equal + differing} tensors differ" + (f", by up to {largest:.3g}" if largest < float("inf") else ""))
+    print(
+        f"{differing} of {num_equal + differing} tensors differ{'s' if differing == 1 else ''}"
+        + (f", by up to {largest:.3g}" if largest < float("inf") else "")
+    )
     return 1
 
 

@@ -96,7 +96,7 @@ def _compared(name: str, one: Tensor, other: Tensor) -> Comparison:
         unequal = ~((mine.double() == theirs.double()) | (mine.isnan() & theirs.isnan()))
         count += int(unequal.sum())
         largest = max(largest, float(differences.nan_to_num(nan=float("inf"))[unequal].max()) if unequal.any() else 0.0)
-    numbers = f"{count} of {one.numel()} values differ, by up to {largest:.3g}" if count else "equal values"
+    numbers = f"{count} of {one.numel()} values differ{'s' if count == 1 else ''}, by up to {largest:.3g}" if count else "equal values"
     return Comparison(name, types + numbers, largest)
 
 

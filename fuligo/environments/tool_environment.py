@@ -12,6 +12,7 @@ from pydantic import ConfigDict, ValidationError, create_model
 
 from fuligo.environments.environment import UNKNOWN_TOOL, AssistantTurn, Environment, Row, Start, Step, Tool, ToolCall, ToolResult
 from fuligo.environments.threads import call_in_thread
+from fuligo.quantities import count
 from fuligo.types import Messages
 
 MAX_RESULT_CHARS = 8_000
@@ -133,7 +134,7 @@ class ToolEnvironment(Environment):
         except BaseException as error:  # a tool's SystemExit, raised in a task, would end the event loop
             text, failed = f"error: {_text(error) or type(error).__name__}", True
         if len(text) > MAX_RESULT_CHARS:
-            text = f"{text[:MAX_RESULT_CHARS]}\n[{len(text) - MAX_RESULT_CHARS} more characters]"
+            text = f"{text[:MAX_RESULT_CHARS]}\n[{count(len(text) - MAX_RESULT_CHARS, 'more character')}]"
         return ToolResult(call.name, text, failed, time.monotonic() - start_s)
 
 

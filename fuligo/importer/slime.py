@@ -183,9 +183,8 @@ def _warmup(line: _Line) -> None:
     line.remove("lr_warmup_fraction")
     if rollouts:
         line.add("lr_warmup_iters", str(round(fraction * rollouts * steps)))
-        line.notes.append(
-            f"--lr-warmup-fraction {fraction} is replaced by --lr-warmup-iters {line.value('lr_warmup_iters')} of {rollouts * steps} steps"
-        )
+        total = count(rollouts * steps, "step")
+        line.notes.append(f"--lr-warmup-fraction {fraction} is replaced by --lr-warmup-iters {line.value('lr_warmup_iters')} of {total}")
     else:
         line.notes.append(f"--lr-warmup-fraction {fraction} is left out; set --lr-warmup-iters to {fraction} of the run's optimizer steps")
 

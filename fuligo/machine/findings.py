@@ -119,4 +119,4 @@ def _attempt(action: Callable[[], object], fix: str) -> str | None:
 
 def _some(pairs: list[tuple[int, int]]) -> str:
     shown = ", ".join(f"{a} and {b}" for a, b in pairs[:3])
-    return shown + (f" and {len(pairs) - 3} more pairs" if len(pairs) > 3 else "")
+    return shown + (f" and {count(len(pairs) - 3, 'more pair')}" if len(pairs) > 3 else "")

@@ -134,7 +134,7 @@ def _experts(given: PassThrough, family: str) -> dict[str, Any]:
     num_layers = ConfigJson({"num_hidden_layers": num_layers}, "MODEL_ARGS").count("num_hidden_layers")  # checks the limit
     pattern = frequency if isinstance(frequency, list) else [int(number % frequency == 0) for number in range(num_layers)]
     if len(pattern) != num_layers:
-        raise ConfigError(f"--moe-layer-freq has {len(pattern)} entries, but --num-layers is {num_layers}; use one entry per layer")
+        raise ConfigError(f"--moe-layer-freq is a list of length {len(pattern)}, but --num-layers is {num_layers}; use one entry per layer")
     dense = [number for number, has_experts in enumerate(pattern) if not has_experts]
     if FAMILIES[family].model_args.lists_dense_layers:
         return values | {"mlp_only_layers": dense, "decoder_sparse_step": 1}

@@ -162,7 +162,7 @@ def _requests(subject: Subject, spec: EngineGroupSpec, memory: EngineMemory, num
     """Return the number of requests that one engine of a group runs at a time, and the reason for this number."""
     given = memory.settings.max_running_requests
     if given is not None:
-        return given, f"CUDA graphs for all of the {given} requests that an engine runs"
+        return given, f"CUDA graphs for all requests that an engine runs ({given})"
     tokens = max(average_prompt(each) + average_response(each) for each in (subject.config, *subject.sharing))
     room = max(1, memory.kv_tokens // tokens) * spec.dp_size
     share = max(MIN_REQUESTS, ceil(requests_wanted(subject) / num_engines))
@@ -170,12 +170,12 @@ def _requests(subject: Subject, spec: EngineGroupSpec, memory: EngineMemory, num
     requests = min(share, room, most)
     graphs = memory.settings.graph_batch * spec.dp_size
     if _decides_graphs(spec) and 0 < graphs < requests:
-        return graphs, f"an engine's CUDA graphs end at {graphs} requests; its share of a rollout is {share}"
+        return graphs, f"an engine's CUDA graphs end at {count(graphs, 'request')}; its share of a rollout is {share}"
     held = magnitude(memory.kv_tokens * spec.dp_size)
     if requests == share:
         return requests, f"an engine's share of a rollout, at least {MIN_REQUESTS}; fits into its KV cache of {held} tokens"
     if requests == room:
-        return requests, f"an engine's KV cache of {held} tokens holds {requests} samples of {tokens} tokens"
+        return requests, f"an engine's KV cache of {held} tokens holds {count(requests, 'sample')} of {tokens} tokens"
     return requests, f"the largest batch to choose by default; an engine's share of a rollout is {share}"
 
 

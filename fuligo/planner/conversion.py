@@ -121,7 +121,7 @@ def _checked_shape(subject: Subject, world_size: int) -> Layout:
         shape = layout_of(subject.config)
     except IndivisibleRanksError as error:
         raise ConfigError(
-            f"{error.sizes} does not divide the {world_size} processes of the conversion; change a size or the number of processes"
+            f"{error.sizes} does not divide the number of processes of the conversion ({world_size}); change either"
         ) from None
     heads, experts = subject.architecture.attention.num_heads, subject.architecture.experts
     if heads % shape.tp:

@@ -16,7 +16,7 @@ from fuligo.planner.sampled_groups import SampledGroups, sampled_groups
 from fuligo.planner.server_settings import ServerSettings
 from fuligo.planner.subject import Subject
 from fuligo.planner.training_time import rollout_forward_flops
-from fuligo.quantities import magnitude
+from fuligo.quantities import count, magnitude
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,8 @@ def rollout_phase(subject: Subject, layout: ClusterLayout) -> Phase:
         groups_note = f"; {sampled.started:.0f} groups started for the {config.rollout.rollout_batch_size} to keep"
     if config.engine_capabilities.beside_trainer:
         decoding = _embedded(subject, sampled)
-        note = f"{decoding.batch:.0f} requests decoded at once, {decoding.step_s * 1e3:.1f} ms per step, embedded engine{groups_note}"
+        requests = count(round(decoding.batch), "request")
+        note = f"{requests} decoded at once, {decoding.step_s * 1e3:.1f} ms per step, embedded engine{groups_note}"
         return Phase("rollout", "engines", 0.0, decoding.seconds, flops, note)
     groups = policy_servers(subject)
     decoders = [(spec, memory) for spec, memory in groups if spec.worker_type != "prefill"]
@@ -53,7 +54,7 @@ def rollout_phase(subject: Subject, layout: ClusterLayout) -> Phase:
     prefill_s, prefill_note = _prefill(subject, groups, sampled)
     drafts = "" if slowest.accept_length == 1.0 else f" for {slowest.accept_length:.2f} tokens"
     step = f"{slowest.step_s * 1e3:.1f} ms per step{drafts}"
-    note = f"{slowest.batch:.0f} requests decoded at once per engine, {step}; {prefill_note}{groups_note}"
+    note = f"{count(round(slowest.batch), 'request')} decoded at once per engine, {step}; {prefill_note}{groups_note}"
     return Phase("rollout", "engines", 0.0, slowest.seconds + prefill_s, flops, note)
 
 

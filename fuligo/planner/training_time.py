@@ -9,6 +9,7 @@ from fuligo.planner.memory.torch_trainer import compiles_layers
 from fuligo.planner.memory.trainer import gradient_bytes, offloaded_share, optimizer_parameters, trainer_state
 from fuligo.planner.plan import ClusterLayout, Phase
 from fuligo.planner.subject import Subject
+from fuligo.quantities import count
 
 
 def train_phase(subject: Subject, layout: ClusterLayout) -> Phase:
@@ -33,7 +34,7 @@ def train_phase(subject: Subject, layout: ClusterLayout) -> Phase:
     if (num_samples := samples_per_tree(config, shape)) > 1:
         note += f", each prompt computed once for {num_samples} responses"
     if shape.pp > 1:
-        note += f", pipeline bubble {bubble:.0%} ({num_micro_batches(subject, shape)} micro-batches)"
+        note += f", pipeline bubble {bubble:.0%} ({count(num_micro_batches(subject, shape), 'micro-batch')})"
     if exchange:
         note += f", {exchange:.1f} s of token exchange with experts on other nodes"
     if config.resolved_num_steps_per_rollout > 1:

@@ -8,6 +8,7 @@ from typing import Any
 from fuligo.config.hooks import describe_exception
 from fuligo.engines.generation import SamplingParams
 from fuligo.errors import RolloutError
+from fuligo.quantities import count
 from fuligo.rollout.custom_generate import default_generate
 from fuligo.rollout.custom_rollout import call, completed_group
 from fuligo.rollout.custom_source import NO_ROW
@@ -61,7 +62,7 @@ class CustomEvaluator:
                 result = await call(self.hook, self.args, rollout_id, EvalData(self.sets), evaluation=True)
         except Exception as error:
             cause = describe_exception(error, self.hook)
-            raise RolloutError(f"--eval-function-path: the function raised after {rollout_id} rollouts: {cause}") from error
+            raise RolloutError(f"--eval-function-path: the function raised after {count(rollout_id, 'rollout')}: {cause}") from error
         evaluation, version = Evaluation({}, {}), self.policy_version()
         own_keys = {eval_set.name: eval_set.reward_key for eval_set in self.sets}
         for name, samples in _checked(result).items():

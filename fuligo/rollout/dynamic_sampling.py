@@ -129,7 +129,7 @@ def too_many_dropped(tried: str, num_kept: int, target: int, reasons: Counter[st
     """
     dropped = ", ".join(f"{count} by {reason}" for reason, count in reasons.most_common())
     return RolloutError(
-        f"cannot fill the rollout: {tried} gave {num_kept} of the {target} groups needed; dropped: {dropped}. If all responses to a prompt "
+        f"cannot fill the rollout: {tried} gave {num_kept} of {target} needed groups; dropped: {dropped}. If all responses to a prompt "
         "get the same reward, the prompts are too easy or too hard for the model, or the reward is wrong. Otherwise loosen "
         f"--dynamic-sampling-filter-path or raise --max-sampling-waves.{details}"
     )

@@ -116,7 +116,7 @@ def failure_warning(step: int, groups: Iterable[SampleGroup]) -> str | None:
     if not errors:
         return None
     return (
-        f"rollout {step}: {errors.total()} of {len(samples)} samples failed and are not trained on; most frequent errors: "
+        f"rollout {step}: {errors.total()} of {len(samples)} samples failed and will not be trained on; most frequent errors: "
         f"{_most_frequent(errors)}"
     )
 

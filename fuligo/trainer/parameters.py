@@ -29,7 +29,7 @@ def require_finite_weights(tensors: Iterable[tuple[str, torch.Tensor]], source: 
         if tensor.is_floating_point() and tensor.numel() and not torch.stack(tensor.detach().aminmax()).isfinite().all():
             number = int((~tensor.isfinite()).sum())
             raise CheckpointError(
-                f"cannot load {source}: {name} has {number:,} of {tensor.numel():,} values that are NaN or infinite; "
+                f"cannot load {source}: {name} has values that are NaN or infinite ({number:,} of {tensor.numel():,}); "
                 "copy or download it again, or load another checkpoint"
             )
 

@@ -203,7 +203,7 @@ class BeforeTrainStep:
             return f"it has no samples ({num_before} before the hook); to leave a sample out, set its loss_mask to 0"
         if sorted(position for step in batch.steps for position in step) != list(range(num_samples)):
             return (
-                f"its steps must name each of its {num_samples} samples ({num_before} before the hook) exactly once; to leave a sample "
+                f"its steps must name each sample ({num_samples} in all, {num_before} before the hook) exactly once; to leave a sample "
                 "out, set its loss_mask to 0, or remove it from both batch.samples and batch.steps"
             )
         if len(batch.num_rollouts_per_step) != len(batch.steps) or min(batch.num_rollouts_per_step) < 1:
@@ -213,8 +213,8 @@ class BeforeTrainStep:
         smallest = min(len(step) for step in batch.steps)
         if smallest < self.num_replicas and num_samples < num_before:
             return (
-                f"a step has {smallest} samples, fewer than the {self.num_replicas} data-parallel ranks, which need one each; set the "
-                "loss_mask of samples to 0 instead of removing them"
+                f"a step has {count(smallest, 'sample')}, fewer than the {self.num_replicas} data-parallel ranks, which need one each; set "
+                "the loss_mask of samples to 0 instead of removing them"
             )
         return next((problem for sample in batch.samples if (problem := _misshapen(sample)) is not None), None)
 

@@ -132,8 +132,8 @@ def test_a_changed_bit_is_found(checkpoints, tmp_path: Path, capsys: pytest.Capt
     file.write_bytes(content)
     assert convert(["compare", str(tmp_path / "dist"), str(tmp_path / "back")]) == 1
     *differing, summary = capsys.readouterr().out.splitlines()
-    assert len(differing) == 1 and "1 of " in differing[0] and "values differ, by up to" in differing[0]
-    assert summary.startswith("1 of ") and "tensors differ, by up to" in summary
+    assert len(differing) == 1 and "1 of " in differing[0] and "values differs, by up to" in differing[0]
+    assert summary.startswith("1 of ") and "tensors differs, by up to" in summary
 
 
 def test_what_else_may_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

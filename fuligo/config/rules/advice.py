@@ -113,7 +113,7 @@ def warmup_longer_than_the_run(config: Config) -> Iterator[Violation]:
         ("--critic-lr-warmup-iters", flags.critic_lr_warmup_iters, "--critic-lr"),
     ):
         if warmup > steps:
-            text = f"{name} {warmup} exceeds the run's {steps} optimizer steps: the learning rate never reaches {peak}"
+            text = f"{name} {warmup} exceeds the number of optimizer steps of the run ({steps}): the learning rate never reaches {peak}"
             yield Violation(text, advice="shorten the warm-up", flags=(name, "--num-rollout"))
             return
 
@@ -134,7 +134,7 @@ def critic_only_run(config: Config) -> Iterator[Violation]:
     """Warn if only the value model learns in the whole run."""
     alone, rollouts = config.algorithm.num_critic_only_steps, config.data.num_rollout
     if alone and rollouts is not None and alone >= rollouts:
-        text = f"--num-critic-only-steps {alone} leaves none of the run's {rollouts} rollouts for the policy to learn from"
+        text = f"--num-critic-only-steps {alone} leaves no rollout of the run's {rollouts} for the policy to learn from"
         yield Violation(text, advice="raise --num-rollout, unless you only want the value model")
 
 

@@ -5,15 +5,16 @@ from collections.abc import Iterator
 from fuligo.config import Config
 from fuligo.config.flag import option_name
 from fuligo.config.rules.rule import Violation, rule, set_flag, unset_flag
+from fuligo.quantities import count
 
 
 def _samples(config: Config) -> str:
     """Return `--rollout-batch-size 32 x --n-samples-per-prompt 8 = 256 samples`."""
     prompts = config.rollout.rollout_batch_size
     if config.is_sft:
-        return f"--rollout-batch-size {prompts} = {prompts} samples"
+        return f"--rollout-batch-size {prompts} = {count(prompts, 'sample')}"
     responses = config.rollout.n_samples_per_prompt
-    return f"--rollout-batch-size {prompts} x --n-samples-per-prompt {responses} = {config.samples_per_rollout} samples"
+    return f"--rollout-batch-size {prompts} x --n-samples-per-prompt {responses} = {count(config.samples_per_rollout, 'sample')}"
 
 
 def _largest_divisor(number: int, limit: int) -> int:

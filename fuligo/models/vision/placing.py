@@ -33,7 +33,9 @@ def place_images(
         at = start + grid.num_rows * grid.num_columns
         run = next((i for i in range(start, len(ids)) if ids[i] != image_token_id), len(ids)) - start
         if run != at - start:
-            raise DataError(f"{source} has {grid.num_rows} x {grid.num_columns} tokens, but the prompt has {run} image tokens in its place")
+            raise DataError(
+                f"{source} has {grid.num_rows} x {grid.num_columns} tokens, but the prompt has {count(run, 'image token')} in its place"
+            )
         if at == len(ids):
             raise DataError(f"the prompt ends with {source}; text must follow it")
         placed.append(PromptImage(source, data, image_digest(data), start, grid.num_rows, grid.num_columns))

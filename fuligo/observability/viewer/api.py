@@ -22,6 +22,7 @@ from fuligo.observability.viewer.run import RunReader, Watcher
 from fuligo.observability.viewer.run_files import SampleSet, is_readable
 from fuligo.observability.viewer.sample_query import Order, SampleFilter
 from fuligo.observability.viewer.sample_rows import PromptOrder
+from fuligo.quantities import count
 
 _HEADERS = ((b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer"), (b"cache-control", b"no-store"))
 
@@ -129,7 +130,7 @@ def make_app(runs: Sequence[RunReader], *, token: str, cookie: str = "fuligo_vie
 
     @app.get("/api/sample")
     def sample(run: str, step: int, row: int, of: SampleSet = "train") -> Response:
-        where = f"of step {step}" if of == "train" else f"of the evaluation after {step} rollouts"
+        where = f"of step {step}" if of == "train" else f"of the evaluation after {count(step, 'rollout')}"
         return _json(answers.sample_answer(chosen(run), step, row, of), f"run {run} has no row {row} in the samples {where}")
 
     _add_prompts(app, runs, chosen)

@@ -22,7 +22,7 @@ from fuligo.planner.memory.parameters import COLLECTIVE_BYTES, CUDA_CONTEXT_BYTE
 from fuligo.planner.plan import MemoryItem
 from fuligo.planner.server_settings import ServerSettings, decode_graph_bytes, prefill_graph_bytes, server_settings
 from fuligo.planner.subject import Subject
-from fuligo.quantities import amount
+from fuligo.quantities import amount, count
 
 FP8_BLOCK = 128 * 128
 """Weights that share one fp32 scale in a block-quantized checkpoint."""
@@ -187,7 +187,8 @@ def engine_items(spec: EngineGroupSpec, memory: EngineMemory, trainer_bytes: int
     )
     if memory.states:
         per_request = state_bytes_per_request(spec, architecture)
-        note = f"{memory.states // per_request} requests x {amount(per_request)} of linear attention (--sglang-mamba-full-memory-ratio)"
+        requests = count(memory.states // per_request, "request")
+        note = f"{requests} x {amount(per_request)} of linear attention (--sglang-mamba-full-memory-ratio)"
         items.append(MemoryItem("states", memory.states, note))
     items.append(_activations(spec, memory))
     if graphs := decode_graph_bytes(settings) + prefill_graph_bytes(settings, architecture):

@@ -195,7 +195,7 @@ def ranks_have_equally_many_samples(subject: Subject) -> Iterator[Violation]:
     fitting = [divisor for divisor in divisors(samples) if divisor % ranks == 0]
     yield Violation(
         f"the {size} samples of an optimizer step (--global-batch-size) cannot be divided evenly among {ranks} data-parallel ranks: "
-        f"{size % ranks} ranks have {size // ranks + 1} and the others {size // ranks}",
+        f"{count(size % ranks, 'rank')} would have {size // ranks + 1} and the others {size // ranks}",
         tuple((unset_flag("num_steps_per_rollout"), set_flag("global_batch_size", near)) for near in nearest_first(size, fitting)),
         f"choose a --rollout-batch-size such that the samples of a step are a multiple of {ranks}",
     )

@@ -19,6 +19,7 @@ from fuligo.layout.megatron import Layout
 from fuligo.limits import num_cores
 from fuligo.models.adapter_names import AdapterNames
 from fuligo.models.registry import architecture_of, names_of
+from fuligo.quantities import count
 from fuligo.trainer.adapter_sender import AdapterSender, base_digest
 from fuligo.trainer.megatron_backend.adapted_weights import AdaptedStages, load_adapter
 from fuligo.trainer.megatron_backend.cpu import run_on_cpu
@@ -68,7 +69,8 @@ def join_megatron(layout: Layout, world: World, seed: int, *, timeout_s: float =
         )
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(
-            f"cannot arrange {layout.num_ranks} trainer ranks as {layout}: {error}; change the parallel sizes or the number of GPUs"
+            f"cannot arrange {count(layout.num_ranks, 'trainer rank')} as {layout}: {error}; change the parallel sizes or "
+            "the number of GPUs"
         ) from error
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 

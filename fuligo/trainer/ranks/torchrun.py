@@ -23,6 +23,7 @@ from torch.distributed import DistStoreError, TCPStore  # pyright: ignore[report
 from fuligo.config.launcher import world_size
 from fuligo.engines.host import is_loopback, listening_socket, listening_store, use_loopback_interface
 from fuligo.errors import ConfigError, TrainerError
+from fuligo.quantities import count
 from fuligo.trainer.ranks.compute_thread import ComputeThread
 from fuligo.trainer.ranks.connected import ConnectedRank, RankConnection, serve
 from fuligo.trainer.ranks.handle import InProcessRank, RankHandle
@@ -104,7 +105,8 @@ async def connect_ranks(place: TorchrunPlace, size: int) -> list[RankHandle]:
     """
     if place.size != size:
         raise ConfigError(
-            f"torchrun started {place.size} processes, but the flags ask for {size} trainer ranks; set --actor-num-nodes and "
+            f"torchrun started {place.size} process{'' if place.size == 1 else 'es'}, but the flags ask for "
+            f"{count(size, 'trainer rank')}; set --actor-num-nodes and "
             "--actor-num-gpus-per-node to torchrun's --nnodes and --nproc-per-node"
         )
     key = place.read_key()

@@ -182,7 +182,7 @@ def test_a_custom_function_replaces_the_estimator():
 def test_a_custom_function_that_returns_wrong_lengths_is_named():
     with pytest.raises(TrainerError, match=r"shape \(2,\) for sample 0, which has 3 response tokens"):
         assign_advantages(group(1, 2), AdvantageSettings(samples_per_step=2, custom=lambda samples: [np.zeros(2)] * 2))
-    with pytest.raises(TrainerError, match="for 1 samples; return a list with one array for each of the 2 samples"):
+    with pytest.raises(TrainerError, match="for 1 sample; return a list with one array for each of the 2 samples"):
         assign_advantages(group(1, 2), AdvantageSettings(samples_per_step=2, custom=lambda samples: [np.zeros(3)]))
     with pytest.raises(TrainerError, match=r"non-finite advantage \(NaN or infinity\) for sample 1"):
         assign_advantages(group(1, 2), AdvantageSettings(samples_per_step=2, custom=lambda samples: [np.zeros(3), np.full(3, np.nan)]))

@@ -481,7 +481,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
         ({"lr_warmup_iters": 11}, "exceeds the run's 10 optimizer steps"),
         ({**PPO, "critic_lr_warmup_iters": 11}, "--critic-lr-warmup-iters 11 exceeds the run's 10 optimizer steps"),
     ],
-    "CFG-CRITIC-ONLY": [({**PPO, "num_critic_only_steps": 10}, "leaves none of the run's 10 rollouts")],
+    "CFG-CRITIC-ONLY": [({**PPO, "num_critic_only_steps": 10}, "leaves no rollout of the run's 10 for the policy")],
     "CFG-INTERVAL": [
         ({"update_weights_interval": 11}, "--update-weights-interval 11: longer than the run, which ends after --num-rollout 10"),
         ({"use_kl_loss": True, "ref_update_interval": 20}, "--ref-update-interval 20: longer than the run"),

@@ -246,7 +246,7 @@ def test_without_flags_of_a_shape_there_is_no_architecture() -> None:
         ),
         (
             PUBLIC_FLASH.replace("[1]*46", "[1]*45") + "--max-position-embeddings 9",
-            "--moe-layer-freq has 46 entries, but --num-layers is 47",
+            "--moe-layer-freq is a list of length 46, but --num-layers is 47",
         ),
         (PUBLIC_FLASH.replace("[0]*1+[1]*46", "[1]*46+[0]*1") + "--max-position-embeddings 9", "has all dense layers first"),
         (

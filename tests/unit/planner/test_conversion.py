@@ -50,13 +50,13 @@ def test_more_processes_than_layers_need_a_layout():
     [
         (
             "--tensor-model-parallel-size 3",
-            "= 3 does not divide the 32 processes of the conversion; change a size or the number of processes",
+            "= 3 does not divide the number of processes of the conversion (32); change either",
         ),
         (
             "--expert-model-parallel-size 16 --expert-tensor-parallel-size 1 --pipeline-model-parallel-size 4",
-            "does not divide the 32 processes",
+            "does not divide the number of processes",
         ),
-        ("--expert-model-parallel-size 32 --expert-tensor-parallel-size 2", "does not divide the 32 processes"),
+        ("--expert-model-parallel-size 32 --expert-tensor-parallel-size 2", "does not divide the number of processes"),
         (
             "--pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 40 --decoder-first-pipeline-num-layers 8",
             "the given stages",

@@ -301,7 +301,7 @@ class TestState:
 class TestTheEnd:
     async def test_a_filter_that_drops_everything_ends_it_with_what_was_dropped(self):
         given = continuous(group_filter=lambda samples: "zero_std", max_sampling_waves=3)
-        with pytest.raises(RolloutError, match=r"6 prompts .* gave 0 of the 2 groups needed; dropped: 6 by zero_std\. If all responses"):
+        with pytest.raises(RolloutError, match=r"6 prompts .* gave 0 of 2 needed groups; dropped: 6 by zero_std\. If all responses"):
             await given.runner.rollout(0)
 
     async def test_a_rollout_of_which_nothing_is_kept_ends_it_early(self):

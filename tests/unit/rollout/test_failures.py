@@ -21,7 +21,7 @@ async def test_a_failed_sample_stays_in_its_group_with_the_reason():
     assert failed.error == "engine: request 1-1 refused"
     assert rollout.metrics["rollout/num_failed"] == 1
     said = failure_warning(0, rollout.groups)
-    assert said == "rollout 0: 1 of 6 samples failed and are not trained on; most frequent errors: 1 x engine: request 1-1 refused"
+    assert said == "rollout 0: 1 of 6 samples failed and will not be trained on; most frequent errors: 1 x engine: request 1-1 refused"
     assert failure_warning(0, rollout.groups[1:]) is None
 
 

@@ -37,12 +37,12 @@ def test_a_hook_may_read_mask_and_shorten_a_batch() -> None:
     ("change", "text"),
     [
         (lambda batch: batch.samples.clear(), r"it has no samples \(12 before the hook\); to leave a sample out, set its loss_mask to 0"),
-        (lambda batch: batch.samples.pop(), r"its steps must name each of its 11 samples \(12 before the hook\) exactly once"),
-        (lambda batch: batch.steps.pop(), r"its steps must name each of its 12 samples \(12 before the hook\) exactly once"),
+        (lambda batch: batch.samples.pop(), r"its steps must name each sample \(11 in all, 12 before the hook\) exactly once"),
+        (lambda batch: batch.steps.pop(), r"its steps must name each sample \(12 in all, 12 before the hook\) exactly once"),
         (lambda batch: batch.num_rollouts_per_step.pop(), r"num_rollouts_per_step is \[4, 4\] for 3 steps"),
         (
             lambda batch: keep(batch, 5),
-            "a step has 1 samples, fewer than the 2 data-parallel ranks, which need one each; set the loss_mask",
+            "a step has 1 sample, fewer than the 2 data-parallel ranks, which need one each; set the loss_mask",
         ),
         (
             lambda batch: setattr(batch.samples[3], "advantages", np.zeros(99)),

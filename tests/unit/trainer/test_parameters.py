@@ -27,7 +27,9 @@ def test_a_single_value_is_found_and_named(value: float, dtype: torch.dtype) -> 
     tensor = torch.randn(7, 9).to(dtype)
     require_finite_weights([("sound", tensor), ("empty", torch.empty(0)), ("ids", torch.arange(3))], Path("here"))
     tensor[3, 4] = value
-    with pytest.raises(CheckpointError, match="cannot load here: damaged has 1 of 63 values that are NaN or infinite; copy or download"):
+    with pytest.raises(
+        CheckpointError, match=r"cannot load here: damaged has values that are NaN or infinite \(1 of 63\); copy or download"
+    ):
         require_finite_weights([("sound", torch.ones(2)), ("damaged", tensor)], Path("here"))
 
 

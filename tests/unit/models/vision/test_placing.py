@@ -14,7 +14,7 @@ IMAGE = 9
     [
         ([1, 9, 9, 2, 9, 9], "the prompt ends with b; text must follow it"),
         ([1, 9, 9, 2], "b has no tokens in the prompt"),
-        ([1, 9, 9, 2, 9, 3], "b has 1 x 2 tokens, but the prompt has 1 image tokens in its place"),
+        ([1, 9, 9, 2, 9, 3], "b has 1 x 2 tokens, but the prompt has 1 image token in its place"),
         ([9, 9, 9, 9, 1], "a has 1 x 2 tokens, but the prompt has 4 image tokens in its place"),
     ],
 )

@@ -63,7 +63,7 @@ def _value(node: ast.expr) -> int | list[int]:
                 items, times = times, items
             if isinstance(items, list) and isinstance(times, int) and len(items) * times <= _MAX_LAYERS:
                 return items * times
-    raise ValueError(f"{ast.unparse(node)!r} is not a list of integers")
+    raise ValueError(f"{ast.unparse(node)!r} is not a list of at most {_MAX_LAYERS:,} integers")
 
 
 _COMPARE: dict[str, Callable[[float, float], bool]] = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}

@@ -76,6 +76,9 @@ class Loop:
     """Hook that receives the scored samples, and may change them, before advantages are computed; None: no hook."""
     before_train_step: Callable[[int, TrainBatch], None] | None = None
     """Hook that receives the step and its batch, and may change the batch, before training; None: no hook."""
+    is_training: bool = False
+    """True from the start of a training step until it is recorded and its periodic tasks are done: the trainer's weights belong to no
+    complete rollout. If a step fails, it stays True."""
 
     async def run(self) -> None:
         async for rollout in self.rollouts:
@@ -92,6 +95,7 @@ class Loop:
             batch = assign_advantages(samples, self.advantage_settings)
             if self.before_train_step is not None:
                 self.before_train_step(step, batch)
+        self.is_training = True
         with phase("train", step):
             result = await self.trainer.train(batch)
         if self.requires_exact:
@@ -101,6 +105,7 @@ class Loop:
         result.metrics.update(self.weights.metrics)
         self.recorder.record(rollout, batch, result, version)
         await run_due(self.periodic, rollout, version)
+        self.is_training = False
 
     async def sync_weights(self, step: int) -> int:
         """Sync the engines if `update_interval` rollouts are complete; return the version of the weights in the engines."""

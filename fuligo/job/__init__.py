@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
-import threading
 from collections.abc import Coroutine, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fuligo.config import Config
 from fuligo.errors import ConfigError
-from fuligo.job.watch import Termination, stalls_reported
+from fuligo.job.watch import Termination, signals_passed_to, stalls_reported
 from fuligo.limits import collector_paused
 
 if TYPE_CHECKING:
@@ -61,7 +59,8 @@ def show_end(config: Config, run_dir: Path) -> None:
 def run_to_end(config: Config, lent: LentParts | None = None) -> Outcome:
     """Run a configuration to its end and return the outcome.
 
-    SIGTERM ends it like Ctrl-C: engines and ranks are stopped, and all records are kept. --save-on-sigterm saves a checkpoint first.
+    Ctrl-C and SIGTERM end it early: engines and ranks are stopped, and all records are kept. The first Ctrl-C saves a checkpoint first,
+    unless --no-save-last is set; SIGTERM does so with --save-on-sigterm.
 
     Args:
         lent: trainer and engine that several runs share; None: the run starts its own
@@ -74,19 +73,19 @@ def run_to_end(config: Config, lent: LentParts | None = None) -> Outcome:
         from fuligo.job.run import run_config
 
     _keep_private(config)
-    termination = Termination(config.checkpoint.save_on_sigterm)
+    termination = Termination(config.checkpoint.save_on_sigterm, saves_on_interrupt=config.checkpoint.save_last)
     return asyncio.run(_run_until_terminated(run_config(config, termination, lent), termination))
 
 
 async def run_in_loop(config: Config) -> Outcome:
-    """Run a configuration to its end in the running event loop and return the outcome; canceling it ends the run like Ctrl-C.
+    """Run a configuration to its end in the running event loop and return the outcome; canceling it ends the run at once.
 
     Signals are left to the caller. Raises FuligoError if the run failed.
     """
     from fuligo.job.run import run_config
 
     _keep_private(config)
-    return await run_config(config, Termination(config.checkpoint.save_on_sigterm))
+    return await run_config(config, Termination())
 
 
 def run_many_to_end(configs: Mapping[str, Config], *, resume: bool = False) -> list[Path]:
@@ -123,7 +122,7 @@ def run_many_to_end(configs: Mapping[str, Config], *, resume: bool = False) -> l
 
 
 def evaluate(config: Config, run_dir: Path) -> Evaluated:
-    """Run `fuligo eval` and return its result. Signals end it like a run; see `run_to_end`."""
+    """Run `fuligo eval` and return its result. Ctrl-C and SIGTERM end it at once."""
     from fuligo.job.evaluation import evaluate_config
 
     _keep_private(config)
@@ -138,10 +137,8 @@ def _keep_private(config: Config) -> None:
 
 async def _run_until_terminated(work: Coroutine[Any, Any, T], termination: Termination) -> T:
     task = asyncio.ensure_future(work)
-    if threading.current_thread() is threading.main_thread():  # other threads cannot handle signals
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, termination.request, task)
     try:
-        with stalls_reported():
+        with signals_passed_to(termination, task), stalls_reported():
             return await task
     except asyncio.CancelledError:
         if termination.requested:

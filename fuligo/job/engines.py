@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from fuligo.engines.engine import InferenceEngine
 from fuligo.engines.generation import RoutingQuery, SamplingParams
 from fuligo.engines.group import EngineGroup
 from fuligo.engines.metrics import EngineMonitor
-from fuligo.errors import ConfigError, EngineError
+from fuligo.errors import ConfigError, EngineError, FuligoError
 from fuligo.formats.engine_keys import EngineKeys
 from fuligo.formats.hugging_face import read_model_config
 from fuligo.formats.private import scratch_root
@@ -137,6 +137,8 @@ class Engines:
     devices: ColocatedDevices | None = None
     """Devices shared with the trainer; None if the engines have their own."""
     are_watched: bool = False
+    failure: FuligoError | None = None
+    """Error that ended the supervision of the engines, and with it the run; None while they can serve."""
 
     @property
     def group(self) -> EngineGroup:
@@ -167,11 +169,19 @@ class Engines:
                 if fleet is not policy or not are_synced:
                     fleet.sync_restarted = fleet.serve_as_loaded
                 fleet.devices = self.devices
-                await stack.enter_async_context(while_watching(fleet.watch()))
+                await stack.enter_async_context(while_watching(self._noting(fleet.watch())))
             if self.launched.process is not None:
-                await stack.enter_async_context(while_watching(self.launched.process.watch()))
+                await stack.enter_async_context(while_watching(self._noting(self.launched.process.watch())))
             self.are_watched = True
             yield
+
+    async def _noting(self, watch: Coroutine[Any, Any, None]) -> None:
+        """Await a watch, and keep the error with which it ends."""
+        try:
+            await watch
+        except FuligoError as error:
+            self.failure = error
+            raise
 
     @contextmanager
     def synced_by(self, weights: WeightSync | ColocatedWeightSync) -> Iterator[None]:

@@ -71,7 +71,7 @@ class SaveCheckpoint:
     in_background: bool = False
     """--async-save: training continues while a copy is written; the next save or the end of the run waits for it."""
     keeps_last: bool = False
-    """--save-on-sigterm: keep the state after every rollout, so that it can be saved until the next one is trained on."""
+    """Keep the state after every rollout, so that it can be saved until the next one is trained on if the run ends early."""
     _last: RunState | None = None
     """State after the last rollout, unless it is saved."""
     _writing: asyncio.Task[Path] | None = None
@@ -102,6 +102,11 @@ class SaveCheckpoint:
             else:
                 await self._export(await self.store.save(done, self.trainer.save, state), rollout.step)
 
+    @property
+    def has_unsaved(self) -> bool:
+        """True if `save_last` has anything to save, or to finish saving."""
+        return self._last is not None or self._saving is not None
+
     async def save_last(self) -> None:
         """Save the state after the last rollout, unless it is saved already. Call it before another rollout is trained on.
 
@@ -111,6 +116,7 @@ class SaveCheckpoint:
         if self._last is not None:
             with self.recorder.phase("save", self._last.step):
                 await self.store.save(self._last.step, self.trainer.save, self._last)
+            self._last = None
 
     async def finish(self) -> None:
         saving, self._saving = self._saving, None

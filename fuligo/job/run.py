@@ -6,20 +6,18 @@ With --max-restarts, all stages but the first run again after the loss of a trai
 import asyncio
 import gc
 import logging
-import shlex
-import sys
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 
-from fuligo.checkpoint.location import newest_iteration, nothing_left
+from fuligo.checkpoint.location import nothing_left
 from fuligo.checkpoint.store import CheckpointStore, saving_to
 from fuligo.config import Config
-from fuligo.config.launcher import COMMAND
 from fuligo.errors import CheckpointError, RankError
 from fuligo.job.colocated import ColocatedDevices, ColocatedTrainer, ColocatedWeightSync
+from fuligo.job.ending import report_interruption, resume_command, save_after_failure
 from fuligo.job.engines import Engines, build_weight_sync, find_teacher, launch_engines
 from fuligo.job.lent import LentParts
 from fuligo.job.origin import Origin, named_checkpoints, save_directory
@@ -98,8 +96,7 @@ async def _train(begun: Begun, termination: Termination) -> Outcome:
         started = await _start(begun, stack)
         wired = await _wire(started, termination, stack)
         try:
-            with termination.may_save():
-                return await _loop(wired, termination)
+            return await _loop(wired, termination)
         except UnfilledRolloutError as error:
             begun.recorder.record_unfilled(error)
             raise
@@ -111,7 +108,7 @@ async def _open(config: Config, stack: AsyncExitStack, lent: LentParts | None) -
     run_dir = config.run_directory(datetime.now())
     directory = RunDirectory.create(run_dir, config, resume=(lent is not None and lent.resume) or origin.may_cut_back(config, run_dir))
     stack.callback(directory.close)
-    stack.push(partial(_report_interruption, config, directory))
+    stack.push(partial(report_interruption, config, directory))
     store = None
     if config.trains:
         save = save_directory(config, run_dir)
@@ -211,42 +208,40 @@ async def _loop(wired: Wired, termination: Termination) -> Outcome:
     if wired.trainer is None:
         await sample_only(wired.rollouts, begun.recorder, wired.periodic)
     else:
-        before, post_process = bound_hook(config, "before_train_step_path"), bound_hook(config, "rollout_data_postprocess_path")
-        loop = Loop(
-            rollouts=wired.rollouts,
-            trainer=wired.trainer,
-            weights=wired.weights,
-            recorder=begun.recorder,
-            periodic=wired.periodic,
-            sample_settings=sample_settings(config),
-            advantage_settings=advantage_settings(config),
-            update_interval=config.weight_sync.update_weights_interval,
-            requires_exact=config.train.exact_on_policy,
-            post_process=None if post_process is None else DataPostProcess(post_process),
-            before_train_step=None if before is None else BeforeTrainStep(before, config.resolved_data_parallel_size),
-        )
-        await loop.run()
+        await _train_until_end(wired, wired.trainer, termination)
     if termination.requested:
-        if wired.save is not None:
-            await wired.save.save_last()
         raise asyncio.CancelledError
     return Outcome(begun.opened.directory.path, wired.evaluate.history if wired.evaluate is not None else [])
 
 
-def _report_interruption(config: Config, directory: RunDirectory, kind: type[BaseException] | None, *_: object) -> None:
-    """Print how to resume after Ctrl-C or SIGTERM."""
-    if kind is None or not issubclass(kind, asyncio.CancelledError):
-        return
-    save = save_directory(config, directory.path)
-    iteration = newest_iteration(save)
-    print(f"interrupted; run directory: {directory.path}", file=sys.stderr)
-    if iteration is None:
-        fix = "set --save-interval to save one" if config.checkpoint.save_interval is None else "set a lower --save-interval"
-        print(f"the run has no checkpoint to resume from; {fix} before the run ends", file=sys.stderr)
-    else:
-        arguments = ["--config", directory.config_file, "--run-dir", directory.path, "--load", save]
-        command = shlex.join([*COMMAND.get(), *map(str, arguments)])
-        print(f"resume after rollout {iteration} with: {command}", file=sys.stderr)
+async def _train_until_end(wired: Wired, trainer: Trainer, termination: Termination) -> None:
+    """Train until the run ends. If a signal or a failure ends it early, save the last complete rollout, where the flags ask for that."""
+    begun, config, save = wired.started.begun, wired.started.config, wired.save
+    assert save is not None, "there is a trainer"
+    before, post_process = bound_hook(config, "before_train_step_path"), bound_hook(config, "rollout_data_postprocess_path")
+    loop = Loop(
+        rollouts=wired.rollouts,
+        trainer=trainer,
+        weights=wired.weights,
+        recorder=begun.recorder,
+        periodic=wired.periodic,
+        sample_settings=sample_settings(config),
+        advantage_settings=advantage_settings(config),
+        update_interval=config.weight_sync.update_weights_interval,
+        requires_exact=config.train.exact_on_policy,
+        post_process=None if post_process is None else DataPostProcess(post_process),
+        before_train_step=None if before is None else BeforeTrainStep(before, config.resolved_data_parallel_size),
+    )
+    with termination.may_save(lambda: loop.is_training or save.has_unsaved):
+        try:
+            await loop.run()
+        except (Exception, asyncio.CancelledError) as error:
+            if config.checkpoint.save_last:
+                command = resume_command(begun.config, begun.opened.directory)
+                await save_after_failure(error, loop, save, wired.started.engines, command)
+            raise
+        if termination.requested:
+            await save.save_last()
 
 
 async def _cancel(task: asyncio.Task[Engines | None]) -> None:
@@ -345,7 +340,7 @@ def _save_checkpoint(begun: Begun, trainer: Trainer, stack: AsyncExitStack) -> S
         export_to=flags.save_hf,
         push_to=flags.push_to_hub,
         in_background=flags.async_save,
-        keeps_last=flags.save_on_sigterm is not None,
+        keeps_last=flags.save_last or flags.save_on_sigterm is not None,
     )
     stack.push_async_callback(save.abandon)
     return save

@@ -1,16 +1,18 @@
-"""Watch over a run: background tasks whose failure ends a part of it, functions that block its event loop, and SIGTERM."""
+"""Watch over a run: background tasks whose failure ends a part of it, functions that block its event loop, and signals."""
 
 import asyncio
 import logging
+import signal
 import sys
 import sysconfig
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 
@@ -121,42 +123,87 @@ def _user_frame(thread: int) -> traceback.FrameSummary | None:
 
 
 class Termination:
-    """Request to end a run, and the time that it may take to save first."""
+    """Request to end a run by a signal, and whether the run saves first."""
 
-    def __init__(self, save_within_s: float | None = None) -> None:
+    def __init__(self, save_within_s: float | None = None, *, saves_on_interrupt: bool = False) -> None:
         """Create a termination that is not requested yet.
 
         Args:
-            save_within_s: seconds for the step in progress and its checkpoint; None ends the run at once
+            save_within_s: seconds after SIGTERM for the step in progress and its checkpoint; None: SIGTERM ends the run at once
+            saves_on_interrupt: the first Ctrl-C ends the run after the step in progress and its checkpoint; False: at once
         """
         self._save_within_s = save_within_s
-        self._can_save = False
+        self._saves_on_interrupt = saves_on_interrupt
+        self._has_unsaved: Callable[[], bool] = lambda: False
+        self._deadline: asyncio.TimerHandle | None = None
         self.requested = False
         self.end_of_rollouts = asyncio.Event()
         """Set when no further rollout may be sampled or trained on."""
 
     def request(self, run: asyncio.Task[object]) -> None:
-        """End the run at once or, if it may save, after a checkpoint; further requests do not shorten the time for it."""
-        first, self.requested = not self.requested, True
-        if not self._can_save or self._save_within_s is None:
+        """End the run on SIGTERM: at once or, if it may save, after a checkpoint; further signals do not shorten the time for it."""
+        self.requested = True
+        if self._save_within_s is None or not self._has_unsaved():
             run.cancel()
             return
-        if not first:
+        if self._deadline is not None:
             return
         logger.warning("received SIGTERM; saving the last complete rollout within %g s", self._save_within_s)
         self.end_of_rollouts.set()
-        asyncio.get_running_loop().call_later(self._save_within_s, self._give_up, run)
+        self._deadline = asyncio.get_running_loop().call_later(self._save_within_s, self._give_up, run)
+
+    def interrupt(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Let the run save and end on the first Ctrl-C; return False if it must end at once instead. May be called in a signal handler."""
+        if self.requested or not self._saves_on_interrupt or not self._has_unsaved():
+            return False
+        self.requested = True
+        loop.call_soon_threadsafe(self._end_after_interrupt)
+        return True
 
     @contextmanager
-    def may_save(self) -> Iterator[None]:
-        """Let a termination that is requested during this block wait for a checkpoint."""
-        self._can_save = True
+    def may_save(self, has_unsaved: Callable[[], bool]) -> Iterator[None]:
+        """Let a termination that is requested during this block wait for a checkpoint if there is anything to save then."""
+        self._has_unsaved = has_unsaved
         try:
             yield
         finally:
-            self._can_save = False
+            self._has_unsaved = lambda: False
+
+    def _end_after_interrupt(self) -> None:
+        logger.warning(
+            "received Ctrl-C; saving the last complete rollout, after the training step in progress, if any; press Ctrl-C again to end at "
+            "once without saving"
+        )
+        self.end_of_rollouts.set()
 
     def _give_up(self, run: asyncio.Task[object]) -> None:
-        if self._can_save:
+        if self._has_unsaved():
             logger.warning("no checkpoint within %g s of SIGTERM (--save-on-sigterm); ending without it", self._save_within_s)
         run.cancel()
+
+
+@contextmanager
+def signals_passed_to(termination: Termination, run: asyncio.Task[Any]) -> Iterator[None]:
+    """Pass SIGTERM, and the first Ctrl-C during the block, to `termination`. No-op outside the main thread, which alone gets signals.
+
+    A Ctrl-C that `termination` does not accept goes to the previous handler, that of `asyncio.run`: it cancels the main task and, the next
+    time, raises KeyboardInterrupt. An ignored Ctrl-C, as in a background job, stays ignored.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop, before = asyncio.get_running_loop(), signal.getsignal(signal.SIGINT)
+    loop.add_signal_handler(signal.SIGTERM, termination.request, run)
+    if not callable(before):
+        yield
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if not termination.interrupt(loop):
+            before(number, frame)
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -96,8 +96,13 @@ class RolloutState:
     """Unfinished groups of a partial rollout; in full-async mode, all groups that are queued or in flight."""
 
     def copy(self) -> RolloutState:
-        """Return a deep copy, so that sampling can continue the groups of the buffer without changing it."""
-        return RolloutState(deepcopy(self.source), self.next_sample_index, self.next_group_index, deepcopy(self.buffer))
+        """Return a deep copy, so that sampling can continue the groups of the buffer without changing it.
+
+        The arrays of routed experts are shared: sampling replaces them, and they may take gigabytes.
+        """
+        routed = [sample.routed_experts for group in self.buffer for sample in group.samples]
+        buffer = deepcopy(self.buffer, {id(array): array for array in routed if array is not None})
+        return RolloutState(deepcopy(self.source), self.next_sample_index, self.next_group_index, buffer)
 
 
 @dataclass(slots=True)

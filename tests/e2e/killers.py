@@ -1,6 +1,7 @@
 """Hooks that kill their own process (SIGKILL, or KILL_WITH) at a moment that an environment variable names: `KILL_AT=train:3`."""
 
 import asyncio
+import functools
 import os
 import random
 import signal
@@ -17,7 +18,9 @@ def _moment() -> tuple[str, int]:
     return where, int(step)
 
 
+@functools.cache
 def _kill() -> None:
+    """Send the signal, once: a second Ctrl-C would end a run that saves after the first one."""
     os.kill(os.getpid(), signal.Signals[os.environ.get("KILL_WITH", "SIGKILL")])
 
 

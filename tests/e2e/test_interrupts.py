@@ -27,7 +27,7 @@ INTERRUPTED = 130
 def test_engine_ranks_and_workers_end_with_the_run(
     number: signal.Signals, to_all: bool, while_loading: bool, exit_code: int, job: Job, start: Start, tmp_path: Path
 ) -> None:
-    """Two trainer ranks, and rewards that need a worker process; a terminal sends Ctrl-C to all of them.
+    """Two trainer ranks, and rewards that need a worker process; a terminal sends Ctrl-C to all of them, and the run saves first.
 
     SIGTERM goes to a run in the background, which ignores Ctrl-C.
     """
@@ -68,7 +68,8 @@ def test_engine_ranks_and_workers_end_with_the_run(
     assert (
         number == signal.SIGKILL
         or while_loading
-        or f"interrupted; run directory: {run_dir}\nthe run has no checkpoint to resume from" in said
+        or f"interrupted; run directory: {run_dir}\n{'resume after rollout' if to_all else 'the run has no checkpoint to resume from'}"
+        in said
     )
     wait_until(lambda: not alive(family), f"all of {family} have ended", timeout_s=120)
     wait_until(lambda: not shared_memory([process.pid, *family]), "shared memory is given back", timeout_s=120)

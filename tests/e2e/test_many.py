@@ -153,10 +153,10 @@ def test_runs_from_python(alone: Path, write_run: WriteRun, warm_commands: ForkS
     assert_equal(tmp_path / "narrow", alone / "narrow")
 
 
-# SIGTERM ends them in the same way after it has saved them, and test_interrupts.py ends a run alone by Ctrl-C
+# Ctrl-C lets them save like SIGTERM, and test_interrupts.py ends a run alone by Ctrl-C
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_signal_ends_all_runs(number: signal.Signals, write_run: WriteRun, start: Start, tmp_path: Path) -> None:
-    """SIGTERM lets runs with --save-on-sigterm save first."""
+    """They save first, on SIGTERM with --save-on-sigterm."""
     files = [write_run(tmp_path, name, num_rollout=1000, save_interval=1000, save_on_sigterm=60) for name in ("wide", "judged")]
     process = start("train-many", *files, warm=True)
     while not all(metrics(tmp_path / name) for name in ("wide", "judged")):
@@ -169,4 +169,4 @@ def test_a_signal_ends_all_runs(number: signal.Signals, write_run: WriteRun, sta
     assert alive(children) == {}
     for name in ("wide", "judged"):
         assert f"[{name}] interrupted; run directory: {tmp_path / name}" in said
-        assert bool(list((tmp_path / name / "checkpoints").glob("iter_*"))) == (number == signal.SIGTERM)
+        assert list((tmp_path / name / "checkpoints").glob("iter_*"))

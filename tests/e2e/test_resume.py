@@ -1,11 +1,13 @@
 """A run that is killed at any moment and resumed equals an uninterrupted one."""
 
+import json
 import signal
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests import tiny
 from tests.e2e.command import environment, fuligo, in_own_process, succeed
 from tests.e2e.conftest import Job
 from tests.e2e.records import TOKENS, evaluations, metrics, sample_rows
@@ -74,12 +76,17 @@ def test_killed_and_resumed_run_equals_an_uninterrupted_one(
     assert evaluations(run_dir) == evaluations(uninterrupted)
 
 
-def test_a_terminated_run_saves_the_last_complete_rollout(command: list[str], uninterrupted: Path, tmp_path: Path) -> None:
-    """SIGTERM while responses are sampled, then in a training step, which is finished first; no checkpoint is scheduled before the end."""
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGINT"])
+def test_a_run_that_a_signal_ends_saves_the_last_complete_rollout(
+    number: str, command: list[str], uninterrupted: Path, tmp_path: Path
+) -> None:
+    """While responses are sampled, then in a training step, which is finished first; no checkpoint is scheduled before the end."""
     run_dir = tmp_path / "run"
-    flags = [*command, "--run-dir", run_dir, "--load", run_dir / "checkpoints", "--save-interval", "100", "--save-on-sigterm", "120"]
+    flags = [*command, "--run-dir", run_dir, "--load", run_dir / "checkpoints", "--save-interval", "100"]
+    if number == "SIGTERM":
+        flags += ["--save-on-sigterm", "120"]
     for moment, num_saved in (("rollout:2", 2), ("train:3", 4)):
-        done = fuligo(*flags, KILL_AT=moment, KILL_WITH="SIGTERM")
+        done = fuligo(*flags, KILL_AT=moment, KILL_WITH=number)
         assert done.returncode == INTERRUPTED, done.stderr
         assert f"resume after rollout {num_saved} with: fuligo train" in done.stderr
     assert sorted(path.name for path in (run_dir / "checkpoints").glob("iter_*")) == ["iter_0000002", "iter_0000004"]
@@ -88,3 +95,36 @@ def test_a_terminated_run_saves_the_last_complete_rollout(command: list[str], un
     assert metrics(run_dir) == metrics(uninterrupted)
     assert sample_rows(run_dir, *TOKENS) == sample_rows(uninterrupted, *TOKENS)
     assert evaluations(run_dir) == evaluations(uninterrupted)
+
+
+def test_a_run_that_a_malformed_row_ends_saves_the_last_complete_rollout(job: Job, prompts: Path, tmp_path: Path) -> None:
+    """The template refuses the row, which is drawn in the third rollout. The same content is resumed with --skip-bad-rows."""
+    data, lines = tmp_path / "prompts.jsonl", prompts.read_text().splitlines()
+    data.write_text("\n".join([*lines[:10], '{"prompt": "refuse me", "label": "1"}', *lines[10:20]]) + "\n")
+    template = "{% if messages[0].content == 'refuse me' %}{{ raise_exception('refused') }}{% endif %}" + tiny.CHAT_TEMPLATE
+
+    def command(name: str, **changes: object) -> list[str]:
+        return job(
+            prompt_data=data,
+            apply_chat_template_kwargs=json.dumps({"chat_template": template}),
+            rollout_shuffle=None,
+            num_rollout=4,
+            run_dir=tmp_path / name,
+            **changes,
+        )
+
+    failed = fuligo(*command("run"))
+    assert failed.returncode == 2 and f"{data}, line 11: the chat template rejects the messages" in failed.stderr, failed.stderr
+    assert "saved its last complete rollout; resume with: fuligo train --config" in failed.stdout
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("iter_*")] == ["iter_0000002"]
+    succeed(*command("run", load=tmp_path / "run" / "checkpoints", skip_bad_rows=True))
+    succeed(*command("other", skip_bad_rows=True))
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "other")
+    assert sample_rows(tmp_path / "run", *TOKENS) == sample_rows(tmp_path / "other", *TOKENS)
+
+
+def test_a_run_without_a_last_checkpoint_ends_at_once_on_ctrl_c(job: Job, tmp_path: Path) -> None:
+    flags = job(rm_type=None, custom_rm_path="tests.e2e.killers.reward", no_save_last=True, run_dir=tmp_path / "run")
+    done = fuligo(*flags, KILL_AT="rollout:1", KILL_WITH="SIGINT")
+    assert done.returncode == INTERRUPTED
+    assert "the run has no checkpoint to resume from" in done.stderr and not list((tmp_path / "run").glob("checkpoints/iter_*"))

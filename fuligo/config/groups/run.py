@@ -89,7 +89,9 @@ class CheckpointFlags(FlagGroup):
         None, "rollouts between checkpoints (default: only after the last rollout, see --save-last)", unit="rollouts", ge=1
     )
     save_last: bool = flag(
-        True, "save a checkpoint after the last rollout; with --no-save-last, only --save-interval and --save-on-sigterm save one"
+        True,
+        "save a checkpoint after the last rollout, and one of the last complete rollout if Ctrl-C or a failure ends the run; with "
+        "--no-save-last, only --save-interval and --save-on-sigterm save one",
     )
     save_on_sigterm: float | None = flag(
         None,

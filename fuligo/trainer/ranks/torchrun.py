@@ -10,9 +10,11 @@ import json
 import logging
 import os
 import secrets
+import signal
 import socket
 import struct
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -141,6 +143,8 @@ def follow(place: TorchrunPlace) -> None:
         raise TrainerError(f"cannot join the trainer as rank {place.rank}: the driver refused this process; {advice}") from error
     if place.on_one_host:
         use_loopback_interface()
+    if threading.current_thread() is threading.main_thread():  # which alone gets signals
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun sends Ctrl-C to all ranks; the driver may need them for a checkpoint
     serve(connection, RankExecutor(Rank(place.rank, place.size)))
 
 

@@ -142,3 +142,23 @@ async def test_the_last_rollout_can_be_saved_between_scheduled_checkpoints(
     assert saved(tmp_path) == ["iter_0000002", "iter_0000003"]
     state = RunState.read(tmp_path / "checkpoints" / "iter_0000003")
     assert (state.step, state.policy_version, state.rollout.source) == (3, 3, {"offset": 2})
+
+
+async def test_the_last_state_is_saved_once_and_as_it_was(tmp_path: Path, saves: SaveCheckpoint, trainer: SlowTrainer) -> None:
+    """Rollouts 0 and 2 are not scheduled; after rollout 1 its write in the background is finished."""
+    saves.keeps_last = True
+    trainer.may_write.set()
+    assert not saves.has_unsaved
+    given = rollout(0)
+    await saves.run(given, version=1)
+    given.state.source["offset"] = 99
+    assert saves.due(0) and saves.has_unsaved
+    await saves.save_last()
+    assert not saves.has_unsaved and saved(tmp_path) == ["iter_0000001"]
+    state = json.loads((tmp_path / "checkpoints" / "iter_0000001" / "state.json").read_text())
+    assert state["step"] == 1 and state["source"] == {"offset": 0}
+
+    await saves.run(rollout(1), version=2)
+    assert saves.has_unsaved
+    await saves.save_last()
+    assert not saves.has_unsaved and saved(tmp_path)[-1] == "iter_0000002" and trainer.num_begun == 2

@@ -144,7 +144,7 @@ def train_many(configs: Sequence[Config | str | Path], *, resume: bool = False) 
 
 
 async def train_async(config: Config | str | Path | None = None, /, **flags: Any) -> "Outcome":
-    """Train in the running event loop, as in a notebook; canceling it ends the run like Ctrl-C. See `train`.
+    """Train in the running event loop, as in a notebook; canceling it ends the run at once, without a checkpoint. See `train`.
 
     Raises:
         FuligoError: bad input, or a failure at run time; everything recorded and saved until then is on disk.

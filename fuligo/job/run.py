@@ -31,7 +31,7 @@ from fuligo.limits import freeze_garbage_collector
 from fuligo.loop import Loop, Periodic, sample_only
 from fuligo.models.device import resolve_device
 from fuligo.observability.gpu_usage import GpuMonitor
-from fuligo.observability.progress import open_progress, warnings_before_progress
+from fuligo.observability.progress import open_progress, show_origin, warnings_before_progress
 from fuligo.observability.run_directory import RunDirectory
 from fuligo.observability.sinks import open_sinks
 from fuligo.rollout.evaluate import Evaluation
@@ -144,6 +144,8 @@ def _begin(opened: Opened, origin: Origin, stack: AsyncExitStack) -> Begun:
         data = RunData.open(config, None if origin.state is None else origin.state.rollout)
     if problem := nothing_left(origin.checkpoint, origin.step, data.num_rollout):
         raise CheckpointError(problem)
+    if origin.checkpoint is not None and origin is opened.origin:  # a restart of the trainer is reported by a warning
+        show_origin(config.observability.progress, origin.checkpoint, origin.step, data.num_rollout)
     return Begun(opened, origin, data, _open_recorder(config, directory, origin, data.num_rollout, stack))
 
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, Self
 
 from rich import box
@@ -43,6 +44,13 @@ def warnings_shown_on(console: Console) -> Iterator[None]:
 def warnings_before_progress(mode: str) -> AbstractContextManager[None]:
     """Show warnings while a run is set up, before its progress display of this mode shows them."""
     return nullcontext() if mode == "none" else warnings_shown_on(Console(highlight=False))
+
+
+def show_origin(mode: str, checkpoint: Path, step: int, num_rollout: int, console: Console | None = None) -> None:
+    """Show from which checkpoint, and after how many rollouts, a run resumes, before the progress display of this mode starts."""
+    if mode != "none":
+        console = console or Console(highlight=False)
+        console.print(f"resuming from {checkpoint}, after rollout {step} of {num_rollout}", markup=False, soft_wrap=True)
 
 
 class _ConsoleHandler(logging.Handler):

@@ -3,6 +3,7 @@
 import io
 import logging
 import re
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -17,6 +18,7 @@ from fuligo.observability.progress import (
     Progress,
     before_after_table,
     open_progress,
+    show_origin,
     warnings_before_progress,
 )
 
@@ -214,3 +216,10 @@ def test_before_after_table_is_readable_without_colours() -> None:
     assert re.fullmatch(r"And 1 \+ 1\?\s+✗ \(nothing\)\s+✓ 2\s+2", lines[3])
     assert "\x1b[31m✗ (nothing)" in styled and "\x1b[32m✓ 2" in styled
     assert max(len(line) for line in lines) <= 80
+
+
+@pytest.mark.parametrize(("mode", "shown"), [("plain", "resuming from runs/[a]/iter_0000040, after rollout 40 of 100\n"), ("none", "")])
+def test_the_checkpoint_that_a_run_resumes_from_is_shown_on_one_line(mode: str, shown: str) -> None:
+    console = Console(file=io.StringIO(), width=20)
+    show_origin(mode, Path("runs/[a]/iter_0000040"), 40, 100, console)
+    assert isinstance(console.file, io.StringIO) and console.file.getvalue() == shown

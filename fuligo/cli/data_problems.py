@@ -6,7 +6,7 @@ from pathlib import Path
 from fuligo.config import Config
 from fuligo.config.groups import DataFlags
 from fuligo.config.hooks import hook_problem
-from fuligo.data.dataset import check_file
+from fuligo.data.check import check_file
 from fuligo.data.row_file import PromptPath
 from fuligo.data.template import no_chat_template
 from fuligo.errors import ConfigError, DataError
@@ -21,7 +21,7 @@ def data_problems(config: Config, *, missing_is_fine: bool = False) -> Iterator[
     """Yield the problems of prompts and evaluation data. `missing_is_fine`: skip files that are not on this machine."""
     is_here = _on_this_machine if missing_is_fine else lambda paths: True
     if config.data.prompt_data and not config.debug.debug_train_only and is_here(config.data.prompt_data):
-        yield from _file("--prompt-data", config.data.prompt_data, config.data)
+        yield from _file("--prompt-data", config.data.prompt_data, config.data, config.num_drawn)
         rollout = config.rollout
         by_hook = rollout.custom_generate_function_path or rollout.agent or rollout.environment
         if not (config.reward.custom_rm_path or by_hook or rollout.rollout_function_path or config.is_sft):
@@ -79,9 +79,9 @@ def _images(config: Config) -> Iterator[str]:
         yield from (f"--multimodal-keys: {text}" for text in error.problems)
 
 
-def _file(given: str, paths: Sequence[str], settings: DataFlags) -> Iterator[str]:
+def _file(given: str, paths: Sequence[str], settings: DataFlags, num_drawn: int | None = None) -> Iterator[str]:
     try:
-        check_file(paths, settings)
+        check_file(paths, settings, num_drawn)
     except DataError as error:
         yield f"{given}: {error}"
 

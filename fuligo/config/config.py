@@ -294,6 +294,13 @@ class Config(Placement):
         """Key of the reward that an evaluation reports; None if rewards are numbers."""
         return self.reward.eval_reward_key or self.reward.reward_key
 
+    @property
+    def num_drawn(self) -> int | None:
+        """Number of rows of --prompt-data that the run draws at least; 0 if the user's code draws them, None: each row at least once."""
+        if self.data.data_source_path is not None or self.rollout.rollout_function_path is not None:
+            return 0
+        return None if self.data.num_rollout is None else self.data.num_rollout * self.rollout.rollout_batch_size
+
     def resolved_num_rollout(self, num_prompts: int) -> int:
         """Return the number of rollouts: `--num-rollout`, else the whole rollouts in `--num-epoch` passes over the data, at least 1."""
         if self.data.num_rollout is not None:

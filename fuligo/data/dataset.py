@@ -268,18 +268,3 @@ class PromptDataset(Dataset[Prompt]):
         if not len(ids):
             raise DataError("the prompt has no tokens; remove the row")
         return Prompt(row, fields.prompt, ids, fields.label, fields.metadata, images), len(ids)
-
-
-def check_file(paths: str | Path | Sequence[str], settings: DataFlags) -> int:
-    """Check prompt files without a tokenizer (readable, not empty, the first rows have the keys) and return how many rows are selected.
-
-    Raises DataError if a file is unusable, naming the file, the line and the fix.
-    """
-    rows = Rows.open(paths, settings)
-    for row in rows.first_rows():
-        try:
-            rows[row]
-        except DataError:
-            if not settings.skip_bad_rows:
-                raise
-    return len(rows)

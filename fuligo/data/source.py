@@ -4,12 +4,13 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Generic
+from typing import Generic, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fuligo.data.dataset import Dataset, Item, PromptTooLongError
+from fuligo.config.groups import DataFlags
+from fuligo.data.dataset import Dataset, Item, PromptTooLongError, Rows
 from fuligo.errors import DataError
 from fuligo.quantities import count
 from fuligo.types import Prompt
@@ -30,6 +31,11 @@ class SourceCounts:
 
     dropped_too_long: int = 0
     bad_rows: int = 0
+
+
+def weights_of(settings: DataFlags) -> Sequence[float]:
+    """Return the weights of the entries of --prompt-data; empty if all are 1."""
+    return [] if all(weight == 1 for weight in settings.prompt_data_weights) else settings.prompt_data_weights
 
 
 class PromptOrder:
@@ -53,6 +59,11 @@ class PromptOrder:
         self._seed = seed
         self._current: tuple[int, NDArray[np.integer]] | None = None
 
+    @classmethod
+    def of(cls, rows: Rows, settings: DataFlags) -> Self:
+        """Return the order in which a run with these flags draws its rows."""
+        return cls(rows.entry_sizes, shuffle=settings.rollout_shuffle, seed=settings.rollout_seed, weights=weights_of(settings))
+
     @property
     def num_drawn(self) -> int:
         """Rows drawn in all epochs."""
@@ -65,6 +76,10 @@ class PromptOrder:
         if self.offset == self.num_rows:
             self.epoch, self.offset = self.epoch + 1, 0
         return row
+
+    def epoch_rows(self) -> NDArray[np.integer]:
+        """Return the rows of this epoch, in the order in which they are drawn."""
+        return self._rows() if self._shuffle or self._drawn != self._sizes else np.arange(self.num_rows)
 
     def seek(self, epoch: int, offset: int) -> None:
         """Continue as if `epoch` passes and `offset` rows had been drawn."""
@@ -103,10 +118,9 @@ class RowSource(Generic[Item]):
         settings = dataset.settings
         self.counts = SourceCounts()
         self._dataset = dataset
-        weights = [] if all(weight == 1 for weight in settings.prompt_data_weights) else settings.prompt_data_weights
-        self._digest = dataset.rows.digest() + "".join(f"*{weight:g}" for weight in weights)
+        self._digest = dataset.rows.digest() + "".join(f"*{weight:g}" for weight in weights_of(settings))
         self._skip_bad_rows = settings.skip_bad_rows
-        self._order = PromptOrder(dataset.rows.entry_sizes, shuffle=settings.rollout_shuffle, seed=settings.rollout_seed, weights=weights)
+        self._order = PromptOrder.of(dataset.rows, settings)
         self._returned: deque[int] = deque()
         self._num_skipped_told = 0
 

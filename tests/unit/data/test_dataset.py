@@ -10,7 +10,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from fuligo.config.groups import DataFlags
-from fuligo.data.dataset import PromptDataset, PromptTooLongError, check_file
+from fuligo.data.check import check_file
+from fuligo.data.dataset import PromptDataset, PromptTooLongError
 from fuligo.errors import ConfigError, DataError
 
 Write = Callable[..., Path]

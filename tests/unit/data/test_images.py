@@ -14,8 +14,9 @@ from transformers import Qwen2VLImageProcessorPil, Qwen3VLProcessor
 
 from fuligo.config.groups import DataFlags
 from fuligo.data import images as module
+from fuligo.data.check import check_file
 from fuligo.data.conversation import ConversationDataset
-from fuligo.data.dataset import PromptDataset, check_file
+from fuligo.data.dataset import PromptDataset
 from fuligo.data.source import PromptSource
 from fuligo.errors import DataChangedError, DataError
 from fuligo.models.vision.processor import MAX_DECODED_PIXELS

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from fuligo.config.groups import DataFlags
-from fuligo.data.dataset import PromptDataset, check_file
+from fuligo.data.check import check_file
+from fuligo.data.dataset import PromptDataset
 from fuligo.data.locate import locate
 from fuligo.data.source import PromptSource
 from fuligo.errors import DataError

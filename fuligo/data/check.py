@@ -1,14 +1,17 @@
-"""Checks of prompt files before a run, without a tokenizer."""
+"""Checks of prompt files before a run: of their rows without a tokenizer, and of the lengths of the longest prompts."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from fuligo.config.groups import DataFlags
-from fuligo.data.dataset import Rows
+from fuligo.data.dataset import PromptDataset, Rows
 from fuligo.data.source import PromptOrder
+from fuligo.errors import DataError
 
 ROWS_READ = 20_000
 """Number of rows of the data among which all that a run draws are read, in about 20 us each."""
+PROMPTS_TOKENIZED = 4
+"""Number of prompts, those with the most characters, that are tokenized to find the longest one."""
 
 
 def check_file(paths: str | Path | Sequence[str], settings: DataFlags, num_drawn: int | None = None) -> int:
@@ -34,3 +37,25 @@ def _drawn(rows: Rows, settings: DataFlags, num_drawn: int | None) -> set[int]:
         return set(range(min(len(rows), ROWS_READ)))
     drawn = PromptOrder.of(rows, settings).epoch_rows()[:num_drawn]
     return set(drawn[drawn < ROWS_READ].tolist())
+
+
+def longest_prompt(dataset: PromptDataset, num_drawn: int | None = None) -> tuple[int, int] | None:
+    """Return the row and the tokens of the longest prompt among the rows that `check_file` reads and that can be used.
+
+    Only the `PROMPTS_TOKENIZED` prompts with the most characters are compared. Return None if there is no such row, or rows have images.
+    """
+    if dataset.settings.image_key is not None:
+        return None
+    num_characters: dict[int, int] = {}
+    for row in sorted(_drawn(dataset.rows, dataset.settings, num_drawn)):
+        try:
+            num_characters[row] = len(str(dataset.rows[row].prompt))
+        except DataError:  # reported when the row is drawn
+            continue
+    num_tokens: dict[int, int] = {}
+    for row in sorted(num_characters, key=lambda row: (-num_characters[row], row))[:PROMPTS_TOKENIZED]:
+        try:
+            num_tokens[row] = len(dataset[row].prompt_ids)
+        except DataError:
+            continue
+    return max(num_tokens.items(), key=lambda item: item[1], default=None)

@@ -78,6 +78,8 @@ CONNECT_TIMEOUT_S = 10.0
 CONNECT_TO_GENERATE_TIMEOUT_S = 60.0
 """Timeout of connecting for `/generate`. When thousands of requests start at once, the server's accept queue overflows, and the kernel
 reconnects after 1, 2, 4 s."""
+_LENGTH_ADVICE = "; drop long prompts with --rollout-max-prompt-len, or ask for shorter responses (--rollout-max-response-len)"
+"""Advice after SGLang's errors for requests that exceed the model's context length."""
 _KEY_ADVICE = (
     f"the key is missing or wrong; if this run did not start the engine, set {REQUESTS_VARIABLE} to its key (SGLang: --api-key) and "
     f"{CONTROL_VARIABLE} to its key for control calls (--admin-api-key)"
@@ -124,7 +126,10 @@ class Connection:
         if status == 401:
             raise EngineError(f"engine {self.url}: {path} refused: {_KEY_ADVICE}")
         if status >= 400:
-            raise EngineError(f"engine {self.url}: {path} refused (status {status}): {_error_text(raw)}")
+            reason = _error_text(raw)
+            if path == "/generate" and "context length" in reason:
+                reason = reason.removesuffix(".") + _LENGTH_ADVICE
+            raise EngineError(f"engine {self.url}: {path} refused (status {status}): {reason}")
         try:
             return orjson.loads(raw)
         except orjson.JSONDecodeError as error:

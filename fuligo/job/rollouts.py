@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -10,11 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fuligo.config import Config
+from fuligo.data.check import longest_prompt
 from fuligo.data.conversation import ConversationDataset, ConversationSource
 from fuligo.data.dataset import PromptDataset
 from fuligo.data.source import PromptSource
 from fuligo.engines.group import EngineGroup
 from fuligo.engines.profiling import EngineProfiler
+from fuligo.formats.hugging_face import read_model_config
 from fuligo.job.engines import Engines
 from fuligo.limits import collector_paused
 from fuligo.models.vision.prompts import prompt_images
@@ -30,6 +33,8 @@ from fuligo.rollout.teacher import ServedTeacher
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, frozen=True)
@@ -69,7 +74,34 @@ class RunData:
 
             end_ids = end_ids_of(str(config.model.hf_checkpoint), tokenizer)
             return ConversationSource(ConversationDataset.open(entries, config.data, tokenizer, prompt_images(config), end_ids))
-        return PromptSource(PromptDataset.open(entries, config.data, tokenizer, prompt_images(config)))
+        dataset = PromptDataset.open(entries, config.data, tokenizer, prompt_images(config))
+        _warn_of_long_prompts(config, dataset)
+        return PromptSource(dataset)
+
+
+def _warn_of_long_prompts(config: Config, dataset: PromptDataset) -> None:
+    """Warn if prompts do not fit the model's context with a response, without --rollout-max-prompt-len; their samples would fail."""
+    flags = config.rollout
+    has_other_prompts = flags.environment or flags.agent or flags.custom_generate_function_path or flags.rollout_function_path
+    if config.data.rollout_max_prompt_len is not None or has_other_prompts:
+        return
+    context, response = read_model_config(config.hf_checkpoint_path).get("max_position_embeddings"), flags.rollout_max_response_len
+    if flags.rollout_max_context_len is not None:
+        most, limit = flags.rollout_max_context_len - 1, f"--rollout-max-context-len {flags.rollout_max_context_len:,}"
+    elif isinstance(context, int):
+        most, limit = context - response, f"--rollout-max-response-len {response:,} in the model's context of {context:,} tokens"
+    else:
+        return
+    longest = longest_prompt(dataset, config.num_drawn)
+    if longest is not None and 0 < most < longest[1]:
+        logger.warning(
+            "%s: the prompt has %s tokens, more than %s leaves room for; samples of such prompts fail: drop them with "
+            "--rollout-max-prompt-len %d",
+            dataset.rows.place(longest[0]),
+            f"{longest[1]:,}",
+            limit,
+            most,
+        )
 
 
 @dataclass(slots=True, frozen=True)

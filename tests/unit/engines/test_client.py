@@ -143,6 +143,17 @@ async def test_a_hanging_engine_ends_at_the_deadline(server: Misbehaving, client
         await client.generate([1, 2], PARAMS, rid="s7", timeout_s=0.2)
 
 
+async def test_a_refusal_for_length_names_the_flags_that_bound_it(server: Misbehaving, client: EngineClient) -> None:
+    text = "The input (40000 tokens) is longer than the model's context length (32768 tokens)."  # SGLang's
+
+    async def too_long(request: web.Request) -> web.StreamResponse:
+        return web.json_response({"error": {"message": text}}, status=400)
+
+    server.script = [too_long]
+    with pytest.raises(EngineError, match=r"context length \(32768 tokens\); drop long prompts with --rollout-max-prompt-len"):
+        await client.generate([1, 2], PARAMS, rid="s7")
+
+
 async def test_images_go_along_and_an_engine_that_counts_other_tokens_is_refused(server: Misbehaving, client: EngineClient) -> None:
     """The engine repeats the one token of each image; with another number the trainer's ids would stand for other tokens."""
     sent: list[Any] = []

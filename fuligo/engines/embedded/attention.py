@@ -20,6 +20,8 @@ from fuligo.models.sink_attention import attention_with_sinks
 ATTENTION_NAME = "fuligo_kv_pools"
 UNSUPPORTED = {"softcap": "soft-capped scores", "position_bias": "a position bias", "indices": "keys selected by an indexer"}
 """Arguments of transformers' attention interface that `attend` refuses, with their meaning."""
+SGLANG_INSTEAD = "serve it with SGLang (in a run, --rollout-backend sglang)"
+"""Advice for a model that the engine cannot serve; `fuligo serve` has no flag for another engine."""
 
 
 @dataclass(slots=True)
@@ -107,13 +109,11 @@ def attend(
     """
     for name, meaning in UNSUPPORTED.items():
         if kwargs.get(name) is not None:
-            raise EngineError(
-                f"the embedded engine cannot serve {type(module).__name__}: it uses {meaning} ({name}); use --rollout-backend sglang"
-            )
+            raise EngineError(f"the embedded engine cannot serve {type(module).__name__}: it uses {meaning} ({name}); {SGLANG_INSTEAD}")
     if attention_plan is None:
         raise EngineError(
             f"the embedded engine cannot serve {type(module).__name__}: the model does not pass the keyword arguments of its forward on to "
-            "its attention; use --rollout-backend sglang"
+            f"its attention; {SGLANG_INSTEAD}"
         )
     layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))

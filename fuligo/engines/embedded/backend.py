@@ -67,6 +67,7 @@ class EmbeddedBackend:
 
         Raises ConfigError if the engine cannot serve `--hf-checkpoint`.
         """
+        from fuligo.engines.embedded.attention import SGLANG_INSTEAD
         from fuligo.engines.embedded.model import servable_config
 
         directory = config.hf_checkpoint_path
@@ -78,7 +79,7 @@ class EmbeddedBackend:
                 raise ConfigError(f"cannot use --hf-checkpoint: {error}") from error
             fix = "--rollout-backend sglang" + ("" if config.trainer_capabilities.splits_model else " --train-backend megatron")
             # The engine's own advice names only the other engine.
-            reason, advice, _ = str(error).partition("; use --rollout-backend sglang")
+            reason, advice, _ = str(error).partition(f"; {SGLANG_INSTEAD}")
             raise ConfigError(
                 f"cannot use --hf-checkpoint with the embedded engine: {reason}{'; ' if advice else ', or '}use {fix}"
             ) from error

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from safetensors import SafetensorError
 
-from fuligo.engines.embedded.attention import ATTENTION_NAME, AttentionPlan
+from fuligo.engines.embedded.attention import ATTENTION_NAME, SGLANG_INSTEAD, AttentionPlan
 from fuligo.engines.embedded.kv_cache import CacheShape, LayerShape
 from fuligo.engines.embedded.launch import AdapterSource
 from fuligo.engines.embedded.linear_attention import keep_states
@@ -201,13 +201,13 @@ class EngineModel:
         if not difference <= MEAN_DIFFERENCE[self.dtype] and not difference <= NOISE_FACTOR * self._noise(ids, theirs):
             raise EngineError(
                 f"cannot serve {self.path} ({type(self.module).__name__}): log-probabilities with the embedded engine's "
-                f"attention differ from those with the model's own by {difference:.2g} on average; use --rollout-backend sglang"
+                f"attention differ from those with the model's own by {difference:.2g} on average; {SGLANG_INSTEAD}"
             )
         layers = [*plan.seen, *(self._recurrent.layers if self._recurrent is not None else ())]
         if not plan.seen or sorted(layers) != list(range(len(layers))):
             raise EngineError(
                 f"cannot serve {self.path} ({type(self.module).__name__}): each layer's attention must go through "
-                f"transformers' interface, but only layers {sorted(layers)} did; use --rollout-backend sglang"
+                f"transformers' interface, but only layers {sorted(layers)} did; {SGLANG_INSTEAD}"
             )
         cached = sorted(plan.seen)
         return CacheShape(tuple(cached), tuple(LayerShape(*plan.seen[layer]) for layer in cached), self._recurrent)
@@ -239,12 +239,12 @@ def servable_config(path: str) -> Any:
     if kind in BATCH_DEPENDENT_ROPE:
         raise EngineError(
             f"cannot serve {path}: the embedded engine does not support rope_type {kind!r}, which depends on the longest "
-            "sequence of a batch; use --rollout-backend sglang"
+            f"sequence of a batch; {SGLANG_INSTEAD}"
         )
     if layers := unpackable_layers(language):
         raise EngineError(
             f"cannot serve {path} ({config.model_type}): the embedded engine does not support layers of type {', '.join(layers)}; "
-            "use --rollout-backend sglang"
+            + SGLANG_INSTEAD
         )
     return config
 

@@ -61,8 +61,9 @@ def test_a_directory_that_holds_no_model_is_an_error_of_the_user(tmp_path: Path)
 )
 def test_a_model_that_would_be_served_wrong_is_refused(tmp_path: Path, family: str, overrides: dict[str, object], cause: str) -> None:
     tiny.save_checkpoint(tmp_path, family, **overrides)
-    with pytest.raises(FuligoError, match=cause):
+    with pytest.raises(FuligoError, match=cause) as raised:
         load(tmp_path)
+    assert "--rollout-backend" not in str(raised.value).replace("in a run, --rollout-backend", ""), "`fuligo serve` has no such flag"
 
 
 @pytest.mark.parametrize("is_wrong", [False, True])

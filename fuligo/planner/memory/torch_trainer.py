@@ -207,10 +207,15 @@ def _activations(subject: Subject) -> MemoryItem:
         per_token, how = sum(per_layer), "all layers; --gradient-checkpointing keeps their inputs only"
     factors = [0] if adapter is None else [copied_factor_bytes(layer, adapter, compute_bytes(subject)) for layer in architecture.layers]
     copied = max(factors) if config.model.gradient_checkpointing else sum(factors)
-    note = f"{tokens} tokens x {per_token / 1024:.0f} KiB{f' + {amount(copied)} of B' if copied else ''}: {how}"
-    if any(copies):
-        note += f"; {max(copies) / 1024:.0f} KiB a layer are keys of shared prompts, copied for every answer"
+    note = f"{tokens} tokens x {_small_amount(per_token)}{f' + {amount(copied)} of B' if copied else ''}: {how}"
+    if max(copies) >= 1:
+        note += f"; {_small_amount(max(copies))} a layer are keys of shared prompts, copied for every answer"
     return MemoryItem("activations", round(tokens * per_token) + copied, note)
+
+
+def _small_amount(num_bytes: float) -> str:
+    """Format the bytes of one token: `120 KiB`, or `256 bytes` below 1 KiB."""
+    return f"{num_bytes / 1024:.0f} KiB" if num_bytes >= 1024 else f"{num_bytes:.0f} bytes"
 
 
 def layer_bytes(layer: Layer, architecture: Architecture, size: int) -> float:

@@ -248,6 +248,14 @@ def test_the_torch_trainer_holds_sixteen_bytes_a_parameter() -> None:
     assert shared.used_bytes > alone.used_bytes, "the embedded engine is there too"
 
 
+@pytest.mark.parametrize(("response", "copied"), [(1024, "KiB a layer are keys"), (1_000_000, "2 bytes a layer are keys"), (10**8, None)])
+def test_copied_keys_are_shown_as_an_amount_that_is_not_0(response: int, copied: str | None) -> None:
+    flags = f"--device cuda --precision fp32 --no-torch-compile --rollout-max-response-len {response} --n-samples-per-prompt 8"
+    (note,) = {each.note for bar in bars_of(subject_of(flags, "qwen3-4b")) for each in bar.items if each.name == "activations"}
+    assert " 0 KiB" not in note and " 0 bytes" not in note
+    assert copied in note if copied is not None else "a layer" not in note.partition(";")[2], note
+
+
 def test_the_torch_trainer_holds_a_teacher_of_its_own_size() -> None:
     subject = subject_of("--device cuda --actor-num-gpus-per-node 2 --use-opd --opd-teacher-load t", "qwen3-4b")
     large = replace(subject, own_teacher=facts("glm4-9b"))

@@ -18,6 +18,10 @@ _TRAINING_MODULES = {"train": False, "train_async": True}
 _INTERPRETERS = re.compile(r"(python(3(\.\d+)?)?|torchrun)$")
 _NO_LAUNCHERS = frozenset({"ssh", "pdsh", "scp", "rsync", "pkill", "killall", "pgrep", "git"})
 """Commands whose arguments may name a program that they do not run on this machine."""
+_RUNNERS = frozenset(
+    {"srun", "sbatch", "salloc", "docker", "podman", "singularity", "apptainer", "enroot", "kubectl", "mpirun", "mpiexec", "pdsh", "ssh"}
+)
+"""Commands that run another one in a job, in a container or on another machine. If that is a shell, its commands are not recorded."""
 _RAY_SWITCHES = ("--no-wait", "--verbose")
 """Options of `ray job submit` without a value; all others take one."""
 
@@ -191,6 +195,8 @@ class Findings:
     launches: list[Launch] = field(default_factory=list)
     notes: dict[str, None] = field(default_factory=dict)
     """Notes in order, each only once, because a loop over hosts repeats them for every host."""
+    runner: str | None = None
+    """Place and name of the last call of a command that may start the training out of sight; None if there is none."""
 
     def note(self, call: Call, text: str) -> None:
         self.notes[f"{call.place}: {text}"] = None
@@ -243,6 +249,8 @@ def _read(call: Call, calls: Mapping[str, Call], initial: Mapping[str, str], fin
     elif call.name in ("ssh", "pdsh") and re.search(r"\btrain(_async)?\.py\b", str(call.words)):
         raise ConfigError(f"`{call}` starts the training on another machine; import the script of one node")
     else:
+        if call.name in _RUNNERS:
+            findings.runner = f"{call.place}: `{call.name}`"
         _note(call, findings)
 
 

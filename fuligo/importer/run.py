@@ -144,7 +144,12 @@ def import_script(
     ]
     findings = read_calls([call for call in read if call is not None], _environment(task, ""))
     if not findings.launches or report["stopped"] == "records":
-        raise ConfigError(_no_launch(report, task, [*unset, *(note for note in findings.notes if "taken as empty" in note)]))
+        causes = [*unset, *(note for note in findings.notes if "taken as empty" in note)]
+        if findings.runner is not None and not report["stopped"] and report["status"] == 0:
+            causes.append(
+                f"{findings.runner} is not run, and what it starts is not read; import a script that holds only the commands that it runs"
+            )
+        raise ConfigError(_no_launch(report, task, causes))
     if len(findings.launches) > 1:
         places = ", ".join(launch.place for launch in findings.launches)
         raise ConfigError(f"cannot import {script.name}: it starts {len(findings.launches)} training jobs ({places}); keep one")

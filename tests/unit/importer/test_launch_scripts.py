@@ -297,6 +297,27 @@ def test_an_interpreter_in_the_folder_of_the_script_is_recorded(imported: Import
     assert python.read_text() == "#!/bin/sh\ntouch ran\n"
 
 
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        ("docker run --gpus all -v /a:/b slime:latest bash -c 'cd /root/slime && python3 train.py --lr 1e-6'", "docker"),
+        ("srun --nodes=2 bash -c 'python3 train.py --lr 1e-6'", "srun"),
+        ("sbatch inner.sh", "sbatch"),
+    ],
+)
+def test_a_command_that_starts_the_training_out_of_sight_is_named(command: str, name: str, imported: Import):
+    with pytest.raises(ConfigError, match=f"before it starts train.py; run.sh line 1: `{name}` is not run, and what it starts is not read"):
+        imported(f"{command}")
+    assert imported(f"{command}\npython3 train.py --a 1").launch.arguments == ("--a", "1")
+    with pytest.raises(ConfigError) as raised:
+        imported(f"{command}\nexit 3")
+    assert "status 3" in str(raised.value) and "not read" not in str(raised.value)
+
+
+def test_the_training_that_srun_starts_directly_is_read(imported: Import):
+    assert imported("srun --nodes=2 --container-image=x python3 train.py --a 1").launch.arguments == ("--a", "1")
+
+
 def test_a_missing_output_is_named_where_it_ends_the_script(imported: Import):
     with pytest.raises(
         ConfigError, match=r"ends with status 1 before it starts train.py; .*line 2: `pip list` is not run; the script reads"

@@ -59,8 +59,10 @@ class Host:
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> Iterator[Host]:
-    """Set up what must not change, and check it afterwards."""
+def host(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
+    """Set up what must not change, and check it afterwards. Its own temporary directory must end empty; others may import beside it."""
+    temporary = tmp_path_factory.mktemp("temporary")
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     (tmp_path / "precious").write_text("keep me")
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / ".bashrc").write_text("# mine")
@@ -69,17 +71,14 @@ def host(tmp_path: Path) -> Iterator[Host]:
     earlier = running()
     bystander = subprocess.Popen(["sleep", "600"])
     host = Host(tmp_path, bystander, listener)
-    before, device, temporary = host.tree(), Path("/dev/null").stat().st_mode, {path.name for path in Path(tempfile.gettempdir()).iterdir()}
+    before, device, known = host.tree(), Path("/dev/null").stat().st_mode, set(Path("/tmp").glob("hostile*"))
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # what a script leaves behind becomes a child of this process
     try:
         yield host
         assert host.tree() == before
         assert Path("/dev/null").stat().st_mode == device
-        assert not [
-            name
-            for name in {path.name for path in Path(tempfile.gettempdir()).iterdir()} - temporary
-            if name.startswith(("hostile", "fuligo-import"))
-        ]
+        assert not list(temporary.iterdir())
+        assert set(Path("/tmp").glob("hostile*")) <= known
         assert bystander.poll() is None
         with pytest.raises(BlockingIOError):
             listener.accept()

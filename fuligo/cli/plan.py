@@ -98,7 +98,7 @@ def main(arguments: Sequence[str]) -> int:
             notes += engine
     notes += _without_effect(config, options.assumed)
     plan = make_plan(config, gpu, plan_name(config, options.job), host_memory_bytes=options.host_memory_bytes, assumed=options.assumed)
-    plan = replace(plan, findings=(*_refused_at_start(config), *plan.findings, *_short_of_disk(plan, config)))
+    plan = replace(plan, findings=(*_refused_at_start(plan, config), *plan.findings, *_short_of_disk(plan, config)))
     plan = replace(plan, findings=with_places(plan.findings, parsed.places))
     is_broken = any(finding.severity is Severity.ERROR for finding in plan.findings)
     if is_broken:
@@ -123,9 +123,13 @@ def _without_effect(config: Config, assumed: Assumed) -> Iterator[str]:
         yield "--accept-length has no effect without --sglang-speculative-algorithm"
 
 
-def _refused_at_start(config: Config) -> Iterator[Finding]:
-    """Yield an error for what `fuligo train` refuses beyond the rules: Megatron arguments without effect, faulty prompt files."""
-    for problem in unread_arguments(config):
+def _refused_at_start(plan: Plan, config: Config) -> Iterator[Finding]:
+    """Yield an error for what `fuligo train` refuses beyond the rules: Megatron arguments without effect, faulty prompt files.
+
+    The arguments are left out if Megatron cannot train the model, which the plan already reports.
+    """
+    is_torch_only = any(finding.id == "PLAN-TORCH-ONLY" for finding in plan.findings)
+    for problem in () if is_torch_only else unread_arguments(config):
         yield Finding("PLAN-MEGATRON-ARGUMENTS", Severity.ERROR, problem, ())
     if any(Path(path.partition("@")[0]).is_file() for path in config.data.prompt_data):
         from fuligo.cli.data_problems import data_problems

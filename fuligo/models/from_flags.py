@@ -45,6 +45,11 @@ EXPERT_KEYS: Mapping[str, str] = {
 }
 """Megatron flag of experts -> key of config.json; the key for `num_experts` is `ModelArgs.num_experts_key` instead."""
 
+GATES = ("attention_output_gate", "use_gated_attention", "moe_shared_expert_gate")
+"""Switches for gates of attention and shared experts, which only families have that the Megatron trainer cannot train."""
+TORCH_INSTEAD = "use --train-backend torch, without MODEL_ARGS and flags of parallelism"
+"""Advice for a model that the Megatron trainer cannot train."""
+
 
 def architecture_from_flags(config: Config) -> Architecture | None:
     """Return the shapes that the MODEL_ARGS describe, or None if there are no MODEL_ARGS.
@@ -75,14 +80,26 @@ def overridden(config_json: Mapping[str, Any], config: Config) -> dict[str, Any]
 def _family(given: PassThrough) -> str:
     """Return the family that MODEL_ARGS describe: that of `--spec`, else the one with the highest precedence whose flags match.
 
-    Raises ConfigError if `--spec` is unknown.
+    Raises ConfigError if `--spec` is unknown, or the flags are those of a family that the Megatron trainer cannot train.
     """
     if (spec := given.get("spec")) is not None:
         family = spec_family(spec)
         if family is None:
             raise ConfigError(f"--spec {' '.join(spec)} is not known; use --model-config-file with the model's config.json instead")
+        if (reason := FAMILIES[family].why_not_megatron) is not None:
+            raise ConfigError(f"--spec {' '.join(spec)}: --train-backend megatron cannot train such a model: {reason}; {TORCH_INSTEAD}")
         return family
+    if (problem := gates_problem(given)) is not None:
+        raise ConfigError(problem)
     return max((name for name, family in FAMILIES.items() if _tell(given, family.model_args)), key=_precedence)
+
+
+def gates_problem(given: PassThrough) -> str | None:
+    """Return the problem with given `GATES`; None if none is given."""
+    gates = ", ".join(option_name(name) for name in GATES if given.get(name))
+    return (
+        f"{gates}: --train-backend megatron cannot train models with such gates (Qwen3-Next, Qwen3.5); {TORCH_INSTEAD}" if gates else None
+    )
 
 
 def _precedence(family: str) -> int:

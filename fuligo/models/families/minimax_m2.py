@@ -8,7 +8,7 @@ from dataclasses import replace
 from fuligo.formats.stored_experts import StoredExperts
 from fuligo.models.architecture import Architecture
 from fuligo.models.config_json import ConfigJson
-from fuligo.models.family import Family
+from fuligo.models.family import Family, ModelArgs
 from fuligo.models.parts import assemble, grouped_attention_parts, moe_layer, norms, read_experts, read_grouped_attention
 
 HEAD_DIM = 128
@@ -32,4 +32,5 @@ FAMILY = Family(
     architecture=architecture,
     why_not_megatron="its query and key norms span all heads, but Megatron-Core 0.16.1 normalizes each head separately",
     stored_experts=StoredExperts.MIXTRAL,
+    model_args=ModelArgs(specs=("slime_plugins.models.minimax_m2.get_minimax_m2_layer_spec",)),
 )

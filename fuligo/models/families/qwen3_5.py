@@ -5,6 +5,7 @@ from dataclasses import replace
 from fuligo.models.architecture import Architecture
 from fuligo.models.config_json import ConfigJson
 from fuligo.models.families import qwen3_next, qwen3_vl
+from fuligo.models.family import ModelArgs
 
 
 def architecture(config: ConfigJson) -> Architecture:
@@ -18,6 +19,7 @@ def num_mtp_layers(config: ConfigJson) -> int:
 FAMILY = replace(
     qwen3_next.FAMILY,
     architecture=architecture,
+    model_args=ModelArgs(specs=("slime_plugins.models.qwen3_5.get_qwen3_5_spec",)),
     why_not_sglang="SGLang 0.5.15.post1 has a class only for the published model with its vision tower",
     whole_type="qwen3_5",
     vision_tower=qwen3_vl.vision_tower,

@@ -9,7 +9,7 @@ from math import ceil
 
 from fuligo.models.architecture import Architecture, Experts, Layer, LinearAttention, PartKind, Split
 from fuligo.models.config_json import ConfigJson
-from fuligo.models.family import Family
+from fuligo.models.family import Family, ModelArgs
 from fuligo.models.parts import (
     Parts,
     assemble,
@@ -119,5 +119,6 @@ FAMILY = Family(
     why_not_megatron="the gated delta net of Megatron-Core 0.16.1 refuses packed sequences",
     unwritten_keys=("full_attention_interval",),
     has_gated_delta=True,
+    model_args=ModelArgs(specs=("slime_plugins.models.qwen3_next.get_qwen3_next_spec",)),
     has_mtp_module=True,
 )

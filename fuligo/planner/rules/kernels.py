@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from fuligo.config.findings import Severity
 from fuligo.config.topology import EngineGroupSpec
 from fuligo.models.architecture import GroupedAttention, LatentAttention
+from fuligo.models.from_flags import TORCH_INSTEAD
 from fuligo.models.registry import family_of
 from fuligo.planner.rules.rule import Violation, rule
 from fuligo.planner.rules.servers import option, serving_policy, set_argument, shown, where
@@ -64,7 +65,7 @@ def trainer_computes_the_layers(subject: Subject) -> Iterator[Violation]:
     if subject.is_megatron and reason is not None:
         yield Violation(
             f"--train-backend megatron cannot train a {subject.architecture.model_type} model: {reason}",
-            advice="use --train-backend torch, without flags of parallelism",
+            advice=TORCH_INSTEAD,
         )
 
 

@@ -28,6 +28,8 @@ def flags_agree_with_config_json(subject: Subject) -> Iterator[Violation]:
     config, found = subject.config, subject.trainer_config_json
     if found is None or config.model.override_model_config or not subject.is_megatron:
         return
+    if family_of(subject.architecture).why_not_megatron is not None:
+        return  # reported by PLAN-TORCH-ONLY
     try:
         differing = list(disagreements(config, found.values, found.source))
     except ConfigError as error:

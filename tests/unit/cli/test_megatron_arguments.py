@@ -28,6 +28,10 @@ def config_of(more: str) -> Config:
             "--deterministic-mode, --fp8-format e4m3, --fp8-recipe blockwise, --make-vocab-size-divisible-by 64, --seq-length 4096: not",
         ),
         (f"{SEPARATE} --train-backend megatron --attention-dropout 0.1", "--attention-dropout 0.1: not supported by the Megatron trainer"),
+        (
+            f"{SEPARATE} --train-backend megatron --attention-output-gate --use-gated-attention",
+            "--attention-output-gate, --use-gated-attention: --train-backend megatron cannot train models with such gates",
+        ),
     ],
 )
 def test_unread_arguments_are_valid_and_refused(more: str, text: str) -> None:

@@ -16,6 +16,7 @@ from fuligo.cli.plan import STANDARD_OUTPUT, Options, plan_name, split_options
 from fuligo.config.command_line import parse
 from fuligo.errors import ConfigError
 from fuligo.planner.subject import Assumed
+from tests import tiny
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SMALL = ("--config", str(EXAMPLES / "qwen3-4b" / "config.yaml"))
@@ -55,6 +56,20 @@ def test_a_config_json_on_this_machine_completes_model_args(run_plan: RunPlan, t
     (tmp_path / "config.json").write_bytes((EXAMPLES / "qwen3-4b" / "model" / "config.json").read_bytes())
     code, output, errors = run_plan(*arguments)
     assert code == 0 and "qwen3, 4.02 B parameters" in output, output + errors
+
+
+def test_a_model_that_megatron_cannot_train_is_one_error(run_plan: RunPlan, tmp_path: Path):
+    """slime's scripts give a --spec and switches that no other model has."""
+    tiny.model_config("qwen3_next").save_pretrained(tmp_path)
+    size = "--num-layers 2 --hidden-size 64 --swiglu --use-gated-attention --attention-output-gate --moe-shared-expert-gate --seq-length 9"
+    job = "--prompt-data d.jsonl --label-key label --rm-type math --num-rollout 2 --rollout-backend sglang --rollout-max-response-len 64"
+    gpus = "--actor-num-gpus-per-node 1 --rollout-num-gpus 1 --train-backend megatron --gpu h100-80"
+    spec = "--spec slime_plugins.models.qwen3_next get_qwen3_next_spec"
+    code, output, _ = run_plan(*f"--hf-checkpoint {tmp_path} {job} {size} {gpus} {spec}".split())
+    said = " ".join(output.split())
+    assert code == 2 and said.count(" error PLAN") == 1, output
+    assert "error PLAN-TORCH-ONLY --train-backend megatron cannot train a qwen3_next model: the gated delta net" in said
+    assert "use --train-backend torch, without MODEL_ARGS and flags of parallelism" in said
 
 
 def test_an_invalid_config_ends_with_2_and_names_the_flag(run_plan: RunPlan):

@@ -254,6 +254,22 @@ def test_without_flags_of_a_shape_there_is_no_architecture() -> None:
             "1000 is not a multiple",
         ),
         (PUBLIC_GLM4_9B.replace("get_glm_spec", "get_x_spec"), "--spec slime_plugins.models.glm4 get_x_spec is not known"),
+        (
+            "--num-layers 2 --spec slime_plugins.models.qwen3_next get_qwen3_next_spec --use-gated-attention",
+            "cannot train such a model: the gated delta net .*; use --train-backend torch, without MODEL_ARGS",
+        ),
+        (
+            "--num-layers 2 --spec slime_plugins.models.qwen3_5 get_qwen3_5_spec",
+            "cannot train such a model: the gated delta net .*; use --train-backend torch",
+        ),
+        (
+            "--num-layers 2 --spec slime_plugins.models.minimax_m2 get_minimax_m2_layer_spec",
+            "cannot train such a model: its query and key norms span all heads, .*; use --train-backend torch",
+        ),
+        (
+            "--num-layers 2 --attention-output-gate --moe-shared-expert-gate",
+            "--attention-output-gate, --moe-shared-expert-gate: --train-backend megatron cannot train models with such gates",
+        ),
     ],
 )
 def test_flags_that_describe_no_model_are_refused(text: str, error: str) -> None:

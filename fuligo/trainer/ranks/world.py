@@ -14,6 +14,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from fuligo.formats.private import kernel_cache
 from fuligo.limits import num_cores
+from fuligo.trainer.ranks.gloo import share_devices
 from fuligo.trainer.ranks.settings import TrainerSettings
 from fuligo.trainer.ranks.signed_objects import sign_objects
 
@@ -84,6 +85,7 @@ def join_world(rank: int, size: int, device_type: str, *, store: Store, key: byt
     """
     if device_type == "cpu":
         share_cores(size)
+        share_devices()
     device = torch.device(device_type, rank % torch.cuda.device_count()) if device_type == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)

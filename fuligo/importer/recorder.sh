@@ -9,7 +9,8 @@ captured=; [ -p /dev/stdout ] && captured=1
   @BIN@/cat /proc/$$/environ
 } >"$record"
 for word; do
-  file=${word#--*=}
+  file=$word
+  if [[ $word = --*=* ]]; then file=${word#*=}; fi  # `#--*=` would compare every prefix of a word of 100 KB
   if [ -f "$file" ] && [ "${file##*.}" != py ]; then
     printf '%s\0' "$file"; @BIN@/head -c 200000 "$file" | @BIN@/tr -d '\0'; printf '\0'
   fi

@@ -1,6 +1,7 @@
 """Compiled layers: one graph for rows of all lengths, with the same results as without compilation.
 
-Dense attention takes the place of the GPU's attention kernel, and eager execution of the graphs that of the compiler's backend.
+Dense attention takes the place of the GPU's attention kernel, and eager execution of the graphs, forward and backward, that of the
+compiler's backend.
 """
 
 from collections.abc import Sequence
@@ -29,6 +30,8 @@ from fuligo.trainer.torch_backend.worker import TorchRankWorker
 from tests import shares, train_batches
 
 pytestmark = pytest.mark.long
+
+COMPILE = torch.compile
 
 ROWS = [[(4, 9), (7, 31), (2, 20)], [(40, 6), (5, 8)], [(30, 170), (1, 2)], [(3, 5), (9, 31), (2, 77), (6, 2), (5, 5)]]
 """Prompt and response lengths; the numbers of tokens and sequences and the longest sequence all differ."""
@@ -100,8 +103,9 @@ def _places(x: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
 def traced_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "varlen_attn", dense_attention)
     monkeypatch.setattr(tree_attention, "VarlenKernel", DenseKernel)
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", partial(COMPILE, backend="aot_eager"))
     torch._dynamo.reset()
+    counters.clear()
 
 
 def make_worker(checkpoint, **given: object) -> TorchRankWorker:
@@ -129,13 +133,19 @@ def scores_and_gradients(worker: TorchRankWorker, lengths: Sequence[tuple[int, i
     return np.concatenate([each.old_logprobs for each in scored if each.old_logprobs is not None]), found
 
 
-REPEATED = ("plain", "checkpointed", "adapter", "quantized base")
-"""Cases whose layers "shared prefixes" and "checkpointed quantized base" trace as well."""
+def assert_equal(found: tuple[np.ndarray, dict[str, Tensor]], expected: tuple[np.ndarray, dict[str, Tensor]]) -> None:
+    """Check results of `scores_and_gradients`."""
+    np.testing.assert_allclose(found[0], expected[0], atol=1e-5)
+    assert found[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        torch.testing.assert_close(found[1][name], gradient, atol=1e-5, rtol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize(
-    "case", [*(pytest.param(case, marks=pytest.mark.slow) for case in REPEATED), "checkpointed quantized base", "shared prefixes"]
-)
+REPEATED = ("plain", "checkpointed", "adapter", "quantized base", "shared prefixes")
+"""Cases whose layers "checkpointed quantized base" and those of the test below trace as well."""
+
+
+@pytest.mark.parametrize("case", [*(pytest.param(case, marks=pytest.mark.slow) for case in REPEATED), "checkpointed quantized base"])
 def test_one_graph_serves_all_lengths(checkpoint, case: str) -> None:
     settings: dict[str, dict[str, object]] = {
         "plain": {},
@@ -158,14 +168,11 @@ def test_one_graph_serves_all_lengths(checkpoint, case: str) -> None:
     worker.policy.compile_layers()
     num_graphs: list[int] = []
     counters.clear()
-    for lengths, (logprobs, gradients) in zip(ROWS, expected, strict=True):
+    for lengths, without_compilation in zip(ROWS, expected, strict=True):
         before = counters["stats"]["unique_graphs"]
-        ours, found = scores_and_gradients(worker, lengths)
+        found = scores_and_gradients(worker, lengths)
         num_graphs.append(counters["stats"]["unique_graphs"] - before)
-        np.testing.assert_allclose(ours, logprobs, atol=1e-5)
-        assert found.keys() == gradients.keys()
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(found[name], gradient, atol=1e-5, rtol=1e-4, msg=name)
+        assert_equal(found, without_compilation)
     recomputes, has_reference = "checkpointed" in case, case == "adapter"
     assert num_graphs[0] == 2 + recomputes + has_reference, "scoring, training and each other pass take one graph for all layers"
     assert not counters["graph_break"]
@@ -176,12 +183,12 @@ LATER_ROWS = [*ROWS, [(30, 170)], [(1, 1), (2, 3)], [(7, 9)] * 14, [(20, 236)], 
 """Rows of a sample that shares no prefix, with a sample of two tokens, of many samples, full, and longer than all before."""
 
 
-# The value model's case has an adapter and its reference as well.
+# The value model's case has an adapter and its reference as well. Other cases trace the gradients of its layers.
 @pytest.mark.parametrize(
     "case",
     [pytest.param("adapter", marks=pytest.mark.slow), "shared prefixes", "reference and teacher", "value model beside an adapter"],
 )
-def test_a_warmed_up_trainer_compiles_nothing_more(checkpoint, case: str) -> None:
+def test_a_warmed_up_trainer_compiles_nothing_more(checkpoint, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings: dict[str, dict[str, object]] = {
         "adapter": {"lora": LoraSettings(AdapterConfig(rank=4, alpha=64.0)), "reference_weights": checkpoint},
         "shared prefixes": {"shares_prefixes": True},
@@ -192,7 +199,11 @@ def test_a_warmed_up_trainer_compiles_nothing_more(checkpoint, case: str) -> Non
             "critic": CriticSettings(checkpoint, OptimizerSettings(LearningRateSchedule(peak=1e-3))),
         },
     }
+    if case == "value model beside an adapter":
+        monkeypatch.setattr(torch, "compile", partial(COMPILE, backend="eager"))
     worker = make_worker(checkpoint, capacity=Capacity(max_tokens=256), **settings[case])
+    expected = [scores_and_gradients(worker, lengths) for lengths in LATER_ROWS]
+    worker.optimizer.zero_grad()
     for model in worker._models():
         model.compile_layers()
     before = {name: parameter.detach().clone() for name, parameter in worker.policy.named_parameters()}
@@ -204,9 +215,10 @@ def test_a_warmed_up_trainer_compiles_nothing_more(checkpoint, case: str) -> Non
     for name, parameter in worker.policy.named_parameters():
         assert torch.equal(parameter, before[name]) and parameter.grad is None, name
     assert not worker.optimizer.state
+    assert not counters["graph_break"]
     counters.clear()
-    for lengths in LATER_ROWS:
-        scores_and_gradients(worker, lengths)
+    for lengths, without_compilation in zip(LATER_ROWS, expected, strict=True):
+        assert_equal(scores_and_gradients(worker, lengths), without_compilation)
         assert counters["stats"]["unique_graphs"] == 0, lengths
 
 

@@ -157,9 +157,11 @@ async def test_processes_start_when_needed_and_end_with_the_pool() -> None:
 
 
 @pytest.mark.long
-async def test_workers_end_with_a_parent_that_was_killed() -> None:
+async def test_workers_end_with_a_parent_that_was_killed(tmp_path: Path) -> None:
     """An idle worker ends at once, because its input ends; a busy one ends by its own alarm at the deadline."""
-    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", KILLED_PARENT, stdout=asyncio.subprocess.PIPE)
+    judge = tmp_path / "judge.py"
+    judge.write_text("import time\n\ndef prepare(): pass\n\ndef judge(seconds): time.sleep(seconds)\n")
+    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", KILLED_PARENT, judge, stdout=asyncio.subprocess.PIPE)
     assert parent.stdout is not None
     async with asyncio.timeout(120):
         pids = [int(pid) for pid in (await parent.stdout.readline()).split()]
@@ -170,15 +172,17 @@ async def test_workers_end_with_a_parent_that_was_killed() -> None:
     await until(lambda: not any(is_running(pid) for pid in pids))
 
 
-KILLED_PARENT = r"""
-import asyncio
+KILLED_PARENT = """
+import asyncio, sys
+from pathlib import Path
 from fuligo.rollout.rewards.worker_pool import WorkerPool
 
 async def main():
     pool = WorkerPool("symbolic_judge.py", num_workers=2, timeout_s=60.0)
-    await asyncio.gather(*(pool.ask(answer=answer, golds=["0.5"]) for answer in ("\frac12", "\frac13")))
+    pool._judge = Path(sys.argv[1])
+    await asyncio.gather(*(pool.ask(seconds=0.01) for _ in range(2)))
     pool._timeout_s = 5.0
-    hanging = asyncio.create_task(pool.ask(answer="9^{9^{9^{9}}}", golds=["5"]))
+    hanging = asyncio.create_task(pool.ask(seconds=3600))
     while not pool._busy:
         await asyncio.sleep(0.01)
     print(*(worker._process.pid for worker in (*pool._idle, *pool._busy)), flush=True)

@@ -34,8 +34,8 @@ settings.load_profile("fuligo")
 
 def pytest_collection_finish() -> None:
     """Leave all modules out of garbage collections: with torch, transformers and Ray, a full one takes a tenth of a second."""
-    gc.enable()
     freeze_garbage_collector()
+    gc.enable()  # last, since the first allocation afterwards starts a collection of all that is not frozen
 
 
 @pytest.hookimpl(wrapper=True)

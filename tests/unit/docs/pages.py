@@ -1,5 +1,6 @@
 """Markdown pages of the repository and their code blocks."""
 
+import functools
 import re
 import shlex
 from dataclasses import dataclass
@@ -43,10 +44,15 @@ def without_code_blocks(page: Path) -> str:
 
 def commands(page: Path, *beginning: str) -> list[list[str]]:
     """Return the arguments after `beginning` of every such command in the page's bash blocks."""
-    lines = [
+    return [line[len(beginning) :] for line in _command_lines(page) if tuple(line[: len(beginning)]) == beginning]
+
+
+@functools.cache  # asked for one kind of command after the other
+def _command_lines(page: Path) -> list[list[str]]:
+    """Return the words of each line in the page's bash blocks."""
+    return [
         shlex.split(line, comments=True)
         for block in code_blocks(page)
         if block.language == "bash"
         for line in block.text.replace("\\\n", " ").splitlines()
     ]
-    return [line[len(beginning) :] for line in lines if tuple(line[: len(beginning)]) == beginning]

@@ -257,6 +257,36 @@ def test_rows_that_the_reward_cannot_judge_are_refused_unless_a_hook_judges(mode
         assert found("--prompt-data", str(file), *more) == []
 
 
+HOOKS = """
+class Source:
+    def __init__(self, args): ...
+    def get_samples(self, num_samples): ...
+    def add_samples(self, samples): ...
+    def save(self, rollout_id): ...
+    def load(self, rollout_id): ...
+    def __len__(self): ...
+
+def evaluate(args, rollout_id, data_source, evaluation=True): ...
+"""
+
+
+def test_rows_that_a_hook_reads_need_no_label_that_the_reward_can_judge(model: Path, tmp_path: Path):
+    file, hooks = tmp_path / "prompts.jsonl", tmp_path / "hooks.py"
+    file.write_text('{"input": "1 + 1", "label": {"answer": 2}}\n')
+    hooks.write_text(HOOKS)
+    common = ["--hf-checkpoint", model, "--num-rollout", "1", "--run-dir", tmp_path / "run", "--rm-type", "math", "--label-key", "label"]
+
+    def found(*more: object) -> list[str]:
+        return preflight_problems(parse([*map(str, common), *map(str, more)]).config)
+
+    (problem,) = found("--prompt-data", file)
+    assert "a label must be a string, a number or a list of these" in problem
+    assert found("--prompt-data", file, "--data-source-path", f"{hooks}:Source") == []
+    (problem,) = found("--eval-prompt-data", "mine", file)
+    assert problem.startswith("evaluation dataset mine: ")
+    assert found("--eval-prompt-data", "mine", file, "--eval-function-path", f"{hooks}:evaluate") == []
+
+
 def test_stop_tokens_are_the_models(model: Path):
     size = json.loads((model / "config.json").read_text())["vocab_size"]
     assert problems(model, "--rollout-stop-token-ids", size - 1) == []

@@ -175,7 +175,7 @@ def _num_unsaved(config: Config, directory: Path) -> int:
     interval = config.checkpoint.save_interval
     if interval is not None and num_done % interval == 0:
         return 0
-    if config.eval_data_sets or config.eval.eval_config is not None:
+    if config.has_eval:
         evaluated = {record["num_rollouts"] for record in read_json_lines(evaluations)} if evaluations.exists() else set[int]()
         return num_done if num_done in evaluated else 0
     return num_done

@@ -177,6 +177,8 @@ def test_resume_counts_the_rollouts_of_epochs(files: list[str], tmp_path: Path) 
         ("--no-save-last --eval-interval 5", 10, 10, True),
         ("--no-save-last --eval-interval 5", 10, 5, False),
         ("--no-save-last --eval-interval 5", 10, None, False),
+        ("--no-save-last --eval-function-path hooks.py:evaluate", 10, None, False),
+        ("--no-save-last --eval-function-path hooks.py:evaluate", 10, 10, True),
         ("--no-save-last --ckpt-step 4", 10, None, False),
     ],
 )
@@ -188,7 +190,7 @@ def test_resume_leaves_out_runs_that_save_no_last_checkpoint_by_their_records(
     (run / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(num_recorded)))
     if num_evaluated is not None:
         (run / "eval" / "metrics.jsonl").write_text(f'{{"num_rollouts": {num_evaluated}}}\n')
-    given = [*flags.split(), *(["--eval-prompt-data", str(tmp_path / "prompts.jsonl")] if "--eval" in flags else [])]
+    given = [*flags.split(), *(["--eval-prompt-data", str(tmp_path / "prompts.jsonl")] if "--eval-interval" in flags else [])]
     configs = {Path(file).stem: parse(["--config", file, "--num-rollout", "10", *given]).config for file in files}
     assert list(in_progress(configs)) == (["b"] if skipped else ["a", "b"])
 

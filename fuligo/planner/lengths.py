@@ -8,7 +8,7 @@ from fuligo.layout.megatron import Layout
 from fuligo.planner.subject import Subject
 
 DEFAULT_PACKED_TOKENS = 8192
-"""Tokens of a micro-batch without --use-dynamic-batch-size and --micro-batch-size (`trainer/settings.py`)."""
+"""Tokens of a micro-batch per GPU without --use-dynamic-batch-size and --micro-batch-size (`job/trainer_settings.py`)."""
 ASSUMED_PROMPT_TOKENS = 256
 """Prompt length if the flags set no bound: a mathematics question with its chat template."""
 AVERAGE_OF_LONGEST = 0.5
@@ -48,7 +48,7 @@ def micro_batch_tokens(config: Config, shape: Layout) -> int:
         return max(train.max_tokens_per_gpu or DEFAULT_PACKED_TOKENS, longest)
     if train.micro_batch_size is not None:
         return train.micro_batch_size * longest
-    return max(DEFAULT_PACKED_TOKENS // shape.cp, longest)
+    return max(DEFAULT_PACKED_TOKENS, longest)
 
 
 def samples_per_tree(config: Config, shape: Layout) -> int:

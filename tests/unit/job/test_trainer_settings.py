@@ -12,7 +12,9 @@ from fuligo.errors import ConfigError
 from fuligo.formats.quantisation import EngineQuantisation
 from fuligo.formats.weight_manifest import AS_CHECKPOINT
 from fuligo.job.trainer_settings import Device, trainer_settings
+from fuligo.layout.megatron import layout_of
 from fuligo.models.routing import RoutingShape
+from fuligo.planner.lengths import micro_batch_tokens
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.mtp import MTPTraining
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
@@ -68,6 +70,15 @@ def test_a_step_has_no_more_tokens_than_its_longest_samples(bf16: Path):
         settings = settings_of(bf16, bf16, *size, *flags)
         assert isinstance(settings, TorchTrainerSettings)
         assert settings.max_step_tokens == expected
+
+
+@pytest.mark.parametrize("flags", [(), ("--use-dynamic-batch-size", "--max-tokens-per-gpu", "12288")])
+def test_the_plan_knows_the_rows_of_context_parallel_ranks(tmp_path: Path, flags: tuple[str, ...]):
+    size = ("--train-backend", "megatron", "--actor-num-gpus-per-node", "2", "--context-parallel-size", "2", *flags)
+    model = tiny.save_checkpoint(tmp_path)
+    config = parse(["--hf-checkpoint", str(model), "--ref-load", str(model), "--num-rollout", "1", *size]).config
+    settings = trainer_settings(config, "cpu", initial_weights=model, num_rollout=1)
+    assert settings.capacity.max_tokens == 2 * micro_batch_tokens(config, layout_of(config))
 
 
 def test_the_torch_trainer_knows_the_gpus_of_an_engine(bf16: Path):

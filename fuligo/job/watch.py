@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import signal
 import sys
 import sysconfig
@@ -11,6 +12,7 @@ import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -58,10 +60,20 @@ logger = logging.getLogger(__name__)
 
 LIMIT_S = 30.0
 """Seconds after which a blocked event loop is reported; equal to the default of --rm-timeout-s."""
-_CHECKS_PER_LIMIT = 10
-_OURS = str(Path(__file__).parents[1])
-_EVENT_LOOP = str(Path(asyncio.__file__).parent)
+_CHECKS_PER_LIMIT = 100
+"""With 10, a function that takes 15% of the time would by chance be seen in half of the checks within an hour."""
+_OURS = f"{Path(__file__).parents[1]}{os.sep}"
+_EVENT_LOOP = f"{Path(asyncio.__file__).parent}{os.sep}"
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+
+
+@dataclass(slots=True, frozen=True)
+class _Place:
+    """Line that a function is running."""
+
+    file: str
+    function: str
+    line: int
 
 
 @contextmanager
@@ -83,7 +95,7 @@ def stalls_reported(limit_s: float = LIMIT_S) -> Iterator[None]:
         reported: set[tuple[str, str]] = set()
         while not stop.wait(period_s):
             culprit = _user_frame(loop_thread)
-            name = None if culprit is None else (culprit.filename, culprit.name)
+            name = None if culprit is None else (culprit.file, culprit.function)
             seen.append(name)
             if culprit is None or name is None or name in reported:
                 continue
@@ -99,9 +111,9 @@ def stalls_reported(limit_s: float = LIMIT_S) -> Iterator[None]:
                 "(it runs in a thread), and let environments run isolated (no --environment-isolation none, no `isolated = False`)",
                 share,
                 limit_s,
-                culprit.name,
-                culprit.filename,
-                culprit.lineno,
+                culprit.function,
+                culprit.file,
+                culprit.line,
             )
 
     beat()
@@ -114,12 +126,15 @@ def stalls_reported(limit_s: float = LIMIT_S) -> Iterator[None]:
         watching.join()
 
 
-def _user_frame(thread: int) -> traceback.FrameSummary | None:
-    """Return the frame of the user's function that the event loop or fuligo called in the thread; None if none of the user's code runs."""
-    stack = traceback.extract_stack(sys._current_frames()[thread])
-    ours = [place for place, frame in enumerate(stack) if frame.filename.startswith((_OURS, _EVENT_LOOP))]
-    beyond = stack[ours[-1] + 1 :] if ours else []
-    return beyond[0] if beyond and not beyond[0].filename.startswith((*_INSTALLED, "<frozen")) else None
+def _user_frame(thread: int) -> _Place | None:
+    """Return where the user's function is that the event loop or fuligo called in the thread; None if none of the user's code runs."""
+    called: _Place | None = None
+    for frame, line in traceback.walk_stack(sys._current_frames()[thread]):  # the innermost first
+        place = _Place(frame.f_code.co_filename, frame.f_code.co_name, line)
+        if place.file.startswith((_OURS, _EVENT_LOOP)):
+            return None if called is None or called.file.startswith((*_INSTALLED, "<frozen")) else called
+        called = place
+    return None
 
 
 class Termination:

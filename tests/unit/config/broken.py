@@ -478,8 +478,8 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
     "CFG-GROUP-OF-ONE": [({"n_samples_per_prompt": 1}, "the advantage of a single sample is zero")],
     "CFG-NOTHING-PARTIAL": [({"partial_rollout": True}, "no sample is aborted")],
     "CFG-WARMUP": [
-        ({"lr_warmup_iters": 11}, "exceeds the run's 10 optimizer steps"),
-        ({**PPO, "critic_lr_warmup_iters": 11}, "--critic-lr-warmup-iters 11 exceeds the run's 10 optimizer steps"),
+        ({"lr_warmup_iters": 11}, "exceeds the number of optimizer steps of the run (10)"),
+        ({**PPO, "critic_lr_warmup_iters": 11}, "--critic-lr-warmup-iters 11 exceeds the number of optimizer steps of the run (10)"),
     ],
     "CFG-CRITIC-ONLY": [({**PPO, "num_critic_only_steps": 10}, "leaves no rollout of the run's 10 for the policy")],
     "CFG-INTERVAL": [

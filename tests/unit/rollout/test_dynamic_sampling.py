@@ -75,7 +75,7 @@ def test_used_up_waves_end_with_an_error_that_says_what_was_dropped_and_why():
         sampling.finish(2 * wave, "check_reward_nonzero_std")
         sampling.finish(2 * wave + 1, "too_short")
     with pytest.raises(
-        RolloutError, match=r"2 sampling waves \(4 prompts\) gave 0 of the 2 groups.*2 by check_reward_nonzero_std, 2 by too_short"
+        RolloutError, match=r"2 sampling waves \(4 prompts\) gave 0 of 2 needed groups.*2 by check_reward_nonzero_std, 2 by too_short"
     ):
         sampling.begin_wave()
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from fuligo.config import Config
 from fuligo.errors import ConfigError
+from fuligo.quantities import count
 
 
 @dataclass(slots=True, frozen=True)
@@ -80,7 +81,7 @@ class IndivisibleRanksError(ConfigError):
     """Raised if parallel sizes do not divide the trainer's number of GPUs."""
 
     def __init__(self, sizes: str, num_ranks: int) -> None:
-        super().__init__(f"{sizes} does not divide the trainer's {num_ranks} GPUs; change a size or the number of GPUs")
+        super().__init__(f"{sizes} does not divide the trainer's {count(num_ranks, 'GPU')}; change a size or the number of GPUs")
         self.sizes = sizes
         """Flags with their values, and the product: `--tensor-model-parallel-size 3 x ... = 3`."""
 

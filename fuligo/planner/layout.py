@@ -10,6 +10,7 @@ from fuligo.layout.slots import engine_slots, trainer_slots
 from fuligo.models.architecture import Architecture, Layer
 from fuligo.planner.plan import ClusterLayout, EngineGroup, EngineRank, PlacedGpu, Stage, TrainerRank
 from fuligo.planner.subject import Subject
+from fuligo.quantities import count
 
 ACCOUNTING = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 
@@ -42,15 +43,15 @@ class Cut:
     def starts(self) -> list[int]:
         """Return the first layer of every virtual stage, from 0; empty if the layers cannot be split this way."""
         counts = self.counts()
-        if counts is None or any(count % self.vpp for count in counts):
+        if counts is None or any(number % self.vpp for number in counts):
             return []
-        chunks = [count // self.vpp for _ in range(self.vpp) for count in counts]
+        chunks = [number // self.vpp for _ in range(self.vpp) for number in counts]
         return [sum(chunks[:number]) for number in range(len(chunks))]
 
     def shown(self) -> str:
         """Return ` with --decoder-first-pipeline-num-layers 14`; an empty string without these flags."""
         named = {"--decoder-first-pipeline-num-layers": self.first, "--decoder-last-pipeline-num-layers": self.last}
-        given = [f"{option} {count}" for option, count in named.items() if count is not None]
+        given = [f"{option} {number}" for option, number in named.items() if number is not None]
         return f" with {' and '.join(given)}" if given else ""
 
     def why_uneven(self) -> str:
@@ -92,7 +93,7 @@ def stages(subject: Subject) -> tuple[Stage, ...]:
     for pipeline_rank, num_layers in enumerate(counts):
         if num_layers % shape.vpp:
             raise ConfigError(
-                f"--virtual-pipeline-model-parallel-size {shape.vpp} does not divide the {num_layers} layers of pipeline rank "
+                f"--virtual-pipeline-model-parallel-size {shape.vpp} does not divide the {count(num_layers, 'layer')} of pipeline rank "
                 f"{pipeline_rank}; choose a divisor of {num_layers}"
             )
     chunks = [num_layers // shape.vpp for _ in range(shape.vpp) for num_layers in counts]
@@ -216,7 +217,8 @@ def _engine_ranks(specs: Sequence[EngineGroupSpec]) -> Iterator[EngineRank | Non
 def _must_divide(spec: EngineGroupSpec, owner: str) -> None:
     if spec.num_gpus % spec.num_gpus_per_engine:
         raise ConfigError(
-            f"{owner}: {spec.num_gpus} GPUs are not a multiple of --rollout-num-gpus-per-engine {spec.num_gpus_per_engine}; change one"
+            f"{owner}: its number of GPUs ({spec.num_gpus}) is not a multiple of --rollout-num-gpus-per-engine "
+            f"{spec.num_gpus_per_engine}; change one"
         )
     pp_size = spec.arguments.value("pp_size")
     if pp_size < 1 or spec.num_gpus_per_engine % pp_size:
@@ -226,7 +228,7 @@ def _must_divide(spec: EngineGroupSpec, owner: str) -> None:
     for option, size in (("--sglang-dp-size", spec.dp_size), ("--sglang-ep-size", spec.ep_size)):
         if size < 1 or spec.tp_size % size:
             raise ConfigError(
-                f"{owner}: {option} {size} does not divide the {spec.tp_size} tensor-parallel GPUs of an engine; choose a divisor"
+                f"{owner}: {option} {size} does not divide an engine's {count(spec.tp_size, 'tensor-parallel GPU')}; choose a divisor"
             )
 
 

@@ -168,9 +168,8 @@ def idle_shared_gpus(config: Config) -> Iterator[Violation]:
     """Warn if trainer GPUs have no engine, because they idle during the rollout."""
     given, trainer = config.cluster.rollout_num_gpus, config.num_train_gpus
     if config.cluster.colocate and given is not None and 0 < given < trainer:
-        text = (
-            f"--rollout-num-gpus {given} with --colocate: {trainer - given} of the trainer's {trainer} GPUs idle while the engines sample"
-        )
+        idle = f"{trainer - given} of the trainer's {trainer} GPUs idle"
+        text = f"--rollout-num-gpus {given} with --colocate leaves {idle} while the engines sample"
         yield Violation(text, (unset_flag("rollout_num_gpus"),))
 
 

@@ -13,6 +13,7 @@ from fuligo.config.rules.rule import set_flag, unset_flag
 from fuligo.planner.layout import ACCOUNTING, Cut
 from fuligo.planner.rules.rule import Fix, Violation, divisors, nearest_first, rule
 from fuligo.planner.subject import Subject
+from fuligo.quantities import count
 
 _FIRST, _LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
 _VPP = "virtual_pipeline_model_parallel_size"
@@ -110,13 +111,13 @@ def ranks_divide_into_virtual_stages(subject: Subject) -> Iterator[Violation]:
     """Each pipeline rank splits its layers evenly over its virtual stages."""
     cut = _cut(subject)
     counts = None if cut is None else cut.counts()
-    if cut is None or counts is None or cut.pp == 1 or all(count % cut.vpp == 0 for count in counts):
+    if cut is None or counts is None or cut.pp == 1 or all(number % cut.vpp == 0 for number in counts):
         return
-    broken = next(count for count in counts if count % cut.vpp)
-    common = [size for size in divisors(min(counts)) if size > 1 and all(count % size == 0 for count in counts)]
+    broken = next(number for number in counts if number % cut.vpp)
+    common = [size for size in divisors(min(counts)) if size > 1 and all(number % size == 0 for number in counts)]
     yield Violation(
-        f"--virtual-pipeline-model-parallel-size {cut.vpp} does not divide the {broken} layers of pipeline rank {counts.index(broken)}"
-        f"{cut.shown()}",
+        f"--virtual-pipeline-model-parallel-size {cut.vpp} does not divide the {count(broken, 'layer')} of pipeline rank "
+        f"{counts.index(broken)}{cut.shown()}",
         (*((set_flag(_VPP, size),) for size in nearest_first(cut.vpp, common)), (unset_flag(_VPP),)),
     )
 

@@ -487,6 +487,6 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
         ({"use_kl_loss": True, "ref_update_interval": 20}, "--ref-update-interval 20: longer than the run"),
     ],
     "CFG-RESTART-FROM-0": [({"max_restarts": 2}, "--max-restarts 2 without --save-interval: a restart repeats all rollouts")],
-    "CFG-COLOCATE-IDLE": [({**SHARED, "rollout_num_gpus": 2}, "2 of the trainer's 4 GPUs idle")],
+    "CFG-COLOCATE-IDLE": [({**SHARED, "rollout_num_gpus": 2}, "leaves 2 of the trainer's 4 GPUs idle")],
 }
 """Rule id -> configs that violate only this rule, with a part of the message."""

@@ -120,7 +120,9 @@ class SpawnerProcess:
             try:
                 assert control is not None
                 control.send(json.dumps({"name": "status", "pid": pid}).encode())
-                while select.select([control], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                answers = select.poll()  # `select.select` takes no descriptor above 1,023
+                answers.register(control, select.POLLIN)
+                while answers.poll(1000 * max(0.0, deadline - time.monotonic())):
                     answer = json.loads(control.recv(spawner.MAX_REQUEST_BYTES))
                     if answer["pid"] == pid:
                         return spawner.ending(answer["status"])

@@ -1,7 +1,9 @@
 """The process that starts those of episodes."""
 
 import errno
+import fcntl
 import os
+import resource
 import socket
 from contextlib import closing
 
@@ -10,6 +12,7 @@ import pytest
 from fuligo.environments import EnvironmentSettings
 from fuligo.environments.isolation.messages import HEADER, FailureError, decode_reply
 from fuligo.environments.isolation.spawner import SpawnerSettings, _Spawner
+from fuligo.environments.isolation.spawner_process import SpawnerProcess
 from fuligo.environments.load import EnvironmentFactory
 from tests.unit.environments.isolation.misbehaving import Misbehaving
 
@@ -28,6 +31,21 @@ def test_a_fork_that_fails_is_reported_to_its_episode(monkeypatch: pytest.Monkey
     failure = decode_reply(answer[HEADER.size :]).failure
     assert failure is not None
     assert failure.startswith("cannot start its process: Resource temporarily unavailable; raise the limit of processes or memory")
+
+
+async def test_a_run_with_many_open_files_is_told_how_a_process_ended() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    process = SpawnerProcess(SpawnerSettings("", {}, (), None, os.getpid()), {})
+    control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], min(4096, limits[1])), limits[1]))
+    try:
+        process._control = socket.socket(fileno=fcntl.fcntl(control, fcntl.F_DUPFD, 1024))
+        with control, other:
+            other.send(b'{"pid": 812, "status": 3}')
+            assert await process.status(812) == "ended with exit status 3"
+    finally:
+        process.end()
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,8 @@ class SpawnerProcess:
     def start(self) -> None:
         """Start the process that the others are forked from, unless it is running.
 
-        Raises ConfigError if it cannot import the environment, or the import started threads, and RolloutError if it does not answer.
+        Raises ConfigError if it cannot import the environment, the import started threads, or the settings are too large, and RolloutError
+        if it does not answer.
         """
         with self._starting:  # several episodes may notice at once that the process has ended
             self._start()
@@ -54,6 +55,13 @@ class SpawnerProcess:
         if self.process is not None and self.process.poll() is None:
             return
         self.end()
+        path, withheld, problem = self._settings.path, ", ".join(sorted(self._settings.withheld)), None
+        first_message = self._settings.encode()
+        if len(first_message) > spawner.MAX_REQUEST_BYTES:
+            raise ConfigError(
+                f"cannot isolate the environment {path}: its --environment-settings take {len(first_message):,} bytes, more than "
+                f"{spawner.MAX_REQUEST_BYTES:,}; put large values into a file that it reads, or set --environment-isolation none"
+            )
         control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with other:
             self.process = subprocess.Popen(
@@ -66,10 +74,9 @@ class SpawnerProcess:
             )
         self.output = threading.Thread(target=_log_output, args=(self.process.stdout,), name="output of environments", daemon=True)
         self.output.start()
-        path, withheld, problem = self._settings.path, ", ".join(sorted(self._settings.withheld)), None
         try:
             control.settimeout(_START_S)
-            control.send(self._settings.encode())
+            control.send(first_message)
             problem = json.loads(control.recv(spawner.MAX_REQUEST_BYTES))["problem"]
             control.settimeout(_STATUS_S)
         except (OSError, ValueError) as error:

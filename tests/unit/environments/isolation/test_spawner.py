@@ -14,6 +14,7 @@ from fuligo.environments.isolation.messages import HEADER, FailureError, decode_
 from fuligo.environments.isolation.spawner import SpawnerSettings, _Spawner
 from fuligo.environments.isolation.spawner_process import SpawnerProcess
 from fuligo.environments.load import EnvironmentFactory
+from fuligo.errors import ConfigError
 from tests.unit.environments.isolation.misbehaving import Misbehaving
 
 
@@ -46,6 +47,15 @@ async def test_a_run_with_many_open_files_is_told_how_a_process_ended() -> None:
     finally:
         process.end()
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_settings_that_are_too_large_are_named() -> None:
+    process = SpawnerProcess(SpawnerSettings("a.Game", {"text": "x" * 140_000}, (), None, os.getpid()), {})
+    with pytest.raises(
+        ConfigError, match=r"isolate the environment a\.Game: its --environment-settings take 140,\d+ bytes, more than 131,072;"
+    ):
+        process.start()
+    assert process.process is None
 
 
 @pytest.mark.parametrize(

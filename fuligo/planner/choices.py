@@ -221,8 +221,8 @@ def _trainer_choices(subject: Subject) -> Iterator[Choice]:
 
     Raises ConfigError if the sizes allow no layout.
     """
-    config = subject.config
-    rows_given = config.train.max_tokens_per_gpu is not None or config.train.micro_batch_size is not None
+    config, train = subject.config, subject.config.train
+    rows_given = train.use_dynamic_batch_size or train.max_tokens_per_gpu is not None or train.micro_batch_size is not None
     if config.debug.debug_rollout_only or rows_given:
         return
     needed = _trainer_excess(subject)

@@ -168,6 +168,7 @@ def test_rows_shrink_then_layers_are_recomputed() -> None:
         (300, "--rollout-batch-size 2", 12288),  # one row holds all samples of a step
         (300, "--rollout-batch-size 1", None),
         (300, "--micro-batch-size 1", None),
+        (300, "--use-dynamic-batch-size", None),  # CFG-MAX-TOKENS asks for a limit, whatever the GPU
         (1000, "--train-backend megatron --actor-num-gpus-per-node 2 --pipeline-model-parallel-size 2", None),
     ],
 )

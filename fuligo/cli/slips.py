@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fuligo.checkpoint.location import resolve
 from fuligo.config import Config
-from fuligo.config.python_path import VARIABLE
+from fuligo.config.python_path import VARIABLE, with_inherited_path
 from fuligo.formats.hugging_face import has_chat_template
 from fuligo.observability.jsonl import read_json_lines
 from fuligo.observability.run_directory import CHECKPOINTS
@@ -43,8 +43,10 @@ def _plain_prompts(config: Config) -> Iterator[str]:
 
 def _shadowed_megatron(config: Config) -> Iterator[str]:
     """Yield a warning if ranks import another Megatron-Core than the installed one, whose version was checked."""
-    given = config.cluster.env.get(VARIABLE) or os.environ.get(VARIABLE, "")
-    directories = [directory for directory in given.split(os.pathsep) if (Path(directory) / "megatron" / "core" / "__init__.py").is_file()]
+    imported = with_inherited_path({VARIABLE: config.cluster.env.get(VARIABLE) or ""})[VARIABLE]
+    directories = [
+        directory for directory in imported.split(os.pathsep) if (Path(directory) / "megatron" / "core" / "__init__.py").is_file()
+    ]
     if config.trains and config.resolved_train_backend == "megatron" and directories:
         yield (
             f"{VARIABLE} has {directories[0]}, whose megatron.core replaces the installed Megatron-Core; remove that directory unless its "

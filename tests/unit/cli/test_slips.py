@@ -30,6 +30,7 @@ def test_a_megatron_on_the_python_path_is_warned_of(model: Path, tmp_path: Path,
     assert warnings(tmp_path / "megatron") == warnings(tmp_path, "torch") == []
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert slips(parse(["--hf-checkpoint", str(model), "--train-backend", "megatron"]).config) == [warning]
+    assert warnings(Path("/elsewhere")) == [warning], "ranks also import from the inherited path"
 
 
 def test_a_load_without_checkpoints_is_warned_of_unless_the_run_makes_them_there(model: Path, tmp_path: Path):

@@ -187,7 +187,7 @@ class Stream:
     def _tensors(self) -> Iterator[tuple[str, Any]]:
         """Yield names and tensors until the stream ends, or the end of a bucket during which the previous one was not freed.
 
-        The broadcast of the next bucket but one is started after the first tensor of a bucket has been loaded, when the previous one is free.
+        After the first tensor of a bucket has been loaded, the previous bucket is free, and the broadcast of the next but one is started.
         """
         import torch
         from torch.multiprocessing.reductions import StorageWeakRef

@@ -153,10 +153,20 @@ def import_script(
     if len(findings.launches) > 1:
         places = ", ".join(launch.place for launch in findings.launches)
         raise ConfigError(f"cannot import {script.name}: it starts {len(findings.launches)} training jobs ({places}); keep one")
+    _require_line_ends(findings.launches[0], script)
     notes = [*findings.notes, *unset, *_missing_files(report, task)]
     if report["stopped"]:
         notes.append(f"{_end(report, task)}, after it started the job")
     return ImportedScript(findings.launches[0], tuple(notes), script)
+
+
+def _require_line_ends(launch: Launch, script: Path) -> None:
+    """Raise ConfigError if an argument has the end of a line of Windows, which a file that the script reads has left in it."""
+    if word := next((word for word in launch.arguments if "\r" in word), None):
+        raise ConfigError(
+            f"cannot import {script.name}: a file that it reads has lines that end as on Windows, so bash read {word!r} as an argument; "
+            "convert that file with sed -i 's/\\r$//'"
+        )
 
 
 # -- one run ---------------------------------------------------------------------------------------------------------------------------

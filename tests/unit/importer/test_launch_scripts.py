@@ -276,6 +276,11 @@ def test_line_ends_of_windows_are_refused(imported: Import):
         imported("python3 train.py --prompt-data d.jsonl\r\n")
 
 
+def test_line_ends_of_windows_in_a_file_that_the_script_reads_are_refused(imported: Import):
+    with pytest.raises(ConfigError, match=r"has lines that end as on Windows, so bash read '/models/policy\\r' as an argument.*sed -i"):
+        imported("source <(printf 'MODEL=/models/policy\\r\\n')\npython3 train.py --hf-checkpoint $MODEL --colocate")
+
+
 def test_flags_after_a_line_without_a_backslash_are_refused(imported: Import):
     with pytest.raises(ConfigError, match=r"line 3: `--lr 1e-6` is run as a command: the line before it ends without `\\`"):
         imported('ARGS=(--lr 1e-6)\npython3 train.py --colocate\n   "${ARGS[@]}"')

@@ -136,7 +136,7 @@ async def test_what_waits_for_its_turn_when_the_rollout_is_full_is_never_sent():
 
 async def test_a_filter_that_drops_everything_ends_the_run_clearly_and_loses_no_prompt():
     given = world(group_filter=lambda samples: "dull", over_sampling_batch_size=3, max_sampling_waves=4)
-    with pytest.raises(UnfilledRolloutError, match=r"4 sampling waves .* gave 0 of the 2 groups.*by dull") as raised:
+    with pytest.raises(UnfilledRolloutError, match=r"4 sampling waves .* gave 0 of 2 needed groups.*by dull") as raised:
         await given.runner.rollout(0)
     assert given.engine.num_running == 0
     assert raised.value.step == 0
@@ -145,7 +145,7 @@ async def test_a_filter_that_drops_everything_ends_the_run_clearly_and_loses_no_
 
 async def test_a_rollout_of_which_nothing_is_kept_ends_long_before_the_last_wave(caplog: pytest.LogCaptureFixture):
     given = world(reward=ScriptedReward(lambda row, index: 0.0), group_filter=lambda samples: "dull")
-    text = r"^cannot fill the rollout: 3\d sampling waves .* gave 0 of the 2 .*Dropped groups: 6\d with every reward 0\.$"
+    text = r"^cannot fill the rollout: 3\d sampling waves .* gave 0 of 2 .*Dropped groups: 6\d with every reward 0\.$"
     with pytest.raises(RolloutError, match=text):
         await given.runner.rollout(0)
     assert re.fullmatch(r"rollout 0 after wave 1: kept 0 of 2 groups, dropped ([12]) \(\1 with every reward 0\)", caplog.messages[0])

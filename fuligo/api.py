@@ -194,7 +194,7 @@ def _local_functions(config: Config) -> list[str]:
 @contextmanager
 def _own_umask() -> Iterator[None]:
     """Restore the umask of the program, which a run changes to keep its files private."""
-    mask = os.umask(0)
+    mask = os.umask(0o077)
     os.umask(mask)
     try:
         yield

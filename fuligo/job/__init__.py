@@ -132,7 +132,7 @@ def evaluate(config: Config, run_dir: Path) -> Evaluated:
 def _keep_private(config: Config) -> None:
     """Make new files of this process and its children inaccessible to other users, unless --shared-outputs is set."""
     if not config.observability.shared_outputs:
-        os.umask(os.umask(0) | 0o077)
+        os.umask(os.umask(0o077) | 0o077)
 
 
 async def _run_until_terminated(work: Coroutine[Any, Any, T], termination: Termination) -> T:

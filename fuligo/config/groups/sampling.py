@@ -164,7 +164,7 @@ class EvalFlags(FlagGroup):
     """Evaluation on held-out prompts. Settings that are not given follow the rollout's."""
 
     eval_interval: int | None = slime(
-        None, "rollouts between evaluations (default: only after the last, which is always evaluated)", unit="rollouts", ge=1
+        None, "rollouts between evaluations (default: evaluate only before the first and after the last one)", unit="rollouts", ge=1
     )
     eval_prompt_data: list[str] = slime([], "evaluation datasets as NAME PATH pairs; a single PATH gets the name aime", path=True)
     eval_config: str | None = slime(None, "YAML file of datasets, each with its own sampling settings and reward", path=True)

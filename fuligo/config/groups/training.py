@@ -151,7 +151,8 @@ class LoraFlags(FlagGroup):
         "storage of the frozen linear layers and experts in the torch trainer: as loaded, or in 8 or 4 bits (QLoRA; needs fuligo[qlora])",
     )
     lora_sync: Literal["auto", "adapter", "merged"] = flag(
-        "auto", "send engines the adapter, or weights with the adapter merged in; auto: the adapter if the engine can apply it"
+        "auto",
+        "send engines the adapter, or weights with the adapter merged in; auto: adapter with the run's own embedded engine, else merged",
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from fuligo.quantities import count
 from tests.e2e.command import REPOSITORY, environment
 from tests.e2e.conftest import Job
 from tests.e2e.processes import alive, descendants, wait_until
@@ -83,6 +84,6 @@ def test_a_run_in_a_bare_container_reaps_orphans_and_saves_on_sigterm(job: Job, 
         process.wait()
     assert process.returncode == INTERRUPTED, said
     assert "Traceback" not in said, said
-    assert f"resume after rollout {len(metrics(run_dir))} with: fuligo train" in said
+    assert f"resume after {count(len(metrics(run_dir)), 'rollout')} with: fuligo train" in said
     assert (run_dir / "checkpoints" / f"iter_{len(metrics(run_dir)):07d}").is_dir()
     assert not alive(family)

@@ -88,7 +88,7 @@ def test_a_run_that_a_signal_ends_saves_the_last_complete_rollout(
     for moment, num_saved in (("rollout:2", 2), ("train:3", 4)):
         done = fuligo(*flags, KILL_AT=moment, KILL_WITH=number)
         assert done.returncode == INTERRUPTED, done.stderr
-        assert f"resume after rollout {num_saved} with: fuligo train" in done.stderr
+        assert f"resume after {num_saved} rollouts with: fuligo train" in done.stderr
     assert sorted(path.name for path in (run_dir / "checkpoints").glob("iter_*")) == ["iter_0000002", "iter_0000004"]
 
     succeed(*flags)

@@ -9,7 +9,7 @@ from fuligo.planner.sampled_groups import LIKELY, has_filter, sampled_groups
 from fuligo.planner.subject import Subject
 
 _DOUBLINGS = range(1, 8)
-"""Powers of two by which the number of waves is multiplied to find one that is enough."""
+"""Exponents of the powers of two by which the number of waves is multiplied to find one that is enough."""
 
 
 @rule("PLAN-SAMPLING-WAVES", "--max-sampling-waves", "--dynamic-sampling-filter-path", severity=Severity.WARNING)

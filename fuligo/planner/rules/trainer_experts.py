@@ -12,6 +12,7 @@ from fuligo.config.rules.rule import set_flag, unset_flag
 from fuligo.planner.rules.parallel import expert_tensor_parallel_size
 from fuligo.planner.rules.rule import Violation, divisors, nearest_first, rule
 from fuligo.planner.subject import Subject
+from fuligo.quantities import count
 
 
 def _has_experts(subject: Subject) -> bool:
@@ -117,7 +118,7 @@ def dispatcher_scales(subject: Subject) -> Iterator[Violation]:
     lengths = f", and it rejects the micro-batches of varying length of --pipeline-model-parallel-size {pp}" if pp > 1 else ""
     yield Violation(
         f"--moe-token-dispatcher-type allgather (the default) sends every token to all {ep} ranks of --expert-model-parallel-size, "
-        f"but a token uses only {experts.num_experts_per_token} experts{lengths}",
+        f"but a token uses only {count(experts.num_experts_per_token, 'expert')}{lengths}",
         ((set_flag("moe_token_dispatcher_type", "alltoall"),),),
     )
 

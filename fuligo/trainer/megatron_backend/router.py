@@ -20,6 +20,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
 from fuligo.errors import ConfigError
+from fuligo.quantities import count
 from fuligo.trainer.megatron_backend.packed import PackedRow
 
 _FLOAT32_BUFFERS = ("expert_bias", "local_tokens_per_expert")
@@ -222,7 +223,8 @@ def refuse_unsupported_routing(config: TransformerConfig) -> None:
     if groups > 1 and top_k // top_groups != 2:
         raise ConfigError(
             f"cannot train num_experts_per_tok {top_k} with topk_group {top_groups}: Megatron ranks groups by their best "
-            f"{top_k // top_groups} experts, but the model by their best 2; choose a model with num_experts_per_tok = 2 * topk_group"
+            f"{count(top_k // top_groups, 'expert')}, but the model by their best 2; choose a model with "
+            "num_experts_per_tok = 2 * topk_group"
         )
     if top_k == 1 and config.moe_router_score_function == "sigmoid":
         raise ConfigError(

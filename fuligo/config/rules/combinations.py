@@ -236,8 +236,9 @@ def continuous_sampling_is_ours(config: Config) -> Iterator[Violation]:
 def environment_names_are_names(config: Config) -> Iterator[Violation]:
     """Require letters, digits and underscores in names of environment variables."""
     if odd := [name for name in config.engine_environment if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)]:
+        problem = "is not a valid name of an environment variable" if len(odd) == 1 else "are not valid names of environment variables"
         yield Violation(
-            f"--env or --engine-env: {', '.join(map(repr, odd))} is not a valid name of an environment variable",
+            f"--env or --engine-env: {', '.join(map(repr, odd))} {problem}",
             advice="use letters, digits and underscores",
         )
 
